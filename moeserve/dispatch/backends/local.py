@@ -1,0 +1,59 @@
+"""One rank: nothing travels; rows are rounded to the wire format, grouped, and weighed back."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moeserve.dispatch.dispatcher import Dispatched, DispatchRow, DispatchSpec, Pace, Pending, Traffic
+from moeserve.dispatch.exchange import TORCH_ARCHS
+from moeserve.dispatch.lane import check_lane, check_spec, local_slots
+from moeserve.dispatch.permute import Homes, group_rows, weigh_rows
+from moeserve.dispatch.routing import Routing
+from moeserve.dispatch.wire import ROW_WISE
+from moeserve.experts.batch import Grouping
+
+
+class Local:
+    """The carrier of a single rank."""
+
+    def __init__(self, spec: DispatchSpec) -> None:
+        check_spec(spec)
+        if spec.ranks != 1:
+            raise ValueError(f"carrier local serves one rank, not {spec.ranks}; use allgather_reducescatter")
+        self._spec = spec
+
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
+        """Groups this lane's rows by slot."""
+        spec = self._spec
+        check_lane(spec, hidden, routing)
+        slots = local_slots(spec, routing.slots)
+        batch, homes = group_rows(
+            spec.wire.quantize(hidden), slots, routing.weights, (spec.slots, spec.row_align)
+        )
+        return Pending(lambda: Dispatched(batch, homes))
+
+    def combine(self, outputs: Tensor, ticket: Homes) -> Pending[Tensor]:
+        """Weighs the outputs into `[T, H]`."""
+        answer = weigh_rows(outputs, ticket).to(self._spec.dtype)
+        return Pending(lambda: answer)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Nothing: there is no other rank."""
+        return Traffic()
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+ROW = DispatchRow(
+    name="local",
+    build=Local,
+    wires=ROW_WISE,
+    grouping=Grouping.RAGGED,
+    pace=Pace.ANY,
+    archs=TORCH_ARCHS,
+    max_ranks=1,
+    sliced=True,
+    verified=("cpu",),
+)

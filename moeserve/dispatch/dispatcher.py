@@ -1,0 +1,127 @@
+"""The carrier contract: `Dispatcher`, what it hands over, and the `DispatchRow` that says what it can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from moeserve.dispatch.routing import Routing
+from moeserve.experts.batch import ExpertBatch, Grouping
+from moeserve.experts.kernel import Problem
+from moeserve.experts.machine import Machine
+from moeserve.quant.format import Format
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Pending(Generic[T_co]):
+    """Something under way: `wait` gives it, once. On a GPU it is ordered on the current stream, not on the host."""
+
+    def __init__(self, finish: Callable[[], T_co]) -> None:
+        self._finish = finish
+
+    def wait(self) -> T_co:
+        """The result, when it is there."""
+        return self._finish()
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatched:
+    """What arrived on this rank, and the carrier's own ticket for the way home."""
+
+    batch: ExpertBatch
+    ticket: Any
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes this rank sent to other ranks over the carrier's life."""
+
+    dispatched: int = 0
+    combined: int = 0
+
+    def plus(self, dispatched: int = 0, combined: int = 0) -> Traffic:
+        """The sum of this and what one more phase sent."""
+        return Traffic(self.dispatched + dispatched, self.combined + combined)
+
+
+class Dispatcher(Protocol):
+    """Carries rows to their slots' ranks and brings the weighted sums home. Collective: all ranks call in one order."""
+
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
+        """Quantizes `hidden [T, H]` to the wire on the sender, carries it, and groups it by slot on arrival."""
+
+    def combine(self, outputs: Tensor, ticket: Any) -> Pending[Tensor]:
+        """Brings `outputs` (as the kernel made them) home, weights and sums in float32: [T, H] of the hidden's dtype.
+
+        Partial sums over slices of an expert are added here, and nowhere else.
+        """
+
+    @property
+    def traffic(self) -> Traffic:
+        """What it has sent so far."""
+
+    def close(self) -> None:
+        """Frees buffers; the process group stays its owner's."""
+
+
+@dataclass(frozen=True)
+class DispatchSpec:
+    """What a carrier is built for."""
+
+    rank: int
+    ranks: int
+    slots: int  # of one rank, e
+    hidden: int
+    top_k: int
+    lane_rows: int  # most rows a lane brings to a step
+    dtype: torch.dtype  # of hidden states and answers
+    wire: Format
+    sliced: bool = False  # every rank holds a slice of every slot: rows go to all ranks
+    row_align: int = 1
+    device: str = "cpu"
+
+
+class Pace(Enum):
+    """What a carrier is made for."""
+
+    LOW_LATENCY = "low_latency"
+    HIGH_THROUGHPUT = "high_throughput"
+    ANY = "any"
+
+
+@dataclass(frozen=True)
+class DispatchRow:
+    """What one carrier can do, as data."""
+
+    name: str
+    build: Callable[[DispatchSpec], Dispatcher]
+    wires: frozenset[str]  # names of row-wise formats it carries
+    grouping: Grouping
+    pace: Pace
+    archs: frozenset[str]
+    in_flight: int = 1  # batches between dispatch and combine
+    modules: frozenset[str] = frozenset()
+    max_ranks: int | None = None
+    sliced: bool = False  # carries rows to all ranks for sliced experts
+    partial_sums: str = "float32"  # how sums over ranks are rounded on the way home
+    host_sync: bool = False  # reads counts on the host
+    reference: bool = False  # judges the others; wins only when named
+    verified: tuple[str, ...] = field(default=())
+
+    def refuses(self, problem: Problem, machine: Machine) -> str | None:
+        """Why this carrier cannot serve `problem` on `machine`, or None."""
+        if machine.arch not in self.archs:
+            return f"runs on {', '.join(sorted(self.archs))}, not on {machine.arch}"
+        if missing := self.modules - machine.modules:
+            return f"needs the package {', '.join(sorted(missing))}"
+        if self.max_ranks is not None and problem.ranks > self.max_ranks:
+            return f"joins at most {self.max_ranks} ranks, not {problem.ranks}"
+        if problem.sliced and not self.sliced:
+            return "carries rows to whole experts only, and here every rank holds a slice of each"
+        return None

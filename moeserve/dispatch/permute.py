@@ -1,0 +1,107 @@
+"""Grouping rows by slot on arrival, and weighing the experts' outputs back into one row each for home."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moeserve.experts.batch import ExpertBatch, Grouping
+from moeserve.quant.format import Packed
+
+
+@dataclass(frozen=True, eq=False)
+class Homes:
+    """Where each choice of the arrived rows went in the batch, and what its output weighs.
+
+    With `starts`, places and weights are flat, `[P]` for the P choices that are here, row by row, and row i
+    begins at `starts[i]`. Without, they are `[R, K]`, and a choice that is not here has the place
+    `capacity - 1`, a row that no slot owns.
+    """
+
+    places: Tensor  # int64
+    weights: Tensor  # float32
+    starts: Tensor | None  # [R] int64
+    rows: int  # R
+    capacity: int  # rows of the batch
+
+
+def row_capacity(rows: int, top_k: int, slots: int, row_align: int) -> int:
+    """Most rows of a batch made of `rows` arrived rows, known without reading a count; the last one is spare.
+
+    A row goes to a slot at most once (repeated choices are merged before dispatch), so it has at most
+    min(top_k, slots) copies; each slot in use may waste row_align - 1 rows.
+    """
+    copies = rows * min(top_k, slots)
+    bound = copies + min(slots, copies) * (row_align - 1) + 1
+    return -(-bound // row_align) * row_align
+
+
+def group_rows(
+    tokens: Packed, slots: Tensor, weights: Tensor, spec: tuple[int, int]
+) -> tuple[ExpertBatch, Homes]:
+    """Copies rows into one RAGGED batch in slot order, rows of a slot in order of arrival.
+
+    `tokens [R, H]`, `slots [R, K]` int32 of this rank (EMPTY: not here), `weights [R, K]` float32 (ignored
+    where not here), `spec` is (e, row_align). Sizes are exact on the CPU; on a GPU nothing is read on
+    the host and the batch has `row_capacity` rows.
+    """
+    experts, row_align = spec
+    rows, top_k = slots.shape
+    here = slots >= 0
+    keys = torch.where(here, slots, experts).flatten().long()  # [R * K]; `experts`: not here
+    ordered, order = torch.sort(keys, stable=True)
+    counts = keys.new_zeros(experts + 1).scatter_add_(0, keys, torch.ones_like(keys))[:experts]
+    offsets = keys.new_zeros(experts + 1)
+    torch.cumsum((counts + row_align - 1) // row_align * row_align, 0, out=offsets[1:])
+    exact = slots.is_cpu
+    capacity = int(offsets[-1]) if exact else row_capacity(rows, top_k, experts, row_align)
+
+    shift = F.pad(offsets[:-1] - (counts.cumsum(0) - counts), (0, 1))
+    place = torch.arange(rows * top_k, device=slots.device) + shift[ordered]
+    place = torch.where(ordered < experts, place, capacity if exact else capacity - 1)
+    source = keys.new_zeros(capacity + 1).scatter_(0, place, order // max(top_k, 1))[:capacity]
+    places = torch.empty_like(place).scatter_(0, order, place).view(rows, top_k)
+
+    batch = ExpertBatch(
+        tokens.with_parts([take_rows(part, source) for part in tokens.parts]),
+        Grouping.RAGGED,
+        counts.int(),
+        offsets.int(),
+    )
+    if not exact:
+        return batch, Homes(places, torch.where(here, weights, 0.0), None, rows, capacity)
+    taken = here.sum(dim=1)
+    return batch, Homes(places[here], weights[here], taken.cumsum(0) - taken, rows, capacity)
+
+
+def take_rows(table: Tensor, index: Tensor) -> Tensor:
+    """Rows `index [N]` of `table [R, C]`, of any dtype and row stride, as a new contiguous `[N, C]`."""
+    raw = table.view(torch.uint8)
+    for word in (torch.int64, torch.int32, torch.int16):
+        if all(size % word.itemsize == 0 for size in (raw.shape[1], raw.stride(0), raw.storage_offset())):
+            return raw.view(word).index_select(0, index).view(table.dtype)
+    return raw.index_select(0, index).view(table.dtype)
+
+
+def weigh_rows(outputs: Tensor, homes: Homes) -> Tensor:
+    """Weighted sum over the choices of each arrived row, in order of choice: `[R, H]` float32.
+
+    `outputs [capacity, H]` as the kernel made them; rows that no slot owns enter no sum, even NaN. A row
+    with no choice here is zero. Nothing is added by atomics: the bits repeat. Raises ValueError for
+    another row count.
+    """
+    if outputs.shape[0] != homes.capacity:
+        raise ValueError(f"outputs have {outputs.shape[0]} rows; the dispatched batch has {homes.capacity}")
+    if homes.rows == 0 or homes.capacity == 0:
+        return torch.zeros((homes.rows, outputs.shape[1]), dtype=torch.float32, device=outputs.device)
+    return F.embedding_bag(
+        homes.places,
+        outputs.float(),
+        homes.starts,
+        mode="sum",
+        per_sample_weights=homes.weights,
+        padding_idx=None if homes.starts is not None else homes.capacity - 1,
+    )

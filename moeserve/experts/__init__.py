@@ -1,0 +1,1 @@
+"""Where experts live and how they compute: gate, activation, kernels, placement, load, checkpoints."""

@@ -1,0 +1,36 @@
+"""The tables of what checkpoints look like: how projections are stored (`DIALECTS`), how models name them
+(`FAMILIES`).
+
+The two are independent: a quantized model is a family and a dialect.
+"""
+
+from __future__ import annotations
+
+from moeserve.experts.dialects import fp8_block, plain
+from moeserve.experts.dialects.dialect import Dialect, Quantization
+from moeserve.experts.dialects.family import FAMILIES, Family, family_of
+from moeserve.experts.dialects.store import CheckpointError
+
+DIALECTS: dict[str, Dialect] = {row.name: row for row in (plain.ROW, fp8_block.ROW)}
+"""Every storage convention by name; a new one is one file and one line here. Exactly one claims a config."""
+
+
+def dialect_for(quantization: Quantization) -> Dialect:
+    """The dialect that claims a model's quantization config.
+
+    CheckpointError, with what is supported: none does.
+    """
+    claiming = [row for row in DIALECTS.values() if row.claims(quantization)]
+    if len(claiming) == 1:
+        return claiming[0]
+    if claiming:
+        names = ", ".join(row.name for row in claiming)
+        raise CheckpointError(f"dialects {names} all claim the quantization config {quantization}")
+    method = (quantization or {}).get("quant_method")
+    supported = "; ".join(row.reads for row in DIALECTS.values())
+    raise CheckpointError(
+        f"quantization quant_method={method!r} is not supported as configured; supported: {supported}"
+    )
+
+
+__all__ = ["DIALECTS", "FAMILIES", "Dialect", "Family", "dialect_for", "family_of"]

@@ -1,0 +1,161 @@
+"""The tensors of a checkpoint by name: `TensorStore`, safetensors files read through a memory map.
+
+Headers are parsed and checked here, so that a damaged file is named before anything is read from it; the
+bytes of a tensor are then touched only where a slice asks for them (format:
+https://github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+LENGTH_BYTES = 8  # little-endian length of the JSON header that follows
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Element types of a safetensors header; a file may have others, but not in tensors that are read."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be served as it is; the message names the file, tensor or config key."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor as its file's header declares it."""
+
+    file: Path
+    dtype: str  # a key of DTYPES, or an element type that is not supported
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class TensorStore:
+    """Every tensor of a checkpoint directory, from one safetensors file or from the shards of an index.
+
+    CheckpointError: no such file, a shard that is missing or truncated, a header that is not one, a tensor
+    that stands in two shards or not in the shard that the index names.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.bytes_read = 0
+        self._open: dict[Path, Any] = {}
+        index = directory / INDEX
+        placed = _weight_map(index) if index.is_file() else {}
+        files = sorted(set(placed.values())) or sorted(path.name for path in directory.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{directory} has no *.safetensors file and no {INDEX}")
+        for file in files:
+            self._add(directory / file)
+        for name, file in placed.items():
+            if name not in self.entries or self.entries[name].file.name != file:
+                raise CheckpointError(f"{index} places tensor {name} in {file}, which does not hold it")
+
+    def _add(self, file: Path) -> None:
+        for name, entry in _header(file):
+            if name in self.entries:
+                other = self.entries[name].file
+                places = f"{other.name} and {file.name}" if other != file else f"the header of {file.name}"
+                raise CheckpointError(f"duplicate tensor {name}: it stands twice, in {places}")
+            self.entries[name] = entry
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def read(self, name: str, *index: slice | int) -> Tensor:
+        """A copy of `name[index]`, in the file's dtype; only the bytes of that slice are read and counted."""
+        entry = self.entries[name]
+        try:
+            if entry.file not in self._open:
+                self._open[entry.file] = safe_open(entry.file, framework="pt")
+            found: Tensor = self._open[entry.file].get_slice(name)[index or ...]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read tensor {name} from {entry.file}: {error}") from error
+        self.bytes_read += found.nbytes
+        return found.clone(memory_format=torch.contiguous_format)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    placed = read_json(index).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise CheckpointError(f"{index} needs a weight_map of tensor names to files")
+    for file in set(placed.values()):
+        if not (index.parent / file).is_file():
+            lost = [name for name, place in placed.items() if place == file]
+            raise CheckpointError(
+                f"shard {index.parent / file} is missing; {len(lost)} tensors, as {lost[0]}"
+            )
+    return placed
+
+
+def _header(file: Path) -> Iterator[tuple[str, Entry]]:
+    """The tensors that `file` declares, after checking that the file is as long as they need."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+        if size < LENGTH_BYTES or length > size - LENGTH_BYTES:
+            raise CheckpointError(
+                f"{file} is truncated: {size} bytes do not hold its header of {length} bytes"
+            )
+        raw = stream.read(length)
+    try:
+        pairs: list[tuple[str, Any]] = json.loads(raw, object_pairs_hook=list)
+        declared = [(name, dict(fields)) for name, fields in pairs if name != "__metadata__"]
+        entries = [(name, _entry(file, fields), fields["data_offsets"][1]) for name, fields in declared]
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        raise CheckpointError(
+            f"{file} is not a safetensors file: its header cannot be read ({error})"
+        ) from error
+    end = LENGTH_BYTES + length + max((stop for _, _, stop in entries), default=0)
+    if size < end:
+        raise CheckpointError(f"{file} is truncated: its header declares {end} bytes, found {size}")
+    for name, entry, _ in entries:
+        width = DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else None
+        if width is not None and prod(entry.shape) * width != entry.nbytes:
+            expected = f"{entry.dtype} {list(entry.shape)}, {prod(entry.shape) * width} bytes"
+            raise CheckpointError(
+                f"tensor {name} of {file} is declared {expected}, but has {entry.nbytes} bytes"
+            )
+        yield name, entry
+
+
+def _entry(file: Path, fields: Mapping[str, Any]) -> Entry:
+    start, stop = fields["data_offsets"]
+    return Entry(file, str(fields["dtype"]), tuple(int(size) for size in fields["shape"]), stop - start)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from `file`. CheckpointError: no such file, not JSON, not an object."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, found {type(found).__name__}")
+    return found

@@ -1,0 +1,156 @@
+"""The expert kernel contract: `Kernel`, its `Prepared` weights, and `KernelRow`, what a kernel can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights, Grouping
+from moeserve.experts.machine import Machine
+from moeserve.quant.format import Format, Packed, Scheme
+from moeserve.quant.formats.floats import FLOATS
+
+PLAIN = frozenset(FLOATS.values())
+"""Formats without scales, which cast into each other."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a plan is asked for: one layer's experts, and how tokens reach them."""
+
+    scheme: Scheme
+    model_format: Format  # of hidden states and answers
+    shape: ExpertShape  # of this rank: inner is the slice's size when experts are sliced
+    experts: int  # E
+    ranks: int
+    top_k: int
+    lane_rows: int  # most rows one lane brings to a step
+    sliced: bool = (
+        False  # every rank holds a slice of every expert (tensor parallel) instead of whole experts
+    )
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some rank holds fewer experts than another."""
+        return not self.sliced and self.experts % self.ranks != 0
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """Weights in a kernel's own form. Storage is allocated once and changed in place, slot by slot.
+
+    Law: `prepare(w).slot(i)` equals `prepare(w.rows([i])).slot(0)`, so an expert moves and is checksummed
+    alone; `prepare` takes zero experts too.
+    """
+
+    per_slot: Mapping[str, Tensor]  # each [slots, ...]
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def slot(self, index: int) -> dict[str, Tensor]:
+        """The tensors of one slot, as views."""
+        return {name: tensor[index] for name, tensor in self.per_slot.items()}
+
+    @property
+    def slots(self) -> int:
+        """How many slots there are."""
+        return next(iter(self.per_slot.values())).shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in (*self.per_slot.values(), *self.shared.values()))
+
+
+class Kernel(Protocol):
+    """Computes experts: row in, row out, unweighted (router weights belong to the carrier's combine)."""
+
+    def prepare(self, weights: ExpertWeights) -> Prepared:
+        """Brings canonical weights into this kernel's form, on their device."""
+
+    def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
+        """Runs the experts: RAGGED -> [Rmax, H], PADDED -> [e, C, H], dtype `out_dtype`.
+
+        Rows outside the segments are undefined in the batch and in the answer.
+        """
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """What a kernel is built for: scheme, shape, and the dtype of its outputs (the model's)."""
+
+    scheme: Scheme
+    shape: ExpertShape
+    out_dtype: torch.dtype
+
+    def fit(self, weights: ExpertWeights) -> ExpertWeights:
+        """`weights` in the scheme's format, checked against the shape; what `prepare` starts from.
+
+        Plain floats are cast to the scheme's plain float: a checkpoint is served in the dtype that was
+        asked for. Raises ValueError for any other format, a wrong shape, biases that are missing or too
+        many, and static activation scales, which no activation format here takes.
+        """
+        gate_up = self._fit("gate_up", weights.gate_up, (self.shape.gate_up_rows, self.shape.hidden))
+        down = self._fit("down", weights.down, (self.shape.hidden, self.shape.inner))
+        for name, bias in (("gate_up_bias", weights.gate_up_bias), ("down_bias", weights.down_bias)):
+            if (bias is not None) != self.shape.bias:
+                found = "missing" if bias is None else "given"
+                raise ValueError(f"{name} is {found}, and the expert's shape says bias={self.shape.bias}")
+        if weights.input_scale is not None or weights.inner_scale is not None:
+            found = f"{self.scheme.activations} activations scale each row themselves"
+            raise ValueError(f"static activation scales were given, and {found}")
+        return replace(weights, gate_up=gate_up, down=down)
+
+    def _fit(self, side: str, packed: Packed, size: tuple[int, int]) -> Packed:
+        wanted = self.scheme.weights
+        if tuple(packed.shape[1:]) != size:
+            raise ValueError(f"{side} must be [e, {size[0]}, {size[1]}]; found {list(packed.shape)}")
+        if packed.format == wanted:
+            return packed
+        if not {packed.format, wanted} <= PLAIN:
+            raise ValueError(f"{side} is stored as {packed.format}; scheme {self.scheme} needs {wanted}")
+        return wanted.quantize(packed.parts[0])
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """What one kernel can do, as data. `refuses` is the join's condition, and says why in one line."""
+
+    name: str
+    build: Callable[[KernelSpec], Kernel]
+    schemes: frozenset[Scheme]
+    eats: frozenset[Format]  # wire formats it takes as they arrive
+    groupings: frozenset[Grouping]
+    activations: frozenset[str]
+    archs: frozenset[str]
+    modules: frozenset[str] = frozenset()
+    multiple_of: tuple[int, int] = (1, 1)  # of hidden and inner
+    row_align: int = 1
+    fewer_schemes: Mapping[str, frozenset[Scheme]] = field(
+        default_factory=dict
+    )  # by arch, where not all of them
+    reference: bool = False  # judges the others; on a GPU it wins only when named
+    verified: tuple[str, ...] = ()  # architectures it has really run on
+
+    def refuses(self, problem: Problem, machine: Machine) -> str | None:
+        """Why this kernel cannot serve `problem` on `machine`, or None."""
+        shape, (h, i) = problem.shape, self.multiple_of
+        if machine.arch not in self.archs:
+            return f"runs on {_names(self.archs)}, not on {machine.arch}"
+        if missing := self.modules - machine.modules:
+            return f"needs the package {_names(missing)}"
+        schemes = self.fewer_schemes.get(machine.arch, self.schemes)
+        if problem.scheme not in schemes:
+            return f"computes {_names(schemes)} on {machine.arch}, not {problem.scheme}"
+        if shape.activation.name not in self.activations:
+            return f"has no activation {shape.activation.name}"
+        if shape.hidden % h or shape.inner % i:
+            return f"H={shape.hidden} and I={shape.inner} must be multiples of {h} and {i}"
+        return None
+
+
+def _names(values: object) -> str:
+    return ", ".join(sorted(str(v) for v in values))  # type: ignore[attr-defined]

@@ -1,0 +1,63 @@
+"""`Machine`: what a plan needs to know about the device it is made for; this one, or a named one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+GIB = 1 << 30
+
+OPTIONAL_MODULES = ("triton", "flashinfer", "deep_ep", "deep_gemm", "triton_kernels", "aiter", "nccl")
+"""Packages that some kernel or carrier needs; looked up, never imported, when a machine is described."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device a rank runs on: architecture name, memory in bytes, and the optional packages installed there."""
+
+    name: str
+    arch: str  # "cpu", "sm90", "sm100", "gfx942", ...
+    memory: int
+    modules: frozenset[str] = frozenset()
+
+    @property
+    def device(self) -> str:
+        """The torch device type: `cpu` or `cuda` (ROCm included)."""
+        return "cpu" if self.arch == "cpu" else "cuda"
+
+
+def this_machine() -> Machine:
+    """The device of this process: CUDA device 0 where there is one, else the CPU."""
+    modules = frozenset(name for name in OPTIONAL_MODULES if find_spec(name) is not None)
+    if not torch.cuda.is_available():
+        return Machine("cpu", "cpu", _host_memory(), modules)
+    properties = torch.cuda.get_device_properties(0)
+    arch = getattr(properties, "gcnArchName", "").split(":")[0] if torch.version.hip else ""
+    return Machine(properties.name, arch or f"sm{properties.major}{properties.minor}", properties.total_memory, modules)
+
+
+def _host_memory() -> int:
+    with open("/proc/meminfo") as lines:
+        return int(next(line for line in lines if line.startswith("MemTotal")).split()[1]) * 1024
+
+
+_NAMED = {
+    "cpu": ("cpu", 64),
+    "h100": ("sm90", 80),
+    "h200": ("sm90", 141),
+    "b200": ("sm100", 180),
+    "mi300x": ("gfx942", 192),
+    "mi355x": ("gfx950", 288),
+}
+
+
+def machine_named(name: str, modules: Iterable[str] = OPTIONAL_MODULES) -> Machine:
+    """A machine by its public name, with `modules` taken as installed. Raises ValueError with the names known."""
+    key = name.lower()
+    if key not in _NAMED:
+        raise ValueError(f"unknown machine {name!r}; known: {', '.join(_NAMED)}")
+    arch, memory = _NAMED[key]
+    return Machine(key, arch, memory * GIB, frozenset(modules))

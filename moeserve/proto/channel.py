@@ -1,0 +1,64 @@
+"""How both sides of the contract set up gRPC: message limits, keepalive, reconnecting.
+
+One place for all of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+"""The default limit of one message: 8192 rows x 14336 in bf16, with room for ids and weights."""
+
+KEEPALIVE_MS = 20_000
+
+Options = list[tuple[str, Any]]
+
+
+def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+    """Options of a client's channel.
+
+    gRPC's own limit is 4 MiB. Retrying is the client library's, which knows what is safe; a rank that
+    restarted should be found within a second, where gRPC waits up to two minutes; and an address inside a
+    cluster is never behind an HTTP proxy.
+    """
+    return [
+        *_limits(max_message_bytes),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_MS // 2),
+        ("grpc.initial_reconnect_backoff_ms", 50),
+        ("grpc.min_reconnect_backoff_ms", 50),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.enable_retries", 0),
+        ("grpc.enable_http_proxy", 0),
+        # Without a pool of its own, a second client in the process shares the first one's connection and
+        # its limits.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+    """Options of a server.
+
+    A port that is in use is an error, not shared; clients may ping while a step runs.
+    """
+    return [
+        *_limits(max_message_bytes),
+        ("grpc.so_reuseport", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+def connect(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> Any:
+    """A `grpc.Channel` to `host:port`. It connects when first used."""
+    return grpc.insecure_channel(address, options=client_options(max_message_bytes))
+
+
+def _limits(max_message_bytes: int) -> Options:
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+    ]

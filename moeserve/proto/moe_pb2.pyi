@@ -1,0 +1,321 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DTYPE_UNSPECIFIED: _ClassVar[DType]
+    DTYPE_FP32: _ClassVar[DType]
+    DTYPE_BF16: _ClassVar[DType]
+    DTYPE_FP16: _ClassVar[DType]
+    DTYPE_INT32: _ClassVar[DType]
+    DTYPE_INT64: _ClassVar[DType]
+DTYPE_UNSPECIFIED: DType
+DTYPE_FP32: DType
+DTYPE_BF16: DType
+DTYPE_FP16: DType
+DTYPE_INT32: DType
+DTYPE_INT64: DType
+
+class Region(_message.Message):
+    __slots__ = ("name", "offset", "size")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    offset: int
+    size: int
+    def __init__(self, name: _Optional[str] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+
+class Tensor(_message.Message):
+    __slots__ = ("dtype", "shape", "data", "region")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    dtype: DType
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    data: bytes
+    region: Region
+    def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., region: _Optional[_Union[Region, _Mapping]] = ...) -> None: ...
+
+class Choice(_message.Message):
+    __slots__ = ("ids", "weights")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ids: Tensor
+    weights: Tensor
+    def __init__(self, ids: _Optional[_Union[Tensor, _Mapping]] = ..., weights: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class ForwardRequest(_message.Message):
+    __slots__ = ("model", "layer", "job_id", "attempt", "hidden", "choice", "logits", "output", "timeout_ms")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    layer: int
+    job_id: str
+    attempt: int
+    hidden: Tensor
+    choice: Choice
+    logits: Tensor
+    output: Region
+    timeout_ms: int
+    def __init__(self, model: _Optional[str] = ..., layer: _Optional[int] = ..., job_id: _Optional[str] = ..., attempt: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., logits: _Optional[_Union[Tensor, _Mapping]] = ..., output: _Optional[_Union[Region, _Mapping]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class ForwardReply(_message.Message):
+    __slots__ = ("hidden", "epoch", "weights_version")
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    hidden: Tensor
+    epoch: int
+    weights_version: int
+    def __init__(self, hidden: _Optional[_Union[Tensor, _Mapping]] = ..., epoch: _Optional[int] = ..., weights_version: _Optional[int] = ...) -> None: ...
+
+class Error(_message.Message):
+    __slots__ = ("code", "reason", "message", "pushback_ms")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    PUSHBACK_MS_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    reason: str
+    message: str
+    pushback_ms: int
+    def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., pushback_ms: _Optional[int] = ...) -> None: ...
+
+class ForwardStreamReply(_message.Message):
+    __slots__ = ("job_id", "reply", "error")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    REPLY_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    reply: ForwardReply
+    error: Error
+    def __init__(self, job_id: _Optional[str] = ..., reply: _Optional[_Union[ForwardReply, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+
+class GetTopologyRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Lane(_message.Message):
+    __slots__ = ("rank", "address", "host_id", "capacity")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    address: str
+    host_id: str
+    capacity: int
+    def __init__(self, rank: _Optional[int] = ..., address: _Optional[str] = ..., host_id: _Optional[str] = ..., capacity: _Optional[int] = ...) -> None: ...
+
+class GetTopologyReply(_message.Message):
+    __slots__ = ("lanes", "generation", "epoch", "serving", "reason", "max_message_bytes")
+    LANES_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SERVING_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    lanes: _containers.RepeatedCompositeFieldContainer[Lane]
+    generation: int
+    epoch: int
+    serving: bool
+    reason: str
+    max_message_bytes: int
+    def __init__(self, lanes: _Optional[_Iterable[_Union[Lane, _Mapping]]] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., serving: _Optional[bool] = ..., reason: _Optional[str] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
+
+class GetModelRequest(_message.Message):
+    __slots__ = ("placement",)
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    placement: bool
+    def __init__(self, placement: _Optional[bool] = ...) -> None: ...
+
+class LayerInfo(_message.Message):
+    __slots__ = ("layer", "experts", "top_k", "hidden", "inner", "activation", "routing", "scheme", "kernel", "carrier", "wire", "slots")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    INNER_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    ROUTING_FIELD_NUMBER: _ClassVar[int]
+    SCHEME_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_FIELD_NUMBER: _ClassVar[int]
+    CARRIER_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    activation: str
+    routing: str
+    scheme: str
+    kernel: str
+    carrier: str
+    wire: str
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., experts: _Optional[int] = ..., top_k: _Optional[int] = ..., hidden: _Optional[int] = ..., inner: _Optional[int] = ..., activation: _Optional[str] = ..., routing: _Optional[str] = ..., scheme: _Optional[str] = ..., kernel: _Optional[str] = ..., carrier: _Optional[str] = ..., wire: _Optional[str] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GetModelReply(_message.Message):
+    __slots__ = ("model", "architecture", "dtype", "layers", "epoch", "weights_version", "data_parallel_size", "tensor_parallel_size", "expert_parallel_size")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DATA_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    architecture: str
+    dtype: DType
+    layers: _containers.RepeatedCompositeFieldContainer[LayerInfo]
+    epoch: int
+    weights_version: int
+    data_parallel_size: int
+    tensor_parallel_size: int
+    expert_parallel_size: int
+    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ..., layers: _Optional[_Iterable[_Union[LayerInfo, _Mapping]]] = ..., epoch: _Optional[int] = ..., weights_version: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., expert_parallel_size: _Optional[int] = ...) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ("experts",)
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    experts: bool
+    def __init__(self, experts: _Optional[bool] = ...) -> None: ...
+
+class RankStatus(_message.Message):
+    __slots__ = ("rank", "up", "address", "steps", "tokens", "weight_bytes", "bytes_read", "pid")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    UP_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    up: bool
+    address: str
+    steps: int
+    tokens: int
+    weight_bytes: int
+    bytes_read: int
+    pid: int
+    def __init__(self, rank: _Optional[int] = ..., up: _Optional[bool] = ..., address: _Optional[str] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., bytes_read: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class LayerLoad(_message.Message):
+    __slots__ = ("layer", "balancedness", "tokens")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    BALANCEDNESS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    balancedness: float
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., balancedness: _Optional[float] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GetStatusReply(_message.Message):
+    __slots__ = ("state", "reason", "generation", "epoch", "steps", "jobs", "queued", "in_flight", "ranks", "layers", "version")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    reason: str
+    generation: int
+    epoch: int
+    steps: int
+    jobs: int
+    queued: int
+    in_flight: int
+    ranks: _containers.RepeatedCompositeFieldContainer[RankStatus]
+    layers: _containers.RepeatedCompositeFieldContainer[LayerLoad]
+    version: str
+    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., jobs: _Optional[int] = ..., queued: _Optional[int] = ..., in_flight: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[LayerLoad, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
+
+class CreateRegionRequest(_message.Message):
+    __slots__ = ("size",)
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    size: int
+    def __init__(self, size: _Optional[int] = ...) -> None: ...
+
+class CreateRegionReply(_message.Message):
+    __slots__ = ("name", "size", "socket")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size: int
+    socket: str
+    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., socket: _Optional[str] = ...) -> None: ...
+
+class RegisterRegionRequest(_message.Message):
+    __slots__ = ("name", "key", "offset", "size")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    key: str
+    offset: int
+    size: int
+    def __init__(self, name: _Optional[str] = ..., key: _Optional[str] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+
+class RegisterRegionReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListRegionsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RegionInfo(_message.Message):
+    __slots__ = ("name", "size", "in_use", "named")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    IN_USE_FIELD_NUMBER: _ClassVar[int]
+    NAMED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size: int
+    in_use: int
+    named: bool
+    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., in_use: _Optional[int] = ..., named: _Optional[bool] = ...) -> None: ...
+
+class ListRegionsReply(_message.Message):
+    __slots__ = ("regions",)
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    regions: _containers.RepeatedCompositeFieldContainer[RegionInfo]
+    def __init__(self, regions: _Optional[_Iterable[_Union[RegionInfo, _Mapping]]] = ...) -> None: ...
+
+class ReleaseRegionRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class ReleaseRegionReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,77 @@
+"""How long and how often a client tries: a deadline, and waits between attempts that grow."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+
+from moeserve.proto.errors import DeadlineExceeded, MoeError, Overloaded, Unavailable
+
+
+@dataclass(frozen=True)
+class Patience:
+    """The time and the attempts a call may take.
+
+    timeout: seconds in all, over every attempt; attempts: at most so many, None = as many as fit into the
+    timeout; first_wait, longest_wait: seconds between attempts, doubling from the first to the longest.
+    """
+
+    timeout: float = 60.0
+    attempts: int | None = None
+    first_wait: float = 0.02
+    longest_wait: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.timeout <= 0:
+            raise ValueError(f"timeout={self.timeout} must be more than 0 seconds")
+        if self.attempts is not None and self.attempts < 1:
+            raise ValueError(f"attempts={self.attempts} must be at least 1, or None for as many as fit")
+        if not 0 < self.first_wait <= self.longest_wait:
+            raise ValueError(
+                f"0 < first_wait={self.first_wait} <= longest_wait={self.longest_wait} must hold"
+            )
+
+    @classmethod
+    def of(cls, timeout: "float | Patience") -> "Patience":
+        """`timeout` itself, or the default patience with so many seconds."""
+        return timeout if isinstance(timeout, Patience) else cls(timeout=timeout)
+
+
+class Clock:
+    """The clock of one call: started when made."""
+
+    def __init__(self, patience: Patience) -> None:
+        self.patience = patience
+        self.deadline = time.monotonic() + patience.timeout
+
+    @property
+    def remaining(self) -> float:
+        """Seconds left, never below 0."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def wait_after(self, failed: MoeError, attempt: int) -> float:
+        """Seconds to wait after attempt `attempt` (from 0); raises `failed` where there is to be no other.
+
+        Forward is pure, so UNAVAILABLE may be repeated; RESOURCE_EXHAUSTED only after the server's own
+        pushback.
+        """
+        patience = self.patience
+        if isinstance(failed, Overloaded) and failed.retry_after is not None:
+            wait = failed.retry_after
+        elif isinstance(failed, Unavailable):
+            longest = min(patience.longest_wait, patience.first_wait * 2.0 ** min(attempt, 30))
+            wait = longest * random.uniform(0.5, 1.0)
+        else:
+            raise failed
+        if patience.attempts is not None and attempt + 1 >= patience.attempts:
+            raise failed
+        if wait >= self.remaining:
+            raise failed
+        return wait
+
+    def check(self) -> None:
+        """Raises DeadlineExceeded when no time is left."""
+        if self.remaining == 0:
+            text = f"{self.patience.timeout} s passed on the client's side"
+            raise DeadlineExceeded("DEADLINE_EXCEEDED", "", text)

@@ -1,0 +1,1 @@
+"""Together and in time: ranks, steps, epochs, the coordinator, and the front door."""

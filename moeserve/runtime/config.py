@@ -1,0 +1,189 @@
+"""The one frozen configuration, from a TOML file and flags. An unknown key is an error; the result is printed at start."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from moeserve.runtime.mesh import Mesh
+from moeserve.runtime.plan import AUTO, Wanted
+
+
+class ConfigError(ValueError):
+    """A key or value of the configuration is wrong; names both."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What is served."""
+
+    checkpoint: str = ""  # folder with config.json and safetensors
+    name: str = ""  # as clients call it; the folder's name when empty
+    dtype: str = AUTO  # of hidden states and unquantized experts: auto (the checkpoint's), fp32, bf16, fp16
+    layers: tuple[int, ...] = ()  # decoder layers to serve; all that have experts when empty
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many ranks, and what each holds."""
+
+    data_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+
+    @property
+    def mesh(self) -> Mesh:
+        """The flattened mesh."""
+        return Mesh.flatten(
+            self.data_parallel_size, self.tensor_parallel_size, expert_parallel=self.enable_expert_parallel
+        )
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What is pinned by name; `auto` leaves the choice to the plan."""
+
+    kernel: str = AUTO
+    all2all_backend: str = AUTO
+    wire: str = AUTO
+    device: str = AUTO  # auto, cpu, cuda
+
+    @property
+    def wanted(self) -> Wanted:
+        """The pins, as the plan reads them."""
+        return Wanted(self.kernel, self.all2all_backend, self.wire)
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """Bounds of a step and of waiting."""
+
+    lane_rows: int = 4096  # most rows one lane brings to a step; larger calls are split
+    max_step_tokens: int = 16384  # over all lanes
+    quiet_seconds: float = 0.0005  # a step with company waits until no job came for so long
+    gather_seconds: float = 0.004  # but never longer than this after its oldest job
+    timeout_seconds: float = 30.0  # of one collective; a rank that does not answer by then is lost
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Where clients reach the service."""
+
+    host: str = "127.0.0.1"
+    port: int = 50051  # the coordinator's; 0 picks a free one
+    metrics_port: int = 9400  # the coordinator's; rank r takes this + 1 + r; 0 picks free ones, -1 turns metrics off
+    max_message_bytes: int = 256 << 20
+    max_concurrent_calls: int = 256  # a lane refuses more, with pushback
+    region_bytes: int = 4 << 30  # of shared memory a rank may hand out
+    allow_named_regions: bool = False  # unsafe: clients may register any shared-memory object by name
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Who starts the ranks."""
+
+    launcher: str = "ray"  # ray, local
+    ray_address: str = ""  # an existing cluster; empty starts one on this machine
+    cpus_per_rank: float = 1.0
+    threads_per_rank: int = 0  # torch threads; 0: cores / ranks of a host, at least 1
+    start_timeout_seconds: float = 600.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything an operator can say."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    step: StepConfig = field(default_factory=StepConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Config:
+        """Reads a TOML file. Raises ConfigError for an unknown key or a value of another type."""
+        try:
+            document = tomllib.loads(Path(path).read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is not TOML: {error}") from error
+        return from_mapping(cls, document)
+
+    def with_values(self, values: Mapping[str, Any]) -> Config:
+        """This configuration with dotted keys replaced, such as `{"server.port": 0}`."""
+        config = self
+        for key, value in values.items():
+            table, name = key.split(".")
+            config = replace(config, **{table: from_mapping(type(getattr(config, table)), {name: value}, getattr(config, table), f"{table}.")})
+        return config
+
+    def checked(self) -> Config:
+        """This configuration, when its values make sense together. Raises ConfigError."""
+        if not self.model.checkpoint:
+            raise ConfigError("model.checkpoint is not set; give a folder with config.json and safetensors")
+        _one_of("cluster.launcher", self.cluster.launcher, ("ray", "local"))
+        _one_of("model.dtype", self.model.dtype, (AUTO, "fp32", "bf16", "fp16"))
+        _one_of("plan.device", self.plan.device, (AUTO, "cpu", "cuda"))
+        for key in ("step.lane_rows", "step.max_step_tokens", "step.timeout_seconds", "server.max_concurrent_calls", "server.max_message_bytes"):
+            table, name = key.split(".")
+            if getattr(getattr(self, table), name) <= 0:
+                raise ConfigError(f"{key} = {getattr(getattr(self, table), name)} must be positive")
+        try:
+            _ = self.parallel.mesh
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        return self
+
+    def lines(self) -> list[str]:
+        """As TOML, every key with its value."""
+        out: list[str] = []
+        for table in fields(self):
+            out.append(f"[{table.name}]")
+            value = getattr(self, table.name)
+            out += [f"{f.name} = {_toml(getattr(value, f.name))}" for f in fields(value)]
+        return out
+
+
+def from_mapping(cls: type, document: Mapping[str, Any], start: Any = None, path: str = "") -> Any:
+    """An instance of the dataclass `cls` from nested tables. Raises ConfigError naming the key and its type."""
+    hints = get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in document.items():
+        if key not in hints:
+            raise ConfigError(f"unknown key {path}{key}; known: {', '.join(path + name for name in hints)}")
+        values[key] = _value(hints[key], value, path + key)
+    return replace(start, **values) if start is not None else cls(**values)
+
+
+def _value(hint: Any, value: Any, key: str) -> Any:
+    if is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{key} must be a table, not {value!r}")
+        return from_mapping(hint, value, path=f"{key}.")  # type: ignore[arg-type]
+    if hint == tuple[int, ...]:
+        if isinstance(value, list | tuple) and all(type(item) is int for item in value):
+            return tuple(value)
+        raise ConfigError(f"{key} must be a list of integers, not {value!r}")
+    if hint is float and type(value) is int:
+        value = float(value)
+    if type(value) is not hint:
+        raise ConfigError(f"{key} must be {hint.__name__}, not {value!r}")
+    return value
+
+
+def _one_of(key: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{key} = {value!r}; known: {', '.join(known)}")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return str(list(value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,330 @@
+"""`Coordinator`: forms the group, orders its steps, and changes its epoch. It never sees a tensor.
+
+Ranks connect one stream each. A generation is one process group: prepared (every rank has its experts), committed,
+joined, serving. When a rank is lost or cannot run an entry, the generation aborts and, once all ranks are there
+again, a fresh one forms.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch.distributed as dist
+
+from moeserve.experts.load import Load
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.messages import announcement_from, epoch_message, header_message
+from moeserve.runtime.sequencer import Pace, Sequencer
+from moeserve.runtime.stream import Message, Stream, StreamClosed
+
+log = logging.getLogger(__name__)
+
+STEPS_IN_FLIGHT = 2  # a header may wait at the ranks while the step before it runs
+FORM_ATTEMPTS = 3  # generations that may fail in a row before they serve once; then the service gives up
+SETTLE_SECONDS = 0.25  # after an abort, before the next generation: a killed rank's stream ends by then
+
+
+@dataclass(eq=False)
+class Seat:
+    """What the coordinator knows of one connected rank."""
+
+    stream: Stream
+    pid: int
+    address: str  # of its door
+    host_id: str
+    metrics: str = ""  # host:port of its exporter
+    plans: dict[int, tuple[str, str, str]] = field(default_factory=dict)  # layer -> kernel, carrier, wire
+    bytes_read: int = 0
+    weight_bytes: int = 0
+    steps: int = 0
+    expert_rows: int = 0
+    load: np.ndarray | None = None  # [L, E] tokens its lane sent, since it started
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the group stands, for status and health."""
+
+    state: str  # forming, preparing, joining, serving, failed, stopped
+    reason: str
+    generation: int
+    steps: int
+    jobs: int
+    queued: int
+    in_flight: int
+
+
+@dataclass(eq=False)
+class _Votes:
+    prepared: set[int] = field(default_factory=set)
+    joined: set[int] = field(default_factory=set)
+
+
+class Coordinator:
+    """Threads: one accepts, one a rank receives, one keeps the pace. All state is under one lock."""
+
+    def __init__(self, epoch: Epoch, pace: Pace, host: str, token: str) -> None:
+        self.epoch = epoch
+        self._token = token
+        self._ranks = epoch.mesh.ranks
+        self._pace = pace
+        self._sequencer = Sequencer(self._ranks, pace)
+        self._lock = threading.Condition()
+        self._seats: dict[int, Seat] = {}
+        self._votes = _Votes()
+        self._running: dict[int, set[int]] = {}  # step -> ranks that have not finished it
+        self._state, self._reason = "forming", "waiting for ranks"
+        self._generation = self._failures = self._steps = self._jobs = 0
+        self._form_at = math.inf
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store_address = f"{host}:{self._store.port}"
+        self._listener = socket.create_server((host, 0))
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self.on_change: Callable[[Progress], None] = lambda progress: None
+
+    def start(self) -> None:
+        """Begins to accept ranks."""
+        for target in (self._accept, self._keep_pace):
+            threading.Thread(target=target, name=target.__name__.strip("_"), daemon=True).start()
+
+    def stop(self, reason: str = "the service is stopping") -> None:
+        """Ends the group: ranks are told to stop."""
+        with self._lock:
+            self._set_state("stopped", reason)
+            self._broadcast({"kind": "stop"})
+            for seat in self._seats.values():
+                seat.stream.close()
+            self._seats.clear()
+            self._lock.notify_all()
+        self._listener.close()
+
+    def wait_serving(self, timeout: float) -> None:
+        """Returns once the group serves. Raises TimeoutError or RuntimeError, with the reason it does not."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._state in ("serving", "failed", "stopped"), timeout)
+            if self._state == "serving":
+                return
+            if self._state in ("failed", "stopped"):
+                raise RuntimeError(self._reason)
+            raise TimeoutError(f"the group did not serve within {timeout:.0f} s: {self._reason}")
+
+    def progress(self) -> Progress:
+        """Where the group stands."""
+        with self._lock:
+            return self._progress()
+
+    def seats(self) -> dict[int, Seat]:
+        """Connected ranks."""
+        with self._lock:
+            return dict(self._seats)
+
+    def load(self) -> Load:
+        """Tokens by served layer and logical expert, as far as ranks have reported."""
+        with self._lock:
+            loads = [seat.load for seat in self._seats.values() if seat.load is not None]
+        shape = (self.epoch.placement.layers, self.epoch.placement.experts)
+        return Load(np.sum(loads, axis=0) if loads else np.zeros(shape))
+
+    # -- ranks come and go ------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, peer = self._listener.accept()
+            except OSError:
+                return  # stopped
+            threading.Thread(target=self._serve_stream, args=(Stream(connection), peer), name=f"rank {peer}", daemon=True).start()
+
+    def _serve_stream(self, stream: Stream, peer: object) -> None:
+        rank, seat = -1, None
+        try:
+            rank, seat = self._greet(stream.receive(), stream)
+            while True:
+                self._hear(rank, seat, stream.receive())
+        except StreamClosed as closed:
+            if seat is not None:
+                self._lost(rank, seat, str(closed))
+        except (KeyError, TypeError, ValueError) as error:
+            log.error("refused a stream from %s: %s", peer, error)
+            if seat is not None:
+                self._lost(rank, seat, f"sent a malformed message: {error}")
+        finally:
+            stream.close()
+
+    def _greet(self, hello: Message, stream: Stream) -> tuple[int, Seat]:
+        rank = int(hello["rank"])
+        if hello["kind"] != "hello" or not hmac.compare_digest(str(hello["token"]), self._token):
+            raise ValueError("a stream must begin with hello and the group's token")
+        if not 0 <= rank < self._ranks:
+            raise ValueError(f"rank {rank} is outside a group of {self._ranks}")
+        plans = {int(layer): (kernel, carrier, wire) for layer, kernel, carrier, wire in hello.get("plans", [])}
+        seat = Seat(stream, int(hello["pid"]), str(hello["address"]), str(hello["host_id"]), hello.get("metrics", ""), plans)
+        with self._lock:
+            if refused := hello.get("refused"):
+                self._fail(str(refused))
+                raise ValueError(refused)
+            if self._state in ("failed", "stopped"):
+                stream.send({"kind": "stop"})
+                raise ValueError(f"rank {rank} came when the group had {self._state}")
+            if rank in self._seats:
+                self._abort(f"rank {rank} came again")
+            self._seats[rank] = seat
+            missing = sorted(set(range(self._ranks)) - set(self._seats))
+            if missing:
+                self._set_state("forming", self._reason if self._generation else f"waiting for ranks {missing}")
+            else:
+                self._form_at = min(self._form_at, time.monotonic() + (SETTLE_SECONDS if self._generation else 0))
+                self._lock.notify_all()
+        return rank, seat
+
+    def _lost(self, rank: int, seat: Seat, why: str) -> None:
+        with self._lock:
+            if self._seats.get(rank) is not seat or self._state == "stopped":
+                return
+            del self._seats[rank]
+            self._abort(f"rank {rank} (pid {seat.pid}) is lost: {why}")
+
+    def _hear(self, rank: int, seat: Seat, message: Message) -> None:
+        with self._lock:
+            if message.get("generation") != self._generation:
+                return  # from before an abort
+            match message["kind"]:
+                case "announce":
+                    if self._state in ("serving", "joining"):
+                        self._jobs += 1
+                        self._sequencer.announce(announcement_from(message, rank, time.monotonic()), time.monotonic())
+                        self._emit()
+                case "done":
+                    self._done(rank, seat, message)
+                case "report":
+                    self._report(seat, message)
+                case "prepared":
+                    seat.bytes_read, seat.weight_bytes = int(message["bytes_read"]), int(message["weight_bytes"])
+                    self._vote(self._votes.prepared, rank, self._commit)
+                case "joined":
+                    self._vote(self._votes.joined, rank, self._serve)
+                case "failed":
+                    self._abort(str(message["reason"]))
+                case unknown:
+                    raise ValueError(f"unknown message {unknown!r} from rank {rank}")
+
+    # -- a generation -----------------------------------------------------------------------------------------------
+
+    def _vote(self, votes: set[int], rank: int, passed: Callable[[], None]) -> None:
+        votes.add(rank)
+        if len(votes) == self._ranks:
+            passed()
+
+    def _form(self) -> None:
+        """All ranks are here: a fresh generation."""
+        self._form_at = math.inf
+        self._generation += 1
+        self._votes = _Votes()
+        self._set_state("preparing", f"generation {self._generation} is loading experts")
+        self._broadcast({"kind": "prepare", "generation": self._generation, "epoch": epoch_message(self.epoch)})
+
+    def _commit(self) -> None:
+        self._set_state("joining", f"generation {self._generation} is joining")
+        self._broadcast({"kind": "commit", "generation": self._generation, "epoch": self.epoch.number, "store": self._store_address})
+
+    def _serve(self) -> None:
+        self._failures = 0
+        self._set_state("serving", "")
+        log.info("generation %d serves epoch %d with %d ranks", self._generation, self.epoch.number, self._ranks)
+        self._emit()
+
+    def _abort(self, reason: str) -> None:
+        """The generation ends: doors fail their jobs, and a fresh one forms when all ranks are there."""
+        log.warning("generation %d aborts: %s", self._generation, reason)
+        if self._state in ("preparing", "joining"):
+            self._failures += 1
+        self._sequencer.clear()
+        self._running.clear()
+        aborted, self._generation = self._generation, self._generation + 1
+        self._broadcast({"kind": "abort", "generation": aborted, "reason": reason})
+        if self._failures >= FORM_ATTEMPTS:
+            self._fail(reason)
+            return
+        self._set_state("forming", reason)
+        self._form_at = time.monotonic() + SETTLE_SECONDS if len(self._seats) == self._ranks else math.inf
+        self._lock.notify_all()
+
+    def _fail(self, reason: str) -> None:
+        """The service cannot start, or gives up."""
+        if self._steps == 0 or self._failures >= FORM_ATTEMPTS:
+            self._set_state("failed", reason)
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def _emit(self) -> float | None:
+        """Sends steps that are due; returns when the next one is, or None."""
+        while self._state == "serving" and len(self._running) < STEPS_IN_FLIGHT:
+            now = time.monotonic()
+            due = self._sequencer.ready_at(now)
+            if due is None or due > now:
+                if due is not None:
+                    self._lock.notify_all()
+                return due
+            step = self._sequencer.next_step(self.epoch.number, now)
+            if step is None:
+                return None
+            self._steps += 1
+            self._running[step.number] = set(range(self._ranks))
+            for rank, seat in list(self._seats.items()):
+                self._send(seat, header_message(step.header(rank), self._generation))
+        return None
+
+    def _done(self, rank: int, seat: Seat, message: Message) -> None:
+        left = self._running.get(int(message["step"]))
+        if left is None:
+            return
+        left.discard(rank)
+        if not left:
+            del self._running[int(message["step"])]
+            self._emit()
+
+    def _report(self, seat: Seat, message: Message) -> None:
+        seat.steps, seat.expert_rows = int(message["steps"]), int(message["expert_rows"])
+        seat.load = np.asarray(message["load"], dtype=np.float64)
+
+    def _keep_pace(self) -> None:
+        """Starts what has to wait: steps that gather company, and the next generation."""
+        with self._lock:
+            while self._state not in ("stopped", "failed"):
+                now = time.monotonic()
+                if self._form_at <= now and len(self._seats) == self._ranks:
+                    self._form()
+                due = self._emit()
+                until = min(due if due is not None else math.inf, self._form_at)
+                self._lock.wait(None if math.isinf(until) else max(0.0, until - time.monotonic()))
+
+    # -- small things -----------------------------------------------------------------------------------------------
+
+    def _send(self, seat: Seat, message: Message) -> None:
+        """A stream that fails here is seen as lost by the thread that receives from it."""
+        try:
+            seat.stream.send(message)
+        except StreamClosed as closed:
+            log.info("rank pid %d cannot be reached: %s", seat.pid, closed)
+
+    def _broadcast(self, message: Message) -> None:
+        for seat in list(self._seats.values()):
+            self._send(seat, message)
+
+    def _set_state(self, state: str, reason: str) -> None:
+        self._state, self._reason = state, reason
+        self._lock.notify_all()
+        self.on_change(self._progress())
+
+    def _progress(self) -> Progress:
+        return Progress(
+            self._state, self._reason, self._generation, self._steps, self._jobs, self._sequencer.queued, len(self._running)
+        )

@@ -1,0 +1,92 @@
+"""`Epoch`: the one way the world changes. First load, rebalance, lost or joined rank: each is epoch n -> n + 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moeserve.experts.load import Load
+from moeserve.experts.placement import EMPTY, Placement
+from moeserve.runtime.mesh import Mesh
+
+Balancer = Callable[[Placement, Load, int], Placement]
+"""`(placement, load, budget in moves) -> placement`, pure."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """A numbered state of the group: its mesh, where every expert is, and which weights are served."""
+
+    number: int
+    mesh: Mesh
+    placement: Placement
+    weights_version: int = 1
+
+    @classmethod
+    def first(cls, mesh: Mesh, layers: int, experts: int) -> Epoch:
+        """Epoch 1, the load: experts spread evenly."""
+        return cls(1, mesh, Placement.even(layers, experts, mesh.owners))
+
+    def rebalanced(self, load: Load, balancer: Balancer, budget: int) -> Epoch:
+        """The epoch that `balancer` makes of this one's placement, within `budget` moves."""
+        return self._next(placement=balancer(self.placement, load, budget))
+
+    def reloaded(self) -> Epoch:
+        """The same placement with new weights of the same shapes."""
+        return self._next(weights_version=self.weights_version + 1)
+
+    def without(self, lost: Collection[int]) -> Epoch:
+        """The survivors of `lost` ranks: experts that lost their last replica move into spare slots.
+
+        Raises ValueError when experts are sliced (a lost slice can only return), or when the survivors have too
+        few spare slots (empty ones, and second replicas).
+        """
+        if self.mesh.sliced:
+            raise ValueError(f"ranks {sorted(lost)} hold slices of every expert; the group cannot serve without them")
+        keep = [rank for rank in range(self.mesh.ranks) if rank not in set(lost)]
+        if not keep:
+            raise ValueError("no rank survives")
+        rows = [np.concatenate([self.placement.of_rank(layer, rank) for rank in keep]) for layer in range(self.placement.layers)]
+        slots = np.stack([_fill(row, self.placement.experts, layer) for layer, row in enumerate(rows)])
+        return self._next(mesh=_expert_mesh(len(keep)), placement=Placement(slots, len(keep), self.placement.experts))
+
+    def joined(self, ranks: int) -> Epoch:
+        """`ranks` more ranks at the end, their slots filled with replicas of the experts that have fewest."""
+        if self.mesh.sliced:
+            raise ValueError("a group whose ranks hold slices of every expert cannot grow")
+        total, width = self.mesh.ranks + ranks, self.placement.slots_per_rank
+        slots = np.full((self.placement.layers, total * width), EMPTY, dtype=np.int32)
+        slots[:, : self.placement.slots.shape[1]] = self.placement.slots
+        for row in slots:
+            copies = np.bincount(row[row != EMPTY], minlength=self.placement.experts)
+            for slot in range(self.placement.slots.shape[1], total * width):
+                row[slot] = copies.argmin()
+                copies[row[slot]] += 1
+        return self._next(mesh=_expert_mesh(total), placement=Placement(slots, total, self.placement.experts))
+
+    def _next(self, **changes: object) -> Epoch:
+        return replace(self, number=self.number + 1, **changes)  # type: ignore[arg-type]
+
+
+def _expert_mesh(ranks: int) -> Mesh:
+    return Mesh(dp=ranks, tp=1, ep=ranks)
+
+
+def _fill(row: np.ndarray, experts: int, layer: int) -> np.ndarray:
+    """Puts experts without a slot into empty slots first, then over second replicas."""
+    row = row.copy()
+    missing = sorted(set(range(experts)) - set(row.tolist()))
+    seen: set[int] = set()
+    spare = [slot for slot, expert in enumerate(row) if expert == EMPTY]
+    for slot, expert in enumerate(row.tolist()):
+        if expert in seen:
+            spare.append(slot)
+        elif expert != EMPTY:
+            seen.add(expert)
+    if len(missing) > len(spare):
+        raise ValueError(f"layer {layer}: {len(missing)} experts lost their last replica, and the survivors have {len(spare)} spare slots")
+    for slot, expert in zip(spare, missing, strict=False):
+        row[slot] = expert
+    return row

@@ -1,0 +1,61 @@
+"""What the head's process consists of: the coordinator, the front door, and their metrics."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+
+from moeserve import __version__
+from moeserve.runtime.config import Config
+from moeserve.runtime.coordinator import Coordinator, Progress
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.rank_process import model_name, served_from
+from moeserve.runtime.sequencer import Pace
+from moeserve.runtime.server import Endpoint
+from moeserve.runtime.service import FrontDoor
+from moeserve.runtime.telemetry import CoordinatorTelemetry
+
+
+class HeadProcess:
+    """Starts the coordinator and the front door; launchers start the ranks."""
+
+    def __init__(self, config: Config, host: str) -> None:
+        served = served_from(config)
+        epoch = Epoch.first(served.mesh, len(served.layers), served.checkpoint.num_experts)
+        step, server = config.step, config.server
+        pace = Pace(step.lane_rows, step.max_step_tokens, step.quiet_seconds, step.gather_seconds)
+        self.token = secrets.token_hex(16)
+        self.coordinator = Coordinator(epoch, pace, host, self.token)
+        self._telemetry = CoordinatorTelemetry(model_name(config), __version__, served.layers)
+        self._telemetry.progress(self.coordinator.progress)
+        self._telemetry.seats(served.mesh.ranks, self.coordinator.seats)
+        self._telemetry.loads(lambda: (self.coordinator.epoch.placement, self.coordinator.load()))
+        front = FrontDoor(model_name(config), served, self.coordinator, server.max_message_bytes, self._telemetry.request)
+        self._endpoint = Endpoint(front, server.max_concurrent_calls, server.max_message_bytes)
+        self.coordinator.on_change = self._changed
+        self.address = self._endpoint.start(server.host, server.port)
+        self.metrics_address = ""
+        if server.metrics_port >= 0:
+            self.metrics_address = f"{server.host}:{self._telemetry.serve(server.host, server.metrics_port)}"
+        sys.setswitchinterval(0.0005)
+        self.coordinator.start()
+
+    @property
+    def streams(self) -> str:
+        """Where ranks connect, `host:port`."""
+        return self.coordinator.address
+
+    def metrics_targets(self) -> list[str]:
+        """`host:port` of every exporter that is up."""
+        seats = self.coordinator.seats()
+        return [a for a in (self.metrics_address, *(seats[rank].metrics for rank in sorted(seats))) if a]
+
+    def stop(self) -> None:
+        """Refuses new calls, lets those under way finish, and ends the group."""
+        self._endpoint.stop(grace=2.0)
+        self.coordinator.stop()
+        self._telemetry.close()
+
+    def _changed(self, progress: Progress) -> None:
+        self._endpoint.set_serving(serving=progress.state == "serving")
+        self._telemetry.set_progress(progress)

@@ -1,0 +1,100 @@
+"""`LocalCluster`: the service on this machine without Ray, each rank a spawned process that is started again when it dies."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import threading
+from multiprocessing.process import BaseProcess
+
+from moeserve.runtime.config import Config
+from moeserve.runtime.head_process import HeadProcess
+from moeserve.runtime.rank_process import RankSpec, run_rank
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 10.0
+WATCH_SECONDS = 0.1
+
+
+class LocalCluster:
+    """A context: ranks run inside it. Processes are spawned, never forked."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config.checked()
+        self._ranks = config.parallel.mesh.ranks
+        self._processes: dict[int, BaseProcess] = {}
+        self._context = multiprocessing.get_context("spawn")
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self.head = HeadProcess(self._config, "127.0.0.1")
+
+    @property
+    def address(self) -> str:
+        """Of the front door."""
+        return self.head.address
+
+    def start(self) -> LocalCluster:
+        """Starts the ranks and waits until the group serves. Raises RuntimeError or TimeoutError with the reason."""
+        for rank in range(self._ranks):
+            self._spawn(rank)
+        threading.Thread(target=self._watch, name="watch-ranks", daemon=True).start()
+        try:
+            self.head.coordinator.wait_serving(self._config.cluster.start_timeout_seconds)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Ends every process that was started here."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        self.head.stop()
+        with self._lock:
+            processes = list(self._processes.values())
+        for process in processes:
+            process.join(STOP_SECONDS)
+            if process.is_alive():
+                log.warning("rank process %s does not stop; it is killed", process.pid)
+                process.kill()
+                process.join()
+
+    def state(self) -> tuple[str, str]:
+        """The group's state and reason."""
+        progress = self.head.coordinator.progress()
+        return progress.state, progress.reason
+
+    def metrics_targets(self) -> list[str]:
+        """`host:port` of every exporter that is up."""
+        return self.head.metrics_targets()
+
+    def pid(self, rank: int) -> int:
+        """The process of a rank."""
+        pid = self._processes[rank].pid
+        if pid is None:
+            raise RuntimeError(f"rank {rank} has not started")
+        return pid
+
+    def __enter__(self) -> LocalCluster:
+        return self.start()
+
+    def __exit__(self, *ended: object) -> None:
+        self.stop()
+
+    def _spawn(self, rank: int) -> None:
+        spec = RankSpec(self._config, rank, self.head.streams, self.head.token, "127.0.0.1", self._ranks)
+        process = self._context.Process(target=run_rank, args=(spec,), name=f"rank-{rank}", daemon=True)
+        process.start()
+        with self._lock:
+            self._processes[rank] = process
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(WATCH_SECONDS):
+            if self.head.coordinator.progress().state in ("failed", "stopped"):
+                return
+            for rank, process in list(self._processes.items()):
+                if not process.is_alive() and not self._stopping.is_set():
+                    log.warning("rank %d (pid %s) ended with %s; it is started again", rank, process.pid, process.exitcode)
+                    self._spawn(rank)

@@ -1,0 +1,222 @@
+"""`Member`: a rank's seat in the group. It follows the coordinator's ordered stream and alone issues collectives.
+
+Two threads: one receives (so that an abort is seen while a step runs), one executes entries in their order. Doors
+have threads of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.lane import Lane
+from moeserve.runtime.rank import Rank
+from moeserve.runtime.step import Announcement, Header, StepRecord, empty_input, LaneInput
+from moeserve.runtime.stream import Message, Stream, StreamClosed
+from moeserve.runtime.messages import announcement_message, epoch_from, header_from
+
+log = logging.getLogger(__name__)
+
+REPORT_SECONDS = 1.0  # between reports of load to the coordinator
+JOIN_SECONDS = 20.0  # for a process group to come together
+ABORTED = -1  # as a member's generation: none is live
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How a generation's process group comes together."""
+
+    backend: str  # gloo, nccl
+    timeout: float  # seconds of one collective
+
+
+class Member:
+    """Runs one rank's entries. `run` returns when the coordinator ends the stream or says stop."""
+
+    def __init__(self, rank: Rank, lane: Lane, stream: Stream, meeting: Rendezvous, observe: Callable[[StepRecord], None]) -> None:
+        self._rank = rank
+        self._lane = lane
+        self._stream = stream
+        self._meeting = meeting
+        self._observe = observe
+        self._entries: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._generation = 0  # newest that was announced; entries of older ones are dropped
+        self._epoch: Epoch | None = None
+        self.steps = 0
+        self.expert_rows = 0
+        self._reported = 0  # steps in the last report
+        self._reported_at = 0.0
+        self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
+
+    def weights_version(self) -> int:
+        """Of the weights this rank holds; 0 before they are loaded."""
+        return self._epoch.weights_version if self._epoch is not None else 0
+
+    def announce(self, job: Announcement) -> None:
+        """Tells the coordinator of a job; called by doors."""
+        self._stream.send(announcement_message(job, self._generation))
+
+    def run(self) -> None:
+        """Executes entries until the stream ends."""
+        threading.Thread(target=self._receive, name="stream", daemon=True).start()
+        while (entry := self._next())["kind"] != "stop":
+            if entry.get("generation") != self._generation and entry["kind"] != "abort":
+                continue  # of a generation that was aborted
+            try:
+                self._execute(entry)
+            except StreamClosed:
+                break
+            except Exception as error:
+                self._give_up(entry, error)
+        self._lane.close("the rank is stopping")
+        self._leave()
+
+    def _next(self) -> Message:
+        """The next entry; while none comes, what was counted is reported."""
+        while True:
+            try:
+                return self._entries.get(timeout=REPORT_SECONDS)
+            except queue.Empty:
+                self._lane.expire(time.time())
+                self._report()
+
+    def _receive(self) -> None:
+        """Sees aborts at once; hands every entry to the executing thread."""
+        try:
+            while True:
+                message = self._stream.receive()
+                if message["kind"] == "abort":
+                    self._generation = ABORTED
+                    self._lane.close(message["reason"])  # after the generation: a commit under way sees it
+                elif message["kind"] == "prepare":
+                    self._generation = message["generation"]
+                self._entries.put(message)
+        except StreamClosed as closed:
+            self._lane.close(f"the coordinator is gone: {closed}")
+            self._entries.put({"kind": "stop"})
+
+    def _execute(self, entry: Message) -> None:
+        match entry["kind"]:
+            case "step":
+                self._step(header_from(entry), entry["generation"])
+            case "prepare":
+                self._prepare(entry)
+            case "commit":
+                self._commit(entry)
+            case "abort":
+                self.on_serving(0, 0)
+                self._leave()
+            case unknown:
+                raise ValueError(f"unknown entry {unknown!r}")
+
+    def _give_up(self, entry: Message, error: Exception) -> None:
+        """A rank never skips an entry: if it cannot run one, the generation aborts."""
+        first_line = (str(error).splitlines() or [""])[0]
+        reason = f"rank {self._rank.index}: {entry['kind']} failed: {type(error).__name__}: {first_line}"
+        if entry.get("generation") != self._generation:
+            log.info("%s (its generation was aborted)", reason)
+            return
+        log.error("%s", reason, exc_info=error)
+        self._lane.close(reason)
+        self._stream.send({"kind": "failed", "generation": entry["generation"], "reason": reason})
+
+    def _prepare(self, entry: Message) -> None:
+        """Loads what the epoch gives this rank, unless it has it, and votes."""
+        self._leave()
+        epoch = epoch_from(entry["epoch"])
+        if self._epoch is None or self._epoch.placement != epoch.placement:
+            self._load(epoch)
+        self._epoch = epoch
+        self._stream.send({
+            "kind": "prepared",
+            "generation": entry["generation"],
+            "bytes_read": self._rank.bytes_read,
+            "weight_bytes": self._rank.bank.nbytes,
+        })
+
+    def _commit(self, entry: Message) -> None:
+        """Everyone is prepared: joins the generation's process group and takes jobs."""
+        if self._epoch is None:
+            raise RuntimeError("commit came before prepare")
+        self._join(entry["store"], entry["generation"], self._epoch.mesh.ranks)
+        self._rank.join()
+        self._lane.open()
+        if entry["generation"] != self._generation:  # aborted while it joined
+            self._lane.close("the group is forming again")
+            return
+        self.on_serving(entry["generation"], self._epoch.number)
+        self._stream.send({"kind": "joined", "generation": entry["generation"]})
+
+    def _report(self) -> None:
+        """Sends what was counted since the start, when it changed."""
+        if self.steps == self._reported or self._generation == ABORTED:
+            return
+        self._reported, self._reported_at = self.steps, time.monotonic()
+        self._stream.send({
+            "kind": "report",
+            "generation": self._generation,
+            "steps": self.steps,
+            "expert_rows": self.expert_rows,
+            "load": self._rank.expert_load().tokens.tolist(),
+        })
+
+    def _load(self, epoch: Epoch) -> None:
+        started = time.perf_counter()
+        self._rank.load(epoch, progress_bar(self._rank.index))
+        log.info(
+            "rank %d: read %.1f MB of expert weights for %d layers in %.2f s",
+            self._rank.index, self._rank.bytes_read / 1e6, len(self._rank.served.layers), time.perf_counter() - started,
+        )
+
+    def _join(self, store: str, generation: int, ranks: int) -> None:
+        host, port = store.rsplit(":", 1)
+        limit = timedelta(seconds=self._meeting.timeout)
+        shared = dist.TCPStore(host, int(port), is_master=False, timeout=limit, wait_for_workers=False)
+        dist.init_process_group(
+            self._meeting.backend,
+            store=dist.PrefixStore(f"generation-{generation}", shared),
+            rank=self._rank.index,
+            world_size=ranks,
+            timeout=limit,
+        )
+
+    def _leave(self) -> None:
+        self._rank.leave()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _step(self, header: Header, generation: int) -> None:
+        started = time.time()
+        jobs = self._lane.take(header.jobs)
+        served, top_k = self._rank.served, self._rank.plans[header.layer].problem.top_k
+        rows = LaneInput.gather(header, jobs, empty_input(served.checkpoint.hidden, top_k, served.dtype))
+        answer, phases = self._rank.step(header.layer, rows.to(self._rank.device), header.lane_rows)
+        answer, at = answer.to("cpu"), 0
+        for (_, size), job in zip(header.jobs, jobs, strict=True):
+            if job is not None:
+                job.finish(answer[at : at + size], header.epoch)
+            at += size
+        self.steps += 1
+        self.expert_rows += max(0, phases.expert_rows)
+        self._stream.send({"kind": "done", "generation": generation, "step": header.number})
+        if time.monotonic() - self._reported_at > REPORT_SECONDS:
+            self._lane.expire(time.time())
+            self._report()
+        wait = max((started - job.created for job in jobs if job is not None), default=0.0)
+        self._observe(StepRecord(header.number, header.layer, len(jobs), at, wait, phases))
+
+
+def progress_bar(rank: int) -> Callable[..., object]:
+    """A bar over layers while experts are read, on the standard error of rank 0 only."""
+    from tqdm import tqdm
+
+    return lambda layers: tqdm(layers, desc="experts", unit="layer", disable=rank != 0 or not os.isatty(2))

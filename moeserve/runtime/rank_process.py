@@ -1,0 +1,150 @@
+"""What one rank's process consists of: its experts, lane, door, metrics and seat in the group.
+
+A launcher calls `run_rank` in a process of its own (a Ray actor, a spawned process, a torchrun worker).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moeserve import __version__
+from moeserve.experts.checkpoint import Checkpoint
+from moeserve.experts.machine import Machine, machine_named, this_machine
+from moeserve.proto.host import host_id
+from moeserve.quant.formats import format_named
+from moeserve.runtime.config import Config, ConfigError
+from moeserve.runtime.door import Door
+from moeserve.runtime.lane import Lane
+from moeserve.runtime.member import Member, Rendezvous
+from moeserve.runtime.plan import AUTO
+from moeserve.runtime.rank import Rank, Served, torch_device
+from moeserve.runtime.request import RequestReader
+from moeserve.runtime.server import Endpoint
+from moeserve.runtime.stream import Stream, StreamClosed, connect
+from moeserve.runtime.telemetry import RankTelemetry
+from moeserve.runtime.tensors import Payloads, RegionLimits, Regions
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What a launcher tells a rank's process; picklable."""
+
+    config: Config
+    rank: int
+    coordinator: str  # host:port of its streams
+    token: str
+    host: str  # where this rank's door listens
+    ranks_on_host: int
+
+
+def served_from(config: Config) -> Served:
+    """What a configuration serves. Raises CheckpointError or ConfigError."""
+    checkpoint = Checkpoint(config.model.checkpoint)
+    layers = config.model.layers or checkpoint.layers
+    if unknown := sorted(set(layers) - set(checkpoint.layers)):
+        raise ConfigError(f"model.layers: {unknown} have no experts in this checkpoint; {list(checkpoint.layers)} have")
+    dtype = checkpoint.dtype if config.model.dtype == AUTO else format_named(config.model.dtype).dtype
+    return Served(checkpoint, tuple(sorted(layers)), config.parallel.mesh, dtype, config.step.lane_rows)
+
+
+def model_name(config: Config) -> str:
+    """The name clients may give."""
+    return config.model.name or Path(config.model.checkpoint).resolve().name
+
+
+def machine_for(config: Config) -> Machine:
+    """The machine ranks of `config` run on, seen from here."""
+    machine = machine_named("cpu", ()) if config.plan.device == "cpu" else this_machine()
+    if config.plan.device == "cuda" and machine.device != "cuda":
+        raise ConfigError("plan.device = 'cuda', and this process sees no CUDA device")
+    return machine
+
+
+def run_rank(spec: RankSpec) -> None:
+    """Runs one rank until its coordinator ends the stream. A rank that cannot start says why to the coordinator."""
+    _prepare_process(spec)
+    stream = connect(spec.coordinator, CONNECT_SECONDS)
+    hello = {"kind": "hello", "rank": spec.rank, "token": spec.token, "pid": os.getpid(), "host_id": host_id()}
+    try:
+        process = _RankProcess(spec, stream)
+    except Exception as error:
+        log.exception("rank %d cannot start", spec.rank)
+        stream.send(hello | {"address": "", "refused": f"rank {spec.rank} cannot start: {type(error).__name__}: {error}"})
+        stream.close()
+        raise
+    try:
+        stream.send(hello | {"address": process.address, "metrics": process.metrics_address, "plans": process.plans()})
+        process.member.run()
+    except StreamClosed as closed:
+        log.warning("rank %d: the coordinator is gone: %s", spec.rank, closed)
+    finally:
+        process.close()
+
+
+class _RankProcess:
+    """The parts of a rank's process, wired."""
+
+    def __init__(self, spec: RankSpec, stream: Stream) -> None:
+        config, served = spec.config, served_from(spec.config)
+        machine = machine_for(config)
+        name = model_name(config)
+        rank = Rank(spec.rank, served, served.plans(machine, config.plan.wanted), torch_device(machine, spec.rank))
+        self._rank = rank
+        self._regions = Regions(RegionLimits(max_bytes=config.server.region_bytes, allow_named=config.server.allow_named_regions))
+        lane = Lane(spec.rank, config.step.lane_rows, config.server.max_concurrent_calls)
+        self._telemetry = RankTelemetry(name, spec.rank, __version__, {layer: plan.carrier.name for layer, plan in rank.plans.items()})
+        self._telemetry.in_flight(lambda: lane.in_flight)
+        self._telemetry.regions(lambda: (len(self._regions.list()), self._regions.bytes))
+        meeting = Rendezvous("nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds)
+        self.member = Member(rank, lane, stream, meeting, self._telemetry.observe_step)
+        lane.announce = self.member.announce
+        reader = RequestReader(name, served, Payloads(self._regions))
+        door = Door(reader, lane, self._regions, self.member.weights_version, self._telemetry.request)
+        self._endpoint = Endpoint(door, config.server.max_concurrent_calls, config.server.max_message_bytes)
+        self.member.on_serving = self._serving
+        self.metrics_address = self._serve_metrics(spec)
+        self.address = self._endpoint.start(spec.host, 0)
+
+    def plans(self) -> list[list[object]]:
+        """`[layer, kernel, carrier, wire]` of every layer, for GetModel."""
+        return [[layer, p.kernel.name, p.carrier.name, p.wire.name] for layer, p in self._rank.plans.items()]
+
+    def close(self) -> None:
+        """Ends doors, regions and metrics."""
+        self._endpoint.stop(grace=0.5)
+        self._regions.close()
+        self._telemetry.close()
+
+    def _serving(self, generation: int, epoch: int) -> None:
+        """Called by the member when its group begins (generation > 0) or stops to serve."""
+        self._endpoint.set_serving(serving=generation > 0)
+        self._telemetry.set_group(generation, epoch)
+        self._telemetry.weights(self._rank.bank.nbytes, self._rank.bytes_read)
+
+    def _serve_metrics(self, spec: RankSpec) -> str:
+        port = spec.config.server.metrics_port
+        if port < 0:
+            return ""
+        return f"{spec.host}:{self._telemetry.serve(spec.host, port + 1 + spec.rank if port else 0)}"
+
+
+def _prepare_process(spec: RankSpec) -> None:
+    """Threads, sockets and interpreter settings of a rank's process."""
+    threads = spec.config.cluster.threads_per_rank or max(1, (os.cpu_count() or 1) // spec.ranks_on_host)
+    torch.set_num_threads(threads)
+    sys.setswitchinterval(0.0005)  # doors' threads must not hold the step thread back for 5 ms
+    if spec.host in ("127.0.0.1", "localhost"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast hangs on some hosts
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {spec.rank} %(levelname)s %(message)s")

@@ -1,0 +1,100 @@
+"""`Sequencer`: turns announced jobs into steps, by layer, earliest deadline first, within a token budget.
+
+It decides, and nothing else: no thread, no socket, no clock of its own, so that its rules can be tested as a function.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from moeserve.runtime.step import Announcement, Step
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Bounds of a step, and how long a job may wait for company.
+
+    After a step that had company, or while callers outnumber one, the next step waits until no job has arrived for
+    `quiet` seconds, at most `gather` after its oldest job; a lone caller never waits.
+    """
+
+    lane_rows: int
+    step_rows: int
+    quiet: float = 0.0005
+    gather: float = 0.004
+
+
+@dataclass(eq=False)
+class _Queue:
+    jobs: deque[tuple[float, Announcement]] = field(default_factory=deque)  # (arrival, job)
+
+
+class Sequencer:
+    """Queues of announced jobs, one a layer. Not thread-safe: its owner holds a lock."""
+
+    def __init__(self, ranks: int, pace: Pace) -> None:
+        self._ranks = ranks
+        self._pace = pace
+        self._queues: dict[int, _Queue] = {}
+        self._last_arrival = float("-inf")
+        self._company = 1  # jobs of the last step
+        self._number = 0
+
+    @property
+    def queued(self) -> int:
+        """Jobs not yet in a step."""
+        return sum(len(queue.jobs) for queue in self._queues.values())
+
+    def announce(self, job: Announcement, now: float) -> None:
+        """A door has a job ready. Raises ValueError when its rows are over the lane's capacity: doors split first."""
+        if job.rows > self._pace.lane_rows:
+            raise ValueError(f"job {job.job} of rank {job.rank} has {job.rows} rows; a lane takes {self._pace.lane_rows}")
+        self._queues.setdefault(job.layer, _Queue()).jobs.append((now, job))
+        self._last_arrival = now
+
+    def clear(self) -> None:
+        """Forgets every queued job: its door announces it again, or has failed it."""
+        self._queues.clear()
+        self._company = 1
+
+    def ready_at(self, now: float) -> float | None:
+        """When the next step should start: `now` or earlier means at once; None means nothing is queued."""
+        oldest = min((q.jobs[0][0] for q in self._queues.values() if q.jobs), default=None)
+        if oldest is None:
+            return None
+        if self._company <= 1 and self.queued <= 1:
+            return now
+        return min(self._last_arrival + self._pace.quiet, oldest + self._pace.gather)
+
+    def next_step(self, epoch: int, now: float) -> Step | None:
+        """Takes the most urgent layer's jobs into a step; None when nothing is queued. Jobs past their deadline are
+        dropped: their callers have left."""
+        self._drop_expired(now)
+        waiting = {layer: queue for layer, queue in self._queues.items() if queue.jobs}
+        if not waiting:
+            return None
+        layer = min(waiting, key=lambda layer: min((job.deadline, at) for at, job in waiting[layer].jobs))
+        lanes = self._fill(waiting[layer])
+        self._company = sum(len(lane) for lane in lanes)
+        self._number += 1
+        return Step(self._number, epoch, layer, tuple(tuple(lane) for lane in lanes))
+
+    def _drop_expired(self, now: float) -> None:
+        for queue in self._queues.values():
+            queue.jobs = deque((at, job) for at, job in queue.jobs if job.deadline > now)
+
+    def _fill(self, queue: _Queue) -> list[list[tuple[int, int]]]:
+        """Jobs by lane, urgent ones first; what does not fit stays queued in its order."""
+        lanes: list[list[tuple[int, int]]] = [[] for _ in range(self._ranks)]
+        rows = [0] * self._ranks
+        left: list[tuple[float, Announcement]] = []
+        for at, job in sorted(queue.jobs, key=lambda entry: (entry[1].deadline, entry[0])):
+            fits = rows[job.rank] + job.rows <= self._pace.lane_rows and sum(rows) + job.rows <= self._pace.step_rows
+            if fits or not any(rows):
+                lanes[job.rank].append((job.job, job.rows))
+                rows[job.rank] += job.rows
+            else:
+                left.append((at, job))
+        queue.jobs = deque(sorted(left, key=lambda entry: entry[0]))
+        return lanes

@@ -1,0 +1,144 @@
+"""What time is made of: `Job` (one call's rows on one lane), `Announcement` of it, `Step` (one layer, all ranks)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What the sequencer knows of a job: a few bytes."""
+
+    rank: int
+    job: int  # numbered by the door
+    layer: int
+    rows: int
+    deadline: float  # seconds on its reader's clock; inf for none
+
+
+@dataclass(frozen=True)
+class Step:
+    """One layer run by all ranks at once. `jobs[r]` are rank r's (job, rows); a lane may bring none.
+
+    Row counts are binding: a job cancelled after sequencing still takes its rows, its ids EMPTY.
+    """
+
+    number: int
+    epoch: int
+    layer: int
+    jobs: tuple[tuple[tuple[int, int], ...], ...]
+
+    @property
+    def lane_rows(self) -> tuple[int, ...]:
+        """Rows each lane brings."""
+        return tuple(sum(rows for _, rows in lane) for lane in self.jobs)
+
+    def header(self, rank: int) -> Header:
+        """What `rank` is sent of it."""
+        return Header(self.number, self.epoch, self.layer, self.lane_rows, self.jobs[rank])
+
+
+@dataclass(frozen=True)
+class Header:
+    """A step as one rank sees it: its own jobs, and how many rows every lane brings."""
+
+    number: int
+    epoch: int
+    layer: int
+    lane_rows: tuple[int, ...]
+    jobs: tuple[tuple[int, int], ...]  # (job, rows)
+
+
+@dataclass(eq=False)
+class Job:
+    """One call's rows on one lane, from the door until its answer. Forward is pure, so a job can be run again."""
+
+    number: int
+    layer: int
+    hidden: Tensor  # [T, H]
+    experts: Tensor  # [T, K] int32
+    weights: Tensor  # [T, K] float32
+    deadline: float  # time.time() seconds; inf for none
+    ended: Callable[[Job], None]  # called once, by the thread that ends it
+    created: float = field(default_factory=time.time)
+    output: Tensor | None = None  # [T, H]
+    epoch: int = 0
+    error: Exception | None = None
+
+    def finish(self, output: Tensor, epoch: int) -> None:
+        """Hands over the answer."""
+        self.output, self.epoch = output, epoch
+        self.ended(self)
+
+    def fail(self, error: Exception) -> None:
+        """Hands over a failure."""
+        self.error = error
+        self.ended(self)
+
+
+@dataclass(frozen=True)
+class Phases:
+    """One step's seconds, rows and bytes on one rank. On a GPU the seconds are those of the launches."""
+
+    dispatch: float
+    compute: float
+    combine: float
+    expert_rows: int  # (token, expert) rows this rank computed; -1 where only the device knows
+    dispatched_bytes: int  # sent to other ranks
+    combined_bytes: int
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one rank saw of one step; the exporter reads it."""
+
+    number: int
+    layer: int
+    jobs: int
+    lane_rows: int  # rows this lane brought
+    wait: float  # seconds from its earliest job's arrival at the door to the step's start
+    phases: Phases
+
+
+@dataclass(frozen=True, eq=False)
+class LaneInput:
+    """One lane's rows of a step: `hidden [T, H]`, `experts [T, K]`, `weights [T, K]`, and which rows are real."""
+
+    hidden: Tensor
+    experts: Tensor
+    weights: Tensor
+    valid: Tensor  # [T] bool
+
+    @classmethod
+    def gather(cls, header: Header, jobs: list[Job | None], empty: LaneInput) -> LaneInput:
+        """The rows of a header's jobs in its order; a job without a caller gives rows that are not valid."""
+        parts = [_part(job, rows, empty) for (_, rows), job in zip(header.jobs, jobs, strict=True)] or [empty]
+        return parts[0] if len(parts) == 1 else cls(*(torch.cat(column) for column in zip(*map(cls._columns, parts), strict=True)))
+
+    def to(self, device: str) -> LaneInput:
+        """The same rows on `device`."""
+        return LaneInput(*(column.to(device) for column in self._columns()))
+
+    def _columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.hidden, self.experts, self.weights, self.valid
+
+
+def empty_input(hidden: int, top_k: int, dtype: torch.dtype) -> LaneInput:
+    """No rows, of the right widths."""
+    return LaneInput(
+        torch.zeros(0, hidden, dtype=dtype),
+        torch.zeros(0, top_k, dtype=torch.int32),
+        torch.zeros(0, top_k),
+        torch.zeros(0, dtype=torch.bool),
+    )
+
+
+def _part(job: Job | None, rows: int, empty: LaneInput) -> LaneInput:
+    if job is not None:
+        return LaneInput(job.hidden, job.experts, job.weights, torch.ones(rows, dtype=torch.bool))
+    return LaneInput(*(column.new_zeros((rows, *column.shape[1:])) for column in empty._columns()))

@@ -1,0 +1,76 @@
+"""The law of carriers: four ranks answer as one, whatever the placement, the wire and the lanes."""
+
+from collections import defaultdict
+
+import pytest
+import torch
+from carrier_cases import RANKS, Case, Outcome, fault_cases, law_cases, run_cases
+from parallel import parallel_launch
+
+LAW, FAULTS = law_cases(), fault_cases()
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[Case, list[Outcome]]:
+    """Every case's outcome by rank, from one launch of four processes."""
+    cases = LAW + FAULTS
+    by_rank = parallel_launch(RANKS, run_cases, cases, timeout=240)
+    return dict(zip(cases, zip(*by_rank, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("case", LAW, ids=str)
+def test_four_ranks_answer_as_one(case: Case, outcomes: dict[Case, list[Outcome]]) -> None:
+    worst = [outcome.worst for outcome in outcomes[case]]
+    assert max(worst) <= 1.0, f"error over its bound, by rank: {worst}"
+
+
+@pytest.mark.parametrize("case", LAW, ids=str)
+def test_bits_repeat(case: Case, outcomes: dict[Case, list[Outcome]]) -> None:
+    assert all(outcome.repeats for outcome in outcomes[case])
+
+
+@pytest.mark.parametrize("case", LAW, ids=str)
+def test_quantizing_before_dispatch_is_quantizing_after(
+    case: Case, outcomes: dict[Case, list[Outcome]]
+) -> None:
+    assert all(outcome.exact for outcome in outcomes[case])
+
+
+@pytest.mark.parametrize("case", LAW, ids=str)
+def test_every_valid_pair_arrives_once(case: Case, outcomes: dict[Case, list[Outcome]]) -> None:
+    received, pairs = sum(o.received for o in outcomes[case]), outcomes[case][0].pairs
+    assert received == pairs * (RANKS if case.placement == "sliced" else 1)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_faulty_carrier_breaks_the_law(fault: Case, outcomes: dict[Case, list[Outcome]]) -> None:
+    assert max(outcome.worst for outcome in outcomes[fault]) > 1.0
+
+
+def test_carriers_agree_bit_for_bit(outcomes: dict[Case, list[Outcome]]) -> None:
+    digests = defaultdict(set)
+    for case in LAW:
+        digests[case.inputs].add(tuple(outcome.digest for outcome in outcomes[case]))
+    assert [inputs for inputs, seen in digests.items() if len(seen) > 1] == []
+
+
+def test_the_sender_with_destinations_sends_least(outcomes: dict[Case, list[Outcome]]) -> None:
+    sent = defaultdict(int)
+    for case in LAW:
+        if case.placement == "even" and case.step == "one_expert":
+            sent[case.carrier] += sum(outcome.sent for outcome in outcomes[case])
+    assert sent["all2allv"] < sent["allgather_reducescatter"] < sent["naive"]
+
+
+@pytest.mark.gpu(RANKS)
+@pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"needs {RANKS} CUDA devices")
+def test_four_gpus_answer_as_one() -> None:
+    major, minor = torch.cuda.get_device_capability()
+    cases = law_cases(f"sm{major}{minor}")
+    by_case = zip(*parallel_launch(RANKS, run_cases, cases, timeout=280, device="cuda"), strict=True)
+    digests = defaultdict(set)
+    for case, outcomes in zip(cases, by_case, strict=True):
+        assert max(outcome.worst for outcome in outcomes) <= 1.0, str(case)
+        assert all(outcome.repeats and outcome.exact for outcome in outcomes), str(case)
+        digests[case.inputs].add(tuple(outcome.digest for outcome in outcomes))
+    assert [inputs for inputs, seen in digests.items() if len(seen) > 1] == []

@@ -1,0 +1,273 @@
+"""Laws of expert kernels: whatever a row claims, its kernel computes as the reference does."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from made_experts import Arrival, activation_named, fresh_seed, make_weights
+from torch import Tensor
+
+from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights, Grouping
+from moeserve.experts.kernel import Kernel, KernelRow, KernelSpec, Prepared, Problem
+from moeserve.experts.kernels import KERNELS
+from moeserve.experts.kernels.torch_reference import TorchReference
+from moeserve.experts.machine import machine_named, this_machine
+from moeserve.quant.format import Scheme
+from moeserve.quant.formats import FORMATS
+from moeserve.quant.formats.floats import BF16, FLOATS, FP16, FP32
+from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
+
+COUNTS = (3, 0, 1, 9, 0)
+
+BOUNDS = {FP32: 1e-5, FP16: 1e-2, BF16: 1e-2}
+"""RMS error against the reference, relative to its output's RMS; by activation format."""
+
+FP8_BOUND = 2e-2
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return str(request.param)
+
+
+def computed(row: KernelRow, device: str) -> list[Scheme]:
+    """What a row computes on the machine the tests run on."""
+    arch = "cpu" if device == "cpu" else this_machine().arch
+    if arch not in row.archs:
+        pytest.skip(f"{row.name} does not run on {arch}")
+    return sorted(row.fewer_schemes.get(arch, row.schemes), key=str)
+
+
+def shape_for(row: KernelRow, activation: str = "silu", *, bias: bool = True) -> ExpertShape:
+    """Odd sizes as far as the row allows, H over the edge of a block of 128."""
+    hidden, inner = (
+        multiple * -(-size // multiple) for multiple, size in zip(row.multiple_of, (133, 19), strict=True)
+    )
+    return ExpertShape(hidden, inner, activation_named(activation), bias=bias)
+
+
+class Case:
+    """Weights, rows and a kernel of one row for one scheme, all from one printed seed."""
+
+    def __init__(self, row: KernelRow, scheme: Scheme, shape: ExpertShape, device: str) -> None:
+        self.row, self.shape, self.device = row, shape, device
+        self.generator = torch.Generator().manual_seed(fresh_seed())
+        self.spec = KernelSpec(scheme, shape, torch.float32)
+        self.weights = make_weights(shape, len(COUNTS), scheme.weights, self.generator).to(device)
+
+    def run(self, arrival: Arrival, rows: list[Tensor], kernel: Kernel, wire: str) -> list[Tensor]:
+        batch = arrival.batch(rows, self.shape.hidden, FORMATS[wire])
+        there = replace(
+            batch,
+            tokens=batch.tokens.to(self.device),
+            counts=batch.counts.to(self.device),
+            offsets=batch.offsets.to(self.device),
+        )
+        outputs = kernel.apply(kernel.prepare(self.weights), there)
+        assert outputs.shape == batch.tokens.shape
+        assert outputs.dtype == self.spec.out_dtype
+        return arrival.segments(outputs.cpu(), batch)
+
+
+def arrival_for(row: KernelRow, grouping: Grouping, poison: float = float("nan")) -> Arrival:
+    return Arrival(COUNTS, grouping, row.row_align, spare=2 * row.row_align + 1, poison=poison)
+
+
+def error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """RMS of the difference relative to the RMS of `expected`."""
+    difference = torch.cat(found).double() - torch.cat(expected).double()
+    return float(difference.square().mean().sqrt() / torch.cat(expected).double().square().mean().sqrt())
+
+
+def bound_of(scheme: Scheme) -> float:
+    return BOUNDS.get(scheme.activations, FP8_BOUND)
+
+
+CLAIMS = [
+    pytest.param(row, grouping, activation, id=f"{row.name}-{grouping.value}-{activation}")
+    for row in KERNELS.values()
+    for grouping in sorted(row.groupings, key=lambda g: g.value)
+    for activation in sorted(row.activations)
+]
+
+
+@pytest.mark.parametrize(("row", "grouping", "activation"), CLAIMS)
+def test_kernel_computes_what_its_row_claims(
+    row: KernelRow, grouping: Grouping, activation: str, device: str
+) -> None:
+    for scheme, bias in product(computed(row, device), (False, True)):
+        case = Case(row, scheme, shape_for(row, activation, bias=bias), device)
+        arrival = arrival_for(row, grouping)
+        rows = arrival.rows(case.shape.hidden, case.generator)
+        found = case.run(arrival, rows, row.build(case.spec), scheme.activations.name)
+        expected = (
+            truth(case, rows) if row.reference else case.run(arrival, rows, TorchReference(case.spec), "fp32")
+        )
+        assert error(found, expected) <= bound_of(scheme), (scheme, bias)
+
+
+def truth(case: Case, rows: list[Tensor]) -> list[Tensor]:
+    """What the reference itself is held to: one row at a time, in float64, from the definition."""
+    scheme, weights, shape = case.spec.scheme, case.weights, case.shape
+    gate_up, down = weights.gate_up.dequantize().double().cpu(), weights.down.dequantize().double().cpu()
+    answers = []
+    for slot, own in enumerate(rows):
+        answer = torch.empty(own.shape, dtype=torch.float64)
+        for i, row in enumerate(own):
+            x = scheme.activations.quantize(row[None]).dequantize().double()
+            between = x @ gate_up[slot].T
+            if weights.gate_up_bias is not None:
+                between += weights.gate_up_bias[slot].cpu()
+            inner = shape.activation.apply(between.float())
+            y = scheme.activations.quantize(inner).dequantize().double() @ down[slot].T
+            answer[i] = y[0] if weights.down_bias is None else y[0] + weights.down_bias[slot].cpu()
+        answers.append(answer)
+    return answers
+
+
+WIRES = [
+    pytest.param(row, wire.name, id=f"{row.name}-{wire.name}")
+    for row in KERNELS.values()
+    for wire in sorted(row.eats, key=str)
+]
+
+
+@pytest.mark.parametrize(("row", "wire"), WIRES)
+def test_kernel_eats_every_wire_of_its_row(row: KernelRow, wire: str, device: str) -> None:
+    """A wire narrower than the scheme costs what the wire rounds away, and nothing more."""
+    for scheme, grouping in product(computed(row, device), row.groupings):
+        case = Case(row, scheme, shape_for(row), device)
+        arrival = arrival_for(row, grouping)
+        rows = arrival.rows(case.shape.hidden, case.generator)
+        carried = [FORMATS[wire].quantize(own).dequantize() for own in rows]
+        found = case.run(arrival, rows, row.build(case.spec), wire)
+        expected = case.run(arrival, carried, TorchReference(case.spec), "fp32")
+        assert error(found, expected) <= bound_of(scheme), (scheme, grouping)
+
+
+ROWS = [pytest.param(row, id=row.name) for row in KERNELS.values()]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_rows_outside_the_segments_never_leak(row: KernelRow, device: str) -> None:
+    for scheme, grouping in product(computed(row, device), row.groupings):
+        case = Case(row, scheme, shape_for(row), device)
+        rows = arrival_for(row, grouping).rows(case.shape.hidden, case.generator)
+        clean, poisoned = (
+            case.run(arrival_for(row, grouping, poison), rows, row.build(case.spec), scheme.activations.name)
+            for poison in (0.0, float("nan"))
+        )
+        assert torch.equal(torch.cat(clean), torch.cat(poisoned)), (scheme, grouping)
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("counts", [(), (0, 0, 0), (0, 4)], ids=str)
+def test_no_slots_no_rows_and_slots_with_none(row: KernelRow, counts: tuple[int, ...], device: str) -> None:
+    for scheme, grouping in product(computed(row, device), row.groupings):
+        shape = shape_for(row)
+        generator = torch.Generator().manual_seed(fresh_seed())
+        weights = make_weights(shape, len(counts), scheme.weights, generator).to(device)
+        kernel = row.build(KernelSpec(scheme, shape, torch.bfloat16))
+        arrival = Arrival(counts, grouping, row.row_align)
+        batch = arrival.batch(arrival.rows(shape.hidden, generator), shape.hidden, scheme.activations)
+        there = ExpertBatch(
+            batch.tokens.to(device), grouping, batch.counts.to(device), batch.offsets.to(device)
+        )
+        outputs = kernel.apply(kernel.prepare(weights), there)
+        assert outputs.shape == batch.tokens.shape
+        assert outputs.dtype == torch.bfloat16
+        assert all(bool(own.isfinite().all()) for own in arrival.segments(outputs.cpu(), batch))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_an_expert_prepared_alone_equals_its_slot(row: KernelRow, device: str) -> None:
+    for scheme, bias in product(computed(row, device), (False, True)):
+        case = Case(row, scheme, shape_for(row, bias=bias), device)
+        kernel = row.build(case.spec)
+        together = kernel.prepare(case.weights)
+        for slot in range(len(COUNTS)):
+            alone = kernel.prepare(case.weights.rows(torch.tensor([slot], device=device))).slot(0)
+            assert raw_bytes(alone) == raw_bytes(together.slot(slot)), (scheme, slot)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_zero_experts_prepare_to_the_shapes_of_some(row: KernelRow, device: str) -> None:
+    for scheme in computed(row, device):
+        case = Case(row, scheme, shape_for(row), device)
+        kernel = row.build(case.spec)
+        none, some = kernel.prepare(case.weights.rows(slice(0, 0))), kernel.prepare(case.weights)
+        assert (none.slots, some.slots) == (0, len(COUNTS))
+        assert slot_shapes(none) == slot_shapes(some)
+
+
+def raw_bytes(tensors: dict[str, Tensor]) -> dict[str, bytes]:
+    return {
+        name: t.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for name, t in tensors.items()
+    }
+
+
+def slot_shapes(prepared: Prepared) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in prepared.per_slot.items()}
+
+
+def test_plain_weights_are_served_in_the_dtype_asked_for() -> None:
+    row = KERNELS["torch_grouped_mm"]
+    shape = shape_for(row)
+    weights = make_weights(shape, 2, BF16, torch.Generator().manual_seed(fresh_seed()))
+    prepared = row.build(KernelSpec(Scheme(FP32, FP32), shape, torch.float32)).prepare(weights)
+    assert prepared.per_slot["gate_up"].dtype == torch.float32
+    assert torch.equal(prepared.per_slot["gate_up"], weights.gate_up.parts[0].float())
+
+
+def misfits(shape: ExpertShape, weights: ExpertWeights) -> dict[str, ExpertWeights]:
+    """Weights that do not fit, by the message that says so."""
+    other = FP8_BLOCK.quantize(weights.gate_up.dequantize())
+    rows = shape.gate_up_rows
+    return {
+        rf"gate_up must be \[e, {rows}, {shape.hidden}\]; found": replace(weights, gate_up=weights.down),
+        "gate_up is stored as fp8_block128; scheme bf16 needs bf16": replace(weights, gate_up=other),
+        "down_bias is missing, and the expert's shape says bias=True": replace(weights, down_bias=None),
+        "static activation scales were given": replace(weights, input_scale=torch.ones(2)),
+    }
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_weights_that_do_not_fit_are_named(row: KernelRow) -> None:
+    shape = shape_for(row)
+    weights = make_weights(shape, 2, BF16, torch.Generator().manual_seed(0))
+    kernel = row.build(KernelSpec(Scheme(BF16, BF16), shape, torch.bfloat16))
+    for message, misfit in misfits(shape, weights).items():
+        with pytest.raises(ValueError, match=message):
+            kernel.prepare(misfit)
+
+
+def problem(scheme: Scheme, shape: ExpertShape) -> Problem:
+    return Problem(scheme, BF16, shape, experts=8, ranks=4, top_k=2, lane_rows=64)
+
+
+def test_refusals_name_the_value_and_the_way_out() -> None:
+    row, h200 = KERNELS["torch_grouped_mm"], machine_named("h200")
+    plain = ExpertShape(7168, 2001, activation_named("silu"))
+    refused = row.refuses(problem(Scheme(BF16, BF16), plain), machine_named("cpu"))
+    assert refused == "H=7168 and I=2001 must be multiples of 8 and 8"
+    shape = shape_for(row)
+    assert row.refuses(problem(Scheme(FP32, FP32), shape), h200) == "computes bf16 on sm90, not fp32"
+    assert row.refuses(problem(Scheme(BF16, BF16), shape), h200) is None
+    fp8 = row.refuses(problem(Scheme(FP8_BLOCK, FP8_GROUP), shape), machine_named("cpu"))
+    assert fp8 == "computes bf16, fp16, fp32 on cpu, not fp8_block128 x fp8_group128"
+    assert row.refuses(problem(Scheme(BF16, BF16), shape), machine_named("mi300x")) == (
+        "runs on cpu, sm100, sm103, sm90, not on gfx942"
+    )
+
+
+def test_the_reference_computes_every_pair_of_formats() -> None:
+    row = KERNELS["torch_reference"]
+    assert row.reference
+    assert {Scheme(form, form) for form in FLOATS.values()} <= row.schemes
+    assert Scheme(FP8_BLOCK, FP8_GROUP) in row.schemes
+    assert {scheme.weights for scheme in row.schemes} == set(FORMATS.values())

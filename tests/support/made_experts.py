@@ -1,0 +1,86 @@
+"""Experts and batches made for tests: random weights in any format, rows in any grouping, poison outside the segments."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeserve.experts.activation import ACTIVATIONS, Activation
+from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights, Grouping
+from moeserve.quant.format import Format
+
+NEEDED = {"limit": 1.5, "beta": 2.0}
+"""Values for the parameters some activations need."""
+
+
+def fresh_seed() -> int:
+    """A new seed, printed, so that a failing run can be repeated."""
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed={seed}")
+    return seed
+
+
+def activation_named(name: str) -> Activation:
+    return Activation(name, **{parameter: NEEDED[parameter] for parameter in ACTIVATIONS[name].needs})
+
+
+def make_weights(shape: ExpertShape, experts: int, form: Format, generator: torch.Generator) -> ExpertWeights:
+    """Weights that keep rows at about unit size, so that every part of an activation is met."""
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return torch.randn(experts, rows, columns, generator=generator) * 2 / columns**0.5
+
+    def bias(rows: int) -> Tensor | None:
+        return torch.randn(experts, rows, generator=generator) if shape.bias else None
+
+    return ExpertWeights(
+        gate_up=form.quantize(matrix(shape.gate_up_rows, shape.hidden)),
+        down=form.quantize(matrix(shape.hidden, shape.inner)),
+        gate_up_bias=bias(shape.gate_up_rows),
+        down_bias=bias(shape.hidden),
+    )
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """How many rows arrived for each slot, and how they stand."""
+
+    counts: tuple[int, ...]
+    grouping: Grouping
+    row_align: int = 1
+    spare: int = 0  # rows after the last segment, or of each slot when padded
+    poison: float = float("nan")  # what stands outside the segments
+
+    def rows(self, hidden: int, generator: torch.Generator) -> list[Tensor]:
+        """Rows of each slot, `[count, hidden]` float32."""
+        return [torch.randn(count, hidden, generator=generator) for count in self.counts]
+
+    def batch(self, rows: list[Tensor], hidden: int, wire: Format) -> ExpertBatch:
+        """The batch that holds `rows`."""
+        slots = len(self.counts)
+        if self.grouping is Grouping.PADDED:
+            capacity = max(self.counts, default=0) + self.spare
+            starts = [slot * capacity for slot in range(slots + 1)]
+            total = slots * capacity
+        else:
+            starts = [0]
+            for count in self.counts:
+                starts.append(starts[-1] + -(-count // self.row_align) * self.row_align)
+            total = starts[-1] + self.spare
+        tokens = torch.full((total, hidden), self.poison)
+        for start, own in zip(starts, rows, strict=False):
+            tokens[start : start + len(own)] = own
+        packed = wire.quantize(tokens)
+        if self.grouping is Grouping.PADDED:
+            packed = wire.quantize(tokens.view(slots, capacity, hidden))
+        offsets = torch.tensor(starts, dtype=torch.int32)
+        return ExpertBatch(packed, self.grouping, torch.tensor(self.counts, dtype=torch.int32), offsets)
+
+    def segments(self, outputs: Tensor, batch: ExpertBatch) -> list[Tensor]:
+        """The defined rows of `outputs`, slot by slot."""
+        flat = outputs.reshape(-1, outputs.shape[-1])
+        starts = batch.offsets.tolist()
+        return [flat[start : start + count] for start, count in zip(starts, self.counts, strict=False)]
