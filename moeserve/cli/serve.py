@@ -3,68 +3,130 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
+import sys
 import threading
-from typing import Any
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Protocol
 
-FLAGS: dict[str, tuple[str, Any, str]] = {
-    "--checkpoint": ("model.checkpoint", str, "folder with config.json and safetensors"),
-    "--data-parallel-size": ("parallel.data_parallel_size", int, "ranks with tokens of their own"),
-    "--tensor-parallel-size": ("parallel.tensor_parallel_size", int, "ranks of one engine"),
-    "--all2all-backend": ("plan.all2all_backend", str, "carrier; auto lets the plan choose"),
-    "--host": ("server.host", str, "address to listen on"),
-    "--port": ("server.port", int, "of the front door; 0 picks a free one"),
-    "--metrics-port": ("server.metrics_port", int, "of the head's exporter; -1 turns metrics off"),
-    "--ray-address": ("cluster.ray_address", str, "an existing Ray cluster"),
-    "--launcher": ("cluster.launcher", str, "ray or local"),
-}
+from moeserve.cli.configured import add_config_flags, config_of
+
+if TYPE_CHECKING:
+    from moeserve.runtime.config import Config
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LOOK_SECONDS = 1.0  # between looks at the group's state
 
 
-def add_parser(subparsers: Any) -> None:
+class Cluster(Protocol):
+    """What a launcher makes of a configuration."""
+
+    @property
+    def address(self) -> str:
+        """Of the front door."""
+
+    def start(self) -> object:
+        """Starts the ranks and waits until the group serves."""
+
+    def state(self) -> tuple[str, str]:
+        """The group's state and reason."""
+
+    def stop(self) -> None:
+        """Lets calls under way finish, and ends everything that was started."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the subcommand."""
-    parser = subparsers.add_parser("serve", help="serve a checkpoint's experts", description=__doc__)
-    add_config_flags(parser)
+    about = "serve a checkpoint's experts until told to stop (SIGINT or SIGTERM)"
+    parser = subparsers.add_parser("serve", help=about, description=about)
+    add_config_flags(parser, serving=True)
     parser.set_defaults(func=run)
 
 
-def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """The configuration file and the flags that override it."""
-    parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="configuration; flags override it")
-    for flag, (key, kind, text) in FLAGS.items():
-        parser.add_argument(flag, dest=key, type=kind, help=text)
-    parser.add_argument("--enable-expert-parallel", dest="parallel.enable_expert_parallel", action="store_true", default=None, help="whole experts on each rank instead of slices")
-    parser.add_argument("--layers", dest="model.layers", type=_numbers, metavar="N,N", help="decoder layers to serve; all by default")
-
-
-def config_of(args: argparse.Namespace) -> Any:
-    """The configuration that a command line means. Raises ConfigError."""
-    from moeserve.runtime.config import Config
-
-    config = Config.load(args.config) if args.config else Config()
-    given = {key: value for key, value in vars(args).items() if "." in key and value is not None}
-    return config.with_values(given).checked()
-
-
 def run(args: argparse.Namespace) -> int:
-    """Serves until SIGINT or SIGTERM; 1 when the group failed."""
+    """Serves until SIGINT or SIGTERM. Raises ValueError for bad input, OSError or RuntimeError."""
     config = config_of(args)
     print("\n".join(config.lines()), flush=True)
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    cluster: Any
-    if config.cluster.launcher == "local":
-        from moeserve.runtime.local_cluster import LocalCluster as Cluster
-    else:
-        from moeserve.runtime.cluster import RayCluster as Cluster  # type: ignore[assignment]
-    with Cluster(config) as cluster:
+    _check_served(config)
+    cluster = _cluster(config)
+    signals = _Signals()
+    try:
+        with signals.interrupting():
+            cluster.start()
+    except KeyboardInterrupt:
+        print("stopped while starting", flush=True)
+        return 0
+    signals.listen()  # again: a launcher may have set handlers of its own
+    try:
         print(f"serving on {cluster.address}", flush=True)
-        while not stop.wait(1.0):
-            state, reason = cluster.state()
-            if state == "failed":
-                raise RuntimeError(f"the group failed: {reason}")
+        _watch(cluster, signals)
+    finally:
+        print("stopping", flush=True)
+        cluster.stop()
     return 0
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+class _Signals:
+    """SIGINT and SIGTERM as an event; while something starts, as KeyboardInterrupt too."""
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self._interrupts = False
+        self.listen()
+
+    def listen(self) -> None:
+        """Takes both signals."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._told)
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """While inside, a signal raises KeyboardInterrupt; one that came before does so at once."""
+        self._interrupts = True
+        try:
+            if self.stop.is_set():
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._interrupts = False
+
+    def _told(self, number: int, frame: FrameType | None) -> None:
+        first = not self.stop.is_set()
+        self.stop.set()
+        if self._interrupts and first:
+            raise KeyboardInterrupt
+
+
+def _check_served(config: Config) -> None:
+    """Finds what is wrong with the checkpoint or the plan here, before any process starts."""
+    from moeserve.runtime.rank_process import machine_for, served_from
+
+    served = served_from(config)
+    for layer in served.layers:
+        served.checkpoint.gate(layer)
+    if config.cluster.launcher == "local":  # under Ray ranks may run on another kind of machine
+        served.plans(machine_for(config), config.plan.wanted)
+
+
+def _cluster(config: Config) -> Cluster:
+    if config.cluster.launcher == "local":
+        from moeserve.runtime.local_cluster import LocalCluster
+
+        return LocalCluster(config)
+    from moeserve.runtime.cluster import RayCluster
+
+    return RayCluster(config)
+
+
+def _watch(cluster: Cluster, signals: _Signals) -> None:
+    """Returns when told to stop; says so when the group forms anew. Raises RuntimeError when it gave up."""
+    seen = "serving"
+    while not signals.stop.wait(LOOK_SECONDS):
+        state, reason = cluster.state()
+        if state == "failed":
+            raise RuntimeError(f"the group failed: {reason}")
+        if state != seen:
+            print(f"{state}: {reason}" if reason else state, file=sys.stderr, flush=True)
+            seen = state

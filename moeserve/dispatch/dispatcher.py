@@ -20,7 +20,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Pending(Generic[T_co]):
-    """Something under way: `wait` gives it, once. On a GPU it is ordered on the current stream, not on the host."""
+    """Something under way: `wait` gives it, once. On a GPU the current stream waits for it, not the host."""
 
     def __init__(self, finish: Callable[[], T_co]) -> None:
         self._finish = finish
@@ -51,13 +51,13 @@ class Traffic:
 
 
 class Dispatcher(Protocol):
-    """Carries rows to their slots' ranks and brings the weighted sums home. Collective: all ranks call in one order."""
+    """Carries rows to their slots' ranks and weighted sums home. Collective: all ranks call in one order."""
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
-        """Quantizes `hidden [T, H]` to the wire on the sender, carries it, and groups it by slot on arrival."""
+        """Quantizes `hidden [T, H]` to the wire on the sender, carries it, groups it by slot on arrival."""
 
     def combine(self, outputs: Tensor, ticket: Any) -> Pending[Tensor]:
-        """Brings `outputs` (as the kernel made them) home, weights and sums in float32: [T, H] of the hidden's dtype.
+        """Brings `outputs`, as the kernel made them, home: [T, H] of the hidden's dtype, summed in float32.
 
         Partial sums over slices of an expert are added here, and nowhere else.
         """

@@ -29,11 +29,14 @@ class Homes:
 
 
 def row_capacity(rows: int, top_k: int, slots: int, row_align: int) -> int:
-    """Most rows of a batch made of `rows` arrived rows, known without reading a count; the last one is spare.
+    """Most rows of a batch made of `rows` arrived rows, known without reading a count.
 
     A row goes to a slot at most once (repeated choices are merged before dispatch), so it has at most
-    min(top_k, slots) copies; each slot in use may waste row_align - 1 rows.
+    min(top_k, slots) copies; each slot in use may waste row_align - 1 rows. The last row, where there
+    are any, is spare: no slot ever owns it.
     """
+    if rows == 0:
+        return 0
     copies = rows * min(top_k, slots)
     bound = copies + min(slots, copies) * (row_align - 1) + 1
     return -(-bound // row_align) * row_align

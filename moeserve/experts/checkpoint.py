@@ -140,8 +140,8 @@ class Checkpoint:
                     f"expert {expert} of layer {layer} must be between 0 and {self.num_experts - 1}"
                 )
             matrices = stored.expert(expert, inner)
-            _copy(_gate_up(stored.storage, matrices), read.gate_up, position)
-            _copy(stored.storage.read(matrices.down), read.down, position)
+            _copy_gate_up(stored.storage, matrices, read.gate_up, position)
+            _copy(stored.storage.read(matrices.down), read.down, position, row=0)
             _copy_biases(matrices, read, position, first=index == 0)
         return read
 
@@ -191,20 +191,27 @@ class Checkpoint:
         shape = self._store.entries[name].shape
         if shape != (self.num_experts,):
             raise CheckpointError(f"tensor {name} must have shape {[self.num_experts]}, found {list(shape)}")
-        return gate.with_bias(self._store.read(name))
+        return gate.with_bias(self._store.read(name).clone())
 
 
-def _gate_up(storage: Storage, matrices: ExpertMatrices) -> Packed:
-    """Gate rows, then up rows: [2I, H]."""
+def _copy_gate_up(storage: Storage, matrices: ExpertMatrices, stack: Packed, position: int) -> None:
+    """Gate rows, then up rows, into `stack[position]`."""
     packed = [storage.read(matrix) for matrix in matrices.gate_up]
     if matrices.interleaved:
-        return packed[0].with_parts([halves(part, dim=-2) for part in packed[0].parts])
-    return storage.join(*packed)
+        packed = [packed[0].rows(slice(first, None, 2)) for first in (0, 1)]
+    elif storage.join is not None:
+        packed = [storage.join(*packed)]
+    row = 0
+    for matrix in packed:
+        _copy(matrix, stack, position, row)
+        row += matrix.shape[0]
 
 
-def _copy(packed: Packed, stack: Packed, position: int) -> None:
-    for part, place in zip(packed.parts, stack.parts, strict=True):
-        place[position] = part
+def _copy(packed: Packed, stack: Packed, position: int, row: int) -> None:
+    """Writes a matrix into `stack[position]`, from `row` on."""
+    for part, tensor, place in zip(packed.format.parts, packed.parts, stack.parts, strict=True):
+        first = row // part.rows
+        place[position, first : first + tensor.shape[0]] = tensor
 
 
 def _copy_biases(matrices: ExpertMatrices, weights: ExpertWeights, position: int, *, first: bool) -> None:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class AsyncMoeClient:
-    """Calls the experts behind `address` from one event loop. See MoeClient for arguments, answers and errors.
+    """Calls the experts behind `address` from one event loop; MoeClient says what arguments mean.
 
     A call that is cancelled is given up on its lane too.
     """
@@ -111,7 +111,7 @@ class AsyncMoeClient:
 
     async def health(self, service: str = health.SERVICE) -> str:
         """`SERVING`, `NOT_SERVING` or `UNKNOWN`, by grpc.health.v1; NotFound for an unknown service."""
-        check = self._door.channel.unary_unary(health.METHOD)
+        check = self._door.channel.unary_unary(health.METHOD, None, None)
         try:
             reply = await check(health.encode_check(service), timeout=self._patience.timeout)
         except grpc.RpcError as failed:
@@ -123,7 +123,7 @@ class AsyncMoeClient:
         for link in [*self._lanes.clear(), self._door]:
             await link.close()
 
-    async def __aenter__(self) -> "AsyncMoeClient":
+    async def __aenter__(self) -> AsyncMoeClient:
         return self
 
     async def __aexit__(

@@ -1,4 +1,4 @@
-"""Alarms that ring when a time has passed, all watched by one thread: what cancels a call on a stream in time."""
+"""Alarms that ring when a time has passed, watched by one thread: what ends a call on a stream in time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TICK_SECONDS = 0.02
 
 
 class Alarms:
-    """Alarms are set and unset a thousand times a second and ring almost never, so the thread looks every 20 ms.
+    """Alarms are set and unset a thousand times a second and ring almost never: the thread looks every 20 ms.
 
     The thread starts with the first alarm, and sleeps while there is none.
     """

@@ -14,7 +14,7 @@ from moeserve.proto.shared_memory import SharedTensor
 from moeserve.proto.tensors import FLOATS, INTEGERS, Array, Plain, TensorError, encode_into, plain, restore
 
 SPLIT_ROWS = 32
-"""Fewest rows worth a call of their own: about 1 ms to carry inline at H=7168, where a call costs about 0.4 ms."""
+"""Fewest rows worth a call of their own: inline at H=7168 they take 1 ms to carry, a call 0.4 ms."""
 
 MESSAGE_MARGIN = 1 << 16
 """Bytes of a message kept free for everything but rows."""
@@ -40,7 +40,7 @@ class Logits:
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """An answer [T, H] of the same kind and dtype as the hidden states, and the oldest state that a part of it saw."""
+    """An answer [T, H], like the hidden states in kind and dtype, and the oldest state a part of it saw."""
 
     hidden: Array
     epoch: int
@@ -83,7 +83,7 @@ class Batch:
     @classmethod
     def of(
         cls, layer: int, hidden: Array | SharedTensor, route: Choice | Logits, options: CallOptions
-    ) -> "Batch":
+    ) -> Batch:
         """Checks the arrays against each other; TensorError names the one that is wrong."""
         dtype, output = options.get("dtype", ""), options.get("output")
         rows = hidden.plain if isinstance(hidden, SharedTensor) else plain(hidden, "hidden", dtype=dtype)
@@ -109,7 +109,7 @@ class Batch:
         return tuple(tensor for tensor in (self.like, self.output) if isinstance(tensor, SharedTensor))
 
     def lane(self, asked: int | None) -> int | None:
-        """The lane that the call is bound to, by its regions or because the caller `asked`; None when by neither."""
+        """The lane that the call is bound to, by its regions or because the caller `asked`, or None."""
         bound = {tensor.rank for tensor in self.placed} | ({asked} if asked is not None else set())
         if len(bound) > 1:
             raise ValueError(
@@ -118,7 +118,7 @@ class Batch:
         return bound.pop() if bound else None
 
     def parts(self, lanes: int, max_message_bytes: int) -> tuple[Part, ...]:
-        """The rows spread evenly over at most `lanes` lanes; more parts only where a message has no room for one."""
+        """The rows spread evenly over at most `lanes` lanes; more parts only where a message lacks room."""
         rows = len(self.hidden.storage)
         arrays = (self.hidden, *self.routes.values())
         row_bytes = sum(array.storage.shape[1] * array.dtype.itemsize for array in arrays)

@@ -1,4 +1,4 @@
-"""`Call`: what is fixed about one call while its parts are tried, possibly several times, on one lane or another."""
+"""`Call`: what is fixed about one call while its parts are tried, on one lane or another."""
 
 from __future__ import annotations
 

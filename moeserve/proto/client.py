@@ -1,8 +1,7 @@
-"""`MoeClient`: a model server's way to its experts. Needs numpy and grpcio; takes torch tensors where there is
-torch.
+"""`MoeClient`: a model server's way to its experts. Needs numpy and grpcio, and takes torch tensors too.
 
-    with MoeClient("127.0.0.1:7171") as client:
-        mixed = client.forward(3, hidden, experts, weights)  # [T, H], like hidden
+with MoeClient("127.0.0.1:7171") as client:
+    mixed = client.forward(3, hidden, experts, weights)  # [T, H], like hidden
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class MoeClient:
         weights: Array,
         **options: Unpack[CallOptions],
     ) -> Array:
-        """One layer's experts, mixed: [T, H] like `hidden` in kind and dtype (torch on the CPU; numpy read only).
+        """One layer's experts, mixed: [T, H] like `hidden` (a torch tensor on the CPU, or a numpy array).
 
         hidden: [T, H] fp32, bf16 or fp16; experts: [T, K] int32 or int64, -1 = none; weights: [T, K], final.
         """
@@ -138,7 +137,7 @@ class MoeClient:
         return reply
 
     def health(self, service: str = health.SERVICE) -> str:
-        """`SERVING`, `NOT_SERVING` or `UNKNOWN`, by grpc.health.v1; NotFound for a service that is not there."""
+        """`SERVING`, `NOT_SERVING` or `UNKNOWN`, by grpc.health.v1; NotFound for an unknown service."""
         check = self._door.channel.unary_unary(health.METHOD)
         try:
             return health.decode_check(check(health.encode_check(service), timeout=self._patience.timeout))
@@ -151,7 +150,7 @@ class MoeClient:
             link.close()
         self._door.close()
 
-    def __enter__(self) -> "MoeClient":
+    def __enter__(self) -> MoeClient:
         return self
 
     def __exit__(

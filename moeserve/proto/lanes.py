@@ -16,7 +16,7 @@ L = TypeVar("L")
 
 
 class Lanes(Generic[L]):
-    """What a client learned from GetTopology, until a call finds that it is no longer so. Safe from any thread.
+    """What a client learned from GetTopology, until a call finds it is no longer so. Safe from any thread.
 
     `connect(address, max_message_bytes)` makes the way to a lane; it is made when the lane is first used.
     """
@@ -29,7 +29,7 @@ class Lanes(Generic[L]):
         self._lock = threading.Lock()
 
     def turn(self) -> int:
-        """Whose turn it is to take a call's first part: every lane in turn, so that small calls spread too."""
+        """Whose turn it is to take a call's first part: lanes take turns, so that small calls spread too."""
         return next(self._turns)
 
     def found(self, topology: moe_pb2.GetTopologyReply) -> list[L]:

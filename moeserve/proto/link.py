@@ -1,4 +1,4 @@
-"""The way to one address: its channel, its idle streams and regions; and an attempt at one part of a batch."""
+"""The way to one address: its channel, idle streams and regions; and an attempt at one part of a batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sent:
     cancel: Callable[[], object]
 
     @classmethod
-    def failed(cls, error: MoeError) -> "Sent":
+    def failed(cls, error: MoeError) -> Sent:
         """A request that could not even be sent."""
 
         def wait() -> moe_pb2.ForwardReply:
@@ -56,17 +56,18 @@ class Attempt:
         Raises MoeError, and TensorError for an answer that is not like the question. Then the attempt is
         over as well.
         """
-        sent, payload = self._sent, self._payload
-        if sent is None or payload is None:
+        if self._sent is None:
             raise RuntimeError("an attempt was finished twice")
         try:
-            reply = sent.wait()
-            self._sent = None
-            answer = payload.answer(reply, into)
+            reply = self._sent.wait()
         except MoeError:
             self._sent = None
             raise
-        payload.done()
+        self._sent = None
+        if self._payload is None:
+            raise RuntimeError("a reply came to a request that was not sent")
+        answer = self._payload.answer(reply, into)
+        self._payload.done()
         self._payload = None
         return reply, answer
 
@@ -105,7 +106,7 @@ class Link:
         return RemoteRegion.open(self.unary("CreateRegion", moe_pb2.CreateRegionRequest(size=size), timeout))
 
     def send(self, request: moe_pb2.ForwardRequest, payload: Payload, timeout: float) -> Sent:
-        """Puts the rows where `payload` has them, and sends `request`: regions by stream, inline bytes unary."""
+        """Puts the rows where `payload` has them and sends `request`: regions by stream, inline unary."""
         payload.fill(request)
         if isinstance(payload, Inline):
             return self._send_unary(request, timeout)

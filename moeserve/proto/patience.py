@@ -33,7 +33,7 @@ class Patience:
             )
 
     @classmethod
-    def of(cls, timeout: "float | Patience") -> "Patience":
+    def of(cls, timeout: float | Patience) -> Patience:
         """`timeout` itself, or the default patience with so many seconds."""
         return timeout if isinstance(timeout, Patience) else cls(timeout=timeout)
 

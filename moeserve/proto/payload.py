@@ -114,7 +114,7 @@ class Placed:
             encode_into(request.hidden, batch.hidden)
 
     def answer(self, reply: moe_pb2.ForwardReply, into: NDArray[Any] | None) -> NDArray[Any]:
-        """A view of the place, or of the bytes that came: a placed batch is one part, so nothing is joined."""
+        """A view of the place, or of the bytes that came. A placed batch is one part: nothing is joined."""
         if self._batch.output is None:
             return inline_answer(reply, self._batch.hidden)
         check_placed(reply, self._batch.hidden)

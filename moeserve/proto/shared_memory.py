@@ -52,7 +52,7 @@ class RemoteRegion:
         self._lease = lease
 
     @classmethod
-    def open(cls, made: moe_pb2.CreateRegionReply) -> "RemoteRegion":
+    def open(cls, made: moe_pb2.CreateRegionReply) -> RemoteRegion:
         """Fetches the descriptor of a region that CreateRegion `made`, and maps it.
 
         Raises Unavailable when the lane's process is gone or refuses the name.
@@ -67,6 +67,7 @@ class RemoteRegion:
                 memory = mmap.mmap(descriptor, made.size)
             finally:
                 os.close(descriptor)
+            lease.settimeout(0)
         except OSError as failed:
             lease.close()
             text = f"region of {made.size} bytes could not be fetched from {made.socket}: {failed}"
@@ -77,7 +78,7 @@ class RemoteRegion:
     def alive(self) -> bool:
         """Whether the lane's process still keeps the region."""
         try:
-            return self._lease.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+            return self._lease.recv(1, socket.MSG_PEEK) != b""
         except BlockingIOError:
             return True
         except OSError:
@@ -130,7 +131,7 @@ class SharedTensor:
         return made.view(np.dtype(ml_dtypes.bfloat16))
 
     @property
-    def tensor(self) -> "torch.Tensor":
+    def tensor(self) -> torch.Tensor:
         """A torch view on the CPU."""
         return as_torch(self.plain.storage.data, self.spec)
 

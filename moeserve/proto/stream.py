@@ -1,4 +1,4 @@
-"""A persistent bidirectional stream to a lane: a call costs no stream of its own, about a third less than unary."""
+"""A persistent bidirectional stream to a lane: a call opens no stream of its own, and costs a third less."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Plain:
         """Dtype and shape."""
         return Spec(self.dtype, self.storage.shape)
 
-    def rows(self, start: int, stop: int) -> "Plain":
+    def rows(self, start: int, stop: int) -> Plain:
         """Rows [start, stop) as a view."""
         return Plain(self.dtype, self.storage[start:stop])
 
@@ -167,7 +167,7 @@ def encode(array: Plain) -> moe_pb2.Tensor:
 
 
 def encode_into(message: moe_pb2.Tensor, array: Plain) -> None:
-    """Fills an empty `message` with `array`, its bytes inline; a submessage is filled in place, not copied."""
+    """Fills an empty `message` with `array`, its bytes inline; a submessage is so filled in place."""
     describe_into(message, array.spec)
     message.data = array.storage.tobytes()
 
@@ -208,7 +208,7 @@ def as_numpy(data: Buffer, spec: Spec, field: str) -> Plain:
     return Plain(spec.dtype, np.frombuffer(data, spec.dtype.storage).reshape(spec.shape))
 
 
-def as_torch(data: Buffer, spec: Spec, field: str = "tensor") -> "torch.Tensor":
+def as_torch(data: Buffer, spec: Spec, field: str = "tensor") -> torch.Tensor:
     """A CPU tensor over `data` without a copy, which keeps `data` alive.
 
     Over bytes it must not be written.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from moeserve.dispatch.backends import carrier_named
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.plan import AUTO, Wanted
 
@@ -53,8 +54,9 @@ class PlanConfig:
 
     @property
     def wanted(self) -> Wanted:
-        """The pins, as the plan reads them."""
-        return Wanted(self.kernel, self.all2all_backend, self.wire)
+        """The pins, as the plan reads them; other systems' names of carriers are understood. Raises ValueError."""
+        named = self.all2all_backend
+        return Wanted(self.kernel, named if named == AUTO else carrier_named(named).name, self.wire)
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Config:
             if getattr(getattr(self, table), name) <= 0:
                 raise ConfigError(f"{key} = {getattr(getattr(self, table), name)} must be positive")
         try:
-            _ = self.parallel.mesh
+            _ = self.parallel.mesh, self.plan.wanted
         except ValueError as error:
             raise ConfigError(str(error)) from error
         return self

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 STEPS_IN_FLIGHT = 2  # a header may wait at the ranks while the step before it runs
 FORM_ATTEMPTS = 3  # generations that may fail in a row before they serve once; then the service gives up
 SETTLE_SECONDS = 0.25  # after an abort, before the next generation: a killed rank's stream ends by then
+BLAME_SECONDS = 0.2  # after a rank failed an entry: where a peer died, its stream ends by then and names the cause
 
 
 @dataclass(eq=False)
@@ -84,6 +85,7 @@ class Coordinator:
         self._state, self._reason = "forming", "waiting for ranks"
         self._generation = self._failures = self._steps = self._jobs = 0
         self._form_at = math.inf
+        self._failing: tuple[float, str] | None = None  # when to abort, unless a lost rank explains it before; why
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._store_address = f"{host}:{self._store.port}"
         self._listener = socket.create_server((host, 0))
@@ -212,7 +214,8 @@ class Coordinator:
                 case "joined":
                     self._vote(self._votes.joined, rank, self._serve)
                 case "failed":
-                    self._abort(str(message["reason"]))
+                    self._failing = self._failing or (time.monotonic() + BLAME_SECONDS, str(message["reason"]))
+                    self._lock.notify_all()
                 case unknown:
                     raise ValueError(f"unknown message {unknown!r} from rank {rank}")
 
@@ -248,6 +251,7 @@ class Coordinator:
             self._failures += 1
         self._sequencer.clear()
         self._running.clear()
+        self._failing = None
         aborted, self._generation = self._generation, self._generation + 1
         self._broadcast({"kind": "abort", "generation": aborted, "reason": reason})
         if self._failures >= FORM_ATTEMPTS:
@@ -266,7 +270,7 @@ class Coordinator:
 
     def _emit(self) -> float | None:
         """Sends steps that are due; returns when the next one is, or None."""
-        while self._state == "serving" and len(self._running) < STEPS_IN_FLIGHT:
+        while self._state == "serving" and self._failing is None and len(self._running) < STEPS_IN_FLIGHT:
             now = time.monotonic()
             due = self._sequencer.ready_at(now)
             if due is None or due > now:
@@ -302,7 +306,9 @@ class Coordinator:
                 now = time.monotonic()
                 if self._form_at <= now and len(self._seats) == self._ranks:
                     self._form()
-                due = self._emit()
+                if self._failing is not None and self._failing[0] <= now:
+                    self._abort(self._failing[1])
+                due = self._emit() if self._failing is None else self._failing[0]
                 until = min(due if due is not None else math.inf, self._form_at)
                 self._lock.wait(None if math.isinf(until) else max(0.0, until - time.monotonic()))
 

@@ -126,7 +126,6 @@ class Member:
             log.info("%s (its generation was aborted)", reason)
             return
         log.error("%s", reason, exc_info=error)
-        self._lane.close(reason)
         self._stream.send({"kind": "failed", "generation": entry["generation"], "reason": reason})
 
     def _prepare(self, entry: Message) -> None:

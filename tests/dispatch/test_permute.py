@@ -84,6 +84,7 @@ def test_capacity_holds_the_worst_routing(rows: int, top_k: int, slots: int, row
         needed = int((-(-counts // row_align) * row_align).sum())
         assert needed < row_capacity(rows, top_k, slots, row_align), "the last row must stay spare"
     assert row_capacity(rows, top_k, slots, row_align) % row_align == 0
+    assert row_capacity(0, top_k, slots, row_align) == 0, "there is no row to fill a spare one from"
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.float32])

@@ -11,6 +11,7 @@ from checkpoints import (
     CONFIGS,
     edit_config,
     experts_of,
+    fuse,
     make_checkpoint,
     make_tokenizer,
     quantize_fp8_block,
@@ -260,6 +261,19 @@ def test_fp8_blocks_are_read_as_stored(scales: torch.dtype, tmp_path: Path) -> N
     sliced = joined(slices)
     assert torch.equal(sliced[0], weights.gate_up.dequantize())
     assert torch.equal(sliced[1], weights.down.dequantize())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stacked_fp8_blocks_are_those_of_one_tensor_a_projection(transposed: bool, tmp_path: Path) -> None:
+    make_checkpoint("qwen3_moe", tmp_path, dtype=torch.bfloat16, inner=256)
+    quantize_fp8_block(tmp_path)
+    apart = Checkpoint(tmp_path).experts(1, [7, 0], part=(1, 2))
+    rewrite(tmp_path, lambda tensors: fuse(tensors, transposed=transposed))
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.tensors(1)[0] == "model.layers.1.mlp.experts.down_proj"
+    stacked = checkpoint.experts(1, [7, 0], part=(1, 2))
+    for name, tensor in apart.tensors().items():
+        assert torch.equal(stacked.tensors()[name].float(), tensor.float())
 
 
 @pytest.mark.parametrize("key", ["ignored_layers", "modules_to_not_convert"])

@@ -1,4 +1,4 @@
-"""Laws of number formats: rounding once is rounding for good, rows of a wire travel alone, edges and zeros are kept."""
+"""Laws of number formats: rounding twice changes nothing, wire rows travel alone, edges and zeros stay."""
 
 import pytest
 import torch

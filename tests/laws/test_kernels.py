@@ -60,15 +60,14 @@ class Case:
         self.spec = KernelSpec(scheme, shape, torch.float32)
         self.weights = make_weights(shape, len(COUNTS), scheme.weights, self.generator).to(device)
 
+    def there(self, batch: ExpertBatch) -> ExpertBatch:
+        """`batch` on the case's device."""
+        tokens, counts, offsets = (t.to(self.device) for t in (batch.tokens, batch.counts, batch.offsets))
+        return replace(batch, tokens=tokens, counts=counts, offsets=offsets)
+
     def run(self, arrival: Arrival, rows: list[Tensor], kernel: Kernel, wire: str) -> list[Tensor]:
         batch = arrival.batch(rows, self.shape.hidden, FORMATS[wire])
-        there = replace(
-            batch,
-            tokens=batch.tokens.to(self.device),
-            counts=batch.counts.to(self.device),
-            offsets=batch.offsets.to(self.device),
-        )
-        outputs = kernel.apply(kernel.prepare(self.weights), there)
+        outputs = kernel.apply(kernel.prepare(self.weights), self.there(batch))
         assert outputs.shape == batch.tokens.shape
         assert outputs.dtype == self.spec.out_dtype
         return arrival.segments(outputs.cpu(), batch)
@@ -111,6 +110,13 @@ def test_kernel_computes_what_its_row_claims(
         assert error(found, expected) <= bound_of(scheme), (scheme, bias)
 
 
+def expected_of(case: Case, arrival: Arrival, rows: list[Tensor]) -> list[Tensor]:
+    """The reference's answer; for the reference itself, the definition's."""
+    if case.row.reference:
+        return truth(case, rows)
+    return case.run(arrival, rows, TorchReference(case.spec), "fp32")
+
+
 def truth(case: Case, rows: list[Tensor]) -> list[Tensor]:
     """What the reference itself is held to: one row at a time, in float64, from the definition."""
     scheme, weights, shape = case.spec.scheme, case.weights, case.shape
@@ -146,7 +152,7 @@ def test_kernel_eats_every_wire_of_its_row(row: KernelRow, wire: str, device: st
         rows = arrival.rows(case.shape.hidden, case.generator)
         carried = [FORMATS[wire].quantize(own).dequantize() for own in rows]
         found = case.run(arrival, rows, row.build(case.spec), wire)
-        expected = case.run(arrival, carried, TorchReference(case.spec), "fp32")
+        expected = expected_of(case, arrival, carried)
         assert error(found, expected) <= bound_of(scheme), (scheme, grouping)
 
 
@@ -203,6 +209,34 @@ def test_zero_experts_prepare_to_the_shapes_of_some(row: KernelRow, device: str)
         none, some = kernel.prepare(case.weights.rows(slice(0, 0))), kernel.prepare(case.weights)
         assert (none.slots, some.slots) == (0, len(COUNTS))
         assert slot_shapes(none) == slot_shapes(some)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize(
+    "row", [row for row in KERNELS.values() if not row.reference], ids=lambda row: row.name
+)
+def test_nothing_is_read_on_the_host(row: KernelRow) -> None:
+    """The step is captured as a CUDA graph and replayed over other rows."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    for scheme, grouping in product(computed(row, "cuda"), row.groupings):
+        case = Case(row, scheme, shape_for(row), "cuda")
+        kernel, arrival = row.build(case.spec), arrival_for(row, grouping, poison=0.0)
+        first, second = (arrival.rows(case.shape.hidden, case.generator) for _ in range(2))
+        static, other = (
+            case.there(arrival.batch(own, case.shape.hidden, scheme.activations)) for own in (first, second)
+        )
+        prepared = kernel.prepare(case.weights)
+        expected = kernel.apply(prepared, other).clone()
+        kernel.apply(prepared, static)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = kernel.apply(prepared, static)
+        for into, part in zip(static.tokens.parts, other.tokens.parts, strict=True):
+            into.copy_(part)
+        graph.replay()
+        found, wanted = (torch.cat(arrival.segments(y.cpu(), static)) for y in (outputs, expected))
+        assert torch.equal(found, wanted), (scheme, grouping)
 
 
 def raw_bytes(tensors: dict[str, Tensor]) -> dict[str, bytes]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moeserve.quant.format import Packed
+from moeserve.quant.format import Format, Packed
 from moeserve.quant.formats.fp8 import E4M3_MAX, FP8_BLOCK, FP8_GROUP
 
 # amax, a value of the block -> the block's scale, the value's byte and its decoded code
@@ -33,9 +33,9 @@ def test_activation_groups(amax: float, value: float, scale: float, byte: int, c
     x[1, 128], x[1, 200] = amax, value
     packed = FP8_GROUP.quantize(x)
     assert packed.parts[1].shape == (2, 2)
-    assert packed.parts[1][1, 1].item() == pytest.approx(scale, rel=1e-5)
+    assert packed.parts[1][1, 1].item() == pytest.approx(scale, rel=1e-5, abs=0)
     assert byte_at(packed, 1, 200) == byte
-    assert packed.dequantize()[1, 200].item() == pytest.approx(code * amax / E4M3_MAX, rel=1e-6)
+    assert packed.dequantize()[1, 200].item() == pytest.approx(code * amax / E4M3_MAX, rel=1e-6, abs=0)
 
 
 @pytest.mark.parametrize(("amax", "value", "scale", "byte", "code"), BLOCKS)
@@ -45,9 +45,9 @@ def test_weight_blocks(amax: float, value: float, scale: float, byte: int, code:
     x[130, 5], x[255, 127] = amax, value
     packed = FP8_BLOCK.quantize(x)
     assert packed.parts[1].shape == (2, 2)
-    assert packed.parts[1][1, 0].item() == pytest.approx(scale, rel=1e-5)
+    assert packed.parts[1][1, 0].item() == pytest.approx(scale, rel=1e-5, abs=0)
     assert byte_at(packed, 255, 127) == byte
-    assert packed.dequantize()[255, 127].item() == pytest.approx(code * scale, rel=1e-5)
+    assert packed.dequantize()[255, 127].item() == pytest.approx(code * scale, rel=1e-5, abs=0)
 
 
 @pytest.mark.parametrize(("value", "byte"), BYTES.items())
@@ -60,7 +60,7 @@ def test_bytes_of_a_group_whose_scale_is_one(value: float, byte: int) -> None:
 
 
 def e4m3(byte: int) -> float:
-    """The value of an E4M3 byte, from its definition: bias 7, 3 mantissa bits, no infinity, NaN at 7F and FF."""
+    """The value of an E4M3 byte, by definition: bias 7, 3 mantissa bits, no infinity, NaN at 7F and FF."""
     exponent, mantissa = byte >> 3 & 15, byte & 7
     magnitude = mantissa * 2**-9 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
     return -magnitude if byte & 0x80 else magnitude
@@ -69,7 +69,8 @@ def e4m3(byte: int) -> float:
 def test_every_code_decodes_by_the_definition_and_encodes_back() -> None:
     codes = [byte for byte in range(256) if byte & 0x7F != 0x7F]
     values = torch.tensor([e4m3(byte) for byte in codes])
-    packed = FP8_GROUP.quantize(torch.cat((values, values.new_zeros(2)))[None])  # two groups, both reach 448
+    both_reach_448 = torch.cat((values, values.new_zeros(2)))[None]  # two groups
+    packed = FP8_GROUP.quantize(both_reach_448)
     assert packed.parts[1].tolist() == [[1.0, 1.0]]
     assert packed.parts[0].view(torch.uint8)[0, : len(codes)].tolist() == codes
     assert packed.dequantize()[0, : len(codes)].tolist() == values.tolist()
@@ -101,9 +102,9 @@ def test_values_that_the_scale_puts_past_the_largest_code_saturate() -> None:
 
 
 @pytest.mark.parametrize(("form", "floor"), [(FP8_GROUP, 1e-10), (FP8_BLOCK, 1e-12)], ids=repr)
-def test_a_zero_block_takes_the_floor_as_its_scale(form: object, floor: float) -> None:
-    packed = (FP8_GROUP if form is FP8_GROUP else FP8_BLOCK).quantize(torch.zeros(1, 128))
-    assert packed.parts[1].item() == pytest.approx(floor / E4M3_MAX, rel=1e-6)
+def test_a_zero_block_takes_the_floor_as_its_scale(form: Format, floor: float) -> None:
+    packed = form.quantize(torch.zeros(1, 128))
+    assert packed.parts[1].item() == pytest.approx(floor / E4M3_MAX, rel=1e-6, abs=0)
     assert not packed.parts[0].view(torch.uint8).any()
 
 

@@ -1,4 +1,4 @@
-"""Makes tiny checkpoints with transformers' own classes: a fixed seed, and weights so large that experts matter.
+"""Makes tiny checkpoints with transformers' own classes: fixed seed, weights so large that experts matter.
 
 from checkpoints import make_checkpoint
 
@@ -62,7 +62,7 @@ EXPERTS_KEY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe"), "n_route
 EXPERTS_KEY |= dict.fromkeys(("olmoe", "qwen2_moe", "qwen3_moe"), "num_experts")
 
 _EXPERT = re.compile(
-    r"(?P<stem>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>w[123]|(?:gate|up|down)_proj)\.weight"
+    r"(?P<stem>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>w[123]|(?:gate|up|down)_proj)\.weight(?P<scale>_scale_inv)?"
 )
 _ROLES = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
@@ -162,19 +162,21 @@ def edit_config(path: Path, **keys: Any) -> None:
 
 
 def fuse(tensors: dict[str, Tensor], *, transposed: bool) -> dict[str, Tensor]:
-    """Stacks the experts' projections of each layer: `experts.gate_up_proj` and `experts.down_proj`."""
+    """Stacks a layer's projections: `experts.gate_up_proj`, `experts.gate_up_proj_scale_inv`."""
     rest, layers = {}, {}
     for name, tensor in tensors.items():
         if found := _EXPERT.fullmatch(name):
-            roles = layers.setdefault(found["stem"], {"gate": {}, "up": {}, "down": {}})
+            roles = layers.setdefault(
+                (found["stem"], found["scale"] or ""), {"gate": {}, "up": {}, "down": {}}
+            )
             roles[_ROLES[found["projection"]]][int(found["expert"])] = tensor
         else:
             rest[name] = tensor
-    for stem, roles in layers.items():
+    for (stem, scale), roles in layers.items():
         gate, up, down = (torch.stack([role[e] for e in sorted(role)]) for role in roles.values())
         gate_up = torch.cat((gate, up), dim=1)
-        rest[f"{stem}.gate_up_proj"] = gate_up.mT if transposed else gate_up
-        rest[f"{stem}.down_proj"] = down.mT if transposed else down
+        rest[f"{stem}.gate_up_proj{scale}"] = gate_up.mT if transposed else gate_up
+        rest[f"{stem}.down_proj{scale}"] = down.mT if transposed else down
     return rest
 
 

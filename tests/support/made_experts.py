@@ -1,4 +1,4 @@
-"""Experts and batches made for tests: random weights in any format, rows in any grouping, poison outside the segments."""
+"""Experts and batches made for tests: random weights in any format, and rows in any grouping amid poison."""
 
 from __future__ import annotations
 

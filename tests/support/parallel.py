@@ -1,4 +1,4 @@
-"""`parallel_launch`: one function in several spawned processes of this host that form one gloo or NCCL group."""
+"""`parallel_launch`: one function in several spawned processes of this host that form a group."""
 
 from __future__ import annotations
 

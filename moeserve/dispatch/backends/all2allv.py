@@ -49,7 +49,7 @@ class AllToAllV:
         rows = bound.T.nonzero()[:, 1]  # by rank, then by row
         outgoing = take_rows(self._record.pack(hidden, routing), rows)
         arrived = outgoing.new_empty((sum(received), self._record.nbytes))
-        exchange(arrived.split_with_sizes(received), outgoing.split_with_sizes(sent))
+        exchange(arrived, outgoing, received, sent)
         self._count(dispatched=(sum(sent) - sent[spec.rank]) * self._record.nbytes + 8 * (spec.ranks - 1))
         tokens, slots, weights = self._record.unpack(arrived)
         batch, homes = group_rows(tokens, local_slots(spec, slots), weights, (spec.slots, spec.row_align))
@@ -63,7 +63,7 @@ class AllToAllV:
         spec = self._spec
         partials = weigh_rows(outputs, ticket.homes).to(spec.dtype)
         back = partials.new_empty((sum(ticket.sent), spec.hidden))
-        exchange(back.split_with_sizes(ticket.sent), partials.split_with_sizes(ticket.received))
+        exchange(back, partials, ticket.sent, ticket.received)
         others = sum(ticket.received) - ticket.received[spec.rank]
         self._count(combined=others * spec.hidden * spec.dtype.itemsize)
         if back.shape[0]:
@@ -112,5 +112,5 @@ ROW = DispatchRow(
     sliced=True,
     partial_sums=PARTIAL_SUMS,
     host_sync=True,
-    verified=("cpu",),
+    verified=("cpu", "sm90"),
 )

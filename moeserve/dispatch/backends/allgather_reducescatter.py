@@ -9,13 +9,12 @@ dtype does not do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from moeserve.dispatch.dispatcher import Dispatched, DispatchRow, DispatchSpec, Pace, Pending, Traffic
-from moeserve.dispatch.exchange import PARTIAL_SUMS, TORCH_ARCHS, check_group, exchange, sum_partials
+from moeserve.dispatch.exchange import PARTIAL_SUMS, TORCH_ARCHS, check_group, exchange, spread, sum_partials
 from moeserve.dispatch.lane import check_lane, check_spec, local_slots
 from moeserve.dispatch.permute import Homes, group_rows, weigh_rows
 from moeserve.dispatch.routing import Routing
@@ -47,7 +46,7 @@ class AllGatherReduceScatter:
         check_lane(spec, hidden, routing)
         mine = self._record.pack(hidden, routing)
         arrived = mine.new_empty((sum(lane_rows), self._record.nbytes))
-        self._spread(arrived.split_with_sizes(lane_rows), mine)
+        spread(arrived, mine, lane_rows)
         self._traffic = self._traffic.plus(dispatched=mine.nbytes * (spec.ranks - 1))
         tokens, slots, weights = self._record.unpack(arrived)
         batch, homes = group_rows(tokens, local_slots(spec, slots), weights, (spec.slots, spec.row_align))
@@ -55,21 +54,14 @@ class AllGatherReduceScatter:
 
     def combine(self, outputs: Tensor, ticket: Ticket) -> Pending[Tensor]:
         """Sends each lane its rows' partial sums, and adds up what comes for this one: `[T, H]`."""
-        partials = weigh_rows(outputs, ticket.homes).to(self._spec.dtype)
-        answer = sum_partials(self._collect(partials.split_with_sizes(ticket.lane_rows)))
-        return Pending(lambda: answer.to(self._spec.dtype))
-
-    def _spread(self, arrived: Sequence[Tensor], mine: Tensor) -> None:
-        """Fills `arrived[r]` with the records of lane r."""
-        exchange(arrived, [mine] * self._spec.ranks)
-
-    def _collect(self, partials: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Every rank's partial sums of this lane's rows, for this rank's of every lane."""
-        own = partials[self._spec.rank]
-        received = own.new_empty((self._spec.ranks, *own.shape)).unbind()
-        exchange(received, partials)
-        self._traffic = self._traffic.plus(combined=sum(p.nbytes for p in partials) - own.nbytes)
-        return received
+        spec, own = self._spec, ticket.lane_rows[self._spec.rank]
+        partials = weigh_rows(outputs, ticket.homes).to(spec.dtype)
+        received = partials.new_empty((spec.ranks * own, spec.hidden))
+        exchange(received, partials, [own] * spec.ranks, ticket.lane_rows)
+        others = partials.shape[0] - own
+        self._traffic = self._traffic.plus(combined=others * spec.hidden * spec.dtype.itemsize)
+        answer = sum_partials(received.view(spec.ranks, own, spec.hidden).unbind()).to(spec.dtype)
+        return Pending(lambda: answer)
 
     @property
     def traffic(self) -> Traffic:
@@ -89,5 +81,5 @@ ROW = DispatchRow(
     archs=TORCH_ARCHS,
     sliced=True,
     partial_sums=PARTIAL_SUMS,
-    verified=("cpu",),
+    verified=("cpu", "sm90"),
 )

@@ -55,5 +55,5 @@ ROW = DispatchRow(
     archs=TORCH_ARCHS,
     max_ranks=1,
     sliced=True,
-    verified=("cpu",),
+    verified=("cpu", "sm90"),
 )

@@ -79,5 +79,5 @@ ROW = DispatchRow(
     sliced=True,
     partial_sums=PARTIAL_SUMS,
     reference=True,
-    verified=("cpu",),
+    verified=("cpu", "sm90"),
 )

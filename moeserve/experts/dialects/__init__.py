@@ -1,5 +1,4 @@
-"""The tables of what checkpoints look like: how projections are stored (`DIALECTS`), how models name them
-(`FAMILIES`).
+"""Two tables of what checkpoints look like: how projections are stored (`DIALECTS`), and `FAMILIES`.
 
 The two are independent: a quantized model is a family and a dialect.
 """

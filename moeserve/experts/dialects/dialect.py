@@ -138,20 +138,25 @@ def as_stored(tensors: Sequence[Tensor]) -> Parts:
     return (tensors[0], *(scale.float() for scale in tensors[1:]))
 
 
-def stacked(gate: Packed, up: Packed) -> Packed:
-    """Gate rows, then up rows: two `[I, K]` make `[2I, K]`; every part is cut between rows."""
-    parts = tuple(torch.cat(pair, dim=-2) for pair in zip(gate.parts, up.parts, strict=True))
-    return Packed(gate.format, torch.Size((gate.shape[0] + up.shape[0], gate.shape[1])), parts)
-
-
 @dataclass(frozen=True)
 class Storage:
-    """How a layer's experts are stored: a projection's tensors, and how they become parts of a `Packed`."""
+    """How a layer's experts are stored: a projection's tensors, and how they become parts of a `Packed`.
+
+    `join` makes one matrix of gate [I, K] and up [I, K]; None: the rows of up follow those of gate, part by
+    part, which cannot be where a part has one element for all rows (ValueError).
+    """
 
     scheme: Scheme
     tensors: tuple[StoredTensor, ...]
     parts: Callable[[Sequence[Tensor]], Parts] = as_stored
-    join: Callable[[Packed, Packed], Packed] = stacked
+    join: Callable[[Packed, Packed], Packed] | None = None
+
+    def __post_init__(self) -> None:
+        shared = [part.name for part in self.scheme.weights.parts if part.rows == WHOLE]
+        if shared and self.join is None:
+            raise ValueError(
+                f"{self.scheme.weights} has {shared[0]} for all rows at once, so it needs a join"
+            )
 
     def read(self, matrix: StoredMatrix) -> Packed:
         """The wanted part of `matrix`, `[rows, columns]`."""

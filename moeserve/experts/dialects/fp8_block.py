@@ -1,8 +1,7 @@
-"""DeepSeek's FP8: E4M3 weights with a float32 `weight_scale_inv` for each 128x128 block, activations in 1x128
-groups.
+"""DeepSeek's FP8: E4M3 weights with a float32 scale a 128x128 block, activations in 1x128 groups.
 
-The scale multiplies, despite its name. MiniMax-M2 and the FP8 releases of Qwen3-MoE and GLM4-MoE are stored
-so too.
+The scale, `weight_scale_inv`, multiplies despite its name. MiniMax-M2 and Qwen's own FP8 releases are stored
+so too. `fmt` and `scale_fmt` only inform: the tensors' dtypes say the same.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def _storage(quantization: Quantization, _: torch.dtype) -> Storage:
     settings = quantization or {}
     if "activation_scheme" not in settings:
         raise CheckpointError("quantization_config has no key activation_scheme; block FP8 needs 'dynamic'")
-    for key, only in (("weight_block_size", BLOCK), ("activation_scheme", "dynamic"), ("fmt", "e4m3")):
+    for key, only in (("weight_block_size", BLOCK), ("activation_scheme", "dynamic")):
         if settings.get(key, only) != only:
             raise CheckpointError(f"block FP8 with {key}={settings[key]!r} is not supported, only {only!r}")
     codes = StoredTensor("weight", (torch.float8_e4m3fn,))

@@ -87,7 +87,7 @@ class TensorStore:
         return name in self.entries
 
     def read(self, name: str, *index: slice | int) -> Tensor:
-        """A copy of `name[index]`, in the file's dtype; only the bytes of that slice are read and counted."""
+        """`name[index]` in the file's dtype, as a view of the memory map that must be copied to be kept."""
         entry = self.entries[name]
         try:
             if entry.file not in self._open:
@@ -96,7 +96,7 @@ class TensorStore:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read tensor {name} from {entry.file}: {error}") from error
         self.bytes_read += found.nbytes
-        return found.clone(memory_format=torch.contiguous_format)
+        return found
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -123,7 +123,9 @@ def _header(file: Path) -> Iterator[tuple[str, Entry]]:
             )
         raw = stream.read(length)
     try:
-        pairs: list[tuple[str, Any]] = json.loads(raw, object_pairs_hook=list)
+        pairs = json.loads(raw, object_pairs_hook=tuple)  # a dict would keep one of two equal names
+        if not isinstance(pairs, tuple):
+            raise TypeError(f"it is no JSON object but a {type(pairs).__name__}")
         declared = [(name, dict(fields)) for name, fields in pairs if name != "__metadata__"]
         entries = [(name, _entry(file, fields), fields["data_offsets"][1]) for name, fields in declared]
     except (ValueError, TypeError, KeyError, IndexError) as error:

@@ -85,5 +85,5 @@ ROW = KernelRow(
     activations=COMPUTED,
     archs=GPUS | {"cpu"},
     multiple_of=(STRIDE_BYTES // 2, STRIDE_BYTES // 2),
-    verified=("cpu",),
+    verified=("cpu", "sm90"),
 )

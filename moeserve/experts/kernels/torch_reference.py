@@ -102,5 +102,5 @@ ROW = KernelRow(
     activations=COMPUTED,
     archs=TORCH_ARCHS,
     reference=True,
-    verified=("cpu",),
+    verified=("cpu", "sm90"),
 )

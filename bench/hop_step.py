@@ -1,0 +1,88 @@
+"""The same step without the service: `Rank.step` called back to back in two processes that share a gloo group."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+RANKS = 2
+
+
+class BareStep:
+    """Two rank processes. `run(calls)` makes them step so often, and gives rank 0's seconds of each step."""
+
+    def __init__(self, checkpoint: Path, rows: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        pipes = [context.Pipe() for _ in range(RANKS)]
+        self._pipes = [ours for ours, _ in pipes]
+        self._processes = [
+            context.Process(target=_rank, args=(rank, checkpoint, rows, store, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process, (_, theirs) in zip(self._processes, pipes, strict=True):
+            process.start()
+            theirs.close()
+
+    def run(self, calls: int) -> list[float]:
+        """Seconds of each of `calls` steps on rank 0, which alone brings rows."""
+        for pipe in self._pipes:
+            pipe.send(calls)
+        seconds = [pipe.recv() for pipe in self._pipes]
+        return list(seconds[0])
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        for pipe in self._pipes:
+            pipe.send(0)
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+        self._folder.cleanup()
+
+
+def _rank(index: int, path: Path, rows: int, store: str, pipe: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    import torch.distributed as dist
+
+    from moeserve.experts.checkpoint import Checkpoint
+    from moeserve.experts.machine import machine_named
+    from moeserve.runtime.epoch import Epoch
+    from moeserve.runtime.mesh import Mesh
+    from moeserve.runtime.plan import Wanted
+    from moeserve.runtime.rank import Rank, Served
+    from moeserve.runtime.step import LaneInput, empty_input
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=RANKS)
+    mesh, checkpoint = Mesh.flatten(RANKS, 1, expert_parallel=True), Checkpoint(path)
+    served = Served(checkpoint, checkpoint.layers, mesh, checkpoint.dtype, 4096)
+    rank = Rank(index, served, served.plans(machine_named("cpu", ()), Wanted()), "cpu")
+    rank.load(Epoch.first(mesh, len(served.layers), checkpoint.num_experts))
+    rank.join()
+    lane = empty_input(checkpoint.hidden, checkpoint.top_k, served.dtype)
+    if index == 0:
+        random = torch.Generator().manual_seed(0)
+        experts = torch.rand(rows, checkpoint.num_experts, generator=random).argsort(dim=1)
+        lane = LaneInput(
+            torch.randn(rows, checkpoint.hidden, generator=random).to(served.dtype),
+            experts[:, : checkpoint.top_k].int().contiguous(),
+            torch.full((rows, checkpoint.top_k), 1 / checkpoint.top_k),
+            torch.ones(rows, dtype=torch.bool),
+        )
+    while calls := pipe.recv():
+        dist.barrier()
+        seconds = []
+        for _ in range(calls):
+            started = time.perf_counter()
+            rank.step(served.layers[0], lane, (rows, 0))
+            seconds.append(time.perf_counter() - started)
+        pipe.send(seconds)
+    rank.leave()
+    dist.destroy_process_group()

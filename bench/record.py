@@ -1,0 +1,82 @@
+"""`Result`, one measured number beside its peers; `write` keeps a bench's last run as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+PACKAGES = ("moeserve", "torch", "transformers", "ray", "grpcio")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One case: our number, what it is compared with, and what was aimed at."""
+
+    bench: str
+    case: str
+    ours: float
+    unit: str
+    better: str  # "less" or "more"
+    aim: str | None = None
+    peers: Mapping[str, float] = field(default_factory=dict)
+
+    def ratio(self, peer: str) -> float:
+        """Ours over the peer's."""
+        return self.ours / self.peers[peer]
+
+
+def write(results: Iterable[Result], path: Path | None = None) -> None:
+    """Writes each result with its circumstances as one line of `bench/results/<bench>.jsonl`.
+
+    What an earlier run left there is replaced, unless `path` names another file.
+    """
+    results = list(results)
+    target = path or RESULTS / f"{results[0].bench}.jsonl"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(asdict(result) | circumstances(), ensure_ascii=False) for result in results]
+    target.write_text("\n".join(lines) + "\n")
+
+
+def circumstances() -> dict[str, object]:
+    """Where and how this process runs: hardware, versions, command (paths from the repository), date."""
+    return {
+        "hardware": hardware(),
+        "versions": {"python": platform.python_version()} | dict(_versions()),
+        "command": " ".join(["python", *map(_relative, sys.argv)]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def hardware() -> str:
+    """CPU model and cores this process may use, and the GPUs it sees."""
+    with open("/proc/cpuinfo") as lines:
+        models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    cpu = f"{models[0] if models else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return f"{cpu}, {len(gpus)} x {gpus[0]}" if gpus else cpu
+
+
+def _versions() -> Iterable[tuple[str, str]]:
+    for package in PACKAGES:
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            continue
+
+
+def _relative(argument: str) -> str:
+    path = Path(argument)
+    if not path.is_absolute():
+        return argument
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name

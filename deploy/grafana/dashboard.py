@@ -1,0 +1,278 @@
+"""The Grafana dashboard of a service, as code: `python deploy/grafana/dashboard.py` writes moeserve.json.
+
+The data source and the served model are variables, so the file names no machine. Its rows are in the order an
+operator asks: does it serve and why not, what do callers see, where do steps spend their time, which rank and
+layer is hot, what moves and what is held.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from panels import (
+    COLUMNS,
+    RATE,
+    SOURCE,
+    Panel,
+    Query,
+    bands,
+    heat,
+    lines,
+    matrix,
+    mean,
+    metric,
+    number,
+    quantile,
+    rate,
+    rates,
+    state,
+)
+
+JSON_FILE = Path(__file__).with_name("moeserve.json")
+
+CALL = "moe_request_duration_seconds"
+PHASE = "moe_step_phase_duration_seconds"
+FRONT = 'rank=""'  # series of the coordinator's process
+OF_RANKS = 'rank!=""'
+STEPS = rate("moe_group_steps_total")
+ANSWERED = rate("moe_requests_total", 'code="OK"')
+BY_CARRIER = rates("direction, carrier", "moe_wire_bytes_total")
+BY_LAYER_AND_RANK = rates("layer, rank", "moe_routed_rows_total")
+
+
+def now(text: str, legend: str = "") -> Query:
+    """The latest value."""
+    return Query(text, legend, now=True)
+
+
+def serving() -> list[Panel]:
+    """Is it serving, and why not."""
+    return [
+        state(),
+        number("Ranks up", "Connected to the coordinator.", now(f"sum({metric('moe_rank_up')})")),
+        number("Ranks", "Of the mesh.", now(f"count({metric('moe_rank_up')})")),
+        number("Generation", "Of the process group.", now(metric("moe_group_generation", FRONT))),
+        number("Epoch", "As the slowest rank has it.", now(f"min({metric('moe_epoch', OF_RANKS)})")),
+        number("Reforms", "Times the group served again.", now(metric("moe_group_reforms_total"))),
+        number(
+            "Errors",
+            "Share of calls that ended in another code than OK.",
+            now(f"1 - sum({ANSWERED}) / sum({rate('moe_requests_total')})"),
+            unit="percentunit",
+        ),
+        number(
+            "Version",
+            "Of the processes.",
+            now(f"count by (version) ({metric('moe_build_info')})", "{{version}}"),
+            show="name",
+        ),
+        bands(
+            "State over time",
+            "Which state the group was in.",
+            Query(metric("moe_service_state"), "{{state}}"),
+            ("in it", "blue"),
+            ("not in it", "transparent"),
+        ),
+        bands(
+            "Ranks over time",
+            "Whether the coordinator is connected to the rank: look here when the group does not serve.",
+            Query(metric("moe_rank_up"), "rank {{rank}}"),
+            ("up", "green"),
+            ("down", "red"),
+        ),
+    ]
+
+
+def calls() -> list[Panel]:
+    """What callers see."""
+    return [
+        lines("Calls by code", "reqps", "Ended.", Query(rates("code", "moe_requests_total"), "{{code}}")),
+        lines(
+            "Latency by transport",
+            "s",
+            "From a call's arrival to its answer, by how its tensors travel.",
+            Query(quantile(0.5, "transport", CALL), "p50 {{transport}}"),
+            Query(quantile(0.99, "transport", CALL), "p99 {{transport}}"),
+        ),
+        heat(
+            "Latency of calls",
+            "s",
+            "How many calls took how long.",
+            Query(f"sum by (le) (increase({metric(f'{CALL}_bucket')}[{RATE}]))", "{{le}}", "heatmap"),
+        ),
+        lines(
+            "In flight and queued",
+            "short",
+            "Calls not yet answered, jobs in no step yet, steps some rank has not finished.",
+            Query(f"sum({metric('moe_requests_in_flight')})", "calls"),
+            Query(metric("moe_jobs_queued"), "queued jobs"),
+            Query(metric("moe_steps_in_flight"), "steps"),
+        ),
+    ]
+
+
+def steps() -> list[Panel]:
+    """Where steps spend their time. On a GPU the phases after wait are those of the launches."""
+    return [
+        lines(
+            "Mean step by phase",
+            "s",
+            "wait: since its earliest job came. On a GPU the other phases are those of the launches.",
+            Query(mean("phase", PHASE), "{{phase}}"),
+            stacked="normal",
+        ),
+        lines("p99 by phase", "s", "Over all ranks.", Query(quantile(0.99, "phase", PHASE), "{{phase}}")),
+        lines(
+            "Mean compute by rank",
+            "s",
+            "The slowest rank holds up all others, who see it as a longer combine.",
+            Query(mean("rank", PHASE, 'phase="compute"'), "rank {{rank}}"),
+        ),
+        lines(
+            "Steps, and jobs in a step",
+            "short",
+            "More jobs in a step: concurrent calls of one layer share it.",
+            Query(f"sum({STEPS})", "steps/s"),
+            Query(
+                f"sum({rate('moe_group_jobs_total')}) / sum({STEPS})",
+                "jobs in a step",
+            ),
+        ),
+    ]
+
+
+def experts() -> list[Panel]:
+    """Which rank and which layer is hot."""
+    return [
+        lines(
+            "Tokens by lane",
+            "short",
+            "Rows a second that callers bring to each rank's lane.",
+            Query(rates("rank", "moe_tokens_total"), "rank {{rank}}"),
+        ),
+        lines(
+            "Expert rows by rank",
+            "short",
+            "(token, expert) rows a second by the rank that owns the expert; the highest is hot.",
+            Query(rates("rank", "moe_routed_rows_total"), "rank {{rank}}"),
+        ),
+        matrix("Expert rows by layer and rank", "Rows a second.", BY_LAYER_AND_RANK, "layer", "rank"),
+        lines(
+            "Balancedness of the worst layers",
+            "percentunit",
+            "Mean over largest rows of a rank in the last minute: at 50 % the hot rank does twice its share.",
+            Query(f"bottomk(10, {metric('moe_balancedness')})", "layer {{layer}}"),
+        ),
+    ]
+
+
+def memory() -> list[Panel]:
+    """What moves and what is held."""
+    return [
+        lines("Bytes on the wire", "Bps", "To other ranks.", Query(BY_CARRIER, "{{direction}} {{carrier}}")),
+        lines(
+            "Bytes on the wire by rank",
+            "Bps",
+            "Sent to other ranks.",
+            Query(rates("rank", "moe_wire_bytes_total"), "rank {{rank}}"),
+        ),
+        lines(
+            "Shared-memory regions",
+            "short",
+            "Registered by callers.",
+            Query(metric("moe_shared_memory_regions"), "rank {{rank}}"),
+        ),
+        lines(
+            "Bytes of shared-memory regions",
+            "bytes",
+            "Registered by callers.",
+            Query(metric("moe_shared_memory_bytes"), "rank {{rank}}"),
+        ),
+        lines(
+            "Expert weights",
+            "bytes",
+            "Prepared for the kernel, and held by the rank.",
+            Query(metric("moe_weights_bytes"), "rank {{rank}}"),
+        ),
+        lines(
+            "Read from the checkpoint",
+            "bytes",
+            "Since the rank's process started.",
+            Query(metric("moe_checkpoint_read_bytes"), "rank {{rank}}"),
+        ),
+    ]
+
+
+ROWS = {
+    "Does it serve": serving,
+    "Calls": calls,
+    "Steps": steps,
+    "Experts": experts,
+    "Wire and memory": memory,
+}
+
+
+def placed() -> list[Panel]:
+    """All panels, numbered and laid out: each row's from left to right, wrapping at the dashboard's width."""
+    panels: list[Panel] = []
+    below = 0
+    for title, row in ROWS.items():
+        panels.append(
+            {
+                "type": "row",
+                "title": title,
+                "collapsed": False,
+                "panels": [],
+                "gridPos": {"h": 1, "w": COLUMNS, "x": 0, "y": below},
+            }
+        )
+        x, y, below = 0, below + 1, below + 1
+        for made in row():
+            place = made["gridPos"]
+            if x + place["w"] > COLUMNS:
+                x, y = 0, below
+            place["x"], place["y"] = x, y
+            x, below = x + place["w"], max(below, y + place["h"])
+            panels.append(made)
+    return [{"id": at, **made} for at, made in enumerate(panels, start=1)]
+
+
+def dashboard() -> dict[str, Any]:
+    """The dashboard as Grafana imports it."""
+    variables = [
+        {"name": "datasource", "type": "datasource", "label": "Data source", "query": "prometheus"},
+        {
+            "name": "model",
+            "type": "query",
+            "label": "Model",
+            "datasource": SOURCE,
+            "query": "label_values(moe_build_info, model_name)",
+            "refresh": 2,
+        },
+    ]
+    return {
+        "uid": "moeserve",
+        "title": "moeserve",
+        "description": "Mixture-of-experts layers as a service: state, calls, steps, experts, wire, memory.",
+        "tags": ["moeserve"],
+        "schemaVersion": 39,
+        "editable": True,
+        "graphTooltip": 1,
+        "timezone": "browser",
+        "time": {"from": "now-30m", "to": "now"},
+        "refresh": "10s",
+        "annotations": {"list": []},
+        "templating": {"list": variables},
+        "panels": placed(),
+    }
+
+
+def text() -> str:
+    """The dashboard as JSON."""
+    return json.dumps(dashboard(), indent=2, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    JSON_FILE.write_text(text())

@@ -1,0 +1,56 @@
+"""`moeserve status`: what a running service says of itself."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from moeserve.cli.remote import add_address, as_json, client_of, table
+
+MIB = 1 << 20
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the subcommand."""
+    about = "show state, ranks and balance of a running service"
+    parser = subparsers.add_parser("status", help=about, description=about)
+    add_address(parser, timeout=10.0)
+    parser.add_argument("--experts", action="store_true", help="also how many tokens each expert got")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the status; 0 even when the service does not serve (`health` is for that)."""
+    with client_of(args) as client:
+        status = client.status(experts=args.experts)
+    print(as_json(status) if args.json else text(status))
+    return 0
+
+
+def text(status: Any) -> str:
+    """A GetStatusReply for people."""
+    head = [
+        ("state", status.state + (f": {status.reason}" if status.reason else "")),
+        ("group", f"generation {status.generation}, epoch {status.epoch}, moeserve {status.version}"),
+        (
+            "work",
+            f"{status.jobs} jobs in {status.steps} steps; {status.queued} queued, {status.in_flight} running",
+        ),
+    ]
+    ranks: list[tuple[object, ...]] = [
+        ("rank", "up", "address", "pid", "steps", "expert rows", "weights MiB")
+    ]
+    ranks += [
+        (r.rank, "yes" if r.up else "no", r.address, r.pid, r.steps, r.tokens, round(r.weight_bytes / MIB, 1))
+        for r in status.ranks
+    ]
+    layers: list[tuple[object, ...]] = [("layer", "balancedness")]
+    layers += [(layer.layer, f"{layer.balancedness:.3f}") for layer in status.layers]
+    experts = [
+        f"layer {layer.layer}, tokens by expert: {' '.join(map(str, layer.tokens))}"
+        for layer in status.layers
+        if layer.tokens
+    ]
+    return "\n\n".join(
+        ["\n".join(f"{name:<6} {value}" for name, value in head), table(ranks), table(layers), *experts]
+    )

@@ -1,0 +1,171 @@
+"""Both clients when calls fail: what is tried again, for how long, and where."""
+
+import threading
+import time
+
+import grpc
+import pytest
+import torch
+from proto_fake import FakeLane, rows
+
+from moeserve.proto.batch import SPLIT_ROWS
+from moeserve.proto.client import MoeClient, Patience
+from moeserve.proto.errors import (
+    PUSHBACK_KEY,
+    REASON_KEY,
+    DeadlineExceeded,
+    InvalidArgument,
+    MoeError,
+    NotFound,
+    Overloaded,
+    Unavailable,
+)
+
+UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, {REASON_KEY: "REFORMING"})
+
+
+def small(near: bool):
+    return rows(8, 2048) if near else rows(2)
+
+
+@pytest.mark.parametrize("near", [False, True], ids=["unary", "stream"])
+def test_unavailable_is_tried_again_with_the_same_job_on_lanes_found_anew(client_of, service, near):
+    hidden, experts, weights = small(near)
+    for lane in service.lanes:
+        lane.scripts = [UNAVAILABLE, UNAVAILABLE]
+    with client_of(service.address) as client:
+        assert torch.equal(client.forward(3, hidden, experts, weights), hidden * 2)
+    assert sorted(request.attempt for request in service.asked) == [0, 1, 2, 3, 4]
+    assert len({request.job_id for request in service.asked}) == 1
+    assert service.topologies == 5
+
+
+@pytest.mark.parametrize("near", [False, True], ids=["unary", "stream"])
+def test_other_failures_are_not_tried_again(client_of, service, near):
+    codes = {
+        grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
+        grpc.StatusCode.NOT_FOUND: NotFound,
+        grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+        grpc.StatusCode.INTERNAL: MoeError,
+        grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    }
+    with client_of(service.address, lane=0) as client:
+        for count, (code, kind) in enumerate(codes.items(), 1):
+            service.lanes[0].scripts = [(code, {REASON_KEY: "WHY"})]
+            with pytest.raises(kind, match=rf"{code.name} \(WHY\): lane 0 says no") as raised:
+                client.forward(3, *small(near))
+            assert raised.value.code == code.name and raised.value.reason == "WHY"
+            assert len(service.asked) == count
+
+
+@pytest.mark.parametrize("near", [False, True], ids=["unary", "stream"])
+def test_overload_is_tried_again_only_after_the_server_s_pushback(client_of, service, near):
+    full = grpc.StatusCode.RESOURCE_EXHAUSTED
+    service.lanes[0].scripts = [(full, {PUSHBACK_KEY: "150"})]
+    with client_of(service.address, lane=0) as client:
+        started = time.monotonic()
+        client.forward(3, *small(near))
+        assert time.monotonic() - started >= 0.15
+        service.lanes[0].scripts = [(full, {PUSHBACK_KEY: "60000"})]
+        with pytest.raises(Overloaded) as raised:
+            client.forward(3, *small(near), timeout=2)
+        assert raised.value.retry_after == 60
+    assert [request.attempt for request in service.asked] == [0, 1, 0]
+
+
+def test_attempts_can_be_bounded(client_of, far):
+    far.lanes[0].scripts = [UNAVAILABLE] * 9
+    with client_of(far.address, lane=0, timeout=Patience(attempts=3, first_wait=0.001)) as client:
+        with pytest.raises(Unavailable):
+            client.forward(3, *rows(2))
+        assert len(far.asked) == 3
+        with pytest.raises(Unavailable):
+            client.forward(3, *rows(2), timeout=Patience(attempts=1))
+        assert len(far.asked) == 4
+
+
+@pytest.mark.parametrize("near", [False, True], ids=["unary", "stream"])
+def test_a_late_answer_is_a_deadline_exceeded_in_time_and_disturbs_nobody(client_of, service, near):
+    hidden, experts, weights = small(near)
+    service.lanes[0].scripts = [1.0]
+    with client_of(service.address, lane=0) as client:
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            client.forward(3, hidden, experts, weights, timeout=0.3)
+        assert 0.25 < time.monotonic() - started < 0.8
+        assert torch.equal(client.forward(3, hidden * 3, experts, weights), hidden * 6)
+
+
+def test_the_stream_carries_the_deadline(client_of, service):
+    with client_of(service.address, lane=0) as client:
+        client.forward(3, *small(near=True), timeout=5)
+    (request,) = service.asked
+    assert 4000 < request.timeout_ms <= 5000
+
+
+def test_a_group_that_does_not_serve_is_waited_for(client_of, far):
+    far.reason = "rank 1 was lost"
+    threading.Timer(0.3, lambda: setattr(far, "reason", "")).start()
+    with client_of(far.address) as client:
+        hidden, experts, weights = rows(2)
+        assert torch.equal(client.forward(3, hidden, experts, weights), hidden * 2)
+    far.reason = "rank 1 was lost"
+    with (
+        client_of(far.address, timeout=0.3) as client,
+        pytest.raises(
+            Unavailable, match=r"UNAVAILABLE \(NOT_SERVING\): the group does not serve now: rank 1 was lost"
+        ),
+    ):
+        client.forward(3, hidden, experts, weights)
+
+
+@pytest.mark.parametrize("near", [False, True], ids=["unary", "stream"])
+def test_a_lane_that_died_is_found_at_its_new_address(client_of, service, near):
+    hidden, experts, weights = small(near)
+    with client_of(service.address, lane=1) as client:
+        client.forward(3, hidden, experts, weights)
+        service.lanes[1].stop()
+        service.lanes[1] = FakeLane(1)
+        service.generation = 2
+        assert torch.equal(client.forward(3, hidden, experts, weights), hidden * 2)
+        assert [request.attempt for request in service.lanes[1].asked] == [1]
+
+
+@pytest.mark.parametrize("near", [False, True], ids=["unary", "stream"])
+def test_a_lane_that_restarts_at_the_same_address_is_used_again(client_of, service, near):
+    hidden, experts, weights = small(near)
+    with client_of(service.address, lane=1) as client:
+        client.forward(3, hidden, experts, weights)
+        port = int(service.lanes[1].address.split(":")[1])
+        service.lanes[1].stop()
+        service.lanes[1] = FakeLane(1, port)
+        started = time.monotonic()
+        assert torch.equal(client.forward(3, hidden, experts, weights), hidden * 2)
+        assert time.monotonic() - started < 5
+
+
+def test_nobody_at_the_address_is_unavailable_in_time(client_of):
+    with client_of("127.0.0.1:1", timeout=0.5) as client:
+        started = time.monotonic()
+        with pytest.raises((Unavailable, DeadlineExceeded)):
+            client.forward(3, *rows(2))
+        assert time.monotonic() - started < 2
+
+
+def test_one_failed_part_fails_the_call_and_leaves_the_client_well(client_of, service):
+    hidden, experts, weights = rows(4 * SPLIT_ROWS, 1024)
+    service.lanes[1].scripts = [(grpc.StatusCode.INVALID_ARGUMENT, {})]
+    with client_of(service.address) as client:
+        with pytest.raises(InvalidArgument, match="lane 1 says no"):
+            client.forward(3, hidden, experts, weights)
+        assert torch.equal(client.forward(3, hidden, experts, weights), hidden * 2)
+
+
+@pytest.mark.parametrize("wrong", [{"timeout": 0}, {"timeout": -1.0}])
+def test_a_timeout_of_nothing_is_refused(wrong):
+    with pytest.raises(ValueError, match="must be more than 0 seconds"):
+        MoeClient("127.0.0.1:1", **wrong)
+    with pytest.raises(ValueError, match="attempts=0 must be at least 1"):
+        Patience(attempts=0)
+    with pytest.raises(ValueError, match=r"0 < first_wait=2 <= longest_wait=1"):
+        Patience(first_wait=2, longest_wait=1)

@@ -1,0 +1,89 @@
+"""Both clients and shared memory: when it is used, used again, and used in place."""
+
+import time
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from proto_fake import rows
+
+from moeserve.proto.errors import (
+    REASON_KEY,
+    MoeError,
+)
+from moeserve.proto.tensors import TensorError
+
+UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, {REASON_KEY: "REFORMING"})
+
+
+def test_regions_and_streams_are_used_again(client_of, service):
+    hidden, experts, weights = rows(8, 2048)
+    with client_of(service.address, lane=0) as client:
+        for scale in range(1, 6):
+            assert torch.equal(client.forward(3, hidden * scale, experts, weights), hidden * scale * 2)
+        lane = service.lanes[0]
+        assert [row.size for row in lane.regions.list()] == [1 << 17]
+        assert lane.streams == 1
+        assert all(request.hidden.region.size == request.output.size == 1 << 16 for request in lane.asked)
+    end = time.monotonic() + 5
+    while lane.regions.list() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert lane.regions.list() == ()
+
+
+def test_small_batches_stay_inline_unless_told(client_of, service):
+    with client_of(service.address) as client:
+        client.forward(3, *rows(2))
+    with client_of(service.address, transport="shared_memory") as client:
+        client.forward(3, *rows(2))
+    with client_of(service.address, transport="inline") as client:
+        client.forward(3, *rows(8, 8192))
+    assert sorted(service.methods) == ["Forward", "Forward", "ForwardStream"]
+
+
+def test_shared_memory_with_another_host_is_an_error_that_names_both(client_of, far):
+    with client_of(far.address, transport="shared_memory") as client:
+        with pytest.raises(
+            MoeError, match=r"lane 0 at .* cannot share memory .*'another-host'\); use transport='auto'"
+        ):
+            client.forward(3, *rows(2), lane=0)
+        with pytest.raises(MoeError, match="cannot share memory"):
+            client.allocate(0, (2, 2))
+    with pytest.raises(
+        ValueError, match="transport='carrier pigeon' is not one of auto, inline, shared_memory"
+    ):
+        client_of(far.address, transport="carrier pigeon")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_tensor_in_the_region_is_read_there_and_the_answer_written_there(client_of, service, dtype):
+    _, experts, weights = rows(64, 16)
+    with client_of(service.address) as client:
+        hidden, output = client.allocate(1, (64, 16), dtype), client.allocate(1, (64, 16), dtype)
+        hidden.tensor.copy_(torch.arange(1024).reshape(64, 16) % 128)
+        answer = client.forward(3, hidden, experts, weights, output=output)
+        assert np.shares_memory(answer, output.array)
+        assert torch.equal(output.tensor, hidden.tensor * 2)
+        (request,) = service.asked
+        assert request.hidden.region.name == hidden.region.name and request.output.name == output.region.name
+        assert [len(lane.asked) for lane in service.lanes] == [0, 1]
+        # placed on one side only: the other rides inline
+        assert (client.forward(3, hidden, experts, weights) == hidden.array * 2).all()
+        client.forward(3, hidden.tensor.clone(), experts, weights, output=output)
+        assert [r.hidden.WhichOneof("payload") for r in service.asked] == ["region", "region", "data"]
+        other = client.allocate(0, (64, 16), dtype)
+        with pytest.raises(ValueError, match=r"one call goes to one lane, .* lanes \[0, 1\]"):
+            client.forward(3, hidden, experts, weights, output=other)
+        with pytest.raises(TensorError, match=r"output: .*\[2, 16\] cannot take the answer .*\[64, 16\]"):
+            client.forward(3, hidden, experts, weights, output=client.allocate(1, (2, 16), dtype))
+
+
+def test_the_region_of_a_call_that_failed_is_not_used_again(client_of, service):
+    lane = service.lanes[0]
+    lane.scripts = [UNAVAILABLE]
+    with client_of(service.address, lane=0) as client:
+        client.forward(3, *rows(8, 2048))
+        first, second = lane.asked
+        assert first.hidden.region.name != second.hidden.region.name
+        assert (first.job_id, first.attempt) == (second.job_id, 0) and second.attempt == 1

@@ -1,0 +1,63 @@
+"""The configuration: one frozen value, every wrong key or value named."""
+
+from pathlib import Path
+
+import pytest
+
+from moeserve.runtime.config import Config, ConfigError
+
+
+def load(tmp_path: Path, text: str) -> Config:
+    path = tmp_path / "moeserve.toml"
+    path.write_text(text)
+    return Config.load(path)
+
+
+def test_a_file_is_read_and_flags_override_it(tmp_path: Path) -> None:
+    config = load(tmp_path, '[model]\ncheckpoint = "a"\nlayers = [1, 2]\n[parallel]\ndata_parallel_size = 4\n')
+    config = config.with_values({"model.checkpoint": "b", "server.port": 0})
+    assert (config.model.checkpoint, config.model.layers, config.server.port) == ("b", (1, 2), 0)
+    assert config.parallel.mesh.ranks == 4
+
+
+def test_what_is_printed_reads_back_the_same(tmp_path: Path) -> None:
+    config = Config().with_values({"model.checkpoint": 'with "quotes" and \\', "step.quiet_seconds": 0.25, "model.layers": (3,)})
+    assert load(tmp_path, "\n".join(config.lines())) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[modle]\n", "unknown key modle; known: model, parallel"),
+        ("[model]\ncheckpiont = 'x'\n", "unknown key model.checkpiont; known: model.checkpoint"),
+        ("[server]\nport = 'x'\n", "server.port must be int, not 'x'"),
+        ("[server]\nport = true\n", "server.port must be int, not True"),
+        ("[model]\nlayers = 'all'\n", "model.layers must be a list of integers, not 'all'"),
+        ("model = 3\n", "model must be a table, not 3"),
+        ("[model\n", "is not TOML"),
+    ],
+)
+def test_wrong_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
+        load(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "model.checkpoint is not set"),
+        ({"cluster.launcher": "slurm"}, "cluster.launcher = 'slurm'; known: ray, local"),
+        ({"model.dtype": "fp8"}, "model.dtype = 'fp8'; known: auto, fp32, bf16, fp16"),
+        ({"step.lane_rows": 0}, "step.lane_rows = 0 must be positive"),
+        ({"parallel.tensor_parallel_size": 0}, "must be at least 1"),
+    ],
+)
+def test_values_that_make_no_sense_are_named(values: dict[str, object], message: str) -> None:
+    given = values if not values else {"model.checkpoint": "x"} | values
+    with pytest.raises(ConfigError, match=message):
+        Config().with_values(given).checked()
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*none.toml"):
+        Config.load(tmp_path / "none.toml")

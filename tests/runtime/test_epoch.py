@@ -1,0 +1,64 @@
+"""Epochs: pure changes of the world, and what refuses them."""
+
+import numpy as np
+import pytest
+
+from moeserve.experts.load import Load
+from moeserve.experts.placement import EMPTY, Placement
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.mesh import Mesh
+from moeserve.runtime.messages import epoch_from, epoch_message
+
+
+def spare_epoch() -> Epoch:
+    """Six experts on three ranks with three slots each: experts 0, 2 and 4 twice."""
+    slots = np.array([[0, 1, 2, 2, 3, 4, 4, 5, 0]])
+    return Epoch(7, Mesh(3, 1, 3), Placement(slots, 3, 6))
+
+
+def test_first_is_the_even_load() -> None:
+    epoch = Epoch.first(Mesh(2, 2, 4), layers=3, experts=10)
+    assert epoch.number == 1
+    assert [sorted(e for e in epoch.placement.of_rank(0, rank) if e != EMPTY) for rank in range(4)] == [
+        [0, 1, 2], [3, 4, 5], [6, 7], [8, 9],
+    ]
+
+
+def test_slices_have_one_owner() -> None:
+    assert Epoch.first(Mesh(2, 2, 1), layers=1, experts=5).placement.ranks == 1
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_without_keeps_every_expert(lost: int) -> None:
+    epoch = spare_epoch().without({lost})
+    assert (epoch.number, epoch.mesh.ranks, epoch.placement.ranks) == (8, 2, 2)
+    assert set(epoch.placement.slots[0].tolist()) - {EMPTY} == set(range(6))
+
+
+def test_without_says_when_there_is_no_room() -> None:
+    with pytest.raises(ValueError, match="layer 0: 2 experts lost their last replica, and the survivors have 0 spare slots"):
+        Epoch.first(Mesh(4, 1, 4), 1, 8).without({1})
+    with pytest.raises(ValueError, match="hold slices of every expert"):
+        Epoch.first(Mesh(2, 2, 1), 1, 8).without({1})
+
+
+def test_joined_fills_new_slots_with_the_rarest() -> None:
+    epoch = spare_epoch().joined(1)
+    assert (epoch.mesh.ranks, epoch.placement.slots.shape) == (4, (1, 12))
+    assert sorted(epoch.placement.of_rank(0, 3).tolist()) == [1, 3, 5]
+    assert np.array_equal(epoch.placement.slots[:, :9], spare_epoch().placement.slots)
+
+
+def test_rebalanced_asks_the_balancer() -> None:
+    swapped = Placement(spare_epoch().placement.slots[:, ::-1], 3, 6)
+    epoch = spare_epoch().rebalanced(Load(np.ones((1, 6))), lambda placement, load, budget: swapped, 4)
+    assert (epoch.number, epoch.placement) == (8, swapped)
+
+
+def test_reloaded_keeps_the_placement() -> None:
+    epoch = spare_epoch().reloaded()
+    assert (epoch.number, epoch.weights_version, epoch.placement) == (8, 2, spare_epoch().placement)
+
+
+def test_an_epoch_survives_its_message() -> None:
+    assert epoch_from(epoch_message(spare_epoch())) == spare_epoch()

@@ -1,0 +1,177 @@
+"""A request's tensors on their way in and out: every transport, and everything that does not fit refused."""
+
+import pytest
+import torch
+
+from moeserve.proto import moe_pb2
+from moeserve.proto.shared_memory import RemoteRegion, SharedTensor
+from moeserve.proto.tensors import Spec, TensorError, encode, known, plain
+from moeserve.runtime.tensors import TRANSPORTS, Payloads, Regions
+from moeserve.runtime.tensors.errors import UnknownRegion
+
+
+@pytest.fixture
+def kept():
+    made = Regions()
+    yield made
+    made.close()
+
+
+def make(kept: Regions, size: int = 8192) -> moe_pb2.CreateRegionReply:
+    name, size = kept.create(size)
+    return moe_pb2.CreateRegionReply(name=name, size=size, socket=kept.socket)
+
+
+def request(hidden: moe_pb2.Tensor, ids=None, weights=None, **more) -> moe_pb2.ForwardRequest:
+    choice = moe_pb2.Choice(
+        ids=encode(plain(torch.zeros(2, 1, dtype=torch.int32) if ids is None else ids, "choice.ids")),
+        weights=encode(plain(torch.ones(2, 1) if weights is None else weights, "choice.weights")),
+    )
+    return moe_pb2.ForwardRequest(hidden=hidden, choice=choice, **more)
+
+
+HIDDEN = torch.arange(8, dtype=torch.float32).reshape(2, 4)
+
+
+def placed(kept: Regions) -> SharedTensor:
+    return SharedTensor(RemoteRegion.open(make(kept)), 64, Spec(known("x", "fp32"), (2, 4)), 0)
+
+
+@pytest.mark.parametrize("row", TRANSPORTS, ids=lambda row: row.name)
+def test_every_transport_brings_the_same_bytes_there_and_back(kept, row):
+    tensor, output = placed(kept), placed(kept)
+    tensor.array[:] = HIDDEN.numpy()
+    spec = moe_pb2.Tensor(dtype=moe_pb2.DTYPE_FP32, shape=(2, 4))
+    if row.payload == "region":
+        spec.region.CopyFrom(tensor.place)
+        asked = request(spec, output=output.place)
+    else:
+        spec.data = HIDDEN.numpy().tobytes()
+        asked = request(spec)
+    with Payloads(kept).open(asked) as opened:
+        assert torch.equal(opened.hidden, HIDDEN)
+        assert sum(status.in_use for status in kept.list()) == (2 if row.payload == "region" else 0)
+        reply = opened.reply(opened.hidden * 2, epoch=3, weights_version=4)
+    assert (reply.epoch, reply.weights_version) == (3, 4)
+    assert reply.hidden.WhichOneof("payload") == row.payload
+    got = (
+        output.tensor
+        if row.payload == "region"
+        else torch.frombuffer(bytearray(reply.hidden.data), dtype=torch.float32)
+    )
+    assert torch.equal(got.reshape(2, 4), HIDDEN * 2)
+    assert [status.in_use for status in kept.list()] == [0, 0]
+
+
+def test_hidden_states_in_a_region_are_not_copied_but_ids_and_weights_are(kept):
+    tensor = placed(kept)
+    region = tensor.region
+    ids = region.view(1024, Spec(known("x", "int64"), (2, 1)))
+    weights = region.view(2048, Spec(known("x", "fp32"), (2, 1)))
+    logits_free = request(moe_pb2.Tensor(dtype=moe_pb2.DTYPE_FP32, shape=(2, 4), region=tensor.place))
+    for message, view, offset in (
+        (logits_free.choice.ids, ids, 1024),
+        (logits_free.choice.weights, weights, 2048),
+    ):
+        message.dtype = view.dtype.code
+        message.region.CopyFrom(region.message(offset, view.spec))
+    opened = Payloads(kept).open(logits_free)
+    tensor.array[:], ids.storage[:], weights.storage[:] = 5, 10**9, 3
+    assert opened.hidden.tolist() == [[5.0] * 4] * 2
+    assert opened.experts.tolist() == [[0], [0]] and opened.experts.dtype == torch.int64
+    assert opened.weights.tolist() == [[0], [0]]
+    opened.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "text"),
+    [
+        (
+            lambda r: moe_pb2.Region(name="region-1-forged", offset=0, size=32),
+            UnknownRegion,
+            "hidden: this lane has no region",
+        ),
+        (
+            lambda r: moe_pb2.Region(name=r.name, offset=8192 - 31, size=32),
+            TensorError,
+            "hidden: 32 bytes at offset 8161 leave",
+        ),
+        (
+            lambda r: moe_pb2.Region(name=r.name, offset=2**64 - 16, size=32),
+            TensorError,
+            "hidden: 32 bytes at offset .* leave",
+        ),
+        (
+            lambda r: moe_pb2.Region(name=r.name, offset=0, size=31),
+            TensorError,
+            r"hidden: a region of 31 bytes, but fp32 \[2, 4\] takes 32",
+        ),
+        (
+            lambda r: moe_pb2.Region(name=r.name, offset=2, size=32),
+            TensorError,
+            "hidden: its region does not start at a multiple of 4",
+        ),
+    ],
+    ids=["name", "offset", "overflow", "size", "alignment"],
+)
+def test_a_forged_region_is_refused_and_nothing_stays_held(kept, asked, kind, text):
+    region = RemoteRegion.open(make(kept))
+    wrong = request(moe_pb2.Tensor(dtype=moe_pb2.DTYPE_FP32, shape=(2, 4), region=asked(region)))
+    with pytest.raises(kind, match=text):
+        Payloads(kept).open(wrong)
+    inline = request(encode(plain(HIDDEN, "hidden")), output=asked(region))
+    with pytest.raises(
+        kind, match=text.replace("hidden:", "output:").replace("but fp32", "but the answer fp32")
+    ):
+        Payloads(kept).open(inline)
+    assert [status.in_use for status in kept.list()] == [0]
+    region.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (
+            lambda: moe_pb2.ForwardRequest(hidden=encode(plain(HIDDEN, "h"))),
+            "route: neither choice nor logits is set",
+        ),
+        (lambda: moe_pb2.ForwardRequest(), "hidden: dtype number 0"),
+        (
+            lambda: request(encode(plain(HIDDEN[:1], "h"))),
+            r"choice.ids: shape \[2, 1\] has 2 rows, but hidden has 1",
+        ),
+        (
+            lambda: request(encode(plain(HIDDEN, "h")), weights=torch.ones(2, 3)),
+            r"choice.weights: shape \[2, 3\], but choice.ids is \[2, 1\]",
+        ),
+        (
+            lambda: request(encode(plain(HIDDEN, "h")), ids=torch.ones(2, 1)),
+            "choice.ids: dtype fp32 is not one of int32, int64",
+        ),
+        (
+            lambda: moe_pb2.ForwardRequest(
+                hidden=encode(plain(HIDDEN, "h")), logits=encode(plain(HIDDEN[:1], "l"))
+            ),
+            r"logits: shape \[1, 4\] has 1 rows, but hidden has 2",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_together_are_refused(kept, wrong, text):
+    with pytest.raises(TensorError, match=text):
+        Payloads(kept).open(wrong())
+
+
+def test_an_answer_unlike_its_question_is_an_error_of_ours(kept):
+    with (
+        Payloads(kept).open(request(encode(plain(HIDDEN, "h")))) as opened,
+        pytest.raises(ValueError, match="the answer is"),
+    ):
+        opened.reply(HIDDEN.double(), 1, 1)
+
+
+def test_logits_are_a_copy(kept):
+    asked = moe_pb2.ForwardRequest(hidden=encode(plain(HIDDEN, "h")), logits=encode(plain(HIDDEN, "l")))
+    with Payloads(kept).open(asked) as opened:
+        assert opened.experts is None and torch.equal(opened.logits, HIDDEN)
+        opened.logits.zero_()
+        assert torch.equal(opened.hidden, HIDDEN)

@@ -1,0 +1,91 @@
+"""The sequencer's rules, without threads or clocks."""
+
+import math
+
+import pytest
+
+from moeserve.runtime.sequencer import Pace, Sequencer
+from moeserve.runtime.step import Announcement
+
+PACE = Pace(lane_rows=8, step_rows=16, quiet=0.5, gather=4.0)
+
+
+def job(number: int, rank: int = 0, layer: int = 0, rows: int = 1, deadline: float = math.inf) -> Announcement:
+    return Announcement(rank, number, layer, rows, deadline)
+
+
+def made(*jobs: Announcement) -> Sequencer:
+    sequencer = Sequencer(2, PACE)
+    for at, one in enumerate(jobs):
+        sequencer.announce(one, float(at))
+    return sequencer
+
+
+def test_jobs_of_one_layer_share_a_step_and_idle_lanes_take_part() -> None:
+    step = made(job(1), job(2, rows=3), job(3, layer=1)).next_step(epoch=5, now=9.0)
+    assert step is not None
+    assert (step.layer, step.epoch, step.jobs, step.lane_rows) == (0, 5, (((1, 1), (2, 3)), ()), (4, 0))
+    assert step.header(0).jobs == ((1, 1), (2, 3))
+    assert step.header(1).jobs == ()
+
+
+def test_steps_are_numbered_in_order() -> None:
+    sequencer = made(job(1), job(2, layer=1))
+    assert [sequencer.next_step(1, 0.0).number for _ in range(2)] == [1, 2]
+    assert sequencer.next_step(1, 0.0) is None
+
+
+def test_the_earliest_deadline_goes_first() -> None:
+    sequencer = made(job(1, layer=0), job(2, layer=1, deadline=50.0), job(3, layer=2, deadline=40.0))
+    assert [sequencer.next_step(1, 9.0).layer for _ in range(3)] == [2, 1, 0]
+
+
+def test_a_lane_takes_no_more_than_its_rows() -> None:
+    sequencer = made(job(1, rows=5), job(2, rows=5), job(3, rows=3))
+    assert sequencer.next_step(1, 9.0).jobs[0] == ((1, 5), (3, 3))
+    assert sequencer.next_step(1, 9.0).jobs[0] == ((2, 5),)
+
+
+def test_a_step_takes_no_more_than_its_tokens() -> None:
+    sequencer = Sequencer(3, PACE)
+    for rank in range(3):
+        sequencer.announce(job(rank, rank=rank, rows=8), 0.0)
+    assert sequencer.next_step(1, 9.0).lane_rows == (8, 8, 0)
+    assert sequencer.next_step(1, 9.0).lane_rows == (0, 0, 8)
+
+
+def test_expired_jobs_are_dropped() -> None:
+    sequencer = made(job(1, deadline=5.0), job(2, deadline=100.0))
+    assert sequencer.next_step(1, now=9.0).jobs[0] == ((2, 1),)
+    assert sequencer.queued == 0
+
+
+def test_a_lone_caller_never_waits() -> None:
+    sequencer = made(job(1))
+    assert sequencer.ready_at(0.0) == 0.0
+    sequencer.next_step(1, 0.0)
+    sequencer.announce(job(2), 1.0)
+    assert sequencer.ready_at(1.0) == 1.0
+
+
+def test_company_is_waited_for_while_it_comes_but_not_for_ever() -> None:
+    sequencer = made(job(1), job(2))  # at 0 and 1
+    assert sequencer.ready_at(1.0) == 1.5  # quiet after the last arrival
+    for at in range(2, 8):
+        sequencer.announce(job(at + 1), at * 0.6)
+    assert sequencer.ready_at(4.0) == 4.0  # gather after the oldest
+    sequencer.next_step(1, 4.0)
+    sequencer.announce(job(50), 10.0)
+    assert sequencer.ready_at(10.0) == 10.5  # the last step had company
+
+
+def test_a_job_over_the_lanes_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="job 1 of rank 0 has 9 rows; a lane takes 8"):
+        made(job(1, rows=9))
+
+
+def test_clear_forgets_everything() -> None:
+    sequencer = made(job(1), job(2, layer=3))
+    sequencer.clear()
+    assert sequencer.queued == 0
+    assert sequencer.ready_at(0.0) is None

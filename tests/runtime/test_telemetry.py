@@ -1,0 +1,284 @@
+"""What processes tell Prometheus: the numbers of the records they were fed, under the names of the table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_server import NoPrometheus, binary
+
+from moeserve.experts.load import Load
+from moeserve.experts.placement import Placement
+from moeserve.runtime.config import ConfigError
+from moeserve.runtime.coordinator import Progress
+from moeserve.runtime.metrics import COORDINATOR, METRICS, PROCESS, RANK, SECONDS, STATES, Metric
+from moeserve.runtime.step import Phases, StepRecord
+from moeserve.runtime.telemetry import (
+    CoordinatorTelemetry,
+    LoadWindow,
+    RankTelemetry,
+    Telemetry,
+    write_scrape_targets,
+)
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+OBSERVE_SECONDS = 30e-6  # budget of one step's observation
+
+
+@pytest.fixture
+def scrape() -> Iterator[Callable[[Telemetry], str]]:
+    """Reads a process's exporter over HTTP, as Prometheus does."""
+    served: list[Telemetry] = []
+
+    def read(telemetry: Telemetry) -> str:
+        served.append(telemetry)
+        port = telemetry.serve("127.0.0.1", 0)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        telemetry.close()
+        return text
+
+    yield read
+    for telemetry in served:
+        telemetry.close()
+
+
+def record(layer: int = 3, **values: float) -> StepRecord:
+    """A step of 16 rows in two jobs."""
+    phases = Phases(1e-3, 2e-3, 4e-3, int(values.get("expert_rows", 64)), 1000, 500)
+    return StepRecord(1, layer, int(values.get("jobs", 2)), 16, values.get("wait", 7e-5), phases)
+
+
+def samples(text: str) -> Samples:
+    """Values by sample name and labels."""
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def at(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
+    return name, frozenset(({"model_name": "m"} | labels).items())
+
+
+def filled_rank() -> RankTelemetry:
+    """A rank that has seen everything once."""
+    telemetry = RankTelemetry("m", 1, "0.1.0", {3: "all2allv", 5: "all2allv"})
+    telemetry.observe_step(record())
+    telemetry.request("Forward", "inline", "OK", 2e-3)
+    telemetry.in_flight(lambda: 4)
+    telemetry.set_group(2, 1)
+    telemetry.regions(lambda: (3, 4096))
+    telemetry.weights(1 << 20, 1 << 21)
+    return telemetry
+
+
+def filled_coordinator() -> CoordinatorTelemetry:
+    """A coordinator of four ranks, one of them away, that has seen everything once."""
+    telemetry = CoordinatorTelemetry("m", "0.1.0", (3, 5))
+    progress = Progress("serving", "", 2, 10, 30, 1, 2)
+    telemetry.set_progress(progress)
+    telemetry.progress(lambda: progress)
+    telemetry.seats(4, lambda: (0, 1, 3))
+    load = np.zeros((2, 8))
+    load[0] = [4, 0, 1, 1, 1, 1, 0, 0]
+    telemetry.loads(lambda: (Placement.even(2, 8, 4), Load(load)))
+    telemetry.request("Forward", "inline", "UNAVAILABLE", 1e-3)
+    telemetry.in_flight(lambda: 1)
+    telemetry.set_group(2, 1)
+    return telemetry
+
+
+@pytest.mark.parametrize(
+    ("filled", "rows"), [(filled_rank, PROCESS + RANK), (filled_coordinator, PROCESS + COORDINATOR)]
+)
+def test_a_process_exports_exactly_its_rows(
+    filled: Callable[[], Telemetry], rows: tuple[Metric, ...], scrape
+) -> None:
+    families = {
+        f.name: f for f in text_string_to_metric_families(scrape(filled())) if f.name.startswith("moe_")
+    }
+    # the parser takes _total off a counter's name
+    assert families.keys() == {row.name.removesuffix("_total") for row in rows}
+    for row in rows:
+        family = families[row.name.removesuffix("_total")]
+        assert family.type == row.kind and family.documentation == row.help
+        own = {"model_name", "rank"} if filled is filled_rank else {"model_name"}
+        for sample in family.samples:
+            assert sample.labels.keys() - {"le"} == own | set(row.labels), sample
+
+
+@pytest.mark.parametrize("row", METRICS.values(), ids=lambda row: row.name)
+def test_rows_follow_the_naming_rules(row: Metric) -> None:
+    assert row.name.startswith("moe_") and row.help.endswith(".")
+    assert (row.kind == "counter") == row.name.endswith("_total")
+    assert (row.kind == "histogram") == bool(row.buckets) == row.name.endswith("_seconds")
+    assert not {"expert", "job", "reason", "model_name"} & set(row.labels)
+
+
+def test_buckets_begin_at_50_microseconds() -> None:
+    assert SECONDS[0] == 50e-6 and list(SECONDS) == sorted(set(SECONDS)) and SECONDS[-1] == 30.0
+
+
+def test_a_step_is_counted_once_in_every_metric(scrape) -> None:
+    seen = samples(scrape(filled_rank()))
+    own = {"rank": "1"}
+    assert seen[at("moe_steps_total", layer="3", **own)] == 1
+    assert (
+        seen[at("moe_steps_total", layer="5", **own)] == 0
+    )  # there from the start, so that rates begin at 0
+    assert seen[at("moe_tokens_total", layer="3", **own)] == 16
+    assert seen[at("moe_expert_rows_total", layer="3", **own)] == 64
+    assert seen[at("moe_wire_bytes_total", direction="dispatch", carrier="all2allv", **own)] == 1000
+    assert seen[at("moe_wire_bytes_total", direction="combine", carrier="all2allv", **own)] == 500
+    for phase, seconds in {"wait": 7e-5, "dispatch": 1e-3, "compute": 2e-3, "combine": 4e-3}.items():
+        assert seen[at("moe_step_phase_duration_seconds_sum", phase=phase, **own)] == pytest.approx(seconds)
+    assert seen[at("moe_step_phase_duration_seconds_bucket", phase="wait", le="5e-05", **own)] == 0
+    assert seen[at("moe_step_phase_duration_seconds_bucket", phase="wait", le="0.0001", **own)] == 1
+
+
+def test_a_step_without_jobs_of_this_lane_waited_for_nobody(scrape) -> None:
+    telemetry = RankTelemetry("m", 0, "0.1.0", {3: "local"})
+    telemetry.observe_step(record(jobs=0, wait=0.0))
+    seen = samples(scrape(telemetry))
+    assert seen[at("moe_step_phase_duration_seconds_count", phase="wait", rank="0")] == 0
+    assert seen[at("moe_step_phase_duration_seconds_count", phase="compute", rank="0")] == 1
+
+
+def test_rows_that_only_the_device_knows_are_not_counted(scrape) -> None:
+    telemetry = RankTelemetry("m", 0, "0.1.0", {3: "local"})
+    telemetry.observe_step(record(expert_rows=-1))
+    assert samples(scrape(telemetry))[at("moe_expert_rows_total", layer="3", rank="0")] == 0
+
+
+def test_gauges_are_read_when_scraped(scrape) -> None:
+    telemetry, calls = RankTelemetry("m", 0, "0.1.0", {}), [1, 2]
+    telemetry.in_flight(lambda: calls.pop())
+    assert samples(scrape(telemetry))[at("moe_requests_in_flight", rank="0")] == 2
+    assert samples(scrape(telemetry))[at("moe_requests_in_flight", rank="0")] == 1
+
+
+def test_the_coordinator_shows_state_ranks_and_balance(scrape) -> None:
+    seen = samples(scrape(filled_coordinator()))
+    assert [seen[at("moe_service_state", state=state)] for state in STATES] == [
+        s == "serving" for s in STATES
+    ]
+    assert [seen[at("moe_rank_up", rank=str(rank))] for rank in range(4)] == [1, 1, 0, 1]
+    assert seen[at("moe_group_jobs_total")] == 30 and seen[at("moe_jobs_queued")] == 1
+    # ranks hold experts 0-1, 2-3, 4-5, 6-7: rows 4, 2, 2, 0, so mean 2 over largest 4
+    assert [seen[at("moe_routed_rows_total", layer="3", rank=str(rank))] for rank in range(4)] == [4, 2, 2, 0]
+    assert seen[at("moe_balancedness", layer="3")] == 0.5
+    assert at("moe_balancedness", layer="5") not in seen  # no traffic is neither even nor uneven
+
+
+def test_reforms_count_returns_to_serving_not_the_first(scrape) -> None:
+    telemetry = CoordinatorTelemetry("m", "0.1.0", (3,))
+    for state in ("forming", "preparing", "serving", "serving", "forming", "serving", "forming", "failed"):
+        telemetry.set_progress(Progress(state, "", 1, 0, 0, 0, 0))
+    seen = samples(scrape(telemetry))
+    assert seen[at("moe_group_reforms_total")] == 1
+    assert seen[at("moe_service_state", state="failed")] == 1
+
+
+class TestLoadWindow:
+    """Two experts on two ranks, one layer."""
+
+    placement = Placement.even(1, 2, 2)
+
+    def add(self, window: LoadWindow, now: float, *tokens: float) -> tuple[list[float], list[float]]:
+        recent, routed = window.add(now, self.placement, Load(np.array([tokens], dtype=np.float64)))
+        return recent[0].tolist(), routed[0].tolist()
+
+    def test_old_load_leaves_it(self) -> None:
+        window = LoadWindow(seconds=60, step=5)
+        assert self.add(window, 0, 10, 0) == ([10, 0], [10, 0])
+        assert self.add(window, 30, 10, 5)[0] == [10, 5]
+        assert self.add(window, 61, 12, 5)[0] == [12, 5]
+        assert self.add(window, 91, 12, 5)[0] == [2, 0]  # what came after the reading at 30
+        assert self.add(window, 200, 12, 5)[0] == [0, 0]
+
+    def test_frequent_scrapes_remember_few_readings(self) -> None:
+        window = LoadWindow(seconds=60, step=5)
+        for at_second in range(600):
+            self.add(window, at_second, at_second, 0)
+        assert len(window._readings) <= 60 / 5 + 2
+
+    def test_a_rank_that_starts_again_begins_it_anew_and_counters_never_fall(self) -> None:
+        window = LoadWindow(seconds=60, step=5)
+        self.add(window, 0, 10, 10)
+        recent, routed = self.add(window, 6, 4, 12)
+        assert recent == [0, 2] and routed == [10, 12]
+        assert self.add(window, 12, 7, 12) == ([3, 2], [13, 12])
+
+    def test_a_new_placement_is_judged_by_its_own_load(self) -> None:
+        window = LoadWindow(seconds=60, step=5)
+        self.add(window, 0, 10, 0)
+        swapped = Placement(np.array([[1, 0]]), 2, 2)
+        recent, routed = window.add(6, swapped, Load(np.array([[11.0, 3.0]])))
+        assert recent.tolist() == [[1, 3]] and routed.tolist() == [[13, 1]]
+
+
+def test_a_port_in_use_names_the_port_and_the_key() -> None:
+    first, second = filled_rank(), filled_rank()
+    port = first.serve("127.0.0.1", 0)
+    try:
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: .*in use.*server\.metrics_port"):
+            second.serve("127.0.0.1", port)
+    finally:
+        first.close()
+    assert second.serve("127.0.0.1", port) == port  # free again, at once
+    second.close()
+    second.close()
+
+
+def test_a_row_of_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="moe_x is of kind 'summary'; known: counter, gauge, histogram"):
+        Telemetry((Metric("moe_x", "summary", "X."),), {}, "0.1.0")
+
+
+def test_processes_share_no_registry() -> None:
+    assert isinstance(filled_rank()._registry, CollectorRegistry)
+    filled_rank(), filled_rank()  # a global registry refuses the second
+
+
+def test_observing_a_step_is_cheap() -> None:
+    telemetry, step = RankTelemetry("m", 0, "0.1.0", {3: "local"}), record()
+    best = float("inf")
+    for _ in range(20):
+        started = time.perf_counter()
+        for _ in range(100):
+            telemetry.observe_step(step)
+        best = min(best, (time.perf_counter() - started) / 100)
+    assert best < OBSERVE_SECONDS
+
+
+def test_scrape_targets_are_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "service.json"
+    write_scrape_targets(path, {"coordinator": "127.0.0.1:9400", "rank-0": "127.0.0.1:9401"})
+    write_scrape_targets(path, {"coordinator": "127.0.0.1:9500"})
+    assert json.loads(path.read_text()) == [
+        {"targets": ["127.0.0.1:9500"], "labels": {"process": "coordinator"}}
+    ]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("filled", [filled_rank, filled_coordinator])
+def test_promtool_finds_nothing_to_say(filled: Callable[[], Telemetry], scrape) -> None:
+    try:
+        promtool = binary("promtool")
+    except NoPrometheus as reason:
+        pytest.skip(str(reason))
+    text = scrape(filled())
+    checked = subprocess.run(
+        [promtool, "check", "metrics"], input=text, text=True, capture_output=True, timeout=30, check=False
+    )
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")

@@ -1,0 +1,64 @@
+"""Whole services for tests: a tiny checkpoint served by spawned ranks, and what one process computes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.experts.checkpoint import Checkpoint
+from moeserve.proto import moe_pb2
+from moeserve.proto.tensors import encode, plain
+from moeserve.runtime.config import Config
+
+EP4 = {"parallel.data_parallel_size": 4, "parallel.enable_expert_parallel": True}
+TP4 = {"parallel.tensor_parallel_size": 4}
+DP2_TP2 = {"parallel.data_parallel_size": 2, "parallel.tensor_parallel_size": 2}
+
+
+def house_config(path: Path, **values: Any) -> Config:
+    """A configuration for tests: CPU, loopback, free ports; `values` are dotted keys with `__` for the dot."""
+    given = {key.replace("__", "."): value for key, value in values.items()}
+    base = {"model.checkpoint": str(path), "server.port": 0, "server.metrics_port": 0, "plan.device": "cpu"}
+    return Config().with_values(base | {"step.timeout_seconds": 20.0} | given)
+
+
+class Alone:
+    """The same experts in one process, straight from the formulas: what four ranks have to answer."""
+
+    def __init__(self, path: Path) -> None:
+        self.checkpoint = Checkpoint(path)
+        self._experts = {
+            layer: self.checkpoint.experts(layer, range(self.checkpoint.num_experts)) for layer in self.checkpoint.layers
+        }
+
+    def batch(self, rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Random hidden states, chosen experts and weights, float32."""
+        random = torch.Generator().manual_seed(seed)
+        checkpoint = self.checkpoint
+        hidden = torch.randn(rows, checkpoint.hidden, generator=random)
+        scores = torch.rand(rows, checkpoint.num_experts, generator=random)
+        weights, experts = scores.topk(checkpoint.top_k)
+        return hidden, experts.int(), weights
+
+    def forward(self, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Mixed expert output, float32 sums."""
+        held, act = self._experts[layer], self.checkpoint.shape(layer).activation
+        gate_up, down = held.gate_up.dequantize(), held.down.dequantize()
+        first = torch.zeros(gate_up.shape[:2]) if held.gate_up_bias is None else held.gate_up_bias.float()
+        second = torch.zeros(down.shape[:2]) if held.down_bias is None else held.down_bias.float()
+        answer = torch.zeros_like(hidden)
+        for row, (ids, shares) in enumerate(zip(experts.tolist(), weights.tolist(), strict=True)):
+            for expert, share in zip(ids, shares, strict=True):
+                if expert >= 0:
+                    inner = act.apply(gate_up[expert] @ hidden[row] + first[expert])
+                    answer[row] += share * (down[expert] @ inner + second[expert])
+        return answer
+
+
+def request_of(layer: int, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> moe_pb2.ForwardRequest:
+    """The same call as a message."""
+    hidden, ids, weights = (encode(plain(tensor, "tensor")) for tensor in batch)
+    return moe_pb2.ForwardRequest(layer=layer, hidden=hidden, choice=moe_pb2.Choice(ids=ids, weights=weights))
