@@ -138,8 +138,9 @@ def spawned_ranks(ranks: int, form: Format) -> Iterator[list[Connection]]:
             )
             for rank in range(ranks)
         ]
-        for process in processes:
+        for process, (_, far_end) in zip(processes, pipes, strict=True):
             process.start()
+            far_end.close()  # so that a rank that died reads as end of file
         ends = [pipe for pipe, _ in pipes]
         try:
             for end in ends:

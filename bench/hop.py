@@ -2,7 +2,8 @@
 
     python bench/hop.py [--calls 400] [--malloc plain]
 
-A service of two ranks (a process each, and one for the head) serves one layer of four tiny experts, so that the
+A service of two ranks (a process each, and one for the head) serves one layer of four tiny experts, so that
+the
 step is short. A client calls rank 0's lane with all the rows; rank 1 brings none. In blocks that take turns:
 
     echo      a bare Python gRPC server that returns the same bytes as the inline request, unparsed
@@ -10,7 +11,8 @@ step is short. A client calls rank 0's lane with all the rows; rank 1 brings non
     shared    the same with hidden states already in the lane's shared memory, and the answer written there
     step      the very same `Rank.step` in two other processes, without coordinator, lane or gRPC
 
-hop p50 = p50 of the calls - p50 of the step; hop p99 = p99 of the calls - p50 of the step. The step's own mean as
+hop p50 = p50 of the calls - p50 of the step; hop p99 = p99 of the calls - p50 of the step. The step's own
+mean as
 the serving ranks report it (their metrics) stands beside. Copying into and out of shared memory is not in
 `shared` and is timed apart. Times are milliseconds.
 """
@@ -25,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -56,7 +57,11 @@ def make_checkpoint(path: Path, hidden: int) -> None:
     random = torch.Generator().manual_seed(0)
     tensors = {}
     for expert in range(EXPERTS):
-        for name, shape in (("gate_proj", (INNER, hidden)), ("up_proj", (INNER, hidden)), ("down_proj", (hidden, INNER))):
+        for name, shape in (
+            ("gate_proj", (INNER, hidden)),
+            ("up_proj", (INNER, hidden)),
+            ("down_proj", (hidden, INNER)),
+        ):
             weight = torch.randn(shape, generator=random).to(torch.bfloat16) * 0.02
             tensors[f"model.layers.0.mlp.experts.{expert}.{name}.weight"] = weight
     path.mkdir()
@@ -130,11 +135,22 @@ def measure(rows: int, hidden: int, calls: int, folder: Path) -> Case:
     """Starts service, echo and bare ranks for one size, and times them by turns."""
     checkpoint = folder / f"hidden-{hidden}"
     make_checkpoint(checkpoint, hidden)
-    serve = [sys.executable, "-m", "moeserve", "serve", "--checkpoint", str(checkpoint), "--launcher", "local"]
+    serve = [
+        sys.executable,
+        "-m",
+        "moeserve",
+        "serve",
+        "--checkpoint",
+        str(checkpoint),
+        "--launcher",
+        "local",
+    ]
     serve += ["--device", "cpu", "--port", "0", "--metrics-port", "0", "--data-parallel-size", "2"]
     with ExitStack() as stack:
         service = stack.enter_context(Process([*serve, "--enable-expert-parallel"], r"serving on (\S+)"))
-        echo = stack.enter_context(Process([sys.executable, str(Path(__file__).with_name("echo_server.py"))], r"(\d+)"))
+        echo = stack.enter_context(
+            Process([sys.executable, str(Path(__file__).with_name("echo_server.py"))], r"(\d+)")
+        )
         bare = BareStep(checkpoint, rows)
         stack.callback(bare.close)
         client = stack.enter_context(MoeClient(service.address, lane=0, transport="inline"))
@@ -187,13 +203,19 @@ def table(cases: list[Case]) -> str:
 
 def main() -> None:
     """Measures every case and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--calls", type=int, default=400, help="of each kind and case")
-    parser.add_argument("--malloc", choices=("tuned", "plain"), default="tuned", help="glibc settings of all processes")
+    parser.add_argument(
+        "--malloc", choices=("tuned", "plain"), default="tuned", help="glibc settings of all processes"
+    )
     args = parser.parse_args()
     wanted = MALLOC if args.malloc == "tuned" else {}
     if any(os.environ.get(name) != value for name, value in wanted.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | wanted)  # glibc reads them at start
+        os.execve(
+            sys.executable, [sys.executable, *sys.argv], os.environ | wanted
+        )  # glibc reads them at start
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         cases = [measure(rows, hidden, args.calls, Path(folder)) for rows, hidden in CASES]

@@ -1,4 +1,6 @@
-"""The same step without the service: `Rank.step` called back to back in two processes that share a gloo group."""
+"""The same step without the service: `Rank.step` called back to back in two processes that share a gloo
+group.
+"""
 
 from __future__ import annotations
 

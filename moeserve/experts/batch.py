@@ -1,7 +1,8 @@
 """The nouns an expert kernel works on: `ExpertShape`, `ExpertWeights`, `ExpertBatch`.
 
 Letters used everywhere in moeserve: T tokens, K experts a token, H hidden, I inner (an expert's intermediate
-size), E logical experts, S slots over all ranks, e slots of this rank, R rows received, C padded capacity, L layers.
+size), E logical experts, S slots over all ranks, e slots of this rank, R rows received, C padded
+capacity, L layers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Grouping(Enum):
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """What one expert of a layer looks like on one rank; `inner` is the slice's size when experts are sliced."""
+    """What one expert of a layer looks like on one rank; `inner` is the slice's where experts are sliced."""
 
     hidden: int
     inner: int
@@ -100,12 +101,12 @@ class ExpertWeights:
 
 @dataclass(frozen=True, eq=False)
 class ExpertBatch:
-    """Rows that arrived for this rank's slots. Nothing on the token path reads `counts` or `offsets` on the host."""
+    """Rows that arrived for this rank's slots. Nothing on the token path reads a count on the host."""
 
     tokens: Packed  # RAGGED [Rmax, H], PADDED [e, C, H]
     grouping: Grouping
     counts: Tensor  # [e] int32, valid rows a slot
-    offsets: Tensor  # [e + 1] int32; slot i owns rows offsets[i] : offsets[i] + counts[i] (of the flat [e * C] if PADDED)
+    offsets: Tensor  # [e + 1] int32; slot i owns rows offsets[i] : offsets[i] + counts[i], PADDED: of [e * C]
 
     @property
     def slots(self) -> int:

@@ -16,7 +16,9 @@ OPTIONAL_MODULES = ("triton", "flashinfer", "deep_ep", "deep_gemm", "triton_kern
 
 @dataclass(frozen=True)
 class Machine:
-    """One device a rank runs on: architecture name, memory in bytes, and the optional packages installed there."""
+    """One device a rank runs on: architecture name, memory in bytes, and the optional packages installed
+    there.
+    """
 
     name: str
     arch: str  # "cpu", "sm90", "sm100", "gfx942", ...
@@ -36,7 +38,9 @@ def this_machine() -> Machine:
         return Machine("cpu", "cpu", _host_memory(), modules)
     properties = torch.cuda.get_device_properties(0)
     arch = getattr(properties, "gcnArchName", "").split(":")[0] if torch.version.hip else ""
-    return Machine(properties.name, arch or f"sm{properties.major}{properties.minor}", properties.total_memory, modules)
+    return Machine(
+        properties.name, arch or f"sm{properties.major}{properties.minor}", properties.total_memory, modules
+    )
 
 
 def _host_memory() -> int:
@@ -55,7 +59,9 @@ _NAMED = {
 
 
 def machine_named(name: str, modules: Iterable[str] = OPTIONAL_MODULES) -> Machine:
-    """A machine by its public name, with `modules` taken as installed. Raises ValueError with the names known."""
+    """A machine by its public name, with `modules` taken as installed. Raises ValueError with the names
+    known.
+    """
     key = name.lower()
     if key not in _NAMED:
         raise ValueError(f"unknown machine {name!r}; known: {', '.join(_NAMED)}")

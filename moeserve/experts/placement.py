@@ -1,4 +1,6 @@
-"""Placement as a value: which slot holds which logical expert, and the `AddressBook` that turns experts into slots."""
+"""Placement as a value: which slot holds which logical expert, and the `AddressBook` that turns experts into
+slots.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _KNUTH = 2654435769  # 2^32 / golden ratio: consecutive tokens spread over repli
 
 
 class Move(NamedTuple):
-    """One expert copied into one slot of one layer; `source` is a slot that holds it now, EMPTY: from disk."""
+    """One expert copied into one slot of one layer; `source` holds it now, EMPTY: from disk."""
 
     layer: int  # position among the served layers
     slot: int
@@ -30,7 +32,8 @@ class Placement:
     """Which logical expert each slot holds: `slots [L, S]`, S = ranks x slots a rank, EMPTY where none.
 
     Rank r owns slots `r * S / ranks` to `(r + 1) * S / ranks`. An expert in several slots is replicated. When
-    experts are sliced (tensor parallel), the group is the one owner: `ranks` is 1 and every rank holds its slice
+    experts are sliced (tensor parallel), the group is the one owner: `ranks` is 1 and every rank holds its
+    slice
     of every slot. Raises ValueError when S does not divide by ranks or an expert of a layer has no slot.
     """
 
@@ -41,24 +44,38 @@ class Placement:
     def __post_init__(self) -> None:
         slots = np.array(self.slots, dtype=np.int32)
         if slots.ndim != 2 or slots.shape[1] % self.ranks:
-            raise ValueError(f"slots {list(slots.shape)} must be [layers, slots] with slots a multiple of ranks={self.ranks}")
+            raise ValueError(
+                f"slots {list(slots.shape)} must be [layers, slots], "
+                f"with slots a multiple of ranks={self.ranks}"
+            )
         if slots.size and (slots.min() < EMPTY or slots.max() >= self.experts):
-            raise ValueError(f"slots hold experts {slots.min()} to {slots.max()}; a layer has experts 0 to {self.experts - 1}")
+            raise ValueError(
+                f"slots hold experts {slots.min()} to {slots.max()}; "
+                f"a layer has experts 0 to {self.experts - 1}"
+            )
         for layer, row in enumerate(slots):
             if missing := sorted(set(range(self.experts)) - set(row.tolist())):
-                raise ValueError(f"layer {layer} has no slot for experts {missing[:8]}; every expert needs one")
+                raise ValueError(
+                    f"layer {layer} has no slot for experts {missing[:8]}; every expert needs one"
+                )
         slots.setflags(write=False)
         object.__setattr__(self, "slots", slots)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Placement) and self.ranks == other.ranks and np.array_equal(self.slots, other.slots)
+        return (
+            isinstance(other, Placement)
+            and self.ranks == other.ranks
+            and np.array_equal(self.slots, other.slots)
+        )
 
     def __hash__(self) -> int:
         return hash((self.ranks, self.slots.tobytes()))
 
     @classmethod
     def even(cls, layers: int, experts: int, ranks: int) -> Placement:
-        """Contiguous blocks in order; the first E mod ranks ranks hold one more, and a rank past E holds none."""
+        """Contiguous blocks in order; the first E mod ranks ranks hold one more, and a rank past E holds
+        none.
+        """
         base, rest = divmod(experts, ranks)
         width = base + (rest > 0)
         row = np.full(ranks * width, EMPTY, dtype=np.int32)
@@ -87,17 +104,25 @@ class Placement:
         return np.flatnonzero(self.slots[layer] == expert)
 
     def moves_to(self, other: Placement) -> tuple[Move, ...]:
-        """What has to be copied to get from here to `other`: one move for each slot that gets another expert."""
+        """What has to be copied to get to `other`: one move for each slot that gets another expert."""
         if self.slots.shape != other.slots.shape or self.ranks != other.ranks:
-            raise ValueError(f"placements differ in size: {list(self.slots.shape)} on {self.ranks} ranks, {list(other.slots.shape)} on {other.ranks}")
+            raise ValueError(
+                f"placements differ in size: {list(self.slots.shape)} on {self.ranks} ranks, "
+                f"{list(other.slots.shape)} on {other.ranks}"
+            )
         changed = zip(*np.nonzero((self.slots != other.slots) & (other.slots != EMPTY)), strict=True)
         return tuple(
-            Move(int(layer), int(slot), int(other.slots[layer, slot]), int(self.replicas(layer, other.slots[layer, slot])[0]))
+            Move(
+                int(layer),
+                int(slot),
+                int(other.slots[layer, slot]),
+                int(self.replicas(layer, other.slots[layer, slot])[0]),
+            )
             for layer, slot in changed
         )
 
     def rank_load(self, load: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Tokens each rank gets when an expert's load `[L, E]` splits evenly over its replicas: [L, ranks]."""
+        """Tokens each rank gets, an expert's load `[L, E]` split evenly over its replicas: [L, ranks]."""
         filled = self.slots != EMPTY
         copies = np.stack([np.bincount(row[row != EMPTY], minlength=self.experts) for row in self.slots])
         share = np.asarray(load, dtype=np.float64) / copies
@@ -120,7 +145,9 @@ class AddressBook:
 
     def __init__(self, placement: Placement, device: torch.device | str = "cpu") -> None:
         width = placement.slots.shape[1]  # no expert can have more replicas than there are slots
-        self._replicas = torch.full((placement.layers, placement.experts, width), EMPTY, dtype=torch.int32, device=device)
+        self._replicas = torch.full(
+            (placement.layers, placement.experts, width), EMPTY, dtype=torch.int32, device=device
+        )
         self._copies = torch.zeros((placement.layers, placement.experts), dtype=torch.int64, device=device)
         self.experts = placement.experts
         self.update(placement)
@@ -141,9 +168,10 @@ class AddressBook:
     def resolve(self, layer: int, experts: Tensor, valid: Tensor) -> Tensor:
         """Slots for the chosen experts.
 
-        `experts [T, K]` int, EMPTY for none; `valid [T]` bool, False for padding rows. Returns `[T, K]` int32, EMPTY
-        where the id is out of range or the row is not valid. A replicated expert's slot is chosen by hashing the
-        row's index, so all K of a row agree on it.
+        `experts [T, K]` int, EMPTY for none; `valid [T]` bool, False for padding rows. Returns `[T, K]`
+        int32, EMPTY
+        where the id is out of range or the row is not valid. A replicated expert's slot is chosen by hashing
+        the row's index, so all K of a row agree on it.
         """
         known = (experts >= 0) & (experts < self.experts) & valid[:, None]
         safe = torch.where(known, experts, 0).long()

@@ -207,10 +207,20 @@ class AsyncMoeClient:
 
     async def _topology(self, clock: Clock) -> moe_pb2.GetTopologyReply:
         """The lanes as last found, or found now."""
-        async with self._finding:
-            if self._lanes.current is None:
-                found = await self._door.unary("GetTopology", moe_pb2.GetTopologyRequest(), clock.remaining)
-                for gone in self._lanes.found(check_serving(found)):
+        current = self._lanes.current
+        if current is not None:
+            return current
+        try:
+            await asyncio.wait_for(self._finding.acquire(), clock.remaining)
+        except TimeoutError:
+            raise clock.expired() from None
+        try:
+            current = self._lanes.current
+            if current is None:
+                request = moe_pb2.GetTopologyRequest()
+                current = check_serving(await self._door.unary("GetTopology", request, clock.remaining))
+                for gone in self._lanes.found(current):
                     await gone.close()
-                return check_serving(found)
-            return self._lanes.current
+            return current
+        finally:
+            self._finding.release()

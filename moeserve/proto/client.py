@@ -228,10 +228,15 @@ class MoeClient:
         current = self._lanes.current
         if current is not None:
             return current
-        with self._finding:
-            if self._lanes.current is None:
-                found = self._door.unary("GetTopology", moe_pb2.GetTopologyRequest(), clock.remaining)
-                for gone in self._lanes.found(check_serving(found)):
+        if not self._finding.acquire(timeout=clock.remaining):
+            raise clock.expired()
+        try:
+            current = self._lanes.current
+            if current is None:
+                request = moe_pb2.GetTopologyRequest()
+                current = check_serving(self._door.unary("GetTopology", request, clock.remaining))
+                for gone in self._lanes.found(current):
                     gone.close()
-                return check_serving(found)
-            return self._lanes.current
+            return current
+        finally:
+            self._finding.release()

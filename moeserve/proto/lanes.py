@@ -53,7 +53,7 @@ class Lanes(Generic[L]):
             if lane.rank == bound:
                 return lane
         there = [lane.rank for lane in topology.lanes]
-        raise NotFound("NOT_FOUND", "LANE", f"lane {bound} is not one of the lanes {there}")
+        raise NotFound("NOT_FOUND", "no_lane", f"lane {bound} is not one of the lanes {there}")
 
     def link(self, topology: moe_pb2.GetTopologyReply, lane: moe_pb2.Lane) -> L:
         """The way to `lane`."""
@@ -78,7 +78,7 @@ def check_serving(topology: moe_pb2.GetTopologyReply) -> moe_pb2.GetTopologyRepl
     """`topology`, when it can be called; Unavailable with the service's reason otherwise."""
     if not topology.serving or not topology.lanes:
         reason = topology.reason or "the service has no lane"
-        raise Unavailable("UNAVAILABLE", "NOT_SERVING", f"the group does not serve now: {reason}")
+        raise Unavailable("UNAVAILABLE", "not_serving", f"the group does not serve now: {reason}")
     return topology
 
 

@@ -44,6 +44,7 @@ class Clock:
     def __init__(self, patience: Patience) -> None:
         self.patience = patience
         self.deadline = time.monotonic() + patience.timeout
+        self._before: MoeError | None = None
 
     @property
     def remaining(self) -> float:
@@ -54,7 +55,7 @@ class Clock:
         """Seconds to wait after attempt `attempt` (from 0); raises `failed` where there is to be no other.
 
         Forward is pure, so UNAVAILABLE may be repeated; RESOURCE_EXHAUSTED only after the server's own
-        pushback.
+        pushback. When the time runs out over repeating, what kept failing is raised: it says more.
         """
         patience = self.patience
         if isinstance(failed, Overloaded) and failed.retry_after is not None:
@@ -62,16 +63,18 @@ class Clock:
         elif isinstance(failed, Unavailable):
             longest = min(patience.longest_wait, patience.first_wait * 2.0 ** min(attempt, 30))
             wait = longest * random.uniform(0.5, 1.0)
+        elif isinstance(failed, DeadlineExceeded) and self._before is not None:
+            raise self._before from failed
         else:
             raise failed
         if patience.attempts is not None and attempt + 1 >= patience.attempts:
             raise failed
         if wait >= self.remaining:
             raise failed
+        self._before = failed
         return wait
 
-    def check(self) -> None:
-        """Raises DeadlineExceeded when no time is left."""
-        if self.remaining == 0:
-            text = f"{self.patience.timeout} s passed on the client's side"
-            raise DeadlineExceeded("DEADLINE_EXCEEDED", "", text)
+    def expired(self) -> DeadlineExceeded:
+        """The error of a call whose time passed before it was sent."""
+        text = f"{self.patience.timeout} s passed before the lanes were known"
+        return DeadlineExceeded("DEADLINE_EXCEEDED", "", text)

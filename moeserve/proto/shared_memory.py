@@ -71,7 +71,7 @@ class RemoteRegion:
         except OSError as failed:
             lease.close()
             text = f"region of {made.size} bytes could not be fetched from {made.socket}: {failed}"
-            raise Unavailable("UNAVAILABLE", "REGION", text) from failed
+            raise Unavailable("UNAVAILABLE", "region_lost", text) from failed
         return cls(made.name, memory, lease)
 
     @property

@@ -1,7 +1,7 @@
 """`RayCluster`: the service on Ray, each rank an actor in a placement group, restarted by Ray when it dies.
 
-Ray places, restarts and configures. Tensors never travel through it, nor do steps: each actor runs its rank in a
-thread and talks to the coordinator on its own stream.
+Ray places, restarts and configures. Tensors never travel through it, nor do steps: each actor runs its rank
+in a thread and talks to the coordinator on its own stream.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class RayCluster:
         self.address = ""
 
     def start(self) -> RayCluster:
-        """Places the actors and waits until the group serves. Raises ConfigError, RuntimeError or TimeoutError."""
+        """Places the actors and waits until the group serves. Raises ConfigError, RuntimeError or
+        TimeoutError.
+        """
         try:
             self._connect()
             self._place()
@@ -101,7 +103,7 @@ class RayCluster:
             _quietly(lambda: ray.get(self._head.stop.remote(), timeout=15))
         for actor in (*self._actors, self._head):
             if actor is not None:
-                _quietly(lambda actor=actor: ray.kill(actor, no_restart=True))  # type: ignore[misc]
+                _quietly(lambda actor=actor: ray.kill(actor, no_restart=True))
         if self._group is not None:
             _quietly(lambda: remove_placement_group(self._group))
         self._actors, self._head, self._group = [], None, None
@@ -135,8 +137,12 @@ class RayCluster:
         if address:
             ray.init(address=address, log_to_driver=True)
         else:
-            resources = max(os.cpu_count() or 1, self._needed_cpus())  # ranks on one machine share its cores knowingly
-            ray.init(address="local", num_cpus=resources, include_dashboard=False, _node_ip_address="127.0.0.1")
+            resources = max(
+                os.cpu_count() or 1, self._needed_cpus()
+            )  # ranks on one machine share its cores knowingly
+            ray.init(
+                address="local", num_cpus=resources, include_dashboard=False, _node_ip_address="127.0.0.1"
+            )
         self._owns_ray = True
 
     def _place(self) -> None:
@@ -146,13 +152,29 @@ class RayCluster:
         self._group = placement_group([bundle] * ranks, strategy="PACK")
         ray.get(self._group.ready(), timeout=config.cluster.start_timeout_seconds)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        host = "127.0.0.1" if config.server.host in ("127.0.0.1", "localhost") else ray.util.get_node_ip_address()
-        self._head = ray.remote(_HeadActor).options(num_cpus=0, scheduling_strategy=here, max_concurrency=4).remote(config, host)
-        self.address, streams, token = ray.get(self._head.addresses.remote(), timeout=config.cluster.start_timeout_seconds)
+        host = (
+            "127.0.0.1"
+            if config.server.host in ("127.0.0.1", "localhost")
+            else ray.util.get_node_ip_address()
+        )
+        self._head = (
+            ray.remote(_HeadActor)
+            .options(num_cpus=0, scheduling_strategy=here, max_concurrency=4)
+            .remote(config, host)
+        )
+        self.address, streams, token = ray.get(
+            self._head.addresses.remote(), timeout=config.cluster.start_timeout_seconds
+        )
         for rank in range(ranks):
             seat = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-            options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": seat}
-            actor = ray.remote(_RankActor).options(**options, max_restarts=-1, max_task_retries=0, runtime_env={"env_vars": ALL_GPUS})
+            options = {
+                "num_cpus": bundle["CPU"],
+                "num_gpus": bundle.get("GPU", 0),
+                "scheduling_strategy": seat,
+            }
+            actor = ray.remote(_RankActor).options(
+                **options, max_restarts=-1, max_task_retries=0, runtime_env={"env_vars": ALL_GPUS}
+            )
             self._actors.append(actor.remote(config, rank, streams, token))
         ray.get(self._head.wait_serving.remote(config.cluster.start_timeout_seconds))
 
@@ -162,7 +184,8 @@ class RayCluster:
         for kind, each in bundle.items():
             if total.get(kind, 0) < each * ranks:
                 raise ConfigError(
-                    f"{ranks} ranks need {each * ranks:g} {kind}s, and the Ray cluster has {total.get(kind, 0):g}; "
+                    f"{ranks} ranks need {each * ranks:g} {kind}s, and the Ray cluster "
+                    f"has {total.get(kind, 0):g}; "
                     f"add nodes, use fewer ranks, or lower cluster.cpus_per_rank"
                 )
 

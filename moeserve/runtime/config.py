@@ -1,4 +1,6 @@
-"""The one frozen configuration, from a TOML file and flags. An unknown key is an error; the result is printed at start."""
+"""The one frozen configuration, from a TOML file and flags. An unknown key is an error; the result is printed
+at start.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class PlanConfig:
 
     @property
     def wanted(self) -> Wanted:
-        """The pins, as the plan reads them; other systems' names of carriers are understood. Raises ValueError."""
+        """The pins, as the plan reads them; other systems' names of carriers are understood. Raises
+        ValueError.
+        """
         named = self.all2all_backend
         return Wanted(self.kernel, named if named == AUTO else carrier_named(named).name, self.wire)
 
@@ -76,7 +80,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 50051  # the coordinator's; 0 picks a free one
-    metrics_port: int = 9400  # the coordinator's; rank r takes this + 1 + r; 0 picks free ones, -1 turns metrics off
+    metrics_port: int = 9400  # the head's; rank r takes this + 1 + r; 0 picks free ones, -1 turns metrics off
     max_message_bytes: int = 256 << 20
     max_concurrent_calls: int = 256  # a lane refuses more, with pushback
     region_bytes: int = 4 << 30  # of shared memory a rank may hand out
@@ -114,14 +118,22 @@ class Config:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not TOML: {error}") from error
-        return from_mapping(cls, document)
+        config: Config = from_mapping(cls, document)
+        return config
 
     def with_values(self, values: Mapping[str, Any]) -> Config:
         """This configuration with dotted keys replaced, such as `{"server.port": 0}`."""
         config = self
         for key, value in values.items():
             table, name = key.split(".")
-            config = replace(config, **{table: from_mapping(type(getattr(config, table)), {name: value}, getattr(config, table), f"{table}.")})
+            config = replace(
+                config,
+                **{
+                    table: from_mapping(
+                        type(getattr(config, table)), {name: value}, getattr(config, table), f"{table}."
+                    )
+                },
+            )
         return config
 
     def checked(self) -> Config:
@@ -131,7 +143,13 @@ class Config:
         _one_of("cluster.launcher", self.cluster.launcher, ("ray", "local"))
         _one_of("model.dtype", self.model.dtype, (AUTO, "fp32", "bf16", "fp16"))
         _one_of("plan.device", self.plan.device, (AUTO, "cpu", "cuda"))
-        for key in ("step.lane_rows", "step.max_step_tokens", "step.timeout_seconds", "server.max_concurrent_calls", "server.max_message_bytes"):
+        for key in (
+            "step.lane_rows",
+            "step.max_step_tokens",
+            "step.timeout_seconds",
+            "server.max_concurrent_calls",
+            "server.max_message_bytes",
+        ):
             table, name = key.split(".")
             if getattr(getattr(self, table), name) <= 0:
                 raise ConfigError(f"{key} = {getattr(getattr(self, table), name)} must be positive")
@@ -152,7 +170,7 @@ class Config:
 
 
 def from_mapping(cls: type, document: Mapping[str, Any], start: Any = None, path: str = "") -> Any:
-    """An instance of the dataclass `cls` from nested tables. Raises ConfigError naming the key and its type."""
+    """An instance of `cls` from nested tables. Raises ConfigError naming the key and its type."""
     hints = get_type_hints(cls)
     values: dict[str, Any] = {}
     for key, value in document.items():

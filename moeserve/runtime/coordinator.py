@@ -1,8 +1,9 @@
 """`Coordinator`: forms the group, orders its steps, and changes its epoch. It never sees a tensor.
 
-Ranks connect one stream each. A generation is one process group: prepared (every rank has its experts), committed,
-joined, serving. When a rank is lost or cannot run an entry, the generation aborts and, once all ranks are there
-again, a fresh one forms.
+Ranks connect one stream each. A generation is one process group: prepared (every rank has its experts),
+committed,
+joined, serving. When a rank is lost or cannot run an entry, the generation aborts and, once all ranks are
+there again, a fresh one forms.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch forgets to export it
 
 from moeserve.experts.load import Load
 from moeserve.runtime.epoch import Epoch
@@ -30,7 +31,9 @@ log = logging.getLogger(__name__)
 STEPS_IN_FLIGHT = 2  # a header may wait at the ranks while the step before it runs
 FORM_ATTEMPTS = 3  # generations that may fail in a row before they serve once; then the service gives up
 SETTLE_SECONDS = 0.25  # after an abort, before the next generation: a killed rank's stream ends by then
-BLAME_SECONDS = 0.2  # after a rank failed an entry: where a peer died, its stream ends by then and names the cause
+BLAME_SECONDS = (
+    0.2  # after a rank failed an entry: where a peer died, its stream ends by then and names the cause
+)
 
 
 @dataclass(eq=False)
@@ -85,8 +88,10 @@ class Coordinator:
         self._state, self._reason = "forming", "waiting for ranks"
         self._generation = self._failures = self._steps = self._jobs = 0
         self._form_at = math.inf
-        self._failing: tuple[float, str] | None = None  # when to abort, unless a lost rank explains it before; why
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._failing: tuple[float, str] | None = (
+            None  # when to abort, unless a lost rank explains it before; why
+        )
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._store_address = f"{host}:{self._store.port}"
         self._listener = socket.create_server((host, 0))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
@@ -135,7 +140,8 @@ class Coordinator:
         shape = (self.epoch.placement.layers, self.epoch.placement.experts)
         return Load(np.sum(loads, axis=0) if loads else np.zeros(shape))
 
-    # -- ranks come and go ------------------------------------------------------------------------------------------
+    # -- ranks come and go
+    # ------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
         while True:
@@ -143,7 +149,9 @@ class Coordinator:
                 connection, peer = self._listener.accept()
             except OSError:
                 return  # stopped
-            threading.Thread(target=self._serve_stream, args=(Stream(connection), peer), name=f"rank {peer}", daemon=True).start()
+            threading.Thread(
+                target=self._serve_stream, args=(Stream(connection), peer), name=f"rank {peer}", daemon=True
+            ).start()
 
     def _serve_stream(self, stream: Stream, peer: object) -> None:
         rank, seat = -1, None
@@ -167,8 +175,17 @@ class Coordinator:
             raise ValueError("a stream must begin with hello and the group's token")
         if not 0 <= rank < self._ranks:
             raise ValueError(f"rank {rank} is outside a group of {self._ranks}")
-        plans = {int(layer): (kernel, carrier, wire) for layer, kernel, carrier, wire in hello.get("plans", [])}
-        seat = Seat(stream, int(hello["pid"]), str(hello["address"]), str(hello["host_id"]), hello.get("metrics", ""), plans)
+        plans = {
+            int(layer): (kernel, carrier, wire) for layer, kernel, carrier, wire in hello.get("plans", [])
+        }
+        seat = Seat(
+            stream,
+            int(hello["pid"]),
+            str(hello["address"]),
+            str(hello["host_id"]),
+            hello.get("metrics", ""),
+            plans,
+        )
         with self._lock:
             if refused := hello.get("refused"):
                 self._fail(str(refused))
@@ -181,9 +198,13 @@ class Coordinator:
             self._seats[rank] = seat
             missing = sorted(set(range(self._ranks)) - set(self._seats))
             if missing:
-                self._set_state("forming", self._reason if self._generation else f"waiting for ranks {missing}")
+                self._set_state(
+                    "forming", self._reason if self._generation else f"waiting for ranks {missing}"
+                )
             else:
-                self._form_at = min(self._form_at, time.monotonic() + (SETTLE_SECONDS if self._generation else 0))
+                self._form_at = min(
+                    self._form_at, time.monotonic() + (SETTLE_SECONDS if self._generation else 0)
+                )
                 self._lock.notify_all()
         return rank, seat
 
@@ -202,24 +223,33 @@ class Coordinator:
                 case "announce":
                     if self._state in ("serving", "joining"):
                         self._jobs += 1
-                        self._sequencer.announce(announcement_from(message, rank, time.monotonic()), time.monotonic())
+                        self._sequencer.announce(
+                            announcement_from(message, rank, time.monotonic()), time.monotonic()
+                        )
                         self._emit()
                 case "done":
                     self._done(rank, seat, message)
                 case "report":
                     self._report(seat, message)
                 case "prepared":
-                    seat.bytes_read, seat.weight_bytes = int(message["bytes_read"]), int(message["weight_bytes"])
+                    seat.bytes_read, seat.weight_bytes = (
+                        int(message["bytes_read"]),
+                        int(message["weight_bytes"]),
+                    )
                     self._vote(self._votes.prepared, rank, self._commit)
                 case "joined":
                     self._vote(self._votes.joined, rank, self._serve)
                 case "failed":
-                    self._failing = self._failing or (time.monotonic() + BLAME_SECONDS, str(message["reason"]))
+                    self._failing = self._failing or (
+                        time.monotonic() + BLAME_SECONDS,
+                        str(message["reason"]),
+                    )
                     self._lock.notify_all()
                 case unknown:
                     raise ValueError(f"unknown message {unknown!r} from rank {rank}")
 
-    # -- a generation -----------------------------------------------------------------------------------------------
+    # -- a generation
+    # -----------------------------------------------------------------------------------------------
 
     def _vote(self, votes: set[int], rank: int, passed: Callable[[], None]) -> None:
         votes.add(rank)
@@ -232,16 +262,27 @@ class Coordinator:
         self._generation += 1
         self._votes = _Votes()
         self._set_state("preparing", f"generation {self._generation} is loading experts")
-        self._broadcast({"kind": "prepare", "generation": self._generation, "epoch": epoch_message(self.epoch)})
+        self._broadcast(
+            {"kind": "prepare", "generation": self._generation, "epoch": epoch_message(self.epoch)}
+        )
 
     def _commit(self) -> None:
         self._set_state("joining", f"generation {self._generation} is joining")
-        self._broadcast({"kind": "commit", "generation": self._generation, "epoch": self.epoch.number, "store": self._store_address})
+        self._broadcast(
+            {
+                "kind": "commit",
+                "generation": self._generation,
+                "epoch": self.epoch.number,
+                "store": self._store_address,
+            }
+        )
 
     def _serve(self) -> None:
         self._failures = 0
         self._set_state("serving", "")
-        log.info("generation %d serves epoch %d with %d ranks", self._generation, self.epoch.number, self._ranks)
+        log.info(
+            "generation %d serves epoch %d with %d ranks", self._generation, self.epoch.number, self._ranks
+        )
         self._emit()
 
     def _abort(self, reason: str) -> None:
@@ -266,7 +307,8 @@ class Coordinator:
         if self._steps == 0 or self._failures >= FORM_ATTEMPTS:
             self._set_state("failed", reason)
 
-    # -- steps ------------------------------------------------------------------------------------------------------
+    # -- steps
+    # ------------------------------------------------------------------------------------------------------
 
     def _emit(self) -> float | None:
         """Sends steps that are due; returns when the next one is, or None."""
@@ -312,7 +354,8 @@ class Coordinator:
                 until = min(due if due is not None else math.inf, self._form_at)
                 self._lock.wait(None if math.isinf(until) else max(0.0, until - time.monotonic()))
 
-    # -- small things -----------------------------------------------------------------------------------------------
+    # -- small things
+    # -----------------------------------------------------------------------------------------------
 
     def _send(self, seat: Seat, message: Message) -> None:
         """A stream that fails here is seen as lost by the thread that receives from it."""
@@ -332,5 +375,11 @@ class Coordinator:
 
     def _progress(self) -> Progress:
         return Progress(
-            self._state, self._reason, self._generation, self._steps, self._jobs, self._sequencer.queued, len(self._running)
+            self._state,
+            self._reason,
+            self._generation,
+            self._steps,
+            self._jobs,
+            self._sequencer.queued,
+            len(self._running),
         )

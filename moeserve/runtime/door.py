@@ -25,16 +25,23 @@ Observe = Callable[[str, str, str, float], None]
 
 
 class Door(moe_pb2_grpc.MoeServiceServicer):
-    """Forward, ForwardStream and the regions of one rank; the coordinator's address answers everything else."""
+    """Forward, ForwardStream and the regions of one rank; the front door answers everything else."""
 
-    def __init__(self, reader: RequestReader, lane: Lane, regions: Regions, weights_version: Callable[[], int], observe: Observe) -> None:
+    def __init__(
+        self,
+        reader: RequestReader,
+        lane: Lane,
+        regions: Regions,
+        weights_version: Callable[[], int],
+        observe: Observe,
+    ) -> None:
         self._reader = reader
         self._lane = lane
         self._regions = regions
         self._weights_version = weights_version
         self._observe = observe
 
-    def Forward(self, request: moe_pb2.ForwardRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:  # noqa: N802
+    def Forward(self, request: moe_pb2.ForwardRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
         """Runs one batch and waits for its answer."""
         started, transport, code = time.perf_counter(), "inline", "OK"
         remaining = context.time_remaining()
@@ -63,18 +70,22 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
             raise DeadlinePassed(f"layer {asked.batch.layer}: no answer within the deadline")
         return self._reply(asked, call)
 
-    def ForwardStream(  # noqa: N802
+    def ForwardStream(
         self, request_iterator: Iterator[moe_pb2.ForwardRequest], context: grpc.ServicerContext
     ) -> Iterator[moe_pb2.ForwardStreamReply]:
         """Runs batches as they arrive; replies come as they are ready, under their job ids."""
         replies: queue.SimpleQueue[moe_pb2.ForwardStreamReply | None] = queue.SimpleQueue()
         stream = _Stream(self, replies)
         context.add_callback(stream.left)
-        threading.Thread(target=stream.consume, args=(request_iterator,), name="forward-stream", daemon=True).start()
+        threading.Thread(
+            target=stream.consume, args=(request_iterator,), name="forward-stream", daemon=True
+        ).start()
         while (reply := replies.get()) is not None:
             yield reply
 
-    def begin(self, request: moe_pb2.ForwardRequest, ended: Callable[[moe_pb2.ForwardStreamReply], None]) -> Call | None:
+    def begin(
+        self, request: moe_pb2.ForwardRequest, ended: Callable[[moe_pb2.ForwardStreamReply], None]
+    ) -> Call | None:
         """Starts one request of a stream; `ended` gets its reply, from whichever thread ends it."""
         started = time.perf_counter()
         deadline = time.time() + request.timeout_ms / 1000 if request.timeout_ms else math.inf
@@ -129,24 +140,38 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
             raise self._lane.unavailable()
         return asked.reply(asked.batch.hidden, 0, self._weights_version())
 
-    # -- shared memory ----------------------------------------------------------------------------------------------
+    # -- shared memory
+    # ----------------------------------------------------------------------------------------------
 
-    def CreateRegion(self, request: moe_pb2.CreateRegionRequest, context: grpc.ServicerContext) -> moe_pb2.CreateRegionReply:  # noqa: N802
+    def CreateRegion(
+        self, request: moe_pb2.CreateRegionRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.CreateRegionReply:
         """Makes a sealed region of this rank's host."""
         name, size = _guarded(context, lambda: self._regions.create(request.size))
         return moe_pb2.CreateRegionReply(name=name, size=size, socket=self._regions.socket)
 
-    def RegisterRegion(self, request: moe_pb2.RegisterRegionRequest, context: grpc.ServicerContext) -> moe_pb2.RegisterRegionReply:  # noqa: N802
+    def RegisterRegion(
+        self, request: moe_pb2.RegisterRegionRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.RegisterRegionReply:
         """Registers an object by name, where the configuration allows it."""
-        _guarded(context, lambda: self._regions.register(request.name, request.key, request.offset, request.size))
+        _guarded(
+            context, lambda: self._regions.register(request.name, request.key, request.offset, request.size)
+        )
         return moe_pb2.RegisterRegionReply()
 
-    def ListRegions(self, request: moe_pb2.ListRegionsRequest, context: grpc.ServicerContext) -> moe_pb2.ListRegionsReply:  # noqa: N802
+    def ListRegions(
+        self, request: moe_pb2.ListRegionsRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.ListRegionsReply:
         """Every region of this rank."""
-        rows = [moe_pb2.RegionInfo(name=r.name, size=r.size, in_use=r.in_use, named=r.named) for r in self._regions.list()]
+        rows = [
+            moe_pb2.RegionInfo(name=r.name, size=r.size, in_use=r.in_use, named=r.named)
+            for r in self._regions.list()
+        ]
         return moe_pb2.ListRegionsReply(regions=rows)
 
-    def ReleaseRegion(self, request: moe_pb2.ReleaseRegionRequest, context: grpc.ServicerContext) -> moe_pb2.ReleaseRegionReply:  # noqa: N802
+    def ReleaseRegion(
+        self, request: moe_pb2.ReleaseRegionRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.ReleaseRegionReply:
         """Forgets a region; calls that hold it finish."""
         _guarded(context, lambda: self._regions.release(request.name))
         return moe_pb2.ReleaseRegionReply()

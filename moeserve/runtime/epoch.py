@@ -1,4 +1,6 @@
-"""`Epoch`: the one way the world changes. First load, rebalance, lost or joined rank: each is epoch n -> n + 1."""
+"""`Epoch`: the one way the world changes. First load, rebalance, lost or joined rank: each is epoch n -> n +
+1.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +42,24 @@ class Epoch:
     def without(self, lost: Collection[int]) -> Epoch:
         """The survivors of `lost` ranks: experts that lost their last replica move into spare slots.
 
-        Raises ValueError when experts are sliced (a lost slice can only return), or when the survivors have too
-        few spare slots (empty ones, and second replicas).
+        Raises ValueError when experts are sliced (a lost slice can only return), or when the survivors have
+        too few spare slots (empty ones, and second replicas).
         """
         if self.mesh.sliced:
-            raise ValueError(f"ranks {sorted(lost)} hold slices of every expert; the group cannot serve without them")
+            raise ValueError(
+                f"ranks {sorted(lost)} hold slices of every expert; the group cannot serve without them"
+            )
         keep = [rank for rank in range(self.mesh.ranks) if rank not in set(lost)]
         if not keep:
             raise ValueError("no rank survives")
-        rows = [np.concatenate([self.placement.of_rank(layer, rank) for rank in keep]) for layer in range(self.placement.layers)]
+        rows = [
+            np.concatenate([self.placement.of_rank(layer, rank) for rank in keep])
+            for layer in range(self.placement.layers)
+        ]
         slots = np.stack([_fill(row, self.placement.experts, layer) for layer, row in enumerate(rows)])
-        return self._next(mesh=_expert_mesh(len(keep)), placement=Placement(slots, len(keep), self.placement.experts))
+        return self._next(
+            mesh=_expert_mesh(len(keep)), placement=Placement(slots, len(keep), self.placement.experts)
+        )
 
     def joined(self, ranks: int) -> Epoch:
         """`ranks` more ranks at the end, their slots filled with replicas of the experts that have fewest."""
@@ -86,7 +95,10 @@ def _fill(row: np.ndarray, experts: int, layer: int) -> np.ndarray:
         elif expert != EMPTY:
             seen.add(expert)
     if len(missing) > len(spare):
-        raise ValueError(f"layer {layer}: {len(missing)} experts lost their last replica, and the survivors have {len(spare)} spare slots")
+        raise ValueError(
+            f"layer {layer}: {len(missing)} experts lost their last replica, "
+            f"and the survivors have {len(spare)} spare slots"
+        )
     for slot, expert in zip(spare, missing, strict=False):
         row[slot] = expert
     return row

@@ -30,7 +30,9 @@ class HeadProcess:
         self._telemetry.progress(self.coordinator.progress)
         self._telemetry.seats(served.mesh.ranks, self.coordinator.seats)
         self._telemetry.loads(lambda: (self.coordinator.epoch.placement, self.coordinator.load()))
-        front = FrontDoor(model_name(config), served, self.coordinator, server.max_message_bytes, self._telemetry.request)
+        front = FrontDoor(
+            model_name(config), served, self.coordinator, server.max_message_bytes, self._telemetry.request
+        )
         self._endpoint = Endpoint(front, server.max_concurrent_calls, server.max_message_bytes)
         self.coordinator.on_change = self._changed
         self.address = self._endpoint.start(server.host, server.port)

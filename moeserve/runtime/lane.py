@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -141,16 +140,23 @@ class Lane:
             ended(done)
 
         call = Call(leave)
-        parts = zip(
-            batch.hidden.split(self.capacity),
-            batch.experts.split(self.capacity),
-            batch.weights.split(self.capacity),
-            strict=True,
+        columns = (batch.hidden, batch.experts, batch.weights)
+        starts = range(0, batch.hidden.shape[0], self.capacity)
+        parts = ([column[at : at + self.capacity] for column in columns] for at in starts)
+        call.expect(
+            [
+                Job(
+                    next(self._numbers),
+                    batch.layer,
+                    hidden,
+                    experts,
+                    weights,
+                    batch.deadline,
+                    call.part_ended,
+                )
+                for hidden, experts, weights in parts
+            ]
         )
-        call.expect([
-            Job(next(self._numbers), batch.layer, *part, batch.deadline, call.part_ended)  # type: ignore[arg-type]
-            for part in parts
-        ])
         with self._lock:
             if self._closed is not None:
                 raise GroupUnavailable(self._closed)

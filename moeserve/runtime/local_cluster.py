@@ -1,4 +1,6 @@
-"""`LocalCluster`: the service on this machine without Ray, each rank a spawned process that is started again when it dies."""
+"""`LocalCluster`: the service on this machine without Ray, each rank a spawned process that is started again
+when it dies.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class LocalCluster:
         return self.head.address
 
     def start(self) -> LocalCluster:
-        """Starts the ranks and waits until the group serves. Raises RuntimeError or TimeoutError with the reason."""
+        """Starts the ranks and waits until the group serves. Raises RuntimeError or TimeoutError with the
+        reason.
+        """
         for rank in range(self._ranks):
             self._spawn(rank)
         threading.Thread(target=self._watch, name="watch-ranks", daemon=True).start()
@@ -96,5 +100,10 @@ class LocalCluster:
                 return
             for rank, process in list(self._processes.items()):
                 if not process.is_alive() and not self._stopping.is_set():
-                    log.warning("rank %d (pid %s) ended with %s; it is started again", rank, process.pid, process.exitcode)
+                    log.warning(
+                        "rank %d (pid %s) ended with %s; it is started again",
+                        rank,
+                        process.pid,
+                        process.exitcode,
+                    )
                     self._spawn(rank)

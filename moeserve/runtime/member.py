@@ -1,7 +1,8 @@
-"""`Member`: a rank's seat in the group. It follows the coordinator's ordered stream and alone issues collectives.
+"""`Member`: a rank's seat in the group. It follows the coordinator's ordered stream and alone issues
+collectives.
 
-Two threads: one receives (so that an abort is seen while a step runs), one executes entries in their order. Doors
-have threads of their own.
+Two threads: one receives (so that an abort is seen while a step runs), one executes entries in their order.
+Doors have threads of their own.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not exported
 
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.lane import Lane
-from moeserve.runtime.rank import Rank
-from moeserve.runtime.step import Announcement, Header, StepRecord, empty_input, LaneInput
-from moeserve.runtime.stream import Message, Stream, StreamClosed
 from moeserve.runtime.messages import announcement_message, epoch_from, header_from
+from moeserve.runtime.rank import Progress, Rank
+from moeserve.runtime.step import Announcement, Header, LaneInput, StepRecord, empty_input
+from moeserve.runtime.stream import Message, Stream, StreamClosed
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,14 @@ class Rendezvous:
 class Member:
     """Runs one rank's entries. `run` returns when the coordinator ends the stream or says stop."""
 
-    def __init__(self, rank: Rank, lane: Lane, stream: Stream, meeting: Rendezvous, observe: Callable[[StepRecord], None]) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        lane: Lane,
+        stream: Stream,
+        meeting: Rendezvous,
+        observe: Callable[[StepRecord], None],
+    ) -> None:
         self._rank = rank
         self._lane = lane
         self._stream = stream
@@ -135,12 +144,14 @@ class Member:
         if self._epoch is None or self._epoch.placement != epoch.placement:
             self._load(epoch)
         self._epoch = epoch
-        self._stream.send({
-            "kind": "prepared",
-            "generation": entry["generation"],
-            "bytes_read": self._rank.bytes_read,
-            "weight_bytes": self._rank.bank.nbytes,
-        })
+        self._stream.send(
+            {
+                "kind": "prepared",
+                "generation": entry["generation"],
+                "bytes_read": self._rank.bytes_read,
+                "weight_bytes": self._rank.bank.nbytes,
+            }
+        )
 
     def _commit(self, entry: Message) -> None:
         """Everyone is prepared: joins the generation's process group and takes jobs."""
@@ -160,29 +171,34 @@ class Member:
         if self.steps == self._reported or self._generation == ABORTED:
             return
         self._reported, self._reported_at = self.steps, time.monotonic()
-        self._stream.send({
-            "kind": "report",
-            "generation": self._generation,
-            "steps": self.steps,
-            "expert_rows": self.expert_rows,
-            "load": self._rank.expert_load().tokens.tolist(),
-        })
+        self._stream.send(
+            {
+                "kind": "report",
+                "generation": self._generation,
+                "steps": self.steps,
+                "expert_rows": self.expert_rows,
+                "load": self._rank.expert_load().tokens.tolist(),
+            }
+        )
 
     def _load(self, epoch: Epoch) -> None:
         started = time.perf_counter()
         self._rank.load(epoch, progress_bar(self._rank.index))
         log.info(
             "rank %d: read %.1f MB of expert weights for %d layers in %.2f s",
-            self._rank.index, self._rank.bytes_read / 1e6, len(self._rank.served.layers), time.perf_counter() - started,
+            self._rank.index,
+            self._rank.bytes_read / 1e6,
+            len(self._rank.served.layers),
+            time.perf_counter() - started,
         )
 
     def _join(self, store: str, generation: int, ranks: int) -> None:
         host, port = store.rsplit(":", 1)
         limit = timedelta(seconds=self._meeting.timeout)
-        shared = dist.TCPStore(host, int(port), is_master=False, timeout=limit, wait_for_workers=False)
+        shared = TCPStore(host, int(port), is_master=False, timeout=limit, wait_for_workers=False)
         dist.init_process_group(
             self._meeting.backend,
-            store=dist.PrefixStore(f"generation-{generation}", shared),
+            store=PrefixStore(f"generation-{generation}", shared),
             rank=self._rank.index,
             world_size=ranks,
             timeout=limit,
@@ -214,7 +230,7 @@ class Member:
         self._observe(StepRecord(header.number, header.layer, len(jobs), at, wait, phases))
 
 
-def progress_bar(rank: int) -> Callable[..., object]:
+def progress_bar(rank: int) -> Progress:
     """A bar over layers while experts are read, on the standard error of rank 0 only."""
     from tqdm import tqdm
 

@@ -67,7 +67,7 @@ class Mesh:
         return 1 if self.sliced else self.ranks
 
     def seat(self, rank: int) -> Seat:
-        """Sizes and ranks inside the MoE layer for flat rank `dp_rank * pcp * tp + pcp_rank * tp + tp_rank`."""
+        """Sizes and ranks inside the layer of flat rank `dp_rank * pcp * tp + pcp_rank * tp + tp_rank`."""
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank {rank} is outside a mesh of {self.ranks} ranks")
         whole = Axis(self.ranks, rank)
@@ -77,8 +77,8 @@ class Mesh:
     def sequence_rows(self, rows: int, tp_rank: int) -> slice:
         """Which of `rows` rows, identical on all tensor-parallel ranks, `tp_rank` brings to the layer.
 
-        Sequence-parallel input: each keeps `ceil(rows / tp)`, the last ones fewer or none, so a row is dispatched
-        once and not tp times.
+        Sequence-parallel input: each keeps `ceil(rows / tp)`, the last ones fewer or none, so a row is
+        dispatched once and not tp times.
         """
         width = -(-rows // self.tp)
         return slice(min(rows, tp_rank * width), min(rows, (tp_rank + 1) * width))

@@ -1,4 +1,6 @@
-"""`make_plan`: the join of kernels and carriers for one problem on one machine, made once, printed, and final."""
+"""`make_plan`: the join of kernels and carriers for one problem on one machine, made once, printed, and
+final.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +60,12 @@ def make_plan(
     carriers: Mapping[str, DispatchRow],
     wanted: Wanted = Wanted(),
 ) -> Plan:
-    """Chooses kernel, carrier and wire: the first pair in table order that fits, and its narrowest harmless wire.
+    """Chooses kernel, carrier and wire: the first pair in table order that fits, and its narrowest harmless
+    wire.
 
-    A reference row is chosen on a GPU only when named. A wire that loses more than the scheme's activations must be
-    named. Raises NoPlan, with every reason, when nothing fits or a pinned name cannot serve: never a fallback.
+    A reference row is chosen on a GPU only when named. A wire that loses more than the scheme's activations
+    must be named. Raises NoPlan, with every reason, when nothing fits or a pinned name cannot serve: never a
+    fallback.
     """
     refused: list[tuple[str, str]] = []
     usable_kernels = _usable("kernel", wanted.kernel, kernels.values(), problem, machine, refused)
@@ -76,9 +80,18 @@ def make_plan(
                 chosen = Plan(problem, machine, kernel, carrier, wire, ())
     if chosen is None:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in refused)
-        raise NoPlan(f"nothing serves {problem.scheme} experts of {problem.shape} on {machine.name} ({machine.arch}):{reasons}")
-    losers = [(k.name, f"{chosen.kernel.name} stands before it") for k in usable_kernels if k is not chosen.kernel]
-    losers += [(c.name, f"{chosen.carrier.name} stands before it") for c in usable_carriers if c is not chosen.carrier]
+        raise NoPlan(
+            f"nothing serves {problem.scheme} experts of {problem.shape} "
+            f"on {machine.name} ({machine.arch}):{reasons}"
+        )
+    losers = [
+        (k.name, f"{chosen.kernel.name} stands before it") for k in usable_kernels if k is not chosen.kernel
+    ]
+    losers += [
+        (c.name, f"{chosen.carrier.name} stands before it")
+        for c in usable_carriers
+        if c is not chosen.carrier
+    ]
     return Plan(problem, machine, chosen.kernel, chosen.carrier, chosen.wire, (*refused, *losers))
 
 
@@ -110,16 +123,19 @@ def _usable(
 def _wire(problem: Problem, kernel: KernelRow, carrier: DispatchRow, name: str) -> Format | str:
     """The wire for a pair, or why there is none."""
     if carrier.grouping not in kernel.groupings:
-        return f"{carrier.name} delivers {carrier.grouping.value} rows, {kernel.name} takes {_list(g.value for g in kernel.groupings)}"
+        taken = _list(grouping.value for grouping in kernel.groupings)
+        return f"{carrier.name} delivers {carrier.grouping.value} rows, {kernel.name} takes {taken}"
     both = [f for f in FORMATS.values() if f.name in carrier.wires and f in kernel.eats and f.row_wise]
     if name != AUTO:
         wire = format_named(name)
         if wire in both:
             return wire
-        return f"wire {name} was named; {carrier.name} carries and {kernel.name} eats {_list(f.name for f in both) or 'nothing in common'}"
+        common = _list(f.name for f in both) or "nothing in common"
+        return f"wire {name} was named; {carrier.name} carries and {kernel.name} eats {common}"
     harmless = [f for f in both if f == problem.scheme.activations or f == problem.model_format]
     if not harmless:
-        return f"no wire in common that loses no more than {problem.scheme.activations} (in common: {_list(f.name for f in both) or 'none'})"
+        common = _list(f.name for f in both) or "none"
+        return f"no wire in common loses as little as {problem.scheme.activations} (in common: {common})"
     return min(harmless, key=lambda f: f.bits)
 
 

@@ -1,7 +1,7 @@
 """`Rank`: one rank's experts, carrier and step, as a plain class without Ray or gRPC.
 
-A launcher gives it a seat in a group; a model server may as well host it in its own process (torchrun) and call
-`step` directly, with no hop at all.
+A launcher gives it a seat in a group; a model server may as well host it in its own process (torchrun) and
+call `step` directly, with no hop at all.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class Served:
 
 
 class Rank:
-    """One rank. `load` reads its experts, `join` builds its carriers once the process group is up, `step` runs."""
+    """One rank. `load` reads its experts, `join` builds its carriers once the process group is up, `step`
+    runs.
+    """
 
     def __init__(self, index: int, served: Served, plans: dict[int, Plan], device: str) -> None:
         self.index = index
@@ -117,7 +119,7 @@ class Rank:
         self.meter = LoadMeter(len(self.served.layers), checkpoint.num_experts, self.device)
 
     def join(self) -> None:
-        """Builds the carriers over the process group that is up now; one serves all layers of the same sizes."""
+        """Builds the carriers over the process group that is up now; layers of the same sizes share one."""
         self.leave()
         built: dict[tuple[str, DispatchSpec], Dispatcher] = {}
         for layer, plan in self.plans.items():
@@ -136,14 +138,16 @@ class Rank:
     def step(self, layer: int, rows: LaneInput, lane_rows: tuple[int, ...]) -> tuple[Tensor, Phases]:
         """Runs one layer's step; collective over the group.
 
-        `rows` are this lane's, hidden states of the served dtype and final weights; `lane_rows` counts every lane's.
-        Returns the mixed expert output `[T, H]` of the served dtype, and what the step took.
+        `rows` are this lane's, hidden states of the served dtype and final weights; `lane_rows` counts every
+        lane's. Returns the mixed expert output `[T, H]` of the served dtype, and what the step took.
         """
         if self._book is None or self.meter is None:
             raise RuntimeError(f"rank {self.index} has loaded no experts; call load and join before step")
         position, carrier = self._position[layer], self._carriers[layer]
         lap, before = _stopwatch(), carrier.traffic
-        experts, weights = merge_duplicates(torch.where(rows.valid[:, None], rows.experts, EMPTY), rows.weights)
+        experts, weights = merge_duplicates(
+            torch.where(rows.valid[:, None], rows.experts, EMPTY), rows.weights
+        )
         hidden, weights = self._weigh_input(layer, rows.hidden, experts, weights)
         self.meter.count(position, experts)
         routing = Routing(self._book.resolve(position, experts, rows.valid), weights, lane_rows)
@@ -164,7 +168,9 @@ class Rank:
             raise RuntimeError(f"rank {self.index} has loaded no experts")
         return self.meter.read()
 
-    def _weigh_input(self, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def _weigh_input(
+        self, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """For models that weight the input (top-1), the lane does it here and sends weight 1."""
         if not self.served.checkpoint.gate(layer).weight_on_input:
             return hidden, weights

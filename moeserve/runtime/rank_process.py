@@ -52,7 +52,9 @@ def served_from(config: Config) -> Served:
     checkpoint = Checkpoint(config.model.checkpoint)
     layers = config.model.layers or checkpoint.layers
     if unknown := sorted(set(layers) - set(checkpoint.layers)):
-        raise ConfigError(f"model.layers: {unknown} have no experts in this checkpoint; {list(checkpoint.layers)} have")
+        raise ConfigError(
+            f"model.layers: {unknown} have no experts in this checkpoint; {list(checkpoint.layers)} have"
+        )
     dtype = checkpoint.dtype if config.model.dtype == AUTO else format_named(config.model.dtype).dtype
     return Served(checkpoint, tuple(sorted(layers)), config.parallel.mesh, dtype, config.step.lane_rows)
 
@@ -71,19 +73,32 @@ def machine_for(config: Config) -> Machine:
 
 
 def run_rank(spec: RankSpec) -> None:
-    """Runs one rank until its coordinator ends the stream. A rank that cannot start says why to the coordinator."""
+    """Runs one rank until its coordinator ends the stream. A rank that cannot start says why to the
+    coordinator.
+    """
     _prepare_process(spec)
     stream = connect(spec.coordinator, CONNECT_SECONDS)
-    hello = {"kind": "hello", "rank": spec.rank, "token": spec.token, "pid": os.getpid(), "host_id": host_id()}
+    hello = {
+        "kind": "hello",
+        "rank": spec.rank,
+        "token": spec.token,
+        "pid": os.getpid(),
+        "host_id": host_id(),
+    }
     try:
         process = _RankProcess(spec, stream)
     except Exception as error:
         log.exception("rank %d cannot start", spec.rank)
-        stream.send(hello | {"address": "", "refused": f"rank {spec.rank} cannot start: {type(error).__name__}: {error}"})
+        stream.send(
+            hello
+            | {"address": "", "refused": f"rank {spec.rank} cannot start: {type(error).__name__}: {error}"}
+        )
         stream.close()
         raise
     try:
-        stream.send(hello | {"address": process.address, "metrics": process.metrics_address, "plans": process.plans()})
+        stream.send(
+            hello | {"address": process.address, "metrics": process.metrics_address, "plans": process.plans()}
+        )
         process.member.run()
     except StreamClosed as closed:
         log.warning("rank %d: the coordinator is gone: %s", spec.rank, closed)
@@ -98,11 +113,17 @@ class _RankProcess:
         config, served = spec.config, served_from(spec.config)
         machine = machine_for(config)
         name = model_name(config)
-        rank = Rank(spec.rank, served, served.plans(machine, config.plan.wanted), torch_device(machine, spec.rank))
+        rank = Rank(
+            spec.rank, served, served.plans(machine, config.plan.wanted), torch_device(machine, spec.rank)
+        )
         self._rank = rank
-        self._regions = Regions(RegionLimits(max_bytes=config.server.region_bytes, allow_named=config.server.allow_named_regions))
+        self._regions = Regions(
+            RegionLimits(max_bytes=config.server.region_bytes, allow_named=config.server.allow_named_regions)
+        )
         lane = Lane(spec.rank, config.step.lane_rows, config.server.max_concurrent_calls)
-        self._telemetry = RankTelemetry(name, spec.rank, __version__, {layer: plan.carrier.name for layer, plan in rank.plans.items()})
+        self._telemetry = RankTelemetry(
+            name, spec.rank, __version__, {layer: plan.carrier.name for layer, plan in rank.plans.items()}
+        )
         self._telemetry.in_flight(lambda: lane.in_flight)
         self._telemetry.regions(lambda: (len(self._regions.list()), self._regions.bytes))
         meeting = Rendezvous("nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds)

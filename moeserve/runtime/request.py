@@ -39,9 +39,10 @@ class Asked:
 class RequestReader:
     """Reads requests against what is served. Safe from any thread.
 
-    NaN or infinite hidden states are computed as they are and stay in their own rows; NaN logits count as minus
-    infinity; the weight of an id of -1 is ignored, even NaN. Hidden states in another float dtype than the served
-    one are converted, and the answer converted back.
+    NaN or infinite hidden states are computed as they are and stay in their own rows; NaN logits count as
+    minus
+    infinity; the weight of an id of -1 is ignored, even NaN. Hidden states in another float dtype than the
+    served one are converted, and the answer converted back.
     """
 
     def __init__(self, name: str, served: Served, payloads: Payloads) -> None:
@@ -56,7 +57,9 @@ class RequestReader:
         if request.model not in ("", self._name):
             raise NotServed(f"model {request.model!r} is not served here; {self._name!r} is")
         if request.layer not in self._layers:
-            raise NotServed(f"layer {request.layer} has no experts served here; layers {runs(self._served.layers)} have")
+            raise NotServed(
+                f"layer {request.layer} has no experts served here; layers {runs(self._served.layers)} have"
+            )
         opened = self._payloads.open(request)
         try:
             experts, weights = self._route(request.layer, opened)
@@ -66,7 +69,11 @@ class RequestReader:
             opened.close()
             raise
         shared = request.hidden.WhichOneof("payload") == "region" or request.HasField("output")
-        return Asked(Batch(request.layer, hidden, experts, weights, deadline), "shared_memory" if shared else "inline", opened)
+        return Asked(
+            Batch(request.layer, hidden, experts, weights, deadline),
+            "shared_memory" if shared else "inline",
+            opened,
+        )
 
     def _route(self, layer: int, opened: OpenRequest) -> tuple[Tensor, Tensor]:
         """Experts `[T, K]` int32 and final weights `[T, K]` float32."""
@@ -81,7 +88,10 @@ class RequestReader:
             low, high = (int(value) for value in torch.aminmax(opened.experts))
             if low < -1 or high >= checkpoint.num_experts:
                 wrong = low if low < -1 else high
-                raise TensorError("choice.ids", f"id {wrong} is out of range: experts are 0 to {checkpoint.num_experts - 1}, -1 is none")
+                raise TensorError(
+                    "choice.ids",
+                    f"id {wrong} is out of range: experts are 0 to {checkpoint.num_experts - 1}, -1 is none",
+                )
         return opened.experts.to(torch.int32), opened.weights.float()
 
     @staticmethod

@@ -1,6 +1,7 @@
 """`Sequencer`: turns announced jobs into steps, by layer, earliest deadline first, within a token budget.
 
-It decides, and nothing else: no thread, no socket, no clock of its own, so that its rules can be tested as a function.
+It decides, and nothing else: no thread, no socket, no clock of its own, so that its rules can be tested as a
+function.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from moeserve.runtime.step import Announcement, Step
 class Pace:
     """Bounds of a step, and how long a job may wait for company.
 
-    After a step that had company, or while callers outnumber one, the next step waits until no job has arrived for
-    `quiet` seconds, at most `gather` after its oldest job; a lone caller never waits.
+    After a step that had company, or while callers outnumber one, the next step waits until no job has
+    arrived for `quiet` seconds, at most `gather` after its oldest job; a lone caller never waits.
     """
 
     lane_rows: int
@@ -47,9 +48,13 @@ class Sequencer:
         return sum(len(queue.jobs) for queue in self._queues.values())
 
     def announce(self, job: Announcement, now: float) -> None:
-        """A door has a job ready. Raises ValueError when its rows are over the lane's capacity: doors split first."""
+        """A door has a job ready. Raises ValueError when its rows are over the lane's capacity: doors split
+        first.
+        """
         if job.rows > self._pace.lane_rows:
-            raise ValueError(f"job {job.job} of rank {job.rank} has {job.rows} rows; a lane takes {self._pace.lane_rows}")
+            raise ValueError(
+                f"job {job.job} of rank {job.rank} has {job.rows} rows; a lane takes {self._pace.lane_rows}"
+            )
         self._queues.setdefault(job.layer, _Queue()).jobs.append((now, job))
         self._last_arrival = now
 
@@ -68,8 +73,8 @@ class Sequencer:
         return min(self._last_arrival + self._pace.quiet, oldest + self._pace.gather)
 
     def next_step(self, epoch: int, now: float) -> Step | None:
-        """Takes the most urgent layer's jobs into a step; None when nothing is queued. Jobs past their deadline are
-        dropped: their callers have left."""
+        """Takes the most urgent layer's jobs into a step; None when nothing is queued. Jobs past their
+        deadline are dropped: their callers have left."""
         self._drop_expired(now)
         waiting = {layer: queue for layer, queue in self._queues.items() if queue.jobs}
         if not waiting:
@@ -90,7 +95,10 @@ class Sequencer:
         rows = [0] * self._ranks
         left: list[tuple[float, Announcement]] = []
         for at, job in sorted(queue.jobs, key=lambda entry: (entry[1].deadline, entry[0])):
-            fits = rows[job.rank] + job.rows <= self._pace.lane_rows and sum(rows) + job.rows <= self._pace.step_rows
+            fits = (
+                rows[job.rank] + job.rows <= self._pace.lane_rows
+                and sum(rows) + job.rows <= self._pace.step_rows
+            )
             if fits or not any(rows):
                 lanes[job.rank].append((job.job, job.rows))
                 rows[job.rank] += job.rows

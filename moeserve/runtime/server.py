@@ -1,4 +1,6 @@
-"""`Endpoint`: a gRPC server of the contract with health and reflection, the same for lanes and the front door."""
+"""`Endpoint`: a gRPC server of the contract with health and reflection, the same for lanes and the front
+door.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class Endpoint:
         pool = ThreadPoolExecutor(calls + SPARE_THREADS, thread_name_prefix="call")
         self._server = grpc.server(pool, options=server_options(max_message_bytes))
         self._health = health.HealthServicer()
-        moe_pb2_grpc.add_MoeServiceServicer_to_server(servicer, self._server)
+        moe_pb2_grpc.add_MoeServiceServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -38,13 +40,17 @@ class Endpoint:
         try:
             bound = self._server.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:
-            raise PortInUse(f"cannot listen on {host}:{port}; set server.port (--port) to a free one, or 0 for any") from error
+            raise PortInUse(
+                f"cannot listen on {host}:{port}; set server.port (--port) to a free one, or 0 for any"
+            ) from error
         self._server.start()
         return f"{host}:{bound}"
 
     def set_serving(self, *, serving: bool) -> None:
         """What health probes are told."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        status = (
+            health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
         for name in ("", SERVICE):
             self._health.set(name, status)
 

@@ -1,4 +1,6 @@
-"""`FrontDoor`: the coordinator's own address. It knows topology, model and status, and answers Forward for simple clients."""
+"""`FrontDoor`: the coordinator's own address. It knows topology, model and status, and answers Forward for
+simple clients.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,13 @@ _DTYPES = {"fp32": moe_pb2.DTYPE_FP32, "bf16": moe_pb2.DTYPE_BF16, "fp16": moe_p
 
 
 class FrontDoor(moe_pb2_grpc.MoeServiceServicer):
-    """Answers what lanes do not know, and hands calls on to them; what a lane refuses is refused in its words."""
+    """Answers what lanes do not know, and hands calls on to them; what a lane refuses is refused in its
+    words.
+    """
 
-    def __init__(self, name: str, served: Served, coordinator: Coordinator, max_message_bytes: int, observe: Observe) -> None:
+    def __init__(
+        self, name: str, served: Served, coordinator: Coordinator, max_message_bytes: int, observe: Observe
+    ) -> None:
         self._name = name
         self._served = served
         self._coordinator = coordinator
@@ -41,9 +47,10 @@ class FrontDoor(moe_pb2_grpc.MoeServiceServicer):
         self._turns = itertools.count()
         self._lock = threading.Lock()
 
-    # -- calls ------------------------------------------------------------------------------------------------------
+    # -- calls
+    # ------------------------------------------------------------------------------------------------------
 
-    def Forward(self, request: moe_pb2.ForwardRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:  # noqa: N802
+    def Forward(self, request: moe_pb2.ForwardRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
         """Spreads a large batch's rows over the lanes; a small one goes to one lane, in turn."""
         started, code = time.perf_counter(), "OK"
         try:
@@ -55,7 +62,7 @@ class FrontDoor(moe_pb2_grpc.MoeServiceServicer):
         finally:
             self._observe("FrontForward", "inline", code, time.perf_counter() - started)
 
-    def ForwardStream(  # noqa: N802
+    def ForwardStream(
         self, request_iterator: Iterator[moe_pb2.ForwardRequest], context: grpc.ServicerContext
     ) -> Iterator[moe_pb2.ForwardStreamReply]:
         """Forward for many calls on one stream."""
@@ -104,15 +111,20 @@ class FrontDoor(moe_pb2_grpc.MoeServiceServicer):
         with self._lock:
             if address not in self._channels:
                 self._channels[address] = connect(address, self._max_message_bytes)
-            return moe_pb2_grpc.MoeServiceStub(self._channels[address])
+            return moe_pb2_grpc.MoeServiceStub(self._channels[address])  # type: ignore[no-untyped-call]
 
-    # -- what is there ----------------------------------------------------------------------------------------------
+    # -- what is there
+    # ----------------------------------------------------------------------------------------------
 
-    def GetTopology(self, request: moe_pb2.GetTopologyRequest, context: grpc.ServicerContext) -> moe_pb2.GetTopologyReply:  # noqa: N802
+    def GetTopology(
+        self, request: moe_pb2.GetTopologyRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.GetTopologyReply:
         """The lanes that are up now."""
         progress = self._coordinator.progress()
         lanes = [
-            moe_pb2.Lane(rank=rank, address=seat.address, host_id=seat.host_id, capacity=self._served.lane_rows)
+            moe_pb2.Lane(
+                rank=rank, address=seat.address, host_id=seat.host_id, capacity=self._served.lane_rows
+            )
             for rank, seat in sorted(self._coordinator.seats().items())
         ]
         return moe_pb2.GetTopologyReply(
@@ -124,12 +136,17 @@ class FrontDoor(moe_pb2_grpc.MoeServiceServicer):
             max_message_bytes=self._max_message_bytes,
         )
 
-    def GetModel(self, request: moe_pb2.GetModelRequest, context: grpc.ServicerContext) -> moe_pb2.GetModelReply:  # noqa: N802
+    def GetModel(
+        self, request: moe_pb2.GetModelRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.GetModelReply:
         """Layers, shapes, schemes, routing, and on request the placement."""
         served, mesh, epoch = self._served, self._served.mesh, self._coordinator.epoch
         seats = self._coordinator.seats()
         plans = next((seat.plans for _, seat in sorted(seats.items())), {})
-        layers = [self._layer(at, layer, plans.get(layer, ("", "", "")), placed=request.placement) for at, layer in enumerate(served.layers)]
+        layers = [
+            self._layer(at, layer, plans.get(layer, ("", "", "")), placed=request.placement)
+            for at, layer in enumerate(served.layers)
+        ]
         return moe_pb2.GetModelReply(
             model=self._name,
             architecture=served.checkpoint.architecture,
@@ -160,7 +177,9 @@ class FrontDoor(moe_pb2_grpc.MoeServiceServicer):
             slots=self._coordinator.epoch.placement.slots[at].tolist() if placed else [],
         )
 
-    def GetStatus(self, request: moe_pb2.GetStatusRequest, context: grpc.ServicerContext) -> moe_pb2.GetStatusReply:  # noqa: N802
+    def GetStatus(
+        self, request: moe_pb2.GetStatusRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.GetStatusReply:
         """How the service is doing, with the load of every layer, and of every expert on request."""
         progress, seats = self._coordinator.progress(), self._coordinator.seats()
         epoch = self._coordinator.epoch
@@ -189,19 +208,27 @@ class FrontDoor(moe_pb2_grpc.MoeServiceServicer):
             version=__version__,
         )
 
-    def CreateRegion(self, request: moe_pb2.CreateRegionRequest, context: grpc.ServicerContext) -> moe_pb2.CreateRegionReply:  # noqa: N802
+    def CreateRegion(
+        self, request: moe_pb2.CreateRegionRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.CreateRegionReply:
         """Regions belong to lanes."""
         _not_a_lane(context)
 
-    def RegisterRegion(self, request: moe_pb2.RegisterRegionRequest, context: grpc.ServicerContext) -> moe_pb2.RegisterRegionReply:  # noqa: N802
+    def RegisterRegion(
+        self, request: moe_pb2.RegisterRegionRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.RegisterRegionReply:
         """Regions belong to lanes."""
         _not_a_lane(context)
 
-    def ReleaseRegion(self, request: moe_pb2.ReleaseRegionRequest, context: grpc.ServicerContext) -> moe_pb2.ReleaseRegionReply:  # noqa: N802
+    def ReleaseRegion(
+        self, request: moe_pb2.ReleaseRegionRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.ReleaseRegionReply:
         """Regions belong to lanes."""
         _not_a_lane(context)
 
-    def ListRegions(self, request: moe_pb2.ListRegionsRequest, context: grpc.ServicerContext) -> moe_pb2.ListRegionsReply:  # noqa: N802
+    def ListRegions(
+        self, request: moe_pb2.ListRegionsRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.ListRegionsReply:
         """Regions belong to lanes."""
         _not_a_lane(context)
 
@@ -225,7 +252,11 @@ def _split(request: moe_pb2.ForwardRequest, lanes: int) -> list[moe_pb2.ForwardR
     """A large inline batch in even runs of rows; anything else whole (a lane refuses what is malformed)."""
     rows = request.hidden.shape[0] if len(request.hidden.shape) == 2 else 0
     count = min(lanes, rows // SPLIT_ROWS)
-    if count < 2 or any(t.WhichOneof("payload") != "data" for t in _tensors(request)) or request.HasField("output"):
+    if (
+        count < 2
+        or any(t.WhichOneof("payload") != "data" for t in _tensors(request))
+        or request.HasField("output")
+    ):
         return [request]
     for field, tensor in zip(("hidden", "choice.ids", "choice.weights"), _tensors(request), strict=False):
         spec_of(tensor, field, rank=2, dtypes=(*FLOATS, *INTEGERS))
@@ -246,7 +277,11 @@ def _split(request: moe_pb2.ForwardRequest, lanes: int) -> list[moe_pb2.ForwardR
 
 
 def _tensors(request: moe_pb2.ForwardRequest) -> list[moe_pb2.Tensor]:
-    route = [request.logits] if request.WhichOneof("route") == "logits" else [request.choice.ids, request.choice.weights]
+    route = (
+        [request.logits]
+        if request.WhichOneof("route") == "logits"
+        else [request.choice.ids, request.choice.weights]
+    )
     return [request.hidden, *route]
 
 
@@ -260,7 +295,9 @@ def _join(replies: list[moe_pb2.ForwardReply]) -> moe_pb2.ForwardReply:
         data=b"".join(reply.hidden.data for reply in replies),
     )
     oldest = min(replies, key=lambda reply: reply.epoch)
-    return moe_pb2.ForwardReply(hidden=hidden, epoch=oldest.epoch, weights_version=min(r.weights_version for r in replies))
+    return moe_pb2.ForwardReply(
+        hidden=hidden, epoch=oldest.epoch, weights_version=min(r.weights_version for r in replies)
+    )
 
 
 def _status(error: Exception) -> Status:

@@ -1,4 +1,6 @@
-"""What time is made of: `Job` (one call's rows on one lane), `Announcement` of it, `Step` (one layer, all ranks)."""
+"""What time is made of: `Job` (one call's rows on one lane), `Announcement` of it, `Step` (one layer, all
+ranks).
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class Header:
 
 @dataclass(eq=False)
 class Job:
-    """One call's rows on one lane, from the door until its answer. Forward is pure, so a job can be run again."""
+    """One call's rows on one lane, from the door until its answer. Forward is pure, so a job can be run
+    again.
+    """
 
     number: int
     layer: int
@@ -107,7 +111,9 @@ class StepRecord:
 
 @dataclass(frozen=True, eq=False)
 class LaneInput:
-    """One lane's rows of a step: `hidden [T, H]`, `experts [T, K]`, `weights [T, K]`, and which rows are real."""
+    """One lane's rows of a step: `hidden [T, H]`, `experts [T, K]`, `weights [T, K]`, and which rows are
+    real.
+    """
 
     hidden: Tensor
     experts: Tensor
@@ -118,7 +124,11 @@ class LaneInput:
     def gather(cls, header: Header, jobs: list[Job | None], empty: LaneInput) -> LaneInput:
         """The rows of a header's jobs in its order; a job without a caller gives rows that are not valid."""
         parts = [_part(job, rows, empty) for (_, rows), job in zip(header.jobs, jobs, strict=True)] or [empty]
-        return parts[0] if len(parts) == 1 else cls(*(torch.cat(column) for column in zip(*map(cls._columns, parts), strict=True)))
+        return (
+            parts[0]
+            if len(parts) == 1
+            else cls(*(torch.cat(column) for column in zip(*map(cls._columns, parts), strict=True)))
+        )
 
     def to(self, device: str) -> LaneInput:
         """The same rows on `device`."""

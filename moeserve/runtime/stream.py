@@ -1,7 +1,9 @@
 """The coordinator's persistent streams: small framed messages over TCP, in order, without delay.
 
-A frame is a four-byte little-endian length and that many bytes of UTF-8 JSON, one object with a `kind`. Tensors never
-travel here. A plain socket and not gRPC, because a step costs two of these hops and gRPC's take five times longer.
+A frame is a four-byte little-endian length and that many bytes of UTF-8 JSON, one object with a `kind`.
+Tensors never
+travel here. A plain socket and not gRPC, because a step costs two of these hops and gRPC's take five times
+longer.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class Stream:
         return message
 
     def _read(self, size: int) -> bytes:
-        data = self._reader.read(size)
+        data: bytes | None = self._reader.read(size)
         if data is None or len(data) < size:
             raise StreamClosed("the other end closed the stream")
         return data

@@ -70,25 +70,47 @@ def _unknown_region(request: moe_pb2.ForwardRequest) -> None:
 
 CASES: dict[str, tuple[Spoil, str, str]] = {
     "payload shorter than its shape": (_shorter, "INVALID_ARGUMENT", "hidden: "),
-    "wrong hidden size": (_wrong_hidden, "INVALID_ARGUMENT", "hidden: rows of 32, but the model's hidden size is 64"),
-    "expert id too large": (_id_too_large, "INVALID_ARGUMENT", "choice.ids: id 8 is out of range: experts are 0 to 7"),
+    "wrong hidden size": (
+        _wrong_hidden,
+        "INVALID_ARGUMENT",
+        "hidden: rows of 32, but the model's hidden size is 64",
+    ),
+    "expert id too large": (
+        _id_too_large,
+        "INVALID_ARGUMENT",
+        "choice.ids: id 8 is out of range: experts are 0 to 7",
+    ),
     "expert id too small": (_id_too_small, "INVALID_ARGUMENT", "choice.ids: id -2 is out of range"),
-    "K mismatch": (_three_experts, "INVALID_ARGUMENT", "choice.ids: rows of 1, but the model's experts a token is 2"),
+    "K mismatch": (
+        _three_experts,
+        "INVALID_ARGUMENT",
+        "choice.ids: rows of 1, but the model's experts a token is 2",
+    ),
     "weights of other rows": (_weights_of_other_rows, "INVALID_ARGUMENT", "choice.weights: "),
     "integer hidden states": (_integer_hidden, "INVALID_ARGUMENT", "hidden: dtype int32"),
     "no dtype": (_no_dtype, "INVALID_ARGUMENT", "hidden: dtype"),
     "a shape that overflows": (_huge_shape, "INVALID_ARGUMENT", "hidden: "),
     "no route": (_no_route, "INVALID_ARGUMENT", "route: neither choice"),
-    "logits of other experts": (_logits_of_other_experts, "INVALID_ARGUMENT", "logits: rows of 2, but the layer's experts is 8"),
+    "logits of other experts": (
+        _logits_of_other_experts,
+        "INVALID_ARGUMENT",
+        "logits: rows of 2, but the layer's experts is 8",
+    ),
     "unknown region": (_unknown_region, "NOT_FOUND", "hidden: this lane has no region 'region-1'"),
-    "layer out of range": (lambda r: setattr(r, "layer", 5), "NOT_FOUND", "layer 5 has no experts served here; layers 0-1 have"),
+    "layer out of range": (
+        lambda r: setattr(r, "layer", 5),
+        "NOT_FOUND",
+        "layer 5 has no experts served here; layers 0-1 have",
+    ),
     "unknown model": (lambda r: setattr(r, "model", "gpt"), "NOT_FOUND", "model 'gpt' is not served here"),
 }
 
 
 @pytest.mark.parametrize("door", ["lane", "front"])
 @pytest.mark.parametrize("case", CASES)
-def test_bad_requests_are_named_and_disturb_nothing(house: LocalCluster, alone: Alone, case: str, door: str) -> None:
+def test_bad_requests_are_named_and_disturb_nothing(
+    house: LocalCluster, alone: Alone, case: str, door: str
+) -> None:
     spoil, code, text = CASES[case]
     batch = alone.batch(3, seed=1)
     request = request_of(0, batch)
@@ -98,22 +120,32 @@ def test_bad_requests_are_named_and_disturb_nothing(house: LocalCluster, alone: 
         steps = client.status().steps
         with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as failed:
             moe_pb2_grpc.MoeServiceStub(channel).Forward(request, timeout=10)
-        assert (failed.value.code().name, text in failed.value.details()) == (code, True), failed.value.details()
+        assert (failed.value.code().name, text in failed.value.details()) == (code, True), (
+            failed.value.details()
+        )
         assert client.status().steps == steps  # no step was spent on it
 
 
 def test_an_oversize_message_is_refused_by_its_size(house: LocalCluster, alone: Alone) -> None:
     request = request_of(0, alone.batch(1, seed=1))
     request.hidden.data = b"\0" * ((256 << 20) + 1)
-    with grpc.insecure_channel(house.address, options=[("grpc.max_send_message_length", -1)]) as channel:
-        with pytest.raises(grpc.RpcError) as failed:
-            moe_pb2_grpc.MoeServiceStub(channel).Forward(request, timeout=30)
+    unlimited = [("grpc.max_send_message_length", -1)]
+    with (
+        grpc.insecure_channel(house.address, options=unlimited) as channel,
+        pytest.raises(grpc.RpcError) as failed,
+    ):
+        moe_pb2_grpc.MoeServiceStub(channel).Forward(request, timeout=30)
     assert failed.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "larger than max" in failed.value.details()
 
 
 def test_registering_memory_by_name_is_refused_by_default(house: LocalCluster) -> None:
-    with MoeClient(house.address) as client, grpc.insecure_channel(client.topology().lanes[0].address) as channel:
-        with pytest.raises(grpc.RpcError) as failed:
-            moe_pb2_grpc.MoeServiceStub(channel).RegisterRegion(moe_pb2.RegisterRegionRequest(name="x", key="y", size=4096))
+    with (
+        MoeClient(house.address) as client,
+        grpc.insecure_channel(client.topology().lanes[0].address) as channel,
+        pytest.raises(grpc.RpcError) as failed,
+    ):
+        moe_pb2_grpc.MoeServiceStub(channel).RegisterRegion(
+            moe_pb2.RegisterRegionRequest(name="x", key="y", size=4096)
+        )
     assert failed.value.code() == grpc.StatusCode.PERMISSION_DENIED

@@ -40,7 +40,9 @@ class Callers:
         with MoeClient(address) as client:
             lanes = client.topology().lanes
         self.failures: dict[int, tuple[float, str, str]] = {}
-        self._threads = [threading.Thread(target=self._call, args=(lane.rank, lane.address, alone)) for lane in lanes]
+        self._threads = [
+            threading.Thread(target=self._call, args=(lane.rank, lane.address, alone)) for lane in lanes
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -77,20 +79,29 @@ def test_a_killed_rank_is_named_and_replaced(checkpoint_path: Path, alone: Alone
         assert serve_again(house.address) > generation
         batch = alone.batch(10, seed=99)
         with MoeClient(house.address, timeout=30) as client:
-            torch.testing.assert_close(client.forward(1, *batch), alone.forward(1, *batch), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                client.forward(1, *batch), alone.forward(1, *batch), rtol=1e-4, atol=1e-4
+            )
 
 
 def test_the_client_library_rides_over_a_killed_rank(checkpoint_path: Path, alone: Alone) -> None:
     """Forward is pure, so a call that met UNAVAILABLE is made again within its deadline."""
-    with LocalCluster(house_config(checkpoint_path, **EP4_KEYS)) as house, MoeClient(house.address, timeout=60) as client:
+    with (
+        LocalCluster(house_config(checkpoint_path, **EP4_KEYS)) as house,
+        MoeClient(house.address, timeout=60) as client,
+    ):
         batches = [alone.batch(5, seed=at) for at in range(60)]
         threading.Timer(0.3, lambda: os.kill(house.pid(1), signal.SIGKILL)).start()
         for batch in batches:
-            torch.testing.assert_close(client.forward(0, *batch), alone.forward(0, *batch), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                client.forward(0, *batch), alone.forward(0, *batch), rtol=1e-4, atol=1e-4
+            )
             time.sleep(0.02)
 
 
-def test_new_calls_are_refused_with_the_reason_while_the_group_forms(checkpoint_path: Path, alone: Alone) -> None:
+def test_new_calls_are_refused_with_the_reason_while_the_group_forms(
+    checkpoint_path: Path, alone: Alone
+) -> None:
     with LocalCluster(house_config(checkpoint_path, **EP4_KEYS)) as house:
         os.kill(house.pid(3), signal.SIGKILL)
         time.sleep(0.3)

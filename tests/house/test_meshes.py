@@ -1,4 +1,4 @@
-"""Every mesh serves every kind of checkpoint: whole experts, slices, more ranks than experts, uneven counts."""
+"""Every mesh serves every kind of checkpoint: whole experts, slices, uneven counts, idle ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def test_a_mesh_answers_as_one(tmp_path: Path, case: str) -> None:
     make_checkpoint(family, tmp_path, **size)
     alone = Alone(tmp_path)
     keys = {key.replace(".", "__"): value for key, value in mesh.items()}
-    with LocalCluster(house_config(tmp_path, **keys)) as house, MoeClient(house.address, timeout=30) as client:
+    with (
+        LocalCluster(house_config(tmp_path, **keys)) as house,
+        MoeClient(house.address, timeout=30) as client,
+    ):
         for layer in alone.checkpoint.layers:
             for rows in (1, 50):
                 batch = alone.batch(rows, seed=rows)

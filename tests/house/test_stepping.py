@@ -1,4 +1,4 @@
-"""Calls become steps: right answers whoever else calls, few steps for many calls, nothing lost by who leaves."""
+"""Calls become steps: right answers whoever else calls, few steps for many calls, nothing lost."""
 
 from __future__ import annotations
 
@@ -117,11 +117,16 @@ def test_two_clients_on_different_and_on_the_same_layer(house: LocalCluster, alo
 def test_64_concurrent_calls_of_one_layer_run_in_at_most_8_steps(house: LocalCluster, alone: Alone) -> None:
     batches = [alone.batch(2, seed=1000 + at) for at in range(64)]
     with MoeClient(house.address, timeout=30) as client, ThreadPoolExecutor(64) as pool:
+
+        def ask(batch: tuple[torch.Tensor, ...], gate: threading.Barrier) -> torch.Tensor:
+            gate.wait()
+            return client.forward(0, *batch)
+
         client.forward(0, *batches[0])  # connections stand
         for _ in range(3):  # the bound holds every time, not on average
             before = client.status().steps
             gate = threading.Barrier(64)
-            answers = list(pool.map(lambda batch: (gate.wait(), client.forward(0, *batch))[1], batches))
+            answers = list(pool.map(ask, batches, [gate] * 64))
             steps = client.status().steps - before
             for batch, answer in zip(batches, answers, strict=True):
                 torch.testing.assert_close(answer, alone.forward(0, *batch), **CLOSE)
@@ -146,7 +151,10 @@ def test_a_call_cancelled_under_way_disturbs_nobody(house: LocalCluster, alone: 
 
 def test_an_expired_deadline_is_said_and_the_lane_goes_on(house: LocalCluster, alone: Alone) -> None:
     batch = alone.batch(2, seed=11)
-    with MoeClient(house.address, timeout=30) as client, grpc.insecure_channel(client.topology().lanes[0].address) as channel:
+    with (
+        MoeClient(house.address, timeout=30) as client,
+        grpc.insecure_channel(client.topology().lanes[0].address) as channel,
+    ):
         stub = moe_pb2_grpc.MoeServiceStub(channel)
         stub.Forward(request_of(0, batch), timeout=30)
         with pytest.raises(grpc.RpcError) as failed:
@@ -157,18 +165,26 @@ def test_an_expired_deadline_is_said_and_the_lane_goes_on(house: LocalCluster, a
 
 def test_a_stream_answers_many_calls_by_job_id(house: LocalCluster, alone: Alone) -> None:
     batches = {f"job-{at}": alone.batch(1 + at % 5, seed=3000 + at) for at in range(20)}
-    with MoeClient(house.address) as client, grpc.insecure_channel(client.topology().lanes[3].address) as channel:
+    with (
+        MoeClient(house.address) as client,
+        grpc.insecure_channel(client.topology().lanes[3].address) as channel,
+    ):
         requests = []
         for job, batch in batches.items():
             request = request_of(1, batch)
             request.job_id = job
             requests.append(request)
         bad = moe_pb2.ForwardRequest(layer=77, job_id="bad")
-        replies = {r.job_id: r for r in moe_pb2_grpc.MoeServiceStub(channel).ForwardStream(iter([*requests, bad]), timeout=30)}
+        replies = {
+            r.job_id: r
+            for r in moe_pb2_grpc.MoeServiceStub(channel).ForwardStream(iter([*requests, bad]), timeout=30)
+        }
     assert replies.pop("bad").error.message.startswith("layer 77")
     assert replies.keys() == batches.keys()
     for job, reply in replies.items():
-        answer = torch.frombuffer(bytearray(reply.reply.hidden.data), dtype=torch.float32).view(*reply.reply.hidden.shape)
+        answer = torch.frombuffer(bytearray(reply.reply.hidden.data), dtype=torch.float32).view(
+            *reply.reply.hidden.shape
+        )
         torch.testing.assert_close(answer, alone.forward(1, *batches[job]), **CLOSE)
 
 
@@ -198,12 +214,15 @@ def test_the_async_client_asks_the_same(house: LocalCluster, alone: Alone) -> No
     import asyncio
 
     batch = alone.batch(6, seed=14)
-    torch.testing.assert_close(asyncio.run(_async_answer(house.address, batch)), alone.forward(0, *batch), **CLOSE)
+    torch.testing.assert_close(
+        asyncio.run(_async_answer(house.address, batch)), alone.forward(0, *batch), **CLOSE
+    )
 
 
 def test_a_rank_reads_only_the_experts_it_owns(client: MoeClient, alone: Alone) -> None:
     everything = sum(
-        alone.checkpoint.expert_nbytes(layer) * alone.checkpoint.num_experts for layer in alone.checkpoint.layers
+        alone.checkpoint.expert_nbytes(layer) * alone.checkpoint.num_experts
+        for layer in alone.checkpoint.layers
     )
     read = [rank.bytes_read for rank in client.status().ranks]
     assert read == [everything // 4] * 4

@@ -113,7 +113,7 @@ def test_a_group_that_does_not_serve_is_waited_for(client_of, far):
     with (
         client_of(far.address, timeout=0.3) as client,
         pytest.raises(
-            Unavailable, match=r"UNAVAILABLE \(NOT_SERVING\): the group does not serve now: rank 1 was lost"
+            Unavailable, match=r"UNAVAILABLE \(not_serving\): the group does not serve now: rank 1 was lost"
         ),
     ):
         client.forward(3, hidden, experts, weights)
@@ -142,6 +142,14 @@ def test_a_lane_that_restarts_at_the_same_address_is_used_again(client_of, servi
         started = time.monotonic()
         assert torch.equal(client.forward(3, hidden, experts, weights), hidden * 2)
         assert time.monotonic() - started < 5
+
+
+def test_time_that_runs_out_while_trying_again_tells_what_kept_failing(client_of, far):
+    far.lanes[0].scripts = [UNAVAILABLE, 1.0]
+    with client_of(far.address, lane=0, timeout=0.4) as client:
+        with pytest.raises(Unavailable, match="lane 0 says no") as raised:
+            client.forward(3, *rows(2))
+        assert isinstance(raised.value.__cause__, DeadlineExceeded)
 
 
 def test_nobody_at_the_address_is_unavailable_in_time(client_of):

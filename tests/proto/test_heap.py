@@ -23,7 +23,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 def test_a_block_that_was_freed_costs_no_page_faults_again():
     faults = {
-        how: int(subprocess.run([sys.executable, "-c", FAULTS, how], check=True, capture_output=True, timeout=60).stdout)
+        how: int(
+            subprocess.run(
+                [sys.executable, "-c", FAULTS, how], check=True, capture_output=True, timeout=60
+            ).stdout
+        )
         for how in ("kept", "plain")
     }
     assert faults["kept"] < 100 < faults["plain"]

@@ -14,14 +14,18 @@ def load(tmp_path: Path, text: str) -> Config:
 
 
 def test_a_file_is_read_and_flags_override_it(tmp_path: Path) -> None:
-    config = load(tmp_path, '[model]\ncheckpoint = "a"\nlayers = [1, 2]\n[parallel]\ndata_parallel_size = 4\n')
+    config = load(
+        tmp_path, '[model]\ncheckpoint = "a"\nlayers = [1, 2]\n[parallel]\ndata_parallel_size = 4\n'
+    )
     config = config.with_values({"model.checkpoint": "b", "server.port": 0})
     assert (config.model.checkpoint, config.model.layers, config.server.port) == ("b", (1, 2), 0)
     assert config.parallel.mesh.ranks == 4
 
 
 def test_what_is_printed_reads_back_the_same(tmp_path: Path) -> None:
-    config = Config().with_values({"model.checkpoint": 'with "quotes" and \\', "step.quiet_seconds": 0.25, "model.layers": (3,)})
+    config = Config().with_values(
+        {"model.checkpoint": 'with "quotes" and \\', "step.quiet_seconds": 0.25, "model.layers": (3,)}
+    )
     assert load(tmp_path, "\n".join(config.lines())) == config
 
 

@@ -20,7 +20,10 @@ def test_first_is_the_even_load() -> None:
     epoch = Epoch.first(Mesh(2, 2, 4), layers=3, experts=10)
     assert epoch.number == 1
     assert [sorted(e for e in epoch.placement.of_rank(0, rank) if e != EMPTY) for rank in range(4)] == [
-        [0, 1, 2], [3, 4, 5], [6, 7], [8, 9],
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7],
+        [8, 9],
     ]
 
 
@@ -36,7 +39,9 @@ def test_without_keeps_every_expert(lost: int) -> None:
 
 
 def test_without_says_when_there_is_no_room() -> None:
-    with pytest.raises(ValueError, match="layer 0: 2 experts lost their last replica, and the survivors have 0 spare slots"):
+    with pytest.raises(
+        ValueError, match="layer 0: 2 experts lost their last replica, and the survivors have 0 spare slots"
+    ):
         Epoch.first(Mesh(4, 1, 4), 1, 8).without({1})
     with pytest.raises(ValueError, match="hold slices of every expert"):
         Epoch.first(Mesh(2, 2, 1), 1, 8).without({1})

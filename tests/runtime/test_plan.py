@@ -17,7 +17,10 @@ from moeserve.runtime.plan import NoPlan, Wanted, make_plan
 CPU = machine_named("cpu", ())
 
 
-def problem(scheme: Scheme = Scheme(BF16, BF16), **changes: object) -> Problem:
+PLAIN = Scheme(BF16, BF16)
+
+
+def problem(scheme: Scheme = PLAIN, **changes: object) -> Problem:
     shape = ExpertShape(256, 256, Activation("silu"))
     return replace(Problem(scheme, BF16, shape, experts=8, ranks=4, top_k=2, lane_rows=64), **changes)  # type: ignore[arg-type]
 
@@ -28,7 +31,11 @@ def plan(asked: Problem, machine: Machine = CPU, **wanted: str):
 
 def test_bf16_on_cpu_gets_the_grouped_kernel_and_the_plain_wire() -> None:
     made = plan(problem())
-    assert (made.kernel.name, made.carrier.name, made.wire) == ("torch_grouped_mm", "allgather_reducescatter", BF16)
+    assert (made.kernel.name, made.carrier.name, made.wire) == (
+        "torch_grouped_mm",
+        "allgather_reducescatter",
+        BF16,
+    )
 
 
 def test_one_rank_needs_no_wire() -> None:

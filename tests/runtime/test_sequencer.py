@@ -10,7 +10,9 @@ from moeserve.runtime.step import Announcement
 PACE = Pace(lane_rows=8, step_rows=16, quiet=0.5, gather=4.0)
 
 
-def job(number: int, rank: int = 0, layer: int = 0, rows: int = 1, deadline: float = math.inf) -> Announcement:
+def job(
+    number: int, rank: int = 0, layer: int = 0, rows: int = 1, deadline: float = math.inf
+) -> Announcement:
     return Announcement(rank, number, layer, rows, deadline)
 
 

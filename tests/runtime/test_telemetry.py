@@ -6,12 +6,12 @@ import json
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_server import NoPrometheus, binary
 
@@ -33,22 +33,9 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 OBSERVE_SECONDS = 30e-6  # budget of one step's observation
 
 
-@pytest.fixture
-def scrape() -> Iterator[Callable[[Telemetry], str]]:
-    """Reads a process's exporter over HTTP, as Prometheus does."""
-    served: list[Telemetry] = []
-
-    def read(telemetry: Telemetry) -> str:
-        served.append(telemetry)
-        port = telemetry.serve("127.0.0.1", 0)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
-        telemetry.close()
-        return text
-
-    yield read
-    for telemetry in served:
-        telemetry.close()
+def scrape(telemetry: Telemetry) -> str:
+    """What a scrape of the process would read, without its HTTP server."""
+    return generate_latest(telemetry._registry).decode()
 
 
 def record(layer: int = 3, **values: float) -> StepRecord:
@@ -102,11 +89,10 @@ def filled_coordinator() -> CoordinatorTelemetry:
     ("filled", "rows"), [(filled_rank, PROCESS + RANK), (filled_coordinator, PROCESS + COORDINATOR)]
 )
 def test_a_process_exports_exactly_its_rows(
-    filled: Callable[[], Telemetry], rows: tuple[Metric, ...], scrape
+    filled: Callable[[], Telemetry], rows: tuple[Metric, ...]
 ) -> None:
-    families = {
-        f.name: f for f in text_string_to_metric_families(scrape(filled())) if f.name.startswith("moe_")
-    }
+    read = text_string_to_metric_families(scrape(filled()))
+    families = {family.name: family for family in read if family.name.startswith("moe_")}
     # the parser takes _total off a counter's name
     assert families.keys() == {row.name.removesuffix("_total") for row in rows}
     for row in rows:
@@ -129,7 +115,7 @@ def test_buckets_begin_at_50_microseconds() -> None:
     assert SECONDS[0] == 50e-6 and list(SECONDS) == sorted(set(SECONDS)) and SECONDS[-1] == 30.0
 
 
-def test_a_step_is_counted_once_in_every_metric(scrape) -> None:
+def test_a_step_is_counted_once_in_every_metric() -> None:
     seen = samples(scrape(filled_rank()))
     own = {"rank": "1"}
     assert seen[at("moe_steps_total", layer="3", **own)] == 1
@@ -146,7 +132,7 @@ def test_a_step_is_counted_once_in_every_metric(scrape) -> None:
     assert seen[at("moe_step_phase_duration_seconds_bucket", phase="wait", le="0.0001", **own)] == 1
 
 
-def test_a_step_without_jobs_of_this_lane_waited_for_nobody(scrape) -> None:
+def test_a_step_without_jobs_of_this_lane_waited_for_nobody() -> None:
     telemetry = RankTelemetry("m", 0, "0.1.0", {3: "local"})
     telemetry.observe_step(record(jobs=0, wait=0.0))
     seen = samples(scrape(telemetry))
@@ -154,24 +140,22 @@ def test_a_step_without_jobs_of_this_lane_waited_for_nobody(scrape) -> None:
     assert seen[at("moe_step_phase_duration_seconds_count", phase="compute", rank="0")] == 1
 
 
-def test_rows_that_only_the_device_knows_are_not_counted(scrape) -> None:
+def test_rows_that_only_the_device_knows_are_not_counted() -> None:
     telemetry = RankTelemetry("m", 0, "0.1.0", {3: "local"})
     telemetry.observe_step(record(expert_rows=-1))
     assert samples(scrape(telemetry))[at("moe_expert_rows_total", layer="3", rank="0")] == 0
 
 
-def test_gauges_are_read_when_scraped(scrape) -> None:
+def test_gauges_are_read_when_scraped() -> None:
     telemetry, calls = RankTelemetry("m", 0, "0.1.0", {}), [1, 2]
     telemetry.in_flight(lambda: calls.pop())
     assert samples(scrape(telemetry))[at("moe_requests_in_flight", rank="0")] == 2
     assert samples(scrape(telemetry))[at("moe_requests_in_flight", rank="0")] == 1
 
 
-def test_the_coordinator_shows_state_ranks_and_balance(scrape) -> None:
+def test_the_coordinator_shows_state_ranks_and_balance() -> None:
     seen = samples(scrape(filled_coordinator()))
-    assert [seen[at("moe_service_state", state=state)] for state in STATES] == [
-        s == "serving" for s in STATES
-    ]
+    assert {state for state in STATES if seen[at("moe_service_state", state=state)]} == {"serving"}
     assert [seen[at("moe_rank_up", rank=str(rank))] for rank in range(4)] == [1, 1, 0, 1]
     assert seen[at("moe_group_jobs_total")] == 30 and seen[at("moe_jobs_queued")] == 1
     # ranks hold experts 0-1, 2-3, 4-5, 6-7: rows 4, 2, 2, 0, so mean 2 over largest 4
@@ -180,7 +164,7 @@ def test_the_coordinator_shows_state_ranks_and_balance(scrape) -> None:
     assert at("moe_balancedness", layer="5") not in seen  # no traffic is neither even nor uneven
 
 
-def test_reforms_count_returns_to_serving_not_the_first(scrape) -> None:
+def test_reforms_count_returns_to_serving_not_the_first() -> None:
     telemetry = CoordinatorTelemetry("m", "0.1.0", (3,))
     for state in ("forming", "preparing", "serving", "serving", "forming", "serving", "forming", "failed"):
         telemetry.set_progress(Progress(state, "", 1, 0, 0, 0, 0))
@@ -227,6 +211,17 @@ class TestLoadWindow:
         assert recent.tolist() == [[1, 3]] and routed.tolist() == [[13, 1]]
 
 
+def test_it_answers_over_http_and_processes_share_no_registry() -> None:
+    ranks = [filled_rank(), filled_rank()]
+    ranks[1].observe_step(record())
+    for count, rank in enumerate(ranks, start=1):
+        port = rank.serve("127.0.0.1", 0)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        rank.close()
+        assert samples(text)[at("moe_steps_total", layer="3", rank="1")] == count
+
+
 def test_a_port_in_use_names_the_port_and_the_key() -> None:
     first, second = filled_rank(), filled_rank()
     port = first.serve("127.0.0.1", 0)
@@ -245,11 +240,6 @@ def test_a_row_of_an_unknown_kind_is_refused() -> None:
         Telemetry((Metric("moe_x", "summary", "X."),), {}, "0.1.0")
 
 
-def test_processes_share_no_registry() -> None:
-    assert isinstance(filled_rank()._registry, CollectorRegistry)
-    filled_rank(), filled_rank()  # a global registry refuses the second
-
-
 def test_observing_a_step_is_cheap() -> None:
     telemetry, step = RankTelemetry("m", 0, "0.1.0", {3: "local"}), record()
     best = float("inf")
@@ -265,14 +255,13 @@ def test_scrape_targets_are_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "service.json"
     write_scrape_targets(path, {"coordinator": "127.0.0.1:9400", "rank-0": "127.0.0.1:9401"})
     write_scrape_targets(path, {"coordinator": "127.0.0.1:9500"})
-    assert json.loads(path.read_text()) == [
-        {"targets": ["127.0.0.1:9500"], "labels": {"process": "coordinator"}}
-    ]
+    (group,) = json.loads(path.read_text())
+    assert group == {"targets": ["127.0.0.1:9500"], "labels": {"process": "coordinator"}}
     assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("filled", [filled_rank, filled_coordinator])
-def test_promtool_finds_nothing_to_say(filled: Callable[[], Telemetry], scrape) -> None:
+def test_promtool_finds_nothing_to_say(filled: Callable[[], Telemetry]) -> None:
     try:
         promtool = binary("promtool")
     except NoPrometheus as reason:

@@ -1,4 +1,4 @@
-"""Whole services for tests: a tiny checkpoint served by spawned ranks, and what one process computes of it."""
+"""Whole services for tests: a tiny checkpoint served by ranks, and what one process computes of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DP2_TP2 = {"parallel.data_parallel_size": 2, "parallel.tensor_parallel_size": 2}
 
 
 def house_config(path: Path, **values: Any) -> Config:
-    """A configuration for tests: CPU, loopback, free ports; `values` are dotted keys with `__` for the dot."""
+    """A configuration for tests: CPU, loopback, free ports; `values` are keys with `__` for the dot."""
     given = {key.replace("__", "."): value for key, value in values.items()}
     base = {"model.checkpoint": str(path), "server.port": 0, "server.metrics_port": 0, "plan.device": "cpu"}
     return Config().with_values(base | {"step.timeout_seconds": 20.0} | given)
@@ -31,7 +31,8 @@ class Alone:
     def __init__(self, path: Path) -> None:
         self.checkpoint = Checkpoint(path)
         self._experts = {
-            layer: self.checkpoint.experts(layer, range(self.checkpoint.num_experts)) for layer in self.checkpoint.layers
+            layer: self.checkpoint.experts(layer, range(self.checkpoint.num_experts))
+            for layer in self.checkpoint.layers
         }
 
     def batch(self, rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:

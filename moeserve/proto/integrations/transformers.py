@@ -102,8 +102,8 @@ def register() -> None:
 def attach(model: Any, service: Service | str) -> Service:
     """Puts the experts of `model` behind `service`, a client or an address, and returns the client.
 
-    model: a transformers model. Weights that the model holds for them are kept but no longer used. Raises ValueError for a model that
-    cannot be attached, or is not the one served.
+    model: a transformers model. Weights that the model holds for them are kept but no longer used. Raises
+    ValueError for a model that cannot be attached, or is not the one served.
     """
     modules = experts_modules(model)
     client: Service = MoeClient(service) if isinstance(service, str) else service

@@ -1,0 +1,193 @@
+"""What an operator applies is accepted by who reads it, and its start commands bring a service up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from houses import Alone, house_config
+from prometheus_server import NoPrometheus, promtool
+
+from moeserve.experts.machine import machine_named
+from moeserve.proto.client import MoeClient
+from moeserve.proto.errors import MoeError
+from moeserve.runtime.config import Config
+from moeserve.runtime.metrics import METRICS
+from moeserve.runtime.rank_process import served_from
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+EXAMPLES = sorted((DEPLOY / "examples").glob("*.toml"))
+CLUSTER = yaml.safe_load((DEPLOY / "ray-cluster.yaml").read_text())
+RULES = yaml.safe_load((DEPLOY / "prometheus" / "rules.yml").read_text())
+UP_SECONDS = 150.0
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_a_configuration_that_can_be_planned(example: Path, checkpoint_path: Path) -> None:
+    config = Config.load(example).checked()
+    assert config.parallel.mesh.ranks >= 4 and config.parallel.enable_expert_parallel
+    machine = machine_named("cpu" if config.plan.device == "cpu" else "h200", ())
+    served = served_from(config.with_values({"model.checkpoint": str(checkpoint_path)}))
+    assert served.plans(machine, config.plan.wanted).keys() == {0, 1}
+
+
+def test_ray_accepts_the_cluster() -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    validate_config(prepare_config(yaml.safe_load((DEPLOY / "ray-cluster.yaml").read_text())))
+
+
+def test_the_cluster_starts_the_example_it_mounts() -> None:
+    mounted = CLUSTER["file_mounts"]["~/moeserve/service.toml"]
+    assert Config.load(DEPLOY / mounted).server.host == CLUSTER["provider"]["head_ip"]
+    for command in CLUSTER["head_start_ray_commands"] + CLUSTER["worker_start_ray_commands"]:
+        assert command == "ray stop" or "RAY_AUTH_MODE=token" in command
+
+
+def checked_by_promtool(*arguments: str) -> str:
+    """What it said; it must be content."""
+    try:
+        done = promtool(*arguments, folder=DEPLOY / "prometheus")
+    except NoPrometheus as reason:
+        pytest.skip(str(reason))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_prometheus_accepts_its_configuration() -> None:
+    assert "SUCCESS: 1 rule files found" in checked_by_promtool("check", "config", "prometheus.yml")
+
+
+def test_alerts_fire_on_their_cause_and_not_without() -> None:
+    assert "SUCCESS" in checked_by_promtool("test", "rules", "rules_test.yml")
+    tested = (DEPLOY / "prometheus" / "rules_test.yml").read_text()
+    for rule in RULES["groups"][0]["rules"]:
+        cases = re.findall(rf"alertname: {rule['alert']}\b(, exp_alerts: \[\])?", tested)
+        assert "" in cases and cases.count("") < len(cases), f"{rule['alert']} needs a test of both kinds"
+
+
+@pytest.mark.parametrize("rule", RULES["groups"][0]["rules"], ids=lambda rule: rule["alert"])
+def test_alerts_speak_of_metrics_that_exist(rule: dict[str, Any]) -> None:
+    names = re.findall(r"\bmoe_\w+", rule["expr"])
+    assert names and all(re.sub(r"_(bucket|sum|count)$", "", name) in METRICS for name in names)
+    assert set(rule["annotations"]) == {"summary", "action"}
+
+
+class Hosts:
+    """Two hosts' start commands run on this machine, in a home folder of their own.
+
+    What differs from the file: ports that are free here, one CPU a node so that no node holds both ranks, foreground
+    (`--block`) so that every process can be ended by its id, and no `ray stop`, which would end other clusters too.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self._port = free_port()
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._environment = os.environ | {
+            "HOME": str(home),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "RAY_TMPDIR": str(home / "ray"),
+            "RAY_ADDRESS": f"127.0.0.1:{self._port}",
+            "RAY_HEAD_IP": "127.0.0.1",
+        }
+
+    def run(self, command: str) -> subprocess.Popen[bytes]:
+        """Starts one of the file's commands."""
+        command = command.replace("6379", str(self._port)).replace(
+            "--autoscaling-config=~/ray_bootstrap_config.yaml", ""
+        )
+        if "ray start" in command:
+            command += " --block --num-cpus=1 --node-ip-address=127.0.0.1"
+            command += "" if "--head" in command else f" --temp-dir={self.home / 'ray'}"
+        with (self.home / f"log-{len(self._started)}").open("wb") as out:
+            started = subprocess.Popen(
+                ["bash", "-c", command.removesuffix("&")],
+                env=self._environment, stdout=out, stderr=out, start_new_session=True,
+            )  # fmt: skip
+        self._started.append(started)
+        return started
+
+    def until_logged(self, words: str) -> None:
+        """Returns once the service has logged `words`."""
+        log, until = self.home / "moeserve" / "service.log", time.monotonic() + UP_SECONDS
+        while not (log.exists() and words in log.read_text()):
+            assert time.monotonic() < until, f"no {words!r} in the log:\n{self.logs()}"
+            time.sleep(0.2)
+
+    def logs(self) -> str:
+        """The end of each process's log."""
+        logs = [*self.home.glob("log-*"), *self.home.glob("moeserve/*.log")]
+        return "\n".join(f"--- {log.name}\n{log.read_text()[-2000:]}" for log in logs)
+
+    def stop(self) -> None:
+        """Ends what was started, last first, each with the processes of its session."""
+        for started in reversed(self._started):
+            for number, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(started.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    started.wait(patience)
+                    break
+
+
+def free_port() -> int:
+    """Below 10002, where Ray's workers look for theirs."""
+    for port in range(9800, 10001):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise RuntimeError("no free port from 9800 to 10000")
+
+
+@pytest.fixture
+def hosts(checkpoint_path: Path) -> Iterator[Hosts]:
+    """Two hosts that have what the file mounts: a token, and the configuration of a small service."""
+    home = Path(
+        tempfile.mkdtemp(prefix="hosts-", dir="/tmp")
+    )  # short: Ray's sockets have names of at most 107 bytes
+    for folder in ("moeserve", ".ray", "ray"):
+        (home / folder).mkdir()
+    (home / ".ray" / "auth_token").write_text(secrets.token_hex(32))
+    ranks = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}
+    config = house_config(checkpoint_path, server__port=free_port(), cluster__launcher="ray", **ranks)
+    (home / "moeserve" / "service.toml").write_text("\n".join(config.lines()))
+    made = Hosts(home)
+    yield made
+    made.stop()
+    shutil.rmtree(home, ignore_errors=True)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_its_start_commands_bring_the_service_up(hosts: Hosts, alone: Alone) -> None:
+    stop, head, serve = CLUSTER["head_start_ray_commands"]
+    assert stop == "ray stop"
+    hosts.run(head)
+    service = hosts.run(serve)
+    hosts.until_logged("2 ranks need 2 CPUs, and the Ray cluster has 1")
+    hosts.run(CLUSTER["worker_start_ray_commands"][1])
+    hosts.until_logged("serving on ")
+    address = (hosts.home / "moeserve" / "service.log").read_text().rpartition("serving on ")[2].split()[0]
+    batch = alone.batch(8, seed=1)
+    with MoeClient(address, timeout=30) as client:
+        torch.testing.assert_close(client.forward(0, *batch), alone.forward(0, *batch), rtol=1e-4, atol=1e-4)
+        assert len(client.topology().lanes) == 2
+    os.killpg(service.pid, signal.SIGTERM)
+    assert service.wait(30) is not None, "told to stop, it does not start again"
+    with pytest.raises(MoeError), MoeClient(address, timeout=2) as client:
+        client.forward(0, *batch)
