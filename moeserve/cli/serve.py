@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with signals.interrupting():
             cluster.start()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # Ray puts a handler in place of ours that exits
         print("stopped while starting", flush=True)
         return 0
     signals.listen()  # again: a launcher may have set handlers of its own
@@ -101,13 +101,21 @@ class _Signals:
 
 def _check_served(config: Config) -> None:
     """Finds what is wrong with the checkpoint or the plan here, before any process starts."""
+    import torch
+
+    from moeserve.runtime.config import ConfigError
     from moeserve.runtime.rank_process import machine_for, served_from
 
-    served = served_from(config)
+    served, ranks = served_from(config), config.parallel.mesh.ranks
     for layer in served.layers:
         served.checkpoint.gate(layer)
-    if config.cluster.launcher == "local":  # under Ray ranks may run on another kind of machine
-        served.plans(machine_for(config), config.plan.wanted)
+    if config.cluster.launcher == "ray":
+        return  # its nodes may be of another kind than this machine
+    machine = machine_for(config)
+    served.plans(machine, config.plan.wanted)
+    if machine.device == "cuda" and ranks > torch.cuda.device_count():
+        found = f"{ranks} ranks need a GPU each, and this machine has {torch.cuda.device_count()}"
+        raise ConfigError(f"{found}; use fewer ranks, plan.device = 'cpu', or a Ray cluster with more nodes")
 
 
 def _cluster(config: Config) -> Cluster:

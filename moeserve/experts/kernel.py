@@ -90,8 +90,8 @@ class KernelSpec:
         """`weights` in the scheme's format, checked against the shape; what `prepare` starts from.
 
         Plain floats are cast to the scheme's plain float: a checkpoint is served in the dtype that was
-        asked for. Raises ValueError for any other format, a wrong shape, biases that are missing or too
-        many, and static activation scales, which no activation format here takes.
+        asked for. Raises ValueError for any other format, a wrong shape, and biases or static activation
+        scales that are missing or too many.
         """
         gate_up = self._fit("gate_up", weights.gate_up, (self.shape.gate_up_rows, self.shape.hidden))
         down = self._fit("down", weights.down, (self.shape.hidden, self.shape.inner))
@@ -99,10 +99,18 @@ class KernelSpec:
             if (bias is not None) != self.shape.bias:
                 found = "missing" if bias is None else "given"
                 raise ValueError(f"{name} is {found}, and the expert's shape says bias={self.shape.bias}")
-        if weights.input_scale is not None or weights.inner_scale is not None:
-            found = f"{self.scheme.activations} activations scale each row themselves"
-            raise ValueError(f"static activation scales were given, and {found}")
+        self._check_static_scales(weights)
         return replace(weights, gate_up=gate_up, down=down)
+
+    def _check_static_scales(self, weights: ExpertWeights) -> None:
+        activations = self.scheme.activations
+        for name, scale in (("input_scale", weights.input_scale), ("inner_scale", weights.inner_scale)):
+            if activations.given is None and scale is not None:
+                found = f"{activations} activations scale each row themselves"
+                raise ValueError(f"static activation scales were given, and {found}")
+            if activations.given is not None and (scale is None or scale.shape != (weights.experts,)):
+                found = "missing" if scale is None else f"of shape {list(scale.shape)}"
+                raise ValueError(f"{activations} activations need {name} [{weights.experts}]; it is {found}")
 
     def _fit(self, side: str, packed: Packed, size: tuple[int, int]) -> Packed:
         wanted = self.scheme.weights

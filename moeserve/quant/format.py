@@ -46,7 +46,11 @@ class Format:
 
     `parts` are the stored tensors: codes first, then scales from fine to coarse. `encode` maps float32
     `[..., N, K]` to them, `decode` maps them and the logical shape back to float32; both are the reference
-    that every kernel is judged by, and run on any device. A format is compared by name.
+    that every kernel is judged by, and run on any device. A format is compared by name: one that writes by
+    another rule, or holds a constant, is the same format.
+
+    A static format takes its scale from the checkpoint and does not store it: `given` binds that constant
+    (float32, one value). Unbound it stands in schemes only; encode and decode raise ValueError.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Format:
     parts: tuple[Part, ...]
     encode: Callable[[Tensor], Parts]
     decode: Callable[[Parts, torch.Size], Tensor]
+    given: Callable[[Tensor], Format] | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Format) and other.name == self.name

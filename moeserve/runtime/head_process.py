@@ -6,6 +6,7 @@ import secrets
 import sys
 
 from moeserve import __version__
+from moeserve.proto.heap import keep_freed_memory
 from moeserve.runtime.config import Config
 from moeserve.runtime.coordinator import Coordinator, Progress
 from moeserve.runtime.epoch import Epoch
@@ -40,6 +41,7 @@ class HeadProcess:
         if server.metrics_port >= 0:
             self.metrics_address = f"{server.host}:{self._telemetry.serve(server.host, server.metrics_port)}"
         sys.setswitchinterval(0.0005)
+        keep_freed_memory()
         self.coordinator.start()
 
     @property

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import signal
 import threading
 from multiprocessing.process import BaseProcess
 
@@ -89,7 +90,7 @@ class LocalCluster:
 
     def _spawn(self, rank: int) -> None:
         spec = RankSpec(self._config, rank, self.head.streams, self.head.token, "127.0.0.1", self._ranks)
-        process = self._context.Process(target=run_rank, args=(spec,), name=f"rank-{rank}", daemon=True)
+        process = self._context.Process(target=_run_rank, args=(spec,), name=f"rank-{rank}", daemon=True)
         process.start()
         with self._lock:
             self._processes[rank] = process
@@ -107,3 +108,9 @@ class LocalCluster:
                         process.exitcode,
                     )
                     self._spawn(rank)
+
+
+def _run_rank(spec: RankSpec) -> None:
+    """A terminal's Ctrl-C reaches every process of the service; the head alone decides when ranks stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    run_rank(spec)

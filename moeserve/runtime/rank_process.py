@@ -16,6 +16,7 @@ import torch
 from moeserve import __version__
 from moeserve.experts.checkpoint import Checkpoint
 from moeserve.experts.machine import Machine, machine_named, this_machine
+from moeserve.proto.heap import keep_freed_memory
 from moeserve.proto.host import host_id
 from moeserve.quant.formats import format_named
 from moeserve.runtime.config import Config, ConfigError
@@ -163,6 +164,7 @@ def _prepare_process(spec: RankSpec) -> None:
     """Threads, sockets and interpreter settings of a rank's process."""
     threads = spec.config.cluster.threads_per_rank or max(1, (os.cpu_count() or 1) // spec.ranks_on_host)
     torch.set_num_threads(threads)
+    keep_freed_memory()
     sys.setswitchinterval(0.0005)  # doors' threads must not hold the step thread back for 5 ms
     if spec.host in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -130,6 +130,10 @@ class LaneInput:
             else cls(*(torch.cat(column) for column in zip(*map(cls._columns, parts), strict=True)))
         )
 
+    def rows(self, index: slice) -> LaneInput:
+        """Some of the rows."""
+        return LaneInput(*(column[index] for column in self._columns()))
+
     def to(self, device: str) -> LaneInput:
         """The same rows on `device`."""
         return LaneInput(*(column.to(device) for column in self._columns()))

@@ -31,8 +31,6 @@ def alone(checkpoint_path: Path) -> Alone:
 @pytest.fixture(scope="module")
 def house(checkpoint_path: Path) -> Iterator[LocalCluster]:
     """Four ranks, whole experts, small lanes so that splitting is seen."""
-    config = house_config(
-        checkpoint_path, step__lane_rows=LANE_ROWS, **{k.replace(".", "__"): v for k, v in EP4.items()}
-    )
+    config = house_config(checkpoint_path, step__lane_rows=LANE_ROWS, **EP4)
     with LocalCluster(config) as cluster:
         yield cluster

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -34,7 +35,8 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 EXAMPLES = sorted((DEPLOY / "examples").glob("*.toml"))
 CLUSTER = yaml.safe_load((DEPLOY / "ray-cluster.yaml").read_text())
 RULES = yaml.safe_load((DEPLOY / "prometheus" / "rules.yml").read_text())
-UP_SECONDS = 150.0
+UP_SECONDS = 120.0
+STOP_SECONDS = 15.0
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -57,6 +59,29 @@ def test_the_cluster_starts_the_example_it_mounts() -> None:
     assert Config.load(DEPLOY / mounted).server.host == CLUSTER["provider"]["head_ip"]
     for command in CLUSTER["head_start_ray_commands"] + CLUSTER["worker_start_ray_commands"]:
         assert command == "ray stop" or "RAY_AUTH_MODE=token" in command
+
+
+def test_the_pods_have_what_the_ranks_of_their_configuration_need(tmp_path: Path) -> None:
+    settings, service, job = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
+    (name, text), *_ = settings["data"].items()
+    (tmp_path / name).write_text(text)
+    config, cluster = Config.load(tmp_path / name).checked(), job["spec"]["rayClusterSpec"]
+    (head,), (workers,) = (
+        cluster["headGroupSpec"]["template"]["spec"]["containers"],
+        cluster["workerGroupSpecs"],
+    )
+    (worker,) = workers["template"]["spec"]["containers"]
+    limits, ranks = worker["resources"]["limits"], config.parallel.mesh.ranks
+    assert int(limits["nvidia.com/gpu"]) * workers["replicas"] == ranks
+    assert int(limits["cpu"]) * workers["replicas"] >= config.cluster.cpus_per_rank * ranks
+    (mounted,) = [mount["mountPath"] for mount in head["volumeMounts"] if mount["name"] == "service"]
+    assert f"{mounted}/{name}" in job["spec"]["entrypoint"].split()
+    assert {port["port"] for port in service["spec"]["ports"]} == {
+        config.server.port,
+        config.server.metrics_port,
+    }
+    labels = cluster["headGroupSpec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
 
 
 def checked_by_promtool(*arguments: str) -> str:
@@ -91,8 +116,8 @@ def test_alerts_speak_of_metrics_that_exist(rule: dict[str, Any]) -> None:
 class Hosts:
     """Two hosts' start commands run on this machine, in a home folder of their own.
 
-    What differs from the file: ports that are free here, one CPU a node so that no node holds both ranks, foreground
-    (`--block`) so that every process can be ended by its id, and no `ray stop`, which would end other clusters too.
+    What differs from the file: a free port, one CPU a node so that no node holds both ranks, everything in
+    the foreground so that it can be ended by its id, and no `ray stop`, which would end other clusters too.
     """
 
     def __init__(self, home: Path) -> None:
@@ -112,12 +137,13 @@ class Hosts:
         command = command.replace("6379", str(self._port)).replace(
             "--autoscaling-config=~/ray_bootstrap_config.yaml", ""
         )
+        command = command.replace("setsid ", "").removesuffix("&")
         if "ray start" in command:
             command += " --block --num-cpus=1 --node-ip-address=127.0.0.1"
             command += "" if "--head" in command else f" --temp-dir={self.home / 'ray'}"
         with (self.home / f"log-{len(self._started)}").open("wb") as out:
             started = subprocess.Popen(
-                ["bash", "-c", command.removesuffix("&")],
+                ["bash", "-c", command],
                 env=self._environment, stdout=out, stderr=out, start_new_session=True,
             )  # fmt: skip
         self._started.append(started)
@@ -136,14 +162,14 @@ class Hosts:
         return "\n".join(f"--- {log.name}\n{log.read_text()[-2000:]}" for log in logs)
 
     def stop(self) -> None:
-        """Ends what was started, last first, each with the processes of its session."""
+        """Ends what was started, last first, and whatever is left of its session."""
         for started in reversed(self._started):
-            for number, patience in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(started.pid, number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    started.wait(patience)
-                    break
+            started.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                started.wait(STOP_SECONDS)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+            started.wait(STOP_SECONDS)
 
 
 def free_port() -> int:
@@ -164,7 +190,7 @@ def hosts(checkpoint_path: Path) -> Iterator[Hosts]:
         (home / folder).mkdir()
     (home / ".ray" / "auth_token").write_text(secrets.token_hex(32))
     ranks = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}
-    config = house_config(checkpoint_path, server__port=free_port(), cluster__launcher="ray", **ranks)
+    config = house_config(checkpoint_path, cluster__launcher="ray", **ranks)
     (home / "moeserve" / "service.toml").write_text("\n".join(config.lines()))
     made = Hosts(home)
     yield made
@@ -187,7 +213,10 @@ def test_its_start_commands_bring_the_service_up(hosts: Hosts, alone: Alone) -> 
     with MoeClient(address, timeout=30) as client:
         torch.testing.assert_close(client.forward(0, *batch), alone.forward(0, *batch), rtol=1e-4, atol=1e-4)
         assert len(client.topology().lanes) == 2
-    os.killpg(service.pid, signal.SIGTERM)
-    assert service.wait(30) is not None, "told to stop, it does not start again"
+    (serving,) = [
+        child for child in psutil.Process(service.pid).children(recursive=True) if "serve" in child.cmdline()
+    ]
+    serving.terminate()
+    assert service.wait(30) == 0, "told to stop, it does not start again"
     with pytest.raises(MoeError), MoeClient(address, timeout=2) as client:
         client.forward(0, *batch)

@@ -11,59 +11,17 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
+from failures import HEARD_SECONDS, Callers, serve_again
 from houses import EP4, Alone, house_config, request_of
 
 from moeserve.proto import moe_pb2_grpc
 from moeserve.proto.client import MoeClient
 from moeserve.runtime.local_cluster import LocalCluster
 
-HEARD_SECONDS = 2.0
-BACK_SECONDS = 60.0
-
-
-def serve_again(address: str, seconds: float = BACK_SECONDS) -> int:
-    """Waits until the group serves and returns its generation."""
-    until = time.monotonic() + seconds
-    with MoeClient(address) as client:
-        while time.monotonic() < until:
-            status = client.status()
-            if status.state == "serving":
-                return int(status.generation)
-            time.sleep(0.05)
-    raise AssertionError(f"the group did not serve again within {seconds} s: {status}")
-
-
-class Callers:
-    """Threads that call one lane each until one call fails, and note how."""
-
-    def __init__(self, address: str, alone: Alone) -> None:
-        with MoeClient(address) as client:
-            lanes = client.topology().lanes
-        self.failures: dict[int, tuple[float, str, str]] = {}
-        self._threads = [
-            threading.Thread(target=self._call, args=(lane.rank, lane.address, alone)) for lane in lanes
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _call(self, rank: int, address: str, alone: Alone) -> None:
-        batch = alone.batch(4, seed=rank)
-        with grpc.insecure_channel(address) as channel:
-            stub = moe_pb2_grpc.MoeServiceStub(channel)
-            try:
-                for _ in range(20000):
-                    stub.Forward(request_of(0, batch), timeout=30)
-            except grpc.RpcError as failed:
-                self.failures[rank] = (time.monotonic(), failed.code().name, failed.details())
-
-    def join(self) -> None:
-        for thread in self._threads:
-            thread.join(60)
-
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_rank_is_named_and_replaced(checkpoint_path: Path, alone: Alone, victim: int) -> None:
-    with LocalCluster(house_config(checkpoint_path, **EP4_KEYS)) as house:
+    with LocalCluster(house_config(checkpoint_path, **EP4)) as house:
         callers = Callers(house.address, alone)
         time.sleep(0.5)
         generation = serve_again(house.address)
@@ -87,7 +45,7 @@ def test_a_killed_rank_is_named_and_replaced(checkpoint_path: Path, alone: Alone
 def test_the_client_library_rides_over_a_killed_rank(checkpoint_path: Path, alone: Alone) -> None:
     """Forward is pure, so a call that met UNAVAILABLE is made again within its deadline."""
     with (
-        LocalCluster(house_config(checkpoint_path, **EP4_KEYS)) as house,
+        LocalCluster(house_config(checkpoint_path, **EP4)) as house,
         MoeClient(house.address, timeout=60) as client,
     ):
         batches = [alone.batch(5, seed=at) for at in range(60)]
@@ -102,7 +60,7 @@ def test_the_client_library_rides_over_a_killed_rank(checkpoint_path: Path, alon
 def test_new_calls_are_refused_with_the_reason_while_the_group_forms(
     checkpoint_path: Path, alone: Alone
 ) -> None:
-    with LocalCluster(house_config(checkpoint_path, **EP4_KEYS)) as house:
+    with LocalCluster(house_config(checkpoint_path, **EP4)) as house:
         os.kill(house.pid(3), signal.SIGKILL)
         time.sleep(0.3)
         with grpc.insecure_channel(house.address) as channel, pytest.raises(grpc.RpcError) as failed:
@@ -112,6 +70,3 @@ def test_new_calls_are_refused_with_the_reason_while_the_group_forms(
         with MoeClient(house.address) as client:
             assert client.health() == "NOT_SERVING"
         serve_again(house.address)
-
-
-EP4_KEYS = {key.replace(".", "__"): value for key, value in EP4.items()}

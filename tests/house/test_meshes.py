@@ -25,9 +25,8 @@ def test_a_mesh_answers_as_one(tmp_path: Path, case: str) -> None:
     family, mesh, size = CASES[case]
     make_checkpoint(family, tmp_path, **size)
     alone = Alone(tmp_path)
-    keys = {key.replace(".", "__"): value for key, value in mesh.items()}
     with (
-        LocalCluster(house_config(tmp_path, **keys)) as house,
+        LocalCluster(house_config(tmp_path, **mesh)) as house,
         MoeClient(house.address, timeout=30) as client,
     ):
         for layer in alone.checkpoint.layers:

@@ -13,9 +13,9 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import encode, plain
 from moeserve.runtime.config import Config
 
-EP4 = {"parallel.data_parallel_size": 4, "parallel.enable_expert_parallel": True}
-TP4 = {"parallel.tensor_parallel_size": 4}
-DP2_TP2 = {"parallel.data_parallel_size": 2, "parallel.tensor_parallel_size": 2}
+EP4 = {"parallel__data_parallel_size": 4, "parallel__enable_expert_parallel": True}
+TP4 = {"parallel__tensor_parallel_size": 4}
+DP2_TP2 = {"parallel__data_parallel_size": 2, "parallel__tensor_parallel_size": 2}
 
 
 def house_config(path: Path, **values: Any) -> Config:

@@ -1,10 +1,37 @@
-"""The table of number formats: one file a format, one line here."""
+"""The table of number formats: one file a family, one line here a format."""
 
 from moeserve.quant.format import Format
+from moeserve.quant.formats import floats, fp8, mx, nvfp4
 from moeserve.quant.formats.floats import BF16, FP16, FP32
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
 
-FORMATS: dict[str, Format] = {f.name: f for f in (FP32, BF16, FP16, FP8_BLOCK, FP8_GROUP)}
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        FP32,
+        BF16,
+        FP16,
+        fp8.FP8_TENSOR,
+        fp8.FP8_CHANNEL,
+        fp8.FP8_TOKEN,
+        FP8_BLOCK,
+        FP8_GROUP,
+        fp8.FP8_GROUP64,
+        fp8.FP8_BLOCK_UE8M0,
+        fp8.FP8_GROUP_UE8M0,
+        fp8.FP8_E5M2,
+        fp8.FP8_E4M3FNUZ,
+        mx.MXFP4,
+        mx.MXFP6_E3M2,
+        mx.MXFP6_E2M3,
+        mx.MXFP8,
+        nvfp4.NVFP4,
+        nvfp4.NVFP4_STATIC,
+    )
+}
+"""Every format by name."""
+
+__all__ = ["BF16", "FORMATS", "FP8_BLOCK", "FP8_GROUP", "FP16", "FP32", "floats", "format_named"]
 
 
 def format_named(name: str) -> Format:

@@ -1,0 +1,135 @@
+"""Bad input ends `plan` and `serve` before anything starts: one line that names it, and exit code 2."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import edit_config, make_checkpoint
+
+from moeserve.cli import main
+from moeserve.experts.machine import Machine
+
+SERVE = ("serve", "--launcher", "local", "--port", "0", "--metrics-port", "-1", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-MoE checkpoint of two layers."""
+    path = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint("qwen3_moe", path)
+    return path
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a refused command says."""
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"moeserve {words[0]}: ")
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ("[modle]\n", "unknown key modle; known: model, parallel, plan, step, server, cluster"),
+        ("[server]\nprot = 1\n", "unknown key server.prot; known: server.host, server.port"),
+        ("[server]\nport = '50051'\n", "server.port must be int, not '50051'"),
+        ("[parallel]\ndata_parallel_size = 0\n", "0"),
+        ("[cluster]\nlauncher = 'slurm'\n", "cluster.launcher = 'slurm'; known: ray, local"),
+        ("[plan]\nall2all_backend = 'fedex'\n", "unknown carrier 'fedex'; carriers here: all2allv"),
+        ("[plan]\nall2all_backend = 'pplx'\n", "carrier 'pplx' cannot serve: its library was withdrawn"),
+        ("[server\n", "is not TOML"),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "plan"])
+def test_a_wrong_configuration(
+    command: str,
+    document: str,
+    said: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "house.toml"
+    file.write_text(document)
+    assert said in refused([command, str(file), "--checkpoint", str(checkpoint)], capsys)
+
+
+def test_a_configuration_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cannot read nowhere.toml: No such file" in refused(["plan", "nowhere.toml"], capsys)
+
+
+def test_no_checkpoint_at_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "model.checkpoint is not set" in refused(["serve"], capsys)
+
+
+@pytest.mark.parametrize("command", [SERVE, ("plan",)])
+class TestACheckpoint:
+    """What is wrong with it is found before a rank starts."""
+
+    def test_is_missing(
+        self, command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert "nowhere" in refused([*command, "--checkpoint", str(tmp_path / "nowhere")], capsys)
+
+    def test_has_an_unknown_architecture(
+        self, command: tuple[str, ...], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = tmp_path / "other"
+        shutil.copytree(checkpoint, path)
+        edit_config(path, model_type="mamba", architectures=["MambaForCausalLM"])
+        said = refused([*command, "--checkpoint", str(path)], capsys)
+        assert "mamba" in said
+        assert "qwen3_moe" in said  # what is supported
+
+    def test_lacks_the_layers_asked_for(
+        self, command: tuple[str, ...], checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        said = refused([*command, "--checkpoint", str(checkpoint), "--layers", "1,7-8"], capsys)
+        assert "[7, 8] have no experts in this checkpoint; [0, 1] have" in said
+
+    def test_cannot_be_served_by_the_kernel_named(
+        self, command: tuple[str, ...], checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        said = refused([*command, "--checkpoint", str(checkpoint), "--kernel", "fast"], capsys)
+        assert "unknown kernel 'fast'; known: torch_grouped_mm" in said
+
+
+def test_cuda_without_a_gpu(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = ["serve", "--launcher", "local", "--checkpoint", str(checkpoint), "--device", "cuda"]
+    assert "plan.device = 'cuda', and this process sees no CUDA device" in refused(words, capsys)
+
+
+def test_fewer_gpus_than_ranks(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "moeserve.runtime.rank_process.this_machine", lambda: Machine("h200", "sm90", 141 << 30)
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    words = ["serve", "--launcher", "local", "--data-parallel-size", "4", "--enable-expert-parallel"]
+    said = refused([*words, "--checkpoint", str(checkpoint), "--kernel", "torch_reference"], capsys)
+    assert "4 ranks need a GPU each, and this machine has 2" in said
+
+
+@pytest.mark.parametrize("layers", ["two", "5-3", "1,,2", "-1"])
+def test_layers_that_are_no_numbers(layers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", f"--layers={layers}"])
+    assert ended.value.code == 2
+    assert "must be numbers and ranges, such as 0,2-5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["50051", "localhost:", ":1", "host:http", "host:70000"])
+def test_an_address_that_is_none(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["health", address])
+    assert ended.value.code == 2
+    assert "must be HOST:PORT, such as 127.0.0.1:50051" in capsys.readouterr().err

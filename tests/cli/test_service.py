@@ -1,0 +1,181 @@
+"""A service as an operator starts it: `serve` in a process of its own, asked by other commands and stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+
+from moeserve.cli import main
+from moeserve.runtime.config import Config, from_mapping
+
+SERVE = (
+    sys.executable,
+    "-m",
+    "moeserve",
+    "serve",
+    "--launcher",
+    "local",
+    "--metrics-port",
+    "-1",
+    "--device",
+    "cpu",
+)
+START_SECONDS = 90
+
+
+@dataclass
+class Served:
+    """A `moeserve serve` under way, in a session of its own as under a terminal."""
+
+    process: subprocess.Popen[str]
+    printed: str
+    address: str
+
+    def ended(self) -> tuple[int, str]:
+        """Its exit code, and all that it printed after it was up."""
+        rest = self.process.stdout.read() if self.process.stdout else ""
+        return self.process.wait(30), rest
+
+
+def serve(*flags: str) -> Served:
+    """Starts a service and waits until it serves."""
+    process = subprocess.Popen(
+        [*SERVE, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    late = threading.Timer(START_SECONDS, process.kill)
+    late.start()
+    printed = ""
+    for line in process.stdout:
+        if line.startswith("serving on "):
+            late.cancel()
+            return Served(process, printed, line.split()[-1])
+        printed += line
+    raise AssertionError(f"ended with {process.wait()}:\n{printed}")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-MoE checkpoint of two layers."""
+    path = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint("qwen3_moe", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: Path) -> Iterator[Served]:
+    """Two ranks with whole experts."""
+    flags = ("--port", "0", "--data-parallel-size", "2", "--enable-expert-parallel")
+    running = serve("--checkpoint", str(checkpoint), *flags)
+    try:
+        yield running
+    finally:
+        running.process.kill()
+        running.process.wait(30)
+
+
+def test_the_resolved_configuration_is_printed_as_toml(served: Served, checkpoint: Path) -> None:
+    lines = [line for line in served.printed.splitlines() if line.startswith("[") or " = " in line]
+    config = from_mapping(Config, tomllib.loads("\n".join(lines)))
+    assert config.model.checkpoint == str(checkpoint)
+    assert config.parallel.mesh.ranks == 2
+    assert config.step == Config().step  # what was not said is there too
+
+
+def test_health(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["health", served.address]) == 0
+    assert capsys.readouterr().out == "SERVING\n"
+
+
+def test_bench_and_status(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--rows", "4", "--concurrency", "2", "--duration", "0.5"]
+    assert main(["bench", served.address, *words, "--layer", "1", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["layer"] == 1
+    assert result["calls"] > 0 and result["errors"] == {}
+    assert 0 < result["p50"] <= result["p90"] <= result["p99"] <= result["longest"]
+    assert result["rows_per_second"] == pytest.approx(4 * result["calls"] / result["seconds"])
+
+    deadline = time.monotonic() + 10  # ranks report about once a second
+    while True:
+        assert main(["status", served.address, "--experts", "--json"]) == 0
+        status = json.loads(capsys.readouterr().out)
+        tokens = [sum(map(int, layer["tokens"])) for layer in status["layers"]]
+        if tokens[1] >= 4 * 2 * result["calls"] or time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    assert status["state"] == "serving"
+    assert [rank["up"] for rank in status["ranks"]] == [True, True]
+    assert int(status["jobs"]) >= result["calls"]
+    assert tokens[0] == 0 and tokens[1] >= 4 * 2 * result["calls"]  # 4 rows, top-2, and the warm-up
+
+    assert main(["status", served.address]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("state  serving\ngroup  generation 1, epoch 1")
+    assert f"   0  yes  {status['ranks'][0]['address']}" in shown
+
+
+def test_bench_of_a_layer_that_is_not_served(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", served.address, "--layer", "9"]) == 2
+    assert "--layer=9 is not served; served: 0, 1" in capsys.readouterr().err
+    assert main(["bench", served.address, "--rows", "0"]) == 2
+    assert "--rows=0 must be more than 0" in capsys.readouterr().err
+
+
+def test_a_port_in_use(served: Served, checkpoint: Path) -> None:
+    port = served.address.rpartition(":")[2]
+    done = subprocess.run(
+        [*SERVE, "--checkpoint", str(checkpoint), "--port", port], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert f"moeserve serve: cannot listen on 127.0.0.1:{port}; set server.port (--port)" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert main(["health", served.address]) == 0
+
+
+def test_ctrl_c_stops_head_and_ranks_without_a_traceback(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", served.address, "--json"]) == 0
+    pids = [rank["pid"] for rank in json.loads(capsys.readouterr().out)["ranks"]]
+    os.killpg(served.process.pid, signal.SIGINT)  # a terminal's Ctrl-C reaches all processes
+    code, rest = served.ended()
+    assert (code, rest) == (0, "stopping\n")
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert main(["health", served.address, "--timeout", "2"]) == 1
+    assert capsys.readouterr().out.startswith("UNREACHABLE: ")
+    assert main(["status", served.address, "--timeout", "2"]) == 1
+    assert "moeserve status: UNAVAILABLE: " in capsys.readouterr().err
+
+
+def test_sigterm_while_starting_ends_everything(checkpoint: Path) -> None:
+    process = subprocess.Popen(
+        [*SERVE, "--checkpoint", str(checkpoint), "--port", "0", "--data-parallel-size", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    ranks: list[str] = []
+    deadline = time.monotonic() + START_SECONDS
+    while len(ranks) < 2 and time.monotonic() < deadline:  # the ranks are importing torch now
+        time.sleep(0.05)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ranks = [pid for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert printed.endswith("stopped while starting\n")
+    assert "Traceback" not in printed
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]

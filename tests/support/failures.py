@@ -1,0 +1,55 @@
+"""Callers that note how they fail, and waiting for a group to serve again."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import grpc
+from houses import Alone, request_of
+
+from moeserve.proto import moe_pb2_grpc
+from moeserve.proto.client import MoeClient
+
+HEARD_SECONDS = 2.0
+BACK_SECONDS = 60.0
+
+
+def serve_again(address: str, seconds: float = BACK_SECONDS) -> int:
+    """Waits until the group serves and returns its generation."""
+    until = time.monotonic() + seconds
+    with MoeClient(address) as client:
+        while time.monotonic() < until:
+            status = client.status()
+            if status.state == "serving":
+                return int(status.generation)
+            time.sleep(0.05)
+    raise AssertionError(f"the group did not serve again within {seconds} s: {status}")
+
+
+class Callers:
+    """Threads that call one lane each until one call fails, and note how."""
+
+    def __init__(self, address: str, alone: Alone) -> None:
+        with MoeClient(address) as client:
+            lanes = client.topology().lanes
+        self.failures: dict[int, tuple[float, str, str]] = {}
+        self._threads = [
+            threading.Thread(target=self._call, args=(lane.rank, lane.address, alone)) for lane in lanes
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _call(self, rank: int, address: str, alone: Alone) -> None:
+        batch = alone.batch(4, seed=rank)
+        with grpc.insecure_channel(address) as channel:
+            stub = moe_pb2_grpc.MoeServiceStub(channel)
+            try:
+                for _ in range(20000):
+                    stub.Forward(request_of(0, batch), timeout=30)
+            except grpc.RpcError as failed:
+                self.failures[rank] = (time.monotonic(), failed.code().name, failed.details())
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(60)
