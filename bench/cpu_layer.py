@@ -185,17 +185,51 @@ class Peers:
         return self._experts(tokens.hidden, tokens.experts.long(), tokens.weights.to(tokens.hidden.dtype))
 
 
-def alternate(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Median milliseconds of each run; they take turns until `seconds` have passed, at least five times."""
+def alternate(runs: dict[str, Callable[[], object]], seconds: float, patience: float) -> dict[str, float]:
+    """Median milliseconds of each run; they take turns for `seconds`, at least five times.
+
+    A round counts only where the machine was otherwise idle before and after it. RuntimeError: five of them
+    did not come within `patience` seconds.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    deadline = time.perf_counter() + seconds
-    while time.perf_counter() < deadline or len(next(iter(times.values()))) < 5:
-        for name, run in runs.items():
-            time.sleep(0.005)  # threads of the run before stop spinning
-            begin = time.perf_counter()
-            run()
-            times[name].append((time.perf_counter() - begin) * 1e3)
+    begun, spent, rounds = time.perf_counter(), 0.0, 0
+    while spent < seconds or rounds < 5:
+        if time.perf_counter() - begun > patience:
+            raise RuntimeError(
+                f"other processes kept the machine busy: {rounds} of 5 rounds in {patience:.0f} s"
+            )
+        if not idle():
+            continue
+        taken = {name: timed(run) for name, run in runs.items()}
+        if idle():
+            for name, value in taken.items():
+                times[name].append(value)
+            spent, rounds = spent + sum(taken.values()) / 1e3, rounds + 1
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Milliseconds of one run."""
+    time.sleep(0.005)  # threads of the run before stop spinning
+    begin = time.perf_counter()
+    run()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def idle(sample: float = 0.1, share: float = 0.15) -> bool:
+    """Whether all cores together were busy for at most `share` of the next `sample` seconds."""
+    time.sleep(0.005)
+    before = _processor_ticks()
+    time.sleep(sample)
+    busy, total = (now - then for now, then in zip(_processor_ticks(), before, strict=True))
+    return busy <= share * total
+
+
+def _processor_ticks() -> tuple[int, int]:
+    """Busy ticks and all ticks of all cores since boot."""
+    with open("/proc/stat") as lines:
+        ticks = [int(field) for field in lines.readline().split()[1:9]]
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # without idle and waiting for disks
 
 
 def check(name: str, found: Tensor, expected: Tensor, bound: float) -> None:
@@ -205,8 +239,9 @@ def check(name: str, found: Tensor, expected: Tensor, bound: float) -> None:
         raise ValueError(f"{name}: relative error {error:.2e} against grouped_mm is above {bound}")
 
 
-def measure(form: Format, counts: list[int], ranks: int, seconds: float) -> Iterator[Result]:
+def measure(form: Format, args: argparse.Namespace) -> Iterator[Result]:
     """Two results a token count: ours in one process, and ours on ranks."""
+    counts, ranks = args.tokens, args.ranks
     peers, alone = Peers(form), OneRank(0, 1, form, lane_rows=max(counts))
     with spawned_ranks(ranks, form) as ends:
         for count in counts:
@@ -223,7 +258,8 @@ def measure(form: Format, counts: list[int], ranks: int, seconds: float) -> Iter
                     "in process": step,
                     f"{ranks} ranks": lambda: together(ends, True),
                 },
-                seconds,
+                args.seconds,
+                args.patience,
             )
             for end in ends:
                 end.send(False)
@@ -236,7 +272,7 @@ def measure(form: Format, counts: list[int], ranks: int, seconds: float) -> Iter
                     else None
                 )
                 case = f"{form.name}, {count} tokens, {name}"
-                yield Result("cpu_layer", case, round(value, 3), "ms", "less", aim, named)
+                yield Result("cpu_layer", case, round(value, 3), "ms", "lower", aim, named)
 
 
 def main() -> None:
@@ -246,12 +282,15 @@ def main() -> None:
     )
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=sorted(BOUNDS))
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=15, help="time for each token count")
+    parser.add_argument("--seconds", type=float, default=15, help="of measuring, for each token count")
+    parser.add_argument(
+        "--patience", type=float, default=300, help="seconds to wait for a quiet machine, for each"
+    )
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     results = []
     for name in args.dtypes:
-        for result in measure(format_named(name), args.tokens, args.ranks, args.seconds):
+        for result in measure(format_named(name), args):
             results.append(result)
             ratios = "  ".join(f"{result.ratio(peer):5.2f} x {peer}" for peer in result.peers)
             print(f"{result.case:32} {result.ours:9.2f} ms  {ratios}", flush=True)

@@ -160,7 +160,7 @@ def compare_fp32(case: str, checkpoint: Path, remote: Any, client: MoeClient) ->
     shown += ", ".join(f"{what} changes {tokens}" for what, tokens in changed.items())
     aim = f"<= {LOGIT_BOUND}, greedy tokens equal"
     return Verdict(
-        Result("demo", case, difference, "max logit difference", "less", aim), shown, tuple(failed)
+        Result("demo", case, difference, "max logit difference", "lower", aim), shown, tuple(failed)
     )
 
 
@@ -176,7 +176,7 @@ def compare_bf16(case: str, checkpoint: Path, remote: Any, client: MoeClient) ->
     failed = [] if ratio <= BF16_BOUND else [f"error {ratio:.3f}x grouped_mm's > {BF16_BOUND}x"]
     shown = f"rms error of logits {ours:.4f}, grouped_mm's {theirs:.4f}: {ratio:.3f}x"
     aim = f"<= {BF16_BOUND}x grouped_mm"
-    result = Result("demo", case, ours, "rms logit error against fp32", "less", aim, {"grouped_mm": theirs})
+    result = Result("demo", case, ours, "rms logit error against fp32", "lower", aim, {"grouped_mm": theirs})
     return Verdict(result, shown, tuple(failed))
 
 

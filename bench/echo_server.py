@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
+from moeserve.proto.heap import keep_freed_memory
+
 METHOD = "/bench.Echo/Echo"
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
@@ -24,6 +26,7 @@ class Echo(grpc.GenericRpcHandler):
 
 def main() -> None:
     """Serves on a free port of loopback until stdin ends."""
+    keep_freed_memory()
     server = grpc.server(ThreadPoolExecutor(4), handlers=(Echo(),), options=OPTIONS)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()

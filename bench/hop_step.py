@@ -55,6 +55,7 @@ def _rank(index: int, path: Path, rows: int, store: str, pipe: Connection) -> No
 
     from moeserve.experts.checkpoint import Checkpoint
     from moeserve.experts.machine import machine_named
+    from moeserve.proto.heap import keep_freed_memory
     from moeserve.runtime.epoch import Epoch
     from moeserve.runtime.mesh import Mesh
     from moeserve.runtime.plan import Wanted
@@ -62,6 +63,7 @@ def _rank(index: int, path: Path, rows: int, store: str, pipe: Connection) -> No
     from moeserve.runtime.step import LaneInput, empty_input
 
     torch.set_num_threads(1)
+    keep_freed_memory()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=RANKS)
     mesh, checkpoint = Mesh.flatten(RANKS, 1, expert_parallel=True), Checkpoint(path)
     served = Served(checkpoint, checkpoint.layers, mesh, checkpoint.dtype, 4096)

@@ -27,9 +27,13 @@ class Result:
     case: str
     ours: float
     unit: str
-    better: str  # "less" or "more"
-    aim: str | None = None
+    better: str  # "lower" or "higher"
+    aim: float | None = None  # in the same unit
     peers: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.better not in ("lower", "higher"):
+            raise ValueError(f"better={self.better!r} must be lower or higher")
 
     def ratio(self, peer: str) -> float:
         """Ours over the peer's."""

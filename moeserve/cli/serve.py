@@ -33,6 +33,9 @@ class Cluster(Protocol):
     def state(self) -> tuple[str, str]:
         """The group's state and reason."""
 
+    def metrics_targets(self) -> list[str]:
+        """`host:port` of every exporter that is up."""
+
     def stop(self) -> None:
         """Lets calls under way finish, and ends everything that was started."""
 
@@ -60,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     signals.listen()  # again: a launcher may have set handlers of its own
     try:
+        if targets := cluster.metrics_targets():
+            print(f"metrics on {' '.join(targets)}", flush=True)
         print(f"serving on {cluster.address}", flush=True)
         _watch(cluster, signals)
     finally:

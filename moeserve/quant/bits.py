@@ -10,7 +10,7 @@ from moeserve.quant.elements import pick
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """4-bit codes `[..., K]` (integers 0..15) as bytes: uint8 `[..., ceil(K / 2)]`, zero in the spare half."""
+    """4-bit codes `[..., K]` (integers 0..15) as bytes: uint8 `[..., ceil(K / 2)]`, the spare half 0."""
     if codes.shape[-1] % 2:
         codes = F.pad(codes, (0, 1))
     return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
@@ -26,7 +26,7 @@ def pack_sextets(codes: Tensor) -> Tensor:
     columns = codes.shape[-1]
     if columns % 4:
         codes = F.pad(codes, (0, -columns % 4))
-    a, b, c, d = codes.int().unflatten(-1, (codes.shape[-1] // 4, 4)).unbind(-1)
+    a, b, c, d = codes.int().view(*codes.shape[:-1], codes.shape[-1] // 4, 4).unbind(-1)
     packed = torch.stack((a | b << 6, b >> 2 | c << 4, c >> 4 | d << 2), dim=-1).to(torch.uint8)
     return packed.flatten(-2)[..., : sextet_bytes(columns)]
 
@@ -36,7 +36,7 @@ def sextet_words(packed: Tensor, columns: int) -> Tensor:
     words = -(-columns // 4)
     if packed.shape[-1] != 3 * words:
         packed = F.pad(packed, (0, 3 * words - packed.shape[-1]))
-    first, middle, last = packed.int().unflatten(-1, (words, 3)).unbind(-1)
+    first, middle, last = packed.int().view(*packed.shape[:-1], words, 3).unbind(-1)
     return torch.stack((first | (middle & 15) << 8, middle >> 4 | last << 4), dim=-1).flatten(-2)
 
 

@@ -16,6 +16,9 @@ from moeserve.runtime.server import Endpoint
 from moeserve.runtime.service import FrontDoor
 from moeserve.runtime.telemetry import CoordinatorTelemetry
 
+EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
+"""Hosts to listen on that no client can be told."""
+
 
 class HeadProcess:
     """Starts the coordinator and the front door; launchers start the ranks."""
@@ -36,10 +39,11 @@ class HeadProcess:
         )
         self._endpoint = Endpoint(front, server.max_concurrent_calls, server.max_message_bytes)
         self.coordinator.on_change = self._changed
-        self.address = self._endpoint.start(server.host, server.port)
+        shown = host if server.host in EVERY_ADDRESS else server.host
+        self.address = f"{shown}:{self._endpoint.start(server.host, server.port).rsplit(':', 1)[1]}"
         self.metrics_address = ""
         if server.metrics_port >= 0:
-            self.metrics_address = f"{server.host}:{self._telemetry.serve(server.host, server.metrics_port)}"
+            self.metrics_address = f"{shown}:{self._telemetry.serve(server.host, server.metrics_port)}"
         sys.setswitchinterval(0.0005)
         keep_freed_memory()
         self.coordinator.start()

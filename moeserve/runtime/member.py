@@ -106,12 +106,21 @@ class Member:
                 if message["kind"] == "abort":
                     self._generation = ABORTED
                     self._lane.close(message["reason"])  # after the generation: a commit under way sees it
+                    self._interrupt()
                 elif message["kind"] == "prepare":
                     self._generation = message["generation"]
                 self._entries.put(message)
         except StreamClosed as closed:
             self._lane.close(f"the coordinator is gone: {closed}")
             self._entries.put({"kind": "stop"})
+
+    def _interrupt(self) -> None:
+        """Ends the collective that runs now. gloo sees a dead peer by itself; a NCCL kernel waits for it for ever."""
+        if self._meeting.backend == "nccl" and dist.is_initialized():
+            try:
+                dist.distributed_c10d._get_default_group().abort()
+            except RuntimeError as error:
+                log.info("rank %d: the process group was gone already: %s", self._rank.index, error)
 
     def _execute(self, entry: Message) -> None:
         match entry["kind"]:

@@ -1,4 +1,4 @@
-"""A service as an operator starts it: `serve` in a process of its own, asked by other commands and stopped."""
+"""A service as an operator starts it: `serve` in its own process, asked by other commands, and stopped."""
 
 from __future__ import annotations
 

@@ -127,9 +127,7 @@ def test_its_metrics_and_their_labels_exist(panel: dict[str, Any]) -> None:
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
 def test_a_live_service_answers(panel: dict[str, Any], prometheus: Prometheus, model: str) -> None:
     for target in panel["targets"]:
-        expression = (
-            target["expr"].replace("$__rate_interval", "5s").replace("$model", model)
-        )  # as Grafana does
+        expression = target["expr"].replace("$__rate_interval", "5s").replace("$model", model)
         series = _until(lambda asked=expression: _numbers(prometheus.query(asked)))
         assert series, f"{panel['title']}: {expression} has no answer"
         for label in re.findall(r"{{(\w+)}}", target["legendFormat"]):

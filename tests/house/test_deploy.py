@@ -66,22 +66,16 @@ def test_the_pods_have_what_the_ranks_of_their_configuration_need(tmp_path: Path
     (name, text), *_ = settings["data"].items()
     (tmp_path / name).write_text(text)
     config, cluster = Config.load(tmp_path / name).checked(), job["spec"]["rayClusterSpec"]
-    (head,), (workers,) = (
-        cluster["headGroupSpec"]["template"]["spec"]["containers"],
-        cluster["workerGroupSpecs"],
-    )
-    (worker,) = workers["template"]["spec"]["containers"]
+    (workers,), first = cluster["workerGroupSpecs"], cluster["headGroupSpec"]["template"]
+    (head,), (worker,) = first["spec"]["containers"], workers["template"]["spec"]["containers"]
     limits, ranks = worker["resources"]["limits"], config.parallel.mesh.ranks
     assert int(limits["nvidia.com/gpu"]) * workers["replicas"] == ranks
     assert int(limits["cpu"]) * workers["replicas"] >= config.cluster.cpus_per_rank * ranks
     (mounted,) = [mount["mountPath"] for mount in head["volumeMounts"] if mount["name"] == "service"]
     assert f"{mounted}/{name}" in job["spec"]["entrypoint"].split()
-    assert {port["port"] for port in service["spec"]["ports"]} == {
-        config.server.port,
-        config.server.metrics_port,
-    }
-    labels = cluster["headGroupSpec"]["template"]["metadata"]["labels"]
-    assert service["spec"]["selector"].items() <= labels.items()
+    ports = {port["port"] for port in service["spec"]["ports"]}
+    assert ports == {config.server.port, config.server.metrics_port}
+    assert service["spec"]["selector"].items() <= first["metadata"]["labels"].items()
 
 
 def checked_by_promtool(*arguments: str) -> str:

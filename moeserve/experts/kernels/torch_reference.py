@@ -18,6 +18,8 @@ from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
 from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats import FORMATS
+from moeserve.quant.formats.floats import FLOATS
+from moeserve.quant.schemes import SCHEMES
 
 ROW_WISE = frozenset(form for form in FORMATS.values() if form.row_wise)
 
@@ -66,11 +68,12 @@ class TorchReference:
         gate_up = _decoded(spec.scheme.weights, slot, "gate_up", (shape.gate_up_rows, shape.hidden))
         down = _decoded(spec.scheme.weights, slot, "down", (shape.hidden, shape.inner))
         values = rows.dequantize()
-        x = values if rows.format == activations else _rounded(values, activations)
+        x = values if rows.format == activations else _rounded(values, activations, slot.get("input_scale"))
         between = x @ gate_up.T
         if shape.bias:
             between += slot["gate_up_bias"]
-        y = _rounded(shape.activation.apply(between), activations) @ down.T
+        inner = shape.activation.apply(between)
+        y = _rounded(inner, activations, slot.get("inner_scale")) @ down.T
         return y + slot["down_bias"] if shape.bias else y
 
 
@@ -89,14 +92,18 @@ def _decoded(form: Format, slot: Mapping[str, Tensor], side: str, shape: tuple[i
     return Packed(form, torch.Size(shape), parts).dequantize()
 
 
-def _rounded(values: Tensor, form: Format) -> Tensor:
+def _rounded(values: Tensor, form: Format, scale: Tensor | None) -> Tensor:
+    """`values` quantized and back; a static format takes its scale from the expert."""
+    if form.given is not None and scale is not None:
+        form = form.given(scale)
     return form.quantize(values).dequantize()
 
 
 ROW = KernelRow(
     name="torch_reference",
     build=TorchReference,
-    schemes=frozenset(Scheme(w, a) for w, a in product(FORMATS.values(), ROW_WISE)),
+    schemes=frozenset(SCHEMES.values())
+    | {Scheme(w, a) for w, a in product(FORMATS.values(), FLOATS.values())},
     eats=ROW_WISE,
     groupings=frozenset(Grouping),
     activations=COMPUTED,

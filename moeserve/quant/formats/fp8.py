@@ -102,7 +102,7 @@ def _decode_given(scale: Tensor, parts: Parts, shape: torch.Size) -> Tensor:
 
 
 def fp8_given(scale: Tensor) -> Format:
-    """Activations with the checkpoint's one scale (float32, one value): codes `x * (1 / scale)`, no scale part."""
+    """Activations with the checkpoint's one scale (float32, one value), codes `x * (1 / scale)`."""
     scale = scale.float().reshape(())
     return replace(FP8_STATIC, encode=partial(_encode_given, scale), decode=partial(_decode_given, scale))
 

@@ -29,19 +29,20 @@ AMAX_FLOOR = 1e-5
 
 RANGES: dict[str, float] = {"full": 7.0, "wide": 7.5}
 """Divisors of amax in symmetric formats. full: -8 is unused (AWQ without zero points). wide: GPTQ and
-compressed-tensors, where +amax saturates to 7; twice as fine for nothing, and not idempotent."""
+compressed-tensors, where +amax saturates to 7; finer, and not idempotent."""
 
 CODES = Part("codes", torch.uint8, 1, 2)
 
 
-def _clamped(steps: Tensor) -> Tensor:
-    return steps.nan_to_num_(nan=0.0).clamp_(0, 15).to(torch.uint8)
+def _clamped(steps: Tensor, zero: int) -> Tensor:
+    """Codes of integral steps; of NaN the code of zero, which a scale that is not finite decodes to NaN."""
+    return steps.nan_to_num_(nan=float(zero)).clamp_(0, 15).to(torch.uint8)
 
 
 def _encode_symmetric(blocks: Blocks, largest: float, x: Tensor) -> Parts:
     x = x.float()
     scale = blocks.amax(x).clamp_min(AMAX_FLOOR) / largest
-    return pack_nibbles(_clamped(blocks.divide(x, scale).round_().add_(MIDDLE))), scale
+    return pack_nibbles(_clamped(blocks.divide(x, scale).round_().add_(MIDDLE), MIDDLE)), scale
 
 
 def _encode_asymmetric(blocks: Blocks, x: Tensor) -> Parts:
@@ -50,7 +51,7 @@ def _encode_asymmetric(blocks: Blocks, x: Tensor) -> Parts:
     scale = (high - low).clamp_min(AMAX_FLOOR) / 15
     zero = (-low / scale).round_().nan_to_num_(nan=0.0)
     steps = blocks.subtract(blocks.divide(x, scale).round_(), -zero)
-    return pack_nibbles(_clamped(steps)), scale, zero.to(torch.uint8)
+    return pack_nibbles(_clamped(steps, 0)), scale, zero.to(torch.uint8)
 
 
 def _decode_symmetric(blocks: Blocks, parts: Parts, shape: torch.Size) -> Tensor:
@@ -83,9 +84,7 @@ def _decode_ordered(parts: Parts, shape: torch.Size) -> Tensor:
     return (values - (zero[0] - MIDDLE) if zero else values) * scale
 
 
-def int4(
-    group: int, *, asymmetric: bool = False, act_order: bool = False, span: str | None = None
-) -> Format:
+def int4(group: int, *, asymmetric: bool = False, act_order: bool = False, span: str | None = None) -> Format:
     """INT4 in groups of `group` columns (WHOLE: one a row): `int4_group128`, `int4_asym_channel`, ...
 
     `span` names the writer's rule of `RANGES` in symmetric formats ("full" unless given). ValueError: an

@@ -27,7 +27,8 @@ SIGN_BITS = 0x88
 
 def split_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
     """Group scales `[..., N, G]` float32 as E4M3 `[..., N, G]` times float32 `[..., N, 1]`."""
-    channel = (Blocks(1, WHOLE).amax(scale) / 448).clamp_min(CHANNEL_FLOOR)
+    known = scale.nan_to_num(nan=0.0, posinf=torch.inf)  # a NaN stays in its group
+    channel = (Blocks(1, WHOLE).amax(known) / 448).clamp_min(CHANNEL_FLOOR)
     fine = decode_fp8(encode_fp8(scale / channel))
     return encode_fp8(fine / SPARE), channel * SPARE
 

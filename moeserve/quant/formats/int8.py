@@ -1,4 +1,4 @@
-"""INT8: two's complement codes with float32 scales that multiply; a scale a tensor, a row, or a group along K.
+"""INT8: two's complement codes with float32 scales: one a tensor, a row, or a group along K.
 
 value = code x scale. How a quotient becomes an integer differs between producers and kernels and is named in
 `ROUNDINGS`; a format made with another rule is the same format. Weights scale by amax / 127 here, and by
@@ -33,10 +33,10 @@ ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "half_away": half_away,
     "truncate": torch.trunc,
 }
-"""half_even: weights, CUDA activations. half_away: Triton per-token activations. truncate: vLLM's 1xg groups."""
+"""half_even: weights, CUDA activations. half_away: Triton per-token. truncate: vLLM's activation groups."""
 
 LARGEST = {"full": 127.0, "wide": 127.5}
-"""Divisors of amax: full leaves -128 unused; wide (compressed-tensors) uses it, and saturates +amax to 127."""
+"""Divisors of amax: full leaves -128 unused; wide (compressed-tensors) uses it and saturates +amax."""
 
 
 def codes_of(quotient: Tensor, rounding: str) -> Tensor:
@@ -97,7 +97,7 @@ def _decode_given(scale: Tensor, parts: Parts, shape: torch.Size) -> Tensor:
 
 
 def int8_given(scale: Tensor) -> Format:
-    """Activations with the checkpoint's one scale (float32, one value). NaN becomes 0: no scale can hold it."""
+    """Activations with the checkpoint's one scale (float32, one value). NaN becomes 0."""
     scale = scale.float().reshape(())
     return replace(INT8_STATIC, encode=partial(_encode_given, scale), decode=partial(_decode_given, scale))
 

@@ -23,7 +23,6 @@ from moeserve.quant.elements import (
     E2M3,
     E3M2,
     FP8_LARGEST,
-    FP32_BIAS,
     FP32_MANTISSA_BITS,
     decode_e8m0,
     decode_fp8,

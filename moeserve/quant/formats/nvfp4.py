@@ -32,7 +32,7 @@ SCALE = Part("scale", torch.float8_e4m3fn, 1, 16)
 
 
 def global_scale(x: Tensor) -> Tensor:
-    """amax / 2688 of each matrix of `x [..., N, K]`: float32 `[..., 1, 1]`; 1 where that is 0 or not finite."""
+    """amax / 2688 of each matrix of `x [..., N, K]`: `[..., 1, 1]`; 1 where 0 or not finite."""
     scale = Blocks(WHOLE, WHOLE).amax(x.float()) / (E2M1.largest * LARGEST_SCALE)
     return torch.where(scale.isfinite() & (scale > 0), scale, 1.0)
 
@@ -60,7 +60,9 @@ def _decode(parts: Parts, shape: torch.Size) -> Tensor:
     return _decode_codes(codes, scale, shape[-1]) * whole
 
 
-NVFP4 = Format("nvfp4", 4, (CODES, SCALE, Part("global_scale", torch.float32, WHOLE, WHOLE)), _encode, _decode)
+NVFP4 = Format(
+    "nvfp4", 4, (CODES, SCALE, Part("global_scale", torch.float32, WHOLE, WHOLE)), _encode, _decode
+)
 """Codes uint8 `[N, K/2]`, low nibble first; scale E4M3 `[N, K/16]`, linear; global scale float32 `[1, 1]`."""
 
 

@@ -1,0 +1,151 @@
+"""The whole house on GPUs: four ranks over NCCL, answers against float32 on one GPU, call times, and a killed rank.
+
+    python bench/gpu_house.py [--launcher local|ray] [--ranks 4]
+
+Makes a Qwen3-MoE-shaped checkpoint of two layers with random weights. Writes bench/results/gpu_house.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import RESULTS, Result, write
+from safetensors.torch import save_file
+
+from moeserve.experts.checkpoint import Checkpoint
+from moeserve.proto.client import MoeClient
+from moeserve.runtime.config import Config
+
+HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 2048, 768, 64, 8, 2
+ERROR_BOUND = 1e-2  # relative, bf16 compute from the same weights
+
+
+def make_checkpoint(folder: Path) -> None:
+    """Writes config and weights as transformers does."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16", "hidden_act": "silu",
+        "hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K,
+        "num_hidden_layers": LAYERS, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    tensors = {}
+    for layer in range(LAYERS):
+        for expert in range(EXPERTS):
+            for name, shape in (("gate", (INNER, HIDDEN)), ("up", (INNER, HIDDEN)), ("down", (HIDDEN, INNER))):
+                values = torch.randn(shape) / shape[1] ** 0.5
+                tensors[f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"] = values.bfloat16()
+    save_file(tensors, folder / "model.safetensors")
+
+
+def reference(path: Path, layer: int, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The same in float32 on one GPU."""
+    checkpoint = Checkpoint(path)
+    weights = checkpoint.experts(layer, range(EXPERTS)).to("cuda:0")
+    gate_up, down = weights.gate_up.dequantize(), weights.down.dequantize()
+    hidden, experts, shares = (tensor.to("cuda:0") for tensor in batch)
+    answer = torch.zeros(hidden.shape, device="cuda:0")
+    for expert in range(EXPERTS):
+        rows, place = torch.nonzero(experts == expert, as_tuple=True)
+        inner = checkpoint.activation.apply(hidden[rows].float() @ gate_up[expert].T)
+        answer.index_add_(0, rows, shares[rows, place, None] * (inner @ down[expert].T))
+    return answer.cpu()
+
+
+def make_batch(rows: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """Hidden states in bf16, experts, weights."""
+    random = torch.Generator().manual_seed(seed)
+    weights, experts = torch.rand(rows, EXPERTS, generator=random).softmax(1).topk(TOP_K)
+    return torch.randn(rows, HIDDEN, generator=random).bfloat16(), experts.int(), weights
+
+
+def error_of(answer: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative error by Frobenius norm; NaN never passes."""
+    return float((answer.float() - wanted).norm() / wanted.norm())
+
+
+def check(client: MoeClient, path: Path) -> None:
+    """Answers against float32, several sizes, both layers."""
+    for rows in (1, 16, 128, 2048):
+        for layer in range(LAYERS):
+            batch = make_batch(rows, rows + layer)
+            error = error_of(client.forward(layer, *batch), reference(path, layer, batch))
+            print(f"layer {layer}, {rows} rows: relative error {error:.2e}", flush=True)
+            if not error < ERROR_BOUND:
+                raise SystemExit(f"relative error {error} is over {ERROR_BOUND}")
+
+
+def time_calls(client: MoeClient, launcher: str, ranks: int) -> list[Result]:
+    """Median milliseconds of a call to one lane, by rows."""
+    results = []
+    for rows in (8, 256):
+        batch = make_batch(rows, 1)
+        seconds = []
+        for turn in range(120):
+            started = time.perf_counter()
+            client.forward(turn % LAYERS, *batch, lane=0)
+            seconds.append(time.perf_counter() - started)
+        median = statistics.median(seconds[20:]) * 1e3
+        print(f"{rows} rows x {HIDDEN}: {median:.2f} ms a call", flush=True)
+        case = f"{rows} rows x {HIDDEN} bf16, {EXPERTS} experts, {ranks} ranks, {launcher}"
+        results.append(Result("gpu_house", case, median, "ms", "lower"))
+    return results
+
+
+def kill_and_wait(cluster: Any, client: MoeClient, path: Path) -> Result:
+    """Kills a rank and waits until the group answers again, rightly."""
+    victim, started = cluster.pid(1), time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    batch = make_batch(64, 7)
+    answer = client.forward(0, *batch, timeout=120)
+    seconds = time.monotonic() - started
+    error = error_of(answer, reference(path, 0, batch))
+    print(f"rank 1 killed: right again after {seconds:.1f} s (relative error {error:.2e})", flush=True)
+    if not error < ERROR_BOUND:
+        raise SystemExit(f"relative error {error} after a rank was replaced")
+    return Result("gpu_house", f"rank killed, back after, {type(cluster).__name__}", seconds, "s", "lower")
+
+
+def main() -> None:
+    """Runs the house and asks it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--launcher", choices=("local", "ray"), default="local")
+    parser.add_argument("--ranks", type=int, default=4)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        make_checkpoint(path)
+        config = Config().with_values(
+            {
+                "model.checkpoint": folder,
+                "parallel.data_parallel_size": args.ranks,
+                "parallel.enable_expert_parallel": True,
+                "plan.device": "cuda",
+                "server.port": 0,
+                "server.metrics_port": 0,
+            }
+        )
+        if args.launcher == "local":
+            from moeserve.runtime.local_cluster import LocalCluster as Cluster
+        else:
+            from moeserve.runtime.cluster import RayCluster as Cluster
+        started = time.monotonic()
+        with Cluster(config) as cluster, MoeClient(cluster.address, timeout=120) as client:
+            print(f"serving after {time.monotonic() - started:.1f} s", flush=True)
+            print(client.model().layers[0], flush=True)
+            check(client, path)
+            results = [*time_calls(client, args.launcher, args.ranks), kill_and_wait(cluster, client, path)]
+    write(results, RESULTS / f"gpu_house_{args.launcher}.jsonl")
+
+
+if __name__ == "__main__":
+    main()

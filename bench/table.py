@@ -1,0 +1,153 @@
+"""Renders `bench/results/*.jsonl` as the tables of README.md: our numbers, the peers', ratios and aims.
+
+    python bench/table.py            # rewrites the section of README.md between the two markers
+    python bench/table.py --check    # exit status 1 when that section is not what the results say
+
+It computes nothing but ratios; every number comes from a file that a bench wrote, with its command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "bench" / "results"
+BEGIN = "<!-- results: begin (made by `python bench/table.py`; do not edit) -->"
+END = "<!-- results: end -->"
+
+TITLES = {
+    "demo": "A model with its experts behind the service, beside the whole model",
+    "hop": "What a call costs beyond its step",
+    "cpu_layer": "One layer on the CPU, beside transformers' experts",
+}
+"""Of benches that have one, in the order they are shown; others follow under their own names."""
+
+Record = Mapping[str, Any]
+"""One line of a results file, as `bench/record.py` writes it."""
+
+_FACTOR = re.compile(r"<= ([\d.e+-]+) ?x (.+)")
+_BOUND = re.compile(r"<= ([\d.e+-]+)(?: [A-Za-z]+)?(?:,.*)?$")
+
+
+def read(folder: Path) -> dict[str, list[Record]]:
+    """Results by bench. Raises ValueError naming the file and line that is not a result."""
+    found: dict[str, list[Record]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            try:
+                record = json.loads(line)
+                found.setdefault(record["bench"], []).append(record)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path.name}:{number} is not a result: {error}") from error
+    order = list(TITLES)
+    return dict(
+        sorted(found.items(), key=lambda item: (order.index(item[0]) if item[0] in order else 99, item[0]))
+    )
+
+
+def render(results: Mapping[str, Sequence[Record]]) -> str:
+    """All benches as Markdown, one table each."""
+    return "\n\n".join(section(bench, records) for bench, records in results.items())
+
+
+def section(bench: str, records: Sequence[Record]) -> str:
+    """One bench: what ran where and how, and a row a case."""
+    runs = unique(
+        f"`{r['command']}` on {r['hardware']}, torch {r['versions'].get('torch', '?')}, {r['date']}"
+        for r in records
+    )
+    peers = unique(peer for record in records for peer in record["peers"])
+    head = ["case", "ours", *peers, "aim", "held"]
+    rows = [
+        [record["case"], quantity(record), *(beside(record, peer) for peer in peers), *judged(record)]
+        for record in records
+    ]
+    if not any(record["aim"] for record in records):
+        head, rows = head[:-2], [row[:-2] for row in rows]
+    lines = [head, ["---"] * len(head), *rows]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    legend = ["A ratio is ours over the peer's, so below 1 ours took less."] * bool(peers)
+    return "\n\n".join(
+        [f"### {TITLES.get(bench, bench)}", "; ".join(runs) + ". " + " ".join(legend), table]
+    ).replace(" \n", "\n")
+
+
+def quantity(record: Record) -> str:
+    """Our number with its unit."""
+    return f"{number(record['ours'])} {record['unit']}"
+
+
+def beside(record: Record, peer: str) -> str:
+    """A peer's number and our ratio to it."""
+    if peer not in record["peers"]:
+        return ""
+    value = record["peers"][peer]
+    return f"{number(value)} ({record['ours'] / value:.2f}x)" if value else number(value)
+
+
+def judged(record: Record) -> tuple[str, str]:
+    """The aim in its own words, and whether the numbers here hold it; empty where they cannot tell."""
+    if not record["aim"]:
+        return "", ""
+    held = holds(record)
+    return record["aim"], "" if held is None else ("yes" if held else "**no**")
+
+
+def holds(record: Record) -> bool | None:
+    """Whether ours is within the aim `<= 1.3 x peer` or `<= 1 ms`; None for an aim of another sort."""
+    words = record["aim"][record["aim"].find("<=") :]
+    if factor := _FACTOR.match(words):
+        named = [
+            value
+            for peer, value in record["peers"].items()
+            if peer.startswith(factor[2]) or factor[2] in peer
+        ]
+        return record["ours"] <= float(factor[1]) * named[0] if named else None
+    bound = _BOUND.match(words)
+    return record["ours"] <= float(bound[1]) if bound else None
+
+
+def number(value: float) -> str:
+    """Three significant digits, never in scientific notation from 0.01 up."""
+    if value and abs(value) < 0.01:
+        return f"{value:.1e}"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def unique(words: Iterable[str]) -> list[str]:
+    """Each once, in order."""
+    return list(dict.fromkeys(words))
+
+
+def placed(text: str, tables: str) -> str:
+    """`text` with the section between the markers replaced. Raises ValueError when a marker is missing."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{README.name} must hold the lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Puts the results of bench/results into README.md.")
+    parser.add_argument("--check", action="store_true", help="change nothing; 1 when README.md is behind")
+    args = parser.parse_args()
+    text = README.read_text()
+    fresh = placed(text, render(read(RESULTS)))
+    if args.check:
+        if fresh != text:
+            print("README.md is behind bench/results; run python bench/table.py", file=sys.stderr)
+        return int(fresh != text)
+    README.write_text(fresh)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

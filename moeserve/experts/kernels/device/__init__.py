@@ -1,0 +1,1 @@
+"""Device code of our own expert kernels; imported only where the package triton is installed."""
