@@ -288,13 +288,11 @@ def main() -> None:
     )
     args = parser.parse_args()
     torch.set_grad_enabled(False)
-    results = []
     for name in args.dtypes:
         for result in measure(format_named(name), args):
-            results.append(result)
+            write([result])
             ratios = "  ".join(f"{result.ratio(peer):5.2f} x {peer}" for peer in result.peers)
             print(f"{result.case:32} {result.ours:9.2f} ms  {ratios}", flush=True)
-    write(results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`Result`, one measured number beside its peers; `write` keeps a bench's last run as JSON lines."""
+"""`Result`, one measured number beside its peers; `write` keeps each case's last run as a JSON line."""
 
 from __future__ import annotations
 
@@ -41,15 +41,17 @@ class Result:
 
 
 def write(results: Iterable[Result], path: Path | None = None) -> None:
-    """Writes each result with its circumstances as one line of `bench/results/<bench>.jsonl`.
+    """Writes each result with its circumstances as one line of `bench/results/<bench>.jsonl`, or of `path`.
 
-    What an earlier run left there is replaced, unless `path` names another file.
+    A case that stands there from an earlier run is replaced; other cases stay, with the circumstances they had.
     """
     results = list(results)
     target = path or RESULTS / f"{results[0].bench}.jsonl"
     target.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(asdict(result) | circumstances(), ensure_ascii=False) for result in results]
-    target.write_text("\n".join(lines) + "\n")
+    lines = target.read_text().splitlines() if target.exists() else []
+    kept = {line["case"]: line for line in map(json.loads, lines)}
+    kept |= {result.case: asdict(result) | circumstances() for result in results}
+    target.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept.values()))
 
 
 def circumstances() -> dict[str, object]:

@@ -32,8 +32,10 @@ TITLES = {
 Record = Mapping[str, Any]
 """One line of a results file, as `bench/record.py` writes it."""
 
-_FACTOR = re.compile(r"<= ([\d.e+-]+) ?x (.+)")
-_BOUND = re.compile(r"<= ([\d.e+-]+)(?: [A-Za-z]+)?(?:,.*)?$")
+MORE = ("higher", "more")
+"""Values of `better` under which a larger number is the better one."""
+
+_WORDS = re.compile(r"(?:<=|at most) ([\d.e+-]+)(?: ?x (.+))?")
 
 
 def read(folder: Path) -> dict[str, list[Record]]:
@@ -63,20 +65,23 @@ def section(bench: str, records: Sequence[Record]) -> str:
         f"`{r['command']}` on {r['hardware']}, torch {r['versions'].get('torch', '?')}, {r['date']}"
         for r in records
     )
+    head, rows = ["case", "ours"], [[record["case"], quantity(record)] for record in records]
     peers = unique(peer for record in records for peer in record["peers"])
-    head = ["case", "ours", *peers, "aim", "held"]
-    rows = [
-        [record["case"], quantity(record), *(beside(record, peer) for peer in peers), *judged(record)]
-        for record in records
-    ]
-    if not any(record["aim"] for record in records):
-        head, rows = head[:-2], [row[:-2] for row in rows]
-    lines = [head, ["---"] * len(head), *rows]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    legend = ["A ratio is ours over the peer's, so below 1 ours took less."] * bool(peers)
-    return "\n\n".join(
-        [f"### {TITLES.get(bench, bench)}", "; ".join(runs) + ". " + " ".join(legend), table]
-    ).replace(" \n", "\n")
+    if all(set(record["peers"]) == set(peers) for record in records):
+        head += peers
+        rows = [
+            row + [beside(record, peer) for peer in peers] for row, record in zip(rows, records, strict=True)
+        ]
+    elif peers:
+        head.append("beside it")
+        named = (", ".join(f"{p} {beside(record, p)}" for p in record["peers"]) for record in records)
+        rows = [[*row, cell] for row, cell in zip(rows, named, strict=True)]
+    if any(record["aim"] is not None for record in records):
+        head += ["aim", "held"]
+        rows = [[*row, *judged(record)] for row, record in zip(rows, records, strict=True)]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
+    ratio = " In brackets, ours over the peer's." if peers else ""
+    return f"### {TITLES.get(bench, bench)}\n\n{'; '.join(runs)}.{ratio}\n\n{table}"
 
 
 def quantity(record: Record) -> str:
@@ -86,36 +91,43 @@ def quantity(record: Record) -> str:
 
 def beside(record: Record, peer: str) -> str:
     """A peer's number and our ratio to it."""
-    if peer not in record["peers"]:
-        return ""
     value = record["peers"][peer]
     return f"{number(value)} ({record['ours'] / value:.2f}x)" if value else number(value)
 
 
 def judged(record: Record) -> tuple[str, str]:
-    """The aim in its own words, and whether the numbers here hold it; empty where they cannot tell."""
-    if not record["aim"]:
+    """The aim, and whether the number holds it; empty without an aim.
+
+    An aim is a bound in the result's own unit, or in words; words are judged where they say
+    `<= 1.3 x <peer>` or `<= 0.0001`, and else only shown.
+    """
+    aim = record["aim"]
+    if aim is None:
         return "", ""
-    held = holds(record)
-    return record["aim"], "" if held is None else ("yes" if held else "**no**")
+    more = record["better"] in MORE
+    if isinstance(aim, str):
+        words, bound = aim, limit(record)
+    else:
+        words, bound = f"{'>=' if more else '<='} {number(aim)} {record['unit']}", float(aim)
+    if bound is None:
+        return words, ""
+    held = record["ours"] >= bound if more else record["ours"] <= bound
+    return words, "yes" if held else "**no**"
 
 
-def holds(record: Record) -> bool | None:
-    """Whether ours is within the aim `<= 1.3 x peer` or `<= 1 ms`; None for an aim of another sort."""
-    words = record["aim"][record["aim"].find("<=") :]
-    if factor := _FACTOR.match(words):
-        named = [
-            value
-            for peer, value in record["peers"].items()
-            if peer.startswith(factor[2]) or factor[2] in peer
-        ]
-        return record["ours"] <= float(factor[1]) * named[0] if named else None
-    bound = _BOUND.match(words)
-    return record["ours"] <= float(bound[1]) if bound else None
+def limit(record: Record) -> float | None:
+    """The bound that an aim's words set, in the result's unit."""
+    if not (found := _WORDS.search(record["aim"])):
+        return None
+    factor, peer = float(found[1]), found[2]
+    if not peer:
+        return factor
+    named = [value for name, value in record["peers"].items() if peer in name]
+    return factor * named[0] if named else None
 
 
 def number(value: float) -> str:
-    """Three significant digits, never in scientific notation from 0.01 up."""
+    """Three significant digits; in scientific notation below 0.01."""
     if value and abs(value) < 0.01:
         return f"{value:.1e}"
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"

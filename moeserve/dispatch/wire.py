@@ -11,9 +11,9 @@ from torch import Tensor
 
 from moeserve.dispatch.routing import Routing
 from moeserve.quant.format import Format, Packed
-from moeserve.quant.formats import FORMATS
+from moeserve.quant.formats import WIRES
 
-ROW_WISE = frozenset(name for name, wire in FORMATS.items() if wire.row_wise)
+ROW_WISE = frozenset(WIRES)
 """Formats whose rows can travel alone: what a carrier that moves plain bytes takes."""
 
 ALIGN = 16

@@ -106,10 +106,15 @@ class Link:
         return RemoteRegion.open(self.unary("CreateRegion", moe_pb2.CreateRegionRequest(size=size), timeout))
 
     def send(self, request: moe_pb2.ForwardRequest, payload: Payload, timeout: float) -> Sent:
-        """Puts the rows where `payload` has them and sends `request`: regions by stream, inline unary."""
+        """Puts the rows where `payload` has them and sends `request`: inline unary, what lies in regions over
+        their bell, or by stream where that cannot take it.
+        """
         payload.fill(request)
         if isinstance(payload, Inline):
             return self._send_unary(request, timeout)
+        bell = payload.bell
+        if bell is not None and bell.ring(request, timeout):
+            return Sent(lambda: bell.answer(request.job_id), bell.leave)
         stream = self.streams.take()
         stream.send(request, timeout)
 

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.batch import Batch
+from moeserve.proto.bell import Bell
 from moeserve.proto.errors import MoeError
 from moeserve.proto.shared_memory import RegionPool, RemoteRegion, aligned, region_size
 from moeserve.proto.tensors import Plain, TensorError, as_numpy, describe_into, encode_into, spec_of
@@ -20,6 +21,10 @@ SHARE_BYTES = 1 << 15
 
 class Payload(Protocol):
     """The hidden states of one attempt at one part."""
+
+    @property
+    def bell(self) -> Bell | None:
+        """A short way to the lane that holds rows and answer, where there is one."""
 
     def fill(self, request: moe_pb2.ForwardRequest) -> None:
         """Puts the rows where the lane reads them, and says so in `request`."""
@@ -39,6 +44,8 @@ class Payload(Protocol):
 
 class Inline:
     """Rows in the message; the answer in the reply."""
+
+    bell = None
 
     def __init__(self, rows: Plain) -> None:
         self._rows = rows
@@ -72,6 +79,11 @@ class Pooled:
         """Bytes of the region for `nbytes` of rows and as many of answer."""
         return region_size(2 * aligned(nbytes))
 
+    @property
+    def bell(self) -> Bell | None:
+        """The region's."""
+        return self._region.bell
+
     def fill(self, request: moe_pb2.ForwardRequest) -> None:
         """Copies the rows into the region."""
         spec = self._rows.spec
@@ -100,6 +112,11 @@ class Placed:
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
+
+    @property
+    def bell(self) -> Bell | None:
+        """The output's; an answer that rides inline is too long for it."""
+        return None if self._batch.output is None else self._batch.output.region.bell
 
     def fill(self, request: moe_pb2.ForwardRequest) -> None:
         """Names the places."""

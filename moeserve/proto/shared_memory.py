@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.proto import moe_pb2
+from moeserve.proto.bell import Bell
 from moeserve.proto.errors import Unavailable
 from moeserve.proto.tensors import Plain, Spec, as_numpy, as_torch
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 GRANTED = b"+"
+GRANTED_WITH_BELL = b"+bell"
 REFUSED = b"-"
 NAME_BYTES = 256
 HANDOVER_SECONDS = 10.0
@@ -45,8 +47,9 @@ class RemoteRegion:
     forgotten it.
     """
 
-    def __init__(self, name: str, memory: mmap.mmap, lease: socket.socket) -> None:
+    def __init__(self, name: str, memory: mmap.mmap, lease: socket.socket, bell: Bell | None) -> None:
         self.name = name
+        self.bell = bell  # None where the lane takes no calls over a lease
         self.size = len(memory)
         self._memory = memory
         self._lease = lease
@@ -62,7 +65,7 @@ class RemoteRegion:
             lease.settimeout(HANDOVER_SECONDS)
             lease.connect(socket_address(made.socket))
             lease.send(made.name.encode())
-            descriptor = _receive_descriptor(lease)
+            descriptor, answers = _receive_descriptor(lease)
             try:
                 memory = mmap.mmap(descriptor, made.size)
             finally:
@@ -72,7 +75,7 @@ class RemoteRegion:
             lease.close()
             text = f"region of {made.size} bytes could not be fetched from {made.socket}: {failed}"
             raise Unavailable("UNAVAILABLE", "region_lost", text) from failed
-        return cls(made.name, memory, lease)
+        return cls(made.name, memory, lease, Bell(lease) if answers else None)
 
     @property
     def alive(self) -> bool:
@@ -99,11 +102,12 @@ class RemoteRegion:
         self._lease.close()
 
 
-def _receive_descriptor(lease: socket.socket) -> int:
+def _receive_descriptor(lease: socket.socket) -> tuple[int, bool]:
+    """The descriptor, and whether the lane takes calls over its lease."""
     answer, descriptors, _, _ = socket.recv_fds(lease, NAME_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     if not descriptors:
         raise ConnectionRefusedError(answer[1:].decode(errors="replace") or "the lane closed the connection")
-    return descriptors[0]
+    return descriptors[0], answer == GRANTED_WITH_BELL
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,7 +49,7 @@ class ForwardStream:
             while True:
                 reply = next(self._replies)
                 if reply.job_id == job_id:
-                    return _outcome(reply)
+                    return outcome(reply)
         except StopIteration:
             self.close()
             raise Unavailable("UNAVAILABLE", "", "the lane ended the stream") from None
@@ -71,7 +71,8 @@ class ForwardStream:
         return found
 
 
-def _outcome(reply: moe_pb2.ForwardStreamReply) -> moe_pb2.ForwardReply:
+def outcome(reply: moe_pb2.ForwardStreamReply) -> moe_pb2.ForwardReply:
+    """The reply that one of a stream holds; raises MoeError when it holds an error."""
     if reply.WhichOneof("outcome") == "error":
         raise from_message(reply.error)
     return reply.reply

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
+from moeserve.proto.tensors import TensorError
 from moeserve.runtime.lane import Call, DeadlinePassed, Lane
 from moeserve.runtime.request import Asked, RequestReader
 from moeserve.runtime.status import Status, status_of
@@ -40,6 +42,7 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
         self._regions = regions
         self._weights_version = weights_version
         self._observe = observe
+        regions.on_ring = self.rung
 
     def Forward(self, request: moe_pb2.ForwardRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
         """Runs one batch and waits for its answer."""
@@ -83,10 +86,32 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
         while (reply := replies.get()) is not None:
             yield reply
 
+    def rung(self, packet: bytes, answer: Callable[[bytes], None]) -> Callable[[], None]:
+        """Starts a request that came over a region's lease; `answer` gets its ForwardStreamReply.
+
+        Returns what gives it up.
+        """
+
+        def ended(reply: moe_pb2.ForwardStreamReply) -> None:
+            answer(reply.SerializeToString())
+
+        try:
+            request = moe_pb2.ForwardRequest.FromString(packet)
+            if not request.HasField("output"):
+                raise TensorError("output", "a call over a region's lease needs a region for its answer")
+        except (DecodeError, TensorError) as error:
+            ended(moe_pb2.ForwardStreamReply(error=_status(error).as_message()))
+            return _nothing
+        call = self.begin(request, ended, "Bell")
+        return _nothing if call is None else lambda: self._lane.cancel(call)
+
     def begin(
-        self, request: moe_pb2.ForwardRequest, ended: Callable[[moe_pb2.ForwardStreamReply], None]
+        self,
+        request: moe_pb2.ForwardRequest,
+        ended: Callable[[moe_pb2.ForwardStreamReply], None],
+        method: str = "ForwardStream",
     ) -> Call | None:
-        """Starts one request of a stream; `ended` gets its reply, from whichever thread ends it."""
+        """Starts a request; `ended` gets its reply, from whichever thread ends it."""
         started = time.perf_counter()
         deadline = time.time() + request.timeout_ms / 1000 if request.timeout_ms else math.inf
         transport = "inline"
@@ -99,7 +124,7 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
                 status = _status(error)
                 code = status.code
                 reply.error.CopyFrom(status.as_message())
-            self._observe("ForwardStream", transport, code, time.perf_counter() - started)
+            self._observe(method, transport, code, time.perf_counter() - started)
             ended(reply)
 
         def fail(error: Exception) -> moe_pb2.ForwardReply:
@@ -239,3 +264,7 @@ def _guarded(context: grpc.ServicerContext, work: Callable[[], Any]) -> Any:
         return work()
     except Exception as error:
         _status(error).abort(context)
+
+
+def _nothing() -> None:
+    """There is no call to give up."""

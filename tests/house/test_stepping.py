@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 import torch
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from houses import Alone, request_of
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
@@ -226,6 +227,14 @@ def test_a_rank_reads_only_the_experts_it_owns(client: MoeClient, alone: Alone) 
     )
     read = [rank.bytes_read for rank in client.status().ranks]
     assert read == [everything // 4] * 4
+
+
+def test_reflection_lists_the_contract(house: LocalCluster) -> None:
+    ask = reflection_pb2.ServerReflectionRequest(list_services="")
+    with grpc.insecure_channel(house.address) as channel:
+        (reply,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([ask]))
+    names = {service.name for service in reply.list_services_response.service}
+    assert {"moeserve.v1.MoeService", "grpc.health.v1.Health"} <= names
 
 
 def test_model_topology_and_health_say_what_is_served(client: MoeClient, house: LocalCluster) -> None:

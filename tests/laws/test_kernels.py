@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from made_experts import Arrival, activation_named, fresh_seed, make_weights
+from made_experts import Arrival, activation_named, fresh_seed, make_scheme, make_weights
 from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights, Grouping
@@ -13,7 +13,7 @@ from moeserve.experts.kernel import Kernel, KernelRow, KernelSpec, Prepared, Pro
 from moeserve.experts.kernels import KERNELS
 from moeserve.experts.kernels.torch_reference import TorchReference
 from moeserve.experts.machine import machine_named, this_machine
-from moeserve.quant.format import Scheme
+from moeserve.quant.format import Format, Scheme
 from moeserve.quant.formats import FORMATS
 from moeserve.quant.formats.floats import BF16, FLOATS, FP16, FP32
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
@@ -58,7 +58,7 @@ class Case:
         self.row, self.shape, self.device = row, shape, device
         self.generator = torch.Generator().manual_seed(fresh_seed())
         self.spec = KernelSpec(scheme, shape, torch.float32)
-        self.weights = make_weights(shape, len(COUNTS), scheme.weights, self.generator).to(device)
+        self.weights = make_scheme(shape, len(COUNTS), scheme, self.generator).to(device)
 
     def there(self, batch: ExpertBatch) -> ExpertBatch:
         """`batch` on the case's device."""
@@ -83,6 +83,11 @@ def error(found: list[Tensor], expected: list[Tensor]) -> float:
     return float(difference.square().mean().sqrt() / torch.cat(expected).double().square().mean().sqrt())
 
 
+def wire_of(scheme: Scheme) -> Format:
+    """The scheme's activation format, or float32 where its scale is the expert's and cannot travel."""
+    return scheme.activations if scheme.activations.given is None else FP32
+
+
 def bound_of(scheme: Scheme) -> float:
     return BOUNDS.get(scheme.activations, FP8_BOUND)
 
@@ -103,7 +108,7 @@ def test_kernel_computes_what_its_row_claims(
         case = Case(row, scheme, shape_for(row, activation, bias=bias), device)
         arrival = arrival_for(row, grouping)
         rows = arrival.rows(case.shape.hidden, case.generator)
-        found = case.run(arrival, rows, row.build(case.spec), scheme.activations.name)
+        found = case.run(arrival, rows, row.build(case.spec), wire_of(scheme).name)
         expected = (
             truth(case, rows) if row.reference else case.run(arrival, rows, TorchReference(case.spec), "fp32")
         )
@@ -124,13 +129,19 @@ def truth(case: Case, rows: list[Tensor]) -> list[Tensor]:
     answers = []
     for slot, own in enumerate(rows):
         answer = torch.empty(own.shape, dtype=torch.float64)
+        before, inside = scheme.activations, scheme.activations
+        if scheme.activations.given and weights.input_scale is not None and weights.inner_scale is not None:
+            before, inside = (
+                scheme.activations.given(scale[slot].cpu())
+                for scale in (weights.input_scale, weights.inner_scale)
+            )
         for i, row in enumerate(own):
-            x = scheme.activations.quantize(row[None]).dequantize().double()
+            x = before.quantize(row[None]).dequantize().double()
             between = x @ gate_up[slot].T
             if weights.gate_up_bias is not None:
                 between += weights.gate_up_bias[slot].cpu()
             inner = shape.activation.apply(between.float())
-            y = scheme.activations.quantize(inner).dequantize().double() @ down[slot].T
+            y = inside.quantize(inner).dequantize().double() @ down[slot].T
             answer[i] = y[0] if weights.down_bias is None else y[0] + weights.down_bias[slot].cpu()
         answers.append(answer)
     return answers
@@ -165,7 +176,7 @@ def test_rows_outside_the_segments_never_leak(row: KernelRow, device: str) -> No
         case = Case(row, scheme, shape_for(row), device)
         rows = arrival_for(row, grouping).rows(case.shape.hidden, case.generator)
         clean, poisoned = (
-            case.run(arrival_for(row, grouping, poison), rows, row.build(case.spec), scheme.activations.name)
+            case.run(arrival_for(row, grouping, poison), rows, row.build(case.spec), wire_of(scheme).name)
             for poison in (0.0, float("nan"))
         )
         assert torch.equal(torch.cat(clean), torch.cat(poisoned)), (scheme, grouping)
@@ -177,10 +188,10 @@ def test_no_slots_no_rows_and_slots_with_none(row: KernelRow, counts: tuple[int,
     for scheme, grouping in product(computed(row, device), row.groupings):
         shape = shape_for(row)
         generator = torch.Generator().manual_seed(fresh_seed())
-        weights = make_weights(shape, len(counts), scheme.weights, generator).to(device)
+        weights = make_scheme(shape, len(counts), scheme, generator).to(device)
         kernel = row.build(KernelSpec(scheme, shape, torch.bfloat16))
         arrival = Arrival(counts, grouping, row.row_align)
-        batch = arrival.batch(arrival.rows(shape.hidden, generator), shape.hidden, scheme.activations)
+        batch = arrival.batch(arrival.rows(shape.hidden, generator), shape.hidden, wire_of(scheme))
         there = ExpertBatch(
             batch.tokens.to(device), grouping, batch.counts.to(device), batch.offsets.to(device)
         )
@@ -224,7 +235,7 @@ def test_nothing_is_read_on_the_host(row: KernelRow) -> None:
         kernel, arrival = row.build(case.spec), arrival_for(row, grouping, poison=0.0)
         first, second = (arrival.rows(case.shape.hidden, case.generator) for _ in range(2))
         static, other = (
-            case.there(arrival.batch(own, case.shape.hidden, scheme.activations)) for own in (first, second)
+            case.there(arrival.batch(own, case.shape.hidden, wire_of(scheme))) for own in (first, second)
         )
         prepared = kernel.prepare(case.weights)
         expected = kernel.apply(prepared, other).clone()

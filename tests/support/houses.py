@@ -11,6 +11,7 @@ from torch import Tensor
 from moeserve.experts.checkpoint import Checkpoint
 from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import encode, plain
+from moeserve.quant.formats.floats import FLOATS
 from moeserve.runtime.config import Config
 
 EP4 = {"parallel__data_parallel_size": 4, "parallel__enable_expert_parallel": True}
@@ -45,8 +46,10 @@ class Alone:
         return hidden, experts.int(), weights
 
     def forward(self, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Mixed expert output, float32 sums."""
+        """Mixed expert output, float32 sums; activations rounded as the scheme says."""
         held, act = self._experts[layer], self.checkpoint.shape(layer).activation
+        form = self.checkpoint.scheme(layer).activations
+        rounded = (lambda x: x) if form in FLOATS.values() else (lambda x: form.quantize(x[None]).dequantize()[0])
         gate_up, down = held.gate_up.dequantize(), held.down.dequantize()
         first = torch.zeros(gate_up.shape[:2]) if held.gate_up_bias is None else held.gate_up_bias.float()
         second = torch.zeros(down.shape[:2]) if held.down_bias is None else held.down_bias.float()
@@ -54,7 +57,7 @@ class Alone:
         for row, (ids, shares) in enumerate(zip(experts.tolist(), weights.tolist(), strict=True)):
             for expert, share in zip(ids, shares, strict=True):
                 if expert >= 0:
-                    inner = act.apply(gate_up[expert] @ hidden[row] + first[expert])
+                    inner = rounded(act.apply(gate_up[expert] @ rounded(hidden[row]) + first[expert]))
                     answer[row] += share * (down[expert] @ inner + second[expert])
         return answer
 

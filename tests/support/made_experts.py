@@ -10,7 +10,8 @@ from torch import Tensor
 
 from moeserve.experts.activation import ACTIVATIONS, Activation
 from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights, Grouping
-from moeserve.quant.format import Format
+from moeserve.quant.format import Format, Scheme
+from moeserve.quant.formats.floats import FP32
 
 NEEDED = {"limit": 1.5, "beta": 2.0}
 """Values for the parameters some activations need."""
@@ -29,6 +30,18 @@ def activation_named(name: str) -> Activation:
 
 def make_weights(shape: ExpertShape, experts: int, form: Format, generator: torch.Generator) -> ExpertWeights:
     """Weights that keep rows at about unit size, so that every part of an activation is met."""
+    return make_scheme(shape, experts, Scheme(form, FP32), generator)
+
+
+STATIC_RANGE = 16.0
+"""Largest activation that static scales leave room for: few are beyond, and saturate."""
+
+
+def make_scheme(
+    shape: ExpertShape, experts: int, scheme: Scheme, generator: torch.Generator
+) -> ExpertWeights:
+    """Weights of a scheme, with static activation scales where it takes them, one value an expert."""
+    form = scheme.weights
 
     def matrix(rows: int, columns: int) -> Tensor:
         return torch.randn(experts, rows, columns, generator=generator) * 2 / columns**0.5
@@ -36,11 +49,19 @@ def make_weights(shape: ExpertShape, experts: int, form: Format, generator: torc
     def bias(rows: int) -> Tensor | None:
         return torch.randn(experts, rows, generator=generator) if shape.bias else None
 
+    def scale() -> Tensor | None:
+        if scheme.activations.given is None:
+            return None
+        largest = {"fp8_static": 448.0, "int8_static": 127.0, "nvfp4_static": 2688.0}[scheme.activations.name]
+        return STATIC_RANGE * (1 + torch.rand(experts, generator=generator)) / largest
+
     return ExpertWeights(
         gate_up=form.quantize(matrix(shape.gate_up_rows, shape.hidden)),
         down=form.quantize(matrix(shape.hidden, shape.inner)),
         gate_up_bias=bias(shape.gate_up_rows),
         down_bias=bias(shape.hidden),
+        input_scale=scale(),
+        inner_scale=scale(),
     )
 
 

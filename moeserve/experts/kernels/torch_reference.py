@@ -17,11 +17,11 @@ from moeserve.experts.activation import ACTIVATIONS
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
 from moeserve.quant.format import Format, Packed, Scheme
-from moeserve.quant.formats import FORMATS
+from moeserve.quant.formats import FORMATS, WIRES
 from moeserve.quant.formats.floats import FLOATS
 from moeserve.quant.schemes import SCHEMES
 
-ROW_WISE = frozenset(form for form in FORMATS.values() if form.row_wise)
+ROW_WISE = frozenset(WIRES.values())
 
 TORCH_ARCHS = frozenset(
     [

@@ -41,12 +41,41 @@ FORMATS: dict[str, Format] = {
 }
 """Every format that stores its own scales, by name."""
 
+WIRES: dict[str, Format] = {
+    form.name: form
+    for form in (
+        FP32,
+        BF16,
+        FP16,
+        fp8.FP8_TOKEN,
+        fp8.FP8_GROUP,
+        fp8.FP8_GROUP_UE8M0,
+        int8.INT8_TOKEN,
+        mx.MXFP4,
+        mx.MXFP6_E3M2,
+        mx.MXFP6_E2M3,
+        mx.MXFP8,
+    )
+}
+"""Formats that activations travel in, by name: row-wise all of them. The other row-wise ones hold weights."""
+
 STATIC: dict[str, Format] = {
     form.name: form for form in (fp8.FP8_STATIC, int8.INT8_STATIC, nvfp4.NVFP4_STATIC)
 }
 """Activation formats whose scale is a constant of the checkpoint: no wire until `given` binds it."""
 
-__all__ = ["BF16", "FORMATS", "FP8_BLOCK", "FP8_GROUP", "FP16", "FP32", "STATIC", "floats", "format_named"]
+__all__ = [
+    "BF16",
+    "FORMATS",
+    "FP8_BLOCK",
+    "FP8_GROUP",
+    "FP16",
+    "FP32",
+    "STATIC",
+    "WIRES",
+    "floats",
+    "format_named",
+]
 
 
 def format_named(name: str) -> Format:

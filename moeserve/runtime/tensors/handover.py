@@ -13,15 +13,19 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 
-from moeserve.proto.shared_memory import GRANTED, NAME_BYTES, REFUSED, socket_address
+from moeserve.proto.bell import PACKET_BYTES
+from moeserve.proto.shared_memory import GRANTED, GRANTED_WITH_BELL, NAME_BYTES, REFUSED, socket_address
 
 logger = logging.getLogger(__name__)
 
 SILENT_SECONDS = 5.0
 TICK_SECONDS = 1.0
 MOST_CONNECTIONS = 1024
+
+Ring = Callable[[bytes, Callable[[bytes], None]], Callable[[], None]]
 
 
 class Granter(Protocol):
@@ -30,11 +34,42 @@ class Granter(Protocol):
     def grant(self, name: str) -> int:
         """A descriptor of region `name`, the caller's to close, for one lease more; LookupError if none."""
 
+    @property
+    def on_ring(self) -> Ring | None:
+        """What takes a call over a lease: its bytes, and where the answer's bytes go. It returns what gives
+        the call up. None where no such call is taken.
+        """
+
     def lease_ended(self, name: str) -> None:
         """One lease on region `name` is gone."""
 
     def sweep(self) -> None:
         """Called about once a second."""
+
+
+class _Lease:
+    """A client's connection, once it has its region."""
+
+    def __init__(self, client: socket.socket, region: str) -> None:
+        self.region = region
+        self.leave: Callable[[], None] = _nothing  # gives up the call under way
+        self._client: socket.socket | None = client
+        self._lock = threading.Lock()
+
+    def answer(self, reply: bytes) -> None:
+        """Sends a reply, from any thread; a client that does not read its replies misses them."""
+        with self._lock:  # or another connection could get the descriptor between closing and sending
+            if self._client is not None:
+                try:
+                    self._client.send(reply)
+                except OSError as failed:
+                    logger.info("a reply of %d bytes could not be sent: %s", len(reply), failed)
+
+    def end(self) -> None:
+        """The connection is about to be closed."""
+        with self._lock:
+            self._client = None
+        self.leave()
 
 
 class Handover:
@@ -43,7 +78,7 @@ class Handover:
     def __init__(self, granter: Granter) -> None:
         self.address = f"@moeserve-{os.getpid()}-{secrets.token_hex(8)}"
         self._granter = granter
-        self._leases: dict[socket.socket, str] = {}
+        self._leases: dict[socket.socket, _Lease] = {}
         self._silent: dict[socket.socket, float] = {}
         self._ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._wake, self._woken = socket.socketpair()
@@ -99,7 +134,7 @@ class Handover:
         if name is None:
             self._close_all()
             return True
-        for client in [client for client, leased in self._leases.items() if leased == name]:
+        for client in [client for client, lease in self._leases.items() if lease.region == name]:
             self._drop(client)
         return False
 
@@ -124,13 +159,18 @@ class Handover:
             self._selector.register(client, selectors.EVENT_READ)
 
     def _answer(self, client: socket.socket) -> None:
+        lease = self._leases.get(client)
         try:
-            said = client.recv(NAME_BYTES)
+            said = client.recv(PACKET_BYTES if lease is not None else NAME_BYTES)
         except BlockingIOError:
             return
         except OSError:
             said = b""
-        if not said or client in self._leases:
+        ring = self._granter.on_ring
+        if lease is not None and said and ring is not None:
+            lease.leave = ring(said, lease.answer)
+            return
+        if not said or lease is not None:
             self._drop(client)
             return
         name = said.decode(errors="replace")
@@ -142,9 +182,9 @@ class Handover:
             )
             return
         del self._silent[client]
-        self._leases[client] = name
+        self._leases[client] = _Lease(client, name)
         try:
-            socket.send_fds(client, [GRANTED], [descriptor])
+            socket.send_fds(client, [GRANTED if ring is None else GRANTED_WITH_BELL], [descriptor])
         except OSError:
             self._drop(client)
         finally:
@@ -159,11 +199,13 @@ class Handover:
 
     def _drop(self, client: socket.socket) -> None:
         self._selector.unregister(client)
+        lease = self._leases.pop(client, None)
+        if lease is not None:
+            lease.end()
         client.close()
         self._silent.pop(client, None)
-        name = self._leases.pop(client, None)
-        if name is not None:
-            self._granter.lease_ended(name)
+        if lease is not None:
+            self._granter.lease_ended(lease.region)
 
     def _close_all(self) -> None:
         for client in [*self._leases, *self._silent]:
@@ -171,3 +213,7 @@ class Handover:
         self._selector.close()
         for own in (self._listener, self._woken):
             own.close()
+
+
+def _nothing() -> None:
+    """No call is under way."""

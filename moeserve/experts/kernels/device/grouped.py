@@ -1,0 +1,177 @@
+"""One step of a Hopper kernel on the host: the work list, the GEMMs, and what stands between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moeserve.experts.activation import Activation
+from moeserve.experts.batch import ExpertBatch, ExpertShape
+from moeserve.experts.kernels.device import hopper_gemm, rows
+from moeserve.experts.kernels.tiles import Tile
+
+ROWS_OF_A_BLOCK = 64
+CONSUMERS = 2
+GROUP = 128
+
+KINDS = {"bf16": 0, "fp8": 1, "fp4": 2}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One side's weights as the GEMM reads them; `n` output rows a slot."""
+
+    kind: str
+    codes: Tensor
+    scale: Tensor | None  # fp8: [e, N / 128, K / 128]; fp4: one float32 a row [e, N]
+    scale_words: Tensor | None  # fp4: the scales of its groups
+    bias: Tensor | None
+    n: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Activations `values [R, K]`: bf16, or E4M3 codes with `scale [K / 128, stride]` float32."""
+
+    values: Tensor
+    scale: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch cut into groups of at most `tile.rows` rows of one slot; nothing is read on the host."""
+
+    batch: ExpertBatch
+    capacity: int  # rows of the batch, PADDED ones flat
+    tile: Tile
+
+    @property
+    def limit(self) -> int:
+        """Most groups there can be."""
+        slots = self.batch.slots
+        return min(slots, self.capacity) + self.capacity // self.tile.rows
+
+    @cached_property
+    def tiles(self) -> Tensor:
+        """The work list, `[4 + 4 limit]` int32."""
+        tiles = torch.empty(4 + 4 * self.limit, dtype=torch.int32, device=self.batch.counts.device)
+        e, g = triton.next_power_of_2(self.batch.slots), 32
+        rows.list_tiles[(triton.cdiv(self.limit, g),)](
+            self.batch.counts, self.batch.offsets, tiles, self.batch.slots, self.limit, self.tile.rows, e, g
+        )
+        return tiles
+
+    def gemm(self, x: Rows, weights: Weights, out_dtype: torch.dtype) -> Tensor:
+        """`[R, n]`: each row times the weights of its slot, plus the bias; other rows are left as they are."""
+        tile, kind = self.tile, weights.kind
+        out = torch.empty((self.capacity, weights.n), dtype=out_dtype, device=x.values.device)
+        k, bk = x.values.shape[1], tile.depth(kind)
+        x_desc, w_desc, s_desc = _descriptors(x, weights, tile, bk)
+        blocks = triton.cdiv(weights.n, ROWS_OF_A_BLOCK)
+        n_tiles = triton.cdiv(blocks, CONSUMERS)
+        programs = min(_processors(out.device), self.limit * n_tiles)
+        scale_shape = weights.scale.shape[1:] if kind == "fp8" and weights.scale is not None else (1, 1)
+        hopper_gemm.grouped_gemm[(programs,)](
+            x_desc,
+            w_desc,
+            s_desc,
+            x.scale if x.scale is not None else out,
+            weights.scale if weights.scale is not None else out,
+            weights.bias if weights.bias is not None else out,
+            out,
+            self.tiles,
+            weights.n,
+            n_tiles,
+            triton.cdiv(k, bk),
+            n_tiles * CONSUMERS if kind == "fp4" else weights.n,
+            x.scale.shape[1] if x.scale is not None else 0,
+            *scale_shape,
+            KIND=KINDS[kind],
+            BM=tile.rows,
+            BK=bk,
+            STAGES=tile.stages(kind),
+            NC=CONSUMERS,
+            HAS_BIAS=weights.bias is not None,
+            WIDE=tile.rows >= 64,
+            REGISTERS=208,
+            num_warps=4,
+        )
+        return out
+
+    def activate(self, between: Tensor, shape: ExpertShape, *, fp8: bool) -> Rows:
+        """The activation of `between [R, 2I]`: bf16 `[R, I]`, or E4M3 with scales."""
+        activation, inner = shape.activation, shape.inner
+        rounded = self._rounded(inner, between.device, fp8=fp8)
+        scale = rounded.scale if rounded.scale is not None else between
+        rows.activate[(self.limit, triton.cdiv(inner, GROUP))](
+            between,
+            rounded.values,
+            scale,
+            self.tiles,
+            inner,
+            scale.shape[1],
+            *_parameters(activation),
+            BM=self.tile.rows,
+            ACT=activation.name,
+            GATED=activation.gated,
+            FP8=fp8,
+            LIMITED=activation.limit is not None,
+            BOUNDED=activation.linear_beta is not None,
+            num_warps=8 if self.tile.rows >= 64 else 4,
+        )
+        return rounded
+
+    def round(self, x: Tensor) -> Rows:
+        """Rows of `x [R, K]` in E4M3 with a scale for every 128."""
+        width = x.shape[1]
+        rounded = self._rounded(width, x.device, fp8=True)
+        assert rounded.scale is not None
+        rows.round_rows[(self.limit, triton.cdiv(width, GROUP))](
+            x, rounded.values, rounded.scale, self.tiles, width, rounded.scale.shape[1], BM=self.tile.rows
+        )
+        return rounded
+
+    def _rounded(self, width: int, device: torch.device, *, fp8: bool) -> Rows:
+        values = torch.empty(
+            (self.capacity, width), dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16, device=device
+        )
+        return Rows(values, scale_storage(width, self.capacity, device) if fp8 else None)
+
+
+def scale_storage(width: int, capacity: int, device: torch.device) -> Tensor:
+    """`[width / 128, stride]` float32; a tile of rows may read past the last one, so it ends with spare room."""
+    stride = -(-capacity // 16) * 16 + 256
+    return torch.empty((triton.cdiv(width, GROUP), stride), dtype=torch.float32, device=device)
+
+
+def _parameters(activation: Activation) -> tuple[float, float, float, float]:
+    values = (activation.limit, activation.alpha, activation.beta, activation.linear_beta)
+    limit, alpha, beta, linear_beta = (0.0 if value is None else float(value) for value in values)
+    return limit, alpha, beta, linear_beta
+
+
+def _descriptors(x: Rows, weights: Weights, tile: Tile, bk: int) -> tuple[Any, Any, Any]:
+    bits = x.values.dtype.itemsize * 8
+    wide = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits)
+    if weights.kind != "fp4":
+        flat = weights.codes.view(-1, weights.codes.shape[-1])
+        x_desc = TensorDescriptor.from_tensor(x.values, [tile.rows, bk], wide)
+        return x_desc, TensorDescriptor.from_tensor(flat, [ROWS_OF_A_BLOCK, bk], wide), x.values
+    assert weights.scale_words is not None
+    words = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32)
+    return (
+        TensorDescriptor.from_tensor(x.values, [tile.rows, 64], wide),
+        TensorDescriptor.from_tensor(weights.codes.view(-1, 32), [64, 32], words),
+        TensorDescriptor.from_tensor(weights.scale_words.view(-1, 32), [8, 32], words),
+    )
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

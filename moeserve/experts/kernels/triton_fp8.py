@@ -1,0 +1,65 @@
+"""Our own Hopper kernel for FP8: E4M3 weights with 128x128 block scales, rows rounded to E4M3 in groups of 128."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
+from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
+from moeserve.experts.kernels.hopper import flat, step_for
+from moeserve.experts.kernels.torch_reference import COMPUTED
+from moeserve.quant.format import Scheme
+from moeserve.quant.formats.floats import BF16
+from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
+
+
+class TritonFp8:
+    """Two grouped GEMMs on E4M3 codes; the sums of each 128 of K are scaled and added in float32."""
+
+    def __init__(self, spec: KernelSpec) -> None:
+        self._spec = spec
+
+    def prepare(self, weights: ExpertWeights) -> Prepared:
+        """The canonical codes and scales. ValueError: the weights do not fit the kernel's spec."""
+        return Prepared({name: t.contiguous() for name, t in self._spec.fit(weights).tensors().items()})
+
+    def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
+        """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
+        from moeserve.experts.kernels.device.grouped import Rows, Weights, scale_storage
+
+        shape, spec = batch.tokens.shape, self._spec
+        tokens = flat(batch.tokens)
+        rows, width = tokens.shape
+        if batch.slots == 0 or rows == 0:
+            return torch.empty(shape, dtype=spec.out_dtype, device=tokens.device)
+        step, slot = step_for(batch, tokens), prepared.per_slot
+        sides = {
+            side: Weights(
+                "fp8", codes, slot[f"{side}.scale"], None, slot.get(f"{side}_bias"), codes.shape[1]
+            )
+            for side in ("gate_up", "down")
+            for codes in (slot[f"{side}.codes"],)
+        }
+        if tokens.format == FP8_GROUP:
+            scale = scale_storage(width, rows, tokens.device)
+            scale[:, :rows].copy_(tokens.parts[1].t())
+            x = Rows(tokens.parts[0], scale)
+        else:
+            x = step.round(tokens.parts[0])
+        between = step.gemm(x, sides["gate_up"], torch.bfloat16)
+        inner = step.activate(between, spec.shape, fp8=True)
+        return step.gemm(inner, sides["down"], spec.out_dtype).view(shape)
+
+
+ROW = KernelRow(
+    name="triton_fp8",
+    build=TritonFp8,
+    schemes=frozenset({Scheme(FP8_BLOCK, FP8_GROUP)}),
+    eats=frozenset({BF16, FP8_GROUP}),
+    groupings=frozenset(Grouping),
+    activations=COMPUTED,
+    archs=frozenset({"sm90"}),
+    modules=frozenset({"triton"}),
+    multiple_of=(16, 16),
+)
