@@ -43,7 +43,7 @@ class Result:
 def write(results: Iterable[Result], path: Path | None = None) -> None:
     """Writes each result with its circumstances as one line of `bench/results/<bench>.jsonl`, or of `path`.
 
-    A case that stands there from an earlier run is replaced; other cases stay, with the circumstances they had.
+    A case that stands there from an earlier run is replaced; the others stay, as they were measured.
     """
     results = list(results)
     target = path or RESULTS / f"{results[0].bench}.jsonl"

@@ -25,6 +25,8 @@ END = "<!-- results: end -->"
 TITLES = {
     "demo": "A model with its experts behind the service, beside the whole model",
     "hop": "What a call costs beyond its step",
+    "control_streams": "The coordinator's stream, beside one of gRPC",
+    "gpu_house": "The whole service on GPUs, and a killed rank",
     "cpu_layer": "One layer on the CPU, beside transformers' experts",
 }
 """Of benches that have one, in the order they are shown; others follow under their own names."""
@@ -35,7 +37,7 @@ Record = Mapping[str, Any]
 MORE = ("higher", "more")
 """Values of `better` under which a larger number is the better one."""
 
-_WORDS = re.compile(r"(?:<=|at most) ([\d.e+-]+)(?: ?x (.+))?")
+_WORDS = re.compile(r"(?:\w+ )?(?:<=|at most) ([\d.e+-]+)(?: ?x ([^,]+)| [^\W\d]+)?")
 
 
 def read(folder: Path) -> dict[str, list[Record]]:
@@ -98,8 +100,8 @@ def beside(record: Record, peer: str) -> str:
 def judged(record: Record) -> tuple[str, str]:
     """The aim, and whether the number holds it; empty without an aim.
 
-    An aim is a bound in the result's own unit, or in words; words are judged where they say
-    `<= 1.3 x <peer>` or `<= 0.0001`, and else only shown.
+    An aim is a bound in the result's own unit, or in words; words are judged where they say `<= 1.3 x <peer>`
+    or `at most 1 ms` and nothing more, else only shown.
     """
     aim = record["aim"]
     if aim is None:
@@ -117,7 +119,7 @@ def judged(record: Record) -> tuple[str, str]:
 
 def limit(record: Record) -> float | None:
     """The bound that an aim's words set, in the result's unit."""
-    if not (found := _WORDS.search(record["aim"])):
+    if not (found := _WORDS.fullmatch(record["aim"])):
         return None
     factor, peer = float(found[1]), found[2]
     if not peer:

@@ -36,6 +36,10 @@ class Call:
         lanes = len(topology.lanes) if self.bound is None else 1
         return self.batch.parts(lanes, message_limit(topology))
 
+    def is_whole(self, part: Part) -> bool:
+        """Whether `part` is all of the call."""
+        return part.stop - part.start == len(self.batch.hidden.storage)
+
     def region_size(self, part: Part, lane: moe_pb2.Lane, transport: str) -> int:
         """Bytes of the pooled region that takes `part` to `lane`; 0 when it needs none."""
         nbytes = self.batch.hidden.rows(part.start, part.stop).spec.nbytes

@@ -191,7 +191,8 @@ class MoeClient:
             region = link.region(size, call.clock.remaining) if size else None
             payload = call.payload(part, region, link.regions)
             request = call.request(part, number)
-            return Attempt(link.send(request, payload, call.clock.remaining), payload, topology)
+            sent = link.send(request, payload, call.clock.remaining, alone=call.is_whole(part))
+            return Attempt(sent, payload, topology)
         except MoeError as failed:
             return Attempt(Sent.failed(failed), payload, topology)
 

@@ -97,6 +97,8 @@ class Link:
             return getattr(self.stub, name)(request, timeout=timeout)
         except grpc.RpcError as failed:
             raise self.known(from_rpc(failed)) from failed
+        except ValueError as closed:
+            raise self._closed() from closed
 
     def region(self, size: int, timeout: float) -> RemoteRegion:
         """An idle region of `size` bytes, or a new one. Raises MoeError."""
@@ -105,12 +107,15 @@ class Link:
             return region
         return RemoteRegion.open(self.unary("CreateRegion", moe_pb2.CreateRegionRequest(size=size), timeout))
 
-    def send(self, request: moe_pb2.ForwardRequest, payload: Payload, timeout: float) -> Sent:
+    def send(self, request: moe_pb2.ForwardRequest, payload: Payload, timeout: float, *, alone: bool) -> Sent:
         """Puts the rows where `payload` has them and sends `request`: inline unary, what lies in regions over
-        their bell, or by stream where that cannot take it.
+        their bell, or by stream where that cannot take it. A part that is `alone` may be sent only when it
+        is waited for: a blocking unary call needs no other thread, and is a tenth faster.
         """
         payload.fill(request)
         if isinstance(payload, Inline):
+            if alone:
+                return Sent(lambda: self._forward(request, timeout), _nothing)
             return self._send_unary(request, timeout)
         bell = payload.bell
         if bell is not None and bell.ring(request, timeout):
@@ -132,11 +137,18 @@ class Link:
 
         return Sent(wait, stream.close)
 
+    def _forward(self, request: moe_pb2.ForwardRequest, timeout: float) -> moe_pb2.ForwardReply:
+        reply: moe_pb2.ForwardReply = self.unary("Forward", request, timeout)
+        return reply
+
+    def _closed(self) -> Unavailable:
+        return Unavailable("UNAVAILABLE", "", f"the channel to {self.address} is closed")
+
     def _send_unary(self, request: moe_pb2.ForwardRequest, timeout: float) -> Sent:
         try:
             future = self.stub.Forward.future(request, timeout=timeout)
         except ValueError as closed:
-            raise Unavailable("UNAVAILABLE", "", f"the channel to {self.address} is closed") from closed
+            raise self._closed() from closed
 
         def wait() -> moe_pb2.ForwardReply:
             try:
@@ -161,3 +173,7 @@ class Link:
         self.streams.close()
         self.regions.close()
         self.channel.close()
+
+
+def _nothing() -> None:
+    """Nothing was sent yet."""

@@ -36,7 +36,7 @@ class Blocks:
     def bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Smallest and largest of each block of `x` and zero, as ranges with a zero point take them."""
         if x.numel() == 0:
-            return (x.new_zeros(self.shape_of(x.shape)),) * 2
+            return x.new_zeros(self.shape_of(x.shape)), x.new_zeros(self.shape_of(x.shape))
         tiles = self._tiles(x)
         return tiles.amin(dim=(-1, -3)).clamp(max=0), tiles.amax(dim=(-1, -3)).clamp(min=0)
 

@@ -78,7 +78,11 @@ def run_rank(spec: RankSpec) -> None:
     coordinator.
     """
     _prepare_process(spec)
-    stream = connect(spec.coordinator, CONNECT_SECONDS)
+    try:
+        stream = connect(spec.coordinator, CONNECT_SECONDS)
+    except StreamClosed as closed:
+        log.warning("rank %d: no coordinator: %s", spec.rank, closed)
+        return
     hello = {
         "kind": "hello",
         "rank": spec.rank,

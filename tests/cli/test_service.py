@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 import tomllib
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,7 @@ SERVE = (
     "--launcher",
     "local",
     "--metrics-port",
-    "-1",
+    "0",
     "--device",
     "cpu",
 )
@@ -125,6 +127,19 @@ def test_bench_and_status(served: Served, capsys: pytest.CaptureFixture[str]) ->
     shown = capsys.readouterr().out
     assert shown.startswith("state  serving\ngroup  generation 1, epoch 1")
     assert f"   0  yes  {status['ranks'][0]['address']}" in shown
+
+
+def test_rows_in_shared_memory_take_the_bell(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = re.findall(r"^metrics on (.*)$", served.printed, re.MULTILINE)[0].split()[1:]  # after the head's
+    assert len(ranks) == 2
+    words = ["--duration", "0.3", "--transport", "shared_memory", "--lane", "1", "--json"]
+    assert main(["bench", served.address, *words]) == 0
+    result = json.loads(capsys.readouterr().out)
+    with urllib.request.urlopen(f"http://{ranks[1]}/metrics", timeout=10) as answer:
+        found = re.findall(r'moe_requests_total\{(.*method="Bell".*)\} (\S+)', answer.read().decode())
+    ((labels, count),) = found
+    assert 'transport="shared_memory"' in labels and 'code="OK"' in labels
+    assert float(count) >= result["calls"] > 0
 
 
 def test_bench_of_a_layer_that_is_not_served(served: Served, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,6 +63,7 @@ def test_shapes_dtypes_and_bytes_are_those_declared(form: Format, shape: tuple[i
     assert [(part.dtype, part.shape) for part in form.empty(shape).parts] == [
         (t.dtype, t.shape) for t in packed.parts
     ]
+    assert all(t.contiguous().view(torch.uint8).numel() == t.nbytes for t in packed.parts)
     assert packed.dequantize().shape == torch.Size(shape)
     assert packed.dequantize().dtype == torch.float32
     assert packed.nbytes == form.nbytes(shape)

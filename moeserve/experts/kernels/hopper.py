@@ -21,10 +21,10 @@ def flat(tokens: Packed) -> Packed:
     return Packed(tokens.format, torch.Size((rows, width)), parts)
 
 
-def step_for(batch: ExpertBatch, tokens: Packed) -> Step:
-    """The step of `batch`, with the tile measured for this device and the most rows a slot there can be."""
+def step_for(kind: str, batch: ExpertBatch, tokens: Packed) -> Step:
+    """The step of `batch` on weights of `kind`, with the tile measured for this device and the most rows a slot there can be."""
     from moeserve.experts.kernels.device.grouped import Step
 
     capacity = tokens.shape[0]
     device = torch.cuda.get_device_name(tokens.device)
-    return Step(batch, capacity, tile_for(device, capacity / batch.slots))
+    return Step(batch, capacity, tile_for(device, kind, capacity / batch.slots))

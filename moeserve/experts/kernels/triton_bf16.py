@@ -37,7 +37,7 @@ class TritonBf16:
         if batch.slots == 0 or tokens.shape[0] == 0:
             return torch.empty(shape, dtype=spec.out_dtype, device=tokens.device)
         x = tokens.parts[0] if tokens.format == BF16 else tokens.dequantize().bfloat16()
-        step, slot = step_for(batch, tokens), prepared.per_slot
+        step, slot = step_for("bf16", batch, tokens), prepared.per_slot
         sides = {
             side: Weights("bf16", slot[side], None, None, slot.get(f"{side}_bias"), slot[side].shape[1])
             for side in ("gate_up", "down")

@@ -44,7 +44,7 @@ class TritonFp4:
         if batch.slots == 0 or tokens.shape[0] == 0:
             return torch.empty(shape, dtype=spec.out_dtype, device=tokens.device)
         x = tokens.parts[0] if tokens.format == BF16 else tokens.dequantize().bfloat16()
-        step, slot = step_for(batch, tokens), prepared.per_slot
+        step, slot = step_for("fp4", batch, tokens), prepared.per_slot
         sides = {
             side: Weights(
                 "fp4",

@@ -33,11 +33,9 @@ class TritonFp8:
         rows, width = tokens.shape
         if batch.slots == 0 or rows == 0:
             return torch.empty(shape, dtype=spec.out_dtype, device=tokens.device)
-        step, slot = step_for(batch, tokens), prepared.per_slot
+        step, slot = step_for("fp8", batch, tokens), prepared.per_slot
         sides = {
-            side: Weights(
-                "fp8", codes, slot[f"{side}.scale"], None, slot.get(f"{side}_bias"), codes.shape[1]
-            )
+            side: Weights("fp8", codes, slot[f"{side}.scale"], None, slot.get(f"{side}_bias"), codes.shape[1])
             for side in ("gate_up", "down")
             for codes in (slot[f"{side}.codes"],)
         }
@@ -47,7 +45,7 @@ class TritonFp8:
             x = Rows(tokens.parts[0], scale)
         else:
             x = step.round(tokens.parts[0])
-        between = step.gemm(x, sides["gate_up"], torch.bfloat16)
+        between = step.gemm(x, sides["gate_up"], torch.float32)
         inner = step.activate(between, spec.shape, fp8=True)
         return step.gemm(inner, sides["down"], spec.out_dtype).view(shape)
 

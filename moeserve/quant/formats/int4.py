@@ -41,14 +41,14 @@ def _clamped(steps: Tensor, zero: int) -> Tensor:
 
 def _encode_symmetric(blocks: Blocks, largest: float, x: Tensor) -> Parts:
     x = x.float()
-    scale = blocks.amax(x).clamp_min(AMAX_FLOOR) / largest
+    scale = blocks.amax(x).clamp_min(AMAX_FLOOR).div_(largest)
     return pack_nibbles(_clamped(blocks.divide(x, scale).round_().add_(MIDDLE), MIDDLE)), scale
 
 
 def _encode_asymmetric(blocks: Blocks, x: Tensor) -> Parts:
     x = x.float()
     low, high = blocks.bounds(x)
-    scale = (high - low).clamp_min(AMAX_FLOOR) / 15
+    scale = high.sub_(low).clamp_min_(AMAX_FLOOR).div_(15)
     zero = (-low / scale).round_().nan_to_num_(nan=0.0)
     steps = blocks.subtract(blocks.divide(x, scale).round_(), -zero)
     return pack_nibbles(_clamped(steps, 0)), scale, zero.to(torch.uint8)

@@ -30,7 +30,7 @@ def split_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
     known = scale.nan_to_num(nan=0.0, posinf=torch.inf)  # a NaN stays in its group
     channel = (Blocks(1, WHOLE).amax(known) / 448).clamp_min(CHANNEL_FLOOR)
     fine = decode_fp8(encode_fp8(scale / channel))
-    return encode_fp8(fine / SPARE), channel * SPARE
+    return encode_fp8(fine / SPARE), channel.mul_(SPARE)
 
 
 def split(packed: Packed) -> Packed:

@@ -46,7 +46,7 @@ def codes_of(quotient: Tensor, rounding: str) -> Tensor:
 
 def _encode(blocks: Blocks, rounding: str, largest: float, x: Tensor) -> Parts:
     x = x.float()
-    scale = blocks.amax(x).clamp_min(AMAX_FLOOR) / largest
+    scale = blocks.amax(x).clamp_min(AMAX_FLOOR).div_(largest)
     return codes_of(blocks.divide(x, scale), rounding), scale
 
 

@@ -6,7 +6,7 @@ Works between any two hosts; costs a few copies each way.
 from torch import Tensor
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.tensors import Spec, as_torch, encode, plain
+from moeserve.proto.tensors import Spec, as_torch, encode_into, plain
 from moeserve.runtime.tensors.regions import Regions
 from moeserve.runtime.tensors.transport import Lent, Room, TransportRow, nothing_to_close
 
@@ -20,11 +20,11 @@ class Inline:
 
     def room(self, output: moe_pb2.Region, spec: Spec) -> Room:
         """The reply itself is the room."""
-        return Room(_encoded, nothing_to_close)
+        return Room(_put, nothing_to_close)
 
 
-def _encoded(answer: Tensor) -> moe_pb2.Tensor:
-    return encode(plain(answer, "hidden"))
+def _put(answer: Tensor, message: moe_pb2.Tensor) -> None:
+    encode_into(message, plain(answer, "hidden"))
 
 
 def _build(regions: Regions) -> Inline:

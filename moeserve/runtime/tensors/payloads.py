@@ -40,8 +40,9 @@ class OpenRequest:
             raise ValueError(
                 f"the answer is {hidden.dtype} {list(hidden.shape)}, the request was {self._spec}"
             )
-        answer = self._room.reply(hidden)
-        return moe_pb2.ForwardReply(hidden=answer, epoch=epoch, weights_version=weights_version)
+        reply = moe_pb2.ForwardReply(epoch=epoch, weights_version=weights_version)
+        self._room.put(hidden, reply.hidden)  # filled in place: a message set as a field is copied whole
+        return reply
 
     def close(self) -> None:
         """Lets go of the caller's regions; a second time does nothing."""

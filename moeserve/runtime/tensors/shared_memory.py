@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.tensors import Spec, TensorError, as_torch
+from moeserve.proto.tensors import Spec, TensorError, as_torch, describe_into
 from moeserve.runtime.tensors.regions import Hold, Regions
 from moeserve.runtime.tensors.transport import Lent, Room, TransportRow
 
@@ -40,11 +40,12 @@ class SharedMemory:
             hold.close()
             raise
 
-        def reply(answer: Tensor) -> moe_pb2.Tensor:
+        def put(answer: Tensor, message: moe_pb2.Tensor) -> None:
             there.copy_(answer)
-            return moe_pb2.Tensor(dtype=spec.dtype.code, shape=spec.shape, region=output)
+            describe_into(message, spec)
+            message.region.CopyFrom(output)
 
-        return Room(reply, hold.close)
+        return Room(put, hold.close)
 
 
 def _view(hold: Hold, spec: Spec, field: str) -> Tensor:

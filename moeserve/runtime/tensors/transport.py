@@ -23,10 +23,10 @@ class Lent:
 class Room:
     """Where an answer goes.
 
-    `reply` takes the answer there and returns the message for it; `close` once at the end.
+    `put` takes the answer there and fills the empty message that stands for it; `close` once at the end.
     """
 
-    reply: Callable[[Tensor], moe_pb2.Tensor]
+    put: Callable[[Tensor, moe_pb2.Tensor], None]
     close: Callable[[], None]
 
 

@@ -24,9 +24,9 @@ def nibbles(codes: Tensor) -> Tensor:
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-    """`codes [e, N, K]` uint8 below 16 -> `[e, N / 128 * 2, K / 256, 64, 32]` int32; N and K are padded with zeros."""
+    """`codes [e, N, K]` uint8 below 16 -> `[e, N / 64, K / 256, 64, 32]` int32; N and K are padded with zeros."""
     e, n, k = codes.shape
-    codes = F.pad(codes, (0, -k % STAGE, 0, -n % (2 * ROWS)))
+    codes = F.pad(codes, (0, -k % STAGE, 0, -n % ROWS))
     blocks = codes.view(e, codes.shape[1] // ROWS, ROWS, codes.shape[2] // DEPTH, 2, 4, 8, 2)
     # .., row, block of K, half word pair h, position i, column pair p, side: k = 64 h + 16 i + 2 p + side
     words = torch.zeros((*blocks.shape[:5], 8), dtype=torch.int32, device=codes.device)
@@ -45,9 +45,9 @@ def pack_codes(codes: Tensor) -> Tensor:
 
 
 def pack_scales(scales: Tensor) -> Tensor:
-    """`scales [e, N, K / 16]` bytes -> `[e, N / 128 * 2, K / 256, 8, 32]` int32, padded as the codes are."""
+    """`scales [e, N, K / 16]` bytes -> `[e, N / 64, K / 256, 8, 32]` int32, padded as the codes are."""
     e, n, groups = scales.shape
-    scales = F.pad(scales, (0, -groups % 16, 0, -n % (2 * ROWS)))
+    scales = F.pad(scales, (0, -groups % 16, 0, -n % ROWS))
     nb, kb = scales.shape[1] // ROWS, scales.shape[2] // 16
     held = scales.view(e, nb, 4, 2, 8, kb, 2, 2, 4)  # warp, row 3, row 0-2, stage, block of K, word, byte
     held = held.permute(0, 1, 5, 6, 2, 4, 3, 7, 8)  # stage, block, warp, row 0-2, row 3, word, byte

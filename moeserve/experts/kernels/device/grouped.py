@@ -18,7 +18,6 @@ from moeserve.experts.kernels.device import hopper_gemm, rows
 from moeserve.experts.kernels.tiles import Tile
 
 ROWS_OF_A_BLOCK = 64
-CONSUMERS = 2
 GROUP = 128
 
 KINDS = {"bf16": 0, "fp8": 1, "fp4": 2}
@@ -72,36 +71,30 @@ class Step:
         """`[R, n]`: each row times the weights of its slot, plus the bias; other rows are left as they are."""
         tile, kind = self.tile, weights.kind
         out = torch.empty((self.capacity, weights.n), dtype=out_dtype, device=x.values.device)
-        k, bk = x.values.shape[1], tile.depth(kind)
-        x_desc, w_desc, s_desc = _descriptors(x, weights, tile, bk)
         blocks = triton.cdiv(weights.n, ROWS_OF_A_BLOCK)
-        n_tiles = triton.cdiv(blocks, CONSUMERS)
-        programs = min(_processors(out.device), self.limit * n_tiles)
-        scale_shape = weights.scale.shape[1:] if kind == "fp8" and weights.scale is not None else (1, 1)
-        hopper_gemm.grouped_gemm[(programs,)](
-            x_desc,
-            w_desc,
-            s_desc,
-            x.scale if x.scale is not None else out,
-            weights.scale if weights.scale is not None else out,
-            weights.bias if weights.bias is not None else out,
+        n_tiles = triton.cdiv(blocks, tile.consumers * tile.blocks)
+        scale = out if weights.scale is None else weights.scale
+        hopper_gemm.grouped_gemm[(min(_processors(out.device) * tile.programs, self.limit * n_tiles),)](
+            *_descriptors(x, weights, tile),
+            scale,
+            out if weights.bias is None else weights.bias,
             out,
             self.tiles,
             weights.n,
             n_tiles,
-            triton.cdiv(k, bk),
-            n_tiles * CONSUMERS if kind == "fp4" else weights.n,
-            x.scale.shape[1] if x.scale is not None else 0,
-            *scale_shape,
+            triton.cdiv(x.values.shape[1], tile.depth),
+            blocks if kind == "fp4" else weights.n,
+            *(scale.shape[1:] if kind == "fp8" else (1, 1)),
             KIND=KINDS[kind],
             BM=tile.rows,
-            BK=bk,
-            STAGES=tile.stages(kind),
-            NC=CONSUMERS,
+            BK=tile.depth,
+            STAGES=tile.stages,
+            NC=tile.consumers,
+            RB=tile.blocks,
             HAS_BIAS=weights.bias is not None,
-            WIDE=tile.rows >= 64,
-            REGISTERS=208,
+            REGISTERS=tile.registers,
             num_warps=4,
+            maxnreg=_launch_registers(tile),
         )
         return out
 
@@ -146,8 +139,8 @@ class Step:
 
 
 def scale_storage(width: int, capacity: int, device: torch.device) -> Tensor:
-    """`[width / 128, stride]` float32; a tile of rows may read past the last one, so it ends with spare room."""
-    stride = -(-capacity // 16) * 16 + 256
+    """`[width / 128, stride]` float32, uninitialised; the stride is what bulk copies need."""
+    stride = -(-capacity // 4) * 4
     return torch.empty((triton.cdiv(width, GROUP), stride), dtype=torch.float32, device=device)
 
 
@@ -157,20 +150,29 @@ def _parameters(activation: Activation) -> tuple[float, float, float, float]:
     return limit, alpha, beta, linear_beta
 
 
-def _descriptors(x: Rows, weights: Weights, tile: Tile, bk: int) -> tuple[Any, Any, Any]:
-    bits = x.values.dtype.itemsize * 8
-    wide = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits)
-    if weights.kind != "fp4":
-        flat = weights.codes.view(-1, weights.codes.shape[-1])
-        x_desc = TensorDescriptor.from_tensor(x.values, [tile.rows, bk], wide)
-        return x_desc, TensorDescriptor.from_tensor(flat, [ROWS_OF_A_BLOCK, bk], wide), x.values
-    assert weights.scale_words is not None
-    words = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32)
-    return (
-        TensorDescriptor.from_tensor(x.values, [tile.rows, 64], wide),
-        TensorDescriptor.from_tensor(weights.codes.view(-1, 32), [64, 32], words),
-        TensorDescriptor.from_tensor(weights.scale_words.view(-1, 32), [8, 32], words),
-    )
+def _launch_registers(tile: Tile) -> int:
+    """Registers a thread starts with, so that all warp groups, the copying one included, fit side by side."""
+    threads = (tile.consumers + 1) * 128 * tile.programs
+    return min(65536 // threads // 8 * 8, 168)
+
+
+def _descriptors(x: Rows, weights: Weights, tile: Tile) -> tuple[Any, Any, Any]:
+    """Tensor maps of rows, weights and scales (rows' scales for fp8, words of scales for codes)."""
+    wide = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=x.values.dtype.itemsize * 8)
+    if weights.scale_words is not None:
+        words = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32)
+        return (
+            TensorDescriptor.from_tensor(x.values, [tile.rows, 64], wide),
+            TensorDescriptor.from_tensor(weights.codes.view(-1, 32), [64, 32], words),
+            TensorDescriptor.from_tensor(weights.scale_words.view(-1, 32), [8, 32], words),
+        )
+    flat = weights.codes.view(-1, weights.codes.shape[-1])
+    x_desc = TensorDescriptor.from_tensor(x.values, [tile.rows, tile.depth], wide)
+    w_desc = TensorDescriptor.from_tensor(flat, [ROWS_OF_A_BLOCK, tile.depth], wide)
+    if x.scale is None:
+        return x_desc, w_desc, x.values
+    plain = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32)
+    return x_desc, w_desc, TensorDescriptor.from_tensor(x.scale, [1, tile.rows], plain)
 
 
 def _processors(device: torch.device) -> int:

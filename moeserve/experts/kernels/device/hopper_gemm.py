@@ -33,7 +33,8 @@ SPREAD_WORD = """
 def _decode_asm() -> str:
     """Eight chunks of 16 from one pair of words, each times its scale: outputs $0-$7, words $8 $9, scales $10-$25."""
     words = [
-        SPREAD_WORD.format(w=f"${8 + half}", **{f"o{i}": f"c{4 * half + i}" for i in range(4)}) for half in (0, 1)
+        SPREAD_WORD.format(w=f"${8 + half}", **{f"o{i}": f"c{4 * half + i}" for i in range(4)})
+        for half in (0, 1)
     ]
     scaled = [f"mul.rn.bf16x2 ${j}, c{j}, ${10 + 2 * j};" for j in range(8)]
     codes = ", ".join(f"c{j}" for j in range(8))
@@ -74,7 +75,9 @@ def _join4(a, b, c, d):
 @gluon.jit
 def _words(words_smem, A: gl.constexpr):
     """One block of 64 rows x 128 codes as words `[64, 16]`, already in the registers of the matrix operand."""
-    flat = words_smem.load(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))  # [32, 32] words of 16 bytes a thread
+    flat = words_smem.load(
+        gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    )  # [32, 32] words of 16 bytes a thread
     # row of 32: half (column + 8), warp, lane 3-4; column: lane 0-2, then (row + 8, column 0)
     bits = gl.reshape(flat, (2, 4, 4, 2, 4, 2, 2))  # half, warp, row 1-2, row 0, lane % 4, row 3, column 0
     bits = gl.permute(bits, (1, 5, 2, 3, 0, 4, 6))
@@ -111,7 +114,12 @@ def _operands(w, s0, s1, A: gl.constexpr):
         SCALES, SCALE_REGISTERS, [s0, s1], (gl.int32,) * 8, is_pure=True, pack=1
     )
     c0, c1, c2, c3, c4, c5, c6, c7 = gl.inline_asm_elementwise(
-        DECODE, DECODE_REGISTERS, [w, f0, f1, f2, f3, f4, f5, f6, f7], (gl.bfloat16,) * 8, is_pure=True, pack=2
+        DECODE,
+        DECODE_REGISTERS,
+        [w, f0, f1, f2, f3, f4, f5, f6, f7],
+        (gl.bfloat16,) * 8,
+        is_pure=True,
+        pack=2,
     )
     left = gl.convert_layout(_join4(c0, c1, c2, c3), A)
     right = gl.convert_layout(_join4(c4, c5, c6, c7), A)
@@ -119,60 +127,55 @@ def _operands(w, s0, s1, A: gl.constexpr):
 
 
 @gluon.jit
-def _produce(x_desc, w_desc, s_desc, xs, ws, ss, ready, empty, tiles, c: gl.constexpr, N_TILES, K_BLOCKS, w_blocks):
+def _produce(descriptors, stages, ready, empty, tiles, sizes, c: gl.constexpr):
     KIND: gl.constexpr = c[0]
     BM: gl.constexpr = c[1]
     BK: gl.constexpr = c[2]
     STAGES: gl.constexpr = c[3]
-    NC: gl.constexpr = c[4]
+    NB: gl.constexpr = c[4] * c[5]
+    x_desc, w_desc, s_desc = descriptors
+    xs, ws, ss = stages
+    N_TILES, K_BLOCKS, N, w_blocks, scale_rows, scale_columns = sizes
     total = gl.load(tiles) * N_TILES
     step = 0
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
         group = tiles + 4 + (tile // N_TILES) * 4
         slot = gl.load(group)
         row0 = gl.load(group + 1)
-        n = tile % N_TILES
+        n = (tile % N_TILES) * NB
         for kb in range(K_BLOCKS):
             s = step % STAGES
             mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
             bar = ready.index(s)
             if KIND == FP4:
-                mbarrier.expect(bar, NC * (64 * BK // 2 + 64 * BK // 16) + BM * BK * 2)
-                for i in gl.static_range(NC):
-                    block = (slot * w_blocks + n * NC + i) * K_BLOCKS + kb
-                    tma.async_copy_global_to_shared(w_desc, [block * (BK // 4), 0], bar, ws.index(s * NC + i))
-                    tma.async_copy_global_to_shared(s_desc, [block * (BK // 32), 0], bar, ss.index(s * NC + i))
+                mbarrier.expect(bar, NB * (64 * BK // 2 + 64 * BK // 16) + BM * BK * 2)
+                for i in gl.static_range(NB):
+                    block = (slot * w_blocks + gl.minimum(n + i, w_blocks - 1)) * K_BLOCKS + kb
+                    tma.async_copy_global_to_shared(w_desc, [block * (BK // 4), 0], bar, ws.index(s * NB + i))
+                    tma.async_copy_global_to_shared(
+                        s_desc, [block * (BK // 32), 0], bar, ss.index(s * NB + i)
+                    )
                 for q in gl.static_range(BK // 64):
                     tma.async_copy_global_to_shared(
                         x_desc, [row0, kb * BK + 64 * q], bar, xs.index(s * (BK // 64) + q)
                     )
             else:
                 SIZE: gl.constexpr = 2 if KIND == BF16 else 1
-                mbarrier.expect(bar, (NC * 64 + BM) * BK * SIZE)
-                for i in gl.static_range(NC):
-                    row = slot * w_blocks + (n * NC + i) * 64
-                    tma.async_copy_global_to_shared(w_desc, [row, kb * BK], bar, ws.index(s * NC + i))
+                mbarrier.expect(bar, (NB * 64 + BM) * BK * SIZE + (BM * 4 if KIND == FP8 else 0))
+                for i in gl.static_range(NB):
+                    row = slot * w_blocks + (n + i) * 64
+                    tma.async_copy_global_to_shared(w_desc, [row, kb * BK], bar, ws.index(s * NB + i))
                 tma.async_copy_global_to_shared(x_desc, [row0, kb * BK], bar, xs.index(s))
+                if KIND == FP8:
+                    tma.async_copy_global_to_shared(s_desc, [kb, row0], bar, ss.index(s))
             step += 1
 
 
 @gluon.jit
-def _consume(
-    i: gl.constexpr, xs, ws, ss, ready, empty, tiles, given, sizes, c: gl.constexpr,
-):  # fmt: skip
-    x_scale, w_scale, bias, out = given
-    N_TILES, K_BLOCKS, N, x_stride, scale_rows, scale_columns = sizes
-    KIND: gl.constexpr = c[0]
+def _consume(i: gl.constexpr, stages, ready, empty, tiles, given, sizes, c: gl.constexpr):
+    """Consumer i: for each tile the narrowest sum that holds its rows."""
     BM: gl.constexpr = c[1]
-    BK: gl.constexpr = c[2]
-    STAGES: gl.constexpr = c[3]
-    NC: gl.constexpr = c[4]
-    HAS_BIAS: gl.constexpr = c[5]
-    WIDE: gl.constexpr = c[6]
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 32 if KIND == FP8 else 16])
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
-    COLS: gl.constexpr = gl.SliceLayout(0, MMA)
+    N_TILES, K_BLOCKS, N, w_blocks, scale_rows, scale_columns = sizes
     total = gl.load(tiles) * N_TILES
     step = 0
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -180,90 +183,159 @@ def _consume(
         slot = gl.load(group)
         row0 = gl.load(group + 1)
         rows = gl.load(group + 2)
-        n0 = ((tile % N_TILES) * NC + i) * 64
-        acc = gl.zeros([64, BM], gl.float32, MMA)
-        m = gl.arange(0, BM, COLS)
-        if KIND == FP8:
-            zero = gl.zeros([64, BM], gl.float32, MMA)
-            scale_at = w_scale + (slot * scale_rows + gl.minimum(n0 // 128, scale_rows - 1)) * scale_columns
-            x_scale_at = x_scale + row0 + m
-            for kb in range(K_BLOCKS):
-                s = step % STAGES
-                w_s = gl.load(scale_at + kb)
-                x_s = gl.load(x_scale_at + kb * x_stride)
-                mbarrier.wait(ready.index(s), (step // STAGES) & 1)
+        n = (tile % N_TILES) * (c[4] * c[5]) + i * c[5]
+        where = (slot, row0, rows, n * 64, step)
+        if BM >= 128:
+            if rows <= BM // 4:
+                _sum(i, BM // 4, where, stages, ready, empty, given, sizes, c)
+            elif rows <= BM // 2:
+                _sum(i, BM // 2, where, stages, ready, empty, given, sizes, c)
+            else:
+                _sum(i, BM, where, stages, ready, empty, given, sizes, c)
+        else:
+            _sum(i, BM, where, stages, ready, empty, given, sizes, c)
+        step += K_BLOCKS
+
+
+@gluon.jit
+def _sum(i: gl.constexpr, M: gl.constexpr, where, stages, ready, empty, given, sizes, c: gl.constexpr):
+    """The tile's first M rows times this consumer's RB blocks of 64 rows of weights, stored."""
+    KIND: gl.constexpr = c[0]
+    BK: gl.constexpr = c[2]
+    STAGES: gl.constexpr = c[3]
+    RB: gl.constexpr = c[5]
+    NB: gl.constexpr = c[4] * RB
+    xs, ws, ss = stages
+    x_scale, w_scale, bias, out = given
+    slot, row0, rows, n0, step = where
+    N_TILES, K_BLOCKS, N, w_blocks, scale_rows, scale_columns = sizes
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 32 if KIND == FP8 else 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    acc = gl.zeros([64, M], gl.float32, MMA)
+    acc1 = acc
+    if KIND == FP8:
+        zero = gl.zeros([64, M], gl.float32, MMA)
+        slot_scale = w_scale + slot * scale_rows * scale_columns
+        at = slot_scale + gl.minimum(n0 // 128, scale_rows - 1) * scale_columns
+        w_s = gl.load(at)
+        for kb in range(K_BLOCKS):
+            s = step % STAGES
+            next_s = gl.load(at + gl.minimum(kb + 1, scale_columns - 1))
+            mbarrier.wait(ready.index(s), (step // STAGES) & 1)
+            x = xs.index(s).slice(0, M, 0).permute((1, 0))
+            part = warpgroup_mma(
+                ws.index(s * NB + i * RB), x, zero, use_acc=False, is_async=True, max_num_imprecise_acc=BK
+            )
+            factor = ss.index(s).slice(0, M, 1).load(MMA) * w_s
+            part = warpgroup_mma_wait(0, [part])
+            if RB == 1:
+                mbarrier.arrive(empty.index(s), count=1)
+            acc += part * factor
+            if RB == 2:
                 part = warpgroup_mma(
-                    ws.index(s * NC + i), xs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True,
+                    ws.index(s * NB + i * RB + 1),
+                    x,
+                    zero,
+                    use_acc=False,
+                    is_async=True,
                     max_num_imprecise_acc=BK,
-                )  # fmt: skip
+                )
                 part = warpgroup_mma_wait(0, [part])
                 mbarrier.arrive(empty.index(s), count=1)
-                factor = gl.expand_dims(x_s * w_s, 0)
-                acc += part * factor
-                step += 1
-        elif KIND == BF16:
-            for kb in range(K_BLOCKS):
-                s = step % STAGES
-                mbarrier.wait(ready.index(s), (step // STAGES) & 1)
-                acc = warpgroup_mma(ws.index(s * NC + i), xs.index(s).permute((1, 0)), acc, is_async=True)
+                acc1 += part * factor
+            w_s = next_s
+            step += 1
+    elif KIND == BF16:
+        for kb in range(K_BLOCKS):
+            s = step % STAGES
+            mbarrier.wait(ready.index(s), (step // STAGES) & 1)
+            x = xs.index(s).slice(0, M, 0).permute((1, 0))
+            acc = warpgroup_mma(ws.index(s * NB + i * RB), x, acc, is_async=True)
+            if RB == 2:
+                acc1 = warpgroup_mma(ws.index(s * NB + i * RB + 1), x, acc1, is_async=True)
+                acc, acc1 = warpgroup_mma_wait(2, [acc, acc1])
+            else:
                 acc = warpgroup_mma_wait(1, [acc])
-                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=kb > 0)
-                step += 1
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=kb > 0)
+            step += 1
+        if RB == 2:
+            acc, acc1 = warpgroup_mma_wait(0, [acc, acc1])
+        else:
             acc = warpgroup_mma_wait(0, [acc])
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
-        else:
-            for kb in range(K_BLOCKS):
-                s = step % STAGES
-                mbarrier.wait(ready.index(s), (step // STAGES) & 1)
-                s0, s1, s2, s3 = _scale_words(ss.index(s * NC + i), A)
-                w = _words(ws.index(s * NC + i).slice(0, 32, 0), A)
-                left, right = _operands(w, s0, s1, A)
-                at = s * (BK // 64)
-                acc = warpgroup_mma(left, xs.index(at).permute((1, 0)), acc, is_async=True)
-                acc = warpgroup_mma(right, xs.index(at + 1).permute((1, 0)), acc, is_async=True)
-                w = _words(ws.index(s * NC + i).slice(32, 32, 0), A)
-                left, right = _operands(w, s2, s3, A)
-                acc = warpgroup_mma(left, xs.index(at + 2).permute((1, 0)), acc, is_async=True)
-                acc = warpgroup_mma(right, xs.index(at + 3).permute((1, 0)), acc, is_async=True)
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+    else:
+        for kb in range(K_BLOCKS):
+            s = step % STAGES
+            mbarrier.wait(ready.index(s), (step // STAGES) & 1)
+            acc = _add_decoded(acc, s * NB + i * RB, s * (BK // 64), stages, M, A)
+            if RB == 2:
+                acc1 = _add_decoded(acc1, s * NB + i * RB + 1, s * (BK // 64), stages, M, A)
+                acc, acc1 = warpgroup_mma_wait(0, [acc, acc1])
+            else:
                 acc = warpgroup_mma_wait(0, [acc])
-                mbarrier.arrive(empty.index(s), count=1)
-                step += 1
-        if WIDE:
-            OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [4, 1] if BM < 16 else [1, 4], [0, 1])
-        else:
-            OUT: gl.constexpr = MMA
-        if KIND == FP4:
-            n = n0 + gl.arange(0, 64, ROWS)
-            factor = gl.load(w_scale + slot * N + n, mask=n < N, other=0.0)
-            acc = acc * gl.expand_dims(factor, 1)
-        if HAS_BIAS:
-            n = n0 + gl.arange(0, 64, ROWS)
-            acc = acc + gl.expand_dims(gl.load(bias + slot * N + n, mask=n < N, other=0.0), 1)
-        answer = gl.convert_layout(acc.to(out.dtype.element_ty), OUT)
-        n = n0 + gl.arange(0, 64, gl.SliceLayout(1, OUT))
-        m_out = gl.arange(0, BM, gl.SliceLayout(0, OUT))
-        at = (row0 + m_out).to(gl.int64) * N
-        place = out + gl.expand_dims(at, 0) + gl.expand_dims(n, 1)
-        gl.store(place, answer, mask=gl.expand_dims(m_out < rows, 0) & gl.expand_dims(n < N, 1))
+            mbarrier.arrive(empty.index(s), count=1)
+            step += 1
+    _store(acc, n0, where, given, N, c)
+    if RB == 2:
+        _store(acc1, n0 + 64, where, given, N, c)
+
+
+@gluon.jit
+def _add_decoded(acc, block, x_at, stages, M: gl.constexpr, A: gl.constexpr):
+    """Adds 64 rows x 256 codes of one stage, decoded block by block while the last product runs."""
+    xs, ws, ss = stages
+    s0, s1, s2, s3 = _scale_words(ss.index(block), A)
+    w = _words(ws.index(block).slice(0, 32, 0), A)
+    left, right = _operands(w, s0, s1, A)
+    acc = warpgroup_mma(left, xs.index(x_at).slice(0, M, 0).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(right, xs.index(x_at + 1).slice(0, M, 0).permute((1, 0)), acc, is_async=True)
+    w = _words(ws.index(block).slice(32, 32, 0), A)
+    left, right = _operands(w, s2, s3, A)
+    acc = warpgroup_mma(left, xs.index(x_at + 2).slice(0, M, 0).permute((1, 0)), acc, is_async=True)
+    return warpgroup_mma(right, xs.index(x_at + 3).slice(0, M, 0).permute((1, 0)), acc, is_async=True)
+
+
+@gluon.jit
+def _store(acc, n0, where, given, N, c: gl.constexpr):
+    """Writes `acc [64, M]` to rows row0.. of `out [R, N]`, columns n0.., times the row scale, plus the bias."""
+    MMA: gl.constexpr = acc.type.layout
+    M: gl.constexpr = acc.type.shape[1]
+    x_scale, w_scale, bias, out = given
+    slot, row0, rows, _, _ = where
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]) if M >= 64 else MMA
+    n = n0 + gl.arange(0, 64, gl.SliceLayout(1, MMA))
+    if c[0] == FP4:
+        acc = acc * gl.expand_dims(gl.load(w_scale + slot * N + n, mask=n < N, other=0.0), 1)
+    if c[6]:
+        acc = acc + gl.expand_dims(gl.load(bias + slot * N + n, mask=n < N, other=0.0), 1)
+    answer = gl.convert_layout(acc.to(out.dtype.element_ty), OUT)
+    n_out = n0 + gl.arange(0, 64, gl.SliceLayout(1, OUT))
+    m = gl.arange(0, M, gl.SliceLayout(0, OUT))
+    place = out + gl.expand_dims((row0 + m).to(gl.int64) * N, 0) + gl.expand_dims(n_out, 1)
+    gl.store(place, answer, mask=gl.expand_dims(m < rows, 0) & gl.expand_dims(n_out < N, 1))
 
 
 @gluon.jit
 def grouped_gemm(
-    x_desc, w_desc, s_desc, x_scale, w_scale, bias, out, tiles,
-    N, N_TILES, K_BLOCKS, w_blocks, x_stride, scale_rows, scale_columns,
+    x_desc, w_desc, s_desc, w_scale, bias, out, tiles,
+    N, N_TILES, K_BLOCKS, w_blocks, scale_rows, scale_columns,
     KIND: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, NC: gl.constexpr,
-    HAS_BIAS: gl.constexpr, WIDE: gl.constexpr, REGISTERS: gl.constexpr,
+    RB: gl.constexpr, HAS_BIAS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs; `tiles` lists the groups of rows, see `moeserve.experts.kernels.device.rows`.
 
-    `w_blocks` is the distance between slots: rows of weights, or blocks of 64 rows for codes. `x_scale
-    [K / 128, x_stride]` float32, `w_scale` the block scales, or one float32 a row for codes.
+    Each of NC consumers owns RB blocks of 64 rows of weights. `w_blocks` is the distance between slots: rows of
+    weights, or blocks of 64 rows for codes. `s_desc` has the scales of rows `[K / 128, R]` (fp8) or of codes;
+    `w_scale` is one float32 a block of 128 x 128, or one a row for codes.
     """
     X_TILES: gl.constexpr = BK // 64 if KIND == FP4 else 1
-    ws = gl.allocate_shared_memory(w_desc.dtype, [STAGES * NC] + w_desc.block_type.shape, w_desc.layout)
+    NB: gl.constexpr = NC * RB
+    ws = gl.allocate_shared_memory(w_desc.dtype, [STAGES * NB] + w_desc.block_type.shape, w_desc.layout)
     xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * X_TILES] + x_desc.block_type.shape, x_desc.layout)
     if KIND == FP4:
-        ss = gl.allocate_shared_memory(s_desc.dtype, [STAGES * NC] + s_desc.block_type.shape, s_desc.layout)
+        ss = gl.allocate_shared_memory(s_desc.dtype, [STAGES * NB] + s_desc.block_type.shape, s_desc.layout)
+    elif KIND == FP8:
+        ss = gl.allocate_shared_memory(s_desc.dtype, [STAGES] + s_desc.block_type.shape, s_desc.layout)
     else:
         ss = ws
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -271,15 +343,34 @@ def grouped_gemm(
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
         mbarrier.init(empty.index(s), count=NC)
-    c: gl.constexpr = (KIND, BM, BK, STAGES, NC, HAS_BIAS, WIDE)
-    given = (x_scale, w_scale, bias, out)
-    sizes = (N_TILES, K_BLOCKS, N, x_stride, scale_rows, scale_columns)
-    gl.warp_specialize(
-        [
-            (_consume, (0, xs, ws, ss, ready, empty, tiles, given, sizes, c)),
-            (_consume, (1, xs, ws, ss, ready, empty, tiles, given, sizes, c)),
-            (_produce, (x_desc, w_desc, s_desc, xs, ws, ss, ready, empty, tiles, c, N_TILES, K_BLOCKS, w_blocks)),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
-    )
+    c: gl.constexpr = (KIND, BM, BK, STAGES, NC, RB, HAS_BIAS)
+    stages = (xs, ws, ss)
+    given = (w_scale, w_scale, bias, out)
+    sizes = (N_TILES, K_BLOCKS, N, w_blocks, scale_rows, scale_columns)
+    produced = ((x_desc, w_desc, s_desc), stages, ready, empty, tiles, sizes, c)
+    if NC == 1:
+        gl.warp_specialize(
+            [(_consume, (0, stages, ready, empty, tiles, given, sizes, c)), (_produce, produced)], [1], [24]
+        )
+    elif NC == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, stages, ready, empty, tiles, given, sizes, c)),
+                (_consume, (1, stages, ready, empty, tiles, given, sizes, c)),
+                (_produce, produced),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, stages, ready, empty, tiles, given, sizes, c)),
+                (_consume, (1, stages, ready, empty, tiles, given, sizes, c)),
+                (_consume, (2, stages, ready, empty, tiles, given, sizes, c)),
+                (_consume, (3, stages, ready, empty, tiles, given, sizes, c)),
+                (_produce, produced),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, 24],
+        )

@@ -47,7 +47,9 @@ def _gelu_tanh(x):
 
 
 @triton.jit
-def _act(gate, up, limit, alpha, beta, linear_beta, ACT: tl.constexpr, LIMITED: tl.constexpr, BOUNDED: tl.constexpr):
+def _act(
+    gate, up, limit, alpha, beta, linear_beta, ACT: tl.constexpr, LIMITED: tl.constexpr, BOUNDED: tl.constexpr
+):
     """The activation `ACT` of float32 rows, as `moeserve.experts.activation` defines it."""
     if ACT == "silu":
         if LIMITED:
@@ -130,4 +132,6 @@ def round_rows(x, out, scale, tiles, width, stride, BM: tl.constexpr):
         mask = (m[:, None] < count) & (columns[None, :] < width)
         rows = row0 + m
         y = tl.load(x + rows[:, None].to(tl.int64) * width + columns[None, :], mask=mask, other=0.0)
-        _store_rounded(y.to(tl.float32), out, scale, rows, columns, mask, width, stride, tl.program_id(1), True)
+        _store_rounded(
+            y.to(tl.float32), out, scale, rows, columns, mask, width, stride, tl.program_id(1), True
+        )

@@ -3,51 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from math import inf
+
+MEASURED = "NVIDIA H200"
+"""The device whose tiles a Hopper that was never measured gets; they fit every one."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of a group, and for each kind of weights how deep (elements of K) and how many the stages are."""
+    """How a GEMM of one kind of weights is cut, and laid over a multiprocessor."""
 
-    rows: int
-    kinds: Mapping[str, tuple[int, int]]
-
-    def depth(self, kind: str) -> int:
-        """Elements of K a stage holds."""
-        return self.kinds[kind][0]
-
-    def stages(self, kind: str) -> int:
-        """Stages of the ring."""
-        return self.kinds[kind][1]
+    rows: int  # of one slot, at most, in a tile
+    depth: int  # elements of K a stage of the ring holds
+    stages: int
+    consumers: int  # warp groups that multiply: 1, 2 or 4
+    blocks: int  # blocks of 64 rows of weights each of them owns: 1 or 2
+    registers: int  # of a consumer's thread
+    programs: int = 1  # a multiprocessor
 
 
-def tile_for(device: str, rows_per_slot: float) -> Tile:
-    """The tile for steps of at most `rows_per_slot` rows a slot on the device called `device`.
-
-    A device that was never measured gets the tiles of the H200, which fit every Hopper.
-    """
-    table = _tables().get(device, _tables()["NVIDIA H200"])
+def tile_for(device: str, kind: str, rows_per_slot: float) -> Tile:
+    """The tile for weights of `kind` in steps of at most `rows_per_slot` rows a slot, on the device `device`."""
+    tables = _tables()
+    table = tables.get(device, tables[MEASURED])[kind]
     return next(tile for most, tile in table if rows_per_slot <= most)
 
 
 @cache
-def _tables() -> dict[str, list[tuple[float, Tile]]]:
-    """Every table shipped, by device name: (most rows a slot, tile) in ascending order."""
+def _tables() -> dict[str, dict[str, list[tuple[float, Tile]]]]:
+    """By device and kind of weights: (most rows a slot, tile), ascending."""
     tables = {}
     for file in files(__package__).iterdir():
         if file.name.endswith(".json"):
-            table = json.loads(file.read_text())
-            tables[table["device"]] = [_row(row) for row in table["tiles"]]
+            read = json.loads(file.read_text())
+            tables[read["device"]] = {
+                kind: [(inf if most is None else most, Tile(*numbers)) for most, numbers in rows]
+                for kind, rows in read["tiles"].items()
+            }
     return tables
-
-
-def _row(row: Mapping[str, object]) -> tuple[float, Tile]:
-    most = row["rows_per_slot"]
-    kinds = row["depth_and_stages"]
-    assert isinstance(kinds, dict)
-    tile = Tile(int(str(row["rows"])), {kind: (depth, stages) for kind, (depth, stages) in kinds.items()})
-    return float("inf") if most is None else float(str(most)), tile

@@ -1,0 +1,88 @@
+"""Grouping rows by expert and summing them home with Triton: what a carrier does around the experts of one rank."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moeserve.experts.batch import ExpertBatch, Grouping
+from moeserve.quant.format import Format, Packed
+from moeserve.quant.formats.fp8 import FP8_GROUP
+
+
+@triton.jit
+def place_kernel(ids, counts, offsets, places, P, B: tl.constexpr):
+    """Program e: where the pairs of expert e go, in order of arrival."""
+    e = tl.program_id(0)
+    before, own = 0, 0
+    for at in range(0, P, B):
+        i = tl.load(ids + at + tl.arange(0, B), mask=at + tl.arange(0, B) < P, other=1 << 30)
+        before += tl.sum((i < e).to(tl.int32))
+        own += tl.sum((i == e).to(tl.int32))
+    tl.store(counts + e, own)
+    tl.store(offsets + e, before)
+    if e == tl.num_programs(0) - 1:
+        tl.store(offsets + e + 1, before + own)
+    if own > 0:
+        for at in range(0, P, B):
+            p = at + tl.arange(0, B)
+            mine = (tl.load(ids + p, mask=p < P, other=1 << 30) == e).to(tl.int32)
+            tl.store(places + p, before + tl.cumsum(mine, 0) - mine, mask=mine > 0)
+            before += tl.sum(mine)
+
+
+@triton.jit
+def spread_kernel(x, places, out, scale, H, K: tl.constexpr, G: tl.constexpr, FP8: tl.constexpr):
+    """Program (token, block of G groups of 128): copies, rounded to E4M3 if asked, to each of its K places."""
+    t = tl.program_id(0)
+    g = tl.program_id(1) * G + tl.arange(0, G)
+    columns = g[:, None] * 128 + tl.arange(0, 128)[None, :]
+    mask = columns < H
+    v = tl.load(x + t.to(tl.int64) * H + columns, mask=mask, other=0.0)
+    if FP8:
+        f = v.to(tl.float32)
+        s = tl.maximum(tl.max(tl.abs(f), 1), 1e-10) / 448.0
+        codes = tl.minimum(tl.maximum(f / s[:, None], -448.0), 448.0).to(tl.float8e4nv)
+    for k in tl.static_range(K):
+        row = tl.load(places + t * K + k).to(tl.int64)
+        if FP8:
+            tl.store(out + row * H + columns, codes, mask=mask)
+            tl.store(scale + row * (H // 128) + g, s, mask=g < H // 128)
+        else:
+            tl.store(out + row * H + columns, v, mask=mask)
+
+
+@triton.jit
+def home_kernel(y, places, weights, out, H, K: tl.constexpr, B: tl.constexpr):
+    """Program (token, B columns): the weighted sum of its K rows."""
+    t = tl.program_id(0)
+    c = tl.program_id(1) * B + tl.arange(0, B)
+    total = tl.zeros([B], tl.float32)
+    for k in tl.static_range(K):
+        row = tl.load(places + t * K + k).to(tl.int64)
+        v = tl.load(y + row * H + c, mask=c < H, other=0.0).to(tl.float32)
+        total += v * tl.load(weights + t * K + k)
+    tl.store(out + t.to(tl.int64) * H + c, total.to(out.dtype.element_ty), mask=c < H)
+
+
+def group(x: Tensor, ids: Tensor, experts: int, wire: Format) -> tuple[ExpertBatch, Tensor]:
+    """`x [T, H]` bf16, `ids [T, K]` int32 -> the RAGGED batch of T * K rows, and each pair's row."""
+    (tokens, width), top_k = x.shape, ids.shape[1]
+    pairs = ids.numel()
+    counts, offsets = (torch.empty(experts + i, dtype=torch.int32, device=x.device) for i in (0, 1))
+    places = torch.empty(pairs, dtype=torch.int32, device=x.device)
+    place_kernel[(experts,)](ids, counts, offsets, places, pairs, B=min(2048, triton.next_power_of_2(pairs)))
+    packed = wire.empty((pairs, width), x.device)
+    parts = packed.parts if len(packed.parts) == 2 else (packed.parts[0], x)
+    spread_kernel[(tokens, triton.cdiv(width, 1024))](
+        x, places, *parts, width, K=top_k, G=8, FP8=wire == FP8_GROUP
+    )
+    return ExpertBatch(Packed(wire, packed.shape, packed.parts), Grouping.RAGGED, counts, offsets), places
+
+
+def home(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of each token's rows, `[T, H]` in the dtype of `y`."""
+    tokens, top_k = weights.shape
+    out = torch.empty((tokens, y.shape[1]), dtype=y.dtype, device=y.device)
+    home_kernel[(tokens, triton.cdiv(y.shape[1], 1024))](y, places, weights, out, y.shape[1], K=top_k, B=1024)
+    return out

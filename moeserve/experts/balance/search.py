@@ -1,0 +1,254 @@
+"""`Search`, the walk downhill that all layers take at once: each step a swap or a replica, best gain a move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeserve.experts.balance.budget import moves_a_layer
+from moeserve.experts.balance.objective import ReplicaCost
+from moeserve.experts.load import Load
+from moeserve.experts.placement import EMPTY, Placement
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+CANDIDATES = 2048  # expert pairs looked at for one swap
+CROWDED = 24  # slots a rank from which one swap can bring a rank to the mean
+PARTNERS = 12  # most ranks looked at for one swap
+REPLICATED, SPARES = 2, 4  # hottest experts and lightest spare slots tried for a replica
+
+
+class Steps(NamedTuple):
+    """One step of some layers: `rows [n]`, what two slots of each get; a replica fills the first alone."""
+
+    rows: Ints  # [n] layers
+    slots: Ints  # [n, 2]
+    experts: Ints  # [n, 2]
+
+    def of(self, which: NDArray[np.bool_]) -> Steps:
+        """The steps chosen by a mask `[n]`."""
+        return Steps(*(part[which] for part in self))
+
+
+@dataclass(frozen=True, eq=False)
+class Paths:
+    """How far each layer came: after k steps `imbalance[k]` and `moves[k]`, both `[steps + 1, L]`."""
+
+    start: NDArray[np.int32]  # [L, S]
+    steps: tuple[Steps, ...]
+    imbalance: Floats
+    moves: Ints
+
+    def after(self, taken: Ints) -> NDArray[np.int32]:
+        """Slots when layer l took the first `taken[l]` steps: `[L, S]`."""
+        slots = self.start.copy()
+        for number, steps in enumerate(self.steps):
+            kept = steps.of(taken[steps.rows] > number)
+            slots[kept.rows[:, None], kept.slots] = kept.experts
+        return slots
+
+
+class Search:
+    """The working copy of a placement that steps are tried on; layers that are done leave it."""
+
+    def __init__(self, placement: Placement, load: Load, cost: ReplicaCost, nodes: int = 1) -> None:
+        if load.tokens.shape != (placement.layers, placement.experts):
+            raise ValueError(
+                f"load {list(load.tokens.shape)} is not of {placement.layers} layers "
+                f"and {placement.experts} experts"
+            )
+        if placement.ranks % nodes:
+            raise ValueError(f"{placement.ranks} ranks must be a multiple of {nodes} nodes")
+        self._start, self._ranks, self._cost = placement.slots, placement.ranks, cost
+        self._node = np.arange(self._ranks) // (self._ranks // nodes)
+        self._many = nodes > 1
+        self._width = placement.slots_per_rank
+        self._layers = np.arange(placement.layers)  # those still walking
+        self._ids = placement.slots.astype(np.int64)
+        self._tokens = load.tokens.astype(np.float64)
+        held = np.where(self._ids == EMPTY, placement.experts, self._ids)  # EMPTY counts as one expert more
+        self._copies = np.stack([np.bincount(row, minlength=placement.experts + 1) for row in held])
+        self._copies = self._copies[:, :-1]
+        self._spread()
+
+    def imbalance(self) -> Floats:
+        """Largest over mean rank load of the layers that still walk; 1 where there is no load."""
+        mean = self._loads.mean(axis=1)
+        return np.where(mean > 0, self._loads.max(axis=1) / np.where(mean > 0, mean, 1.0), 1.0)
+
+    def walk(self, worth: float) -> Paths:
+        """Steps until no layer finds one, or none could still gain `worth`."""
+        slots = self._start.copy()
+        steps: list[Steps] = []
+        imbalance, moves = [self.imbalance()], [np.zeros(len(slots), dtype=np.int64)]
+        for _ in range(8 * self._ranks + 16):
+            self._keep(self.imbalance() - 1 > worth)
+            if not len(self._layers):
+                break
+            step, found = self._step()
+            self._keep(found)
+            layers = self._layers
+            steps.append(step._replace(rows=layers))
+            slots[layers[:, None], step.slots] = step.experts
+            imbalance.append(imbalance[-1].copy())
+            moves.append(moves[-1].copy())
+            imbalance[-1][layers] = self.imbalance()
+            moves[-1][layers] = moves_a_layer(self._start[layers], slots[layers])
+        return Paths(self._start, tuple(steps), np.stack(imbalance), np.stack(moves))
+
+    def _step(self) -> tuple[Steps, NDArray[np.bool_]]:
+        """Takes the better of a swap and a replica in each layer; the steps, and which layers found one."""
+        self._hot = self._loads.argmax(axis=1)
+        self._mean = self._loads.mean(axis=1)
+        swap, gain = self._swap()
+        if not self._spare().any():
+            return self._take(swap, gain > 0)
+        replica, other = self._replica()
+        better = other > gain / 2  # a swap copies two experts
+        chosen = [np.where(better[:, None], b, a) for a, b in zip(swap[1:], replica[1:], strict=True)]
+        return self._take(Steps(swap.rows, *chosen), np.maximum(gain, other) > 0)
+
+    def _take(self, steps: Steps, found: NDArray[np.bool_]) -> tuple[Steps, NDArray[np.bool_]]:
+        """Applies the steps of the layers that found one."""
+        done = steps.of(found)
+        before = self._ids[done.rows[:, None], done.slots]
+        self._ids[done.rows[:, None], done.slots] = done.experts
+        for change, experts in ((-1, before), (1, done.experts)):
+            rows = np.broadcast_to(done.rows[:, None], experts.shape)
+            # a replica writes its one slot twice over: count it once
+            once = (experts != EMPTY) & ((done.slots[:, :1] != done.slots) | (np.arange(2) == 0))
+            np.add.at(self._copies, (rows[once], experts[once]), change)
+        self._spread()
+        return done, found
+
+    def _swap(self) -> tuple[Steps, Floats]:
+        """The swap of the hottest rank with a light one, and by how much it lowers the sum of squares."""
+        rows = np.arange(len(self._layers))
+        share = self._share.reshape(len(rows), self._ranks, self._width)
+        light = self._light()
+        over = self._loads[rows, self._hot] - self._mean
+        under = self._mean[:, None] - self._loads[rows[:, None], light]
+        hot, cool = share[rows, self._hot], share[rows[:, None], light]
+        shift = hot[:, None, :, None] - cool[:, :, None, :]  # [n, light ranks, e, e]
+        if self._width >= CROWDED:  # the best one swap can do is to bring one of both to the mean
+            goal = np.minimum(over[:, None], under)[:, :, None, None]
+            score = -np.abs(shift - goal)
+        else:
+            score = shift * ((over[:, None] + under)[:, :, None, None] - shift)
+        score[self._doubled(rows, light)] = -np.inf
+        flat = score.reshape(len(rows), -1)
+        best = flat.argmax(axis=1)
+        which, mine, theirs = np.unravel_index(best, score.shape[1:])
+        moved, to = shift[rows, which, mine, theirs], light[rows, which]
+        gain = 2 * moved * (over + under[rows, which] - moved)
+        gain[~np.isfinite(flat[rows, best])] = 0.0
+        slots = np.stack([self._hot * self._width + mine, to * self._width + theirs], axis=1)
+        return Steps(rows, slots, self._ids[rows[:, None], slots][:, ::-1]), gain
+
+    def _light(self) -> Ints:
+        """Ranks to swap with, `[n, q]`: the lightest, and where there is room those that hold the lightest expert.
+
+        Inside the hottest rank's node while that has a rank below the mean.
+        """
+        crowded = self._width >= CROWDED
+        count = 1 if crowded else min(max(1, CANDIDATES // self._width**2), PARTNERS, self._ranks)
+        away = np.zeros(self._loads.shape)
+        if self._many:
+            far = self._node != self._node[self._hot][:, None]
+            inside = ~far & (self._loads < self._mean[:, None])
+            away[far & inside.any(axis=1)[:, None]] = np.inf
+        if count == 1:
+            return (self._loads + away).argmin(axis=1)[:, None]
+        lightest = self._share.reshape(len(away), self._ranks, self._width).min(axis=2)
+        half = (count + 1) // 2
+        by_load, by_expert = (
+            np.argpartition(key + away, many - 1, axis=1)[:, :many]
+            for key, many in ((self._loads, half), (lightest, count - half))
+        )
+        return np.concatenate([by_load, by_expert], axis=1)
+
+    def _doubled(self, rows: Ints, light: Ints) -> NDArray[np.bool_]:
+        """Swaps that put two replicas of an expert on one rank, or do nothing: `[n, light ranks, e, e]`."""
+        ids = self._ids.reshape(len(rows), self._ranks, self._width)
+        hot, cool = ids[rows, self._hot][:, None, :, None], ids[rows[:, None], light][:, :, None, :]
+        shape = np.broadcast_shapes(hot.shape, cool.shape)
+        if self._copies.max(initial=1) == 1:
+            return np.zeros(shape, dtype=bool)
+        same = (hot == cool) & (hot != EMPTY)
+        return same.any(axis=3, keepdims=True) | same.any(axis=2, keepdims=True)
+
+    def _spare(self) -> NDArray[np.bool_]:
+        """Slots that may be overwritten, `[n, S]`: empty, or with another replica elsewhere."""
+        copies = np.take_along_axis(self._copies, np.maximum(self._ids, 0), axis=1)
+        return (self._ids == EMPTY) | (copies > 1)
+
+    def _replica(self) -> tuple[Steps, Floats]:
+        """A replica of one of the hottest rank's experts over a spare slot, and what it gains, as in `_swap`."""
+        rows, slots = np.arange(len(self._layers)), self._ids.shape[1]
+        more, fewer = self._changed(1), self._changed(-1)  # [n, E] cost of one replica, one more and one fewer
+        width, hottest = self._width, min(REPLICATED, self._width)
+        mine = self._share.reshape(len(rows), self._ranks, width)[rows, self._hot]
+        top = np.argsort(-mine, axis=1)[:, :hottest] + (self._hot * width)[:, None]
+        expert = np.take_along_axis(self._ids, top, axis=1)  # [n, hottest], EMPTY only on an idle rank
+        rank = np.arange(slots) // width
+        known = np.maximum(self._ids, 0)
+        refilled = np.where(self._ids == EMPTY, 0.0, np.take_along_axis(fewer, known, axis=1) - self._share)
+        weight = self._loads[:, rank] - self._share + refilled
+        weight[~self._spare()] = np.inf
+        if self._many:
+            far = self._node[rank] != self._node[self._hot][:, None]
+            near = np.isfinite(weight) & ~far & (self._loads[:, rank] < self._mean[:, None])
+            weight[far & near.any(axis=1)[:, None]] = np.inf
+        count = min(SPARES, slots)
+        spare = np.argpartition(weight, count - 1, axis=1)[:, :count]
+        best = Steps(rows, np.stack([spare[:, 0]] * 2, axis=1), np.stack([expert[:, 0]] * 2, axis=1))
+        gain = np.zeros(len(rows))
+        before = np.square(self._loads - self._mean[:, None]).sum(axis=1)
+        for one in expert.T:
+            for slot in spare.T:
+                loads = self._loads_with(one, slot, more, fewer)
+                after = np.square(loads - loads.mean(axis=1)[:, None]).sum(axis=1)
+                allowed = np.isfinite(weight[rows, slot]) & (one != EMPTY) & (self._ids[rows, slot] != one)
+                allowed &= loads.max(axis=1) <= self._loads[rows, self._hot]
+                allowed &= ~self._held_by(one, slot // width)
+                better = allowed & (before - after > gain)
+                gain[better] = (before - after)[better]
+                best.slots[better], best.experts[better] = slot[better, None], one[better, None]
+        return best, gain
+
+    def _loads_with(self, expert: Ints, slot: Ints, more: Floats, fewer: Floats) -> Floats:
+        """Rank loads once `slot` holds `expert`: `[n, ranks]`."""
+        rows = np.arange(len(expert))
+        out = self._ids[rows, slot]
+        grown = np.where(out == EMPTY, 0.0, fewer[rows, np.maximum(out, 0)])
+        share = np.where(self._ids == expert[:, None], more[rows, expert][:, None], self._share)
+        share = np.where((self._ids == out[:, None]) & (out != EMPTY)[:, None], grown[:, None], share)
+        share[rows, slot] = more[rows, expert]
+        return np.asarray(share.reshape(len(rows), self._ranks, self._width).sum(axis=2))
+
+    def _held_by(self, expert: Ints, rank: Ints) -> NDArray[np.bool_]:
+        """Whether each layer's `rank [n]` holds its `expert [n]`."""
+        rows = np.arange(len(expert))
+        held = self._ids.reshape(len(rows), self._ranks, self._width)[rows, rank]
+        return np.asarray((held == expert[:, None]).any(axis=1))
+
+    def _changed(self, by: int) -> Floats:
+        """Cost of one replica of each expert with `by` more copies, `[n, E]`."""
+        return self._cost(self._tokens, np.maximum(self._copies + by, 1).astype(np.float64))
+
+    def _spread(self) -> None:
+        """What each slot and each rank bears now."""
+        each = self._cost(self._tokens, np.maximum(self._copies, 1).astype(np.float64))
+        known = np.take_along_axis(each, np.maximum(self._ids, 0), axis=1)
+        self._share = np.where(self._ids == EMPTY, 0.0, known)
+        self._loads = self._share.reshape(len(self._ids), self._ranks, self._width).sum(axis=2)
+
+    def _keep(self, layers: NDArray[np.bool_]) -> None:
+        """Lets go of the other layers."""
+        if not layers.all():
+            for name in ("_layers", "_ids", "_tokens", "_copies", "_share", "_loads"):
+                setattr(self, name, getattr(self, name)[layers])

@@ -1,0 +1,179 @@
+"""What the documents name is there: links, files, keys, flags, codes; and the README's quick start runs."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from moeserve.cli import COMMANDS
+from moeserve.cli.configured import FLAGS, SERVE_FLAGS
+from moeserve.runtime.config import Config
+from moeserve.runtime.local_cluster import LocalCluster
+from moeserve.runtime.metrics import METRICS
+from moeserve.runtime.status import _TABLE as STATUSES
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+FOLDERS = ("moeserve", "tests", "bench", "deploy", "docs")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+NAMED_FILE = re.compile(rf"(?<![\w/.])((?:{'|'.join(FOLDERS)})/[\w./-]*\w/?)")
+KEY = re.compile(r"^\| `([a-z]+\.[a-z0-9_]+)` \|([^|]*)\|", re.MULTILINE)
+
+page = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """bench/table.py, as a script sees it."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    return importlib.import_module("table")
+
+
+def keys(config: Config) -> dict[str, Any]:
+    """Every key with its default."""
+    tables = {field.name: getattr(config, field.name) for field in fields(config)}
+    return {
+        f"{name}.{f.name}": getattr(value, f.name) for name, value in tables.items() for f in fields(value)
+    }
+
+
+@page
+def test_links_lead_somewhere(path: Path) -> None:
+    text = path.read_text()
+    for target in LINK.findall(text):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        found = (path.parent / file).resolve() if file else path
+        assert found.exists(), target
+        headings = (
+            {
+                re.sub(r"[^a-z0-9 -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+                for line in found.read_text().splitlines()
+                if line.startswith("#")
+            }
+            if anchor
+            else {""}
+        )
+        assert anchor in headings, target
+
+
+@page
+def test_files_that_are_named_exist(path: Path) -> None:
+    made_when_run = {"bench/results/", "moeserve/deploy"}  # the folder of a wheel, and what a run writes
+    for name in NAMED_FILE.findall(path.read_text()):
+        if not any(name.startswith(made) for made in made_when_run):
+            assert (ROOT / name).exists(), name
+
+
+def test_every_key_is_documented_with_its_default() -> None:
+    documented = dict(KEY.findall((ROOT / "docs" / "configuration.md").read_text()))
+    expected = keys(Config())
+    assert documented.keys() == expected.keys()
+    for key, said in documented.items():
+        value = expected[key]
+        word = re.sub(r"[`\s]", "", said)
+        if said.strip().endswith("iB"):
+            size, unit = said.split()
+            assert int(size) << {"MiB": 20, "GiB": 30}[unit] == value, key
+        elif key != "model.name":  # by the folder's name
+            shown = str(value).lower() if isinstance(value, bool) else "[]" if value == () else str(value)
+            assert word == shown, key
+
+
+@page
+def test_flags_and_commands_exist(path: Path) -> None:
+    flags = {*FLAGS, *SERVE_FLAGS, "--enable-expert-parallel", "--layers"}
+    for line in path.read_text().splitlines():
+        for command, rest in re.findall(r"moeserve (serve|plan|[a-z]+(?= HOST))([^`|]*)", line):
+            assert command in COMMANDS, line
+            if command == "serve":
+                assert set(re.findall(r"--[a-z0-9-]+", rest)) <= flags, line
+
+
+def test_every_failure_is_documented_under_its_code() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    rows = dict(re.findall(r"^\| ([A-Z_]+) \| (`.+?`) \|", text, re.MULTILINE))
+    for _, code, reason in STATUSES:
+        assert f"`{reason}`" in rows[code], reason
+
+
+def test_metrics_that_are_named_exist() -> None:
+    named = set(re.findall(r"\bmoe_[a-z_]+\b", (ROOT / "docs" / "operations.md").read_text()))
+    assert named and named <= METRICS.keys()
+
+
+def test_decisions_are_numbered_without_a_gap() -> None:
+    numbers = [int(path.name[:4]) for path in sorted((ROOT / "docs" / "adr").glob("*.md"))]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_the_quick_start_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make, call, generate = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    exec(make, {})
+    shown = {
+        "model.checkpoint": "tiny-moe",
+        "parallel.data_parallel_size": 4,
+        "parallel.enable_expert_parallel": True,
+        "plan.device": "cpu",
+        "server.port": 0,
+        "server.metrics_port": -1,
+    }
+    with LocalCluster(Config().with_values(shown)) as house:
+        said: dict[str, Any] = {}
+        exec(call.replace("127.0.0.1:50051", house.address), said)
+        assert said["mixed"].shape == (5, 64) and abs(said["mixed"]).max() > 0
+        exec(generate.replace("127.0.0.1:50051", house.address), said)
+        assert type(said["model"]).__name__ == "Qwen3MoeForCausalLM"
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    """A line of a results file."""
+    line = {"bench": "b", "case": "c", "ours": 2.0, "unit": "ms", "better": "lower", "aim": None, "peers": {}}
+    return line | {"hardware": "h", "versions": {"torch": "t"}, "command": "x", "date": "d"} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({}, ("", "")),
+        ({"aim": 2.0}, ("<= 2 ms", "yes")),
+        ({"aim": 1.0}, ("<= 1 ms", "**no**")),
+        ({"aim": 1.0, "better": "higher"}, (">= 1 ms", "yes")),
+        ({"aim": "<= 1.3 x peer", "peers": {"peer": 1.6}}, ("<= 1.3 x peer", "yes")),
+        ({"aim": "<= 1.3 x peer", "peers": {"peer": 1.5}}, ("<= 1.3 x peer", "**no**")),
+        ({"aim": "hop at most 1 ms"}, ("hop at most 1 ms", "**no**")),
+        ({"aim": "<= 3, and tokens equal"}, ("<= 3, and tokens equal", "")),
+    ],
+)
+def test_an_aim_is_judged(table: ModuleType, changes: dict[str, Any], shown: tuple[str, str]) -> None:
+    assert table.judged(result(**changes)) == shown
+
+
+def test_tables_show_ratios_and_stand_between_the_markers(table: ModuleType) -> None:
+    tables = table.render({"b": [result(peers={"peer": 4.0}), result(case="other", peers={"peer": 1.0})]})
+    assert "| c | 2 ms | 4 (0.50x) |" in tables and "| other | 2 ms | 1 (2.00x) |" in tables
+    readme = (ROOT / "README.md").read_text()
+    once = table.placed(readme, tables)
+    assert table.placed(once, tables) == once
+    assert once.startswith(readme[: readme.index(table.BEGIN)])
+    with pytest.raises(ValueError, match="must hold the lines"):
+        table.placed("nothing", tables)
+
+
+def test_results_that_are_kept_can_be_shown(table: ModuleType) -> None:
+    assert table.render(table.read(table.RESULTS))
+
+
+def test_a_broken_line_is_named(table: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text('{"bench": "b"}\nnot json\n')
+    with pytest.raises(ValueError, match=r"b\.jsonl:2 is not a result"):
+        table.read(tmp_path)
