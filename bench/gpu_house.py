@@ -1,4 +1,4 @@
-"""The whole house on GPUs: four ranks over NCCL, answers against float32 on one GPU, call times, and a killed rank.
+"""The whole house on GPUs: ranks over NCCL, answers against float32 on one GPU, call times, a killed rank.
 
     python bench/gpu_house.py [--launcher local|ray] [--ranks 4]
 
@@ -32,16 +32,26 @@ ERROR_BOUND = 1e-2  # relative, bf16 compute from the same weights
 def make_checkpoint(folder: Path) -> None:
     """Writes config and weights as transformers does."""
     config = {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16", "hidden_act": "silu",
-        "hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K,
-        "num_hidden_layers": LAYERS, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    }  # fmt: skip
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "hidden_size": HIDDEN,
+        "moe_intermediate_size": INNER,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "num_hidden_layers": LAYERS,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     tensors = {}
     for layer in range(LAYERS):
         for expert in range(EXPERTS):
-            for name, shape in (("gate", (INNER, HIDDEN)), ("up", (INNER, HIDDEN)), ("down", (HIDDEN, INNER))):
+            shapes = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
+            for name, shape in shapes.items():
                 values = torch.randn(shape) / shape[1] ** 0.5
                 tensors[f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"] = values.bfloat16()
     save_file(tensors, folder / "model.safetensors")

@@ -2,18 +2,18 @@
 
     python bench/hop.py [--calls 400]
 
-A service of two ranks (a process each, and one for the head) serves one layer of four tiny experts, so that the
-step is short. A client calls rank 0's lane with all the rows; rank 1 brings none. In blocks that take turns:
+A service of two ranks (a process each, and one for the head) serves one layer of four tiny experts, so that
+the step is short. A client calls rank 0's lane with all the rows; rank 1 brings none. In blocks that take turns:
 
-    echo      a bare Python gRPC server that returns the bytes it is sent, unparsed: as many as the tensors have
+    echo      a bare Python gRPC server that returns the bytes it is sent, unparsed: as many as the tensors'
     inline    `MoeClient.forward`, tensors in the message
     shared    the same with hidden states already in the lane's shared memory, and the answer written there
     step      the very same `Rank.step` in two other processes, without coordinator, lane or gRPC
     copy      the two copies that a caller needs whose tensors do not live in shared memory
 
-hop p50 = p50 of the calls - p50 of the step; hop p99 = p99 of the calls - p50 of the step. Beside it stands the
-step's mean as rank 0 reports it while it serves. Times are milliseconds. Client and echo keep freed memory, as
-ranks do (`moeserve.proto.heap`).
+hop p50 = p50 of the calls - p50 of the step; hop p99 = p99 of the calls - p50 of the step. Beside it stands
+the step's mean as rank 0 reports it while it serves. Times are milliseconds. Client and echo keep freed memory,
+as ranks do (`moeserve.proto.heap`).
 """
 
 from __future__ import annotations

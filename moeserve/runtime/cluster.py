@@ -30,7 +30,9 @@ class _RankActor:
 
     def __init__(self, config: Config, rank: int, streams: str, token: str) -> None:
         host = "127.0.0.1" if streams.startswith("127.") else ray.util.get_node_ip_address()
-        spec = RankSpec(config, rank, streams, token, host, _ranks_on_host(config.parallel.mesh.ranks))
+        spec = RankSpec(
+            config, rank, streams, token, host, _ranks_on_host(config.parallel.mesh.ranks), _own_gpu(rank)
+        )
         self._thread = threading.Thread(target=self._run, args=(spec,), name="rank", daemon=True)
         self._thread.start()
 
@@ -196,6 +198,12 @@ class RayCluster:
         if self._config.plan.device == "auto":
             return bool(ray.cluster_resources().get("GPU", 0))
         return machine_for(self._config).device == "cuda"
+
+
+def _own_gpu(rank: int) -> int:
+    """The GPU that Ray reserved for this actor, though it sees all of them."""
+    reserved = ray.get_gpu_ids()
+    return int(reserved[0]) if reserved else rank
 
 
 def _ranks_on_host(ranks: int) -> int:

@@ -7,11 +7,12 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
+import socket
 import threading
 from multiprocessing.process import BaseProcess
 
 from moeserve.runtime.config import Config
-from moeserve.runtime.head_process import HeadProcess
+from moeserve.runtime.head_process import EVERY_ADDRESS, HeadProcess
 from moeserve.runtime.rank_process import RankSpec, run_rank
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,8 @@ class LocalCluster:
         self._context = multiprocessing.get_context("spawn")
         self._stopping = threading.Event()
         self._lock = threading.Lock()
-        self.head = HeadProcess(self._config, "127.0.0.1")
+        self._host = _host_of(self._config)
+        self.head = HeadProcess(self._config, self._host)
 
     @property
     def address(self) -> str:
@@ -89,7 +91,7 @@ class LocalCluster:
         self.stop()
 
     def _spawn(self, rank: int) -> None:
-        spec = RankSpec(self._config, rank, self.head.streams, self.head.token, "127.0.0.1", self._ranks)
+        spec = RankSpec(self._config, rank, self.head.streams, self.head.token, self._host, self._ranks, rank)
         process = self._context.Process(target=_run_rank, args=(spec,), name=f"rank-{rank}", daemon=True)
         process.start()
         with self._lock:
@@ -114,3 +116,9 @@ def _run_rank(spec: RankSpec) -> None:
     """A terminal's Ctrl-C reaches every process of the service; the head alone decides when ranks stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     run_rank(spec)
+
+
+def _host_of(config: Config) -> str:
+    """Where lanes listen: the front door's host, or this machine's own address when that is every address."""
+    host = config.server.host
+    return socket.gethostbyname(socket.gethostname()) if host in EVERY_ADDRESS else host

@@ -115,7 +115,7 @@ class Member:
             self._entries.put({"kind": "stop"})
 
     def _interrupt(self) -> None:
-        """Ends the collective that runs now. gloo sees a dead peer by itself; a NCCL kernel waits for it for ever."""
+        """Ends the collective under way. gloo sees a dead peer by itself; a NCCL kernel waits for ever."""
         if self._meeting.backend == "nccl" and dist.is_initialized():
             try:
                 dist.distributed_c10d._get_default_group().abort()

@@ -207,5 +207,5 @@ def _stopwatch() -> Callable[[], float]:
 
 
 def torch_device(machine: Machine, index: int) -> str:
-    """The torch device of rank `index` on a host with `machine`s."""
+    """The torch device of GPU `index` of a host with `machine`s."""
     return "cpu" if machine.device == "cpu" else f"cuda:{index % torch.cuda.device_count()}"

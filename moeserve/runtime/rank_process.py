@@ -46,6 +46,7 @@ class RankSpec:
     token: str
     host: str  # where this rank's door listens
     ranks_on_host: int
+    gpu: int  # index among the host's GPUs, where ranks run on them
 
 
 def served_from(config: Config) -> Served:
@@ -118,9 +119,10 @@ class _RankProcess:
         config, served = spec.config, served_from(spec.config)
         machine = machine_for(config)
         name = model_name(config)
-        rank = Rank(
-            spec.rank, served, served.plans(machine, config.plan.wanted), torch_device(machine, spec.rank)
-        )
+        device = torch_device(machine, spec.gpu)
+        if device != "cpu":
+            torch.cuda.set_device(device)  # of this thread, which runs the steps
+        rank = Rank(spec.rank, served, served.plans(machine, config.plan.wanted), device)
         self._rank = rank
         self._regions = Regions(
             RegionLimits(max_bytes=config.server.region_bytes, allow_named=config.server.allow_named_regions)
@@ -174,5 +176,7 @@ def _prepare_process(spec: RankSpec) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast hangs on some hosts
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # a timeout aborts the group, not the process
+    os.environ.setdefault(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
+    )  # a timeout aborts the group, not the process
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {spec.rank} %(levelname)s %(message)s")

@@ -1,7 +1,7 @@
 """A rank hosted by the caller's own process: under torchrun, or inside a model server, with no hop at all.
 
-    rank = join_torchrun(config)                       # RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT from torchrun
-    mixed, phases = rank.step(layer, rows, lane_rows)  # collective: every rank calls it in one order
+rank = join_torchrun(config)                       # RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT from torchrun
+mixed, phases = rank.step(layer, rows, lane_rows)  # collective: every rank calls it in one order
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def join_torchrun(config: Config) -> Rank:
 
 
 class SequenceParallel:
-    """Steps for tensor-parallel attention ranks, which hold identical rows: each row is dispatched once.
+    """Steps for tensor-parallel attention ranks, which hold the same rows: each is dispatched once.
 
-    Every rank of an engine brings its `Mesh.sequence_rows` of the rows to the layer, and the answers are gathered
-    over the engine's ranks, so that all hold all of them again. Built collectively by all ranks.
+    Every rank of an engine brings its `Mesh.sequence_rows` of the rows to the layer, and the answers are
+    gathered over the engine's ranks, so that all hold all of them again. Built collectively by all ranks.
     """
 
     def __init__(self, rank: Rank) -> None:

@@ -23,7 +23,9 @@ def replicated() -> Placement:
         (1, 1, [[0]]),
     ],
 )
-def test_even_gives_the_remainder_to_the_first_ranks(experts: int, ranks: int, owned: list[list[int]]) -> None:
+def test_even_gives_the_remainder_to_the_first_ranks(
+    experts: int, ranks: int, owned: list[list[int]]
+) -> None:
     placement = Placement.even(2, experts, ranks)
     for layer in range(2):
         found = [[e for e in placement.of_rank(layer, rank).tolist() if e != EMPTY] for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""The house on Ray: actors in a placement group, a killed actor restarted by Ray, several nodes, too few CPUs."""
+"""The house on Ray: actors in a placement group, a killed actor restarted, several nodes, too few CPUs."""
 
 from __future__ import annotations
 

@@ -49,7 +49,9 @@ class Alone:
         """Mixed expert output, float32 sums; activations rounded as the scheme says."""
         held, act = self._experts[layer], self.checkpoint.shape(layer).activation
         form = self.checkpoint.scheme(layer).activations
-        rounded = (lambda x: x) if form in FLOATS.values() else (lambda x: form.quantize(x[None]).dequantize()[0])
+        rounded = (
+            (lambda x: x) if form in FLOATS.values() else (lambda x: form.quantize(x[None]).dequantize()[0])
+        )
         gate_up, down = held.gate_up.dequantize(), held.down.dequantize()
         first = torch.zeros(gate_up.shape[:2]) if held.gate_up_bias is None else held.gate_up_bias.float()
         second = torch.zeros(down.shape[:2]) if held.down_bias is None else held.down_bias.float()

@@ -1,4 +1,4 @@
-"""What a process does under torchrun in a test: steps with its rank in process, and says whether it was right."""
+"""What a process does under torchrun in a test: it steps with its rank and says whether it was right."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from moeserve.runtime.torchrun import SequenceParallel, join_torchrun
 
 
 def main(path: Path) -> None:
-    """Two engines of two tensor-parallel ranks; first every rank brings its own rows, then engines share theirs."""
+    """Two engines of two tensor-parallel ranks: first all ranks bring rows of their own, then engines share."""
     torch.set_num_threads(1)
     mesh = {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
     rank = join_torchrun(house_config(path, **{f"parallel__{key}": value for key, value in mesh.items()}))
     alone = Alone(path)
     lanes = (3, 0, 5, 1)
     own = alone.batch(lanes[rank.index], seed=rank.index)
-    answer, phases = rank.step(1, LaneInput(*own, torch.ones(len(own[0]), dtype=torch.bool)), lanes)
+    answer, _ = rank.step(1, LaneInput(*own, torch.ones(len(own[0]), dtype=torch.bool)), lanes)
     torch.testing.assert_close(answer, alone.forward(1, *own), rtol=1e-4, atol=1e-4)
     sequence = SequenceParallel(rank)
     engines = (7, 1)
