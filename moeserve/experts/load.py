@@ -1,13 +1,22 @@
-"""Expert load: the `Load` value that policies and dashboards read, and the `LoadMeter` that counts it."""
+"""Expert load: the `Load` value that policies and dashboards read, the `LoadMeter` that counts it, and the
+`LoadTrace` that keeps it in a file.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+TRACE = "moeserve.load"
+VERSION = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,3 +47,112 @@ class LoadMeter:
     def read(self) -> Load:
         """What was counted since the start; this copies to the host."""
         return Load(self._counts.cpu().numpy().astype(np.float64))
+
+
+@dataclass(frozen=True, eq=False)
+class LoadWindow:
+    """The load of one stretch of time."""
+
+    load: Load
+    start: float = 0.0  # seconds since the epoch, or since anything the trace's other windows share
+    seconds: float = 0.0  # 0: not known
+    phase: str = ""  # "prefill", "decode", or both when empty
+
+
+@dataclass(frozen=True, eq=False)
+class LoadTrace:
+    """Loads of some decoder layers, window after window: what `moeserve simulate` plans from.
+
+    Our own file is JSON lines: a head `{"format": "moeserve.load", "version": 1, "layers": [...], "experts":
+    E}`, then one line a window, `{"start", "seconds", "phase", "tokens": [[...] of each layer]}`, so that a
+    recorder can append. Also read: the count files of SGLang and DeepSeek, JSON (or SGLang's `.pt`) with
+    `logical_count` `[layers, E]` of all decoder layers, or `[records, layers, E]`, which are added up; layers
+    that counted nothing are dense and left out.
+    """
+
+    layers: tuple[int, ...]  # decoder layers, ascending; row i of a window's load is of layers[i]
+    windows: tuple[LoadWindow, ...]
+
+    def __post_init__(self) -> None:
+        if not self.windows:
+            raise ValueError("a load trace needs one window or more")
+        for number, window in enumerate(self.windows):
+            tokens = window.load.tokens
+            if tokens.ndim != 2 or tokens.shape != (len(self.layers), self.experts) or not tokens.size:
+                raise ValueError(
+                    f"window {number} has tokens {list(tokens.shape)}, "
+                    f"and the trace {len(self.layers)} layers of {self.experts} experts"
+                )
+            if not (np.isfinite(tokens).all() and (tokens >= 0).all()):
+                raise ValueError(f"window {number} has tokens that are negative or not finite")
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return int(self.windows[0].load.tokens.shape[-1])
+
+    @property
+    def total(self) -> Load:
+        """The load of all windows together."""
+        return Load(np.sum([window.load.tokens for window in self.windows], axis=0))
+
+
+def read_trace(path: Path | str) -> LoadTrace:
+    """The trace in a file of any of the formats `LoadTrace` names. Raises ValueError that names the file."""
+    path = Path(path)
+    try:
+        if path.suffix == ".pt":
+            return _published(torch.load(path, map_location="cpu", weights_only=True))
+        text = path.read_text()
+        first = (
+            json.loads(text.split("\n", 1)[0] or "null")
+            if text.startswith(f'{{"format": "{TRACE}"')
+            else None
+        )
+        return _ours(first, text.splitlines()[1:]) if first else _published(json.loads(text))
+    except OSError as error:
+        raise ValueError(f"cannot read the load file {path}: {error.strerror or error}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path} is not a load file: {reason}") from error
+
+
+def write_trace(trace: LoadTrace, path: Path | str) -> None:
+    """Writes our own format."""
+    head = {"format": TRACE, "version": VERSION, "layers": list(trace.layers), "experts": trace.experts}
+    Path(path).write_text("\n".join([json.dumps(head), *map(window_line, trace.windows)]) + "\n")
+
+
+def window_line(window: LoadWindow) -> str:
+    """One window as a line of our own format, without its end."""
+    tokens = [[int(count) if count == int(count) else count for count in row] for row in window.load.tokens]
+    fields: dict[str, Any] = {"start": window.start, "seconds": window.seconds, "phase": window.phase}
+    return json.dumps(fields | {"tokens": tokens})
+
+
+def _ours(head: dict[str, Any], lines: Sequence[str]) -> LoadTrace:
+    if head["version"] != VERSION:
+        raise ValueError(f"version {head['version']}, and this reads {VERSION}")
+    windows = []
+    for line in filter(None, lines):
+        fields = json.loads(line)
+        load = Load(np.array(fields["tokens"], dtype=np.float64))
+        windows.append(
+            LoadWindow(load, float(fields["start"]), float(fields["seconds"]), str(fields["phase"]))
+        )
+    return LoadTrace(tuple(head["layers"]), tuple(windows))
+
+
+def _published(found: object) -> LoadTrace:
+    if not isinstance(found, dict) or "logical_count" not in found:
+        raise ValueError(f"it must hold logical_count [layers, experts], or begin with the format {TRACE!r}")
+    counts = np.asarray(found["logical_count"], dtype=np.float64)
+    if counts.ndim not in (2, 3):
+        raise ValueError(
+            f"logical_count {list(counts.shape)} must be [layers, experts] or [records, layers, experts]"
+        )
+    counts = counts.sum(axis=0) if counts.ndim == 3 else counts
+    layers = np.flatnonzero(counts.sum(axis=1) != 0)
+    if not len(layers):
+        raise ValueError("logical_count counts no token")
+    return LoadTrace(tuple(map(int, layers)), (LoadWindow(Load(counts[layers])),))

@@ -22,21 +22,12 @@ class Blocks:
     rows: int
     columns: int
 
-    def shape_of(self, shape: torch.Size) -> tuple[int, ...]:
-        """Shape of the scales of a matrix of `shape`."""
-        *lead, n, k = shape
-        return (*lead, _count(n, self.rows), _count(k, self.columns))
-
     def amax(self, x: Tensor) -> Tensor:
-        """Largest magnitude of each block of `x`; 0 for a block of no elements, NaN where there is one."""
-        if x.numel() == 0:
-            return x.new_zeros(self.shape_of(x.shape))
+        """Largest magnitude of each block of `x`, which has elements; NaN where there is one."""
         return self._tiles(x.abs()).amax(dim=(-1, -3))
 
     def bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Smallest and largest of each block of `x` and zero, as ranges with a zero point take them."""
-        if x.numel() == 0:
-            return x.new_zeros(self.shape_of(x.shape)), x.new_zeros(self.shape_of(x.shape))
         tiles = self._tiles(x)
         return tiles.amin(dim=(-1, -3)).clamp(max=0), tiles.amax(dim=(-1, -3)).clamp(min=0)
 
@@ -44,6 +35,11 @@ class Blocks:
         """`x` times its blocks' scales."""
         spread, tiles = self._broadcast(x, scale)
         return (tiles * spread).view(x.shape)
+
+    def multiply_(self, x: Tensor, scale: Tensor) -> Tensor:
+        """`multiply` that may write into `x`, a tensor the caller has just made."""
+        spread, tiles = self._broadcast(x, scale)
+        return tiles.mul_(spread).view(x.shape)
 
     def divide(self, x: Tensor, scale: Tensor) -> Tensor:
         """`x` divided by its blocks' scales: the correctly rounded quotient, not a product with 1 / scale."""

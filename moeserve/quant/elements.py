@@ -63,7 +63,7 @@ class Minifloat:
 
     def encode(self, x: Tensor) -> Tensor:
         """Codes of `x` (float32, any shape): int32 of the same shape."""
-        size = torch.fmin(x.abs(), x.new_tensor(self.largest))
+        size = x.abs().nan_to_num_(nan=self.largest).clamp_(max=self.largest)
         lowest = 1 - self.bias + FP32_BIAS
         exponent = (size.view(torch.int32) >> FP32_MANTISSA_BITS).clamp_(min=lowest)
         # adding 2^23 steps leaves the number of steps, rounded to even, in the low bits of the sum

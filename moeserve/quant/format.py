@@ -40,6 +40,20 @@ def _extent(size: int, span: int | Fraction) -> int:
     return 1 if span == WHOLE else ceil(size / Fraction(span))
 
 
+def _cut(what: str, axis: str, cut: tuple[int, int, int], span: int | Fraction) -> slice:
+    """The elements of a part that cover `start:stop` of `size` rows or columns."""
+    start, stop, size = cut
+    if span == WHOLE:
+        return slice(0, 1)
+    ends = [Fraction(at) / span for at in (start, stop)]
+    for at, end in zip((start, stop), ends, strict=True):
+        if end.denominator != 1 and at != size:
+            raise ValueError(
+                f"a cut at {axis} {at} goes through {what}: multiples of {span} {axis}s are whole"
+            )
+    return slice(ceil(ends[0]), max(ceil(ends[1]), ceil(ends[0])))
+
+
 @dataclass(frozen=True)
 class Format:
     """How a matrix is stored, with its own reference encode and decode.
@@ -89,7 +103,13 @@ class Format:
         return sum(prod(part.shape_of(shape)) * part.dtype.itemsize for part in self.parts)
 
     def quantize(self, x: Tensor) -> Packed:
-        """Stores `x` (float, `[..., N, K]`) in this format. A tensor that is already in it is not copied."""
+        """Stores `x` (float, `[..., N, K]`) in this format. A tensor that is already in it is not copied.
+
+        A tensor without elements has nothing to encode: its parts are zeros, scales of the whole included.
+        """
+        if x.numel() == 0:
+            parts = (torch.zeros(p.shape_of(x.shape), dtype=p.dtype, device=x.device) for p in self.parts)
+            return Packed(self, x.shape, tuple(parts))
         return Packed(self, x.shape, self.encode(x))
 
     def empty(self, shape: Sequence[int], device: torch.device | str = "cpu") -> Packed:
@@ -134,6 +154,29 @@ class Packed:
             raise ValueError(f"rows of {self.format} share a scale and cannot be taken one by one")
         parts = tuple(part[index] for part in self.parts)
         return Packed(self.format, torch.Size((parts[0].shape[0], *self.shape[1:])), parts)
+
+    def cut(self, rows: slice, columns: slice) -> Packed:
+        """The rows and columns (start:stop) of every matrix, as views; scales of the whole stay the whole's.
+
+        Raises ValueError where a cut goes through what an element of a part covers, or the format gives
+        columns a group by number, which a cut would change.
+        """
+        n, k = self.shape[-2:]
+        (top, bottom, _), (left, right, _) = rows.indices(n), columns.indices(k)
+        if (left, right) != (0, k) and any(part.name == "order" for part in self.format.parts):
+            raise ValueError(
+                f"columns of {self.format} are not in the order of their groups; sort them first"
+            )
+        parts = []
+        for part, tensor in zip(self.format.parts, self.parts, strict=True):
+            down = _cut(f"{self.format} {part.name}", "row", (top, bottom, n), part.rows)
+            along = _cut(f"{self.format} {part.name}", "column", (left, right, k), part.columns)
+            parts.append(tensor[..., down, along])
+        return Packed(
+            self.format,
+            torch.Size((*self.shape[:-2], max(bottom - top, 0), max(right - left, 0))),
+            tuple(parts),
+        )
 
     def with_parts(self, parts: Sequence[Tensor]) -> Packed:
         """The same format and matrix size over other storage; the first dimension may differ."""

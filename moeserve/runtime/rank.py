@@ -47,9 +47,10 @@ class Served:
     lane_rows: int
 
     def scheme(self, layer: int) -> Scheme:
-        """How `layer` computes: an unquantized checkpoint computes in the served dtype."""
-        scheme = self.checkpoint.scheme(layer)
-        return Scheme(self.model_format, self.model_format) if scheme.weights in FLOATS.values() else scheme
+        """How `layer` computes: whatever the checkpoint leaves in plain floats is in the served dtype."""
+        scheme, plain = self.checkpoint.scheme(layer), FLOATS.values()
+        weights = self.model_format if scheme.weights in plain else scheme.weights
+        return Scheme(weights, self.model_format if scheme.activations in plain else scheme.activations)
 
     @property
     def model_format(self) -> Format:

@@ -1,4 +1,4 @@
-"""Ranks inside the caller's own processes, started by torchrun: rows of their own, and sequence-parallel rows."""
+"""Ranks inside the caller's own processes, started by torchrun: own rows, and sequence-parallel rows."""
 
 from __future__ import annotations
 

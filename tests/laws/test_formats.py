@@ -132,6 +132,43 @@ def test_rows_travel_alone(form: Format) -> None:
     assert torch.equal(form.quantize(x).rows(slice(4, 37)).dequantize(), form.quantize(x[4:]).dequantize())
 
 
+@pytest.mark.parametrize("form", ALL)
+def test_a_cut_has_the_values_of_the_whole(form: Format) -> None:
+    """Tensor-parallel slices of stored matrices: rows of gate and up, columns of down."""
+    packed = form.quantize(sample((2, 384, 500)))
+    whole = packed.dequantize()
+    assert torch.equal(packed.cut(slice(128, 256), slice(None)).dequantize(), whole[:, 128:256])
+    if any(part.name == "order" for part in form.parts):
+        with pytest.raises(ValueError, match=f"columns of {form} are not in the order of their groups"):
+            packed.cut(slice(None), slice(0, 256))
+        return
+    assert torch.equal(packed.cut(slice(None), slice(128, 256)).dequantize(), whole[..., 128:256])
+    assert torch.equal(packed.cut(slice(256, 384), slice(256, 500)).dequantize(), whole[:, 256:, 256:])
+    assert packed.cut(slice(128, 128), slice(None)).shape == (2, 0, 500)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "message"),
+    [
+        (
+            "mxfp6_e3m2",
+            2,
+            "a cut at column 2 goes through mxfp6_e3m2 codes: multiples of 4/3 columns are whole",
+        ),
+        (
+            "mxfp6_e3m2",
+            4,
+            "a cut at column 4 goes through mxfp6_e3m2 scale: multiples of 32 columns are whole",
+        ),
+        ("nvfp4", 40, "a cut at column 40 goes through nvfp4 scale: multiples of 16 columns are whole"),
+        ("int4_channel", 3, "a cut at column 3 goes through int4_channel codes: multiples of 2 columns"),
+    ],
+)
+def test_a_cut_through_a_block_is_named(name: str, columns: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FORMATS[name].quantize(sample((4, 128))).cut(slice(None), slice(0, columns))
+
+
 @pytest.mark.parametrize("form", [form for form in EVERY.values() if not form.row_wise], ids=repr)
 def test_rows_that_share_a_scale_cannot_be_taken(form: Format) -> None:
     with pytest.raises(ValueError, match=f"rows of {form} share a scale"):

@@ -18,6 +18,8 @@ from moeserve.quant.format import Format, Scheme
 from moeserve.quant.formats import FORMATS
 from moeserve.quant.formats.floats import BF16, FLOATS, FP16, FP32
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
+from moeserve.quant.formats.nvfp4 import nvfp4_given
+from moeserve.quant.schemes import scheme_named
 
 COUNTS = (3, 0, 1, 9, 0)
 
@@ -131,9 +133,7 @@ def test_kernel_computes_what_its_row_claims(
         arrival = arrival_for(row, grouping)
         rows = arrival.rows(case.shape.hidden, case.generator)
         found = case.run(arrival, rows, row.build(case.spec), wire_of(scheme).name)
-        expected = (
-            truth(case, rows) if row.reference else case.run(arrival, rows, TorchReference(case.spec), "fp32")
-        )
+        expected = expected_of(case, arrival, rows)
         assert error(found, expected) <= bound_of(scheme), (scheme, bias)
 
 
@@ -311,6 +311,34 @@ def test_weights_that_do_not_fit_are_named(row: KernelRow) -> None:
     for message, misfit in misfits(shape, weights).items():
         with pytest.raises(ValueError, match=message):
             kernel.prepare(misfit)
+
+
+def test_static_schemes_need_their_scales() -> None:
+    scheme = scheme_named("nvfp4 x nvfp4_static")
+    shape = shape_for(KERNELS["torch_reference"], bias=False)
+    weights = make_scheme(shape, 2, scheme, torch.Generator().manual_seed(0))
+    kernel = TorchReference(KernelSpec(scheme, shape, torch.bfloat16))
+    with pytest.raises(ValueError, match=r"nvfp4_static activations need inner_scale \[2\]; it is missing"):
+        kernel.prepare(replace(weights, inner_scale=None))
+    with pytest.raises(ValueError, match=r"need input_scale \[2\]; it is of shape \[1\]"):
+        kernel.prepare(replace(weights, input_scale=torch.ones(1)))
+    assert kernel.prepare(weights).per_slot["input_scale"].shape == (2,)
+
+
+def test_nvfp4_activations_are_rounded_with_the_scale_of_their_expert() -> None:
+    """The emulation contract, spelled out: fake-quantize, a plain expert, fake-quantize, a plain expert."""
+    scheme = scheme_named("nvfp4 x nvfp4_static")
+    shape = ExpertShape(64, 32, activation_named("silu"))
+    weights = make_scheme(shape, 1, scheme, torch.Generator().manual_seed(1))
+    weights = replace(weights, input_scale=torch.tensor([0.002]), inner_scale=torch.tensor([0.003]))
+    kernel = TorchReference(KernelSpec(scheme, shape, torch.float32))
+    arrival = Arrival((5,), Grouping.RAGGED)
+    rows = arrival.rows(64, torch.Generator().manual_seed(2))
+    found = kernel.apply(kernel.prepare(weights), arrival.batch(rows, 64, FP32))
+    x = nvfp4_given(torch.tensor(0.002)).quantize(rows[0]).dequantize()
+    inner = shape.activation.apply(x @ weights.gate_up.dequantize()[0].T)
+    inner = nvfp4_given(torch.tensor(0.003)).quantize(inner).dequantize()
+    assert torch.equal(found, inner @ weights.down.dequantize()[0].T)
 
 
 def problem(scheme: Scheme, shape: ExpertShape) -> Problem:

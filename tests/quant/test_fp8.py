@@ -4,7 +4,21 @@ import pytest
 import torch
 
 from moeserve.quant.format import Format, Packed
-from moeserve.quant.formats.fp8 import E4M3_MAX, FP8_BLOCK, FP8_GROUP
+from moeserve.quant.formats.fp8 import (
+    E4M3,
+    E4M3_MAX,
+    FP8_BLOCK,
+    FP8_BLOCK_UE8M0,
+    FP8_CHANNEL,
+    FP8_GROUP,
+    FP8_GROUP_UE8M0,
+    FP8_STATIC,
+    FP8_TENSOR,
+    FP8_TOKEN,
+    fp8_given,
+    one_scale,
+    to_fnuz,
+)
 
 # amax, a value of the block -> the block's scale, the value's byte and its decoded code
 GROUPS = [(2.0, 2.0, 0.00446429, 0x7E, 448), (2.0, 0.3, 0.00446429, 0x68, 64)]
@@ -113,3 +127,73 @@ def test_a_stored_inverse_scale_multiplies() -> None:
     codes = torch.full((128, 128), 2.0).to(torch.float8_e4m3fn)
     packed = Packed(FP8_BLOCK, torch.Size((128, 128)), (codes, torch.tensor([[0.25]])))
     assert packed.dequantize().unique().tolist() == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("form", "x", "scale", "codes"),
+    [
+        (FP8_TENSOR, [[0.1, -0.5, 1, 3]], [[3 / 448]], [[0x57, 0xE9, 0x71, 0x7E]]),
+        (FP8_TOKEN, [[0.5, -2], [4, 1]], [[2 / 448], [4 / 448]], [[0x6E, 0xFE], [0x7E, 0x6E]]),
+        (FP8_CHANNEL, [[0.5, -2], [4, 1]], [[2 / 448], [4 / 448]], [[0x6E, 0xFE], [0x7E, 0x6E]]),
+        (FP8_GROUP_UE8M0, [[2.0, 0.3]], [[2**-7]], [[0x78, 0x62]]),
+        (FP8_BLOCK_UE8M0, [[2.0, 0.3]], [[2**-7]], [[0x78, 0x62]]),
+    ],
+    ids=str,
+)
+def test_worked_scales_and_bytes(
+    form: Format, x: list[list[float]], scale: list[list[float]], codes: list[list[int]]
+) -> None:
+    packed = form.quantize(torch.tensor(x))
+    assert packed.parts[1].flatten().tolist() == pytest.approx([v for row in scale for v in row], rel=1e-6)
+    assert packed.parts[0].view(torch.uint8).tolist() == codes
+
+
+def test_a_static_scale_saturates_and_does_not_travel() -> None:
+    form = fp8_given(torch.tensor(0.01))
+    packed = form.quantize(torch.tensor([[0.1, -0.5, 1, 6]]))
+    assert len(packed.parts) == 1 and form.row_wise
+    assert packed.parts[0].view(torch.uint8).tolist() == [[0x52, 0xE4, 0x6C, 0x7E]]
+    assert packed.dequantize()[0].tolist() == pytest.approx([0.1, -0.48, 0.96, 4.48], rel=1e-6)
+    with pytest.raises(ValueError, match="fp8_static has no scale of its own"):
+        FP8_STATIC.quantize(torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("form", [FP8_TENSOR, FP8_TOKEN, FP8_CHANNEL], ids=repr)
+def test_zeros_take_the_smallest_scale(form: Format) -> None:
+    packed = form.quantize(torch.zeros(2, 3))
+    assert packed.parts[1].unique().tolist() == [pytest.approx(1 / (448 * 512), rel=1e-6)]
+
+
+def test_the_first_half_takes_the_larger_scale_of_both() -> None:
+    def half(codes: list[int], scale: float) -> Packed:
+        stored = torch.tensor([codes], dtype=torch.uint8).view(torch.float8_e4m3fn)
+        return Packed(FP8_TENSOR, torch.Size((1, 3)), (stored, torch.tensor([[scale]])))
+
+    gate, up = one_scale(half([0x7E, 0xF6, 0x6C], 0.01), half([0x7E, 0x38, 0x00], 0.02))
+    assert gate.parts[0].view(torch.uint8).tolist() == [[0x76, 0xEE, 0x64]]
+    assert up.parts[0].view(torch.uint8).tolist() == [[0x7E, 0x38, 0x00]]
+    assert gate.parts[1].item() == up.parts[1].item() == pytest.approx(0.02)
+
+
+def test_fnuz_codes_have_half_the_value_and_twice_the_scale() -> None:
+    codes = [byte for byte in range(256) if byte & 0x7F != 0x7F]
+    stored = torch.tensor([codes], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    packed = Packed(FP8_TENSOR, torch.Size((1, len(codes))), (stored, torch.tensor([[0.25]])))
+    other = to_fnuz(packed)
+    assert torch.equal(other.dequantize(), packed.dequantize())
+    assert other.parts[1].item() == 0.5
+    assert other.parts[0].view(torch.uint8)[0, 0x7F].item() == 0, "-0 is NaN there"
+    nan = Packed(FP8_TENSOR, torch.Size((1, 1)), (torch.tensor([[torch.nan]]).to(E4M3), torch.ones(1, 1)))
+    with pytest.raises(ValueError, match=r"fp8_tensor codes hold NaN .* E4M3FNUZ would read as 240"):
+        to_fnuz(nan)
+
+
+@pytest.mark.parametrize("form", [FP8_GROUP_UE8M0, FP8_BLOCK_UE8M0], ids=repr)
+def test_powers_of_two_never_let_a_value_saturate(form: Format) -> None:
+    edges = torch.tensor([448 * 2.0**e for e in range(-20, 20)])
+    for x in (edges, torch.nextafter(edges, edges * 2), torch.nextafter(edges, edges * 0)):
+        for value in x.tolist():
+            scale = form.quantize(torch.tensor([[value]])).parts[1].item()
+            assert scale / 2 < value / 448 <= scale and scale == 2.0 ** round(
+                torch.tensor(scale).log2().item()
+            )

@@ -14,7 +14,7 @@ from moeserve.runtime.torchrun import SequenceParallel, join_torchrun
 
 
 def main(path: Path) -> None:
-    """Two engines of two tensor-parallel ranks: first all ranks bring rows of their own, then engines share."""
+    """Two engines of two tensor-parallel ranks: first all bring rows of their own, then engines share."""
     torch.set_num_threads(1)
     mesh = {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
     rank = join_torchrun(house_config(path, **{f"parallel__{key}": value for key, value in mesh.items()}))

@@ -59,7 +59,7 @@ def _encode(blocks: Blocks, rule: ScaleRule, dtype: torch.dtype, x: Tensor) -> P
 
 
 def _decode(blocks: Blocks, parts: Parts, shape: torch.Size) -> Tensor:
-    return blocks.multiply(decode_fp8(parts[0]), parts[1])
+    return blocks.multiply_(decode_fp8(parts[0]), parts[1])
 
 
 def _fp8(name: str, blocks: Blocks, rule: ScaleRule, dtype: torch.dtype = E4M3) -> Format:

@@ -55,7 +55,7 @@ def _encode_asymmetric(blocks: Blocks, x: Tensor) -> Parts:
 
 
 def _decode_symmetric(blocks: Blocks, parts: Parts, shape: torch.Size) -> Tensor:
-    return blocks.multiply(signed_values(parts[0], shape[-1]), parts[1])
+    return blocks.multiply_(signed_values(parts[0], shape[-1]), parts[1])
 
 
 def signed_values(codes: Tensor, columns: int) -> Tensor:
@@ -66,7 +66,7 @@ def signed_values(codes: Tensor, columns: int) -> Tensor:
 def _decode_asymmetric(blocks: Blocks, parts: Parts, shape: torch.Size) -> Tensor:
     codes, scale, zero = parts
     offset = zero.float() - MIDDLE
-    return blocks.multiply(blocks.subtract(signed_values(codes, shape[-1]), offset), scale)
+    return blocks.multiply_(blocks.subtract(signed_values(codes, shape[-1]), offset), scale)
 
 
 def _with_order(encode: Callable[[Tensor], Parts], group: int, x: Tensor) -> Parts:

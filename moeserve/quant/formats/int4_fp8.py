@@ -51,7 +51,7 @@ def _encode(x: Tensor) -> Parts:
 def _decode(parts: Parts, shape: torch.Size) -> Tensor:
     codes, fine, channel = parts
     values = pick_pairs(table("signed_int4", codes.device), codes, shape[-1])
-    return GROUPS.multiply(values, decode_fp8(fine)) * channel
+    return GROUPS.multiply_(values, decode_fp8(fine)).mul_(channel)
 
 
 INT4_FP8 = Format(

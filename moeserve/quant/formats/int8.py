@@ -24,8 +24,8 @@ AMAX_FLOOR = 1e-10
 
 def half_away(x: Tensor) -> Tensor:
     """Rounds to nearest, halves away from zero, as exact float32: 2.5 -> 3."""
-    whole = x.trunc()
-    return whole + ((x - whole).abs() >= 0.5) * x.sign()
+    below_half = 0.5 - 2**-25  # with 0.5 itself, the float32 next below a half would round up
+    return x.sign().mul_(below_half).add_(x).trunc_()
 
 
 ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -51,7 +51,7 @@ def _encode(blocks: Blocks, rounding: str, largest: float, x: Tensor) -> Parts:
 
 
 def _decode(blocks: Blocks, parts: Parts, shape: torch.Size) -> Tensor:
-    return blocks.multiply(parts[0].float(), parts[1])
+    return blocks.multiply_(parts[0].float(), parts[1])
 
 
 CODES = Part("codes", torch.int8, 1, 1)

@@ -147,7 +147,7 @@ def _encode(element: MxElement, rule: str, x: Tensor) -> Parts:
 
 def _decode(element: MxElement, parts: Parts, shape: torch.Size) -> Tensor:
     codes, byte = parts
-    return GROUP.multiply(element.decode(codes, shape[-1]), decode_e8m0(byte))
+    return GROUP.multiply_(element.decode(codes, shape[-1]), decode_e8m0(byte))
 
 
 def _mx(name: str, element: MxElement, rule: str) -> Format:

@@ -43,7 +43,7 @@ def _encode_codes(x: Tensor, factor: Tensor) -> Tensor:
 
 def _decode_codes(codes: Tensor, scale: Tensor, columns: int) -> Tensor:
     values = pick_pairs(table(("pairs", E2M1.name), codes.device), codes, columns)
-    return BLOCK.multiply(values, decode_fp8(scale))
+    return BLOCK.multiply_(values, decode_fp8(scale))
 
 
 def _encode(x: Tensor) -> Parts:
@@ -57,7 +57,7 @@ def _encode(x: Tensor) -> Parts:
 
 def _decode(parts: Parts, shape: torch.Size) -> Tensor:
     codes, scale, whole = parts
-    return _decode_codes(codes, scale, shape[-1]) * whole
+    return _decode_codes(codes, scale, shape[-1]).mul_(whole)
 
 
 NVFP4 = Format(
@@ -76,7 +76,7 @@ def _encode_given(factor: Tensor, x: Tensor) -> Parts:
 
 def _decode_given(factor: Tensor, parts: Parts, shape: torch.Size) -> Tensor:
     codes, scale = parts
-    return _decode_codes(codes, scale, shape[-1]) / factor.to(codes.device)
+    return _decode_codes(codes, scale, shape[-1]).div_(factor.to(codes.device))
 
 
 def nvfp4_given(input_scale: Tensor) -> Format:
