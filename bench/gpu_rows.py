@@ -1,4 +1,4 @@
-"""Grouping rows by expert and summing them home with Triton: what a carrier does around the experts of one rank."""
+"""Grouping rows by expert and summing them home with Triton: what a carrier does on one rank."""
 
 import torch
 import triton
@@ -33,7 +33,7 @@ def place_kernel(ids, counts, offsets, places, P, B: tl.constexpr):
 
 @triton.jit
 def spread_kernel(x, places, out, scale, H, K: tl.constexpr, G: tl.constexpr, FP8: tl.constexpr):
-    """Program (token, block of G groups of 128): copies, rounded to E4M3 if asked, to each of its K places."""
+    """Program (token, block of G groups of 128): copies, rounded to E4M3 if asked, to its K places."""
     t = tl.program_id(0)
     g = tl.program_id(1) * G + tl.arange(0, G)
     columns = g[:, None] * 128 + tl.arange(0, 128)[None, :]

@@ -124,8 +124,9 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
                 status = _status(error)
                 code = status.code
                 reply.error.CopyFrom(status.as_message())
-            self._observe(method, transport, code, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
             ended(reply)
+            self._observe(method, transport, code, seconds)  # after the answer has left
 
         def fail(error: Exception) -> moe_pb2.ForwardReply:
             raise error

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -142,6 +143,7 @@ class LaneInput:
         return self.hidden, self.experts, self.weights, self.valid
 
 
+@cache
 def empty_input(hidden: int, top_k: int, dtype: torch.dtype) -> LaneInput:
     """No rows, of the right widths."""
     return LaneInput(

@@ -67,8 +67,9 @@ def check_activation(activation: Activation, fp8: bool) -> None:
     if fp8:
         codes, wanted_scale = FP8_GROUP.quantize(wanted).parts
         assert torch.allclose(scale[:, valid].T, wanted_scale, rtol=1e-5), activation
-        # Triton 3.6's interpreter loses the carry of a rounding that reaches the next power of two
-        right = (found == codes.float()) | (found * 2 == codes.float())
+        # Triton 3.6's interpreter loses the carry into the next power of two, and truncates subnormals
+        close = (found - codes.float()).abs() <= 2.0**-9
+        right = (found == codes.float()) | (found * 2 == codes.float()) | close
         assert right.float().mean() >= 0.99, activation
     else:
         assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5), (activation, (found - wanted).abs().max())

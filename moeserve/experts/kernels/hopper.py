@@ -1,4 +1,4 @@
-"""What the rows of our own Hopper kernels share: rows of a batch laid flat, and the step that is cut from it."""
+"""What our own Hopper kernels share: rows of a batch laid flat, and the step that is cut from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def flat(tokens: Packed) -> Packed:
 
 
 def step_for(kind: str, batch: ExpertBatch, tokens: Packed) -> Step:
-    """The step of `batch` on weights of `kind`, with the tile measured for this device and the most rows a slot there can be."""
+    """The step of `batch` on weights of `kind`, with the tile measured for this device and so many rows."""
     from moeserve.experts.kernels.device.grouped import Step
 
     capacity = tokens.shape[0]

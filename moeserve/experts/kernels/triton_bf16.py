@@ -1,4 +1,4 @@
-"""Our own Hopper kernel for bf16 weights and activations: a persistent grouped GEMM fed by bulk tensor copies."""
+"""Our own Hopper kernel for bf16 weights and rows: a persistent grouped GEMM fed by bulk tensor copies."""
 
 from __future__ import annotations
 
@@ -57,4 +57,5 @@ ROW = KernelRow(
     archs=frozenset({"sm90"}),
     modules=frozenset({"triton"}),
     multiple_of=(8, 8),
+    verified=("sm90",),
 )

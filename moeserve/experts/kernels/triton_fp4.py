@@ -1,4 +1,4 @@
-"""Our own Hopper kernel for four-bit weights, NVFP4 and MXFP4, with bf16 rows: codes are decoded in registers."""
+"""Our own Hopper kernel for four-bit weights, NVFP4 and MXFP4, and bf16 rows: codes decode in registers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moeserve.quant.formats.nvfp4 import NVFP4
 
 
 class TritonFp4:
-    """Two grouped GEMMs in bf16 on weights that are exact in it: a code times its block's scale has six bits."""
+    """Two grouped GEMMs in bf16, exact for these weights: a code times its block's scale has six bits."""
 
     def __init__(self, spec: KernelSpec) -> None:
         self._spec = spec
@@ -29,7 +29,7 @@ class TritonFp4:
         ValueError: the weights do not fit the kernel's spec.
         """
         fitted = self._spec.fit(weights)
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for side, packed in (("gate_up", fitted.gate_up), ("down", fitted.down)):
             tensors |= {f"{side}.{name}": t for name, t in _pack(packed).items()}
         biases = {"gate_up_bias": fitted.gate_up_bias, "down_bias": fitted.down_bias}
@@ -90,4 +90,5 @@ ROW = KernelRow(
     archs=frozenset({"sm90"}),
     modules=frozenset({"triton"}),
     multiple_of=(32, 32),
+    verified=("sm90",),
 )

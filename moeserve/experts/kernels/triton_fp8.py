@@ -1,4 +1,4 @@
-"""Our own Hopper kernel for FP8: E4M3 weights with 128x128 block scales, rows rounded to E4M3 in groups of 128."""
+"""Our own Hopper kernel for FP8: E4M3 weights scaled by 128x128 blocks, rows rounded in groups of 128."""
 
 from __future__ import annotations
 
@@ -60,4 +60,5 @@ ROW = KernelRow(
     archs=frozenset({"sm90"}),
     modules=frozenset({"triton"}),
     multiple_of=(16, 16),
+    verified=("sm90",),
 )

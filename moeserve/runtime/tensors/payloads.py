@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from types import TracebackType
 
-import torch
 from torch import Tensor
 
 from moeserve.proto import moe_pb2
@@ -20,9 +19,9 @@ TRANSPORTS = (inline.ROW, shared_memory.ROW)
 class OpenRequest:
     """The tensors of one ForwardRequest; close it when the answer is sent, or when there will be none.
 
-    hidden: [T, H], may be the caller's own memory: read only. Either experts [T, K] int64 and weights [T,
-    K] (fp32, bf16 or fp16), or logits [T, E], are set; these are copies, which the caller cannot change
-    after they are checked.
+    hidden: [T, H], may be the caller's own memory: read only. Either experts [T, K] (int32 or int64) and
+    weights [T, K] (fp32, bf16 or fp16), or logits [T, E], are set; these are copies, which the caller cannot
+    change after they are checked.
     """
 
     def __init__(self, hidden: Tensor, spec: Spec, room: Room) -> None:
@@ -93,7 +92,7 @@ class Payloads:
                 f"shape {list(weights.shape)}, but choice.ids is {list(experts.shape)}: a weight for every id"
             )
             raise TensorError("choice.weights", text)
-        return experts.to(torch.int64), weights
+        return experts, weights
 
     def _copy(self, message: moe_pb2.Tensor, field: str, dtypes: tuple[str, ...], hidden: Spec) -> Tensor:
         spec = spec_of(message, field, rank=2, dtypes=dtypes)

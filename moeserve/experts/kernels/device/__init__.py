@@ -1,1 +1,1 @@
-"""Device code of our own expert kernels; imported only where the package triton is installed."""
+"""Device code of our own expert kernels; all but `codes` needs the package triton."""

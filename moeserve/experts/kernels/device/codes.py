@@ -1,8 +1,8 @@
 """Four-bit codes in the order a warp group holds them: `pack_codes`, `pack_scales`, and what scales become.
 
-A scale is stored in a byte as five bits of exponent and three of fraction; what all scales of a row share, the
-format's outer scale included, is one float32 a row that multiplies the finished sum. NVFP4 and MXFP4 differ in
-nothing else, so one kernel serves both, and no value is rounded.
+A scale is stored in a byte as five bits of exponent and three of fraction; what all scales of a row share,
+the format's outer scale included, is one float32 a row that multiplies the finished sum. NVFP4 and MXFP4
+differ in nothing else, so one kernel serves both, and no value is rounded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROWS, DEPTH, STAGE = 64, 128, 256
 """A block of codes is 64 rows x 128; a stage of the ring holds two of them."""
 
 BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
-"""Where sign and magnitude (high to low) of the four codes of a half word stand; see `hopper_gemm.SPREAD_WORD`."""
+"""Where sign and magnitude (high to low) of a half word's four codes stand; see `four_bit.SPREAD_WORD`."""
 
 
 def nibbles(codes: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def nibbles(codes: Tensor) -> Tensor:
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-    """`codes [e, N, K]` uint8 below 16 -> `[e, N / 64, K / 256, 64, 32]` int32; N and K are padded with zeros."""
+    """`codes [e, N, K]` uint8 below 16 -> `[e, N / 64, K / 256, 64, 32]` int32, padded with zeros."""
     e, n, k = codes.shape
     codes = F.pad(codes, (0, -k % STAGE, 0, -n % ROWS))
     blocks = codes.view(e, codes.shape[1] // ROWS, ROWS, codes.shape[2] // DEPTH, 2, 4, 8, 2)
@@ -39,7 +39,8 @@ def pack_codes(codes: Tensor) -> Tensor:
             words |= word << (16 * side)
     # words [e, nb, row, kb, h, p]: column of the operand = 2 p + h
     held = words.permute(0, 1, 3, 2, 5, 4).reshape(*words.shape[:2], words.shape[3], 4, 2, 4, 2, 2, 4, 2)
-    # e, nb, kb, warp, row 3, row 1-2, row 0, half, lane % 4, word -> half, warp, row 1-2, row 0, lane % 4, row 3, word
+    # e, nb, kb, warp, row 3, row 1-2, row 0, half, lane % 4, word
+    # -> half, warp, row 1-2, row 0, lane % 4, row 3, word
     held = held.permute(0, 1, 2, 7, 3, 5, 6, 8, 4, 9)
     return held.reshape(e, words.shape[1], words.shape[3] // 2, 2 * 32, 32).contiguous()
 
@@ -63,7 +64,7 @@ def from_e4m3(scales: Tensor) -> tuple[Tensor, Tensor, float]:
 
 
 def from_e8m0(scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """E8M0 scales `[e, N, G]` to bytes, where one is 2^-30 of its row's largest or less, and each row's factor."""
+    """E8M0 scales `[e, N, G]` to bytes, where one is under 2^-30 of its row's largest, and rows' factors."""
     largest = scales.amax(dim=-1, keepdim=True).int()
     below = largest - scales.int()
     byte = (30 - below).clamp_min(0) * 8

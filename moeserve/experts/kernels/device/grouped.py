@@ -1,3 +1,4 @@
+# mypy: disable-error-code="import-not-found"
 """One step of a Hopper kernel on the host: the work list, the GEMMs, and what stands between them."""
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Step:
         return tiles
 
     def gemm(self, x: Rows, weights: Weights, out_dtype: torch.dtype) -> Tensor:
-        """`[R, n]`: each row times the weights of its slot, plus the bias; other rows are left as they are."""
+        """`[R, n]`: each row times the weights of its slot, plus the bias; other rows are not written."""
         tile, kind = self.tile, weights.kind
         out = torch.empty((self.capacity, weights.n), dtype=out_dtype, device=x.values.device)
         blocks = triton.cdiv(weights.n, ROWS_OF_A_BLOCK)
@@ -76,6 +77,7 @@ class Step:
         scale = out if weights.scale is None else weights.scale
         hopper_gemm.grouped_gemm[(min(_processors(out.device) * tile.programs, self.limit * n_tiles),)](
             *_descriptors(x, weights, tile),
+            out if x.scale is None else x.scale,
             scale,
             out if weights.bias is None else weights.bias,
             out,
@@ -84,7 +86,8 @@ class Step:
             n_tiles,
             triton.cdiv(x.values.shape[1], tile.depth),
             blocks if kind == "fp4" else weights.n,
-            *(scale.shape[1:] if kind == "fp8" else (1, 1)),
+            0 if x.scale is None else x.scale.shape[1],
+            *(scale.shape[1:] if kind == "fp8" else (1, weights.codes.shape[2])),
             KIND=KINDS[kind],
             BM=tile.rows,
             BK=tile.depth,
@@ -139,8 +142,8 @@ class Step:
 
 
 def scale_storage(width: int, capacity: int, device: torch.device) -> Tensor:
-    """`[width / 128, stride]` float32, uninitialised; the stride is what bulk copies need."""
-    stride = -(-capacity // 4) * 4
+    """`[width / 128, stride]` float32, uninitialised; a tile may read past the last row, so there is room."""
+    stride = -(-capacity // 16) * 16 + 256
     return torch.empty((triton.cdiv(width, GROUP), stride), dtype=torch.float32, device=device)
 
 
@@ -157,7 +160,7 @@ def _launch_registers(tile: Tile) -> int:
 
 
 def _descriptors(x: Rows, weights: Weights, tile: Tile) -> tuple[Any, Any, Any]:
-    """Tensor maps of rows, weights and scales (rows' scales for fp8, words of scales for codes)."""
+    """Tensor maps of rows, weights and, for codes, of their scales."""
     wide = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=x.values.dtype.itemsize * 8)
     if weights.scale_words is not None:
         words = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32)
@@ -167,12 +170,11 @@ def _descriptors(x: Rows, weights: Weights, tile: Tile) -> tuple[Any, Any, Any]:
             TensorDescriptor.from_tensor(weights.scale_words.view(-1, 32), [8, 32], words),
         )
     flat = weights.codes.view(-1, weights.codes.shape[-1])
-    x_desc = TensorDescriptor.from_tensor(x.values, [tile.rows, tile.depth], wide)
-    w_desc = TensorDescriptor.from_tensor(flat, [ROWS_OF_A_BLOCK, tile.depth], wide)
-    if x.scale is None:
-        return x_desc, w_desc, x.values
-    plain = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32)
-    return x_desc, w_desc, TensorDescriptor.from_tensor(x.scale, [1, tile.rows], plain)
+    return (
+        TensorDescriptor.from_tensor(x.values, [tile.rows, tile.depth], wide),
+        TensorDescriptor.from_tensor(flat, [ROWS_OF_A_BLOCK, tile.depth], wide),
+        x.values,
+    )
 
 
 def _processors(device: torch.device) -> int:

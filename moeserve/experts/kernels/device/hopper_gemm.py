@@ -1,129 +1,31 @@
 # mypy: ignore-errors
-"""One persistent grouped GEMM for Hopper: `out[m, n] = sum_k x[m, k] w[slot of m, n, k]`, weights streamed once.
+# ruff: noqa: RUF005, RUF059, B007  (device code unpacks whole tuples and knows no starred lists)
+"""One persistent grouped GEMM for Hopper: `out[m, n] = sum_k x[m, k] w[slot of m, n, k]`.
 
-A warp of its own issues bulk tensor copies into a ring of stages; each consumer is one warp group that owns 64
-rows of the weights, which are the wide side of the matrix instruction, so that a handful of tokens fills it.
+A warp of its own issues bulk tensor copies into a ring of stages; each consumer is one warp group that owns
+64 rows of the weights, which are the wide side of the matrix instruction, so that a few tokens fill it.
 Weights are bf16, E4M3 with a 128x128 block scale, or E2M1 codes that are decoded in registers.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from moeserve.experts.kernels.device import four_bit
 
 BF16, FP8, FP4 = (gl.constexpr(kind) for kind in range(3))
 
-# An E2M1 code becomes a bf16 of 2^-126 times its value by moving its bits: sign to 15, magnitude to 8..6.
-# A word holds four codes in each half, so that three of the four need one shift and one mask:
-# s0 ... at 15 8-6, s1 at 12 5-3, s2 at 9 2-0, s3 at 14 13 11 10. Two neighbouring words make eight registers.
-SPREAD_WORD = """
-    and.b32 {o0}, {w}, 0x81C081C0;
-    shl.b32 t, {w}, 3;
-    and.b32 {o1}, t, 0x81C081C0;
-    shl.b32 t, {w}, 6;
-    and.b32 {o2}, t, 0x81C081C0;
-    shl.b32 t, {w}, 1;
-    and.b32 u, t, 0x80008000;
-    shr.u32 t, {w}, 5;
-    lop3.b32 u, t, 0x01000100, u, 0xEA;
-    shr.u32 t, {w}, 4;
-    lop3.b32 {o3}, t, 0x00C000C0, u, 0xEA;
-"""
-
-
-def _decode_asm() -> str:
-    """Eight chunks of 16 from one pair of words, each times its scale: outputs $0-$7, words $8 $9, scales $10-$25."""
-    words = [
-        SPREAD_WORD.format(w=f"${8 + half}", **{f"o{i}": f"c{4 * half + i}" for i in range(4)})
-        for half in (0, 1)
-    ]
-    scaled = [f"mul.rn.bf16x2 ${j}, c{j}, ${10 + 2 * j};" for j in range(8)]
-    codes = ", ".join(f"c{j}" for j in range(8))
-    return "{ .reg .b32 t, u, " + codes + ";" + "".join(words) + "\n".join(scaled) + "}"
-
-
-def _scale_asm() -> str:
-    """Eight scale bytes (words $8 $9) to eight pairs of equal bf16: byte b is the bf16 of bits b << 4 | 0x7000."""
-    lines = []
-    for half in (0, 1):
-        w, o = f"${8 + half}", 4 * half
-        lines += [
-            f"shl.b32 t, {w}, 4;",
-            "lop3.b32 t, t, 0x0FF00FF0, 0x70007000, 0xEA;",
-            f"shr.u32 u, {w}, 4;",
-            "lop3.b32 u, u, 0x0FF00FF0, 0x70007000, 0xEA;",
-            f"prmt.b32 ${o}, t, t, 0x1010;",
-            f"prmt.b32 ${o + 1}, u, u, 0x1010;",
-            f"prmt.b32 ${o + 2}, t, t, 0x3232;",
-            f"prmt.b32 ${o + 3}, u, u, 0x3232;",
-        ]
-    return "{ .reg .b32 t, u;" + "\n".join(lines) + "}"
-
-
-DECODE = gl.constexpr(_decode_asm())
-DECODE_REGISTERS = gl.constexpr(",".join(["=r"] * 8 + ["r"] * 18))
-SCALES = gl.constexpr(_scale_asm())
-SCALE_REGISTERS = gl.constexpr(",".join(["=r"] * 8 + ["r"] * 2))
-
 
 @gluon.jit
-def _join4(a, b, c, d):
-    """Four `[64, 16]` chunks side by side: `[64, 64]`."""
-    pairs = gl.join(gl.join(a, c), gl.join(b, d))  # [.., 2: a|c, 2: a|b], so chunk = 2 * second-last + last
-    return gl.reshape(gl.permute(pairs, (0, 2, 3, 1)), (64, 64))
-
-
-@gluon.jit
-def _words(words_smem, A: gl.constexpr):
-    """One block of 64 rows x 128 codes as words `[64, 16]`, already in the registers of the matrix operand."""
-    flat = words_smem.load(
-        gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    )  # [32, 32] words of 16 bytes a thread
-    # row of 32: half (column + 8), warp, lane 3-4; column: lane 0-2, then (row + 8, column 0)
-    bits = gl.reshape(flat, (2, 4, 4, 2, 4, 2, 2))  # half, warp, row 1-2, row 0, lane % 4, row 3, column 0
-    bits = gl.permute(bits, (1, 5, 2, 3, 0, 4, 6))
-    return gl.convert_layout(gl.reshape(bits, (64, 16)), A)
-
-
-@gluon.jit
-def _scale_words(scales_smem, A: gl.constexpr):
-    """The scales of 64 rows x 256 codes: four words a row (two of each 128 codes), each `[64]`."""
-    HELD: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [4, 0]],
-        lane_bases=[[0, 0], [0, 0], [0, 4], [0, 8], [0, 16]],
-        warp_bases=[[1, 0], [2, 0]],
-        block_bases=[],
-        shape=[8, 32],
-    )
-    flat = scales_smem.load(HELD)  # rows: half of K, warp; columns: row 0-2, row 3, word
-    bits = gl.permute(gl.reshape(flat, (2, 4, 8, 2, 2)), (1, 3, 2, 0, 4))
-    even, odd = gl.split(bits)
-    e0, e1 = gl.split(even)
-    o0, o1 = gl.split(odd)
-    return _row(e0, A), _row(o0, A), _row(e1, A), _row(o1, A)
-
-
-@gluon.jit
-def _row(words, A: gl.constexpr):
-    return gl.expand_dims(gl.convert_layout(gl.reshape(words, (64,)), gl.SliceLayout(1, A)), 1)
-
-
-@gluon.jit
-def _operands(w, s0, s1, A: gl.constexpr):
-    """Two operands `[64, 64]` bf16 of one block of 64 x 128 codes; `w [64, 16]` words, `s0`, `s1 [64, 1]` scales."""
-    f0, f1, f2, f3, f4, f5, f6, f7 = gl.inline_asm_elementwise(
-        SCALES, SCALE_REGISTERS, [s0, s1], (gl.int32,) * 8, is_pure=True, pack=1
-    )
-    c0, c1, c2, c3, c4, c5, c6, c7 = gl.inline_asm_elementwise(
-        DECODE,
-        DECODE_REGISTERS,
-        [w, f0, f1, f2, f3, f4, f5, f6, f7],
-        (gl.bfloat16,) * 8,
-        is_pure=True,
-        pack=2,
-    )
-    left = gl.convert_layout(_join4(c0, c1, c2, c3), A)
-    right = gl.convert_layout(_join4(c4, c5, c6, c7), A)
-    return left, right
+def _group(tiles, tile, total, N_TILES):
+    """Slot, first row and rows of a tile; of the last one past the end, so that it can be asked for ahead."""
+    group = tiles + 4 + (gl.maximum(gl.minimum(tile, total - 1), 0) // N_TILES) * 4
+    return gl.load(group), gl.load(group + 1), gl.load(group + 2)
 
 
 @gluon.jit
@@ -133,56 +35,54 @@ def _produce(descriptors, stages, ready, empty, tiles, sizes, c: gl.constexpr):
     BK: gl.constexpr = c[2]
     STAGES: gl.constexpr = c[3]
     NB: gl.constexpr = c[4] * c[5]
+    SUB: gl.constexpr = BK // 256
     x_desc, w_desc, s_desc = descriptors
     xs, ws, ss = stages
-    N_TILES, K_BLOCKS, N, w_blocks, scale_rows, scale_columns = sizes
+    N_TILES, K_BLOCKS, N, w_blocks, x_stride, scale_rows, scale_columns = sizes
     total = gl.load(tiles) * N_TILES
     step = 0
+    slot, row0, _ = _group(tiles, gl.program_id(0), total, N_TILES)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        group = tiles + 4 + (tile // N_TILES) * 4
-        slot = gl.load(group)
-        row0 = gl.load(group + 1)
+        next_slot, next_row0, _ = _group(tiles, tile + gl.num_programs(0), total, N_TILES)
         n = (tile % N_TILES) * NB
         for kb in range(K_BLOCKS):
             s = step % STAGES
             mbarrier.wait(empty.index(s), ((step // STAGES) & 1) ^ 1)
             bar = ready.index(s)
             if KIND == FP4:
+                k_blocks = scale_columns  # blocks of 256 that were packed; what lies past them meets zeros
                 mbarrier.expect(bar, NB * (64 * BK // 2 + 64 * BK // 16) + BM * BK * 2)
                 for i in gl.static_range(NB):
-                    block = (slot * w_blocks + gl.minimum(n + i, w_blocks - 1)) * K_BLOCKS + kb
-                    tma.async_copy_global_to_shared(w_desc, [block * (BK // 4), 0], bar, ws.index(s * NB + i))
-                    tma.async_copy_global_to_shared(
-                        s_desc, [block * (BK // 32), 0], bar, ss.index(s * NB + i)
-                    )
+                    block = (slot * w_blocks + gl.minimum(n + i, w_blocks - 1)) * k_blocks + kb * SUB
+                    for u in gl.static_range(SUB):
+                        at = (s * NB + i) * SUB + u
+                        tma.async_copy_global_to_shared(w_desc, [(block + u) * 64, 0], bar, ws.index(at))
+                        tma.async_copy_global_to_shared(s_desc, [(block + u) * 8, 0], bar, ss.index(at))
                 for q in gl.static_range(BK // 64):
                     tma.async_copy_global_to_shared(
                         x_desc, [row0, kb * BK + 64 * q], bar, xs.index(s * (BK // 64) + q)
                     )
             else:
                 SIZE: gl.constexpr = 2 if KIND == BF16 else 1
-                mbarrier.expect(bar, (NB * 64 + BM) * BK * SIZE + (BM * 4 if KIND == FP8 else 0))
+                mbarrier.expect(bar, (NB * 64 + BM) * BK * SIZE)
                 for i in gl.static_range(NB):
                     row = slot * w_blocks + (n + i) * 64
                     tma.async_copy_global_to_shared(w_desc, [row, kb * BK], bar, ws.index(s * NB + i))
                 tma.async_copy_global_to_shared(x_desc, [row0, kb * BK], bar, xs.index(s))
-                if KIND == FP8:
-                    tma.async_copy_global_to_shared(s_desc, [kb, row0], bar, ss.index(s))
             step += 1
+        slot, row0 = next_slot, next_row0
 
 
 @gluon.jit
 def _consume(i: gl.constexpr, stages, ready, empty, tiles, given, sizes, c: gl.constexpr):
     """Consumer i: for each tile the narrowest sum that holds its rows."""
     BM: gl.constexpr = c[1]
-    N_TILES, K_BLOCKS, N, w_blocks, scale_rows, scale_columns = sizes
+    N_TILES, K_BLOCKS, N, w_blocks, x_stride, scale_rows, scale_columns = sizes
     total = gl.load(tiles) * N_TILES
     step = 0
+    slot, row0, rows = _group(tiles, gl.program_id(0), total, N_TILES)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        group = tiles + 4 + (tile // N_TILES) * 4
-        slot = gl.load(group)
-        row0 = gl.load(group + 1)
-        rows = gl.load(group + 2)
+        next_slot, next_row0, next_rows = _group(tiles, tile + gl.num_programs(0), total, N_TILES)
         n = (tile % N_TILES) * (c[4] * c[5]) + i * c[5]
         where = (slot, row0, rows, n * 64, step)
         if BM >= 128:
@@ -195,6 +95,7 @@ def _consume(i: gl.constexpr, stages, ready, empty, tiles, given, sizes, c: gl.c
         else:
             _sum(i, BM, where, stages, ready, empty, given, sizes, c)
         step += K_BLOCKS
+        slot, row0, rows = next_slot, next_row0, next_rows
 
 
 @gluon.jit
@@ -208,25 +109,37 @@ def _sum(i: gl.constexpr, M: gl.constexpr, where, stages, ready, empty, given, s
     xs, ws, ss = stages
     x_scale, w_scale, bias, out = given
     slot, row0, rows, n0, step = where
-    N_TILES, K_BLOCKS, N, w_blocks, scale_rows, scale_columns = sizes
+    N_TILES, K_BLOCKS, N, w_blocks, x_stride, scale_rows, scale_columns = sizes
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 32 if KIND == FP8 else 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     acc = gl.zeros([64, M], gl.float32, MMA)
     acc1 = acc
+    scale0, bias0 = _row_terms(n0, slot, w_scale, bias, N, MMA, c)
+    scale1, bias1 = _row_terms(n0 + 64 * (RB - 1), slot, w_scale, bias, N, MMA, c)
     if KIND == FP8:
         zero = gl.zeros([64, M], gl.float32, MMA)
         slot_scale = w_scale + slot * scale_rows * scale_columns
         at = slot_scale + gl.minimum(n0 // 128, scale_rows - 1) * scale_columns
         w_s = gl.load(at)
+        x_at = x_scale + row0 + gl.arange(0, M, gl.SliceLayout(0, MMA))
+        AHEAD: gl.constexpr = (
+            M <= 64
+        )  # wider tiles have no registers to spare, and longer products to hide behind
+        x_s = gl.load(x_at)
         for kb in range(K_BLOCKS):
             s = step % STAGES
-            next_s = gl.load(at + gl.minimum(kb + 1, scale_columns - 1))
+            following = gl.minimum(kb + 1, K_BLOCKS - 1)
+            next_w = gl.load(at + following)
             mbarrier.wait(ready.index(s), (step // STAGES) & 1)
             x = xs.index(s).slice(0, M, 0).permute((1, 0))
             part = warpgroup_mma(
                 ws.index(s * NB + i * RB), x, zero, use_acc=False, is_async=True, max_num_imprecise_acc=BK
             )
-            factor = ss.index(s).slice(0, M, 1).load(MMA) * w_s
+            if AHEAD:
+                factor = gl.expand_dims(x_s * w_s, 0)
+                x_s = gl.load(x_at + following * x_stride)
+            else:
+                factor = gl.expand_dims(gl.load(x_at + kb * x_stride) * w_s, 0)
             part = warpgroup_mma_wait(0, [part])
             if RB == 1:
                 mbarrier.arrive(empty.index(s), count=1)
@@ -243,7 +156,7 @@ def _sum(i: gl.constexpr, M: gl.constexpr, where, stages, ready, empty, given, s
                 part = warpgroup_mma_wait(0, [part])
                 mbarrier.arrive(empty.index(s), count=1)
                 acc1 += part * factor
-            w_s = next_s
+            w_s = next_w
             step += 1
     elif KIND == BF16:
         for kb in range(K_BLOCKS):
@@ -264,50 +177,74 @@ def _sum(i: gl.constexpr, M: gl.constexpr, where, stages, ready, empty, given, s
             acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
     else:
+        SUB: gl.constexpr = BK // 256
         for kb in range(K_BLOCKS):
             s = step % STAGES
             mbarrier.wait(ready.index(s), (step // STAGES) & 1)
-            acc = _add_decoded(acc, s * NB + i * RB, s * (BK // 64), stages, M, A)
+            for u in gl.static_range(SUB):
+                for r in gl.static_range(RB):
+                    block = (s * NB + i * RB + r) * SUB + u
+                    x_at = s * (BK // 64) + u * 4
+                    s0, s1, s2, s3 = four_bit.scale_words(ss.index(block), A)
+                    left, right = four_bit.operands(
+                        four_bit.words(ws.index(block).slice(0, 32, 0), A), s0, s1, A
+                    )
+                    if r == 0:
+                        acc = _add(acc, left, right, xs, x_at, M)
+                    else:
+                        acc1 = _add(acc1, left, right, xs, x_at, M)
+                    left, right = four_bit.operands(
+                        four_bit.words(ws.index(block).slice(32, 32, 0), A), s2, s3, A
+                    )
+                    if r == 0:
+                        acc = _add(acc, left, right, xs, x_at + 2, M)
+                    else:
+                        acc1 = _add(acc1, left, right, xs, x_at + 2, M)
+            # waiting a stage later makes ptxas serialize products that have an operand in registers
             if RB == 2:
-                acc1 = _add_decoded(acc1, s * NB + i * RB + 1, s * (BK // 64), stages, M, A)
                 acc, acc1 = warpgroup_mma_wait(0, [acc, acc1])
             else:
                 acc = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(empty.index(s), count=1)
             step += 1
-    _store(acc, n0, where, given, N, c)
+    _store(acc, scale0, bias0, n0, where, out, N, c)
     if RB == 2:
-        _store(acc1, n0 + 64, where, given, N, c)
+        _store(acc1, scale1, bias1, n0 + 64, where, out, N, c)
 
 
 @gluon.jit
-def _add_decoded(acc, block, x_at, stages, M: gl.constexpr, A: gl.constexpr):
-    """Adds 64 rows x 256 codes of one stage, decoded block by block while the last product runs."""
-    xs, ws, ss = stages
-    s0, s1, s2, s3 = _scale_words(ss.index(block), A)
-    w = _words(ws.index(block).slice(0, 32, 0), A)
-    left, right = _operands(w, s0, s1, A)
+def _row_terms(n0, slot, w_scale, bias, N, MMA: gl.constexpr, c: gl.constexpr):
+    """What 64 output columns are multiplied by and what is added: `[64]` each, asked for before the sum."""
+    n = n0 + gl.arange(0, 64, gl.SliceLayout(1, MMA))
+    scale = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, MMA))
+    add = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, MMA))
+    if c[0] == FP4:
+        scale = gl.load(w_scale + slot * N + n, mask=n < N, other=0.0)
+    if c[6]:
+        add = gl.load(bias + slot * N + n, mask=n < N, other=0.0)
+    return scale, add
+
+
+@gluon.jit
+def _add(acc, left, right, xs, x_at, M: gl.constexpr):
+    """Starts the products of 64 rows x 128 decoded weights with two tiles of 64 columns of the rows."""
     acc = warpgroup_mma(left, xs.index(x_at).slice(0, M, 0).permute((1, 0)), acc, is_async=True)
-    acc = warpgroup_mma(right, xs.index(x_at + 1).slice(0, M, 0).permute((1, 0)), acc, is_async=True)
-    w = _words(ws.index(block).slice(32, 32, 0), A)
-    left, right = _operands(w, s2, s3, A)
-    acc = warpgroup_mma(left, xs.index(x_at + 2).slice(0, M, 0).permute((1, 0)), acc, is_async=True)
-    return warpgroup_mma(right, xs.index(x_at + 3).slice(0, M, 0).permute((1, 0)), acc, is_async=True)
+    return warpgroup_mma(right, xs.index(x_at + 1).slice(0, M, 0).permute((1, 0)), acc, is_async=True)
 
 
 @gluon.jit
-def _store(acc, n0, where, given, N, c: gl.constexpr):
-    """Writes `acc [64, M]` to rows row0.. of `out [R, N]`, columns n0.., times the row scale, plus the bias."""
+def _store(acc, scale, add, n0, where, out, N, c: gl.constexpr):
+    """Writes `acc [64, M]`, times its scale, plus the bias, to rows row0.. of `out [R, N]`, columns n0..."""
     MMA: gl.constexpr = acc.type.layout
     M: gl.constexpr = acc.type.shape[1]
-    x_scale, w_scale, bias, out = given
     slot, row0, rows, _, _ = where
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]) if M >= 64 else MMA
-    n = n0 + gl.arange(0, 64, gl.SliceLayout(1, MMA))
+    # float32 leaves in whole sectors as it stands, and codes leave no shared memory for its shuffle
+    PLAIN: gl.constexpr = M < 64 or (c[0] == FP4 and out.dtype.element_ty.primitive_bitwidth == 32)
+    OUT: gl.constexpr = MMA if PLAIN else gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     if c[0] == FP4:
-        acc = acc * gl.expand_dims(gl.load(w_scale + slot * N + n, mask=n < N, other=0.0), 1)
+        acc = acc * gl.expand_dims(scale, 1)
     if c[6]:
-        acc = acc + gl.expand_dims(gl.load(bias + slot * N + n, mask=n < N, other=0.0), 1)
+        acc = acc + gl.expand_dims(add, 1)
     answer = gl.convert_layout(acc.to(out.dtype.element_ty), OUT)
     n_out = n0 + gl.arange(0, 64, gl.SliceLayout(1, OUT))
     m = gl.arange(0, M, gl.SliceLayout(0, OUT))
@@ -317,25 +254,27 @@ def _store(acc, n0, where, given, N, c: gl.constexpr):
 
 @gluon.jit
 def grouped_gemm(
-    x_desc, w_desc, s_desc, w_scale, bias, out, tiles,
-    N, N_TILES, K_BLOCKS, w_blocks, scale_rows, scale_columns,
+    x_desc, w_desc, s_desc, x_scale, w_scale, bias, out, tiles,
+    N, N_TILES, K_BLOCKS, w_blocks, x_stride, scale_rows, scale_columns,
     KIND: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, NC: gl.constexpr,
     RB: gl.constexpr, HAS_BIAS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs; `tiles` lists the groups of rows, see `moeserve.experts.kernels.device.rows`.
+    """Grid: any number of programs; `tiles` lists the groups of rows, see `rows.py` beside this file.
 
-    Each of NC consumers owns RB blocks of 64 rows of weights. `w_blocks` is the distance between slots: rows of
-    weights, or blocks of 64 rows for codes. `s_desc` has the scales of rows `[K / 128, R]` (fp8) or of codes;
-    `w_scale` is one float32 a block of 128 x 128, or one a row for codes.
+    Each of NC consumers owns RB blocks of 64 rows of weights. `w_blocks` is the distance between slots: rows
+    of weights, or blocks of 64 rows for codes, whose scales `s_desc` has. `x_scale` is float32
+    `[K / 128, x_stride]`; `w_scale` one float32 a block of 128 x 128, or one a row for codes, of which
+    `scale_columns` blocks of 256 along K were packed.
     """
     X_TILES: gl.constexpr = BK // 64 if KIND == FP4 else 1
     NB: gl.constexpr = NC * RB
-    ws = gl.allocate_shared_memory(w_desc.dtype, [STAGES * NB] + w_desc.block_type.shape, w_desc.layout)
+    SUB: gl.constexpr = BK // 256 if KIND == FP4 else 1
+    ws = gl.allocate_shared_memory(w_desc.dtype, [STAGES * NB * SUB] + w_desc.block_type.shape, w_desc.layout)
     xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * X_TILES] + x_desc.block_type.shape, x_desc.layout)
     if KIND == FP4:
-        ss = gl.allocate_shared_memory(s_desc.dtype, [STAGES * NB] + s_desc.block_type.shape, s_desc.layout)
-    elif KIND == FP8:
-        ss = gl.allocate_shared_memory(s_desc.dtype, [STAGES] + s_desc.block_type.shape, s_desc.layout)
+        ss = gl.allocate_shared_memory(
+            s_desc.dtype, [STAGES * NB * SUB] + s_desc.block_type.shape, s_desc.layout
+        )
     else:
         ss = ws
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -345,8 +284,8 @@ def grouped_gemm(
         mbarrier.init(empty.index(s), count=NC)
     c: gl.constexpr = (KIND, BM, BK, STAGES, NC, RB, HAS_BIAS)
     stages = (xs, ws, ss)
-    given = (w_scale, w_scale, bias, out)
-    sizes = (N_TILES, K_BLOCKS, N, w_blocks, scale_rows, scale_columns)
+    given = (x_scale, w_scale, bias, out)
+    sizes = (N_TILES, K_BLOCKS, N, w_blocks, x_stride, scale_rows, scale_columns)
     produced = ((x_desc, w_desc, s_desc), stages, ready, empty, tiles, sizes, c)
     if NC == 1:
         gl.warp_specialize(
@@ -361,6 +300,17 @@ def grouped_gemm(
             ],
             [4, 1],
             [REGISTERS, 24],
+        )
+    elif NC == 3:
+        gl.warp_specialize(
+            [
+                (_consume, (0, stages, ready, empty, tiles, given, sizes, c)),
+                (_consume, (1, stages, ready, empty, tiles, given, sizes, c)),
+                (_consume, (2, stages, ready, empty, tiles, given, sizes, c)),
+                (_produce, produced),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
         )
     else:
         gl.warp_specialize(

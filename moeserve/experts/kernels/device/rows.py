@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""Kernels over rows of a batch: which tiles there are, the activation between the GEMMs, rounding to 1x128 groups.
+"""Kernels over rows of a batch: the work list, the activation between the GEMMs, rounding to 1x128 groups.
 
 `tiles [4 + 4 G]` int32 is the work list of a step, made on the device: the number of groups of rows, then at
-4 + 4 g of group g its slot, first row and number of rows (at most BM, all of one slot). These kernels also run
-under Triton's interpreter.
+4 + 4 g of group g its slot, first row and number of rows (at most BM, all of one slot). These kernels also
+run under Triton's interpreter.
 """
 
 import triton
@@ -84,7 +84,7 @@ def _act(
 
 @triton.jit
 def _store_rounded(y, out, scale, rows, columns, mask, width, stride, group, FP8: tl.constexpr):
-    """Stores `y [rows, 128]` as it is, or as E4M3 codes with the scale of its group at `scale[group, row]`."""
+    """Stores `y [rows, 128]` as it is, or as E4M3 codes and each row's scale at `scale[group, row]`."""
     at = out + rows[:, None].to(tl.int64) * width + columns[None, :]
     if FP8:
         amax = tl.max(tl.where(mask, tl.abs(y), 0.0), 1)
@@ -102,7 +102,7 @@ def activate(
     BM: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr,
     LIMITED: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """`between [R, 2 inner]` (`[R, inner]` without a gate) to `out [R, inner]`; grid (groups, inner / 128)."""
+    """`between [R, 2 inner]` (`[R, inner]` ungated) to `out [R, inner]`; grid (groups, inner / 128)."""
     g = tl.program_id(0)
     if g < tl.load(tiles):
         row0 = tl.load(tiles + 5 + 4 * g)
@@ -122,7 +122,7 @@ def activate(
 
 @triton.jit
 def round_rows(x, out, scale, tiles, width, stride, BM: tl.constexpr):
-    """`x [R, width]` to E4M3 codes `out` with scales `scale [width / 128, stride]`; grid (groups, width / 128)."""
+    """`x [R, width]` to E4M3 codes `out` and `scale [width / 128, stride]`; grid (groups, width / 128)."""
     g = tl.program_id(0)
     if g < tl.load(tiles):
         row0 = tl.load(tiles + 5 + 4 * g)
@@ -133,5 +133,5 @@ def round_rows(x, out, scale, tiles, width, stride, BM: tl.constexpr):
         rows = row0 + m
         y = tl.load(x + rows[:, None].to(tl.int64) * width + columns[None, :], mask=mask, other=0.0)
         _store_rounded(
-            y.to(tl.float32), out, scale, rows, columns, mask, width, stride, tl.program_id(1), True
+            y.to(tl.float32), out, scale, rows, columns, mask, width, stride, tl.program_id(1), FP8=True
         )

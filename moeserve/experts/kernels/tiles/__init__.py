@@ -26,7 +26,7 @@ class Tile:
 
 
 def tile_for(device: str, kind: str, rows_per_slot: float) -> Tile:
-    """The tile for weights of `kind` in steps of at most `rows_per_slot` rows a slot, on the device `device`."""
+    """The tile for weights of `kind` in steps of at most `rows_per_slot` rows a slot, on `device`."""
     tables = _tables()
     table = tables.get(device, tables[MEASURED])[kind]
     return next(tile for most, tile in table if rows_per_slot <= most)
