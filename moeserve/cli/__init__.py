@@ -12,6 +12,7 @@ from moeserve import __version__
 COMMANDS: dict[str, str] = {
     "serve": "serve a checkpoint's experts until told to stop",
     "plan": "show which kernel and carrier each layer gets, and why not the others",
+    "simulate": "plan placement from recorded loads: balance, moves, memory, time a step",
     "inspect": "show layers, experts, shapes, scheme, routing and bytes of a checkpoint",
     "status": "show how a running service is doing",
     "health": "ask a running service whether it serves; the exit code tells",

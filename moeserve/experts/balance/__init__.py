@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from moeserve.experts.balance.eplb import Eplb
@@ -17,8 +17,8 @@ from moeserve.experts.placement import Placement
 class Policy(Protocol):
     """A balancing policy, a frozen value.
 
-    Called, it keeps every expert, gives the same answer to the same question, leaves no layer worse by what it
-    balances, and changes at most `budget` slots.
+    Called, it keeps every expert, gives the same answer to the same question, leaves no layer worse by what
+    it balances, and changes at most `budget` slots.
     """
 
     def __call__(self, placement: Placement, load: Load, budget: int) -> Placement:
@@ -36,8 +36,8 @@ class Wish:
 
     nodes: int = 1
     groups: int = 1
-    worth: float = 0.012  # the least that pays one move: ranks x drop of largest over mean rank load
-    cost: ReplicaCost = Tokens()
+    worth: float = 0.014  # the least that pays one move: ranks x drop of largest over mean rank load
+    cost: ReplicaCost = field(default_factory=Tokens)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from moeserve.experts.placement import EMPTY
+
 Slots = NDArray[np.integer]
 Ints = NDArray[np.int64]
 
 
 def aligned(current: Slots, wanted: Slots, ranks: int, *, nodes: int = 1) -> NDArray[np.int32]:
-    """`wanted [L, S]` with nodes, the ranks of a node and the slots of a rank re-ordered towards `current [L, S]`.
+    """`wanted [L, S]` with nodes, the ranks of a node and the slots of a rank re-ordered towards `current [L,
+    S]`.
 
     What each rank holds together stays together, so balance is untouched; only the number of moves falls.
     """
@@ -36,7 +39,10 @@ def _matched(current: Ints, wanted: Ints, packs: int) -> Ints:
     while len(new):
         place = np.arange(len(new))
         first_new, first_old = np.empty(rows * packs, dtype=np.int64), np.empty(rows * packs, dtype=np.int64)
-        first_new[new[::-1]], first_old[old[::-1]] = place[::-1], place[::-1]  # the last write is the first place
+        first_new[new[::-1]], first_old[old[::-1]] = (
+            place[::-1],
+            place[::-1],
+        )  # the last write is the first place
         best = (first_new[new] == place) & (first_old[old] == place)
         order[old[best]], taken[new[best]] = new[best], True
         open_ = ~taken[new] & (order[old] < 0)
@@ -54,6 +60,7 @@ def _overlaps(current: Ints, wanted: Ints, packs: int) -> tuple[Ints, Ints]:
     by_expert = np.argsort(have, kind="stable")
     start = np.searchsorted(have[by_expert], want, side="left")
     count = np.searchsorted(have[by_expert], want, side="right") - start
+    count[wanted.ravel() == EMPTY] = 0  # empty slots have nothing to stay for
     slot = np.repeat(np.arange(want.size), count)
     nth = np.arange(len(slot)) - np.repeat(np.cumsum(count) - count, count)
     width = slots // packs
@@ -86,7 +93,7 @@ def _in_place(current: Ints, wanted: Ints) -> Ints:
 
 def _occurrences(values: Ints) -> Ints:
     """Each value of a row told apart from its equals in the row: value * width + how many came before."""
-    rows, width = values.shape
+    width = values.shape[1]
     order = np.argsort(values, axis=1, kind="stable")
     ordered = np.take_along_axis(values, order, axis=1)
     place = np.broadcast_to(np.arange(width), values.shape)

@@ -10,7 +10,9 @@ from moeserve.experts.placement import EMPTY, Placement
 
 
 def layers_within(budget: int, now: Placement, wanted: Placement, load: Load) -> Placement:
-    """`wanted` in the layers that get better by it, most gain a move first, within `budget` moves; else `now`."""
+    """`wanted` in the layers that get better by it, most gain a move first, within `budget` moves; else
+    `now`.
+    """
     gains = now.imbalance(load.tokens) - wanted.imbalance(load.tokens)
     steps = np.stack([np.zeros_like(gains), -gains])
     moves = np.stack([np.zeros(len(gains), dtype=np.int64), moves_a_layer(now.slots, wanted.slots)])
@@ -20,7 +22,7 @@ def layers_within(budget: int, now: Placement, wanted: Placement, load: Load) ->
 
 def moves_a_layer(now: NDArray[np.int32], then: NDArray[np.int32]) -> NDArray[np.int64]:
     """Experts copied in each layer, `[L]`: slots that get another one."""
-    return np.count_nonzero((now != then) & (then != EMPTY), axis=1)
+    return np.asarray(np.count_nonzero((now != then) & (then != EMPTY), axis=1))
 
 
 def best_steps(
@@ -28,9 +30,9 @@ def best_steps(
 ) -> NDArray[np.int64]:
     """How many steps of its own path each layer takes, `[L]`.
 
-    After k steps layer l has `imbalance[k, l]` and made `moves[k, l]` moves (`[steps + 1, L]` each). Each move must
-    lower imbalance by `worth`; where the budget does not do, the price of a move is raised until it does, and
-    what is left over goes to the best step that still fits.
+    After k steps layer l has `imbalance[k, l]` and made `moves[k, l]` moves (`[steps + 1, L]` each). Each
+    move must lower imbalance by `worth`; where the budget does not do, the price of a move is raised until it
+    does, and what is left over goes to the best step that still fits.
     """
 
     def at(price: float) -> NDArray[np.int64]:

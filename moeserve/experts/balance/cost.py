@@ -17,10 +17,12 @@ class CostModel:
     A layer's step is dispatch, experts, combine, one after the other, and as slow as its slowest rank:
 
     - experts: the longer of reading the weights of active experts and computing the rows. The rates are those
-      of DeepGEMM's two grouped GEMMs with 64 experts on one H200: 758 us at 16 rows an expert, 2584 us at 512.
+      of DeepGEMM's two grouped GEMMs with 64 experts on one H200: 758 us at 16 rows an expert, 2584 us at
+      512.
     - wire: a latency, and the bytes a rank sends and receives over one link, the larger of both. A token goes
-      once to each rank that holds a chosen expert, at `dispatch_bits` a value, and comes back in bf16. Latency and
-      rate are those of FlashInfer's one-sided all-to-all on 4 x H200: 19 us at 1 token, 848 us at 4096.
+      once to each rank that holds a chosen expert, at `dispatch_bits` a value, and comes back in bf16.
+      Latency and rate are those of FlashInfer's one-sided all-to-all on 4 x H200: 19 us at 1 token, 848 us at
+      4096.
 
     Left out: permuting, launching, shared experts, attention, links between hosts (give their rate as
     `link_bytes` instead), and that a step's tokens are not independent draws.

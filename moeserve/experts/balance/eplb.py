@@ -25,9 +25,10 @@ Floats = NDArray[np.float32]
 class Eplb:
     """A placement from scratch for each layer, taken where it is better and the budget allows.
 
-    `nodes` hosts share the ranks evenly; the experts come in `groups` of equal size (a router that limits a token
-    to a few groups). When nodes divide groups the policy is hierarchical: whole groups go to nodes. Ranks and
-    slots are then named such that as many experts as possible stay where they are. Every slot is filled.
+    `nodes` hosts share the ranks evenly; the experts come in `groups` of equal size (a router that limits a
+    token to a few groups). When nodes divide groups the policy is hierarchical: whole groups go to nodes.
+    Ranks and slots are then named such that as many experts as possible stay where they are. Every slot is
+    filled.
     """
 
     nodes: int = 1
@@ -35,11 +36,13 @@ class Eplb:
 
     def __call__(self, placement: Placement, load: Load, budget: int) -> Placement:
         """The placement after at most `budget` moves; spends them on the layers that gain most a move."""
-        fresh = self.first(placement, load)
+        kept = self.aligned(placement, self.first(placement, load))
+        return layers_within(budget, placement, Placement(kept, placement.ranks, placement.experts), load)
+
+    def aligned(self, placement: Placement, fresh: Placement) -> NDArray[np.int32]:
+        """The slots of `fresh` with ranks and slots renamed towards `placement`."""
         nodes = self.nodes if self.groups % self.nodes == 0 else 1
-        kept = aligned(placement.slots, fresh.slots, placement.ranks, nodes=nodes)
-        wanted = Placement(kept, placement.ranks, placement.experts)
-        return layers_within(budget, placement, wanted, load)
+        return aligned(placement.slots, fresh.slots, placement.ranks, nodes=nodes)
 
     def first(self, placement: Placement, load: Load) -> Placement:
         """The placement to load when nothing is loaded yet, of the size of `placement`."""
@@ -47,9 +50,7 @@ class Eplb:
         return Placement(slots.astype(np.int32), placement.ranks, placement.experts)
 
 
-def eplb_slots(
-    tokens: NDArray[np.floating], slots: int, ranks: int, nodes: int = 1, groups: int = 1
-) -> Ints:
+def eplb_slots(tokens: NDArray[np.floating], slots: int, ranks: int, nodes: int = 1, groups: int = 1) -> Ints:
     """The logical expert of each slot, `[L, slots]`, for loads `tokens [L, E]`.
 
     Hierarchical when `nodes` divides `groups`, global otherwise. ValueError: sizes that do not divide.
@@ -82,8 +83,8 @@ def replicated(weight: Floats, slots: int) -> tuple[Ints, Floats]:
     """Expert of each of `slots` replicas, `[X, slots]`, and the weight one replica bears.
 
     One extra replica at a time goes to the expert whose replicas bear most, the lower id first. That greedy
-    choice is the `slots - E` largest quotients weight / count, so it is made by one sort: the i-th heaviest expert
-    can have a c-th quotient among them only if i * c <= slots - E.
+    choice is the `slots - E` largest quotients weight / count, so it is made by one sort: the i-th heaviest
+    expert can have a c-th quotient among them only if i * c <= slots - E.
     """
     rows, experts = weight.shape
     first = np.broadcast_to(np.arange(experts), weight.shape)
@@ -98,7 +99,8 @@ def replicated(weight: Floats, slots: int) -> tuple[Ints, Floats]:
     copies = np.ones(weight.shape, dtype=np.int64)
     np.add.at(copies, (np.arange(rows)[:, None], best), 1)
     replicas = np.concatenate([first, best], axis=1)
-    return replicas, np.take_along_axis(weight / copies.astype(np.float32), replicas, axis=1)
+    each: Floats = np.divide(weight, copies, dtype=np.float32)
+    return replicas, np.take_along_axis(each, replicas, axis=1)
 
 
 def packed(weight: Floats, packs: int) -> tuple[Ints, Ints]:
@@ -145,7 +147,7 @@ def _descending(weight: Floats, ids: Ints) -> Ints:
 
 @lru_cache(maxsize=64)
 def _quotients(extra: int, experts: int) -> tuple[Ints, Floats]:
-    """Places (from 0) in falling order and counts (from 1) whose quotients can be among the `extra` largest."""
+    """Places (from 0) and counts (from 1) whose quotients can be among the `extra` largest."""
     pairs = [(i, c) for i in range(min(extra, experts)) for c in range(1, extra // (i + 1) + 1)]
     places, counts = np.array(pairs).T
     return places, counts.astype(np.float32)

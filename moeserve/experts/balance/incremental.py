@@ -1,4 +1,4 @@
-"""`Incremental`: from the placement as it is, the swaps and replicas that gain most for each expert copied."""
+"""`Incremental`: from the placement as it is, the swaps and replicas that gain most for each move."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from moeserve.experts.balance.budget import best_steps
+from moeserve.experts.balance.budget import best_steps, moves_a_layer
 from moeserve.experts.balance.eplb import Eplb
 from moeserve.experts.balance.objective import ReplicaCost, Tokens
 from moeserve.experts.balance.search import Search
@@ -20,23 +20,27 @@ UNLIMITED = 1 << 60
 
 @dataclass(frozen=True)
 class Incremental:
-    """Swaps and replicas, one after the other, from each layer's hottest rank; slots that need not change do not.
+    """Swaps and replicas, one after the other, from each layer's hottest rank; slots that need not change do
+    not.
 
     Each layer walks a path of steps (`Search`). It then goes as far along it as pays: all ranks wait for the
-    hottest, so a move has to take `worth` off largest over mean rank load times ranks, that is off the mean loads
-    the ranks together could have computed meanwhile. All layers compete for the budget, and a layer never ends
-    worse than it was. With `nodes` > 1 experts stay inside their node while that node has a rank below the mean.
-    `cost` says what load is: tokens, active experts, or time.
+    hottest, so a move has to take `worth` off largest over mean rank load times ranks, that is off the mean
+    loads the ranks together could have computed meanwhile. All layers compete for the budget, and a layer
+    never ends worse than it was. With `nodes` > 1 experts stay inside their node while that node has a rank
+    below the mean. Where that path ends far from even, DeepSeek's packing is one more place to go to, at the
+    price of its moves. `cost` says what load is: tokens, active experts, or time.
     """
 
-    worth: float = 0.012
+    worth: float = 0.014
     nodes: int = 1
     groups: int = 1
     cost: ReplicaCost = field(default_factory=Tokens)
 
     def __post_init__(self) -> None:
         if not self.worth > 0:
-            raise ValueError(f"worth={self.worth} must be more than 0: a move that gains nothing costs its bytes")
+            raise ValueError(
+                f"worth={self.worth} must be more than 0: a move that gains nothing costs its bytes"
+            )
 
     def __call__(self, placement: Placement, load: Load, budget: int) -> Placement:
         """The placement after at most `budget` moves."""
@@ -45,20 +49,28 @@ class Incremental:
     def first(self, placement: Placement, load: Load) -> Placement:
         """The placement to load when nothing is loaded yet, of the size of `placement`: moves cost nothing.
 
-        For tokens it starts from DeepSeek's packing; another cost may want spare slots left empty, so there it
-        starts from `placement`.
+        For tokens it starts from DeepSeek's packing; another cost may want spare slots left empty, so there
+        it starts from `placement`.
         """
         if isinstance(self.cost, Tokens):
             placement = Eplb(self.nodes, self.groups).first(placement, load)
         return self._improved(placement, load, UNLIMITED, worth=1e-5)
 
     def _improved(self, placement: Placement, load: Load, budget: int, worth: float) -> Placement:
-        search = Search(placement, load, self.cost, self.nodes)
-        paths = search.walk(worth)
-        taken = best_steps(paths.imbalance, paths.moves, budget, worth=worth)
-        return Placement(paths.after(taken), placement.ranks, placement.experts)
+        paths = Search(placement, load, self.cost, self.nodes).walk(worth)
+        imbalance, moves = paths.imbalance, paths.moves
+        afresh = placement.slots
+        if self._stuck(placement, imbalance + worth * moves, worth):
+            policy = Eplb(self.nodes, self.groups)
+            packed = policy.first(placement, load)
+            afresh = policy.aligned(placement, packed)
+            imbalance = np.vstack([imbalance, packed.imbalance(load.tokens)])
+            moves = np.vstack([moves, moves_a_layer(placement.slots, afresh)])
+        taken = best_steps(imbalance, moves, budget, worth=worth)
+        slots = np.where((taken == len(paths.imbalance))[:, None], afresh, paths.after(taken))
+        return Placement(slots, placement.ranks, placement.experts)
 
-
-def imbalance_under(cost: ReplicaCost, placement: Placement, load: Load) -> NDArray[np.float64]:
-    """Largest over mean rank load of each layer when load is measured in `cost`: `[L]`, 1 = even."""
-    return Search(placement, load, cost).imbalance()
+    def _stuck(self, placement: Placement, price: NDArray[np.float64], worth: float) -> bool:
+        """Whether a layer ended so far from even that packing it afresh, most of its slots, might pay."""
+        dear = worth * placement.slots.shape[1] / 4
+        return isinstance(self.cost, Tokens) and bool((price.min(axis=0) - 1 > dear).any())

@@ -1,7 +1,7 @@
 """What a rank's work is measured in: the cost of holding one replica of an expert, by phase.
 
-Prefill is bound by arithmetic, so work is tokens. A small decode batch is bound by reading weights, so work is
-the experts that are active at all; between them a replica costs the longer of both.
+Prefill is bound by arithmetic, so work is tokens. A small decode batch is bound by reading weights, so work
+is the experts that are active at all; between them a replica costs the longer of both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class ActiveExperts:
-    """Decode: the chance that a replica gets any of a step's `step_tokens` tokens (of all lanes), top `top_k`.
+    """Decode: the chance that a replica gets any of a step's `step_tokens` tokens (of all lanes), top
+    `top_k`.
 
     Tokens are taken as independent draws; then one expert's chance is 1 - (1 - f / copies)^T, with f the
     share of tokens that choose it.
@@ -45,7 +46,7 @@ class ActiveExperts:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Either phase: seconds of a replica in a step, the longer of reading its weights and computing its rows."""
+    """Either phase: seconds of a replica in a step, the longer of reading it and computing its rows."""
 
     model: CostModel
     step_tokens: int
@@ -57,6 +58,8 @@ class StepTime:
 
 
 def chosen_share(tokens: Floats, top_k: int) -> Floats:
-    """The share of tokens that choose each expert, `[L, E]`, from loads `[L, E]`; zero in a layer without load."""
+    """The share of tokens that choose each expert, `[L, E]`, from loads `[L, E]`; zero in a layer without
+    load.
+    """
     total = tokens.sum(axis=-1, keepdims=True)
     return np.minimum(tokens * top_k / np.where(total > 0, total, 1.0), 1.0)

@@ -10,16 +10,18 @@ from moeserve.experts.placement import EMPTY, Placement
 def slots_a_rank(experts: int, ranks: int, redundant: int) -> int:
     """Slots of each rank for `redundant` replicas over all ranks beside the `experts`.
 
-    Without redundant ones, experts need not divide by ranks. Else either the redundant slots or all slots must:
-    ValueError names the nearest numbers that do.
+    Without redundant ones, experts need not divide by ranks. Else either the redundant slots or all slots
+    must: ValueError names the nearest numbers that do.
     """
     if experts < 1 or ranks < 1 or redundant < 0:
-        raise ValueError(f"experts={experts} and ranks={ranks} must be 1 or more, redundant={redundant} 0 or more")
+        raise ValueError(
+            f"experts={experts} and ranks={ranks} must be 1 or more, redundant={redundant} 0 or more"
+        )
     if (experts + redundant) % ranks and redundant % ranks:
         low = redundant // ranks * ranks
         raise ValueError(
-            f"{redundant} redundant experts do not divide over {ranks} ranks, nor do {experts + redundant} in all; "
-            f"take {low} or {low + ranks}"
+            f"{redundant} redundant experts do not divide over {ranks} ranks, "
+            f"nor do {experts + redundant} slots in all; take {low} or {low + ranks}"
         )
     if (experts + redundant) % ranks == 0:
         return (experts + redundant) // ranks

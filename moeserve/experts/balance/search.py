@@ -1,15 +1,14 @@
-"""`Search`, the walk downhill that all layers take at once: each step a swap or a replica, best gain a move."""
+"""`Search`, the walk downhill that all layers take at once: each step a swap or a replica."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.experts.balance.budget import moves_a_layer
 from moeserve.experts.balance.objective import ReplicaCost
+from moeserve.experts.balance.pairs import nearest_pair, steepest_pair
+from moeserve.experts.balance.path import Paths, Steps
 from moeserve.experts.load import Load
 from moeserve.experts.placement import EMPTY, Placement
 
@@ -19,37 +18,9 @@ Ints = NDArray[np.int64]
 CANDIDATES = 2048  # expert pairs looked at for one swap
 CROWDED = 24  # slots a rank from which one swap can bring a rank to the mean
 PARTNERS = 12  # most ranks looked at for one swap
+MOST_WORK = 12_000_000  # slots looked at, over all layers and steps; binds above some hundred ranks
+LIGHTER = 0.9  # how much lighter, against going round in circles
 REPLICATED, SPARES = 2, 4  # hottest experts and lightest spare slots tried for a replica
-
-
-class Steps(NamedTuple):
-    """One step of some layers: `rows [n]`, what two slots of each get; a replica fills the first alone."""
-
-    rows: Ints  # [n] layers
-    slots: Ints  # [n, 2]
-    experts: Ints  # [n, 2]
-
-    def of(self, which: NDArray[np.bool_]) -> Steps:
-        """The steps chosen by a mask `[n]`."""
-        return Steps(*(part[which] for part in self))
-
-
-@dataclass(frozen=True, eq=False)
-class Paths:
-    """How far each layer came: after k steps `imbalance[k]` and `moves[k]`, both `[steps + 1, L]`."""
-
-    start: NDArray[np.int32]  # [L, S]
-    steps: tuple[Steps, ...]
-    imbalance: Floats
-    moves: Ints
-
-    def after(self, taken: Ints) -> NDArray[np.int32]:
-        """Slots when layer l took the first `taken[l]` steps: `[L, S]`."""
-        slots = self.start.copy()
-        for number, steps in enumerate(self.steps):
-            kept = steps.of(taken[steps.rows] > number)
-            slots[kept.rows[:, None], kept.slots] = kept.experts
-        return slots
 
 
 class Search:
@@ -74,18 +45,22 @@ class Search:
         self._copies = np.stack([np.bincount(row, minlength=placement.experts + 1) for row in held])
         self._copies = self._copies[:, :-1]
         self._spread()
+        self._even = self._loads.mean(axis=1)
 
     def imbalance(self) -> Floats:
-        """Largest over mean rank load of the layers that still walk; 1 where there is no load."""
-        mean = self._loads.mean(axis=1)
-        return np.where(mean > 0, self._loads.max(axis=1) / np.where(mean > 0, mean, 1.0), 1.0)
+        """Largest rank load over the mean at the start, of the layers that still walk; 1 without load.
+
+        At the start, because a replica may add to the work of all, as of experts active in a small batch.
+        """
+        even = np.where(self._even > 0, self._even, 1.0)
+        return np.where(self._even > 0, self._loads.max(axis=1) / even, 1.0)
 
     def walk(self, worth: float) -> Paths:
         """Steps until no layer finds one, or none could still gain `worth`."""
         slots = self._start.copy()
         steps: list[Steps] = []
         imbalance, moves = [self.imbalance()], [np.zeros(len(slots), dtype=np.int64)]
-        for _ in range(8 * self._ranks + 16):
+        for _ in range(min(8 * self._ranks + 16, max(MOST_WORK // slots.size, 32))):
             self._keep(self.imbalance() - 1 > worth)
             if not len(self._layers):
                 break
@@ -108,9 +83,12 @@ class Search:
         if not self._spare().any():
             return self._take(swap, gain > 0)
         replica, other = self._replica()
-        better = other > gain / 2  # a swap copies two experts
+        uphill, open_ = self._uphill()
+        stuck = np.maximum(gain, other) <= 0
+        replica.slots[stuck], replica.experts[stuck] = uphill.slots[stuck], uphill.experts[stuck]
+        better = stuck | (other > gain / 2)  # a swap copies two experts
         chosen = [np.where(better[:, None], b, a) for a, b in zip(swap[1:], replica[1:], strict=True)]
-        return self._take(Steps(swap.rows, *chosen), np.maximum(gain, other) > 0)
+        return self._take(Steps(swap.rows, *chosen), ~stuck | open_)
 
     def _take(self, steps: Steps, found: NDArray[np.bool_]) -> tuple[Steps, NDArray[np.bool_]]:
         """Applies the steps of the layers that found one."""
@@ -133,24 +111,22 @@ class Search:
         over = self._loads[rows, self._hot] - self._mean
         under = self._mean[:, None] - self._loads[rows[:, None], light]
         hot, cool = share[rows, self._hot], share[rows[:, None], light]
-        shift = hot[:, None, :, None] - cool[:, :, None, :]  # [n, light ranks, e, e]
+        stay = self._doubled(rows, light)
         if self._width >= CROWDED:  # the best one swap can do is to bring one of both to the mean
-            goal = np.minimum(over[:, None], under)[:, :, None, None]
-            score = -np.abs(shift - goal)
+            goal = np.minimum(over, under[:, 0])
+            pair = nearest_pair(hot, cool[:, 0], goal, (stay[0][:, 0], stay[1][:, 0]))
         else:
-            score = shift * ((over[:, None] + under)[:, :, None, None] - shift)
-        score[self._doubled(rows, light)] = -np.inf
-        flat = score.reshape(len(rows), -1)
-        best = flat.argmax(axis=1)
-        which, mine, theirs = np.unravel_index(best, score.shape[1:])
-        moved, to = shift[rows, which, mine, theirs], light[rows, which]
-        gain = 2 * moved * (over + under[rows, which] - moved)
-        gain[~np.isfinite(flat[rows, best])] = 0.0
-        slots = np.stack([self._hot * self._width + mine, to * self._width + theirs], axis=1)
+            banned = stay[0][:, :, :, None] | stay[1][:, :, None, :]
+            pair = steepest_pair(hot, cool, over[:, None] + under, banned)
+        moved = hot[rows, pair.mine] - cool[rows, pair.rank, pair.theirs]
+        gain = np.where(pair.allowed, 2 * moved * (over + under[rows, pair.rank] - moved), 0.0)
+        to = light[rows, pair.rank]
+        slots = np.stack([self._hot * self._width + pair.mine, to * self._width + pair.theirs], axis=1)
         return Steps(rows, slots, self._ids[rows[:, None], slots][:, ::-1]), gain
 
     def _light(self) -> Ints:
-        """Ranks to swap with, `[n, q]`: the lightest, and where there is room those that hold the lightest expert.
+        """Ranks to swap with, `[n, q]`: the lightest, and where there is room those that hold the lightest
+        expert.
 
         Inside the hottest rank's node while that has a rank below the mean.
         """
@@ -162,34 +138,37 @@ class Search:
             inside = ~far & (self._loads < self._mean[:, None])
             away[far & inside.any(axis=1)[:, None]] = np.inf
         if count == 1:
-            return (self._loads + away).argmin(axis=1)[:, None]
+            return np.asarray((self._loads + away).argmin(axis=1)[:, None])
         lightest = self._share.reshape(len(away), self._ranks, self._width).min(axis=2)
         half = (count + 1) // 2
         by_load, by_expert = (
             np.argpartition(key + away, many - 1, axis=1)[:, :many]
             for key, many in ((self._loads, half), (lightest, count - half))
         )
-        return np.concatenate([by_load, by_expert], axis=1)
+        return np.asarray(np.concatenate([by_load, by_expert], axis=1))
 
-    def _doubled(self, rows: Ints, light: Ints) -> NDArray[np.bool_]:
-        """Swaps that put two replicas of an expert on one rank, or do nothing: `[n, light ranks, e, e]`."""
+    def _doubled(self, rows: Ints, light: Ints) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Experts that may not be swapped as both ranks hold them: the hot one's and the light one's.
+
+        Each `[n, light ranks, e]`.
+        """
         ids = self._ids.reshape(len(rows), self._ranks, self._width)
-        hot, cool = ids[rows, self._hot][:, None, :, None], ids[rows[:, None], light][:, :, None, :]
-        shape = np.broadcast_shapes(hot.shape, cool.shape)
+        cool = ids[rows[:, None], light]
         if self._copies.max(initial=1) == 1:
-            return np.zeros(shape, dtype=bool)
-        same = (hot == cool) & (hot != EMPTY)
-        return same.any(axis=3, keepdims=True) | same.any(axis=2, keepdims=True)
+            return np.zeros(cool.shape, dtype=bool), np.zeros(cool.shape, dtype=bool)
+        hot = ids[rows, self._hot][:, None, :, None]
+        same = (hot == cool[:, :, None, :]) & (hot != EMPTY)
+        return same.any(axis=3), same.any(axis=2)
 
     def _spare(self) -> NDArray[np.bool_]:
         """Slots that may be overwritten, `[n, S]`: empty, or with another replica elsewhere."""
         copies = np.take_along_axis(self._copies, np.maximum(self._ids, 0), axis=1)
-        return (self._ids == EMPTY) | (copies > 1)
+        return np.asarray((self._ids == EMPTY) | (copies > 1))
 
     def _replica(self) -> tuple[Steps, Floats]:
-        """A replica of one of the hottest rank's experts over a spare slot, and what it gains, as in `_swap`."""
+        """A replica of one of the hottest rank's experts over a spare slot, and its gain, as a swap's."""
         rows, slots = np.arange(len(self._layers)), self._ids.shape[1]
-        more, fewer = self._changed(1), self._changed(-1)  # [n, E] cost of one replica, one more and one fewer
+        more, fewer = (self._changed(by) for by in (1, -1))  # [n, E] cost of one replica
         width, hottest = self._width, min(REPLICATED, self._width)
         mine = self._share.reshape(len(rows), self._ranks, width)[rows, self._hot]
         top = np.argsort(-mine, axis=1)[:, :hottest] + (self._hot * width)[:, None]
@@ -207,11 +186,11 @@ class Search:
         spare = np.argpartition(weight, count - 1, axis=1)[:, :count]
         best = Steps(rows, np.stack([spare[:, 0]] * 2, axis=1), np.stack([expert[:, 0]] * 2, axis=1))
         gain = np.zeros(len(rows))
-        before = np.square(self._loads - self._mean[:, None]).sum(axis=1)
+        before = np.square(self._loads).sum(axis=1)  # not about the mean: more work in all is no gain
         for one in expert.T:
             for slot in spare.T:
                 loads = self._loads_with(one, slot, more, fewer)
-                after = np.square(loads - loads.mean(axis=1)[:, None]).sum(axis=1)
+                after = np.square(loads).sum(axis=1)
                 allowed = np.isfinite(weight[rows, slot]) & (one != EMPTY) & (self._ids[rows, slot] != one)
                 allowed &= loads.max(axis=1) <= self._loads[rows, self._hot]
                 allowed &= ~self._held_by(one, slot // width)
@@ -219,6 +198,28 @@ class Search:
                 gain[better] = (before - after)[better]
                 best.slots[better], best.experts[better] = slot[better, None], one[better, None]
         return best, gain
+
+    def _uphill(self) -> tuple[Steps, NDArray[np.bool_]]:
+        """The way on from where nothing gains: a replica of the hottest rank's top expert, and where there is
+        one.
+
+        It may make another rank the hottest until swaps have followed; a path ends where it pays to end. What
+        it overwrites must leave its expert's replicas lighter than the top expert's are now, so paths end.
+        """
+        rows, width = np.arange(len(self._layers)), self._width
+        mine = self._share.reshape(len(rows), self._ranks, width)[rows, self._hot]
+        top = mine.argmax(axis=1)
+        expert = self._ids[rows, self._hot * width + top]
+        left = np.where(
+            self._ids == EMPTY, 0.0, np.take_along_axis(self._changed(-1), np.maximum(self._ids, 0), axis=1)
+        )
+        holds = (self._ids == expert[:, None]).reshape(len(rows), self._ranks, width).any(axis=2)
+        open_ = self._spare() & (left < LIGHTER * mine[rows, top][:, None])
+        open_ &= ~np.repeat(holds, width, axis=1) & (expert != EMPTY)[:, None]
+        weight = np.where(open_, np.repeat(self._loads, width, axis=1) - self._share + left, np.inf)
+        slot = weight.argmin(axis=1)
+        pairs = (np.stack([one, one], axis=1) for one in (slot, expert))
+        return Steps(rows, *pairs), np.isfinite(weight[rows, slot])
 
     def _loads_with(self, expert: Ints, slot: Ints, more: Floats, fewer: Floats) -> Floats:
         """Rank loads once `slot` holds `expert`: `[n, ranks]`."""
@@ -249,6 +250,9 @@ class Search:
 
     def _keep(self, layers: NDArray[np.bool_]) -> None:
         """Lets go of the other layers."""
-        if not layers.all():
-            for name in ("_layers", "_ids", "_tokens", "_copies", "_share", "_loads"):
-                setattr(self, name, getattr(self, name)[layers])
+        if layers.all():
+            return
+        self._layers, self._tokens = self._layers[layers], self._tokens[layers]
+        self._ids, self._copies = self._ids[layers], self._copies[layers]
+        self._share, self._loads = self._share[layers], self._loads[layers]
+        self._even = self._even[layers]

@@ -1,0 +1,188 @@
+"""`moeserve simulate`: rows a script can read, a table a person can, workloads in order, refusals."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from moeserve.cli import main
+from moeserve.experts.balance.eplb import eplb_slots
+from moeserve.experts.load import Load, LoadTrace, LoadWindow, write_trace
+from moeserve.experts.placement import Placement
+
+FIELDS = {
+    "policy",
+    "ranks",
+    "redundant",
+    "mean_balancedness",
+    "worst_layer_balancedness",
+    "moves_per_layer",
+    "moved_bytes",
+    "plan_seconds",
+}
+EXPERTS, LAYERS = 32, 4
+
+
+def counts(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).lognormal(5, 1, (LAYERS, EXPERTS)).round()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    """Two workloads as published count files, with a dense first layer."""
+    paths = []
+    for seed in (0, 1):
+        found = np.vstack([np.zeros(EXPERTS), counts(seed)])
+        paths.append(tmp_path / f"load{seed}.json")
+        paths[-1].write_text(json.dumps({"logical_count": found.tolist()}))
+    return str(paths[0]), str(paths[1])
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    """What `--json` prints."""
+    assert main(["simulate", *words, "--json"]) == 0
+    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return rows
+
+
+def balanced(slots: np.ndarray, ranks: int, seed: int) -> np.ndarray:
+    return 1 / Placement(slots, ranks, EXPERTS).imbalance(counts(seed))
+
+
+def test_a_row_a_policy_with_the_figures_of_its_plan(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = simulated(capsys, "--load", files[0], "--ranks", "4", "8", "--redundant", "0", "8")
+    assert [(row["ranks"], row["redundant"], row["policy"]) for row in rows] == [
+        (ranks, redundant, name)
+        for ranks in (4, 8)
+        for redundant in (0, 8)
+        for name in ("even", "eplb", "incremental")
+    ]
+    for row in rows:
+        assert row.keys() >= FIELDS
+        slots = eplb_slots(counts(0), EXPERTS + row["redundant"], row["ranks"])
+        theirs = balanced(slots, row["ranks"], 0)
+        if row["policy"] == "eplb":
+            assert row["mean_balancedness"] == pytest.approx(theirs.mean())
+            assert row["worst_layer_balancedness"] == pytest.approx(theirs.min())
+            assert row["moved_bytes"] == row["moves_per_layer"] * LAYERS * 3 * 7168 * 2048
+        elif row["policy"] == "incremental":
+            assert row["mean_balancedness"] >= theirs.mean() - 1e-9
+            assert row["worst_layer_balancedness"] >= theirs.min() - 1e-9
+        else:
+            assert (row["moves_per_layer"], row["moved_bytes"]) == (0, 0)
+        assert row["rank_bytes"] == LAYERS * (EXPERTS + row["redundant"]) // row["ranks"] * 3 * 7168 * 2048
+        assert 0 < row["step_balancedness"] < row["mean_balancedness"] + 0.005
+        assert row["plan_seconds"] > 0
+        assert row["step_seconds"] > 0
+
+
+def test_serve_judges_the_plan_as_it_is_and_says_what_a_rebalance_does(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--load", files[0], "--serve", files[1], "--ranks", "4", "--policy", "eplb", "incremental")
+    eplb, incremental = simulated(capsys, *words)
+    assert eplb["mean_balancedness"] == pytest.approx(
+        balanced(eplb_slots(counts(0), EXPERTS, 4), 4, 1).mean()
+    )
+    fresh = balanced(eplb_slots(counts(1), EXPERTS, 4), 4, 1)
+    assert eplb["shift_mean_balancedness"] == pytest.approx(fresh.mean())
+    assert incremental["mean_balancedness"] < incremental["shift_mean_balancedness"]
+    assert incremental["shift_moves_per_layer"] < eplb["shift_moves_per_layer"]
+
+
+def test_several_loads_follow_each_other(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    (last,) = simulated(capsys, "--load", *files, "--ranks", "4", "--policy", "incremental")
+    (shift,) = simulated(
+        capsys, "--load", files[0], "--serve", files[1], "--ranks", "4", "--policy", "incremental"
+    )
+    for name in ("mean_balancedness", "worst_layer_balancedness", "moves_per_layer", "moved_bytes"):
+        assert last[name] == shift[f"shift_{name}"]
+    assert len(last["balancedness_over_time"]) == 2
+
+
+def test_windows_of_a_trace_are_workloads(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    layers = tuple(range(1, LAYERS + 1))
+    write_trace(LoadTrace(layers, tuple(LoadWindow(Load(counts(seed))) for seed in (0, 1))), path)
+    words = ("--ranks", "4", "--policy", "eplb")
+    (one,), (other,) = (simulated(capsys, "--load", *load, *words) for load in ([str(path)], files))
+    assert one["balancedness_over_time"] == other["balancedness_over_time"]
+
+
+def test_a_budget_binds(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    rows = simulated(capsys, "--load", *files, "--ranks", "4", "--budget", "6")
+    assert all(row["moves_per_layer"] * LAYERS <= 6 for row in rows)
+
+
+@pytest.mark.parametrize("objective", ["tokens", "active", "time"])
+def test_objectives_and_nodes_are_taken(
+    files: tuple[str, str], objective: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--ranks", "8", "--redundant", "8", "--nodes", "2", "--groups", "4", "--objective", objective)
+    rows = simulated(capsys, "--load", *files, *words, "--tokens", "2")
+    assert len(rows) == 3
+    slots = eplb_slots(counts(1), EXPERTS + 8, 8, nodes=2, groups=4)
+    assert rows[1]["mean_balancedness"] == pytest.approx(balanced(slots, 8, 1).mean())
+
+
+def test_csv_and_table(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "--load", files[0], "--ranks", "4", "--policy", "even"]
+    assert main([*words, "--csv"]) == 0
+    (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert row.keys() >= FIELDS
+    assert (row["policy"], row["ranks"]) == ("even", "4")
+    assert main(words) == 0
+    head, line = capsys.readouterr().out.splitlines()
+    assert head.split()[:5] == ["policy", "ranks", "redundant", "balance", "worst"]
+    assert line.split()[3] == f"{float(row['mean_balancedness']):.4f}"
+
+
+def test_pictures_are_drawn(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "plots"
+    (row,) = simulated(
+        capsys, "--load", *files, "--ranks", "4", "--policy", "incremental", "--plot", str(folder)
+    )
+    assert sorted(Path(path).name for path in row["plots"]) == [
+        "incremental_4_0_balance.svg",
+        "incremental_4_0_placement.svg",
+    ]
+    placed = ElementTree.parse(folder / "incremental_4_0_placement.svg").getroot()
+    bars = [each for each in placed if each.tag.endswith("rect")]
+    assert len(bars) == 1 + 2 * (EXPERTS + 4)  # the ground; twice: experts and rank loads
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "4", "--redundant", "3"], "3 redundant experts do not divide over 4 ranks"),
+        (["--ranks", "0"], "ranks=0 must be 1 or more"),
+        (["--ranks", "4", "--policy", "greedy"], "unknown balancing policy 'greedy'; known: even, eplb"),
+        (["--ranks", "4", "--rate", "speed=1"], "unknown 'speed'; known: hidden, inner"),
+        (["--ranks", "4", "--rate", "hidden=big"], "'big' is not a number"),
+        (["--ranks", "4", "--rate", "hidden=0"], "hidden=0 must be more than 0"),
+        (["--ranks", "4", "--json", "--csv"], "--json and --csv exclude each other"),
+        (["--ranks", "4", "--serve", "OTHER"], "counts 1 layers (0 to 0) of 2 experts, and"),
+        (["--ranks", "4", "--nodes", "3", "--policy", "eplb", "--groups", "3"], "4 over 3: ranks must be"),
+    ],
+)
+def test_what_it_refuses(
+    words: list[str], message: str, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.json"
+    other.write_text('{"logical_count": [[1, 2]]}')
+    words = [str(other) if word == "OTHER" else word for word in words]
+    assert main(["simulate", "--load", files[0], *words]) == 2
+    assert message in capsys.readouterr().err
