@@ -195,9 +195,10 @@ def alternate(runs: dict[str, Callable[[], object]], seconds: float, patience: f
     begun, spent, rounds = time.perf_counter(), 0.0, 0
     while spent < seconds or rounds < 5:
         if time.perf_counter() - begun > patience:
-            raise RuntimeError(
-                f"other processes kept the machine busy: {rounds} of 5 rounds in {patience:.0f} s"
-            )
+            if rounds >= 5:
+                break
+            found = f"{rounds} quiet rounds of 5 in {patience:.0f} s"
+            raise RuntimeError(f"other processes keep the machine busy: {found}; give more --patience")
         if not idle():
             continue
         taken = {name: timed(run) for name, run in runs.items()}

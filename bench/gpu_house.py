@@ -1,6 +1,6 @@
 """The whole house on GPUs: ranks over NCCL, answers against float32 on one GPU, call times, a killed rank.
 
-    python bench/gpu_house.py [--launcher local|ray] [--ranks 4]
+    python bench/gpu_house.py [--launcher local|ray] [--weights bf16|fp8] [--ranks 4]
 
 Makes a Qwen3-MoE-shaped checkpoint of two layers with random weights. Writes bench/results/gpu_house.jsonl.
 """
@@ -23,14 +23,16 @@ from safetensors.torch import save_file
 
 from moeserve.experts.checkpoint import Checkpoint
 from moeserve.proto.client import MoeClient
+from moeserve.quant.formats import FP8_BLOCK
 from moeserve.runtime.config import Config
 
 HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 2048, 768, 64, 8, 2
-ERROR_BOUND = 1e-2  # relative, bf16 compute from the same weights
+ERROR_BOUNDS = {"bf16": 1e-2, "fp8": 5e-2}  # relative to float32 from the same weights, activations unrounded
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
-def make_checkpoint(folder: Path) -> None:
-    """Writes config and weights as transformers does."""
+def make_checkpoint(folder: Path, weights: str) -> None:
+    """Writes config and weights as transformers does, and FP8 blocks as DeepSeek does."""
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -45,7 +47,8 @@ def make_checkpoint(folder: Path) -> None:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
-    (folder / "config.json").write_text(json.dumps(config))
+    quantization = {"quantization_config": BLOCKS} if weights == "fp8" else {}
+    (folder / "config.json").write_text(json.dumps(config | quantization))
     torch.manual_seed(0)
     tensors = {}
     for layer in range(LAYERS):
@@ -53,7 +56,11 @@ def make_checkpoint(folder: Path) -> None:
             shapes = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
             for name, shape in shapes.items():
                 values = torch.randn(shape) / shape[1] ** 0.5
-                tensors[f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"] = values.bfloat16()
+                key = f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"
+                if weights == "fp8":
+                    tensors[key], tensors[f"{key}_scale_inv"] = FP8_BLOCK.quantize(values).parts
+                else:
+                    tensors[key] = values.bfloat16()
     save_file(tensors, folder / "model.safetensors")
 
 
@@ -83,18 +90,18 @@ def error_of(answer: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((answer.float() - wanted).norm() / wanted.norm())
 
 
-def check(client: MoeClient, path: Path) -> None:
+def check(client: MoeClient, path: Path, bound: float) -> None:
     """Answers against float32, several sizes, both layers."""
     for rows in (1, 16, 128, 2048):
         for layer in range(LAYERS):
             batch = make_batch(rows, rows + layer)
             error = error_of(client.forward(layer, *batch), reference(path, layer, batch))
             print(f"layer {layer}, {rows} rows: relative error {error:.2e}", flush=True)
-            if not error < ERROR_BOUND:
-                raise SystemExit(f"relative error {error} is over {ERROR_BOUND}")
+            if not error < bound:
+                raise SystemExit(f"relative error {error} is over {bound}")
 
 
-def time_calls(client: MoeClient, launcher: str, ranks: int) -> list[Result]:
+def time_calls(client: MoeClient, setting: str) -> list[Result]:
     """Median milliseconds of a call to one lane, by rows."""
     results = []
     for rows in (8, 256):
@@ -106,12 +113,12 @@ def time_calls(client: MoeClient, launcher: str, ranks: int) -> list[Result]:
             seconds.append(time.perf_counter() - started)
         median = statistics.median(seconds[20:]) * 1e3
         print(f"{rows} rows x {HIDDEN}: {median:.2f} ms a call", flush=True)
-        case = f"{rows} rows x {HIDDEN} bf16, {EXPERTS} experts, {ranks} ranks, {launcher}"
+        case = f"{rows} rows x {HIDDEN}, {EXPERTS} experts, {setting}"
         results.append(Result("gpu_house", case, median, "ms", "lower"))
     return results
 
 
-def kill_and_wait(cluster: Any, client: MoeClient, path: Path) -> Result:
+def kill_and_wait(cluster: Any, client: MoeClient, path: Path, bound: float) -> Result:
     """Kills a rank and waits until the group answers again, rightly."""
     victim, started = cluster.pid(1), time.monotonic()
     os.kill(victim, signal.SIGKILL)
@@ -120,7 +127,7 @@ def kill_and_wait(cluster: Any, client: MoeClient, path: Path) -> Result:
     seconds = time.monotonic() - started
     error = error_of(answer, reference(path, 0, batch))
     print(f"rank 1 killed: right again after {seconds:.1f} s (relative error {error:.2e})", flush=True)
-    if not error < ERROR_BOUND:
+    if not error < bound:
         raise SystemExit(f"relative error {error} after a rank was replaced")
     return Result("gpu_house", f"rank killed, back after, {type(cluster).__name__}", seconds, "s", "lower")
 
@@ -129,11 +136,12 @@ def main() -> None:
     """Runs the house and asks it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--launcher", choices=("local", "ray"), default="local")
+    parser.add_argument("--weights", choices=tuple(ERROR_BOUNDS), default="bf16")
     parser.add_argument("--ranks", type=int, default=4)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        make_checkpoint(path)
+        make_checkpoint(path, args.weights)
         config = Config().with_values(
             {
                 "model.checkpoint": folder,
@@ -152,9 +160,11 @@ def main() -> None:
         with Cluster(config) as cluster, MoeClient(cluster.address, timeout=120) as client:
             print(f"serving after {time.monotonic() - started:.1f} s", flush=True)
             print(client.model().layers[0], flush=True)
-            check(client, path)
-            results = [*time_calls(client, args.launcher, args.ranks), kill_and_wait(cluster, client, path)]
-    write(results, RESULTS / f"gpu_house_{args.launcher}.jsonl")
+            bound = ERROR_BOUNDS[args.weights]
+            check(client, path, bound)
+            setting = f"{args.weights} weights, {args.ranks} ranks, {args.launcher}"
+            results = [*time_calls(client, setting), kill_and_wait(cluster, client, path, bound)]
+    write(results, RESULTS / f"gpu_house_{args.launcher}_{args.weights}.jsonl")
 
 
 if __name__ == "__main__":

@@ -118,6 +118,13 @@ class RayCluster:
         state: tuple[str, str] = ray.get(self._head.state.remote(), timeout=30)
         return state
 
+    @property
+    def group(self) -> PlacementGroup:
+        """The placement group of the ranks, a bundle each."""
+        if self._group is None:
+            raise RuntimeError("the cluster has not started")
+        return self._group
+
     def pid(self, rank: int) -> int:
         """The process of a rank's actor."""
         return int(ray.get(self._actors[rank].pid.remote(), timeout=60))

@@ -15,6 +15,7 @@ import torch
 from failures import HEARD_SECONDS, Callers, serve_again
 from houses import DP2_TP2, EP4, Alone, house_config, request_of
 from ray.cluster_utils import Cluster
+from ray.util import placement_group_table
 
 from moeserve.proto import moe_pb2_grpc
 from moeserve.proto.client import MoeClient
@@ -62,9 +63,7 @@ def test_a_killed_actor_is_heard_of_restarted_and_serves_again(checkpoint_path: 
 def test_ranks_spread_over_several_nodes(nodes: Cluster, checkpoint_path: Path, alone: Alone) -> None:
     config = house_config(checkpoint_path, cluster__ray_address=nodes.address, **DP2_TP2)
     with RayCluster(config) as house, grpc.insecure_channel(house.address) as channel:
-        used = {
-            actor["NodeID"] for actor in ray._private.state.actors().values() if "RankActor" in actor["Name"]
-        }
+        used = set(placement_group_table(house.group)["bundles_to_node_id"].values())
         assert len(used) >= 2
         batch = alone.batch(5, seed=2)
         reply = moe_pb2_grpc.MoeServiceStub(channel).Forward(request_of(0, batch), timeout=60)
