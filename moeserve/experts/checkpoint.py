@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moeserve.experts.activation import halves
 from moeserve.experts.batch import ExpertShape, ExpertWeights
 from moeserve.experts.dialects import DIALECTS, dialect_for, family_of
 from moeserve.experts.dialects.dialect import Quantization, Storage
 from moeserve.experts.dialects.family import EXPERT_COUNT_KEYS, TOP_K_KEYS, Config, required
-from moeserve.experts.dialects.layer import ExpertMatrices, StoredLayer
+from moeserve.experts.dialects.layer import StoredLayer
+from moeserve.experts.dialects.load_as import scheme_to_load_as
 from moeserve.experts.dialects.names import LayerNames, correction_biases, expert_layers
+from moeserve.experts.dialects.reading import copy_expert
 from moeserve.experts.dialects.store import CheckpointError, TensorStore, read_json
 from moeserve.experts.gate import Gate, gate_for
-from moeserve.quant.format import Packed, Scheme
+from moeserve.quant.format import Scheme
+from moeserve.quant.formats.floats import FLOATS
 
 __all__ = ["Checkpoint", "CheckpointError"]
 
@@ -34,10 +38,14 @@ class Checkpoint:
     Opening reads config.json and the safetensors headers only, and compares the two. CheckpointError (a
     ValueError) names what the directory, the config or a tensor lacks, or has otherwise than the model's
     family and its quantization say. Weights are read through a memory map, and only those that are asked for.
+
+    `load_as` names the scheme that experts are quantized to while they are read, whatever they are stored as:
+    `fp8_per_block`, `mxfp4`, `nvfp4 x bf16`, ... ValueError: a scheme that weights cannot be brought to.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, load_as: str | None = None) -> None:
         self.path = Path(path)
+        self._load_as_name = load_as
         whole = _config(self.path)
         self.family, self.config = family_of(whole)
         self.model_type = self.family.model_type
@@ -45,6 +53,7 @@ class Checkpoint:
         self.quantization = _quantization(self.path, whole, self.config)
         self.dialect = dialect_for(self.quantization)
         self.dtype = _dtype(self.config, whole)  # of activations, and of weights that are not quantized
+        self._load_as = None if load_as is None else scheme_to_load_as(load_as, FLOATS[self.dtype])
         self.num_experts = required(self.config, *EXPERT_COUNT_KEYS)
         self.top_k = required(self.config, *TOP_K_KEYS)
         self.hidden = required(self.config, "hidden_size")
@@ -54,9 +63,9 @@ class Checkpoint:
         self._layers = self._stored_layers()
         self._gates: dict[int, Gate] = {}
 
-    def __reduce__(self) -> tuple[type[Checkpoint], tuple[Path]]:
+    def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[Path]]:
         """A checkpoint travels to another process as its path, and is opened again there."""
-        return Checkpoint, (self.path,)
+        return partial(Checkpoint, load_as=self._load_as_name), (self.path,)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -69,8 +78,8 @@ class Checkpoint:
         return self._store.bytes_read
 
     def scheme(self, layer: int) -> Scheme:
-        """How the experts of `layer` are stored, and what their activations are rounded to."""
-        return self._stored(layer).storage.scheme
+        """How the experts of `layer` are stored or loaded, and what their activations are rounded to."""
+        return self._stored(layer).scheme
 
     def expert_nbytes(self, layer: int) -> int:
         """Bytes that one whole expert of `layer` takes in the file, scales and biases included."""
@@ -89,18 +98,20 @@ class Checkpoint:
 
         ValueError: I is no multiple of `slices`, or a slice would cut a block of the format.
         """
-        storage = self._stored(layer).storage
+        stored = self._stored(layer)
+        storage, form = stored.storage, stored.scheme.weights
         if slices < 1 or self.inner % slices:
             raise ValueError(f"I={self.inner} must be a multiple of slices={slices}")
         inner = self.inner // slices
-        rows = max(tensor.rows for tensor in storage.tensors)
-        columns = max(tensor.columns for tensor in storage.tensors) if slices > 1 else 1
+        spans = [(part.rows, part.columns) for part in form.parts]
+        if slices > 1 and form == storage.scheme.weights:
+            spans += [(tensor.rows, tensor.columns) for tensor in storage.tensors]
+        rows = max(rows for rows, _ in spans)  # gate meets up within a block, however it is sliced
+        columns = max(Fraction(columns).numerator for _, columns in spans) if slices > 1 else 1
         for span, side in ((rows, "gate and up rows"), (columns, "down columns")):
             if span > 1 and inner % span:
                 found = f"I={self.inner} over slices={slices} is {inner} {side} a slice"
-                raise ValueError(
-                    f"{found}, which must be a multiple of {span}, a block of {storage.scheme.weights}"
-                )
+                raise ValueError(f"{found}, which must be a multiple of {span}, a block of {form}")
         return ExpertShape(self.hidden, inner, self.activation, bias=self.family.bias)
 
     def gate(self, layer: int) -> Gate:
@@ -126,23 +137,22 @@ class Checkpoint:
         stored, (index, of) = self._stored(layer), part
         if not 0 <= index < of:
             raise ValueError(f"part={part} must be (index, of) with 0 <= index < of")
-        shape, weights = self.shape(layer, of), stored.storage.scheme.weights
+        shape, weights = self.shape(layer, of), stored.scheme.weights
         inner = slice(index * shape.inner, (index + 1) * shape.inner)
+        scales = stored.static_scales
         read = ExpertWeights(
             weights.empty((len(ids), shape.gate_up_rows, shape.hidden)),
             weights.empty((len(ids), shape.hidden, shape.inner)),
             torch.zeros(len(ids), shape.gate_up_rows) if shape.bias else None,
             torch.zeros(len(ids), shape.hidden) if shape.bias else None,
+            *(None if scales is None else torch.full((len(ids),), scale) for scale in scales or (0.0, 0.0)),
         )
         for position, expert in enumerate(ids):
             if not 0 <= expert < self.num_experts:
                 raise ValueError(
                     f"expert {expert} of layer {layer} must be between 0 and {self.num_experts - 1}"
                 )
-            matrices = stored.expert(expert, inner)
-            _copy_gate_up(stored.storage, matrices, read.gate_up, position)
-            _copy(stored.storage.read(matrices.down), read.down, position, row=0)
-            _copy_biases(matrices, read, position, first=index == 0)
+            copy_expert(stored, expert, inner, read, position)
         return read
 
     def _stored(self, layer: int) -> StoredLayer:
@@ -167,7 +177,9 @@ class Checkpoint:
                 )
             sizes = (self.num_experts, self.hidden, self.inner)
             names = found[layer]
-            layers[layer] = StoredLayer(self._store, names, self.family, self._storage(names), *sizes)
+            layers[layer] = StoredLayer(
+                self._store, names, self.family, self._storage(names), *sizes, load_as=self._load_as
+            )
             layers[layer].check(layer)
         if not layers:
             raise CheckpointError(f"{self.path}: none of the {depth} layers has experts by config.json")
@@ -178,9 +190,10 @@ class Checkpoint:
         return f"{stem}.gate_up_proj" if family.stacked else f"{stem}.0.{family.spelling[0]}.weight"
 
     def _storage(self, names: LayerNames) -> Storage:
-        skipped = self.quantization and self.dialect.skips(self.quantization, f"{names.module}.experts")
-        dialect, quantization = (DIALECTS["plain"], None) if skipped else (self.dialect, self.quantization)
-        return dialect.storage(quantization, self.dtype)
+        settings = self.quantization or {}
+        skipped = self.quantization is not None and self.dialect.skips(settings, names)
+        dialect = DIALECTS["plain"] if skipped else self.dialect
+        return dialect.storage(settings, self.dtype, names)
 
     def _biased(self, gate: Gate, layer: int) -> Gate:
         name = correction_biases(self._store.entries).get(layer)
@@ -192,36 +205,6 @@ class Checkpoint:
         if shape != (self.num_experts,):
             raise CheckpointError(f"tensor {name} must have shape {[self.num_experts]}, found {list(shape)}")
         return gate.with_bias(self._store.read(name).clone())
-
-
-def _copy_gate_up(storage: Storage, matrices: ExpertMatrices, stack: Packed, position: int) -> None:
-    """Gate rows, then up rows, into `stack[position]`."""
-    packed = [storage.read(matrix) for matrix in matrices.gate_up]
-    if matrices.interleaved:
-        packed = [packed[0].rows(slice(first, None, 2)) for first in (0, 1)]
-    elif storage.join is not None:
-        packed = [storage.join(*packed)]
-    row = 0
-    for matrix in packed:
-        _copy(matrix, stack, position, row)
-        row += matrix.shape[0]
-
-
-def _copy(packed: Packed, stack: Packed, position: int, row: int) -> None:
-    """Writes a matrix into `stack[position]`, from `row` on."""
-    for part, tensor, place in zip(packed.format.parts, packed.parts, stack.parts, strict=True):
-        first = row // part.rows
-        place[position, first : first + tensor.shape[0]] = tensor
-
-
-def _copy_biases(matrices: ExpertMatrices, weights: ExpertWeights, position: int, *, first: bool) -> None:
-    """`first` of the slices: the one that holds the down bias."""
-    if weights.gate_up_bias is None or weights.down_bias is None:
-        return
-    gate_up = torch.cat([matrix.read_bias() for matrix in matrices.gate_up])
-    weights.gate_up_bias[position] = halves(gate_up) if matrices.interleaved else gate_up
-    if first:
-        weights.down_bias[position] = matrices.down.read_bias()
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -241,10 +224,20 @@ def _quantization(path: Path, *configs: Config) -> Quantization:
             if config.get(key) is not None:
                 if not isinstance(config[key], dict):
                     raise CheckpointError(f"config.json: {key} must be an object, found {config[key]!r}")
-                found: Quantization = config[key]
-                return found
+                found: dict[str, Any] = config[key]
+                return found | _expert_dtype(found, config)
     files = (path / name for name in QUANTIZATION_FILES)
     return next((read_json(file) for file in files if file.is_file()), None)
+
+
+def _expert_dtype(quantization: Config, config: Config) -> dict[str, Any]:
+    """What DeepSeek-V4 says of its experts beside the quantization config, in the words of that config."""
+    named = config.get("expert_dtype", "fp4" if config.get("model_type") == "deepseek_v4" else None)
+    if quantization.get("quant_method") != "fp8" or named in (None, "fp8"):
+        return {}
+    if named != "fp4":
+        raise CheckpointError(f"config.json: expert_dtype must be 'fp4' or 'fp8', found {named!r}")
+    return {"store_dtype": "mxfp4"}
 
 
 def _dtype(*configs: Config) -> torch.dtype:

@@ -91,6 +91,7 @@ _PAIRS: tuple[tuple[Format, Format], ...] = (
     *((form, INT8_TOKEN) for form in INT4.values()),
     (INT4_FP8, FP8_TOKEN),
     (MXFP4, MXFP8),
+    (MXFP4, FP8_TOKEN),
     (MXFP8, MXFP8),
     (NVFP4, NVFP4_STATIC),
 )

@@ -121,10 +121,10 @@ PLAIN: dict[str, tuple[Damage, str]] = {
     ),
     "no layer with experts": (config(mlp_only_layers=[0, 1]), "is dense by config.json"),
     "unknown quantization": (
-        config(quantization_config={"quant_method": "awq", "bits": 4}),
-        "quantization quant_method='awq' is not supported as configured; supported: no quantization_config; ",
+        config(quantization_config={"quant_method": "aqlm", "bits": 4}),
+        "quantization quant_method='aqlm' is not supported as configured; supported: no quantization_config",
     ),
-    "quantization in its own file": (write("quantize_config.json", '{"quant_method": "gptq"}'), "'gptq'"),
+    "quantization in its own file": (write("quantize_config.json", '{"quant_method": "aqlm"}'), "'aqlm'"),
     "quantization no object": (
         config(quantization_config="fp8"),
         "quantization_config must be an object, found 'fp8'",
@@ -173,7 +173,7 @@ FP8: dict[str, tuple[Damage, str]] = {
     "no activation scheme": (quantization(activation_scheme=None), "has no key activation_scheme"),
     "other blocks": (quantization(weight_block_size=[64, 64]), "weight_block_size=[64, 64] is not supported"),
     "one block size": (quantization(weight_block_size=[128]), "weight_block_size=[128] is not supported"),
-    "no blocks": (quantization(weight_block_size=None), "quant_method='fp8' is not supported as configured"),
+    "no blocks": (quantization(weight_block_size=None), "layer 0 (fp8_channel) misses tensor"),
 }
 
 

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import CONFIGS, make_model
+from quantized import PRODUCERS
 
 from moeserve.experts.dialects import DIALECTS, FAMILIES, dialect_for, family_of
-from moeserve.experts.dialects.dialect import Storage, StoredTensor
+from moeserve.experts.dialects.dialect import Storage
 from moeserve.experts.dialects.family import required
-from moeserve.experts.dialects.names import correction_biases, expert_layers
+from moeserve.experts.dialects.names import LayerNames, correction_biases, expert_layers
 from moeserve.experts.dialects.store import CheckpointError
+from moeserve.experts.dialects.stored import StoredTensor
 from moeserve.experts.gate import FAMILIES as GATES
 from moeserve.quant.format import WHOLE, Format, Part, Scheme
 from moeserve.quant.formats.floats import BF16
@@ -30,6 +32,8 @@ CLAIMS: list[tuple[dict[str, Any] | None, str]] = [
     (DEEPSEEK | {"scale_fmt": "ue8m0"}, "fp8_block"),
     (DEEPSEEK | {"modules_to_not_convert": ["lm_head"]}, "fp8_block"),
     (DEEPSEEK | {"fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate", "lm_head"]}, "fp8_block"),
+    ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, "mxfp4_blocks"),
+    *((row.config, row.dialect) for row in PRODUCERS.values() if "expert_dtype" not in row.model),
 ]
 """Quantization configs as published models have them, and the dialect that must claim each."""
 
@@ -38,9 +42,15 @@ REFUSED: list[dict[str, Any]] = [
     {"quant_method": None},
     {"bits": 4},
     {},
-    DEEPSEEK | {"store_dtype": "mxfp4"},
     DEEPSEEK | {"quant_method": "FP8"},
 ]
+
+
+def layer_names(module: str) -> LayerNames:
+    return LayerNames(module, ("gate_proj", "up_proj", "down_proj"), False, frozenset({0}), frozenset())
+
+
+LAYER = layer_names("model.layers.0.mlp")
 
 
 def name_of(config: dict[str, Any] | None) -> str:
@@ -66,29 +76,30 @@ def test_every_dialect_is_tried(row: Any) -> None:
     claimed = [config for config, name in CLAIMS if name == row.name]
     assert claimed, f"CLAIMS needs a config that {row.name} claims"
     for config in claimed:
-        storage = row.storage(config, torch.bfloat16)
-        assert len({tensor.suffix for tensor in storage.tensors}) == len(storage.tensors)
+        storage = row.storage(config or {}, torch.bfloat16, LAYER)
+        assert len({tensor.suffix for tensor in storage.everything}) == len(storage.everything)
 
 
 def test_fp8_leaves_out_what_the_config_lists() -> None:
     row = DIALECTS["fp8_block"]
     listed = DEEPSEEK | {"modules_to_not_convert": ["lm_head", "model.layers.1.mlp.experts"]}
-    assert row.skips(listed, "model.layers.1.mlp.experts")
-    assert not row.skips(listed, "model.layers.10.mlp.experts")
-    assert not row.skips(listed, "model.layers.0.mlp.experts")
+    assert row.skips(listed, layer_names("model.layers.1.mlp"))
+    assert not row.skips(listed, layer_names("model.layers.10.mlp"))
+    assert not row.skips(listed, layer_names("model.layers.0.mlp"))
     one = DEEPSEEK | {"ignored_layers": ["language_model.model.layers.1.mlp.experts.0.gate_proj"]}
-    assert row.skips(one, "model.layers.1.mlp.experts")
-    assert not row.skips(DEEPSEEK, "model.layers.1.mlp.experts")
+    assert row.skips(one, layer_names("model.layers.1.mlp"))
+    assert not row.skips(DEEPSEEK, layer_names("model.layers.1.mlp"))
 
 
-def test_a_scale_of_the_whole_matrix_needs_a_join() -> None:
+def test_a_scale_of_the_whole_matrix_must_be_shared() -> None:
     codes = Part("codes", torch.float8_e4m3fn, 1, 1)
     whole = Format(
         "whole", 8, (codes, Part("scale", torch.float32, WHOLE, WHOLE)), lambda x: (x,), lambda p, _: p[0]
     )
-    with pytest.raises(ValueError, match="whole has scale for all rows at once, so it needs a join"):
+    with pytest.raises(ValueError, match="whole has scale for all rows at once, so a tensor must be shared"):
         Storage(Scheme(whole, BF16), ())
-    assert Storage(Scheme(whole, BF16), (), join=lambda gate, _: gate).join is not None
+    scale = StoredTensor("scale", (torch.float32,), WHOLE, WHOLE, shared=True)
+    assert Storage(Scheme(whole, BF16), (scale,)).everything == (scale,)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,37 @@ The two are independent: a quantized model is a family and a dialect.
 
 from __future__ import annotations
 
-from moeserve.experts.dialects import fp8_block, plain
+from moeserve.experts.dialects import (
+    awq,
+    compressed_tensors,
+    deepseek_fp4,
+    fp8_block,
+    fp8_tensor,
+    gptq,
+    modelopt,
+    mxfp4_blocks,
+    plain,
+    quark,
+)
 from moeserve.experts.dialects.dialect import Dialect, Quantization
 from moeserve.experts.dialects.family import FAMILIES, Family, family_of
 from moeserve.experts.dialects.store import CheckpointError
 
-DIALECTS: dict[str, Dialect] = {row.name: row for row in (plain.ROW, fp8_block.ROW)}
+DIALECTS: dict[str, Dialect] = {
+    row.name: row
+    for row in (
+        plain.ROW,
+        fp8_block.ROW,
+        fp8_tensor.ROW,
+        compressed_tensors.ROW,
+        modelopt.ROW,
+        mxfp4_blocks.ROW,
+        gptq.ROW,
+        awq.ROW,
+        deepseek_fp4.ROW,
+        quark.ROW,
+    )
+}
 """Every storage convention by name; a new one is one file and one line here. Exactly one claims a config."""
 
 

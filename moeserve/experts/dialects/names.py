@@ -39,6 +39,12 @@ class LayerNames:
         gate, up, down = (f"{stem}.{name}" for name in self.spelling)
         return gate, up, down
 
+    def modules(self) -> tuple[str, ...]:
+        """Names of all projections, expert by expert, as configs list them."""
+        experts = sorted(self.experts) or [0]
+        found = dict.fromkeys(name for expert in experts for name in self.projections(expert))
+        return tuple(found)
+
 
 def correction_biases(names: Iterable[str]) -> dict[int, str]:
     """The tensor of each layer's routing correction bias, by layer."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from moeserve.experts.dialects.dialect import Dialect, Quantization, Storage, StoredTensor
+from moeserve.experts.dialects.dialect import Dialect, Quantization, Settings, Storage
+from moeserve.experts.dialects.names import LayerNames
 from moeserve.experts.dialects.store import CheckpointError
+from moeserve.experts.dialects.stored import StoredTensor
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import FLOATS
 
@@ -14,7 +16,7 @@ def _claims(quantization: Quantization) -> bool:
     return quantization is None
 
 
-def plain_storage(_: Quantization, dtype: torch.dtype) -> Storage:
+def plain_storage(_: Settings, dtype: torch.dtype, __: LayerNames) -> Storage:
     """Weights and activations of a model in `dtype`."""
     if dtype not in FLOATS:
         raise CheckpointError(f"unquantized experts must be {', '.join(map(str, FLOATS))}, found {dtype}")

@@ -1,0 +1,45 @@
+"""FP8 with one scale a projection: E4M3 `weight` and a `weight_scale`, activations static or dynamic.
+
+Static: every projection has an `input_scale`. A dynamic scale of a whole tensor is taken a token at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moeserve.experts.dialects import forms
+from moeserve.experts.dialects.dialect import Dialect, Quantization, Settings, StaticScale, Storage
+from moeserve.experts.dialects.fp8_block import skips
+from moeserve.experts.dialects.names import LayerNames
+from moeserve.experts.dialects.store import CheckpointError
+from moeserve.quant.formats.fp8 import FP8_CHANNEL, FP8_STATIC, FP8_TOKEN
+
+ACTIVATIONS = {
+    "static": (FP8_STATIC, StaticScale("input_scale")),
+    "dynamic": (FP8_TOKEN, None),
+}
+
+
+def _claims(quantization: Quantization) -> bool:
+    if quantization is None or quantization.get("quant_method") != "fp8":
+        return False
+    return quantization.get("weight_block_size") is None and quantization.get("store_dtype") is None
+
+
+def _storage(settings: Settings, _: torch.dtype, __: LayerNames) -> Storage:
+    known = ", ".join(map(repr, ACTIVATIONS))
+    if "activation_scheme" not in settings:
+        raise CheckpointError(f"quantization_config has no key activation_scheme; FP8 needs one of {known}")
+    scheme = settings["activation_scheme"]
+    if scheme not in ACTIVATIONS:
+        raise CheckpointError(f"FP8 with activation_scheme={scheme!r} is not supported, only {known}")
+    return forms.per_tensor(FP8_CHANNEL, *ACTIVATIONS[scheme])
+
+
+ROW = Dialect(
+    name="fp8_tensor",
+    reads="quant_method fp8 without weight_block_size, activation_scheme static or dynamic",
+    claims=_claims,
+    storage=_storage,
+    skips=skips,
+)
