@@ -3,17 +3,19 @@
     python bench/hop.py [--calls 400]
 
 A service of two ranks (a process each, and one for the head) serves one layer of four tiny experts, so that
-the step is short. A client calls rank 0's lane with all the rows; rank 1 brings none. In blocks that take turns:
+the step is short. A client calls rank 0's lane with all the rows; rank 1 brings none. In turns:
 
     echo      a bare Python gRPC server that returns the bytes it is sent, unparsed: as many as the tensors'
     inline    `MoeClient.forward`, tensors in the message
     shared    the same with hidden states already in the lane's shared memory, and the answer written there
-    step      the very same `Rank.step` in two other processes, without coordinator, lane or gRPC
+    step      the very same `Rank.step` in two other processes, without coordinator, lane or gRPC, a
+              millisecond after the last one: about as far apart as the service's steps are
+    warm      the same back to back, when caches and threads are warm and a step is up to a third faster
     copy      the two copies that a caller needs whose tensors do not live in shared memory
 
 hop p50 = p50 of the calls - p50 of the step; hop p99 = p99 of the calls - p50 of the step. Beside it stands
-the step's mean as rank 0 reports it while it serves. Times are milliseconds. Client and echo keep freed memory,
-as ranks do (`moeserve.proto.heap`).
+the step's mean as rank 0 reports it while it serves. Times are milliseconds. Client and echo keep freed
+memory, as ranks do (`moeserve.proto.heap`). A turn counts only where the machine is idle before and after it.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ import numpy as np
 import torch
 from echo_server import METHOD, OPTIONS
 from hop_step import BareStep
+from quiet import rounds
 from record import Result, write
 from safetensors.torch import save_file
 
@@ -44,8 +47,9 @@ from moeserve.proto.heap import keep_freed_memory
 
 CASES = ((8, 2048), (256, 7168))  # tokens, hidden
 EXPERTS, INNER, TOP_K = 4, 32, 2
-BLOCK = 20  # calls of one kind in a row
-WARM_UP_BLOCKS = 2
+BLOCK = 10  # calls of one kind in a row
+WARM_UP_BLOCKS = 4
+PAUSE_SECONDS = 0.001
 AIMS = {"inline": "at most 3 x echo", "shared": "at most 1 ms"}
 SERVE = "-m moeserve serve --launcher local --device cpu --port 0 --metrics-port 0 --data-parallel-size 2"
 PHASE_SUMS = re.compile(
@@ -122,7 +126,7 @@ def make_checkpoint(path: Path, hidden: int) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
-def measure(rows: int, hidden: int, calls: int, folder: Path) -> Case:
+def measure(rows: int, hidden: int, args: argparse.Namespace, folder: Path) -> Case:
     """Starts service, echo and bare ranks for one size, and times them by turns."""
     checkpoint = folder / f"hidden-{hidden}"
     make_checkpoint(checkpoint, hidden)
@@ -137,15 +141,22 @@ def measure(rows: int, hidden: int, calls: int, folder: Path) -> Case:
         kinds = kinds_of(client, f"127.0.0.1:{port}", rows, hidden)
         for call in kinds.values():
             timed(call, WARM_UP_BLOCKS * BLOCK)
-        bare.run(WARM_UP_BLOCKS * BLOCK)
+        bare.run(WARM_UP_BLOCKS * BLOCK, 0.0)
         before = reported(service.said[0])
-        seconds: dict[str, list[float]] = {kind: [] for kind in (*kinds, "step")}
-        for _ in range(-(-calls // BLOCK)):
-            for kind, call in kinds.items():
-                seconds[kind] += timed(call, BLOCK)
-            seconds["step"] += bare.run(BLOCK)
+        seconds: dict[str, list[float]] = {kind: [] for kind in (*kinds, "step", "warm")}
+        for turn in rounds(lambda: one_turn(kinds, bare), -(-args.calls // BLOCK), args.patience):
+            for kind, found in turn.items():
+                seconds[kind] += found
         took, steps = (after - start for after, start in zip(reported(service.said[0]), before, strict=True))
         return Case(rows, hidden, seconds, took / steps)
+
+
+def one_turn(kinds: dict[str, Callable[[], object]], bare: BareStep) -> dict[str, list[float]]:
+    """Seconds of a block of calls of each kind."""
+    found = {kind: timed(call, BLOCK) for kind, call in kinds.items()}
+    found["step"] = bare.run(BLOCK, PAUSE_SECONDS)
+    found["warm"] = bare.run(BLOCK, 0.0)
+    return found
 
 
 def kinds_of(client: MoeClient, echo: str, rows: int, hidden: int) -> dict[str, Callable[[], object]]:
@@ -212,13 +223,16 @@ def results(case: Case) -> list[Result]:
     for kind, aim in AIMS.items():
         for percent in (50, 99):
             peers = {f"echo p{percent}": case.p("echo", percent), f"call p{percent}": case.p(kind, percent)}
-            peers |= {"step p50": case.p("step", 50), "step mean while serving": case.reported * 1e3}
+            peers |= {"step p50": case.p("step", 50), "step back to back p50": case.p("warm", 50)}
+            peers |= {"step mean while serving": case.reported * 1e3}
             if kind == "shared":
                 peers |= {f"copy in and out p{percent}": case.p("copy", percent)}
             rounded = {name: round(value, 3) for name, value in peers.items()}
             hop = round(case.hop(kind, percent), 3)
             case_name = f"{kind}, {size}, p{percent}"
-            found.append(Result("hop", case_name, hop, "ms", "lower", aim if percent == 50 else None, rounded))
+            found.append(
+                Result("hop", case_name, hop, "ms", "lower", aim if percent == 50 else None, rounded)
+            )
     return found
 
 
@@ -228,6 +242,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--calls", type=int, default=400, help="of each kind and case; 400 by default")
+    parser.add_argument(
+        "--patience", type=float, default=300, help="seconds to wait for a quiet machine, for each"
+    )
     parser.add_argument("--dry", action="store_true", help="print only, leave the record as it is")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -235,7 +252,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         cases = []
         for rows, hidden in CASES:
-            cases.append(measure(rows, hidden, args.calls, Path(folder)))
+            cases.append(measure(rows, hidden, args, Path(folder)))
             print(table(cases[-1]), flush=True)
     if not args.dry:
         write([result for case in cases for result in results(case)])

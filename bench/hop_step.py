@@ -1,6 +1,4 @@
-"""The same step without the service: `Rank.step` called back to back in two processes that share a gloo
-group.
-"""
+"""The same step without the service: `Rank.step` called in two processes that share a gloo group."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ RANKS = 2
 
 
 class BareStep:
-    """Two rank processes. `run(calls)` makes them step so often, and gives rank 0's seconds of each step."""
+    """Two rank processes that step when they are told to."""
 
     def __init__(self, checkpoint: Path, rows: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -31,17 +29,20 @@ class BareStep:
             process.start()
             theirs.close()
 
-    def run(self, calls: int) -> list[float]:
-        """Seconds of each of `calls` steps on rank 0, which alone brings rows."""
+    def run(self, calls: int, pause: float) -> list[float]:
+        """Seconds of each of `calls` steps on rank 0, which alone brings rows.
+
+        `pause` seconds lie between the end of a step and the start of the next, on both ranks at once.
+        """
         for pipe in self._pipes:
-            pipe.send(calls)
+            pipe.send((calls, pause))
         seconds = [pipe.recv() for pipe in self._pipes]
         return list(seconds[0])
 
     def close(self) -> None:
         """Ends the ranks."""
         for pipe in self._pipes:
-            pipe.send(0)
+            pipe.send((0, 0.0))
         for process in self._processes:
             process.join(10)
             process.kill()
@@ -62,7 +63,7 @@ def _rank(index: int, path: Path, rows: int, store: str, pipe: Connection) -> No
     from moeserve.runtime.rank import Rank, Served
     from moeserve.runtime.step import LaneInput, empty_input
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))  # as a rank of the service
     keep_freed_memory()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=RANKS)
     mesh, checkpoint = Mesh.flatten(RANKS, 1, expert_parallel=True), Checkpoint(path)
@@ -80,10 +81,14 @@ def _rank(index: int, path: Path, rows: int, store: str, pipe: Connection) -> No
             torch.full((rows, checkpoint.top_k), 1 / checkpoint.top_k),
             torch.ones(rows, dtype=torch.bool),
         )
-    while calls := pipe.recv():
+    while (order := pipe.recv())[0]:
+        calls, pause = order
         dist.barrier()
         seconds = []
         for _ in range(calls):
+            if pause:
+                dist.barrier()
+                time.sleep(pause)
             started = time.perf_counter()
             rank.step(served.layers[0], lane, (rows, 0))
             seconds.append(time.perf_counter() - started)
