@@ -8,9 +8,9 @@ the step is short. A client calls rank 0's lane with all the rows; rank 1 brings
     echo      a bare Python gRPC server that returns the bytes it is sent, unparsed: as many as the tensors'
     inline    `MoeClient.forward`, tensors in the message
     shared    the same with hidden states already in the lane's shared memory, and the answer written there
-    step      the very same `Rank.step` in two other processes, without coordinator, lane or gRPC, a
-              millisecond after the last one: about as far apart as the service's steps are
-    warm      the same back to back, when caches and threads are warm and a step is up to a third faster
+    step      the very same `Rank.step` in two other processes, back to back: no coordinator, lane or gRPC
+    spaced    the same a millisecond after the last one, about as far apart as the service's steps are: a
+              small step is slower then
     copy      the two copies that a caller needs whose tensors do not live in shared memory
 
 hop p50 = p50 of the calls - p50 of the step; hop p99 = p99 of the calls - p50 of the step. Beside it stands
@@ -149,7 +149,7 @@ def measure(rows: int, hidden: int, args: argparse.Namespace, folder: Path) -> C
             timed(call, WARM_UP_BLOCKS * BLOCK)
         bare.run(WARM_UP_BLOCKS * BLOCK, 0.0)
         before = reported(service.said[0])
-        seconds: dict[str, list[float]] = {kind: [] for kind in (*kinds, "step", "warm")}
+        seconds: dict[str, list[float]] = {kind: [] for kind in (*kinds, "step", "spaced")}
         for turn in rounds(lambda: one_turn(kinds, bare), -(-args.calls // BLOCK), args.patience):
             for kind, found in turn.items():
                 seconds[kind] += found
@@ -160,8 +160,8 @@ def measure(rows: int, hidden: int, args: argparse.Namespace, folder: Path) -> C
 def one_turn(kinds: dict[str, Callable[[], object]], bare: BareStep) -> dict[str, list[float]]:
     """Seconds of a block of calls of each kind."""
     found = {kind: timed(call, BLOCK) for kind, call in kinds.items()}
-    found["step"] = bare.run(BLOCK, PAUSE_SECONDS)
-    found["warm"] = bare.run(BLOCK, 0.0)
+    found["step"] = bare.run(BLOCK, 0.0)
+    found["spaced"] = bare.run(BLOCK, PAUSE_SECONDS)
     return found
 
 
@@ -228,7 +228,7 @@ def results(case: Case) -> list[Result]:
     for kind, (_, bound) in AIMS.items():
         for percent in (50, 99):
             peers = {f"echo p{percent}": case.p("echo", percent), f"call p{percent}": case.p(kind, percent)}
-            peers |= {"step p50": case.p("step", 50), "step back to back p50": case.p("warm", 50)}
+            peers |= {"step p50": case.p("step", 50), "spaced step p50": case.p("spaced", 50)}
             peers |= {"step mean while serving": case.reported * 1e3}
             if kind == "shared":
                 peers |= {f"copy in and out p{percent}": case.p("copy", percent)}
