@@ -1,6 +1,6 @@
-"""Renders `bench/results/*.jsonl` as the tables of README.md: our numbers, the peers', ratios and aims.
+"""Renders `bench/results/*.jsonl` as the tables of docs/results.md: our numbers, the peers', ratios and aims.
 
-    python bench/table.py            # rewrites the section of README.md between the two markers
+    python bench/table.py            # rewrites the section of docs/results.md between the two markers
     python bench/table.py --check    # exit status 1 when that section is not what the results say
 
 It computes nothing but ratios; every number comes from a file that a bench wrote, with its command.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "results.md"
 RESULTS = ROOT / "bench" / "results"
 BEGIN = "<!-- results: begin (made by `python bench/table.py`; do not edit) -->"
 END = "<!-- results: end -->"
@@ -28,6 +28,8 @@ TITLES = {
     "control_streams": "The coordinator's stream, beside one of gRPC",
     "gpu_house": "The whole service on GPUs, and a killed rank",
     "cpu_layer": "One layer on the CPU, beside transformers' experts",
+    "gpu_experts": "The experts of one DeepSeek-V3 rank on an H200",
+    "balance": "Placement of real expert loads",
 }
 """Of benches that have one, in the order they are shown; others follow under their own names."""
 
@@ -145,21 +147,23 @@ def placed(text: str, tables: str) -> str:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{README.name} must hold the lines {BEGIN!r} and {END!r}")
+        raise ValueError(f"{PAGE.name} must hold the lines {BEGIN!r} and {END!r}")
     return f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Puts the results of bench/results into README.md.")
-    parser.add_argument("--check", action="store_true", help="change nothing; 1 when README.md is behind")
+    parser = argparse.ArgumentParser(description="Puts the results of bench/results into docs/results.md.")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; 1 when docs/results.md is behind"
+    )
     args = parser.parse_args()
-    text = README.read_text()
+    text = PAGE.read_text()
     fresh = placed(text, render(read(RESULTS)))
     if args.check:
         if fresh != text:
-            print("README.md is behind bench/results; run python bench/table.py", file=sys.stderr)
+            print("docs/results.md is behind bench/results; run python bench/table.py", file=sys.stderr)
         return int(fresh != text)
-    README.write_text(fresh)
+    PAGE.write_text(fresh)
     return 0
 
 

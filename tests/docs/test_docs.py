@@ -161,10 +161,10 @@ def test_an_aim_is_judged(table: ModuleType, changes: dict[str, Any], shown: tup
 def test_tables_show_ratios_and_stand_between_the_markers(table: ModuleType) -> None:
     tables = table.render({"b": [result(peers={"peer": 4.0}), result(case="other", peers={"peer": 1.0})]})
     assert "| c | 2 ms | 4 (0.50x) |" in tables and "| other | 2 ms | 1 (2.00x) |" in tables
-    readme = (ROOT / "README.md").read_text()
-    once = table.placed(readme, tables)
+    page = table.PAGE.read_text()
+    once = table.placed(page, tables)
     assert table.placed(once, tables) == once
-    assert once.startswith(readme[: readme.index(table.BEGIN)])
+    assert once.startswith(page[: page.index(table.BEGIN)])
     with pytest.raises(ValueError, match="must hold the lines"):
         table.placed("nothing", tables)
 
