@@ -145,8 +145,8 @@ def test_a_lane_that_restarts_at_the_same_address_is_used_again(client_of, servi
 
 
 def test_time_that_runs_out_while_trying_again_tells_what_kept_failing(client_of, far):
-    far.lanes[0].scripts = [UNAVAILABLE, 1.0]
-    with client_of(far.address, lane=0, timeout=0.4) as client:
+    far.lanes[0].scripts = [UNAVAILABLE, 4.0]
+    with client_of(far.address, lane=0, timeout=2.0) as client:
         with pytest.raises(Unavailable, match="lane 0 says no") as raised:
             client.forward(3, *rows(2))
         assert isinstance(raised.value.__cause__, DeadlineExceeded)

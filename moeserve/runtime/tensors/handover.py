@@ -198,6 +198,8 @@ class Handover:
         self._drop(client)
 
     def _drop(self, client: socket.socket) -> None:
+        if client not in self._leases and client not in self._silent:
+            return  # dropped earlier in the same round of events
         self._selector.unregister(client)
         lease = self._leases.pop(client, None)
         if lease is not None:
