@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -166,6 +166,26 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
             raise self._lane.unavailable()
         return asked.reply(asked.batch.hidden, 0, self._weights_version())
 
+    # -- what only the front door knows
+
+    def GetTopology(
+        self, request: moe_pb2.GetTopologyRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.GetTopologyReply:
+        """The front door answers this."""
+        _not_the_front_door(context)
+
+    def GetModel(
+        self, request: moe_pb2.GetModelRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.GetModelReply:
+        """The front door answers this."""
+        _not_the_front_door(context)
+
+    def GetStatus(
+        self, request: moe_pb2.GetStatusRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.GetStatusReply:
+        """The front door answers this."""
+        _not_the_front_door(context)
+
     # -- shared memory
     # ----------------------------------------------------------------------------------------------
 
@@ -269,3 +289,8 @@ def _guarded(context: grpc.ServicerContext, work: Callable[[], Any]) -> Any:
 
 def _nothing() -> None:
     """There is no call to give up."""
+
+
+def _not_the_front_door(context: grpc.ServicerContext) -> NoReturn:
+    text = "a lane runs experts; the service's own address (server.host and server.port) answers this"
+    Status("FAILED_PRECONDITION", "not_the_front_door", text).abort(context)

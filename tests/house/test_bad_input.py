@@ -149,3 +149,15 @@ def test_registering_memory_by_name_is_refused_by_default(house: LocalCluster) -
             moe_pb2.RegisterRegionRequest(name="x", key="y", size=4096)
         )
     assert failed.value.code() == grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.mark.parametrize("name", ["GetTopology", "GetModel", "GetStatus"])
+def test_a_lane_sends_questions_to_the_front_door(house: LocalCluster, name: str) -> None:
+    with (
+        MoeClient(house.address) as client,
+        grpc.insecure_channel(client.topology().lanes[0].address) as channel,
+        pytest.raises(grpc.RpcError) as failed,
+    ):
+        getattr(moe_pb2_grpc.MoeServiceStub(channel), name)(getattr(moe_pb2, f"{name}Request")(), timeout=10)
+    assert failed.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert "server.port" in failed.value.details()
