@@ -2,145 +2,26 @@
 
     python bench/fixtures.py --fixtures FOLDER [--sources FOLDER/bf16]
 
-FOLDER holds checkpoint directories at any depth. The formulas below are written from the formats'
-definitions, over the stored bytes and without moeserve; weights must equal them bit for bit, whole and cut in
-two slices. Where `--sources` has a directory whose name starts the checkpoint's, up to the first "-", weights
-must also be as near to that unquantized model as the format is known to bring them. Exit status 1 if not.
+FOLDER holds checkpoint directories at any depth. Weights must equal the formulas of `bench/formulas.py` over
+the stored bytes, bit for bit, whole and cut in two slices. Where `--sources` has a directory whose name the
+checkpoint's begins with, up to the first "-", weights must also be as near to that unquantized model as the
+format is known to bring them. Exit status 1 if not.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from formulas import KNOWN_ERROR, experts
 from torch import Tensor
 
 from moeserve.experts.checkpoint import Checkpoint, CheckpointError
 
-Tensors = Mapping[str, Tensor]
-
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble
-
-KNOWN_ERROR = {"bf16": 0.0, "fp8": 0.0275, "mxfp8": 0.0275, "int8": 0.01, "nvfp4": 0.097, "mxfp4": 0.12}
-KNOWN_ERROR |= {"int4": 0.165}
-"""Largest relative error of a tensor, norm over norm, of random weights after each producer's rounding."""
-
-EXPERT = re.compile(r".*\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(w[123]|(?:gate|up|down)_proj)\.(.+)")
-ROLES = {"w1": 0, "w3": 1, "w2": 2, "gate_proj": 0, "up_proj": 1, "down_proj": 2}
-
-
-def low_first(words: Tensor, bits: int) -> Tensor:
-    """Codes of integers packed along the last dimension, lowest bits first."""
-    width = words.element_size() * 8 // bits
-    each = [(words >> (bits * place)) & ((1 << bits) - 1) for place in range(width)]
-    return torch.stack(each, dim=-1).flatten(-2)
-
-
-def spread(scale: Tensor, like: Tensor) -> Tensor:
-    """`scale` repeated over its blocks to the shape of `like`."""
-    if scale.dim() != 2:  # [N], or [N / 128, 1, K / 128, 1]
-        scale = scale[:, None] if scale.dim() == 1 else scale[:, 0, :, 0]
-    scale = scale.float()
-    rows, columns = (-(-size // count) for size, count in zip(like.shape, scale.shape, strict=True))
-    if columns > 1 and rows > 1:
-        rows = columns = 128
-    wide = scale.repeat_interleave(rows, 0)[: like.shape[0]]
-    return wide.repeat_interleave(columns, 1)[:, : like.shape[1]]
-
-
-def power(byte: Tensor) -> Tensor:
-    """2^(byte - 127)."""
-    return torch.exp2(byte.float() - 127)
-
-
-def fp8(t: Tensors) -> Tensor:
-    scale = t.get("weight_scale", t.get("weight_scale_inv"))
-    values = t["weight"].float()
-    if scale is None:
-        raise KeyError("weight_scale")
-    if scale.dtype == torch.uint8:
-        return values * spread(power(scale), values)
-    return values * (scale.float() if scale.numel() == 1 else spread(scale, values))
-
-
-def nvfp4(t: Tensors) -> Tensor:
-    codes = E2M1[low_first(t["weight_packed" if "weight_packed" in t else "weight"], 4).long()]
-    scaled = codes * spread(t["weight_scale"], codes)
-    return scaled / t["weight_global_scale"] if "weight_global_scale" in t else scaled * t["weight_scale_2"]
-
-
-def mxfp4(t: Tensors) -> Tensor:
-    codes = E2M1[low_first(t["weight_packed" if "weight_packed" in t else "weight"], 4).long()]
-    return codes * spread(power(t["weight_scale" if "weight_scale" in t else "scale"]), codes)
-
-
-def packed(t: Tensors) -> Tensor:
-    rows, columns = t["weight_shape"].tolist()
-    bits = 32 * t["weight_packed"].shape[1] // columns
-    codes = low_first(t["weight_packed"], bits)[:, :columns]
-    scale = t["weight_scale"].float()
-    group = columns // scale.shape[1]
-    groups = t["weight_g_idx"].long() if "weight_g_idx" in t else torch.arange(columns) // group
-    zero = torch.full(scale.shape, 1 << (bits - 1))
-    if "weight_zero_point" in t:
-        zero = low_first(t["weight_zero_point"].mT.contiguous(), bits).mT[:rows]
-    return (codes - zero[:, groups]).float() * scale[:, groups]
-
-
-def gptq(t: Tensors, less: int) -> Tensor:
-    groups = t["g_idx"].long()
-    bits = 32 * t["qweight"].shape[0] // groups.numel()
-    codes = low_first(t["qweight"].mT.contiguous(), bits)
-    zero = (low_first(t["qzeros"], bits) + less).mT
-    return (codes - zero[:, groups]).float() * t["scales"].float().mT[:, groups]
-
-
-def awq(t: Tensors) -> Tensor:
-    places = torch.tensor(AWQ_ORDER).argsort()
-    codes, zero = (low_first(t[name], 4) for name in ("qweight", "qzeros"))
-    codes, zero = (each.view(each.shape[0], -1, 8)[..., places].flatten(1) for each in (codes, zero))
-    groups = torch.arange(codes.shape[0]) // (codes.shape[0] // zero.shape[0])
-    values: Tensor = (codes - zero[groups]).float() * t["scales"].float()[groups]
-    return values.mT
-
-
-def formula(t: Tensors, config: Mapping[str, object]) -> tuple[str, Tensor]:
-    """The number's name in KNOWN_ERROR, and the matrix that the tensors of a projection mean."""
-    kinds: list[tuple[bool, str, Callable[[Tensors], Tensor]]] = [
-        ("weight_global_scale" in t or "weight_scale_2" in t, "nvfp4", nvfp4),
-        ("weight_shape" in t, "int4", packed),
-        ("g_idx" in t, "int4", lambda t: gptq(t, int(config.get("checkpoint_format") != "gptq_v2"))),
-        ("qzeros" in t, "int4", awq),
-        (t.get("weight", t.get("weight_packed", E2M1)).dtype == torch.uint8, "mxfp4", mxfp4),
-        ("weight_scale" in t or "weight_scale_inv" in t, "fp8", fp8),
-        ("weight" in t, "bf16", lambda t: t["weight"].float()),
-    ]
-    name, compute = next((name, compute) for fits, name, compute in kinds if fits)
-    if "weight" in t and t["weight"].dtype == torch.int8:
-        name = "int8"
-    return name, compute(t)
-
-
-def matrices(path: Path) -> Iterator[tuple[int, int, str, Tensor, Tensor]]:
-    """Layer, expert, number, gate_up and down of every expert, by formula."""
-    config = json.loads((path / "config.json").read_text()).get("quantization_config") or {}
-    found: dict[tuple[int, int], dict[int, dict[str, Tensor]]] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        for name, tensor in load_file(file).items():
-            if match := EXPERT.fullmatch(name):
-                layer, expert, projection, suffix = match.groups()
-                roles = found.setdefault((int(layer), int(expert)), {})
-                roles.setdefault(ROLES[projection], {})[suffix] = tensor
-    for (layer, expert), roles in sorted(found.items()):
-        (name, gate), (_, up), (_, down) = (formula(roles[role], config) for role in range(3))
-        yield layer, expert, name, torch.cat((gate, up)), down
+GPTQ = 1.5
+"""How much more a weight may move where GPTQ rounds: it keeps outputs, not weights."""
 
 
 def whole_is_exact(checkpoint: Checkpoint, place: tuple[int, int], expected: list[Tensor]) -> bool:
@@ -187,17 +68,17 @@ def check(path: Path, source: Path | None) -> tuple[list[str], str | None]:
     plain, halves = Checkpoint(source) if source is not None else None, sliceable(checkpoint)
     errors: list[float] = []
     number, wrong = "", None
-    for layer, expert, name, *expected in matrices(path):
-        number, place = name, (layer, expert)
+    for one in experts(path):
+        number, place, expected = one.kind, (one.layer, one.expert), [one.gate_up, one.down]
         if not whole_is_exact(checkpoint, place, expected):
-            wrong = wrong or f"layer {layer} expert {expert} differs from the formula"
+            wrong = wrong or f"layer {one.layer} expert {one.expert} differs from the formula"
         if halves and not slices_are_exact(checkpoint, place, expected):
-            wrong = wrong or f"slices of layer {layer} expert {expert} differ from the formula"
+            wrong = wrong or f"slices of layer {one.layer} expert {one.expert} differ from the formula"
         errors += [] if plain is None else distances(checkpoint, plain, place)
     if not number:
-        wrong = "none of its experts has tensors of its own; stacked ones have no formula here"
-    elif errors and max(errors) > KNOWN_ERROR[number]:
-        wrong = wrong or f"relative error {max(errors):.4f} is above the known {KNOWN_ERROR[number]}"
+        wrong = "it has no expert tensors that a formula is known for"
+    elif errors and max(errors) > (known := KNOWN_ERROR[number] * (GPTQ if "gptq" in path.name else 1)):
+        wrong = wrong or f"relative error {max(errors):.4f} is above the known {known:.4f}"
     scheme = checkpoint.scheme(checkpoint.layers[0])
     error = f"{sum(errors) / len(errors):.4f} {max(errors):.4f}" if errors else "-"
     row = [path.name, checkpoint.dialect.name, str(scheme), "yes" if wrong is None else "NO", error]

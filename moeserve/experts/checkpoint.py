@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -67,6 +68,10 @@ class Checkpoint:
         """A checkpoint travels to another process as its path, and is opened again there."""
         return partial(Checkpoint, load_as=self._load_as_name), (self.path,)
 
+    def sibling(self, path: str | Path) -> Checkpoint:
+        """The checkpoint in another folder, loaded as this one is. Raises CheckpointError."""
+        return Checkpoint(path, load_as=self._load_as_name)
+
     @property
     def layers(self) -> tuple[int, ...]:
         """Indices of the decoder layers that have experts."""
@@ -122,8 +127,8 @@ class Checkpoint:
         """
         if layer not in self._gates:
             self._stored(layer)
-            gate = gate_for(self.config)
-            self._gates[layer] = self._biased(gate, layer) if gate.biased else gate
+            gate = replace(gate_for(self.config), by_token=self.family.by_token(self.config, layer))
+            self._gates[layer] = self._biased(gate, layer) if gate.biased and not gate.by_token else gate
         return self._gates[layer]
 
     def experts(self, layer: int, ids: Sequence[int], *, part: tuple[int, int] = (0, 1)) -> ExpertWeights:
@@ -177,8 +182,9 @@ class Checkpoint:
                 )
             sizes = (self.num_experts, self.hidden, self.inner)
             names = found[layer]
+            storage = self._storage(names).fitting(self.inner)
             layers[layer] = StoredLayer(
-                self._store, names, self.family, self._storage(names), *sizes, load_as=self._load_as
+                self._store, names, self.family, storage, *sizes, load_as=self._load_as
             )
             layers[layer].check(layer)
         if not layers:
@@ -232,7 +238,8 @@ def _quantization(path: Path, *configs: Config) -> Quantization:
 
 def _expert_dtype(quantization: Config, config: Config) -> dict[str, Any]:
     """What DeepSeek-V4 says of its experts beside the quantization config, in the words of that config."""
-    named = config.get("expert_dtype", "fp4" if config.get("model_type") == "deepseek_v4" else None)
+    default = "fp4" if config.get("model_type") == "deepseek_v4" else None
+    named = quantization.get("expert_dtype", config.get("expert_dtype", default))
     if quantization.get("quant_method") != "fp8" or named in (None, "fp8"):
         return {}
     if named != "fp4":

@@ -37,6 +37,8 @@ class Gate:
     biased: bool | None = None  # a correction bias takes part in choosing; see with_bias
     bias: Tensor | None = None  # [E] float32
     logits_dtype_weights: bool = False  # weights are rounded to the dtype of the logits
+    logits_dtype_scores: bool = False  # scores and weights are computed in the dtype of the logits
+    by_token: bool = False  # a table chooses by token id (DeepSeek-V4's first layers): `weigh`, never `route`
     weight_on_input: bool = False  # the weight multiplies the expert's input, and its output counts with 1
 
     def __post_init__(self) -> None:
@@ -110,8 +112,11 @@ class Gate:
 
         Ids stand by falling score, equal scores by rising id. A NaN logit counts as -inf, +inf as the largest
         float32, and every weight is finite: a token with no other logits gets ids 0, 1, ... and weights 0.
-        ValueError: another shape, or a correction bias that is still missing.
+        ValueError: another shape, a correction bias that is still missing, or a layer that routes by token
+        id.
         """
+        if self.by_token:
+            raise ValueError("logits do not tell the experts of a layer that chooses them by token id")
         if self.biased and self.bias is None:
             raise ValueError(
                 f"routing {self.method} needs its correction bias [{self.experts}]: see with_bias"
@@ -130,14 +135,15 @@ class Gate:
     def _scores(self, logits: Tensor) -> Tensor:
         if logits.ndim != 2 or logits.shape[1] != self.experts:
             raise ValueError(f"router logits must be [T, {self.experts}], got {list(logits.shape)}")
-        lowest, highest = float("-inf"), torch.finfo(torch.float32).max
-        return SCORES[str(self.scoring)](logits.float().nan_to_num(lowest, highest, lowest))
+        values = logits if self.logits_dtype_scores else logits.float()
+        lowest, highest = float("-inf"), torch.finfo(values.dtype).max
+        return SCORES[str(self.scoring)](values.nan_to_num(lowest, highest, lowest))
 
     def _weights(self, chosen: Tensor, dtype: torch.dtype) -> Tensor:
         weights = ROUTINGS[self.method].weigh(chosen, self) * self.scaling
         if self.logits_dtype_weights:
-            weights = weights.to(dtype).float()
-        return weights.nan_to_num(0.0, neginf=0.0)
+            weights = weights.to(dtype)
+        return weights.float().nan_to_num(0.0, neginf=0.0)
 
 
 def gate_for(config: Config) -> Gate:
@@ -219,6 +225,14 @@ def _grouped_sigmoid(config: Config) -> Gate:
     return Gate(method, *numbers, scoring="sigmoid", renormalize=renormalize, biased=True)
 
 
+def _deepseek_v4(config: Config) -> Gate:
+    _expect(config, "scoring_func", only="sqrtsoftplus")
+    # transformers renormalizes whatever this key says
+    _expect(config, "norm_topk_prob", only=True)
+    scaling = float(config.get("routed_scaling_factor", 1.5))
+    return Gate("DeepseekV4", *_counts(config), scaling=scaling, logits_dtype_scores=True)
+
+
 def _minimax_m2(config: Config) -> Gate:
     _expect(config, "scoring_func", only="sigmoid")
     _expect(config, "use_routing_bias", only=True)
@@ -236,6 +250,7 @@ def _llama4(config: Config) -> Gate:
 FAMILIES: Mapping[str, Callable[[Config], Gate]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "deepseek_v4": _deepseek_v4,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
     "kimi_k2": _deepseek_v3,

@@ -30,8 +30,10 @@ from moeserve.quant.formats.int8 import (
     INT8_STATIC,
     INT8_TENSOR,
     INT8_TOKEN,
+    INT8_TOKEN_ASYMMETRIC,
 )
-from moeserve.quant.formats.mx import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8
+from moeserve.quant.formats.int8_grouped import INT8_ACT_ORDER, INT8_ASYMMETRIC, INT8_ASYMMETRIC_ACT_ORDER
+from moeserve.quant.formats.mx import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8, MXFP8_E5M2, MXINT8
 from moeserve.quant.formats.nvfp4 import NVFP4, NVFP4_STATIC
 
 OCP_MX: dict[str, Scheme] = {
@@ -48,6 +50,16 @@ OCP_MX: dict[str, Scheme] = {
     "w_mxfp6_e2m3_a_fp8": Scheme(MXFP6_E2M3, FP8_STATIC),
 }
 """The scheme strings of OCP MX checkpoints; any other pair with an MX member has no scheme."""
+
+OCP_MX_DTYPES: dict[str, Format] = {
+    "mxfp4": MXFP4,
+    "mxfp6_e3m2": MXFP6_E3M2,
+    "mxfp6_e2m3": MXFP6_E2M3,
+    "mxfp8_e4m3": MXFP8,
+    "mxfp8_e5m2": MXFP8_E5M2,
+    "mxint8": MXINT8,
+}
+"""The names OCP MX has for elements; only the first three occur in scheme strings."""
 
 _INT4 = [
     *INT4.values(),
@@ -66,6 +78,9 @@ WEIGHT_ONLY: tuple[Format, ...] = (
     INT8_GROUP32,
     INT8_GROUP64,
     INT8_GROUP128,
+    *INT8_ASYMMETRIC.values(),
+    *INT8_ACT_ORDER.values(),
+    *INT8_ASYMMETRIC_ACT_ORDER.values(),
     *_INT4,
     MXFP4,
     MXFP6_E3M2,
@@ -82,13 +97,15 @@ _PAIRS: tuple[tuple[Format, Format], ...] = (
     (FP8_CHANNEL, FP8_STATIC),  # also per-tensor halves of gate_up that differ in scale, unrounded
     (FP8_BLOCK, FP8_GROUP),
     (FP8_BLOCK, FP8_GROUP64),
+    (FP8_GROUP, FP8_GROUP),  # 128x128 blocks where gate and up do not fill theirs
     (FP8_BLOCK_UE8M0, FP8_GROUP_UE8M0),
     (INT8_TENSOR, INT8_STATIC),
     (INT8_TENSOR, INT8_TOKEN),
     (INT8_CHANNEL, INT8_TOKEN),
+    (INT8_CHANNEL, INT8_TOKEN_ASYMMETRIC),
     (INT8_CHANNEL, INT8_STATIC),
     (INT8_GROUP128, INT8_GROUP128),
-    *((form, INT8_TOKEN) for form in INT4.values()),
+    *((form, activations) for form in INT4.values() for activations in (INT8_TOKEN, FP8_TOKEN)),
     (INT4_FP8, FP8_TOKEN),
     (MXFP4, MXFP8),
     (MXFP4, FP8_TOKEN),
@@ -111,6 +128,20 @@ SCHEMES: dict[str, Scheme] = {
 def scheme_named(name: str) -> Scheme:
     """The scheme called `name`, our name or an OCP MX string. ValueError, with the names there are."""
     known = SCHEMES | OCP_MX
+    if name not in known and (reason := _no_ocp_mx(name)) is not None:
+        raise ValueError(reason)
     if name not in known:
         raise ValueError(f"unknown scheme {name!r}; known: {', '.join(sorted(known))}")
     return known[name]
+
+
+def _no_ocp_mx(name: str) -> str | None:
+    """Why a string of two OCP MX dtypes names no scheme, or None where it is no such string."""
+    weights, _, activations = name.removeprefix("w_").partition("_a_")
+    members = {*OCP_MX_DTYPES, "fp8"}
+    if not name.startswith("w_") or weights not in OCP_MX_DTYPES or activations not in {*members, ""}:
+        return None
+    return (
+        f"{name} is no scheme: OCP MX weights {weights} do not run with activations "
+        f"{activations or 'as they are'}; the pairs that do are {', '.join(OCP_MX)}"
+    )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from moeserve.experts.gate import Gate
 from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import TensorError
 from moeserve.runtime.lane import Batch
 from moeserve.runtime.rank import Served
+from moeserve.runtime.step import Stamp
 from moeserve.runtime.tensors import OpenRequest, Payloads
 
 
@@ -27,9 +30,9 @@ class Asked:
     transport: str  # inline, shared_memory
     request: OpenRequest
 
-    def reply(self, answer: Tensor, epoch: int, weights_version: int) -> moe_pb2.ForwardReply:
+    def reply(self, answer: Tensor, stamp: Stamp) -> moe_pb2.ForwardReply:
         """The reply, in the dtype that was asked in."""
-        return self.request.reply(answer.to(self.request.hidden.dtype), epoch, weights_version)
+        return self.request.reply(answer.to(self.request.hidden.dtype), *stamp)
 
     def close(self) -> None:
         """Lets go of the caller's memory."""
@@ -45,11 +48,11 @@ class RequestReader:
     served one are converted, and the answer converted back.
     """
 
-    def __init__(self, name: str, served: Served, payloads: Payloads) -> None:
+    def __init__(self, name: str, served: Served, gate: Callable[[int], Gate], payloads: Payloads) -> None:
         self._name = name
         self._served = served
         self._layers = frozenset(served.layers)
-        self._gates = {layer: served.checkpoint.gate(layer) for layer in served.layers}
+        self._gate = gate  # of a layer, by the weights that it holds now
         self._payloads = payloads
 
     def read(self, request: moe_pb2.ForwardRequest, deadline: float = math.inf) -> Asked:
@@ -70,7 +73,7 @@ class RequestReader:
             raise
         shared = request.hidden.WhichOneof("payload") == "region" or request.HasField("output")
         return Asked(
-            Batch(request.layer, hidden, experts, weights, deadline),
+            Batch(request.layer, hidden, experts, weights, deadline, request.weights_version),
             "shared_memory" if shared else "inline",
             opened,
         )
@@ -80,7 +83,11 @@ class RequestReader:
         checkpoint = self._served.checkpoint
         if opened.logits is not None:
             self._check("logits", opened.logits, checkpoint.num_experts, "the layer's experts")
-            return self._gates[layer].route(opened.logits)
+            gate = self._gate(layer)
+            if gate.by_token:
+                wanted = "send choice, with the ids that the model's table gives the tokens"
+                raise TensorError("logits", f"layer {layer} chooses experts by token id; {wanted}")
+            return gate.route(opened.logits)
         if opened.experts is None or opened.weights is None:
             raise TensorError("route", "neither choice nor logits is set")
         self._check("choice.ids", opened.experts, checkpoint.top_k, "the model's experts a token")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +58,16 @@ class Header:
     jobs: tuple[tuple[int, int], ...]  # (job, rows)
 
 
+class Stamp(NamedTuple):
+    """Under what an answer was computed."""
+
+    epoch: int
+    weights_version: int
+
+
+NOT_YET = Stamp(0, 0)
+
+
 @dataclass(eq=False)
 class Job:
     """One call's rows on one lane, from the door until its answer. Forward is pure, so a job can be run
@@ -70,14 +81,15 @@ class Job:
     weights: Tensor  # [T, K] float32
     deadline: float  # time.time() seconds; inf for none
     ended: Callable[[Job], None]  # called once, by the thread that ends it
+    weights_version: int = 0  # the one it must be computed with; 0: whichever is served
     created: float = field(default_factory=time.time)
     output: Tensor | None = None  # [T, H]
-    epoch: int = 0
+    stamp: Stamp = NOT_YET
     error: Exception | None = None
 
-    def finish(self, output: Tensor, epoch: int) -> None:
+    def finish(self, output: Tensor, stamp: Stamp) -> None:
         """Hands over the answer."""
-        self.output, self.epoch = output, epoch
+        self.output, self.stamp = output, stamp
         self.ended(self)
 
     def fail(self, error: Exception) -> None:

@@ -205,7 +205,7 @@ def test_what_was_read_stays_when_the_file_changes(tmp_path: Path) -> None:
     assert torch.equal(weights.down.parts[0], before)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "minimax_m2"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v4", "glm4_moe", "minimax_m2"])
 def test_gate_has_the_layers_own_correction_bias(family: str, tmp_path: Path) -> None:
     model = make_checkpoint(family, tmp_path)
     checkpoint = Checkpoint(tmp_path)
@@ -213,6 +213,20 @@ def test_gate_has_the_layers_own_correction_bias(family: str, tmp_path: Path) ->
     biases = [tensor for name, tensor in model.model.layers[layer].state_dict().items() if "e_score" in name]
     assert torch.equal(checkpoint.gate(layer).bias, biases[0].float())
     assert biases[0].any()
+
+
+@pytest.mark.parametrize("by_legacy_key", [False, True])
+def test_layers_that_choose_by_token_id_have_no_correction_bias(by_legacy_key: bool, tmp_path: Path) -> None:
+    make_checkpoint("deepseek_v4", tmp_path)
+    if by_legacy_key:
+        edit_config(tmp_path, mlp_layer_types=None, num_hash_layers=1)
+    gates = [Checkpoint(tmp_path).gate(layer) for layer in (0, 1)]
+    assert [gate.by_token for gate in gates] == [True, False]
+    logits = torch.randn(3, 8)
+    with pytest.raises(ValueError, match="logits do not tell the experts of a layer that chooses them by"):
+        gates[0].route(logits)
+    assert gates[0].weigh(logits, torch.tensor([[0, 5]] * 3)).sum(-1).tolist() == pytest.approx([1.5] * 3)
+    assert gates[1].route(logits)[0].shape == (3, 2)
 
 
 def test_gate_of_llama4_weights_the_input(tmp_path: Path) -> None:

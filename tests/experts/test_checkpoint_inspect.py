@@ -42,10 +42,23 @@ def test_text_shows_layers_bytes_and_ranks(tmp_path: Path, capsys: pytest.Captur
     )
     assert lines[4] == f"experts       {human(3 * 10 * expert)} in 3 layers"
     row = next(line for line in lines if line.startswith("1-3"))
-    assert " ".join(row.split()) == "1-3 10 64 128 silu bf16 bf16 48 KiB 480 KiB"
+    assert " ".join(row.split()) == "1-3 10 64 128 silu bf16 - bf16 48 KiB 480 KiB"
     ranks = [line.split(maxsplit=2) for line in lines[-4:]]
     assert [rank[:2] for rank in ranks] == [["0", "0-2"], ["1", "3-5"], ["2", "6-7"], ["3", "8-9"]]
     assert [rank[2] for rank in ranks] == [human(3 * count * expert) for count in (3, 3, 2, 2)]
+
+
+@pytest.mark.usefixtures("no_reading")
+def test_layers_that_choose_by_token_id_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint("deepseek_v4", tmp_path)
+    assert inspect(str(tmp_path)) == 0
+    told = "by token id   layers 0: a table chooses experts, not logits"
+    assert told in capsys.readouterr().out.splitlines()
+    assert inspect(str(tmp_path), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["by_token"] == [0]
+    make_checkpoint("mixtral", tmp_path / "other")
+    assert inspect(str(tmp_path / "other")) == 0
+    assert "by token id" not in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("no_reading")

@@ -39,6 +39,7 @@ CLAIMS: list[tuple[dict[str, Any] | None, str]] = [
 
 REFUSED: list[dict[str, Any]] = [
     {"quant_method": "bitsandbytes"},
+    {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}},
     {"quant_method": None},
     {"bits": 4},
     {},
@@ -219,3 +220,9 @@ def test_names_of_shared_experts_and_other_parts_are_not_experts() -> None:
 )
 def test_correction_biases_stand_in_two_places(name: str) -> None:
     assert correction_biases([f"model.layers.4.{name}"]) == {4: f"model.layers.4.{name}"}
+
+
+def test_a_gates_bias_is_a_correction_where_deepseek_v4_has_it() -> None:
+    names = ["layers.4.ffn.gate.bias", "model.layers.5.ffn.gate.bias", "model.layers.6.mlp.gate.bias"]
+    assert correction_biases(names) == {4: names[0], 5: names[1]}
+    assert list(expert_layers(["layers.4.ffn.experts.0.w1.scale", "mtp.0.ffn.experts.0.w1.scale"])) == [4]

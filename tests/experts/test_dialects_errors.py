@@ -50,6 +50,16 @@ def two_groups() -> Config:
 
 FORMAT = "float-quantized"
 
+DOWN_ROTATED = {
+    "config_groups": {
+        "R1": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "weight_input"}]},
+        "R4": {
+            "type": "hadamard",
+            "apply": [{"targets": ["re:.*down_proj$"], "location": "input", "ignore": []}],
+        },
+    }
+}
+
 REFUSED: dict[str, tuple[str, Config, str]] = {
     "ct no groups": (
         "ct FP8",
@@ -113,8 +123,13 @@ REFUSED: dict[str, tuple[str, Config, str]] = {
     "ct bits": ("ct FP8", compressed(FORMAT, F8 | TENSOR | {"num_bits": 0}), "num_bits=0 is not valid"),
     "ct format": (
         "ct W4A16",
-        compressed("int-quantized", I4 | groups_of(128)),
-        "static int4 per group 128 in format 'int-quantized' are not supported, only in pack-quantized",
+        compressed("float-quantized", I4 | groups_of(128)),
+        "static int4 per group 128 in format 'float-quantized' are not supported, only in pack-quantized",
+    ),
+    "ct transform": (
+        "ct W4A16",
+        compressed(PACK, I4 | groups_of(128)) | {"transform_config": DOWN_ROTATED},
+        "transform_config.R4 rotates the input of model.layers.0.mlp.experts.0.down_proj while it is served",
     ),
     "ct packed bits": (
         "ct W4A16",
@@ -126,10 +141,21 @@ REFUSED: dict[str, tuple[str, Config, str]] = {
         compressed(PACK, I4 | groups_of(48)),
         "need groups of 32, 64, 128, or per",
     ),
-    "ct asymmetric 8 bits": (
+    "ct asymmetric bytes": (
         "ct W4A16",
-        compressed(PACK, I8 | groups_of(128) | {"symmetric": False}),
-        "static asymmetric int8 per group 128 with inputs None are not supported; packed integer weights",
+        compressed("int-quantized", I8 | groups_of(128) | {"symmetric": False}),
+        "static asymmetric int8 per group 128 with inputs None are not supported; packed integer weights "
+        "need no inputs and format pack-quantized where they have zero points or an activation order",
+    ),
+    "ct group of 16": (
+        "ct W4A16",
+        compressed(PACK, I4 | groups_of(16)),
+        "static int4 per group 16 with inputs None are not supported; packed integer weights need groups of",
+    ),
+    "ct fp8 tensor, inputs per token": (
+        "ct FP8",
+        compressed(FORMAT, F8 | TENSOR, F8 | TOKEN),
+        "dynamic float8 per token are not supported; FP8 weights (float8) need inputs per tensor where",
     ),
     "ct nvfp4 inputs": (
         "ct NVFP4",
@@ -147,10 +173,17 @@ REFUSED: dict[str, tuple[str, Config, str]] = {
         compressed(FORMAT, F8 | BLOCK | {"block_structure": "64x64"}, F8 | groups_of(128) | DYNAMIC),
         "weights static float8 per block (64, 64)",
     ),
-    "ct int8 static inputs": (
+    "ct int8 static inputs with zero points": (
         "ct W8A8",
-        compressed("int-quantized", I8 | CHANNEL, I8 | TENSOR),
-        "with inputs static int8 per tensor are not supported; INT8 weights with inputs need dynamic",
+        compressed("int-quantized", I8 | CHANNEL, I8 | TENSOR | {"symmetric": False}),
+        "with inputs static asymmetric int8 per tensor are not supported; INT8 weights with inputs need "
+        "dynamic int8 inputs per token, or symmetric int8 inputs per tensor",
+    ),
+    "ct int8 groups with inputs": (
+        "ct W8A8",
+        compressed("int-quantized", I8 | groups_of(64), I8 | TOKEN),
+        "static int8 per group 64 with inputs dynamic int8 per token are not supported; INT8 weights with "
+        "inputs need symmetric weights per channel or per tensor",
     ),
     "ct no such weights": (
         "ct FP8",
@@ -166,6 +199,19 @@ REFUSED: dict[str, tuple[str, Config, str]] = {
         "modelopt FP8",
         modelopt("NVFP4_AWQ"),
         "quant_algo='NVFP4_AWQ' is not supported; sup",
+    ),
+    **{
+        f"modelopt {algorithm}": (
+            "modelopt FP8",
+            modelopt(algorithm),
+            f"quant_algo={algorithm!r} is not supported; supported: FP8, FP8_PER_CHANNEL_PER_TOKEN",
+        )
+        for algorithm in ("W8A8_SQ_PER_CHANNEL", "W8A16", "W4A8_NVFP4_FP8", "W4A8_AWQ")
+    },
+    "modelopt listed group": (
+        "modelopt W4A16_NVFP4",
+        modelopt("W4A16_NVFP4", config_groups={"group_0": {"weights": {"num_bits": 4, "group_size": 32}}}),
+        "W4A16_NVFP4 with config_groups.group_0.weights.group_size=32 is not supported, only 16",
     ),
     "modelopt cache": (
         "modelopt FP8",
@@ -207,6 +253,16 @@ REFUSED: dict[str, tuple[str, Config, str]] = {
         "fp8 tensor dynamic",
         {"activation_scheme": None},
         "activation_scheme=None is not supported",
+    ),
+    "fp8 block static": (
+        "fp8 block",
+        {"activation_scheme": "static"},
+        "block FP8 with activation_scheme='static' is not supported, only 'dynamic'",
+    ),
+    "fp8 block size": (
+        "fp8 block",
+        {"weight_block_size": [1, 32]},
+        "block FP8 with weight_block_size=[1, 32] is not supported, only [128, 128]",
     ),
     "fp8 stored": (
         "deepseek fp4",

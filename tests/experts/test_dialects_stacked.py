@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +13,11 @@ import pytest
 import torch
 from checkpoints import edit_config
 from quantized import EXPERTS, INNER, LAYERS, PRODUCERS, write
-from quantized_tensors import E2M1, power
+from quantized_tensors import E2M1, plain, power
 from safetensors.torch import load_file, save_file
 
 from moeserve.experts.checkpoint import Checkpoint, CheckpointError
+from moeserve.quant.schemes import SCHEMES
 
 HIDDEN, SIZE, COUNT = 96, 128, 3
 
@@ -68,6 +72,32 @@ def test_gpt_oss_blocks_are_read_with_gate_first(tmp_path: Path) -> None:
         assert torch.equal(read.gate_up_bias[position], torch.cat((bias[::2], bias[1::2])))
 
 
+BLOCKS, SCALES = (f"model.layers.0.mlp.experts.down_proj_{part}" for part in ("blocks", "scales"))
+
+DAMAGED: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor | None], str]] = {
+    "no scales": (SCALES, lambda t: None, f"misses tensor {SCALES}"),
+    "no blocks": (BLOCKS, lambda t: None, f"misses tensor {BLOCKS}"),
+    "dtype of blocks": (BLOCKS, lambda t: t.float(), f"tensor {BLOCKS} must be U8, found F32"),
+    "dtype of scales": (SCALES, lambda t: t.bfloat16(), f"tensor {SCALES} must be U8, found BF16"),
+    "shape of blocks": (BLOCKS, lambda t: t.flatten(-2), f"tensor {BLOCKS} must have shape "),
+    "shape of scales": (SCALES, lambda t: t[:, :-1].contiguous(), f"tensor {SCALES} must have shape "),
+    "a scale of NaN": (SCALES, lambda t: torch.full_like(t, 255), f"scale {SCALES} must be a power of two"),
+}
+
+
+@pytest.mark.parametrize(("name", "change", "message"), DAMAGED.values(), ids=DAMAGED)
+def test_damaged_mxfp4_blocks_are_named(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor | None], message: str, tmp_path: Path
+) -> None:
+    tensors = write_gpt_oss(tmp_path)
+    changed = change(tensors.pop(name))
+    if changed is not None:
+        tensors[name] = changed
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        Checkpoint(tmp_path).experts(0, [1])
+
+
 def test_slices_of_gpt_oss_blocks(tmp_path: Path) -> None:
     tensors = write_gpt_oss(tmp_path)
     rows, down = meant(tensors, "gate_up_proj", 1), meant(tensors, "down_proj", 1)
@@ -91,6 +121,139 @@ def test_a_layer_of_gpt_oss_may_be_left_out(tmp_path: Path) -> None:
         CheckpointError, match=r"layer 0 \(bf16\) misses tensor model.layers.0.mlp.experts.down_proj"
     ):
         Checkpoint(tmp_path)
+
+
+GATE_UP, DOWN = ("model.layers.{}.mlp.experts." + name for name in ("gate_up_proj", "down_proj"))
+
+
+def write_scales_beside(
+    path: Path, name: str = "fp8 block", suffix: str = "weight_scale_inv"
+) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
+    """FP8 blocks as transformers writes them: weights by expert, the scales of all experts in one tensor."""
+    expected = write(path, PRODUCERS[name], (HIDDEN_EVEN, INNER))
+    file = path / "model.safetensors"
+    found = load_file(file)
+    for layer in range(LAYERS):
+        stem = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([found.pop(f"{stem}.{e}.{role}_proj.{suffix}") for e in range(EXPERTS)])
+            for role in ("gate", "up", "down")
+        )
+        found[f"{GATE_UP.format(layer)}_scale_inv"] = torch.cat((gate, up), dim=1)
+        found[f"{DOWN.format(layer)}_scale_inv"] = down
+    save_file(found, file)
+    return expected
+
+
+HIDDEN_EVEN = 384
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "width"),
+    [("fp8 block", "weight_scale_inv", 4), ("fp8 block with powers of two", "scale", 1)],
+)
+def test_scales_of_all_experts_may_stand_beside_the_weights(
+    name: str, suffix: str, width: int, tmp_path: Path
+) -> None:
+    expected = write_scales_beside(tmp_path, name, suffix)
+    checkpoint = Checkpoint(tmp_path)
+    scales = (HIDDEN_EVEN // 128) * (3 * INNER // 128) * width
+    assert checkpoint.expert_nbytes(1) == 3 * HIDDEN_EVEN * INNER + scales
+    read = checkpoint.experts(1, [2, 0])
+    for position, expert in enumerate((2, 0)):
+        assert torch.equal(read.gate_up.dequantize()[position], expected[1, expert][0])
+        assert torch.equal(read.down.dequantize()[position], expected[1, expert][1])
+    (gate, up), own = expected[0, 1][0].chunk(2), slice(INNER // 2, None)
+    second = checkpoint.experts(0, [1], part=(1, 2))
+    assert torch.equal(second.gate_up.dequantize()[0], torch.cat((gate[own], up[own])))
+    assert torch.equal(second.down.dequantize()[0], expected[0, 1][1][:, own])
+
+
+def test_one_scale_of_gate_and_up_may_stand_beside_the_weights(tmp_path: Path) -> None:
+    """FP8 without blocks as transformers writes it."""
+    write(tmp_path, PRODUCERS["fp8 tensor dynamic"])
+    file = tmp_path / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(file).items() if name.endswith("weight")}
+    for layer in range(LAYERS):
+        for place, scale in ((GATE_UP, 0.5), (DOWN, 0.25)):
+            tensors[f"{place.format(layer)}_scale_inv"] = (
+                torch.arange(1.0, EXPERTS + 1).view(-1, 1, 1) * scale
+            )
+    save_file(tensors, file)
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.scheme(0).name == "fp8_channel x fp8_token"
+    assert checkpoint.expert_nbytes(0) == 3 * INNER * 256 + 8
+    read, stem = checkpoint.experts(1, [2]), "model.layers.1.mlp.experts.2"
+    gate, up, down = (tensors[f"{stem}.{role}_proj.weight"].float() for role in ("gate", "up", "down"))
+    assert torch.equal(read.gate_up.dequantize()[0], torch.cat((gate, up)) * 1.5)
+    assert torch.equal(read.down.dequantize()[0], down * 0.75)
+
+
+BESIDE: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor | None], str]] = {
+    "missing": (f"{DOWN}_scale_inv", lambda t: None, "misses tensor "),
+    "shape": (f"{GATE_UP}_scale_inv", lambda t: t[:, :-1].contiguous(), "must have shape [3, 4, 3], found"),
+    "dtype": (f"{DOWN}_scale_inv", lambda t: t.half(), "must be F32 or BF16 or F8_E8M0, found F16"),
+    "negative": (f"{GATE_UP}_scale_inv", lambda t: -t, "must be finite and not negative, found -"),
+    "unexpected": (f"{DOWN}_scale_two", lambda t: t, "has the unexpected tensor "),
+    "weights too": (DOWN, lambda t: t, "names its experts in more than one way"),
+}
+
+
+@pytest.mark.parametrize(("name", "change", "message"), BESIDE.values(), ids=BESIDE)
+def test_damaged_scales_beside_the_weights_are_named(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor | None], message: str, tmp_path: Path
+) -> None:
+    write_scales_beside(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors, place = load_file(file), name.format(1)
+    changed = change(tensors.pop(place, torch.ones(1)))
+    save_file(tensors | ({} if changed is None else {place: changed}), file)
+    with pytest.raises(CheckpointError, match=re.escape(message)) as error:
+        Checkpoint(tmp_path).experts(1, [2])
+    assert place in str(error.value)
+
+
+UNEVEN = ("fp8 block", "ct FP8_BLOCK", "modelopt fp8_pb_wo")
+
+
+@pytest.mark.parametrize("inner", [224, 100])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_blocks_at_the_edge_are_smaller(name: str, inner: int, tmp_path: Path) -> None:
+    """Rows of up begin within a block of gate_up, and columns of down end within one."""
+    expected = write(tmp_path, PRODUCERS[name], (160, inner))
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.scheme(0) == SCHEMES["fp8_group128"]
+    read = checkpoint.experts(1, [2])
+    assert torch.equal(read.gate_up.dequantize()[0], expected[1, 2][0])
+    assert torch.equal(read.down.dequantize()[0], expected[1, 2][1])
+    with pytest.raises(ValueError, match=f"I={inner} over slices=2 is {inner // 2} gate and up rows a slice"):
+        checkpoint.shape(0, 2)
+
+
+def test_blocks_that_only_end_within_h_stay_blocks(tmp_path: Path) -> None:
+    expected = write(tmp_path, PRODUCERS["ct FP8_BLOCK"], (160, 256))
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.scheme(0).name == "fp8_block128 x fp8_group128"
+    second = checkpoint.experts(0, [1], part=(1, 2))
+    assert torch.equal(second.down.dequantize()[0], expected[0, 1][1][:, 128:])
+
+
+def test_quark_leaves_stacked_experts_as_they_are(tmp_path: Path) -> None:
+    """It quantizes linear modules, and a tensor of all experts is none."""
+    expected = write(tmp_path, replace(PRODUCERS["quark fp6_e3m2"], make=plain))
+    file = tmp_path / "model.safetensors"
+    apart, stacked = load_file(file), {}
+    for layer in range(LAYERS):
+        stem = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([apart[f"{stem}.{e}.{role}_proj.weight"] for e in range(EXPERTS)])
+            for role in ("gate", "up", "down")
+        )
+        stacked |= {GATE_UP.format(layer): torch.cat((gate, up), dim=1), DOWN.format(layer): down}
+    save_file(stacked, file)
+    checkpoint = Checkpoint(tmp_path)
+    assert (checkpoint.dialect.name, checkpoint.scheme(1).name) == ("quark", "bf16")
+    assert torch.equal(checkpoint.experts(1, [2]).down.dequantize()[0], expected[1, 2][1])
 
 
 STACKABLE = (

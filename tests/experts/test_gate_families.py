@@ -47,6 +47,11 @@ COUNTS = {"num_experts_per_tok": 2, "num_local_experts": 16}
             "Unspecified",
             {"renormalize": False, "biased": True},
         ),
+        (
+            {"model_type": "deepseek_v4"},
+            "DeepseekV4",
+            {"scaling": 1.5, "biased": True, "logits_dtype_scores": True, "by_token": False},
+        ),
         ({"model_type": "glm4_moe"}, "DeepSeekV3", {"groups": 1, "scaling": 1.0, "biased": True}),
         ({"model_type": "minimax_m2"}, "MiniMax2", {"biased": True, "logits_dtype_weights": False}),
         ({"model_type": "gpt_oss"}, "Renormalize", {"logits_dtype_weights": True}),
@@ -85,6 +90,7 @@ def test_preset_of_a_multimodal_config() -> None:
             {"model_type": "deepseek_v3", "n_group": None},
             "config of deepseek_v3 has none of the keys n_group",
         ),
+        ({"model_type": "deepseek_v4", "norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
         (
             {"model_type": "minimax_m2", "use_routing_bias": False},
             "use_routing_bias=False is not supported, only",
@@ -100,6 +106,7 @@ def test_presets_refuse(config: dict[str, object], message: str) -> None:
 ROUTERS = {
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2TopkRouter"),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3TopkRouter"),
+    "deepseek_v4": ("DeepseekV4Config", "DeepseekV4TopKRouter"),
     "glm4_moe": ("Glm4MoeConfig", "Glm4MoeTopkRouter"),
     "gpt_oss": ("GptOssConfig", "GptOssTopKRouter"),
     "llama4_text": ("Llama4TextConfig", "Llama4Router"),
@@ -164,8 +171,11 @@ def test_against_transformers(family: str, settings: dict[str, object], dtype: t
     if "e_score_correction_bias" in dict(router.named_buffers()):
         router.e_score_correction_bias.copy_(bias)
     hidden = torch.randn(300, 32, generator=generator).to(dtype)
+    router.to(dtype)
+    if "e_score_correction_bias" in dict(router.named_buffers()):
+        router.e_score_correction_bias.data = router.e_score_correction_bias.float()  # as models keep it
     with torch.no_grad():
-        logits, weights, ids = their_answer(family, router.to(dtype), hidden, bias)
+        logits, weights, ids = their_answer(family, router, hidden, bias)
 
     gate = gate_for(config.to_dict())
     ours_ids, ours = (gate.with_bias(bias.to(dtype)) if gate.biased else gate).route(logits)

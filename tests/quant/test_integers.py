@@ -3,20 +3,30 @@
 import pytest
 import torch
 
+from moeserve.quant.act_order import in_order
 from moeserve.quant.bits import unpack_nibbles
-from moeserve.quant.format import WHOLE, Packed
-from moeserve.quant.formats.int4 import INT4, INT4_ACT_ORDER, INT4_ASYMMETRIC, in_order, int4
+from moeserve.quant.format import WHOLE, Format, Packed
+from moeserve.quant.formats import FORMATS
+from moeserve.quant.formats.int4 import INT4, INT4_ACT_ORDER, INT4_ASYMMETRIC, INT4_ASYMMETRIC_ACT_ORDER, int4
 from moeserve.quant.formats.int4_fp8 import INT4_FP8, split, split_scales
 from moeserve.quant.formats.int8 import (
     INT8_CHANNEL,
     INT8_GROUP128,
     INT8_STATIC,
     INT8_TOKEN,
+    INT8_TOKEN_ASYMMETRIC,
     half_away,
     int8_channel,
     int8_given,
     int8_group,
     int8_token,
+)
+from moeserve.quant.formats.int8_grouped import (
+    INT8_ACT_ORDER,
+    INT8_ASYMMETRIC,
+    INT8_ASYMMETRIC_ACT_ORDER,
+    in_act_order,
+    int8_asymmetric,
 )
 
 
@@ -48,6 +58,39 @@ def test_int8_zero_rows_and_nan() -> None:
     assert INT8_TOKEN.quantize(torch.zeros(1, 4)).parts[1].item() == pytest.approx(1e-10 / 127, rel=1e-5)
     packed = INT8_GROUP128.quantize(torch.tensor([[float("nan"), 1.0]]))
     assert packed.parts[0].tolist() == [[0, 0]] and packed.parts[1].isnan().all()
+
+
+def test_int8_with_zero_points() -> None:
+    """scale (max - min) / 255, zero round(-128 - min / scale); the range need not hold 0."""
+    rows = torch.tensor([[-1.28, 0, 0.64, 1.27], [10.0, 10.5, 11.0, 12.55]])
+    packed = INT8_TOKEN_ASYMMETRIC.quantize(rows)
+    codes, scale, zero = packed.parts
+    assert scale.flatten().tolist() == pytest.approx([0.01, 0.01], rel=1e-5)
+    assert zero.flatten().tolist() == [0, -128 - 1000]
+    assert codes.tolist() == [[-128, 0, 64, 127], [-128, -78, -28, 127]]
+    assert torch.equal(packed.dequantize(), (codes.float() - zero) * scale)
+
+
+def test_int8_weights_with_zero_points_and_order() -> None:
+    codes = torch.tensor([[-128, 127, 0, 5]], dtype=torch.int8)
+    scale, zero = torch.tensor([[0.5, 0.25]]), torch.tensor([[-3, 7]], dtype=torch.int8)
+    form = int8_asymmetric(2)
+    assert Packed(form, codes.shape, (codes, scale, zero)).dequantize().tolist() == [[-62.5, 65, -1.75, -0.5]]
+    order = torch.tensor([[1, 0, 0, 1]], dtype=torch.int32)
+    held = Packed(in_act_order(form, 2), codes.shape, (codes, scale, zero, order))
+    assert held.dequantize().tolist() == [[-33.75, 65, 1.5, -0.5]]
+    held = Packed(in_act_order(int8_group(2), 2), codes.shape, (codes, scale, order))
+    assert held.dequantize().tolist() == [[-32, 63.5, 0, 1.25]]
+    whole = INT8_ASYMMETRIC[WHOLE].quantize(torch.tensor([[-1.0, 4.1]]))
+    assert whole.parts[0].tolist() == [[-128, 127]] and whole.parts[2].tolist() == [[-78]]
+    with pytest.raises(ValueError, match="group=0 must be positive"):
+        int8_asymmetric(0)
+
+
+@pytest.mark.parametrize("value", [5.0, -3e-7, 1e30, 0.0])
+def test_a_row_of_one_value_is_kept(value: float) -> None:
+    packed = INT8_TOKEN_ASYMMETRIC.quantize(torch.full((1, 3), value))
+    assert packed.dequantize().tolist()[0] == pytest.approx([value] * 3, rel=1e-5, abs=1e-11)
 
 
 def test_int8_static() -> None:
@@ -112,19 +155,22 @@ def test_activation_order_gives_each_column_its_group() -> None:
     scale = torch.tensor([[1.0, 10.0], [2.0, 20.0]])
     packed = Packed(form, torch.Size((2, 8)), (codes, scale, order))
     assert packed.dequantize().tolist() == [[10, 1, 1, 10, 10, 1, 10, 1], [20, 2, 2, 20, 20, 2, 20, 2]]
-    plain, places = in_order(packed, 4)
+    plain, places = in_order(packed)
     assert plain.format == int4(4) and places.tolist() == [1, 2, 5, 7, 0, 3, 4, 6]
     assert torch.equal(plain.dequantize(), packed.dequantize()[:, places])
 
 
-@pytest.mark.parametrize("asymmetric", [False, True])
-def test_sorting_columns_changes_no_value(asymmetric: bool) -> None:
+ORDERED = (INT4_ACT_ORDER, INT4_ASYMMETRIC_ACT_ORDER, INT8_ACT_ORDER, INT8_ASYMMETRIC_ACT_ORDER)
+
+
+@pytest.mark.parametrize("form", [forms[32] for forms in ORDERED], ids=repr)
+def test_sorting_columns_changes_no_value(form: Format) -> None:
     random = torch.Generator().manual_seed(0)
-    form = int4(32, asymmetric=asymmetric, act_order=True)
     packed = form.quantize(torch.randn(3, 5, 96, generator=random))
     order = torch.stack([torch.randperm(96, generator=random) // 32 for _ in range(3)])[:, None].int()
     shuffled = Packed(form, packed.shape, (*packed.parts[:-1], order))
-    plain, places = in_order(shuffled, 32)
+    plain, places = in_order(shuffled)
+    assert plain.format in FORMATS.values() and len(plain.parts) == len(shuffled.parts) - 1
     index = places[:, None].expand(3, 5, 96)
     assert torch.equal(plain.dequantize(), shuffled.dequantize().gather(-1, index))
 
@@ -133,7 +179,7 @@ def test_groups_of_other_sizes_cannot_be_sorted() -> None:
     packed = INT4_ACT_ORDER[32].quantize(torch.ones(1, 64))
     uneven = Packed(packed.format, packed.shape, (*packed.parts[:-1], torch.zeros(1, 64, dtype=torch.int32)))
     with pytest.raises(ValueError, match="groups of int4_group32_act_order are not 32 columns each"):
-        in_order(uneven, 32)
+        in_order(uneven)
 
 
 def test_split_scales() -> None:

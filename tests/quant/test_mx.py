@@ -10,13 +10,17 @@ from moeserve.quant.formats.mx import (
     MXFP6_E2M3,
     MXFP6_E3M2,
     MXFP8,
+    MXFP8_E5M2,
+    MXINT8,
     mxfp4,
     mxfp6_e2m3,
     mxfp6_e3m2,
     mxfp8,
+    mxfp8_e5m2,
+    mxint8,
 )
 
-ALL = [MXFP4, MXFP6_E3M2, MXFP6_E2M3, MXFP8]
+ALL = [MXFP4, MXFP6_E3M2, MXFP6_E2M3, MXFP8, MXFP8_E5M2, MXINT8]
 
 BLOCK = torch.zeros(1, 32)
 BLOCK[0, :8] = torch.tensor([0.1, 0.2, 0.3, 0.4, -0.5, 0.75, 1, 3])
@@ -79,10 +83,14 @@ def test_saturation_is_what_floor_costs() -> None:
     assert mxfp8("ceil").quantize(x).dequantize().item() == 224 / 64
 
 
-@pytest.mark.parametrize("make", [mxfp4, mxfp6_e3m2, mxfp6_e2m3, mxfp8], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [mxfp4, mxfp6_e3m2, mxfp6_e2m3, mxfp8, mxfp8_e5m2, mxint8], ids=lambda make: make.__name__
+)
 def test_ceil_never_saturates_and_is_the_smallest_that_does_not(make: object) -> None:
     form = make("ceil")  # type: ignore[operator]
-    largest = {"mxfp4": 6, "mxfp6_e3m2": 28, "mxfp6_e2m3": 7.5, "mxfp8": 448}[form.name]
+    largest = {"mxfp4": 6, "mxfp6_e3m2": 28, "mxfp6_e2m3": 7.5, "mxfp8": 448}
+    largest |= {"mxfp8_e5m2": 57344, "mxint8": 127 / 64}
+    largest = largest[form.name]
     edges = torch.tensor([largest * 2.0**e for e in range(-40, 40)])
     x = torch.cat((edges, torch.nextafter(edges, edges * 2), torch.nextafter(edges, edges * 0)))[:, None]
     scale = torch.exp2(form.quantize(x).parts[1].float() - 127)

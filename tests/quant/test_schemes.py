@@ -4,7 +4,7 @@ import pytest
 
 from moeserve.quant.formats import FORMATS, STATIC, WIRES
 from moeserve.quant.formats.floats import BF16, FLOATS
-from moeserve.quant.schemes import OCP_MX, SCHEMES, WEIGHT_ONLY, scheme_named
+from moeserve.quant.schemes import OCP_MX, OCP_MX_DTYPES, SCHEMES, WEIGHT_ONLY, scheme_named
 
 STRINGS = [
     "w_mxfp4",
@@ -28,6 +28,17 @@ def test_ocp_mx_strings_say_what_they_mean(string: str) -> None:
     assert scheme.weights.name == weights
     assert scheme.activations.name == (activations or "bf16").replace("fp8", "fp8_static")
     assert SCHEMES[scheme.name] == scheme
+
+
+@pytest.mark.parametrize("weights", OCP_MX_DTYPES)
+@pytest.mark.parametrize("activations", ["", "fp8", *OCP_MX_DTYPES])
+def test_every_string_of_ocp_mx_has_a_scheme_or_a_reason(weights: str, activations: str) -> None:
+    string = f"w_{weights}_a_{activations}" if activations else f"w_{weights}"
+    if string in STRINGS:
+        assert scheme_named(string).weights == OCP_MX_DTYPES[weights]
+        return
+    with pytest.raises(ValueError, match=f"{string} is no scheme: OCP MX weights {weights} do not run with"):
+        scheme_named(string)
 
 
 def test_there_are_no_other_mx_strings() -> None:

@@ -39,6 +39,20 @@ _GROUPED = {
     "intermediate_size": 96,
     "first_k_dense_replace": 1,
 }
+_V4 = {
+    "num_key_value_heads": 1,
+    "q_lora_rank": 16,
+    "partial_rotary_factor": 0.5,
+    "o_groups": 2,
+    "o_lora_rank": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 4,
+    "layer_types": ["sliding_attention", "sliding_attention"],
+    "mlp_layer_types": ["hash_moe", "moe"],
+    "hc_mult": 2,
+    "n_shared_experts": 1,
+}
 
 CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "deepseek_v2": (
@@ -46,6 +60,7 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         _MLA | _GROUPED | {"topk_method": "group_limited_greedy", "num_key_value_heads": 4},
     ),
     "deepseek_v3": ("DeepseekV3", _MLA | _GROUPED | {"num_key_value_heads": 4}),
+    "deepseek_v4": ("DeepseekV4", _V4),
     "glm4_moe": ("Glm4Moe", _GROUPED | {"n_group": 1}),
     "gpt_oss": ("GptOss", {"sliding_window": 64}),
     "llama4_text": ("Llama4", {"intermediate_size_mlp": 96, "interleave_moe_layer_step": 1}),
@@ -58,7 +73,7 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """transformers' class prefix and the keys a family adds or sets otherwise, by model_type."""
 
 INNER_KEY = dict.fromkeys(("gpt_oss", "llama4_text", "minimax_m2", "mixtral", "olmoe"), "intermediate_size")
-EXPERTS_KEY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe"), "n_routed_experts")
+EXPERTS_KEY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v4", "glm4_moe"), "n_routed_experts")
 EXPERTS_KEY |= dict.fromkeys(("olmoe", "qwen2_moe", "qwen3_moe"), "num_experts")
 
 _EXPERT = re.compile(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,29 @@ from torch import Tensor
 from moeserve.experts.checkpoint import Checkpoint
 from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import encode, plain
+from moeserve.quant.format import Format
 from moeserve.quant.formats.floats import FLOATS
 from moeserve.runtime.config import Config
+from moeserve.runtime.local_cluster import LocalCluster
 
 EP4 = {"parallel__data_parallel_size": 4, "parallel__enable_expert_parallel": True}
 TP4 = {"parallel__tensor_parallel_size": 4}
 DP2_TP2 = {"parallel__data_parallel_size": 2, "parallel__tensor_parallel_size": 2}
+
+
+WARM = multiprocessing.get_context("forkserver")
+WARM.set_forkserver_preload(["moeserve.runtime.rank_process", "moeserve.proto.integrations.transformers"])
+
+
+class WarmCluster(LocalCluster):
+    """A `LocalCluster` whose ranks start from one process that has imported everything and done nothing.
+
+    It has no thread, socket or process group to inherit; each rank saves the seconds of the imports.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._context = WARM
 
 
 def house_config(path: Path, **values: Any) -> Config:
@@ -49,9 +67,6 @@ class Alone:
         """Mixed expert output, float32 sums; activations rounded as the scheme says."""
         held, act = self._experts[layer], self.checkpoint.shape(layer).activation
         form = self.checkpoint.scheme(layer).activations
-        rounded = (
-            (lambda x: x) if form in FLOATS.values() else (lambda x: form.quantize(x[None]).dequantize()[0])
-        )
         gate_up, down = held.gate_up.dequantize(), held.down.dequantize()
         first = torch.zeros(gate_up.shape[:2]) if held.gate_up_bias is None else held.gate_up_bias.float()
         second = torch.zeros(down.shape[:2]) if held.down_bias is None else held.down_bias.float()
@@ -59,9 +74,20 @@ class Alone:
         for row, (ids, shares) in enumerate(zip(experts.tolist(), weights.tolist(), strict=True)):
             for expert, share in zip(ids, shares, strict=True):
                 if expert >= 0:
-                    inner = rounded(act.apply(gate_up[expert] @ rounded(hidden[row]) + first[expert]))
-                    answer[row] += share * (down[expert] @ inner + second[expert])
+                    x = rounded(hidden[row], form, held.input_scale, expert)
+                    inner = act.apply(gate_up[expert] @ x + first[expert])
+                    y = rounded(inner, form, held.inner_scale, expert)
+                    answer[row] += share * (down[expert] @ y + second[expert])
         return answer
+
+
+def rounded(row: Tensor, form: Format, scales: Tensor | None, expert: int) -> Tensor:
+    """A row rounded as the scheme says; a static format takes the expert's scale. Plain floats stay."""
+    if form in FLOATS.values():
+        return row
+    if form.given is not None and scales is not None:
+        form = form.given(scales[expert])
+    return form.quantize(row[None]).dequantize()[0]
 
 
 def request_of(layer: int, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> moe_pb2.ForwardRequest:

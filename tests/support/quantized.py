@@ -43,11 +43,13 @@ from quantized_tensors import (
     awq,
     compressed_ints,
     fp8_block,
+    fp8_block_powers,
     fp8_channel,
     fp8_tensor,
     gptq,
-    int4_for_fp8,
+    int4_bytes,
     int8_channel,
+    int8_tensor,
     mxfp4,
     mxfp6,
     mxfp8,
@@ -89,6 +91,13 @@ PRODUCERS: dict[str, Producer] = {
         FP8 | {"weight_block_size": [128, 128]},
         lambda draw: fp8_block(draw, "weight_scale_inv", dtype=torch.float32),
     ),
+    "fp8 block with powers of two": Producer(
+        "fp8_block",
+        "fp8_block128 x fp8_group128",
+        FP8 | {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+        fp8_block_powers,
+        model={"expert_dtype": "fp8"},
+    ),
     "ct FP8": Producer(
         CT,
         "fp8_channel x fp8_static",
@@ -115,6 +124,18 @@ PRODUCERS: dict[str, Producer] = {
     ),
     "ct W8A8": Producer(
         CT, "int8_channel x int8_token", compressed("int-quantized", I8 | CHANNEL, I8 | TOKEN), int8_channel
+    ),
+    "ct W8A8 asymmetric inputs": Producer(
+        CT,
+        "int8_channel x int8_token_asym",
+        compressed("int-quantized", I8 | CHANNEL, I8 | TOKEN | {"symmetric": False}),
+        int8_channel,
+    ),
+    "ct W8A8 static": Producer(
+        CT,
+        "int8_channel x int8_static",
+        compressed("int-quantized", I8 | TENSOR, I8 | TENSOR),
+        lambda draw: int8_tensor(draw, "input_scale"),
     ),
     "ct NVFP4": Producer(
         CT,
@@ -180,6 +201,25 @@ PRODUCERS: dict[str, Producer] = {
         compressed(PACK, I8 | groups_of(64)),
         lambda draw: compressed_ints(draw, 8, 64),
     ),
+    **{
+        f"ct W8A16 {name}": Producer(
+            CT,
+            f"{scheme} x bf16",
+            compressed(PACK, I8 | groups_of(group) | {"symmetric": not ints.get("asymmetric")} | order),
+            lambda draw, group=group, ints=ints: compressed_ints(draw, 8, group, **ints),
+        )
+        for name, scheme, group, ints, order in (
+            ("asymmetric", "int8_asym_group32", 32, {"asymmetric": True}, {}),
+            ("act order", "int8_group64_act_order", 64, {"order": True}, {"actorder": "group"}),
+            (
+                "asymmetric act order",
+                "int8_asym_group32_act_order",
+                32,
+                {"asymmetric": True, "order": True},
+                {"actorder": "group"},
+            ),
+        )
+    },
     "ct W4A8 int8": Producer(
         CT,
         "int4_group64 x int8_token",
@@ -188,9 +228,21 @@ PRODUCERS: dict[str, Producer] = {
     ),
     "ct W4AFP8": Producer(
         CT,
-        "int4_fp8_group128 x fp8_token",
+        "int4_group128 x fp8_token",
         compressed(PACK, I4 | groups_of(128), F8 | TOKEN),
-        int4_for_fp8,
+        lambda draw: compressed_ints(draw, 4, 128),
+    ),
+    "ct W4AFP8 bytes": Producer(
+        CT,
+        "int4_group128 x fp8_token",
+        compressed("int-quantized", I4 | groups_of(128), F8 | TOKEN),
+        lambda draw: int4_bytes(draw, 128),
+    ),
+    "ct W4A8 bytes": Producer(
+        CT,
+        "int4_group32 x int8_token",
+        compressed("int-quantized", I4 | groups_of(32), I8 | TOKEN),
+        lambda draw: int4_bytes(draw, 32),
     ),
     "ct preset": Producer(
         CT,
@@ -270,6 +322,12 @@ PRODUCERS: dict[str, Producer] = {
         GPTQ | {"bits": 8, "group_size": 32},
         lambda draw: gptq(draw, 8, 32),
     ),
+    "gptq 8 bits act order": Producer(
+        "gptq",
+        "int8_group64_act_order x bf16",
+        GPTQ | {"bits": 8, "group_size": 64, "desc_act": True},
+        lambda draw: gptq(draw, 8, 64, order=True),
+    ),
     "gptq channel": Producer(
         "gptq",
         "int4_channel x bf16",
@@ -334,14 +392,18 @@ PRODUCERS: dict[str, Producer] = {
 W_NAMES = ("w1", "w3", "w2")
 
 
-def write(path: Path, producer: Producer) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
-    """Writes the checkpoint, and returns gate_up `[2I, H]` and down `[H, I]` by layer and expert."""
+def write(
+    path: Path, producer: Producer, size: tuple[int, int] = (HIDDEN, INNER)
+) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
+    """Writes the checkpoint with H and I of `size`; returns gate_up `[2I, H]` and down `[H, I]` by layer and
+    expert.
+    """
     config: dict[str, Any] = {
         "model_type": "qwen3_moe",
         "architectures": ["Qwen3MoeForCausalLM"],
         "dtype": "bfloat16",
-        "hidden_size": HIDDEN,
-        "moe_intermediate_size": INNER,
+        "hidden_size": size[0],
+        "moe_intermediate_size": size[1],
         "num_experts": EXPERTS,
         "num_experts_per_tok": 2,
         "num_hidden_layers": LAYERS,
@@ -354,15 +416,24 @@ def write(path: Path, producer: Producer) -> dict[tuple[int, int], tuple[Tensor,
     tensors, meant = {}, {}
     for layer in range(LAYERS):
         for expert in range(EXPERTS):
-            matrices = []
-            for role, name in enumerate(producer.own_names):
-                seeds = (layer, expert, role), (layer, expert, min(role, 1) if role == 2 else 0)
-                own, common = (np.random.default_rng(seed) for seed in seeds)
-                size = (HIDDEN, INNER) if role == 2 else (INNER, HIDDEN)
-                stored, matrix = producer.make(Draw(*size, own, common))
-                stem = f"model.layers.{layer}.{producer.block}.experts.{expert}.{name}"
-                tensors |= {f"{stem}.{suffix}": tensor.contiguous() for suffix, tensor in stored.items()}
-                matrices.append(matrix)
-            meant[layer, expert] = (torch.cat(matrices[:2]), matrices[2])
+            stored, meant[layer, expert] = expert_of(producer, layer, expert, size)
+            tensors |= stored
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return meant
+
+
+def expert_of(
+    producer: Producer, layer: int, expert: int, size: tuple[int, int] = (HIDDEN, INNER)
+) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
+    """An expert's tensors by name, and the gate_up `[2I, H]` and down `[H, I]` that they mean."""
+    hidden, inner = size
+    tensors, matrices = {}, []
+    for role, name in enumerate(producer.own_names):
+        seeds = (layer, expert, role), (layer, expert, min(role, 1) if role == 2 else 0)
+        own, common = (np.random.default_rng(seed) for seed in seeds)
+        shape = (hidden, inner) if role == 2 else (inner, hidden)
+        stored, matrix = producer.make(Draw(*shape, own, common))
+        stem = f"model.layers.{layer}.{producer.block}.experts.{expert}.{name}"
+        tensors |= {f"{stem}.{suffix}": tensor.contiguous() for suffix, tensor in stored.items()}
+        matrices.append(matrix)
+    return tensors, (torch.cat(matrices[:2]), matrices[2])

@@ -83,14 +83,31 @@ def fp8_channel(draw: Draw, *, dtype: torch.dtype = torch.bfloat16, flat: bool =
 
 def fp8_block(draw: Draw, name: str, *, dtype: torch.dtype, four: bool = False) -> Projection:
     codes = draw.e4m3(draw.rows, draw.columns)
-    scale = draw.scales(draw.rows // 128, draw.columns // 128, dtype=dtype)
+    scale = draw.scales(-(-draw.rows // 128), -(-draw.columns // 128), dtype=dtype)
     stored = scale[:, None, :, None].contiguous() if four else scale
-    return {"weight": codes, name: stored}, codes.float() * wide(scale, 128, 128)
+    meant = codes.float() * wide(scale, 128, 128)[: draw.rows, : draw.columns]
+    return {"weight": codes, name: stored}, meant
+
+
+def fp8_block_powers(draw: Draw) -> Projection:
+    """As DeepSeek-V4 stores FP8 experts: a power of two for each block, as a byte."""
+    codes = draw.e4m3(draw.rows, draw.columns)
+    shape = (draw.rows // 128, draw.columns // 128)
+    byte = torch.from_numpy(draw.own.integers(119, 122, shape)).to(torch.uint8)
+    stored = {"weight": codes, "scale": byte.view(torch.float8_e8m0fnu)}
+    return stored, codes.float() * wide(power(byte), 128, 128)
 
 
 def int8_channel(draw: Draw) -> Projection:
     codes, scale = draw.codes(256) - 128, draw.scales(draw.rows, 1, dtype=torch.bfloat16)
     return {"weight": codes.to(torch.int8), "weight_scale": scale}, codes.float() * scale.float()
+
+
+def int8_tensor(draw: Draw, static: str) -> Projection:
+    codes, scale = draw.codes(256) - 128, draw.scales(1, dtype=torch.bfloat16)
+    inputs = draw.factor(0.02, 0.05).reshape(1)  # 127 of them are the largest inputs
+    tensors = {"weight": codes.to(torch.int8), "weight_scale": scale, static: inputs}
+    return tensors, codes.float() * scale.float()
 
 
 def mxfp4(draw: Draw, name: str = "weight", scale_name: str = "weight_scale") -> Projection:
@@ -169,16 +186,11 @@ def compressed_ints(
     return tensors, (codes - zero[:, of]).float() * scale.float()[:, of]
 
 
-def int4_for_fp8(draw: Draw) -> Projection:
-    """Groups of 128 whose scales are split in two for E4M3 activations, which rounds them."""
-    tensors, _ = compressed_ints(draw, 4, 128)
-    scale = tensors["weight_scale"].float()
-    channel = (scale.amax(1, keepdim=True) / 448).clamp_min(4.36e-6)
-    fine = (scale / channel).to(torch.float8_e4m3fn).float()
-    eighth = (fine / 8).to(torch.float8_e4m3fn).float()
-    shifts = torch.arange(8) * 4
-    codes = (tensors["weight_packed"][..., None] >> shifts & 15).flatten(1)
-    return tensors, (codes - 8).float() * wide(eighth, 128) * (8 * channel)
+def int4_bytes(draw: Draw, group: int) -> Projection:
+    """Signed codes of four bits, one a byte."""
+    codes = draw.codes(16) - 8
+    scale = draw.scales(draw.rows, draw.columns // group, dtype=torch.bfloat16)
+    return {"weight": codes.to(torch.int8), "weight_scale": scale}, codes.float() * wide(scale, group)
 
 
 def gptq(

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moeserve.experts.dialects.store import CheckpointError
 from moeserve.experts.dialects.stored import StoredMatrix, StoredTensor
+from moeserve.quant.act_order import in_order
 from moeserve.quant.format import WHOLE, Packed
-from moeserve.quant.formats.int4 import in_order
 
 
 def read_order(matrix: StoredMatrix, tensor: StoredTensor, groups: int) -> Tensor:
@@ -35,7 +35,7 @@ def cut(gate_up: Sequence[Packed], down: Packed, inner: slice) -> tuple[list[Pac
     """
     group = int(down.format.parts[1].columns)
     try:
-        ordered, places = in_order(down, group)
+        ordered, places = in_order(down)
     except ValueError as error:
         raise CheckpointError(f"down cannot be sliced: {error}") from error
     units = places[inner]

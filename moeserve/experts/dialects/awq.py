@@ -9,10 +9,11 @@ from moeserve.experts.dialects.forms import FLOAT_SCALES
 from moeserve.experts.dialects.names import LayerNames
 from moeserve.experts.dialects.store import CheckpointError
 from moeserve.experts.dialects.stored import INPUT_MAJOR, StoredMatrix, StoredTensor
-from moeserve.experts.dialects.words import awq_nibbles, packed_rows
+from moeserve.experts.dialects.words import unpacked
 from moeserve.quant.format import Parts, Scheme
 from moeserve.quant.formats.floats import FLOATS
 from moeserve.quant.formats.int4 import INT4_ASYMMETRIC
+from moeserve.quant.layouts.awq import AWQ
 
 WORDS = (torch.int32,)
 KEYS = {
@@ -71,13 +72,13 @@ def _storage(settings: Settings, dtype: torch.dtype, _: LayerNames) -> Storage:
     scale = StoredTensor("scales", FLOAT_SCALES, 1, group, INPUT_MAJOR, scale=True)
     zero = StoredTensor("qzeros", WORDS, each, group, INPUT_MAJOR)
 
-    def parts(matrix: StoredMatrix) -> Parts:
-        rows = matrix.size[0]
-        values = awq_nibbles(matrix.read(codes).mT)[:, :rows]
-        zeros = awq_nibbles(matrix.read(zero).mT)[:, :rows]
-        return packed_rows(values), matrix.read(scale).float().contiguous(), zeros.mT.contiguous()
-
     scheme = Scheme(INT4_ASYMMETRIC[group], FLOATS[dtype])
+
+    def parts(matrix: StoredMatrix) -> Parts:
+        found = {tensor.suffix: matrix.read(tensor).mT for tensor in (codes, zero)}
+        found["scales"] = matrix.read(scale).float().mT
+        return unpacked(AWQ, found, scheme.weights, matrix.size)
+
     return Storage(scheme, (codes, scale, zero), parts, turns=False)
 
 

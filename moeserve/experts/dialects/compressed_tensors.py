@@ -1,39 +1,67 @@
 """compressed-tensors, as llm-compressor writes it: FP8, INT8, INT4, NVFP4, MXFP4 and MXFP8.
 
 What a layer is stored as follows from its group's numbers, the first row of `ROWS` that fits. Integers packed
-in words (`pack-quantized`) are code + 2^(bits - 1); the global scales of NVFP4 divide; scales are in the
-model's dtype, and widening them loses nothing.
+in words (`pack-quantized`) are code + 2^(bits - 1); those of four bits that meet quantized inputs stand one a
+byte (`int-quantized`). The global scales of NVFP4 divide; scales are in the model's dtype, and widening them
+loses nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from moeserve.experts.dialects import forms
 from moeserve.experts.dialects.act_order import read_order
 from moeserve.experts.dialects.compressed_config import Group, Numbers, group_of
+from moeserve.experts.dialects.compressed_transforms import check_transforms
 from moeserve.experts.dialects.dialect import Dialect, Quantization, Settings, StaticScale, Storage
 from moeserve.experts.dialects.names import LayerNames
 from moeserve.experts.dialects.store import CheckpointError
 from moeserve.experts.dialects.stored import COLUMNS, Axes, StoredMatrix, StoredTensor
-from moeserve.experts.dialects.words import along_last, bytes_less_128, nibbles
+from moeserve.experts.dialects.words import unpacked
+from moeserve.quant.bits import pack_nibbles
 from moeserve.quant.format import WHOLE, Format, Parts, Scheme
 from moeserve.quant.formats.floats import FLOATS
 from moeserve.quant.formats.fp8 import FP8_CHANNEL, FP8_GROUP, FP8_STATIC, FP8_TOKEN
-from moeserve.quant.formats.int4 import INT4, INT4_ACT_ORDER, INT4_ASYMMETRIC, INT4_ASYMMETRIC_ACT_ORDER
-from moeserve.quant.formats.int4_fp8 import GROUP, INT4_FP8, SIGN_BITS, split_scales
-from moeserve.quant.formats.int8 import INT8_CHANNEL, INT8_GROUP32, INT8_GROUP64, INT8_GROUP128, INT8_TOKEN
+from moeserve.quant.formats.int4 import (
+    INT4,
+    INT4_ACT_ORDER,
+    INT4_ASYMMETRIC,
+    INT4_ASYMMETRIC_ACT_ORDER,
+    MIDDLE,
+)
+from moeserve.quant.formats.int8 import INT8_CHANNEL, INT8_STATIC, INT8_TOKEN, INT8_TOKEN_ASYMMETRIC
+from moeserve.quant.formats.int8_grouped import (
+    INT8,
+    INT8_ACT_ORDER,
+    INT8_ASYMMETRIC,
+    INT8_ASYMMETRIC_ACT_ORDER,
+)
 from moeserve.quant.formats.mx import MXFP4, MXFP8
 from moeserve.quant.formats.nvfp4 import NVFP4_STATIC
+from moeserve.quant.layouts.compressed_ints import COMPRESSED_INTS
 
-INT8 = {32: INT8_GROUP32, 64: INT8_GROUP64, 128: INT8_GROUP128, WHOLE: INT8_CHANNEL}
+TABLES = {
+    (4, True, False): INT4,
+    (4, False, False): INT4_ASYMMETRIC,
+    (4, True, True): INT4_ACT_ORDER,
+    (4, False, True): INT4_ASYMMETRIC_ACT_ORDER,
+    (8, True, False): INT8,
+    (8, False, False): INT8_ASYMMETRIC,
+    (8, True, True): INT8_ACT_ORDER,
+    (8, False, True): INT8_ASYMMETRIC_ACT_ORDER,
+}
+"""Integers in words, by group: bits, whether they are symmetric, and whether they have an order."""
 
 INPUT_TOLERANCE = 1e-5
+INT8_INPUTS = (("int", 8, "token"), ("int", 8, "tensor"))
+INT8_NEED = "dynamic int8 inputs per token, or symmetric int8 inputs per tensor"
 WORDS, SHAPE = (torch.int32,), (torch.int64, torch.int32)
+WORDS_FORMAT = "pack-quantized"
+INTEGER_FORMATS = (WORDS_FORMAT, "int-quantized", "naive-quantized")
 
 
 @dataclass(frozen=True)
@@ -58,6 +86,7 @@ def _skips(settings: Settings, names: LayerNames) -> bool:
 def _storage(settings: Settings, dtype: torch.dtype, names: LayerNames) -> Storage:
     if settings.get("sparsity_config"):
         raise CheckpointError(f"sparsity_config={settings['sparsity_config']!r} is not supported, only none")
+    check_transforms(settings, names)
     group = group_of(settings, names)
     if group is None or group.weights is None:
         raise ValueError(f"{names.module} is not quantized")
@@ -139,16 +168,18 @@ def _fp8(group: Group, weights: Numbers, plain: Format) -> Storage | str:
 
 
 def _int8(group: Group, weights: Numbers, _: Format) -> Storage | str:
-    inputs = group.inputs
-    wanted = ("int", 8, "token", True, True)
-    if (
-        inputs is None
-        or (inputs.type, inputs.bits, inputs.strategy, inputs.dynamic, inputs.symmetric) != wanted
-    ):
-        return "dynamic symmetric int8 inputs per token"
-    if weights.strategy != "channel" or not weights.symmetric:
-        return "symmetric weights per channel"
-    return forms.per_channel(INT8_CHANNEL, INT8_TOKEN)
+    inputs, stored = group.inputs, {"channel": forms.per_channel, "tensor": forms.per_tensor}
+    if weights.strategy not in stored or not weights.symmetric:
+        return "symmetric weights per channel or per tensor"
+    if inputs is None or (inputs.type, inputs.bits, inputs.strategy) not in INT8_INPUTS:
+        return INT8_NEED
+    form = stored[weights.strategy]
+    if inputs.strategy == "tensor" and inputs.symmetric and not inputs.dynamic:
+        static = StaticScale("input_scale", tolerance=INPUT_TOLERANCE)
+        return form(INT8_CHANNEL, INT8_STATIC, static)
+    if not inputs.dynamic or (inputs.strategy == "tensor" and not inputs.symmetric):
+        return INT8_NEED
+    return form(INT8_CHANNEL, INT8_TOKEN if inputs.symmetric else INT8_TOKEN_ASYMMETRIC)
 
 
 def _packed(group: Group, weights: Numbers, plain: Format) -> Storage | str:
@@ -158,25 +189,40 @@ def _packed(group: Group, weights: Numbers, plain: Format) -> Storage | str:
         return "4 or 8 bits in groups or per channel"
     if span not in INT4:
         return f"groups of {', '.join(str(size) for size in INT4 if size != WHOLE)}, or per channel"
-    ordered = weights.actorder == "group"
+    ordered, asymmetric = weights.actorder == "group", not weights.symmetric
+    form = TABLES[weights.bits, weights.symmetric, ordered][span]
+    if inputs is None and group.format == WORDS_FORMAT:
+        return _words(Scheme(form, plain), weights.bits, asymmetric=asymmetric, act_order=ordered)
+    if asymmetric or ordered:
+        return f"no inputs and format {WORDS_FORMAT} where they have zero points or an activation order"
     if weights.bits == 8:
-        if ordered or not weights.symmetric or inputs is not None:
-            return "symmetric weights without activation order and no inputs at 8 bits"
-        return _words(Scheme(INT8[span], plain), 8)
-    asymmetric = not weights.symmetric
-    table = {
-        (False, False): INT4,
-        (True, False): INT4_ASYMMETRIC,
-        (False, True): INT4_ACT_ORDER,
-        (True, True): INT4_ASYMMETRIC_ACT_ORDER,
-    }[asymmetric, ordered]
-    if inputs is None:
-        return _words(Scheme(table[span], plain), 4, asymmetric=asymmetric, act_order=ordered)
-    if asymmetric or ordered or inputs.strategy != "token" or inputs.bits != 8:
-        return "no inputs, or symmetric weights without activation order and dynamic 8-bit inputs per token"
-    if inputs.type == "int":
-        return _words(Scheme(INT4[span], INT8_TOKEN), 4)
-    return _words(Scheme(INT4_FP8, FP8_TOKEN), 4) if span == GROUP else "groups of 128 with float8 inputs"
+        return _bytes(Scheme(form, plain), 8)
+    if inputs is not None and (inputs.strategy, inputs.bits, inputs.symmetric) != ("token", 8, True):
+        return "no inputs, or symmetric dynamic 8-bit inputs per token"
+    dynamic = {"int": INT8_TOKEN, "float": FP8_TOKEN}
+    activations = plain if inputs is None else dynamic[inputs.type]
+    return _integers(group, Scheme(INT4[span], activations), 4)
+
+
+def _integers(group: Group, scheme: Scheme, bits: int) -> Storage:
+    """Symmetric integers as the group's format has them."""
+    return _words(scheme, bits) if group.format == WORDS_FORMAT else _bytes(scheme, bits)
+
+
+def _bytes(scheme: Scheme, bits: int) -> Storage:
+    """`weight` int8 `[N, K]`, one code a byte whatever its bits, and its scales."""
+    codes = StoredTensor("weight", (torch.int8,))
+    scale = StoredTensor("weight_scale", forms.FLOAT_SCALES, 1, scheme.weights.parts[1].columns, scale=True)
+
+    def parts(matrix: StoredMatrix) -> Parts:
+        values, scales = matrix.read(codes), matrix.read(scale).float()
+        if bits == 8:
+            return values, scales
+        if (wrong := values[(values < -MIDDLE) | (values >= MIDDLE)]).numel():
+            raise CheckpointError(f"{matrix.name(codes)} holds {wrong[0].item()}, and 4 bits hold -8 to 7")
+        return pack_nibbles(values + MIDDLE), scales
+
+    return Storage(scheme, (codes, scale), parts)
 
 
 def _words(scheme: Scheme, bits: int, *, asymmetric: bool = False, act_order: bool = False) -> Storage:
@@ -192,25 +238,13 @@ def _words(scheme: Scheme, bits: int, *, asymmetric: bool = False, act_order: bo
 
     def parts(matrix: StoredMatrix) -> Parts:
         _check_shape(matrix, shape)
-        words, scales = matrix.read(codes), matrix.read(scale).float()
-        if bits == 8:
-            return bytes_less_128(words), scales
-        found: Parts = (along_last(words), scales)
-        if asymmetric:
-            found += (nibbles(matrix.read(zero).mT, matrix.size[0]).mT.contiguous(),)
+        found = {tensor.suffix: matrix.read(tensor) for tensor in (codes, *([zero] * asymmetric))}
+        found["weight_scale"] = matrix.read(scale).float()
         if act_order:
-            found += (read_order(matrix, order, scales.shape[1]),)
-        return _split(matrix, scale, found[0]) if scheme.weights == INT4_FP8 else found
+            found["weight_g_idx"] = read_order(matrix, order, found["weight_scale"].shape[1])[0]
+        return unpacked(COMPRESSED_INTS, found, scheme.weights, matrix.size)
 
     return Storage(scheme, tensors, parts, act_order=act_order)
-
-
-def _split(matrix: StoredMatrix, tensor: StoredTensor, codes: Tensor) -> Parts:
-    """Signed nibbles and split scales; a slice's are those of the whole rows."""
-    whole = replace(matrix, columns=slice(0, matrix.shape[1]))
-    fine, channel = split_scales(whole.read(tensor).float())
-    groups = slice(matrix.columns.start // GROUP, matrix.columns.stop // GROUP)
-    return codes ^ SIGN_BITS, fine[:, groups].contiguous(), channel
 
 
 def _check_shape(matrix: StoredMatrix, tensor: StoredTensor) -> None:
@@ -244,7 +278,7 @@ ROWS = (
     ),
     Row("FP8 weights (float8)", _float(8), _fp8, ("float-quantized", "naive-quantized")),
     Row("INT8 weights with inputs", _int8_inputs, _int8, ("int-quantized", "naive-quantized")),
-    Row("packed integer weights", lambda weights, _: weights.type == "int", _packed, ("pack-quantized",)),
+    Row("packed integer weights", lambda weights, _: weights.type == "int", _packed, INTEGER_FORMATS),
 )
 
 ROW = Dialect(

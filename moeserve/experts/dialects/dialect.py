@@ -53,6 +53,7 @@ class Storage:
     static: StaticScale | None = None
     turns: bool = True  # stacked tensors may stand as [E, K, N]
     act_order: bool = False  # slices along I are cut in the order of the groups
+    uneven: Storage | None = None  # in its place where gate and up do not fill their blocks of rows
 
     def __post_init__(self) -> None:
         whole = [part.name for part in self.scheme.weights.parts if part.rows == WHOLE]
@@ -60,6 +61,11 @@ class Storage:
             raise ValueError(
                 f"{self.scheme.weights} has {whole[0]} for all rows at once, so a tensor must be shared"
             )
+
+    def fitting(self, inner: int) -> Storage:
+        """The storage of experts with I of `inner`: rows of up start within a block unless gate fills its."""
+        rows = max(part.rows for part in self.scheme.weights.parts)
+        return self if self.uneven is None or inner % rows == 0 else self.uneven
 
     @property
     def everything(self) -> tuple[StoredTensor, ...]:

@@ -40,8 +40,16 @@ def _swigluoai(config: Config) -> Activation:
     return Activation("swigluoai", limit=config.get("swiglu_limit"), alpha=config.get("swiglu_alpha"))
 
 
+def _limited_silu(config: Config) -> Activation:
+    return Activation(str(config.get("hidden_act", "silu")), limit=config.get("swiglu_limit", 10.0))
+
+
 def _every(_: Config, __: int) -> bool:
     return True
+
+
+def _none(_: Config, __: int) -> bool:
+    return False
 
 
 def _sparse_step(config: Config, layer: int) -> bool:
@@ -63,6 +71,13 @@ def _interleaved_layers(config: Config, layer: int) -> bool:
     return bool((layer + 1) % config.get("interleave_moe_layer_step", 1) == 0)
 
 
+def _hash_layers(config: Config, layer: int) -> bool:
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return bool(layer < config.get("num_hash_layers", 3))
+    return bool(layer < len(kinds) and kinds[layer] == "hash_moe")
+
+
 @dataclass(frozen=True)
 class Family:
     """One model family: what its config and its experts' tensors mean, whatever stores them.
@@ -76,6 +91,7 @@ class Family:
     spelling: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     inner_key: str = "moe_intermediate_size"
     has_experts: Callable[[Config, int], bool] = _every
+    by_token: Callable[[Config, int], bool] = _none  # a layer whose experts a table chooses by token id
     activation: Callable[[Config], Activation] = _silu
     stacked: bool = False  # transformers writes one tensor for all experts
     transposed: bool = False  # stacked tensors are [E, H, 2I] and [E, I, H]
@@ -90,6 +106,7 @@ FAMILIES: dict[str, Family] = {
     for row in (
         Family("deepseek_v2", has_experts=_after_dense(0)),
         Family("deepseek_v3", has_experts=_after_dense(3)),
+        Family("deepseek_v4", block="ffn", spelling=_W, activation=_limited_silu, by_token=_hash_layers),
         Family("glm4_moe", has_experts=_after_dense(1)),
         Family(
             "gpt_oss",

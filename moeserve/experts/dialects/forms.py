@@ -17,7 +17,7 @@ from moeserve.experts.dialects.dialect import StaticScale, Storage
 from moeserve.experts.dialects.store import CheckpointError
 from moeserve.experts.dialects.stored import ROWS, SCALAR, Axes, StoredMatrix, StoredTensor
 from moeserve.quant.format import WHOLE, Format, Parts, Scheme
-from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_CHANNEL
+from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_GROUP
 from moeserve.quant.formats.int8 import INT8_CHANNEL
 from moeserve.quant.formats.mx import MXFP8
 from moeserve.quant.formats.nvfp4 import NVFP4
@@ -28,10 +28,18 @@ FLOAT_SCALES = (torch.float32, torch.bfloat16, torch.float16)
 EIGHT_BITS: dict[Format, tuple[torch.dtype, ...]] = {FP8_CHANNEL: E4M3, INT8_CHANNEL: (torch.int8,)}
 
 
-def per_tensor(form: Format, activations: Format, static: StaticScale | None = None) -> Storage:
-    """8-bit `weight` with one `weight_scale`; `form` is the per-channel format of its element."""
+WEIGHT_SCALE = StoredTensor("weight_scale", FLOAT_SCALES, WHOLE, WHOLE, SCALAR, scale=True)
+"""One scale for a matrix."""
+
+
+def per_tensor(
+    form: Format,
+    activations: Format,
+    static: StaticScale | None = None,
+    scale: StoredTensor = WEIGHT_SCALE,
+) -> Storage:
+    """8-bit `weight` with one scale; `form` is the per-channel format of its element."""
     codes = StoredTensor("weight", EIGHT_BITS[form])
-    scale = StoredTensor("weight_scale", FLOAT_SCALES, WHOLE, WHOLE, SCALAR, scale=True)
 
     def parts(matrix: StoredMatrix) -> Parts:
         rows = matrix.read(codes)
@@ -47,12 +55,30 @@ def per_channel(form: Format, activations: Format, static: StaticScale | None = 
     return Storage(Scheme(form, activations), (codes, scale), static=static)
 
 
-def fp8_block(activations: Format, scale: str, axes: tuple[Axes, ...] = (("n", "k"),)) -> Storage:
-    """E4M3 `weight` with a scale a 128x128 block under the name `scale`."""
+def fp8_block(
+    activations: Format,
+    scale: str,
+    axes: tuple[Axes, ...] = (("n", "k"),),
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16),
+    *,
+    beside: bool = False,
+) -> Storage:
+    """E4M3 `weight` with a scale a 128x128 block under the name `scale`.
+
+    Where I is no multiple of 128, rows of up start within a block of gate_up: every row then gets its block's
+    scales as its own, which changes no value.
+    """
     rows, columns = FP8_BLOCK.block
-    dtypes = (torch.float32, torch.bfloat16)
-    scales = StoredTensor(scale, dtypes, rows, columns, axes, scale=True)
-    return Storage(Scheme(FP8_BLOCK, activations), (StoredTensor("weight", E4M3), scales))
+    scales = StoredTensor(scale, dtypes, rows, columns, axes, scale=True, beside=beside)
+    tensors = (StoredTensor("weight", E4M3), scales)
+
+    def by_row(matrix: StoredMatrix) -> Parts:
+        first = matrix.holder(scales).rows.start % rows
+        of = (torch.arange(matrix.size[0]) + first) // rows
+        return matrix.read(tensors[0]), matrix.read(scales).float()[of]
+
+    uneven = Storage(Scheme(FP8_GROUP, activations), tensors, by_row)
+    return Storage(Scheme(FP8_BLOCK, activations), tensors, uneven=uneven)
 
 
 def mx(
@@ -108,19 +134,27 @@ def reciprocal(name: str, divisor: Tensor) -> Tensor:
 def _decode_divided(parts: Parts, shape: torch.Size) -> Tensor:
     codes, scale, factor = parts
     values = NVFP4.decode((codes, scale, torch.ones_like(factor)), shape)
-    return values / _divisor(factor)
+    return values / divisor_of(factor)
 
 
-def _divisor(factor: Tensor) -> Tensor:
-    """The number that `factor` is the rounded reciprocal of: a bfloat16 where one is, else the nearest."""
+def divisor_of(factor: Tensor) -> Tensor:
+    """The number that `factor` is the rounded reciprocal of: one of `DIVISOR_BITS`, else the nearest."""
     exact = factor.double().reciprocal()
-    short = exact.bfloat16().float()
-    return torch.where(short.reciprocal() == factor, short, exact.float())
+    mantissa, exponent = torch.frexp(exact)
+    found = exact.float()
+    for bits in DIVISOR_BITS:
+        short = torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent).float()
+        found = torch.where(short.reciprocal() == factor, short, found)
+    return found
 
+
+DIVISOR_BITS = (11, 8)
+"""Significant bits of float16 and bfloat16, one of which the producer's divisors have as the model does."""
 
 NVFP4_DIVIDED = replace(NVFP4, decode=_decode_divided)
 """NVFP4 whose global scale is a rounded reciprocal: decodes as code x scale / divisor, as its producer does.
 
-The producer's divisors are bfloat16 numbers, which a float32 reciprocal gives back; values then equal the
-quotient bit for bit. A kernel that multiplies by the reciprocal is off by one unit in the last place.
+The producer's divisors are numbers of the model's dtype. Those of bfloat16 and float16 a float32 reciprocal
+gives back, and values then equal the quotient bit for bit; of float32 models' one in seven is off by a bit.
+A kernel that multiplies by the reciprocal is off by one unit in the last place.
 """

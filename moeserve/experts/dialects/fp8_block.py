@@ -1,7 +1,9 @@
 """DeepSeek's FP8: E4M3 weights with a float32 scale a 128x128 block, activations in 1x128 groups.
 
 The scale, `weight_scale_inv`, multiplies despite its name. MiniMax-M2 and Qwen's own FP8 releases are stored
-so too. `fmt` and `scale_fmt` only inform: the tensors' dtypes say the same.
+so too. DeepSeek-V4 calls the scale `scale`; it and transformers may store it as an E8M0 byte. What
+transformers quantizes has the scales of all experts in one tensor, beside weights that it names by expert.
+`fmt` and `scale_fmt` only inform: the tensors' dtypes say the same.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from moeserve.experts.dialects.store import CheckpointError
 from moeserve.quant.formats.fp8 import FP8_GROUP
 
 BLOCK = [128, 128]
+LONG, SHORT = "weight_scale_inv", "scale"
+SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 
 def _claims(quantization: Quantization) -> bool:
@@ -23,13 +27,14 @@ def _claims(quantization: Quantization) -> bool:
     return quantization.get("weight_block_size") is not None and quantization.get("store_dtype") is None
 
 
-def _storage(settings: Settings, _: torch.dtype, __: LayerNames) -> Storage:
+def _storage(settings: Settings, _: torch.dtype, names: LayerNames) -> Storage:
     if "activation_scheme" not in settings:
         raise CheckpointError("quantization_config has no key activation_scheme; block FP8 needs 'dynamic'")
     for key, only in (("weight_block_size", BLOCK), ("activation_scheme", "dynamic")):
         if settings.get(key, only) != only:
             raise CheckpointError(f"block FP8 with {key}={settings[key]!r} is not supported, only {only!r}")
-    return forms.fp8_block(FP8_GROUP, "weight_scale_inv")
+    scale = SHORT if any(name.endswith(f".{SHORT}") for name in names.tensors) else LONG
+    return forms.fp8_block(FP8_GROUP, scale, dtypes=SCALES, beside=names.scales_beside)
 
 
 def skips(settings: Settings, names: LayerNames) -> bool:

@@ -20,15 +20,17 @@ from moeserve.experts.dialects.forms import FLOAT_SCALES
 from moeserve.experts.dialects.names import LayerNames
 from moeserve.experts.dialects.store import CheckpointError
 from moeserve.experts.dialects.stored import COLUMNS, INPUT_MAJOR, Axes, StoredMatrix, StoredTensor
-from moeserve.experts.dialects.words import along_last, bytes_less_128, nibbles
+from moeserve.experts.dialects.words import unpacked
 from moeserve.quant.format import WHOLE, Format, Parts, Scheme
 from moeserve.quant.formats.floats import FLOATS
 from moeserve.quant.formats.int4 import INT4, INT4_ACT_ORDER, INT4_ASYMMETRIC, INT4_ASYMMETRIC_ACT_ORDER
-from moeserve.quant.formats.int8 import INT8_CHANNEL, INT8_GROUP32, INT8_GROUP64, INT8_GROUP128
+from moeserve.quant.formats.int8_grouped import INT8, INT8_ACT_ORDER
+from moeserve.quant.layouts.gptq import GPTQ, GPTQ_V2, zero_points
 
-INT8 = {32: INT8_GROUP32, 64: INT8_GROUP64, 128: INT8_GROUP128, WHOLE: INT8_CHANNEL}
 LESS = {"gptq": 1, "gptq_v2": 0}
 """What a checkpoint_format stores zero points less."""
+LAYOUTS = {1: GPTQ, 0: GPTQ_V2}
+"""The layout of the files, by that."""
 REQUIRED: Mapping[str, type] = {"bits": int, "group_size": int, "desc_act": bool, "sym": bool}
 WORDS = (torch.int32,)
 ROW_VECTOR: tuple[Axes, ...] = (("n",),)
@@ -68,8 +70,6 @@ def _numbers(settings: Settings) -> Numbers:
     if group not in INT4:
         raise CheckpointError(f"group_size={group} is not supported, only {', '.join(map(str, INT4))}")
     ordered = bool(settings["desc_act"]) and group != WHOLE
-    if bits == 8 and ordered:
-        raise CheckpointError("GPTQ with bits=8 and desc_act=True is not supported; desc_act=False is")
     return Numbers(bits, group, ordered, symmetric, LESS[form])
 
 
@@ -105,7 +105,7 @@ def _skips(settings: Settings, names: LayerNames) -> bool:
 
 def _format(numbers: Numbers) -> Format:
     if numbers.bits == 8:
-        return INT8[numbers.group]
+        return (INT8_ACT_ORDER if numbers.act_order else INT8)[numbers.group]
     tables = {
         (True, False): INT4,
         (True, True): INT4_ACT_ORDER,
@@ -134,29 +134,19 @@ def _words(numbers: Numbers, scheme: Scheme) -> Storage:
 
     def parts(matrix: StoredMatrix) -> Parts:
         _check_bias(matrix, bias)
-        words, scales = matrix.read(codes), matrix.read(scale).float().contiguous()
-        zeros = _zeros(matrix, zero, numbers)
+        found = {tensor.suffix: matrix.read(tensor).mT for tensor in (codes, zero)}
+        found["scales"] = matrix.read(scale).float().mT
         if numbers.symmetric:
+            zeros = zero_points(found["qzeros"], matrix.size[0], numbers.bits, numbers.less)
             _check_middle(matrix.name(zero), zeros, 1 << (numbers.bits - 1))
-        if numbers.bits == 8:
-            found: Parts = (bytes_less_128(words), scales)
-        else:
-            found = (along_last(words), scales, *([] if numbers.symmetric else [zeros]))
         if numbers.act_order:
-            return (*found, read_order(matrix, order, scales.shape[1]))
-        _check_plain(matrix, order, group)
-        return found
+            found["g_idx"] = read_order(matrix, order, found["scales"].shape[0])[0]
+        else:
+            _check_plain(matrix, order, group)
+        return unpacked(LAYOUTS[numbers.less], found, scheme.weights, matrix.size)
 
     tensors = (codes, scale, zero, order, bias)
     return Storage(scheme, tensors, parts, turns=False, act_order=numbers.act_order)
-
-
-def _zeros(matrix: StoredMatrix, tensor: StoredTensor, numbers: Numbers) -> Tensor:
-    """True zero points `[rows, groups]` uint8."""
-    words = matrix.read(tensor).mT  # [groups, N / each], packed along N
-    rows = matrix.size[0]
-    stored = along_last(words)[..., :rows] if numbers.bits == 8 else nibbles(words, rows)
-    return (stored + numbers.less).mT.contiguous()
 
 
 def _check_middle(name: str, zeros: Tensor, middle: int) -> None:

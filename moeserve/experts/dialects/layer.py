@@ -62,11 +62,19 @@ class StoredLayer:
         """The matrices of `expert`, cut to `inner`: rows of gate and up, columns of down."""
         gate, up, down = self.names.projections(expert)
         hidden, one, other = slice(0, self.hidden), (self.inner, self.hidden), (self.hidden, self.inner)
-        if not self.names.stacked:
-            halves = tuple(StoredMatrix(self.store, name, one, inner, hidden) for name in (gate, up))
-            return ExpertMatrices(halves, StoredMatrix(self.store, down, other, hidden, inner))
         both, stack = (2 * self.inner, self.hidden), (expert, self.experts)
         rows = [inner, slice(self.inner + inner.start, self.inner + inner.stop)]
+        if not self.names.stacked:
+            stacks = self.names.stacks()
+            places = [StoredMatrix(self.store, stacks[0], both, each, hidden, stack) for each in rows]
+            places.append(StoredMatrix(self.store, stacks[1], other, hidden, inner, stack))
+            halves = tuple(
+                StoredMatrix(self.store, name, one, inner, hidden, beside=place)
+                for name, place in zip((gate, up), places, strict=False)
+            )
+            return ExpertMatrices(
+                halves, StoredMatrix(self.store, down, other, hidden, inner, beside=places[2])
+            )
         if self.family.interleaved:
             rows = [slice(2 * inner.start, 2 * inner.stop)]
         cut = (StoredMatrix(self.store, gate, both, each, hidden, stack, self.transposed) for each in rows)
@@ -174,8 +182,9 @@ class StoredLayer:
     def _check_sizes(self) -> None:
         """A group of columns that is cut short by the edge has no meaning; 128x128 blocks may be."""
         form = self.storage.scheme.weights
+        groups = {tensor.columns for tensor in self.storage.tensors if tensor.rows == 1} - {1, WHOLE}
         for part in form.parts:
-            if part.rows == 1 and part.columns not in (1, WHOLE):
+            if part.rows == 1 and part.columns in groups:
                 for letter, size in (("H", self.hidden), ("I", self.inner)):
                     if size % Fraction(part.columns).numerator:
                         raise CheckpointError(
@@ -192,8 +201,12 @@ class StoredLayer:
             raise CheckpointError(f"{layer} has the unexpected tensor {stray}; a projection has {reads}")
 
     def _expected_names(self, tensors: Sequence[StoredTensor]) -> Iterable[str]:
-        for expert in range(1 if self.names.stacked else self.experts):
-            for projection in self.names.projections(expert):
-                yield from (tensor.name(projection, stacked=self.names.stacked) for tensor in tensors)
+        stacked, (gate_up, down) = self.names.stacked, self.names.stacks()
+        stacks = (gate_up, gate_up, down)
+        for expert in range(1 if stacked else self.experts):
+            for projection, stack in zip(self.names.projections(expert), stacks, strict=True):
+                for tensor in tensors:
+                    beside = tensor.beside and not stacked
+                    yield tensor.name(stack if beside else projection, stacked=beside or stacked)
                 if self.family.bias:
-                    yield bias_name(projection, stacked=self.names.stacked)
+                    yield bias_name(projection, stacked=stacked)

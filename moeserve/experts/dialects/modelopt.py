@@ -8,7 +8,7 @@ activations per tensor in its producer and a token at a time here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from moeserve.experts.dialects.dialect import Dialect, Quantization, Settings, S
 from moeserve.experts.dialects.modelopt_excludes import excluded
 from moeserve.experts.dialects.names import LayerNames
 from moeserve.experts.dialects.store import CheckpointError
+from moeserve.experts.dialects.stored import Axes
 from moeserve.quant.format import Format
 from moeserve.quant.formats.floats import FLOATS
 from moeserve.quant.formats.fp8 import FP8_CHANNEL, FP8_GROUP, FP8_STATIC, FP8_TOKEN
@@ -27,10 +28,13 @@ from moeserve.quant.formats.nvfp4 import NVFP4_STATIC
 INPUT_SCALE = StaticScale("input_scale")
 GROUP_SIZES = {"NVFP4": 16, "W4A16_NVFP4": 16, "MXFP4": 32, "MXFP8": 32, "W4A8_MXFP4_FP8": 32}
 
+BLOCK_SCALES: tuple[Axes, ...] = (("n", 1, "k", 1), ("n", "k"), ())
+"""A matrix of a single block has a scale without dimensions."""
+
 ALGORITHMS: Mapping[str, Callable[[Format], Storage]] = {
     "FP8": lambda _: forms.per_tensor(FP8_CHANNEL, FP8_STATIC, INPUT_SCALE),
     "FP8_PER_CHANNEL_PER_TOKEN": lambda _: forms.per_channel(FP8_CHANNEL, FP8_TOKEN),
-    "FP8_PB_WO": lambda _: forms.fp8_block(FP8_GROUP, "weight_scale", (("n", 1, "k", 1), ("n", "k"))),
+    "FP8_PB_WO": lambda _: forms.fp8_block(FP8_GROUP, "weight_scale", BLOCK_SCALES),
     "NVFP4": lambda _: forms.nvfp4(NVFP4_STATIC, INPUT_SCALE),
     "W4A16_NVFP4": forms.nvfp4,
     "MXFP4": lambda _: forms.mx(MXFP4, MXFP4),
@@ -111,6 +115,16 @@ def _algorithm(flat: Mapping[str, Any], names: LayerNames) -> tuple[str, int | N
     return next(iter(found), None)
 
 
+def _listed_groups(settings: Settings) -> Iterator[tuple[str, int | None]]:
+    """Keys and sizes of the groups that the flat form lists; it has no other place for them."""
+    listed = settings.get("config_groups")
+    for name, group in listed.items() if isinstance(listed, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict):
+            key = f"config_groups.{name}.weights.group_size"
+            yield key, _integer(key, weights.get("group_size"))
+
+
 def _skips(settings: Settings, names: LayerNames) -> bool:
     flat = _settled(settings)
     return _algorithm(flat, names) is None or excluded(flat["ignore"], names)
@@ -126,8 +140,9 @@ def _storage(settings: Settings, dtype: torch.dtype, names: LayerNames) -> Stora
             f"quant_algo={algorithm!r} of experts is not supported; supported: {', '.join(ALGORITHMS)}"
         )
     only = GROUP_SIZES.get(algorithm)
-    if group is not None and only is not None and group != only:
-        raise CheckpointError(f"{algorithm} with group_size={group} is not supported, only {only}")
+    for key, size in (("group_size", group), *_listed_groups(settings)):
+        if size is not None and only is not None and size != only:
+            raise CheckpointError(f"{algorithm} with {key}={size} is not supported, only {only}")
     return ALGORITHMS[algorithm](FLOATS[dtype])
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from moeserve.experts.dialects.store import CheckpointError
 
-PREFIXES = ("model.", "language_model.model.", "model.language_model.")
-BLOCKS = ("block_sparse_moe", "mlp", "feed_forward")
+PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
+BLOCKS = ("block_sparse_moe", "mlp", "feed_forward", "ffn")
 SPELLINGS = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))  # gate, up, down
 STACKED = ("gate_up_proj", "gate_up_proj", "down_proj")
 
@@ -19,7 +19,7 @@ _LAYER = (
 _TENSOR = re.compile(
     rf"{_LAYER}\.experts\.(?:(?P<expert>\d+)\.)?(?P<projection>[a-z0-9_]+?)(?P<rest>[._].+)?"
 )
-_BIAS = re.compile(rf"{_LAYER}\.(?:gate\.)?e_score_correction_bias")
+_BIAS = re.compile(rf"{_LAYER}\.(?:(?:gate\.)?e_score_correction_bias|(?<=\.ffn\.)gate\.bias)")
 _PROJECTIONS = {name: spelling for spelling in SPELLINGS for name in spelling}
 
 
@@ -32,6 +32,16 @@ class LayerNames:
     stacked: bool  # one tensor for all experts
     experts: frozenset[int]  # ids that are named; empty if stacked
     tensors: frozenset[str]  # every tensor under `<module>.experts`
+
+    @property
+    def scales_beside(self) -> bool:
+        """Whether weights are named by expert, and scales stand in one tensor for all."""
+        stems = tuple(f"{self.module}.experts.{name}_" for name in STACKED)
+        return not self.stacked and any(name.startswith(stems) for name in self.tensors)
+
+    def stacks(self) -> tuple[str, str]:
+        """Names of gate_up and down of all experts at once."""
+        return f"{self.module}.experts.{STACKED[0]}", f"{self.module}.experts.{STACKED[2]}"
 
     def projections(self, expert: int) -> tuple[str, str, str]:
         """Names of an expert's gate, up and down; gate and up are one tensor if stacked."""
@@ -83,9 +93,25 @@ def _projection(name: str, found: re.Match[str]) -> str:
     )
 
 
+def _with_scales_beside(
+    forms: dict[tuple[str, tuple[str, str, str], bool], tuple[set[int], set[str]]],
+) -> LayerNames | None:
+    """Experts by number whose scales alone are one tensor for all of them, as transformers writes FP8."""
+    apart = [key for key in forms if not key[2]]
+    stacks = [key for key in forms if key[2]]
+    if len(apart) != 1 or len(stacks) != 1 or apart[0][0] != stacks[0][0]:
+        return None
+    (ids, tensors), (_, scales) = forms[apart[0]], forms[stacks[0]]
+    if any(name.endswith(STACKED) for name in scales):  # weights
+        return None
+    return LayerNames(*apart[0], frozenset(ids), frozenset(tensors | scales))
+
+
 def _only(
     layer: int, forms: dict[tuple[str, tuple[str, str, str], bool], tuple[set[int], set[str]]]
 ) -> LayerNames:
+    if len(forms) > 1 and (both := _with_scales_beside(forms)) is not None:
+        return both
     if len(forms) > 1:
         examples = " and ".join(min(tensors) for _, tensors in forms.values())
         raise CheckpointError(f"layer {layer} names its experts in more than one way: {examples}")

@@ -1,7 +1,8 @@
 """AMD Quark: MXFP4, MXFP6 and MXFP8 of OCP, FP8 and INT8, by layer patterns and dtype descriptors.
 
 The descriptor of a layer is that of the first pattern that means it, else of the whole model. The activations
-of a pair are those of its OCP MX scheme; a per-tensor FP8 input of MX weights is static.
+of a pair are those of its OCP MX scheme; a per-tensor FP8 input of MX weights is static. Experts that a
+model holds in one tensor are no modules to Quark: it leaves them as they are, whatever the config says.
 """
 
 from __future__ import annotations
@@ -76,7 +77,12 @@ def _of_layer(settings: Settings, names: LayerNames) -> Mapping[str, Any] | None
 
 
 def _skips(settings: Settings, names: LayerNames) -> bool:
-    return _of_layer(settings, names) is None
+    return _of_layer(settings, names) is None or _left_whole(names)
+
+
+def _left_whole(names: LayerNames) -> bool:
+    """Whether experts stand in one tensor without scales: Quark quantizes linear modules only."""
+    return names.stacked and names.tensors <= set(names.stacks())
 
 
 def _storage(settings: Settings, dtype: torch.dtype, names: LayerNames) -> Storage:

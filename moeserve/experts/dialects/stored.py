@@ -31,7 +31,7 @@ class StoredTensor:
     `suffix` follows the projection's name: `experts.3.gate_proj.weight`, and for the stacked tensors of all
     experts `experts.gate_up_proj` for `weight`, `experts.gate_up_proj_scale_inv` for `weight_scale_inv`. One
     element covers `rows` x `columns` of the matrix (WHOLE: all of it); `axes` are the dimensions that it may
-    have in the file, the first is the usual one.
+    have in the file, the first is the usual one. Axes without a side mean one element along it.
     """
 
     suffix: str
@@ -42,6 +42,7 @@ class StoredTensor:
     scale: bool = False  # values must be finite and not negative
     optional: bool = False
     shared: bool = False  # gate and up of an expert must have the same values
+    beside: bool = False  # one tensor for all experts, gate and up as one, though the weights stand apart
 
     def name(self, projection: str, *, stacked: bool) -> str:
         """The tensor's full name for a projection's, `stacked` when all experts stand in one tensor."""
@@ -67,15 +68,21 @@ class StoredMatrix:
     columns: slice
     stack: tuple[int, int] | None = None  # (expert, experts) where one tensor holds all experts
     transposed: bool = False  # the file holds [K, N]
+    beside: StoredMatrix | None = None  # where tensors that are `beside` the weights have this matrix
 
     @property
     def size(self) -> torch.Size:
         """`[rows, columns]` of the wanted part."""
         return torch.Size((self.rows.stop - self.rows.start, self.columns.stop - self.columns.start))
 
+    def holder(self, tensor: StoredTensor) -> StoredMatrix:
+        """This matrix as `tensor` has it: in the stack of all experts where it stands beside the weights."""
+        return self.beside if tensor.beside and self.beside is not None else self
+
     def name(self, tensor: StoredTensor) -> str:
         """Full name of `tensor`."""
-        return tensor.name(self.projection, stacked=self.stack is not None)
+        held = self.holder(tensor)
+        return tensor.name(held.projection, stacked=held.stack is not None)
 
     def has(self, tensor: StoredTensor) -> bool:
         """Whether the file has `tensor`, which may be optional."""
@@ -86,7 +93,7 @@ class StoredMatrix:
 
         CheckpointError: it is missing, or its dtype or shape is another.
         """
-        return self._checked(self.name(tensor), tensor.dtypes, self.expected(tensor))
+        return self._checked(self.name(tensor), tensor.dtypes, self.holder(tensor).expected(tensor))
 
     def bias_entry(self) -> Entry:
         """What the header says of the projection's bias, `[N]`. CheckpointError: as `entry`."""
@@ -108,13 +115,17 @@ class StoredMatrix:
         return entry
 
     def nbytes(self, tensor: StoredTensor) -> int:
-        """Bytes that `tensor` takes in the file for this expert, all of it; 0 where there is none."""
+        """Bytes that `tensor` takes in the file for this matrix, all of it; 0 where there is none."""
         if tensor.optional and not self.has(tensor):
             return 0
-        return self.entry(tensor).nbytes // (self.stack[1] if self.stack else 1)
+        held = self.holder(tensor)
+        whole = self.entry(tensor).nbytes // (held.stack[1] if held.stack else 1)
+        return whole * self.shape[0] // held.shape[0]
 
     def read(self, tensor: StoredTensor) -> Tensor:
         """The wanted part of `tensor`: `[rows, columns]` in its own units, and sizes in `axes` after them."""
+        if (held := self.holder(tensor)) is not self:
+            return held.read(tensor)
         shapes = self.expected(tensor)
         axes = self._axes(tensor)[shapes.index(self.entry(tensor).shape)]
         wanted = {"n": _units(self.rows, tensor.rows), "k": _units(self.columns, tensor.columns)}
@@ -159,7 +170,7 @@ class StoredMatrix:
 
     def expected(self, tensor: StoredTensor) -> tuple[tuple[int, ...], ...]:
         """The shapes that `tensor` may have in the file."""
-        counts = {"n": _count(self.shape[0], tensor.rows), "k": _count(self.shape[1], tensor.columns)}
+        counts = self._counts(tensor)
         lead = (self.stack[1],) if self.stack else ()
         return tuple(
             (*lead, *(counts[axis] if isinstance(axis, str) else axis for axis in axes))
@@ -167,9 +178,17 @@ class StoredMatrix:
         )
 
     def _axes(self, tensor: StoredTensor) -> tuple[Axes, ...]:
+        """The dimensions that `tensor` may have; one is left out only where it has one element."""
+        counts = self._counts(tensor)
+        several = {axis for axis in ("n", "k") if counts[axis] != 1}
+        known = (axes for axes in tensor.axes if several <= set(axes))
         if not self.transposed:
-            return tensor.axes
-        return tuple(("k", "n") if axes == ("n", "k") else axes for axes in tensor.axes)
+            return tuple(known)
+        return tuple(("k", "n") if axes == ("n", "k") else axes for axes in known)
+
+    def _counts(self, tensor: StoredTensor) -> dict[str | int, int]:
+        """Elements of `tensor` along each side of the matrix."""
+        return {"n": _count(self.shape[0], tensor.rows), "k": _count(self.shape[1], tensor.columns)}
 
 
 def _count(size: int, span: int | Fraction) -> int:

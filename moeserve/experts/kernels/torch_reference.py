@@ -1,8 +1,8 @@
 """The numeric reference: plain torch, slot by slot, float32 throughout; it judges every other kernel.
 
-It computes any pair of formats that decode themselves. Weights are decoded when a step needs them, one
-active expert at a time, so they stay as small as in the checkpoint. `counts` and `offsets` are read on the
-host: it is a judge, and a last resort on a CPU, and no CUDA graph can hold it.
+It computes any pair of formats that decode themselves, and serves quantized weights on a CPU. An active
+expert's weights are decoded once a step, however many rows it has, and not kept, so that they stay as small
+as in the checkpoint. `counts` and `offsets` are read on the host: no CUDA graph can hold it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The table of number formats: one file a family, one line here a format."""
 
 from moeserve.quant.format import Format
-from moeserve.quant.formats import floats, fp8, int4, int4_fp8, int8, mx, nvfp4
+from moeserve.quant.formats import floats, fp8, int4, int4_fp8, int8, int8_grouped, mx, nvfp4
 from moeserve.quant.formats.floats import BF16, FP16, FP32
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
 
@@ -24,9 +24,13 @@ FORMATS: dict[str, Format] = {
         int8.INT8_TENSOR,
         int8.INT8_CHANNEL,
         int8.INT8_TOKEN,
+        int8.INT8_TOKEN_ASYMMETRIC,
         int8.INT8_GROUP32,
         int8.INT8_GROUP64,
         int8.INT8_GROUP128,
+        *int8_grouped.INT8_ASYMMETRIC.values(),
+        *int8_grouped.INT8_ACT_ORDER.values(),
+        *int8_grouped.INT8_ASYMMETRIC_ACT_ORDER.values(),
         *int4.INT4.values(),
         *int4.INT4_ASYMMETRIC.values(),
         *int4.INT4_ACT_ORDER.values(),
@@ -36,6 +40,8 @@ FORMATS: dict[str, Format] = {
         mx.MXFP6_E3M2,
         mx.MXFP6_E2M3,
         mx.MXFP8,
+        mx.MXFP8_E5M2,
+        mx.MXINT8,
         nvfp4.NVFP4,
     )
 }
@@ -51,6 +57,7 @@ WIRES: dict[str, Format] = {
         fp8.FP8_GROUP,
         fp8.FP8_GROUP_UE8M0,
         int8.INT8_TOKEN,
+        int8.INT8_TOKEN_ASYMMETRIC,
         mx.MXFP4,
         mx.MXFP6_E3M2,
         mx.MXFP6_E2M3,

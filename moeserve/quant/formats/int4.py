@@ -19,10 +19,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moeserve.quant.bits import pack_nibbles, pick_pairs, unpack_nibbles
+from moeserve.quant.bits import pack_nibbles, pick_pairs
 from moeserve.quant.blocks import Blocks
 from moeserve.quant.elements import table
-from moeserve.quant.format import WHOLE, Format, Packed, Part, Parts
+from moeserve.quant.format import WHOLE, Format, Part, Parts
+from moeserve.quant.formats.ordered import ORDER, each_column, with_order
 
 MIDDLE = 8
 AMAX_FLOOR = 1e-5
@@ -69,17 +70,11 @@ def _decode_asymmetric(blocks: Blocks, parts: Parts, shape: torch.Size) -> Tenso
     return blocks.multiply_(blocks.subtract(signed_values(codes, shape[-1]), offset), scale)
 
 
-def _with_order(encode: Callable[[Tensor], Parts], group: int, x: Tensor) -> Parts:
-    order = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device) // group
-    return (*encode(x), order.expand(*x.shape[:-2], 1, -1).contiguous())
-
-
 def _decode_ordered(parts: Parts, shape: torch.Size) -> Tensor:
     codes, *scales, order = parts
     if any(size == 0 for size in shape):
         return torch.zeros(shape, device=codes.device)
-    columns = order.long().expand(shape)
-    scale, *zero = (part.float().gather(-1, columns) for part in scales)
+    scale, *zero = each_column(tuple(scales), order, shape)
     values = signed_values(codes, shape[-1])
     return (values - (zero[0] - MIDDLE) if zero else values) * scale
 
@@ -107,26 +102,9 @@ def int4(group: int, *, asymmetric: bool = False, act_order: bool = False, span:
         encode, decode = partial(_encode_asymmetric, blocks), partial(_decode_asymmetric, blocks)
     if act_order:
         name += "_act_order"
-        parts.append(Part("order", torch.int32, WHOLE, 1))
-        encode, decode = partial(_with_order, encode, group), _decode_ordered
+        parts.append(ORDER)
+        encode, decode = partial(with_order, encode, group), _decode_ordered
     return Format(name, 4, tuple(parts), encode, decode)
-
-
-def in_order(packed: Packed, group: int) -> tuple[Packed, Tensor]:
-    """A matrix with activation order, its columns sorted by group, and the columns' old places `[..., K]`.
-
-    The result has the plain format of groups of `group`: column j of it is column `places[j]` of `packed`.
-    ValueError: groups of other sizes than `group`, which no plain format holds.
-    """
-    codes, *scales, order = packed.parts
-    columns = packed.shape[-1]
-    places = order[..., 0, :].long().argsort(dim=-1, stable=True)
-    plain = torch.arange(columns, device=codes.device, dtype=order.dtype) // group
-    if not torch.equal(order[..., 0, :].gather(-1, places), plain.expand(places.shape)):
-        raise ValueError(f"groups of {packed.format} are not {group} columns each; they cannot be sorted")
-    index = places[..., None, :].expand(packed.shape)
-    moved = pack_nibbles(unpack_nibbles(codes, columns).gather(-1, index))
-    return Packed(int4(group, asymmetric=len(scales) > 1), packed.shape, (moved, *scales)), places
 
 
 GROUPS = (32, 64, 128)

@@ -4,6 +4,10 @@ value = code x scale. How a quotient becomes an integer differs between producer
 `ROUNDINGS`; a format made with another rule is the same format. Weights scale by amax / 127 here, and by
 amax / 127.5 as compressed-tensors writes them, where -128 occurs. NaN, which integers lack, gives its block
 a NaN scale. An all-zero block takes the floor as its scale.
+
+Asymmetric activations (`int8_token_asym`, "azp"): value = (code - zero) x scale, with scale = (max - min) /
+255 and zero = round(-128 - min / scale), an int32, since the range need not hold 0. A row of one value, whose
+range is nothing, takes amax x 2^-22 as its scale: the value is then a whole number of steps.
 """
 
 from __future__ import annotations
@@ -83,8 +87,35 @@ def int8_group(group: int, rounding: str = "half_even", span: str = "full") -> F
     return _int8(f"int8_group{group}", Blocks(1, group), rounding, span)
 
 
+NARROWEST = 2.0**-22
+"""Smallest scale of a row with a zero point, in its amax: code and zero stay exact in float32."""
+
+
+def _encode_asymmetric(x: Tensor) -> Parts:
+    x = x.float()
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    narrow = torch.maximum(low.abs(), high.abs()).clamp_min(AMAX_FLOOR).mul_(NARROWEST)
+    scale = torch.maximum((high - low).div_(255), narrow)
+    zero = (-128 - low / scale).round_().nan_to_num_(nan=0.0)
+    steps = (x / scale).round_().add_(zero)
+    return codes_of(steps, "half_even"), scale, zero.to(torch.int32)
+
+
+def _decode_asymmetric(parts: Parts, shape: torch.Size) -> Tensor:
+    codes, scale, zero = parts
+    return (codes.float() - zero.float()).mul_(scale)
+
+
 INT8_TENSOR = _int8("int8_tensor", Blocks(WHOLE, WHOLE), "half_even", "full")
 INT8_CHANNEL, INT8_TOKEN = int8_channel(), int8_token()
+INT8_TOKEN_ASYMMETRIC = Format(
+    "int8_token_asym",
+    8,
+    (CODES, Part("scale", torch.float32, 1, WHOLE), Part("zero", torch.int32, 1, WHOLE)),
+    _encode_asymmetric,
+    _decode_asymmetric,
+)
+"""Activations with a scale and a zero point a token."""
 INT8_GROUP32, INT8_GROUP64, INT8_GROUP128 = int8_group(32), int8_group(64), int8_group(128)
 
 

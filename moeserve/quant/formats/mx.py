@@ -1,9 +1,9 @@
-"""OCP MX: blocks of 32 along K that share an E8M0 byte, a power of two; elements FP4, FP6 or FP8.
+"""OCP MX: blocks of 32 along K that share an E8M0 byte, a power of two; elements FP4, FP6, FP8 or INT8.
 
 Reading needs no rule: value = element x 2^(byte - 127). Writing does: how a block's exponent follows from
 its largest magnitude is named in `EXPONENTS`, and a format made with another rule is the same format.
-A block of zeros has byte 0 and codes 0. NaN, which FP4 and FP6 lack, gives the block the byte 0xFF, which
-reads as NaN. What lies beyond the largest element saturates.
+A block of zeros has byte 0 and codes 0. NaN, which FP4, FP6 and INT8 lack, gives the block the byte 0xFF,
+which reads as NaN. What lies beyond the largest element saturates. MXINT8's elements are code / 64.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from moeserve.quant.format import Format, Part, Parts
 GROUP = Blocks(1, 32)
 
 E8M0_NAN = 255
+SMALLEST_POWER = 1 << (FP32_MANTISSA_BITS - 1)
+"""The bits of 2^-127, the byte 0, as float32."""
 
 
 class MxElement(NamedTuple):
@@ -82,14 +84,35 @@ FP6_E3M2, FP6_E2M3 = (
     )
     for element in (E3M2, E2M3)
 )
-FP8 = MxElement(
-    _codes(torch.float8_e4m3fn, 1),
+FP8, FP8_E5M2 = (
+    MxElement(
+        _codes(dtype, 1),
+        8,
+        mantissa,
+        top,
+        FP8_LARGEST[dtype],
+        partial(encode_fp8, dtype=dtype),
+        lambda codes, columns: decode_fp8(codes),
+    )
+    for dtype, mantissa, top in ((torch.float8_e4m3fn, 3, 8), (torch.float8_e5m2, 2, 15))
+)
+INT8_STEPS = 64
+INT8_CODE = 127  # -128 is left unused, so that both signs reach as far
+
+
+def _encode_int8(x: Tensor) -> Tensor:
+    steps = (x * INT8_STEPS).nan_to_num_(nan=0.0).round_()
+    return steps.clamp_(-INT8_CODE, INT8_CODE).to(torch.int8)
+
+
+INT8 = MxElement(
+    _codes(torch.int8, 1),
     8,
-    3,
-    8,
-    FP8_LARGEST[torch.float8_e4m3fn],
-    encode_fp8,
-    lambda codes, columns: decode_fp8(codes),
+    6,
+    0,
+    INT8_CODE / INT8_STEPS,
+    _encode_int8,
+    lambda codes, columns: codes.float().div_(INT8_STEPS),
 )
 
 
@@ -117,7 +140,8 @@ def _even_e2m1(amax: Tensor, element: MxElement) -> Tensor:
 
 def _ceil(amax: Tensor, element: MxElement) -> Tensor:
     ratio = (amax / element.largest).view(torch.int32)
-    return (ratio + ((1 << FP32_MANTISSA_BITS) - 1)) >> FP32_MANTISSA_BITS
+    byte = (ratio + ((1 << FP32_MANTISSA_BITS) - 1)) >> FP32_MANTISSA_BITS
+    return byte.masked_fill_(ratio <= SMALLEST_POWER, 0)  # a subnormal that 2^-127 is not below
 
 
 EXPONENTS: dict[str, Callable[[Tensor, MxElement], Tensor]] = {
@@ -177,4 +201,15 @@ def mxfp8(rule: str = "ceil") -> Format:
     return _mx("mxfp8", FP8, rule)
 
 
+def mxfp8_e5m2(rule: str = "ceil") -> Format:
+    """MXFP8 E5M2: codes E5M2 `[N, K]`; writes by `rule`. ValueError: an unknown rule."""
+    return _mx("mxfp8_e5m2", FP8_E5M2, rule)
+
+
+def mxint8(rule: str = "ceil") -> Format:
+    """MXINT8: codes int8 `[N, K]` in 64ths; writes by `rule`. ValueError: an unknown rule."""
+    return _mx("mxint8", INT8, rule)
+
+
 MXFP4, MXFP6_E3M2, MXFP6_E2M3, MXFP8 = mxfp4(), mxfp6_e3m2(), mxfp6_e2m3(), mxfp8()
+MXFP8_E5M2, MXINT8 = mxfp8_e5m2(), mxint8()

@@ -1,0 +1,112 @@
+"""Laws of a quantized layer's step on the CPU: how often weights are decoded, and where rows are rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from carrier_cases import law_cases
+from made_experts import Arrival, fresh_seed, make_scheme
+from torch import Tensor
+
+from moeserve.dispatch.backends import DISPATCHERS, local
+from moeserve.dispatch.dispatcher import DispatchSpec
+from moeserve.dispatch.routing import Routing
+from moeserve.experts.activation import Activation
+from moeserve.experts.batch import ExpertShape, Grouping
+from moeserve.experts.kernel import KernelSpec, Problem
+from moeserve.experts.kernels import KERNELS
+from moeserve.experts.machine import machine_named
+from moeserve.quant.format import Format, Parts, Scheme
+from moeserve.quant.formats import WIRES
+from moeserve.quant.formats.floats import BF16, FLOATS, FP32
+from moeserve.quant.schemes import SCHEMES
+from moeserve.runtime.plan import make_plan
+
+SHAPE = ExpertShape(256, 128, Activation("silu"))
+COUNTS = (40, 0, 1, 25, 0)
+ACTIVE = sum(count > 0 for count in COUNTS)
+
+QUANTIZED = {name: scheme for name, scheme in SCHEMES.items() if scheme.weights not in FLOATS.values()}
+TRAVELLING = {name: scheme for name, scheme in QUANTIZED.items() if scheme.activations in WIRES.values()}
+ROUNDED = {name: scheme for name, scheme in TRAVELLING.items() if scheme.activations not in FLOATS.values()}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors are small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def planned(scheme: Scheme, model: Format) -> tuple[Problem, str, Format]:
+    """What an unpinned plan chooses on a CPU: problem, kernel and wire."""
+    problem = Problem(scheme, model, SHAPE, experts=len(COUNTS), ranks=1, top_k=2, lane_rows=64)
+    plan = make_plan(problem, machine_named("cpu"), KERNELS, DISPATCHERS)
+    return problem, plan.kernel.name, plan.wire
+
+
+def counted(form: Format, calls: list[torch.Size]) -> Format:
+    """The format, noting the shape of everything that it decodes."""
+
+    def decode(parts: Parts, shape: torch.Size) -> Tensor:
+        calls.append(shape)
+        return form.decode(parts, shape)
+
+    return replace(form, decode=decode)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_weights_are_decoded_once_for_each_active_expert(name: str) -> None:
+    scheme = QUANTIZED[name]
+    _, kernel_name, wire = planned(scheme, BF16)
+    generator, calls = torch.Generator().manual_seed(fresh_seed()), list[torch.Size]()
+    noted = Scheme(counted(scheme.weights, calls), scheme.activations)
+    kernel = KERNELS[kernel_name].build(KernelSpec(noted, SHAPE, torch.bfloat16))
+    prepared = kernel.prepare(make_scheme(SHAPE, len(COUNTS), scheme, generator))
+    assert not calls, "weights stay as they are stored"
+    arrival = Arrival(COUNTS, Grouping.RAGGED)
+    for step in (1, 2):
+        kernel.apply(prepared, arrival.batch(arrival.rows(SHAPE.hidden, generator), SHAPE.hidden, wire))
+        assert sorted(calls) == sorted(
+            [torch.Size((SHAPE.gate_up_rows, SHAPE.hidden)), torch.Size((SHAPE.hidden, SHAPE.inner))]
+            * (ACTIVE * step)
+        )
+
+
+@pytest.mark.parametrize("model", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("name", ROUNDED)
+def test_rounding_before_dispatch_is_rounding_after(name: str, model: Format) -> None:
+    """One step through carrier and kernel, rows rounded by the sender or by the kernel: the same bits."""
+    scheme = ROUNDED[name]
+    problem, kernel_name, wire = planned(scheme, model)
+    assert wire == scheme.activations, "the plan sends what the scheme rounds to"
+    generator = torch.Generator().manual_seed(fresh_seed())
+    kernel = KERNELS[kernel_name].build(KernelSpec(scheme, SHAPE, model.dtype))
+    prepared = kernel.prepare(make_scheme(SHAPE, len(COUNTS), scheme, generator))
+    hidden = torch.randn(33, SHAPE.hidden, generator=generator).to(model.dtype)
+    scores, slots = torch.rand(33, len(COUNTS), generator=generator).topk(problem.top_k)
+    routing = Routing(slots.int(), scores, (33,))
+    answers = []
+    for carried in (wire, model):
+        spec = DispatchSpec(0, 1, len(COUNTS), SHAPE.hidden, problem.top_k, 64, model.dtype, carried)
+        carrier = local.ROW.build(spec)
+        arrived = carrier.dispatch(hidden, routing).wait()
+        assert arrived.batch.tokens.format == carried
+        answers.append(carrier.combine(kernel.apply(prepared, arrived.batch), arrived.ticket).wait())
+    assert torch.equal(*answers)
+    assert answers[0].isfinite().all()
+    assert answers[0].any()
+
+
+@pytest.mark.parametrize("carrier", [row.name for row in DISPATCHERS.values() if "cpu" in row.archs])
+def test_every_carrier_is_held_to_its_law_with_every_wire_of_a_scheme(carrier: str) -> None:
+    """What arrives is, bit for bit, what was rounded at home: `test_carriers` checks that for its cases."""
+    wires = {scheme.activations.name for scheme in TRAVELLING.values()}
+    assert wires <= DISPATCHERS[carrier].wires
+    if (DISPATCHERS[carrier].max_ranks or 2) > 1:
+        assert wires <= {case.wire for case in law_cases() if case.carrier == carrier}
