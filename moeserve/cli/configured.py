@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,6 +12,7 @@ if TYPE_CHECKING:
 
 FLAGS: dict[str, tuple[str, type, str]] = {
     "--checkpoint": ("model.checkpoint", str, "folder with config.json and safetensors"),
+    "--load-as": ("model.load_as", str, "scheme to quantize experts to while they are loaded"),
     "--data-parallel-size": ("parallel.data_parallel_size", int, "groups of ranks with tokens of their own"),
     "--tensor-parallel-size": ("parallel.tensor_parallel_size", int, "ranks of one such group"),
     "--all2all-backend": ("plan.all2all_backend", str, "carrier of tokens; auto lets the plan choose"),
@@ -25,6 +28,9 @@ SERVE_FLAGS: dict[str, tuple[str, type, str]] = {
 }
 """Flag -> (dotted key of the configuration, type, help)."""
 
+METAVARS = {"--load-as": "SCHEME"}
+"""What stands for a flag's value in the help, where the flag's last word does not say it."""
+
 
 def add_config_flags(parser: argparse.ArgumentParser, *, serving: bool) -> None:
     """Adds the file and the flags; with `serving` also where to listen and who starts the ranks."""
@@ -32,7 +38,7 @@ def add_config_flags(parser: argparse.ArgumentParser, *, serving: bool) -> None:
         "config", nargs="?", metavar="CONFIG.toml", help="configuration; the flags override it"
     )
     for flag, (key, kind, text) in (FLAGS | (SERVE_FLAGS if serving else {})).items():
-        name = flag.rpartition("-")[2].upper()
+        name = METAVARS.get(flag, flag.rpartition("-")[2].upper())
         parser.add_argument(flag, dest=key, type=kind, metavar=name, help=text)
     parser.add_argument(
         "--enable-expert-parallel",
@@ -50,15 +56,21 @@ def add_config_flags(parser: argparse.ArgumentParser, *, serving: bool) -> None:
     )
 
 
-def config_of(args: argparse.Namespace) -> Config:
-    """The configuration that a command line means. Raises ConfigError, naming key and value."""
+def config_of(args: argparse.Namespace, over_file: Mapping[str, Any] = MappingProxyType({})) -> Config:
+    """The configuration that a command line means. Raises ConfigError, naming key and value.
+
+    `over_file` are dotted keys that override the file; flags override both.
+    """
+    return given(args, over_file).checked()
+
+
+def given(args: argparse.Namespace, over_file: Mapping[str, Any] = MappingProxyType({})) -> Config:
+    """The same, unchecked: it may lack a checkpoint."""
     from moeserve.runtime.config import Config
 
     config = Config.load(args.config) if args.config else Config()
-    given: dict[str, Any] = {
-        key: value for key, value in vars(args).items() if "." in key and value is not None
-    }
-    return config.with_values(given).checked()
+    flags = {key: value for key, value in vars(args).items() if "." in key and value is not None}
+    return config.with_values(dict(over_file) | flags)
 
 
 def numbers(text: str) -> tuple[int, ...]:

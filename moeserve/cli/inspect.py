@@ -1,4 +1,7 @@
-"""`moeserve inspect CHECKPOINT`: what a checkpoint holds, by its config and headers; reads no weights."""
+"""`moeserve inspect CHECKPOINT`: what a checkpoint holds, by its config and headers.
+
+Weights are read only to compare them with another checkpoint's, `--against`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from moeserve.cli.inspect_against import errors_against, errors_json, errors_rows
+from moeserve.cli.inspect_excluded import brief, excluded_modules
 from moeserve.experts.checkpoint import Checkpoint, CheckpointError
 from moeserve.experts.gate import Gate, gate_for
 from moeserve.experts.placement import EMPTY, Placement
+from moeserve.quant.format import WHOLE, Format
 
 LAYER_COLUMNS = (
     "layers",
@@ -20,6 +26,7 @@ LAYER_COLUMNS = (
     "inner",
     "activation",
     "weights",
+    "group",
     "activations",
     "an expert",
     "a layer",
@@ -37,6 +44,7 @@ class LayerSummary:
     activation: str
     bias: bool
     weights: str  # a number format
+    group: str  # what shares the finest scale: 128x128, 1x16, row, matrix; - where there is none
     activations: str
     expert_nbytes: int
     layer_nbytes: int
@@ -53,10 +61,15 @@ class RankSummary:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the subcommand; its `func` is `run`."""
-    about = "show layers, experts, shapes, scheme, routing and bytes of a checkpoint; reads no weights"
+    about = "show layers, experts, shapes, scheme, excluded modules, routing and bytes of a checkpoint"
     parser = subparsers.add_parser("inspect", help=about, description=about)
     parser.add_argument("checkpoint", help="folder with config.json and safetensors")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="spread whole experts over N ranks")
+    parser.add_argument(
+        "--against",
+        metavar="REFERENCE",
+        help="the same model unquantized: relative error of each layer's experts; reads all their weights",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(func=run)
 
@@ -70,10 +83,19 @@ def run(args: argparse.Namespace) -> int:
         layers = {layer: _layer(checkpoint, layer) for layer in checkpoint.layers}
         ranks = _ranks(checkpoint, args.ranks)
         gate = gate_for(checkpoint.config)
+        errors = errors_against(checkpoint, args.against) if args.against else []
     except (CheckpointError, ValueError) as error:
         print(f"moeserve inspect: {error}", file=sys.stderr)
         return 1
-    print(_json(checkpoint, gate, layers, ranks) if args.json else _text(checkpoint, gate, layers, ranks))
+    if args.json:
+        found = _json(checkpoint, gate, layers, ranks)
+        print(
+            json.dumps(found | ({"against": errors_json(args.against, errors)} if errors else {}), indent=2)
+        )
+        return 0
+    print(_text(checkpoint, gate, layers, ranks))
+    if errors:
+        print(f"\nrelative error against {args.against}\n{_columns(errors_rows(errors))}")
     return 0
 
 
@@ -107,10 +129,20 @@ def _layer(checkpoint: Checkpoint, layer: int) -> LayerSummary:
         activation=shape.activation.name,
         bias=shape.bias,
         weights=scheme.weights.name,
+        group=_group(scheme.weights),
         activations=scheme.activations.name,
         expert_nbytes=nbytes,
         layer_nbytes=nbytes * checkpoint.num_experts,
     )
+
+
+def _group(form: Format) -> str:
+    if len(form.parts) == 1:
+        return "-"
+    rows, columns = form.block
+    if columns == WHOLE:
+        return "matrix" if rows == WHOLE else "row"
+    return f"{rows}x{columns}"
 
 
 def _ranks(checkpoint: Checkpoint, count: int) -> list[RankSummary]:
@@ -135,21 +167,27 @@ def _routing(gate: Gate) -> dict[str, Any]:
     return {name: getattr(gate, name) for name in (*names, "weight_on_input")}
 
 
+def _by_token(checkpoint: Checkpoint) -> list[int]:
+    """Layers whose experts a table chooses by token id."""
+    return [layer for layer in checkpoint.layers if checkpoint.family.by_token(checkpoint.config, layer)]
+
+
 def _json(
     checkpoint: Checkpoint, gate: Gate, layers: dict[int, LayerSummary], ranks: list[RankSummary]
-) -> str:
-    found = {
+) -> dict[str, Any]:
+    return {
         "checkpoint": str(checkpoint.path),
         "architecture": checkpoint.architecture,
         "model_type": checkpoint.model_type,
         "dialect": checkpoint.dialect.name,
         "dtype": str(checkpoint.dtype).removeprefix("torch."),
+        "excluded": excluded_modules(checkpoint.quantization),
         "routing": _routing(gate),
+        "by_token": _by_token(checkpoint),
         "layers": [{"layer": layer} | asdict(summary) for layer, summary in layers.items()],
         "nbytes": sum(summary.layer_nbytes for summary in layers.values()),
         "ranks": [asdict(rank) for rank in ranks],
     }
-    return json.dumps(found, indent=2)
 
 
 def _text(
@@ -163,6 +201,10 @@ def _text(
         ("routing", _routing_line(gate)),
         ("experts", f"{human(total)} in {len(layers)} layers"),
     ]
+    if by_token := _by_token(checkpoint):
+        head.insert(4, ("by token id", f"layers {ranges(by_token)}: a table chooses experts, not logits"))
+    if checkpoint.quantization is not None:
+        head.append(("excluded", brief(excluded_modules(checkpoint.quantization))))
     sections = [_columns(head), _columns(_layer_rows(layers)), _columns(_rank_rows(ranks))]
     return "\n\n".join(sections)
 
@@ -182,7 +224,7 @@ def _layer_rows(layers: dict[int, LayerSummary]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [LAYER_COLUMNS]
     for row, same in alike.items():
         sizes = (str(row.experts), str(row.hidden), str(row.inner))
-        how = (row.activation + (" + bias" if row.bias else ""), row.weights, row.activations)
+        how = (row.activation + (" + bias" if row.bias else ""), row.weights, row.group, row.activations)
         rows.append((ranges(same), *sizes, *how, human(row.expert_nbytes), human(row.layer_nbytes)))
     return rows
 

@@ -48,22 +48,33 @@ def _host_memory() -> int:
         return int(next(line for line in lines if line.startswith("MemTotal")).split()[1]) * 1024
 
 
-_NAMED = {
-    "cpu": ("cpu", 64),
-    "h100": ("sm90", 80),
-    "h200": ("sm90", 141),
-    "b200": ("sm100", 180),
-    "mi300x": ("gfx942", 192),
-    "mi355x": ("gfx950", 288),
+_NVIDIA = frozenset({"triton", "flashinfer", "deep_ep", "deep_gemm", "triton_kernels", "nccl"})
+_AMD = frozenset({"triton", "triton_kernels", "aiter"})
+
+_NAMED: dict[str, tuple[str, int, frozenset[str]]] = {
+    "cpu": ("cpu", 64, frozenset()),
+    "a100": ("sm80", 80, _NVIDIA),
+    "l40s": ("sm89", 48, _NVIDIA),
+    "h20": ("sm90", 96, _NVIDIA),
+    "h100": ("sm90", 80, _NVIDIA),
+    "h200": ("sm90", 141, _NVIDIA),
+    "b200": ("sm100", 180, _NVIDIA),
+    "b300": ("sm103", 288, _NVIDIA),
+    "mi300x": ("gfx942", 192, _AMD),
+    "mi325x": ("gfx942", 256, _AMD),
+    "mi350x": ("gfx950", 288, _AMD),
+    "mi355x": ("gfx950", 288, _AMD),
 }
+"""By public name: architecture, memory in GiB, and the optional packages that its maker's software has."""
 
 
-def machine_named(name: str, modules: Iterable[str] = OPTIONAL_MODULES) -> Machine:
-    """A machine by its public name, with `modules` taken as installed. Raises ValueError with the names
-    known.
+def machine_named(name: str, modules: Iterable[str] | None = None) -> Machine:
+    """A machine by its public name, with `modules` taken as installed: all that there are for it by default.
+
+    Raises ValueError with the names known.
     """
     key = name.lower()
     if key not in _NAMED:
         raise ValueError(f"unknown machine {name!r}; known: {', '.join(_NAMED)}")
-    arch, memory = _NAMED[key]
-    return Machine(key, arch, memory * GIB, frozenset(modules))
+    arch, memory, packages = _NAMED[key]
+    return Machine(key, arch, memory * GIB, packages if modules is None else frozenset(modules))

@@ -11,6 +11,7 @@ import torch
 from checkpoints import make_checkpoint
 
 from moeserve.cli import main
+from moeserve.cli.tables import table
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.experts.kernels import KERNELS
 
@@ -77,7 +78,7 @@ def test_an_unknown_machine_is_refused_with_those_known(
     checkpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "--checkpoint", checkpoint, "--machine", "tpu"]) == 2
-    assert "unknown machine 'tpu'; known: cpu, h100, h200" in capsys.readouterr().err
+    assert "unknown machine 'tpu'; known: cpu, a100, l40s, h20, h100, h200" in capsys.readouterr().err
 
 
 def test_flags_override_the_file(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,3 +91,50 @@ def test_flags_override_the_file(checkpoint: str, tmp_path: Path, capsys: pytest
     found = planned([str(file), "--no-enable-expert-parallel", "--layers", "0-1"], capsys)
     assert found["mesh"] == {"dp": 2, "tp": 1, "ep": 1}
     assert found["plans"][0]["layers"] == [0, 1]
+
+
+def test_load_as_is_stated_with_its_error_and_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint("qwen3_moe", tmp_path, dtype=torch.bfloat16, hidden=256, inner=128)
+    words = ["--checkpoint", str(tmp_path), "--load-as", "fp8_per_block"]
+    found = planned(words, capsys)
+    loaded, (plan,) = found["load_as"], found["plans"]
+    scheme = "fp8_block128 x fp8_group128"
+    assert plan["scheme"] == scheme and (loaded["stored"], loaded["loaded"]) == (["bf16"], [scheme])
+    assert (loaded["layers"], loaded["experts"]) == ([0, 1], [0, 4, 7])
+    assert 0.02 < loaded["gate_up"]["mean"] <= loaded["gate_up"]["max"] < 0.04
+    matrices = 2 * 8 * 3 * 256 * 128  # layers, experts, projections
+    assert loaded["stored_nbytes"] == 2 * matrices
+    assert loaded["loaded_nbytes"] == matrices + matrices // 128**2 * 4
+    assert main(["plan", *words]) == 0
+    shown = capsys.readouterr().out
+    assert f"load_as  fp8_per_block: bf16 -> {scheme}\n" in shown
+    assert f"  error  gate_up {loaded['gate_up']['mean']:.3g} mean, " in shown
+    assert "read: experts 0, 4, 7 of layers 0-1\n" in shown
+    assert "  bytes  3 MiB stored -> 1.5 MiB loaded\n" in shown
+
+
+def test_what_is_loaded_as_stored_is_not_compared(
+    checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned(["--checkpoint", checkpoint], capsys)["load_as"] is None
+
+
+def test_sizes_that_a_scheme_cannot_have_are_named(
+    checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--checkpoint", checkpoint, "--load-as", "int4_group128"]
+    assert main(words) == 2
+    assert "K=64 must be a multiple of 128, a group of int4_group128" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["machines", "vllm-members"])
+def test_a_table_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--table", name]) == 0
+    assert capsys.readouterr().out == f"{table(name)}\n"
+
+
+def test_an_unknown_table_is_refused_with_those_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--table", "kernels"]) == 2
+    assert "unknown table 'kernels'; known: machines, vllm-members" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertShape
 from moeserve.experts.kernel import Problem
 from moeserve.experts.kernels import KERNELS
-from moeserve.experts.machine import Machine, machine_named
+from moeserve.experts.machine import OPTIONAL_MODULES, Machine, machine_named
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats import BF16, FP8_BLOCK, FP8_GROUP, FP32
 from moeserve.runtime.plan import NoPlan, Wanted, make_plan
@@ -91,3 +91,21 @@ def test_no_plan_names_size_and_multiple() -> None:
 @pytest.mark.parametrize("row", [*KERNELS.values(), *DISPATCHERS.values()], ids=lambda row: row.name)
 def test_rows_claim_only_architectures_they_run_on(row) -> None:
     assert set(row.verified) <= set(row.archs)
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "has"),
+    [
+        ("cpu", "cpu", set()),
+        ("H200", "sm90", {"triton", "deep_gemm", "flashinfer"}),
+        ("b200", "sm100", {"triton", "flashinfer"}),
+        ("mi300x", "gfx942", {"triton", "aiter"}),
+        ("mi355x", "gfx950", {"triton", "aiter"}),
+    ],
+)
+def test_a_named_machine_has_the_packages_made_for_it(name: str, arch: str, has: set[str]) -> None:
+    machine = machine_named(name)
+    assert machine.arch == arch
+    assert has <= machine.modules <= set(OPTIONAL_MODULES)
+    assert ("aiter" in machine.modules) == arch.startswith("gfx")
+    assert machine_named(name, ()).modules == frozenset()

@@ -1,0 +1,112 @@
+"""`moeserve quantize SRC DST --to FORMAT`: a checkpoint with its experts in another format."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from pathlib import Path
+
+from moeserve.cli.inspect import human
+from moeserve.experts.checkpoint import Checkpoint
+from moeserve.experts.writing.rewrite import Done, Rewrite
+from moeserve.experts.writing.targets import TARGETS, target_named
+
+UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+SHARD_SIZE = "4GiB"
+
+EPILOG = """formats, with the names of llm-compressor's presets, which are accepted too:
+{rows}
+
+Rounded to nearest, without calibration: NVFP4 activations would need calibrated scales, so nvfp4 keeps the
+activations as they are. A run that was interrupted goes on where it was when the same command runs again.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the subcommand; its `func` is `run`."""
+    about = "write a checkpoint with its experts in another format, as compressed-tensors stores it"
+    rows = "\n".join(f"  {name:<11} {row.preset:<12} {row.about}" for name, row in TARGETS.items())
+    parser = subparsers.add_parser(
+        "quantize",
+        help=about,
+        description=about,
+        epilog=EPILOG.format(rows=rows),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", help="folder with config.json and safetensors; quantized ones are decoded")
+    parser.add_argument("destination", help="folder to write, empty or not there yet, or one to go on with")
+    parser.add_argument("--to", required=True, metavar="FORMAT", help="see below")
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        metavar="N",
+        help="columns that share a scale in int4 and int4_asym: 32, 64, 128 (default), or -1 for whole rows",
+    )
+    parser.add_argument(
+        "--shard-size",
+        default=SHARD_SIZE,
+        metavar="SIZE",
+        help=f"about the size of a file (default {SHARD_SIZE})",
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar and no summary")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the checkpoint, or what is missing of it. ValueError, OSError: as `Rewrite.run` has them."""
+    source = Checkpoint(args.source)
+    target = target_named(args.to, source.dtype, args.group_size)
+    work = Rewrite(source, Path(args.destination), target, size_of(args.shard_size))
+    began = time.monotonic()
+    try:
+        done = _with_bar(work, quiet=args.quiet)
+    except KeyboardInterrupt:
+        print(
+            f"\nmoeserve quantize: interrupted; run it again to go on with {args.destination}",
+            file=sys.stderr,
+        )
+        raise
+    if not args.quiet:
+        print(_summary(work, done, time.monotonic() - began))
+    return 0
+
+
+def size_of(text: str) -> int:
+    """Bytes of `500MiB`, `4GiB`, `5GB` or a plain number. ValueError: none of these, or not positive."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if found is None or found[2].upper() not in UNITS or float(found[1]) * UNITS[found[2].upper()] < 1:
+        raise ValueError(f"--shard-size={text!r} must be a size, as 500MiB or {SHARD_SIZE}")
+    return int(float(found[1]) * UNITS[found[2].upper()])
+
+
+def _with_bar(work: Rewrite, *, quiet: bool) -> Done:
+    from tqdm import tqdm
+
+    hidden = quiet or not sys.stderr.isatty()
+    with tqdm(total=work.plan.nbytes, unit="B", unit_scale=True, desc="quantize", disable=hidden) as bar:
+        return work.run(bar.update)
+
+
+def _summary(work: Rewrite, done: Done, seconds: float) -> str:
+    source = work.source
+    read = sorted({source.scheme(layer).name for layer in source.layers})
+    files = len(done.written) + len(done.kept)
+    lines = [
+        f"{work.destination}: {human(done.nbytes)} in {files} files, {seconds:.1f} s",
+        f"experts: {', '.join(read)} -> {work.target.form}, as compressed-tensors {work.target.row.preset}",
+    ]
+    if source.quantization is not None:
+        lines.append("the source was quantized already: its rounding stays, the new one comes on top")
+    if source.family.interleaved:  # gpt-oss: its class in transformers has no per-expert names to load from
+        lines.append(
+            f"experts stand one by one: transformers' own {source.model_type} does not look for them so"
+        )
+    if work.plan.decoded:
+        lines.append(f"{work.plan.decoded} FP8 matrices beside the experts were decoded to {source.dtype}")
+    if done.kept:
+        lines.append(f"{len(done.kept)} files of an earlier run were kept")
+    if done.broken:
+        lines.append(f"other bytes than recorded, written anew: {', '.join(done.broken)}")
+    return "\n".join(lines)

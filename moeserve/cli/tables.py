@@ -1,0 +1,131 @@
+"""The tables that `moeserve plan --table` prints and the documents hold: Markdown, from tables in code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from moeserve.cli.vllm.backends import MEMBERS, MOE_BACKENDS
+from moeserve.cli.vllm.reading import shown, told
+from moeserve.cli.vllm.switches import CARRIERS, SWITCHES
+from moeserve.dispatch.backends import DISPATCHERS, carrier_named
+from moeserve.experts.activation import Activation
+from moeserve.experts.batch import ExpertShape
+from moeserve.experts.kernel import Problem
+from moeserve.experts.kernels import KERNELS
+from moeserve.experts.kernels.torch_reference import ROW as REFERENCE
+from moeserve.experts.machine import Machine, machine_named
+from moeserve.quant.format import Scheme
+from moeserve.quant.formats.floats import BF16, FLOATS
+from moeserve.quant.schemes import SCHEMES
+from moeserve.runtime.plan import NoPlan, Plan, Wanted, make_plan
+
+MACHINES = ("h100", "h200", "b200", "mi300x", "mi355x", "cpu")
+"""Machines of the table, by the names that `--machine` takes."""
+
+LAYER = ExpertShape(hidden=7168, inner=2048, activation=Activation("silu"))
+"""One expert of the table's layer, DeepSeek-V3's: 256 of them on four ranks, eight a token."""
+
+UNTRIED, NAMED = "\\*", "†"
+"""Marks of a kernel that has not run on that architecture, and of one that must be named."""
+
+
+def machines() -> str:
+    """The wire and the kernel that each scheme gets on each machine, as `make_plan` chooses."""
+    named = [machine_named(name) for name in MACHINES]
+    rows = []
+    for scheme in SCHEMES.values():
+        planned = [_planned(scheme, machine) for machine in named]
+        wires = dict.fromkeys(plan.wire.name for plan, _ in planned)
+        rows.append((f"`{scheme}`", " or ".join(wires), *(cell for _, cell in planned)))
+    return _markdown(("scheme", "wire", *(f"{machine.name} ({machine.arch})" for machine in named)), rows)
+
+
+def members() -> str:
+    """Every member of vLLM's enums of backends, and the kernel here that stands for it."""
+    rows = (
+        (
+            member.family.value,
+            f"`{member.name}`",
+            member.classes,
+            f"`{member.row}`" if member.row else "",
+            member.note,
+        )
+        for member in MEMBERS.values()
+    )
+    return _markdown(("experts", "member", "classes there", "kernel here", ""), rows)
+
+
+def switches() -> str:
+    """Every environment switch of vLLM's about experts."""
+    rows = (
+        (
+            f"`{switch.name}`",
+            switch.default,
+            switch.does,
+            "<br>".join(
+                shown(here) if value == "*" else f"`{value}`: {shown(here)}"
+                for value, here in switch.answers.items()
+            ),
+        )
+        for switch in SWITCHES.values()
+    )
+    return _markdown(("switch", "default there", "there", "here"), rows)
+
+
+def backends() -> str:
+    """Every name that vLLM's `--moe-backend` takes."""
+    rows = ((f"`{row.name}`", _backend(row.name)) for row in MOE_BACKENDS.values())
+    return _markdown(("name", "here"), rows)
+
+
+def carriers() -> str:
+    """Every name that vLLM's `--all2all-backend` takes."""
+    return _markdown(("name", "here"), ((f"`{name}`", _carrier(name)) for name in CARRIERS))
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "machines": machines,
+    "vllm-members": members,
+    "vllm-switches": switches,
+    "vllm-backends": backends,
+    "vllm-carriers": carriers,
+}
+"""What `--table` takes."""
+
+
+def table(name: str) -> str:
+    """The table called `name`. Raises ValueError, with the names there are."""
+    if name not in TABLES:
+        raise ValueError(f"unknown table {name!r}; known: {', '.join(TABLES)}")
+    return TABLES[name]()
+
+
+def _planned(scheme: Scheme, machine: Machine) -> tuple[Plan, str]:
+    """The plan, and its kernel with marks."""
+    model = next((form for form in (scheme.weights, scheme.activations) if form in FLOATS.values()), BF16)
+    problem = Problem(scheme, model, LAYER, experts=256, ranks=4, top_k=8, lane_rows=4096)
+    mark = ""
+    try:
+        plan = make_plan(problem, machine, KERNELS, DISPATCHERS)
+    except NoPlan:
+        mark = NAMED
+        plan = make_plan(problem, machine, KERNELS, DISPATCHERS, Wanted(kernel=REFERENCE.name))
+    untried = "" if machine.arch in plan.kernel.verified else UNTRIED
+    return plan, f"{plan.kernel.name}{mark}{untried}"
+
+
+def _backend(name: str) -> str:
+    row = MOE_BACKENDS[name]
+    return "<br>".join([*told(row), row.note] if row.note else told(row))
+
+
+def _carrier(name: str) -> str:
+    try:
+        return f'`plan.all2all_backend = "{carrier_named(name).name}"`'
+    except ValueError as error:
+        return str(error).partition(": ")[2].partition("; carriers here")[0]
+
+
+def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in lines)

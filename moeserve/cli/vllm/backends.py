@@ -1,0 +1,258 @@
+"""The tables of vLLM's expert backends: every member of its enums, and every name `--moe-backend` takes.
+
+A member maps to the row of `KERNELS` that computes the same here, or says why none does. The names are those
+of its releases of 2026; what only some of them have is listed as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from moeserve.quant.format import Scheme
+from moeserve.quant.formats.floats import FLOATS
+
+
+class Family(Enum):
+    """The kinds of experts that vLLM chooses a backend for; each has an enum of its own there."""
+
+    UNQUANTIZED = "unquantized"
+    FP8 = "FP8"
+    MXFP8 = "MXFP8"
+    NVFP4 = "NVFP4"
+    MXFP4 = "MXFP4"
+    WNA16 = "WNA16"
+    INT8 = "INT8"
+    W4A8_FP8 = "W4A8-FP8"
+    W4A8_INT8 = "W4A8-INT8"
+
+
+def family_of(scheme: Scheme) -> Family:
+    """The family that a scheme of ours falls into there."""
+    weights, plain = scheme.weights.name, scheme.activations in FLOATS.values()
+    if scheme.weights in FLOATS.values():
+        return Family.UNQUANTIZED
+    if weights.startswith("int4") and scheme.activations.name.startswith("fp8"):
+        return Family.W4A8_FP8
+    if weights.startswith("int4"):
+        return Family.WNA16 if plain else Family.W4A8_INT8
+    if weights.startswith("int8"):
+        return Family.WNA16 if plain else Family.INT8
+    if weights.startswith(("mxfp6", "mxint8")):
+        return Family.MXFP4  # OCP MX has one enum there
+    return next(family for family in Family if weights.startswith(family.value.lower()))
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member of an enum of vLLM's, and the row of `KERNELS` that stands for it here."""
+
+    family: Family
+    name: str
+    classes: str  # what computes it there, tried in this order
+    row: str = ""  # empty: `note` says why
+    note: str = ""
+    plain: bool = False  # leaves activations as they are, whatever the checkpoint says
+
+
+@dataclass(frozen=True)
+class MoeBackend:
+    """One name of vLLM's `--moe-backend`: the members that it asks for, by family."""
+
+    name: str
+    members: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
+    device: str = "auto"  # `plan.device`
+    note: str = ""  # of the name as a whole; the reason where it has no members
+
+
+AUTO_MEMBER = "auto"
+"""As a member of a `MoeBackend`: the name leaves the choice to the plan."""
+
+AITER = "not built: AITER's kernels (ROCm)"
+B12X = "not built: FlashInfer's B12x kernels (SM120)"
+CUTEDSL = "not built: FlashInfer's CuteDSL kernels (SM100)"
+CUTLASS = "not built: FlashInfer's CUTLASS kernels"
+DEEP_GEMM = "not built: DeepGEMM"
+HUMMING = "not built: the package humming"
+INTEGERS = "not built: a GPU kernel that reads INT4 and INT8 weights"
+OWN = "no row: the kernel is compiled into vLLM, and no package has it alone"
+PLUG_IN = "no row: there it stands for what a plug-in brings"
+TRTLLM = "not built: FlashInfer's TRT-LLM kernels (SM100)"
+XPU = "not built: Intel GPUs are no machine of a plan yet"
+REFERENCE = "decodes weights and rounds activations by the formats' own formulas, in float32"
+ON_CPU = "weights are decoded by the reference (a faster CPU kernel: not built)"
+PADDED = "takes padded rows too, so there is no batched twin"
+NO_CHOICE = "no row: nothing was chosen, which is an error here, with every reason"
+
+_FP8_BLOCKS = "128x128 blocks on Hopper (per-tensor and per-channel weights: not built)"
+_OWN_TRITON = "our own Triton kernel on Hopper (the package triton_kernels: not built)"
+_MARLIN4 = "four-bit weights decoded in the kernel, on Hopper"
+_MARLIN8 = "not built: a GPU kernel of 8-bit weights with activations as they are"
+
+
+def _unquantized() -> tuple[Member, ...]:
+    kind = Family.UNQUANTIZED
+    return (
+        Member(kind, "FLASHINFER_TRTLLM", "TrtLlmBf16 monolithic, modular", note=TRTLLM),
+        Member(kind, "FLASHINFER_CUTLASS", "FlashInferExperts", note=CUTLASS),
+        Member(kind, "AITER", "AiterExperts", note=AITER),
+        Member(kind, "TRITON", "TritonExperts", "triton_bf16", "on Hopper"),
+        Member(kind, "BATCHED_TRITON", "BatchedTritonExperts", "triton_bf16", PADDED),
+        Member(kind, "XPU", "XPUExperts", note=XPU),
+        Member(kind, "CPU", "CPUUnquantized x86, Arm, portable", "torch_grouped_mm", "on any CPU"),
+        Member(kind, "TPU", "none", note=PLUG_IN),
+        Member(kind, "OOT", "none", note=PLUG_IN),
+    )
+
+
+def _fp8() -> tuple[Member, ...]:
+    kind = Family.FP8
+    return (
+        Member(kind, "NONE", "none", note=NO_CHOICE),
+        Member(kind, "AITER", "AiterExperts", note=AITER),
+        Member(kind, "FLASHINFER_TRTLLM", "TrtLlmFp8 monolithic, modular", note=TRTLLM),
+        Member(kind, "FLASHINFER_CUTLASS", "FlashInferExperts", note=CUTLASS),
+        Member(kind, "DEEPGEMM", "TritonOrDeepGemmExperts", note=DEEP_GEMM),
+        Member(kind, "BATCHED_DEEPGEMM", "BatchedDeepGemmExperts", note=DEEP_GEMM),
+        Member(kind, "VLLM_CUTLASS", "TritonOrCutlassExperts", note=OWN),
+        Member(kind, "BATCHED_VLLM_CUTLASS", "CutlassBatchedExpertsFp8", note=OWN),
+        Member(kind, "TRITON", "TritonExperts", "triton_fp8", _FP8_BLOCKS),
+        Member(kind, "BATCHED_TRITON", "BatchedTritonExperts", "triton_fp8", f"{_FP8_BLOCKS}, {PADDED}"),
+        Member(kind, "MARLIN", "MarlinExperts", note=_MARLIN8, plain=True),
+        Member(kind, "HUMMING", "Humming indexed, grouped", note=HUMMING),
+        Member(kind, "XPU", "XPUExperts Fp8, MxFp8, BlockFp8", note=XPU),
+        Member(kind, "CPU", "CPUExpertsFp8", "torch_reference", ON_CPU),
+        Member(kind, "HPC", "HPCExperts", note="not built: the package hpc"),
+    )
+
+
+def _mxfp8() -> tuple[Member, ...]:
+    kind = Family.MXFP8
+    return (
+        Member(kind, "FLASHINFER_TRTLLM", "TrtLlmFp8 monolithic, modular", note=TRTLLM),
+        Member(kind, "DEEPGEMM", "DeepGemmExperts", note=DEEP_GEMM),
+        Member(kind, "MARLIN", "MarlinExperts", note=_MARLIN8, plain=True),
+        Member(kind, "XPU", "XPUExpertsMxFp8", note=XPU),
+        Member(kind, "AITER_MXFP8", "AiterMxfp8Experts", note=AITER),
+        Member(kind, "HUMMING", "Humming indexed, grouped", note=HUMMING),
+        Member(kind, "TRITON_MXFP8", "Mxfp8NativeTriton", note="not built: MX instructions of gfx950"),
+        Member(kind, "EMULATION", "Mxfp8Emulation", "torch_reference", REFERENCE),
+    )
+
+
+def _nvfp4() -> tuple[Member, ...]:
+    kind = Family.NVFP4
+    return (
+        Member(kind, "FLASHINFER_TRTLLM", "TrtLlmNvFp4 monolithic, modular", note=TRTLLM),
+        Member(kind, "FLASHINFER_CUTEDSL", "FlashInferCuteDSLExperts", note=CUTEDSL),
+        Member(kind, "FLASHINFER_CUTEDSL_BATCHED", "FlashInferCuteDSLBatchedExperts", note=CUTEDSL),
+        Member(kind, "FLASHINFER_CUTLASS", "FlashInferExperts", note=CUTLASS),
+        Member(kind, "FLASHINFER_B12X", "FlashInferB12xExperts", note=B12X),
+        Member(kind, "VLLM_CUTLASS", "CutlassExpertsFp4", note=OWN),
+        Member(kind, "MARLIN", "MarlinExperts", "triton_fp4", _MARLIN4, plain=True),
+        Member(kind, "HUMMING", "Humming indexed, grouped, batched", note=HUMMING),
+        Member(kind, "EMULATION", "Nvfp4QuantizationEmulationTriton", "torch_reference", REFERENCE),
+    )
+
+
+def _mxfp4() -> tuple[Member, ...]:
+    kind, trtllm = Family.MXFP4, "TrtLlmMxfp4 monolithic, modular"
+    return (
+        Member(kind, "NONE", "none", note=NO_CHOICE),
+        Member(kind, "FLASHINFER_TRTLLM_MXFP4_BF16", trtllm, note=TRTLLM),
+        Member(kind, "FLASHINFER_TRTLLM_MXFP4_MXFP8", trtllm, note=TRTLLM),
+        Member(kind, "FLASHINFER_CUTLASS_MXFP4_BF16", "FlashInferExperts", note=CUTLASS),
+        Member(kind, "FLASHINFER_CUTLASS_MXFP4_MXFP8", "FlashInferExperts", note=CUTLASS),
+        Member(kind, "AITER_MXFP4_BF16", "AiterExperts, AiterW4A16", note=AITER),
+        Member(kind, "AITER_MXFP4_FP8", "AiterW4A8", note=AITER),
+        Member(kind, "AITER_MXFP4_MXFP4", "AiterExperts", note=AITER),
+        Member(kind, "TRITON", "OAITriton monolithic, OAITritonExperts", "triton_fp4", _OWN_TRITON),
+        Member(kind, "TRITON_UNFUSED", "UnfusedOAITritonExperts", "triton_fp4", _OWN_TRITON),
+        Member(kind, "DEEPGEMM_MXFP4", "DeepGemmFP4Experts", note=DEEP_GEMM),
+        Member(kind, "MARLIN", "MarlinExperts", "triton_fp4", _MARLIN4, plain=True),
+        Member(kind, "BATCHED_MARLIN", "BatchedMarlinExperts", "triton_fp4", PADDED, plain=True),
+        Member(kind, "HUMMING", "Humming indexed, grouped, batched", note=HUMMING),
+        Member(kind, "XPU", "XPUExpertsMxFp4", note=XPU),
+        Member(kind, "CPU", "CPUExpertsMxfp4", "torch_reference", ON_CPU),
+        Member(kind, "EMULATION", "OCP_MXQuantizationEmulationTriton", "torch_reference", REFERENCE),
+        Member(kind, "CK", "AiterExperts", note=AITER),
+        Member(kind, "SM100_FI_MXFP4_MXFP8_TRTLLM", trtllm, note=TRTLLM),
+        Member(kind, "SM100_FI_MXFP4_MXFP8_CUTLASS", "FlashInferExperts", note=CUTLASS),
+        Member(kind, "SM100_FI_MXFP4_BF16", trtllm, note=TRTLLM),
+        Member(kind, "SM90_FI_MXFP4_BF16", "FlashInferExperts", note=CUTLASS),
+    )
+
+
+def _integers() -> tuple[Member, ...]:
+    kind, int8, humming = Family.WNA16, Family.INT8, "Humming indexed, grouped, batched"
+    return (
+        Member(kind, "FLASHINFER_TRTLLM", "TrtLlmMxint4 monolithic", note=TRTLLM),
+        Member(kind, "MARLIN", "MarlinExperts", note=INTEGERS, plain=True),
+        Member(kind, "BATCHED_MARLIN", "BatchedMarlinExperts", note=INTEGERS, plain=True),
+        Member(kind, "TRITON", "TritonWNA16Experts", note=INTEGERS),
+        Member(kind, "HUMMING", humming, note=HUMMING),
+        Member(kind, "CPU", "CPUExpertsInt4", "torch_reference", ON_CPU),
+        Member(kind, "XPU", "XPUExpertsWNA16", note=XPU),
+        Member(kind, "EMULATION", "Int4EmulationTriton", "torch_reference", f"{REFERENCE}, INT8 too"),
+        Member(int8, "TRITON", "TritonExperts", note="not built: an INT8 GPU kernel"),
+        Member(int8, "HUMMING", humming, note=HUMMING),
+        Member(int8, "CPU", "CPUExpertsInt8 Arm, x86", "torch_reference", ON_CPU),
+        Member(Family.W4A8_FP8, "VLLM_CUTLASS", "CutlassExpertsW4A8Fp8", note=OWN),
+        Member(Family.W4A8_INT8, "CPU", "CPUExpertsInt4 Arm", "torch_reference", ON_CPU),
+    )
+
+
+MEMBERS: dict[tuple[Family, str], Member] = {
+    (member.family, member.name): member
+    for member in (*_unquantized(), *_fp8(), *_mxfp8(), *_nvfp4(), *_mxfp4(), *_integers())
+}
+"""Every member, by its enum and name."""
+
+_U, _F8, _M8, _N4, _M4, _W, _I8 = list(Family)[:7]
+_TRT4 = ("FLASHINFER_TRTLLM_MXFP4_BF16", "FLASHINFER_TRTLLM_MXFP4_MXFP8")
+_CUT4 = ("FLASHINFER_CUTLASS_MXFP4_BF16", "FLASHINFER_CUTLASS_MXFP4_MXFP8")
+_AITER4 = ("AITER_MXFP4_BF16", "AITER_MXFP4_FP8", "AITER_MXFP4_MXFP4")
+_ANY = dict.fromkeys(Family, (AUTO_MEMBER,))
+
+
+def _same(member: str, *families: Family) -> dict[Family, tuple[str, ...]]:
+    return dict.fromkeys(families, (member,))
+
+
+MOE_BACKENDS: dict[str, MoeBackend] = {
+    row.name: row
+    for row in (
+        MoeBackend("auto", _ANY),
+        MoeBackend(
+            "triton",
+            _same("TRITON", _U, _F8, _M4, _W, _I8) | {_M8: ("TRITON_MXFP8",)},
+            note="there is one row for batched and other carriers",
+        ),
+        MoeBackend("batched_triton", _same("BATCHED_TRITON", _U)),
+        MoeBackend("triton_unfused", _same("TRITON_UNFUSED", _M4)),
+        MoeBackend("deep_gemm", _same("DEEPGEMM", _F8, _M8) | {_M4: ("DEEPGEMM_MXFP4",)}),
+        MoeBackend(
+            "deep_gemm_mega_moe",
+            note="not built: one kernel that both carries rows and computes",
+        ),
+        MoeBackend("cutlass", _same("VLLM_CUTLASS", _F8, _N4)),
+        MoeBackend("flashinfer_trtllm", _same("FLASHINFER_TRTLLM", _U, _F8, _M8, _N4, _W) | {_M4: _TRT4}),
+        MoeBackend("flashinfer_cutlass", _same("FLASHINFER_CUTLASS", _U, _F8, _N4) | {_M4: _CUT4}),
+        MoeBackend("flashinfer_trtllm_afp8", _same(_TRT4[1], _M4)),
+        MoeBackend("flashinfer_cutlass_afp8", _same(_CUT4[1], _M4)),
+        MoeBackend("flashinfer_cutedsl", {_N4: ("FLASHINFER_CUTEDSL", "FLASHINFER_CUTEDSL_BATCHED")}),
+        MoeBackend("flashinfer_b12x", _same("FLASHINFER_B12X", _N4)),
+        MoeBackend("marlin", _same("MARLIN", _F8, _M8, _N4, _W) | {_M4: ("MARLIN", "BATCHED_MARLIN")}),
+        MoeBackend("humming", _same("HUMMING", _F8, _M8, _N4, _M4, _W, _I8) | {_U: (AUTO_MEMBER,)}),
+        MoeBackend("aiter", _same("AITER", _U, _F8) | {_M8: ("AITER_MXFP8",), _M4: _AITER4}),
+        MoeBackend("aiter_mxfp4_fp8", _same("AITER_MXFP4_FP8", _M4)),
+        MoeBackend("aiter_mxfp4_mxfp4", _same("AITER_MXFP4_MXFP4", _M4)),
+        MoeBackend("flydsl", note="not built: a package of ROCm kernels"),
+        MoeBackend("xpu", _same("XPU", _M8, _M4)),
+        MoeBackend("cpu", _same("CPU", _M4), device="cpu"),
+        MoeBackend("hpc", _same("HPC", _F8)),
+        MoeBackend("emulation", _same("EMULATION", _N4, _M4, _W)),
+    )
+}
+"""Every name that `--moe-backend` takes."""

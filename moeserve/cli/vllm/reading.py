@@ -1,0 +1,239 @@
+"""vLLM's settings read as moeserve's: each with the keys that do the same, or why there are none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moeserve.cli.vllm.backends import (
+    AUTO_MEMBER,
+    MEMBERS,
+    MOE_BACKENDS,
+    Family,
+    Member,
+    MoeBackend,
+    family_of,
+)
+from moeserve.cli.vllm.switches import ANY, CARRIER, GIVEN, SWITCHES, WEIGHTS, Here, Switch, Value
+from moeserve.dispatch.backends import carrier_named
+from moeserve.experts.dialects.load_as import scheme_to_load_as
+from moeserve.quant.format import Scheme
+from moeserve.quant.formats.floats import BF16, FLOATS
+from moeserve.runtime.config import ConfigError
+from moeserve.runtime.plan import AUTO
+
+PREFIX = "VLLM_"
+
+ABOUT_EXPERTS = (
+    "AITER",
+    "ALL2ALL",
+    "CUTLASS",
+    "DEEP_GEMM",
+    "DEEPEP",
+    "DEEPGEMM",
+    "EPLB",
+    "EXPERT",
+    "FLASHINFER_MOE",
+    "FP4",
+    "FP8",
+    "HUMMING",
+    "MARLIN",
+    "MOE",
+    "MORI",
+    "ROUTING",
+)
+"""Words in the name of a switch that is about experts, or may be."""
+
+ON, OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One setting of vLLM's, and what it comes to here."""
+
+    said: str  # as it was set: `VLLM_MOE_DP_CHUNK_SIZE=256`
+    keys: Mapping[str, Value] = field(default_factory=dict)
+    why: str = ""
+
+    def lines(self) -> list[str]:
+        """As text: the setting, then each key, or the reason."""
+        found = [f"{key} = {json.dumps(value)}" for key, value in self.keys.items()] or ["no key"]
+        return [self.said, f"  {', '.join(found)}" + (f": {self.why}" if self.why else "")]
+
+
+def read(environ: Mapping[str, str], backend: str, stored: Scheme | None) -> list[Finding]:
+    """What vLLM's environment and its `--moe-backend` (empty: not given) say of experts stored as `stored`.
+
+    Without `stored`, what depends on it is told for every kind of experts, and gives no key. Switches that
+    are not known but may be about experts are findings too. Raises ConfigError for a value that vLLM does not
+    take, and for an unknown backend.
+    """
+    findings = [
+        _switch(SWITCHES[name], value, stored)
+        for name, value in sorted(environ.items())
+        if name in SWITCHES and value
+    ]
+    findings += [
+        Finding(f"{name}={environ[name]}", why="unknown here; if it is about experts, it has no effect")
+        for name in sorted(environ)
+        if name.startswith(PREFIX) and name not in SWITCHES and any(word in name for word in ABOUT_EXPERTS)
+    ]
+    if backend:
+        keys, why = of_backend(backend, stored)
+        findings.append(Finding(f"--moe-backend {backend}", keys, why))
+    return findings
+
+
+def merged(findings: Iterable[Finding]) -> dict[str, Value]:
+    """All keys together. Raises ConfigError where two settings want different values; a name gives way to
+    none, and `auto` to any.
+    """
+    keys: dict[str, Value] = {}
+    by: dict[str, str] = {}
+    for finding in findings:
+        for key, value in finding.keys.items():
+            before = keys.get(key, AUTO)
+            if value == AUTO and key in keys:
+                continue
+            if before not in (AUTO, value):
+                raise ConfigError(
+                    f"{by[key]} means {key} = {json.dumps(before)}, and {finding.said} "
+                    f"{json.dumps(value)}; unset one of them"
+                )
+            keys[key], by[key] = value, finding.said
+    return keys
+
+
+def text(findings: Sequence[Finding], keys: Mapping[str, Value]) -> str:
+    """Each finding, then all keys as a configuration file."""
+    told = [line for finding in findings for line in finding.lines()]
+    told = told or ["vLLM's environment says nothing about experts"]
+    return "\n".join(told) + ("\n\n# the same for moeserve\n" + toml(keys) if keys else "")
+
+
+def toml(keys: Mapping[str, Value]) -> str:
+    """The keys as a configuration file."""
+    tables: dict[str, list[str]] = {}
+    for key, value in keys.items():
+        table, name = key.split(".")
+        tables.setdefault(table, []).append(f"{name} = {json.dumps(value)}")
+    return "\n".join(line for table, lines in tables.items() for line in (f"[{table}]", *lines))
+
+
+def of_backend(name: str, stored: Scheme | None) -> tuple[dict[str, Value], str]:
+    """The keys that a name of `--moe-backend` means, and why. Raises ConfigError for an unknown name."""
+    if name not in MOE_BACKENDS:
+        raise ConfigError(f"unknown moe_backend {name!r}; known: {', '.join(MOE_BACKENDS)}")
+    row = MOE_BACKENDS[name]
+    if not row.members:
+        return {}, row.note
+    if set(row.members) == set(Family):
+        return {"plan.kernel": AUTO}, "the plan chooses"
+    if stored is None:
+        return {}, f"by what the checkpoint stores, {'; '.join(told(row))}"
+    family = family_of(stored)
+    if family not in row.members:
+        return {}, f"vLLM does not take it for {family.value} experts"
+    keys, why = _of_members(row, family)
+    if keys.get("plan.kernel", AUTO) != AUTO and member_of(row, family).plain and not _plain(stored):
+        keys["model.load_as"] = f"{stored.weights} x {BF16}"
+    return keys, why
+
+
+def told(row: MoeBackend) -> list[str]:
+    """What a name means for each family, families with one meaning together."""
+    alike: dict[str, list[str]] = {}
+    for family in row.members:
+        keys, why = _of_members(row, family)
+        found = [f"`{key} = {json.dumps(value)}`" for key, value in keys.items()]
+        alike.setdefault(": ".join(filter(None, (", ".join(found), why))), []).append(family.value)
+    return [f"{', '.join(families)}: {meaning}" for meaning, families in alike.items()]
+
+
+def member_of(row: MoeBackend, family: Family) -> Member:
+    """The member that stands for a name: the first that has a row here, or the first."""
+    members = [MEMBERS[family, name] for name in row.members[family]]
+    return next((member for member in members if member.row), members[0])
+
+
+def _of_members(row: MoeBackend, family: Family) -> tuple[dict[str, Value], str]:
+    if AUTO_MEMBER in row.members[family]:
+        return {"plan.kernel": AUTO}, "the plan chooses"
+    member = member_of(row, family)
+    if not member.row:
+        return {}, member.note
+    device: dict[str, Value] = {} if row.device == AUTO else {"plan.device": row.device}
+    return {"plan.kernel": member.row} | device, member.note
+
+
+def _plain(stored: Scheme) -> bool:
+    return stored.activations in FLOATS.values()
+
+
+def _switch(switch: Switch, value: str, stored: Scheme | None) -> Finding:
+    said = f"{switch.name}={value}"
+    here = _answer(switch, value)
+    if stored is not None and family_of(stored) not in switch.families:
+        return Finding(said, why=f"it says nothing about {family_of(stored).value} experts")
+    if here.backend:
+        keys, why = of_backend(here.backend, stored)
+        return Finding(said, keys, f"as --moe-backend {here.backend}: {why}")
+    if CARRIER in here.keys.values():
+        return _carrier(said, value)
+    if stored is None and here.keys and switch.families != frozenset(Family):
+        kinds = ", ".join(family.value for family in Family if family in switch.families)
+        return Finding(said, why=f"for {kinds} experts {shown(here)}")
+    keys = {key: _number(said, value) if given == GIVEN else given for key, given in here.keys.items()}
+    return _with_weights(Finding(said, keys, here.why), stored)
+
+
+def _answer(switch: Switch, value: str) -> Here:
+    if ANY in switch.answers:
+        return switch.answers[ANY]
+    word = value.lower()
+    if switch.flag:
+        word = "1" if word in ON else "0" if word in OFF else word
+    if word not in switch.answers:
+        raise ConfigError(f"{switch.name}={value!r} is no value of it; known: {', '.join(switch.answers)}")
+    return switch.answers[word]
+
+
+def shown(here: Here) -> str:
+    """What one value of a switch comes to, for any checkpoint."""
+    if here.backend:
+        return f"as `--moe-backend {here.backend}`"
+    words = {GIVEN: "the same number", CARRIER: "the carrier of that name"}
+    keys = [
+        f"`{key}`, {words[value]}" if value in words else f"`{key} = {json.dumps(value)}`"
+        for key, value in here.keys.items()
+    ]
+    return ": ".join(part for part in (", ".join(keys), here.why) if part)
+
+
+def _carrier(said: str, value: str) -> Finding:
+    try:
+        return Finding(said, {"plan.all2all_backend": carrier_named(value).name})
+    except ValueError as error:
+        return Finding(said, why=str(error))
+
+
+def _number(said: str, value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(f"{said} must be a number of tokens, 1 or more")
+    return int(value)
+
+
+def _with_weights(finding: Finding, stored: Scheme | None) -> Finding:
+    """The format of the stored weights put in; a scheme that there is not, or that is stored, is no key."""
+    load_as = str(finding.keys.get("model.load_as", ""))
+    if stored is None or WEIGHTS not in load_as:
+        return finding
+    wanted = load_as.replace(WEIGHTS, stored.weights.name)
+    try:
+        scheme = scheme_to_load_as(wanted, BF16)
+    except ValueError:
+        return Finding(finding.said, why=f"there is no scheme {wanted}")
+    if scheme == stored:
+        return Finding(finding.said, why=f"nothing to do: the checkpoint says {wanted} itself")
+    return Finding(finding.said, dict(finding.keys) | {"model.load_as": wanted}, finding.why)
