@@ -15,8 +15,9 @@ from moeserve.experts.balance import BALANCERS, Wish, balancer_named
 from moeserve.experts.balance.cost import CostModel
 from moeserve.experts.balance.forecast import Forecast, Setting, balance_of, forecast, rank_bytes
 from moeserve.experts.balance.incremental import UNLIMITED
+from moeserve.experts.balance.measured import WEIGHT_BITS, measured
 from moeserve.experts.balance.objective import ActiveExperts, ReplicaCost, StepTime, Tokens
-from moeserve.experts.load import Load, LoadTrace, read_trace
+from moeserve.experts.load import PHASES, Load, LoadTrace, read_trace
 
 COLUMNS = {
     "policy": "policy",
@@ -53,7 +54,8 @@ makes of it when it may rebalance to that workload.
 balance is mean over largest rank load, its mean over layers and its worst layer; 'a step' draws single
 steps of --tokens tokens a rank. A move is one expert copied into one slot. Time to plan is the policy's own,
 the best of several after the first. Time a step comes from rates measured on H200
-(moeserve/experts/balance/cost.py); --rate changes them.
+(moeserve/experts/balance/cost.py); --measured takes those of experts from results of bench/gpu_experts.py on
+your machine, and --rate changes any.
 """
 
 
@@ -70,6 +72,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add = parser.add_argument
     add("--load", nargs="+", required=True, metavar="FILE", help="expert loads, in the order they come")
     add("--serve", metavar="FILE", help="judge the plan on this workload")
+    add("--phase", choices=PHASES, help="only the windows of this phase, where a trace tells them apart")
     add("--ranks", type=int, nargs="+", required=True, metavar="N", help="8 16 ... 1024")
     add("--redundant", type=int, nargs="+", default=[0], metavar="N", help="spare slots, over all ranks")
     add("--policy", nargs="+", default=list(BALANCERS), metavar="NAME", help=", ".join(BALANCERS))
@@ -81,9 +84,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add("--worth", type=float, default=Wish().worth, help="what a move must gain: ranks x max/mean load")
     add("--budget", type=int, default=UNLIMITED, metavar="MOVES", help="of one rebalance, over all layers")
+    add("--budget-bytes", type=int, metavar="BYTES", help="the same in bytes of experts copied")
     add("--nodes", type=int, default=1, metavar="N", help="hosts the ranks share evenly")
     add("--groups", type=int, default=1, metavar="N", help="expert groups of the router")
     add("--tokens", type=int, default=128, metavar="T", help="tokens each rank brings to a step")
+    add("--measured", metavar="FILE", help="results of bench/gpu_experts.py to take rates of experts from")
+    add("--weights", default="fp8", choices=WEIGHT_BITS, help="which of those results; fp8 by default")
     rates = ", ".join(each.name for each in fields(CostModel))
     add("--rate", nargs="+", default=[], metavar="NAME=VALUE", help=f"of the cost model: {rates}")
     add("--json", action="store_true", help="print JSON")
@@ -96,16 +102,21 @@ def run(args: argparse.Namespace) -> int:
     """Prints a row for each policy, number of ranks and redundancy. Raises ValueError."""
     if args.json and args.csv:
         raise ValueError("--json and --csv exclude each other")
-    loads, serve, layers = workloads(args.load, args.serve)
+    loads, serve, layers = workloads(args.load, args.serve, args.phase)
     rows = list(_rows(args, loads, serve, layers))
     shown = _csv(rows) if args.csv else json.dumps(rows, indent=2) if args.json else _table(rows)
     print(shown)
     return 0
 
 
-def workloads(files: Sequence[str], serve: str | None) -> tuple[list[Load], Load | None, tuple[int, ...]]:
-    """The loads of `files` window by window, that of `serve`, and the decoder layers all of them count."""
-    traces = {file: read_trace(file) for file in [*files, *filter(None, [serve])]}
+def workloads(
+    files: Sequence[str], serve: str | None, phase: str | None = None
+) -> tuple[list[Load], Load | None, tuple[int, ...]]:
+    """The loads of `files` window by window, that of `serve`, and the decoder layers all of them count.
+
+    With a `phase`, only those of its windows, and of windows that do not tell theirs.
+    """
+    traces = {file: _of_phase(file, read_trace(file), phase) for file in [*files, *filter(None, [serve])]}
     first, head = next(iter(traces.items()))
     for file, trace in traces.items():
         if (trace.experts, trace.layers) != (head.experts, head.layers):
@@ -116,6 +127,13 @@ def workloads(files: Sequence[str], serve: str | None) -> tuple[list[Load], Load
     return loads, traces[serve].total if serve else None, head.layers
 
 
+def _of_phase(file: str, trace: LoadTrace, phase: str | None) -> LoadTrace:
+    kept = tuple(window for window in trace.windows if not phase or window.phase in ("", phase))
+    if not kept:
+        raise ValueError(f"{file} has no window of phase {phase}")
+    return LoadTrace(trace.layers, kept)
+
+
 def _size(trace: LoadTrace) -> str:
     return f"{len(trace.layers)} layers ({trace.layers[0]} to {trace.layers[-1]}) of {trace.experts} experts"
 
@@ -123,10 +141,13 @@ def _size(trace: LoadTrace) -> str:
 def _rows(
     args: argparse.Namespace, loads: list[Load], serve: Load | None, layers: tuple[int, ...]
 ) -> Iterator[dict[str, Any]]:
-    model = cost_model(args.rate)
+    model = cost_model(args.rate, measured(args.measured, args.weights) if args.measured else CostModel())
+    budget = args.budget
+    if args.budget_bytes is not None:
+        budget = min(budget, args.budget_bytes // model.expert_bytes)
     for ranks in args.ranks:
         for redundant in args.redundant:
-            setting = Setting(ranks, redundant, args.nodes, args.tokens, args.budget, model=model)
+            setting = Setting(ranks, redundant, args.nodes, args.tokens, budget, model=model)
             for name in args.policy:
                 wish = Wish(args.nodes, args.groups, args.worth, _objective(args.objective, setting))
                 found = forecast(balancer_named(name, wish), loads, setting)
@@ -163,7 +184,7 @@ def _row(found: Forecast, setting: Setting, load: Load) -> dict[str, Any]:
     }
 
 
-def cost_model(rates: Sequence[str]) -> CostModel:
+def cost_model(rates: Sequence[str], model: CostModel) -> CostModel:
     """The cost model with `NAME=VALUE` changes. Raises ValueError."""
     kinds = {name: type(value) for name, value in vars(CostModel()).items()}
     changes: dict[str, Any] = {}
@@ -175,7 +196,7 @@ def cost_model(rates: Sequence[str]) -> CostModel:
             changes[name] = kinds[name](value)
         except ValueError as error:
             raise ValueError(f"--rate {rate}: {value!r} is not a number") from error
-    return replace(CostModel(), **changes)
+    return replace(model, **changes)
 
 
 def _objective(name: str, setting: Setting) -> ReplicaCost:

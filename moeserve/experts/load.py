@@ -1,6 +1,4 @@
-"""Expert load: the `Load` value that policies and dashboards read, the `LoadMeter` that counts it, and the
-`LoadTrace` that keeps it in a file.
-"""
+"""Expert load: the `Load` value that policies and dashboards read, and the `LoadTrace` that keeps it."""
 
 from __future__ import annotations
 
@@ -11,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+PHASES = ("decode", "prefill")
+"""Of a step: few rows a lane, or many."""
 
 TRACE = "moeserve.load"
 VERSION = 1
@@ -27,26 +26,6 @@ class Load:
 
     def __add__(self, other: Load) -> Load:
         return Load(self.tokens + other.tokens)
-
-
-class LoadMeter:
-    """Counts tokens by logical expert on the device, without a host synchronisation.
-
-    A lane counts what its own rows chose; the sum over lanes is the load.
-    """
-
-    def __init__(self, layers: int, experts: int, device: torch.device | str = "cpu") -> None:
-        self._counts = torch.zeros((layers, experts), dtype=torch.int64, device=device)
-
-    def count(self, layer: int, experts: Tensor) -> None:
-        """Adds the chosen `experts [T, K]` of one step; ids below 0 or out of range are not counted."""
-        flat = experts.flatten().long()
-        known = (flat >= 0) & (flat < self._counts.shape[1])
-        self._counts[layer].index_add_(0, torch.where(known, flat, 0), known.long())
-
-    def read(self) -> Load:
-        """What was counted since the start; this copies to the host."""
-        return Load(self._counts.cpu().numpy().astype(np.float64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +44,15 @@ class LoadTrace:
 
     Our own file is JSON lines: a head `{"format": "moeserve.load", "version": 1, "layers": [...], "experts":
     E}`, then one line a window, `{"start", "seconds", "phase", "tokens": [[...] of each layer]}`, so that a
-    recorder can append. Also read: the count files of SGLang and DeepSeek, JSON (or SGLang's `.pt`) with
-    `logical_count` `[layers, E]` of all decoder layers, or `[records, layers, E]`, which are added up; layers
-    that counted nothing are dense and left out.
+    recorder can append. Also read, JSON or torch's `.pt`, one window each:
+
+    - `logical_count` `[layers, E]` of all decoder layers, or `[records, layers, E]`, which are added up: the
+      published DeepSeek-V3 counts, and SGLang's recorder in its mode `stat`;
+    - `records` with `global_physical_count` `[layers, slots]` each, and `last_physical_to_logical_map`:
+      SGLang's recorder in its modes `per_pass` and `per_token`, one rank's share a file;
+    - a bare `[layers, E]`, as DeepSeek's balancer takes it.
+
+    Layers that counted nothing are dense and left out.
     """
 
     layers: tuple[int, ...]  # decoder layers, ascending; row i of a window's load is of layers[i]
@@ -102,6 +87,8 @@ def read_trace(path: Path | str) -> LoadTrace:
     path = Path(path)
     try:
         if path.suffix == ".pt":
+            import torch
+
             return _published(torch.load(path, map_location="cpu", weights_only=True))
         text = path.read_text()
         first = (
@@ -119,8 +106,14 @@ def read_trace(path: Path | str) -> LoadTrace:
 
 def write_trace(trace: LoadTrace, path: Path | str) -> None:
     """Writes our own format."""
-    head = {"format": TRACE, "version": VERSION, "layers": list(trace.layers), "experts": trace.experts}
-    Path(path).write_text("\n".join([json.dumps(head), *map(window_line, trace.windows)]) + "\n")
+    Path(path).write_text("\n".join([head_line(trace), *map(window_line, trace.windows)]) + "\n")
+
+
+def head_line(trace: LoadTrace) -> str:
+    """The first line of our own format, without its end."""
+    return json.dumps(
+        {"format": TRACE, "version": VERSION, "layers": list(trace.layers), "experts": trace.experts}
+    )
 
 
 def window_line(window: LoadWindow) -> str:
@@ -144,9 +137,7 @@ def _ours(head: dict[str, Any], lines: Sequence[str]) -> LoadTrace:
 
 
 def _published(found: object) -> LoadTrace:
-    if not isinstance(found, dict) or "logical_count" not in found:
-        raise ValueError(f"it must hold logical_count [layers, experts], or begin with the format {TRACE!r}")
-    counts = np.asarray(found["logical_count"], dtype=np.float64)
+    counts = _counts(found)
     if counts.ndim not in (2, 3):
         raise ValueError(
             f"logical_count {list(counts.shape)} must be [layers, experts] or [records, layers, experts]"
@@ -156,3 +147,24 @@ def _published(found: object) -> LoadTrace:
     if not len(layers):
         raise ValueError("logical_count counts no token")
     return LoadTrace(tuple(map(int, layers)), (LoadWindow(Load(counts[layers])),))
+
+
+def _counts(found: Any) -> NDArray[np.float64]:
+    """The counts by logical expert in a published file."""
+    if isinstance(found, dict) and "logical_count" in found:
+        return np.asarray(found["logical_count"], dtype=np.float64)
+    if isinstance(found, dict) and found.get("records"):
+        holds = np.asarray(found["last_physical_to_logical_map"], dtype=np.int64)
+        slots = np.sum([np.asarray(one["global_physical_count"]) for one in found["records"]], axis=0)
+        if holds.ndim != 2 or slots.shape != holds.shape or holds.min(initial=0) < 0:
+            raise ValueError(
+                f"records count slots {list(slots.shape)}, and the map is of {list(holds.shape)}"
+            )
+        counts = np.zeros((len(holds), int(holds.max(initial=0)) + 1))
+        np.add.at(counts, (np.arange(len(holds))[:, None], holds), slots)
+        return counts
+    if not isinstance(found, dict) and np.ndim(found) == 2:
+        return np.asarray(found, dtype=np.float64)
+    raise ValueError(
+        f"it must hold logical_count or records, be [layers, experts], or begin with the format {TRACE!r}"
+    )

@@ -64,7 +64,7 @@ def test_a_row_a_policy_with_the_figures_of_its_plan(
         (ranks, redundant, name)
         for ranks in (4, 8)
         for redundant in (0, 8)
-        for name in ("even", "eplb", "incremental")
+        for name in ("even", "eplb", "incremental", "flexible")
     ]
     for row in rows:
         assert row.keys() >= FIELDS
@@ -77,7 +77,7 @@ def test_a_row_a_policy_with_the_figures_of_its_plan(
         elif row["policy"] == "incremental":
             assert row["mean_balancedness"] >= theirs.mean() - 1e-9
             assert row["worst_layer_balancedness"] >= theirs.min() - 1e-9
-        else:
+        elif row["policy"] == "even":
             assert (row["moves_per_layer"], row["moved_bytes"]) == (0, 0)
         assert row["rank_bytes"] == LAYERS * (EXPERTS + row["redundant"]) // row["ranks"] * 3 * 7168 * 2048
         assert 0 < row["step_balancedness"] < row["mean_balancedness"] + 0.005
@@ -123,6 +123,56 @@ def test_windows_of_a_trace_are_workloads(
 def test_a_budget_binds(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     rows = simulated(capsys, "--load", *files, "--ranks", "4", "--budget", "6")
     assert all(row["moves_per_layer"] * LAYERS <= 6 for row in rows)
+    assert any(row["moves_per_layer"] for row in rows)
+    size = 3 * 7168 * 2048
+    same = simulated(capsys, "--load", *files, "--ranks", "4", "--budget-bytes", str(7 * size - 1))
+    assert [row["moved_bytes"] for row in same] == [row["moved_bytes"] for row in rows]
+    free = simulated(capsys, "--load", *files, "--ranks", "4", "--budget-bytes", "0")
+    assert not any(row["moves_per_layer"] for row in free)
+
+
+def test_windows_of_one_phase_are_planned_for(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, layers = tmp_path / "trace.jsonl", tuple(range(1, LAYERS + 1))
+    phases = ("decode", "prefill", "")
+    windows = tuple(LoadWindow(Load(counts(seed)), phase=phase) for seed, phase in enumerate(phases))
+    write_trace(LoadTrace(layers, windows), path)
+    words = ("--ranks", "4", "--policy", "eplb", "--load", str(path))
+    for phase, seeds in (("decode", (0, 2)), ("prefill", (1, 2))):
+        (row,) = simulated(capsys, *words, "--phase", phase)
+        wanted = [balanced(eplb_slots(counts(seed), EXPERTS, 4), 4, seed).mean() for seed in seeds]
+        assert row["balancedness_over_time"] == pytest.approx(wanted)
+    write_trace(LoadTrace(layers, windows[:1]), path)
+    assert main(["simulate", *words, "--phase", "prefill"]) == 2
+    assert "has no window of phase prefill" in capsys.readouterr().err
+
+
+def test_rates_of_experts_come_from_results(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, words = tmp_path / "results.jsonl", ("--load", files[0], "--ranks", "4", "--policy", "eplb")
+    lines = [
+        {"case": "nvfp4, 128 tokens x 2, 50 of 64 experts active, whole", "ours": 500.0},
+        {"case": "nvfp4, 16384 tokens x 2, 64 of 64 experts active, whole", "ours": 5000.0},
+        {"case": "nvfp4, 16384 tokens x 2, 64 of 64 experts active, kernel", "ours": 1.0},
+        {"case": "fp8, 128 tokens x 2, 64 of 64 experts active, whole", "ours": 1.0},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    expert = 3 * 7168 * 2048 * 4.5 / 8
+    rates = (
+        f"weight_bits={4.5}",
+        f"read_bytes={50 * expert / 500e-6}",
+        f"flops={32768 * 6 * 7168 * 2048 / 5e-3}",
+    )
+    (taken,) = simulated(capsys, *words, "--measured", str(path), "--weights", "nvfp4")
+    (given,) = simulated(capsys, *words, "--rate", *rates)
+    for name in ("step_seconds", "rank_bytes", "moved_bytes"):
+        assert taken[name] == pytest.approx(given[name])
+    assert main(["simulate", *words, "--measured", str(path), "--weights", "bf16"]) == 2
+    assert "has no case 'bf16, ..." in capsys.readouterr().err
+    assert main(["simulate", *words, "--measured", files[0]]) == 2
+    assert "is not a file of results" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("objective", ["tokens", "active", "time"])
@@ -131,7 +181,7 @@ def test_objectives_and_nodes_are_taken(
 ) -> None:
     words = ("--ranks", "8", "--redundant", "8", "--nodes", "2", "--groups", "4", "--objective", objective)
     rows = simulated(capsys, "--load", *files, *words, "--tokens", "2")
-    assert len(rows) == 3
+    assert len(rows) == 4
     slots = eplb_slots(counts(1), EXPERTS + 8, 8, nodes=2, groups=4)
     assert rows[1]["mean_balancedness"] == pytest.approx(balanced(slots, 8, 1).mean())
 

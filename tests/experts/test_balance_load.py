@@ -50,11 +50,44 @@ def test_published_counts_are_read_and_dense_layers_left_out(
     assert read.total.tokens.tolist() == (counts[[1, 3]] * (1 + records)).tolist()
 
 
+@pytest.mark.parametrize("suffix", ["json", "pt"])
+def test_a_bare_matrix_is_read(tmp_path: Path, suffix: str) -> None:
+    counts, path = [[5.0, 0, 1], [2, 2, 2]], tmp_path / f"weight.{suffix}"
+    if suffix == "pt":
+        torch.save(torch.tensor(counts), path)
+    else:
+        path.write_text(json.dumps(counts))
+    read = read_trace(path)
+    assert (read.layers, read.total.tokens.tolist()) == ((0, 1), counts)
+
+
+def test_records_by_slot_are_added_up_by_expert(tmp_path: Path) -> None:
+    holds = torch.tensor([[0, 1, 2, 1], [2, 2, 1, 0], [0, 1, 2, 0]])
+    passes = [
+        torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [0, 0, 0, 0]]),
+        torch.tensor([[1, 0, 0, 1]] * 2 + [[0] * 4]),
+    ]
+    records = [
+        {"forward_pass_id": number, "rank": 0, "gatherer_key": "primary", "global_physical_count": counts}
+        for number, counts in enumerate(passes)
+    ]
+    path = tmp_path / "recorded.pt"
+    torch.save({"records": records, "last_physical_to_logical_map": holds}, path)
+    read = read_trace(path)
+    assert read.layers == (0, 1)
+    assert read.total.tokens.tolist() == [[2, 7, 3], [9, 7, 12]]
+    torch.save({"records": records, "last_physical_to_logical_map": holds[:2]}, path)
+    with pytest.raises(ValueError, match=r"records count slots \[3, 4\], and the map is of \[2, 4\]"):
+        read_trace(path)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "is not a load file: Expecting value"),
-        ("[1]", r"it must hold logical_count \[layers, experts\]"),
+        ("[1]", r"it must hold logical_count or records, be \[layers, experts\]"),
+        ('{"records": []}', r"it must hold logical_count or records, be \[layers, experts\]"),
+        ('{"records": [{}], "last_physical_to_logical_map": [[0]]}', "no 'global_physical_count'"),
         ('{"logical_count": [1, 2]}', r"logical_count \[2\] must be \[layers, experts\]"),
         ('{"logical_count": [[0, 0]]}', "logical_count counts no token"),
         ('{"logical_count": [[1, -2], [3, 4]]}', "window 0 has tokens that are negative or not finite"),

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from moeserve.experts.load import LoadMeter
 from moeserve.experts.placement import EMPTY, AddressBook, Move, Placement
 
 REPLICATED = np.array([[0, 1, 2, 0, 3, 0], [3, 2, 1, 0, EMPTY, 1]])
@@ -99,11 +98,3 @@ def test_a_book_is_updated_in_place() -> None:
     book.update(Placement(REPLICATED[:, ::-1], 3, 4))
     assert tables == [tensor.data_ptr() for tensor in (book._replicas, book._copies)]
     assert int(book.resolve(0, torch.tensor([[3]]), torch.tensor([True]))) == 1
-
-
-def test_the_meter_counts_what_was_chosen() -> None:
-    meter = LoadMeter(2, 4)
-    meter.count(1, torch.tensor([[0, 3], [3, -1], [7, 3]]))
-    meter.count(1, torch.tensor([[0, 1]]))
-    assert meter.read().tokens.tolist() == [[0, 0, 0, 0], [2, 1, 0, 3]]
-    assert (meter.read() + meter.read()).tokens.sum() == 12

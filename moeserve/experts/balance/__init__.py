@@ -8,6 +8,7 @@ from typing import Protocol
 
 from moeserve.experts.balance.eplb import Eplb
 from moeserve.experts.balance.even import Even
+from moeserve.experts.balance.flexible import Flexible
 from moeserve.experts.balance.incremental import Incremental
 from moeserve.experts.balance.objective import ReplicaCost, Tokens
 from moeserve.experts.load import Load
@@ -65,6 +66,11 @@ BALANCERS: dict[str, BalancerRow] = {
             lambda wish: Incremental(wish.worth, wish.nodes, wish.groups, wish.cost),
             "swaps and replicas that pay their bytes, from the placement as it is",
             ("nodes", "groups", "worth", "cost"),
+        ),
+        BalancerRow(
+            "flexible",
+            lambda wish: Flexible(),
+            "replicas on different ranks, for the most room to choose among them in each step; from scratch",
         ),
     )
 }

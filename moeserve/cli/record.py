@@ -1,0 +1,157 @@
+"""`moeserve record`: writes the expert load of a running service, or of others' count files, as a trace."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeserve.cli.remote import address, client_of
+from moeserve.experts.load import PHASES, Load, LoadTrace, LoadWindow, head_line, read_trace, window_line
+from moeserve.proto import moe_pb2
+
+EXPLAINED = """\
+A trace has one line a window and phase: prefill where lanes bring many rows to a step, decode where few. The
+file grows window by window, so it is whole whenever the recording ends; --append goes on with one.
+`moeserve simulate` reads it, all of it or one phase.
+
+Ranks report about once a second while they work, so what a window holds may be a second late. A window in
+which the group forms anew, and counts begin again, is left out and said so.
+
+--from takes count files of SGLang and DeepSeek (JSON or .pt) or traces instead of a service, and puts their
+windows one after the other.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the subcommand."""
+    about = "record how many tokens each expert gets, of a running service or from others' count files"
+    parser = subparsers.add_parser(
+        "record",
+        help=about,
+        description=about,
+        epilog=EXPLAINED,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("address", nargs="?", type=address, metavar="HOST:PORT", help="of the service's front door")
+    add("--from", dest="files", nargs="+", metavar="FILE", help="read these files instead of a service")
+    add("--out", required=True, metavar="FILE", help="the trace to write")
+    add("--append", action="store_true", help="go on with a trace that is there")
+    add("--window", type=float, default=10.0, metavar="SECONDS", help="length of a window; 10 by default")
+    add("--windows", type=int, default=0, metavar="N", help="how many; until interrupted by default")
+    add("--timeout", type=float, default=10.0, metavar="SECONDS", help="for an answer; 10 by default")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes windows until there are enough or a person interrupts, and says each. Raises ValueError."""
+    if (args.address is None) == (args.files is None):
+        raise ValueError("give the HOST:PORT of a service, or --from FILE, and not both")
+    if args.window < 1 or args.windows < 0:
+        raise ValueError(
+            f"--window={args.window:g} must be 1 second or more (ranks report about once a second), "
+            f"and --windows={args.windows} 0 or more"
+        )
+    out = Path(args.out)
+    if args.files is not None:
+        traces = [read_trace(file) for file in args.files]
+        return _write(out, ((trace.layers, trace.windows) for trace in traces), args)
+    with client_of(args) as client:
+        return _write(out, recorded(lambda: client.status(experts=True), args.window, args.windows), args)
+
+
+Windows = tuple[tuple[int, ...], Iterable[LoadWindow]]
+"""Decoder layers, and windows of them."""
+
+
+def recorded(ask: Callable[[], moe_pb2.GetStatusReply], seconds: float, windows: int) -> Iterator[Windows]:
+    """The load of each window of a service, as it ends; an interruption ends the last one early."""
+    recorder, number, interrupted = Recorder(ask(), time.time()), 0, False
+    while not interrupted and (not windows or number < windows):
+        try:
+            time.sleep(seconds)
+        except KeyboardInterrupt:
+            interrupted = True
+        yield recorder.layers, recorder.window(ask(), time.time())
+        number += 1
+
+
+class Recorder:
+    """Turns statuses, whose counts only grow, into windows. ValueError: the service counts no expert."""
+
+    def __init__(self, status: moe_pb2.GetStatusReply, now: float) -> None:
+        self.layers = tuple(layer.layer for layer in status.layers)
+        self._generation, self._counts, self._since = status.generation, _counts(status), now
+        if not self._counts.size:
+            raise ValueError("the service tells no layer's experts; is it moeserve of this version?")
+
+    def window(self, status: moe_pb2.GetStatusReply, now: float) -> list[LoadWindow]:
+        """The load since the status before, a window for each phase that had any; none after a new start."""
+        counts, before, since = _counts(status), self._counts, self._since
+        again = status.generation != self._generation or bool((counts < before).any())
+        self._generation, self._counts, self._since = status.generation, counts, now
+        if again:
+            print("the group formed anew: this window is left out", flush=True)
+            return []
+        grown = dict(zip(PHASES, counts - before, strict=True))
+        return [
+            LoadWindow(Load(tokens), since, now - since, phase)
+            for phase, tokens in grown.items()
+            if tokens.any()
+        ]
+
+
+def _counts(status: moe_pb2.GetStatusReply) -> NDArray[np.float64]:
+    """Tokens since the start, `[phases, L, E]`."""
+    prefill = np.array([layer.prefill_tokens for layer in status.layers], dtype=np.float64)
+    decode = np.array([layer.tokens for layer in status.layers], dtype=np.float64) - prefill
+    return np.stack([{"decode": decode, "prefill": prefill}[phase] for phase in PHASES])
+
+
+def _write(out: Path, found: Iterable[Windows], args: argparse.Namespace) -> int:
+    """Appends windows to the trace as they come. ValueError: it is there already, or of another model."""
+    known = read_head(out, args)
+    count = 0
+    for layers, windows in found:
+        for window in windows:
+            trace = LoadTrace(layers, (window,))
+            if known is None:
+                out.write_text(head_line(trace) + "\n")
+                known = (trace.layers, trace.experts)
+            if known != (trace.layers, trace.experts):
+                raise ValueError(
+                    f"{out} is of {len(known[0])} layers of {known[1]} experts, and what comes now of "
+                    f"{len(layers)} of {trace.experts}; a trace is of one model"
+                )
+            with out.open("a") as file:
+                file.write(window_line(window) + "\n")
+            count += 1
+            print(_said(count, window), flush=True)
+    print(f"{count} windows in {out}" if count else "no expert got a token; nothing was written")
+    return 0
+
+
+def read_head(out: Path, args: argparse.Namespace) -> tuple[tuple[int, ...], int] | None:
+    """Layers and experts of the trace to go on with; None where one begins."""
+    if not out.exists():
+        return None
+    if not args.append:
+        raise ValueError(f"{out} is there already; --append goes on with it, --out FILE takes another")
+    trace = read_trace(out)
+    return trace.layers, trace.experts
+
+
+def _said(number: int, window: LoadWindow) -> str:
+    tokens, hottest = window.load.tokens, window.load.tokens.max(axis=1)
+    mean = tokens.mean(axis=1)
+    factor = float((hottest[mean > 0] / mean[mean > 0]).mean())
+    phase = f" of {window.phase}" if window.phase else ""
+    return (
+        f"window {number}: {window.seconds:.1f} s, {int(tokens.sum())} (token, expert) pairs{phase}; "
+        f"a layer's hottest expert has {factor:.2f}x the mean"
+    )

@@ -1,0 +1,133 @@
+"""`moeserve record`: statuses become windows by phase, files become traces, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeserve.cli import main
+from moeserve.cli.record import Recorder, recorded
+from moeserve.experts.load import LoadWindow, read_trace
+from moeserve.proto import moe_pb2
+
+LAYERS = (3, 7)
+
+
+def status(prefill: object, decode: object, generation: int = 1) -> moe_pb2.GetStatusReply:
+    """What a service says that counted `[2, E]` of each phase."""
+    both = np.add(prefill, decode)
+    layers = [
+        moe_pb2.LayerLoad(layer=layer, tokens=all_.tolist(), prefill_tokens=list(some))
+        for layer, all_, some in zip(LAYERS, both, prefill, strict=True)
+    ]
+    return moe_pb2.GetStatusReply(generation=generation, layers=layers)
+
+
+def shown(windows: list[LoadWindow]) -> list[tuple[str, float, float, list[list[float]]]]:
+    return [(w.phase, w.start, w.seconds, w.load.tokens.tolist()) for w in windows]
+
+
+def test_a_window_is_what_grew_in_each_phase() -> None:
+    recorder = Recorder(status([[5, 5], [5, 5]], [[1, 0], [0, 0]]), 100.0)
+    assert recorder.layers == LAYERS
+    first = recorder.window(status([[5, 7], [5, 5]], [[2, 0], [0, 9]]), 110.0)
+    assert shown(first) == [
+        ("decode", 100.0, 10.0, [[1, 0], [0, 9]]),
+        ("prefill", 100.0, 10.0, [[0, 2], [0, 0]]),
+    ]
+    assert shown(recorder.window(status([[5, 7], [5, 5]], [[2, 0], [0, 9]]), 120.0)) == []
+    last = recorder.window(status([[5, 7], [5, 5]], [[2, 1], [0, 9]]), 125.0)
+    assert shown(last) == [("decode", 120.0, 5.0, [[0, 1], [0, 0]])]
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_window_in_which_counts_began_again_is_left_out(
+    generation: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(status([[0, 0], [0, 0]], [[10, 0], [0, 0]]), 0.0)
+    fewer = status([[0, 0], [0, 0]], [[4, 90], [8, 8]], generation)
+    assert recorder.window(fewer, 1.0) == []
+    assert "this window is left out" in capsys.readouterr().out
+    more = status([[0, 0], [0, 0]], [[5, 90], [8, 8]], generation)
+    assert shown(recorder.window(more, 2.0)) == [("decode", 1.0, 1.0, [[1, 0], [0, 0]])]
+
+
+def test_an_interruption_ends_the_last_window_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    replies = (status([[0, 0], [0, 0]], [[n, 0], [0, n]]) for n in (0, 3, 5, 99))
+    naps: Iterator[None] = iter([None])
+
+    def sleep(_: float) -> None:
+        if next(naps, "over") is not None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("moeserve.cli.record.time.sleep", sleep)
+    found = [list(windows) for _, windows in recorded(lambda: next(replies), 10.0, 0)]
+    assert [window.load.tokens.tolist() for (window,) in found] == [[[3, 0], [0, 3]], [[2, 0], [0, 2]]]
+
+
+def test_a_service_without_counts_is_refused() -> None:
+    with pytest.raises(ValueError, match="tells no layer's experts"):
+        Recorder(moe_pb2.GetStatusReply(layers=[moe_pb2.LayerLoad(layer=0)]), 0.0)
+
+
+@pytest.fixture
+def counts(tmp_path: Path) -> tuple[str, str]:
+    """Two published count files."""
+    paths = []
+    for number in (1, 2):
+        paths.append(tmp_path / f"counts{number}.json")
+        paths[-1].write_text(json.dumps({"logical_count": [[0, 0], [number, 4], [5, number]]}))
+    return str(paths[0]), str(paths[1])
+
+
+def test_count_files_become_a_trace_that_can_be_gone_on_with(
+    counts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "trace.jsonl"
+    assert main(["record", "--from", counts[0], "--out", str(out)]) == 0
+    assert "1 windows in" in capsys.readouterr().out
+    assert main(["record", "--from", *counts, "--out", str(out), "--append"]) == 0
+    trace = read_trace(out)
+    assert trace.layers == (1, 2)
+    assert [w.load.tokens[0, 0] for w in trace.windows] == [1, 1, 2]
+    assert main(["simulate", "--load", str(out), "--ranks", "2", "--policy", "eplb", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out.split("\n", 3)[3])[0]["balancedness_over_time"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give the HOST:PORT of a service, or --from FILE, and not both"),
+        (["127.0.0.1:1", "--from", "COUNTS"], "and not both"),
+        (["127.0.0.1:1", "--window", "0.5"], "--window=0.5 must be 1 second or more"),
+        (["127.0.0.1:1", "--windows", "-1"], "--windows=-1 0 or more"),
+        (["--from", "nowhere.json"], "cannot read the load file nowhere.json"),
+        (["--from", "COUNTS", "THERE"], "is there already; --append goes on with it"),
+        (["--from", "COUNTS", "THERE", "--append"], "a trace is of one model"),
+    ],
+)
+def test_what_it_refuses(
+    words: list[str],
+    message: str,
+    counts: tuple[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "trace.jsonl"
+    if "THERE" in words:
+        head = {"format": "moeserve.load", "version": 1, "layers": [0], "experts": 1}
+        line = {"start": 0, "seconds": 1, "phase": "", "tokens": [[1]]}
+        out.write_text(f"{json.dumps(head)}\n{json.dumps(line)}\n")
+    words = [counts[0] if word == "COUNTS" else word for word in words if word != "THERE"]
+    assert main(["record", *words, "--out", str(out)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_service_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["record", "127.0.0.1:1", "--out", str(tmp_path / "trace.jsonl"), "--timeout", "2"]
+    assert main(words) == 1
+    assert "moeserve record: UNAVAILABLE" in capsys.readouterr().err
