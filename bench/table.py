@@ -24,12 +24,20 @@ END = "<!-- results: end -->"
 
 TITLES = {
     "demo": "A model with its experts behind the service, beside the whole model",
+    "quantized": "Quantized models with their experts behind the service, beside one process",
     "hop": "What a call costs beyond its step",
     "control_streams": "The coordinator's stream, beside one of gRPC",
     "gpu_house": "The whole service on GPUs, and a killed rank",
     "cpu_layer": "One layer on the CPU, beside transformers' experts",
     "gpu_experts": "The experts of one DeepSeek-V3 rank on an H200",
     "balance": "Placement of real expert loads",
+    "cross_checks": "Stored numbers, beside others' decoders: values that differ",
+    "replicas": "Balance of single steps by the choice of replicas",
+    "gpu_replicas": "Time of the choice of replicas on a GPU",
+    "gpu_balanced_steps": "What choosing replicas anew does to a step",
+    "moves": "A service under load while experts move",
+    "gpu_killed_peer": "A process whose peer is killed while it stores into the peer's GPU",
+    "laws": "Laws of formats, layouts and dialects",
 }
 """Of benches that have one, in the order they are shown; others follow under their own names."""
 

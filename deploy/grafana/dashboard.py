@@ -2,7 +2,7 @@
 
 The data source and the served model are variables, so the file names no machine. Its rows are in the order an
 operator asks: does it serve and why not, what do callers see, where do steps spend their time, which rank and
-layer is hot, what moves and what is held.
+layer is hot, what rebalancing does about it, what moves and what is held.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ JSON_FILE = Path(__file__).with_name("moeserve.json")
 
 CALL = "moe_request_duration_seconds"
 PHASE = "moe_step_phase_duration_seconds"
+CYCLE = "moe_balance_cycle_duration_seconds"
 FRONT = 'rank=""'  # series of the coordinator's process
 OF_RANKS = 'rank!=""'
 STEPS = rate("moe_group_steps_total")
@@ -160,10 +161,81 @@ def experts() -> list[Panel]:
         ),
         matrix("Expert rows by layer and rank", "Rows a second.", BY_LAYER_AND_RANK, "layer", "rank"),
         lines(
-            "Balancedness of the worst layers",
+            "Hottest experts",
+            "short",
+            "Tokens of an expert over its layer's mean in the last minute, of the hottest layers.",
+            Query(f"topk(10, {metric('moe_expert_load_ratio')})", "layer {{layer}}, expert {{expert}}"),
+        ),
+    ]
+
+
+def balance() -> list[Panel]:
+    """What rebalancing sees, does, and gains."""
+    age, interval = metric("moe_balance_cycle_age_seconds"), metric("moe_balance_interval_seconds")
+    return [
+        number("Mean balancedness", "Over layers.", now(f"avg({metric('moe_balancedness')})"), "percentunit"),
+        number("Worst layer", "Balancedness.", now(f"min({metric('moe_balancedness')})"), "percentunit"),
+        number("Watchdog age", "Since a cycle completed; 0: the policy is off.", now(age), unit="s"),
+        number("Interval", "Between looks at the load; 0: the policy is off.", now(interval), unit="s"),
+        number("Expert moves", "Since the start.", now(metric("moe_balance_moves_total"))),
+        number("Bytes moved", "Since the start.", now(metric("moe_balance_moved_bytes_total")), unit="bytes"),
+        number(
+            "Corrupted copies",
+            "Caught by their checksum and fetched again, since the start.",
+            now(metric("moe_balance_corrupted_copies_total")),
+        ),
+        number("Weights version", "The oldest of any layer.", now(metric("moe_weights_version"))),
+        lines(
+            "Balancedness by layer",
             "percentunit",
             "Mean over largest rows of a rank in the last minute: at 50 % the hot rank does twice its share.",
-            Query(f"bottomk(10, {metric('moe_balancedness')})", "layer {{layer}}"),
+            Query(metric("moe_balancedness"), "layer {{layer}}"),
+        ),
+        lines(
+            "Hottest layers",
+            "short",
+            "Largest over mean rows of a rank in the last minute, 1: even.",
+            Query(f"topk(10, 1 / {metric('moe_balancedness')})", "layer {{layer}}"),
+        ),
+        lines(
+            "Cycles by outcome",
+            "short",
+            "In five minutes. even: no move pays; idle: too little load to tell.",
+            Query(f"sum by (outcome) (increase({metric('moe_balance_cycles_total')}[5m]))", "{{outcome}}"),
+        ),
+        lines(
+            "Moves and epochs",
+            "short",
+            "Experts copied into a slot and committed, and the epochs that took, in five minutes.",
+            Query(f"increase({metric('moe_balance_moves_total')}[5m])", "moves"),
+            Query(f"increase({metric('moe_balance_epochs_total')}[5m])", "epochs"),
+        ),
+        lines(
+            "Bytes moved a second",
+            "Bps",
+            "By all ranks.",
+            Query(rate("moe_balance_moved_bytes_total"), "bytes"),
+        ),
+        lines(
+            "Cycle time",
+            "s",
+            "Of cycles that had something to move; steps run on meanwhile.",
+            Query(f"histogram_quantile(0.5, sum by (le) ({metric(f'{CYCLE}_bucket')}))", "p50"),
+            Query(f"histogram_quantile(0.99, sum by (le) ({metric(f'{CYCLE}_bucket')}))", "p99"),
+        ),
+        lines(
+            "Watchdog",
+            "s",
+            "Since a cycle completed. Over three intervals, it has stopped: the head's log says why.",
+            Query(age, "age"),
+            Query(f"3 * {interval}", "three intervals"),
+        ),
+        lines(
+            "Expected and real gain",
+            "short",
+            "Drop of largest over mean load of a rank, mean over layers: as planned, and by the load since.",
+            Query(metric("moe_balance_expected_gain"), "expected"),
+            Query(metric("moe_balance_real_gain"), "real"),
         ),
     ]
 
@@ -210,6 +282,7 @@ ROWS = {
     "Calls": calls,
     "Steps": steps,
     "Experts": experts,
+    "Balance": balance,
     "Wire and memory": memory,
 }
 
@@ -255,7 +328,7 @@ def dashboard() -> dict[str, Any]:
     return {
         "uid": "moeserve",
         "title": "moeserve",
-        "description": "Mixture-of-experts layers as a service: state, calls, steps, experts, wire, memory.",
+        "description": "Mixture-of-experts layers as a service: state, calls, steps, experts, balance, wire",
         "tags": ["moeserve"],
         "schemaVersion": 39,
         "editable": True,

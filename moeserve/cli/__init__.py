@@ -12,10 +12,14 @@ from moeserve import __version__
 COMMANDS: dict[str, str] = {
     "serve": "serve a checkpoint's experts until told to stop",
     "plan": "show which kernel and carrier each layer gets, and why not the others",
+    "record": "record how many tokens each expert gets, for simulate to plan from",
     "simulate": "plan placement from recorded loads: balance, moves, memory, time a step",
     "inspect": "show layers, experts, shapes, scheme, routing and bytes of a checkpoint",
+    "quantize": "write a checkpoint with its experts in another format, as compressed-tensors stores it",
     "status": "show how a running service is doing",
     "health": "ask a running service whether it serves; the exit code tells",
+    "rebalance": "move experts of a running service so that its ranks' loads are even",
+    "reload": "bring a running service to the weights of another checkpoint of the same shapes",
     "bench": "drive a running service and time its answers",
     "version": "show the versions of moeserve and of what it uses",
 }

@@ -6,19 +6,16 @@ New experts are staged beside the slots while steps run, and copied into them be
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moeserve.experts.batch import ExpertWeights
+from moeserve.experts.checksum import Slot, slot_checksum, slot_checksums
 from moeserve.experts.kernel import Kernel, Prepared
 from moeserve.experts.placement import EMPTY
-
-Slot = Mapping[str, Tensor]
-"""The tensors of one slot by name, as `Prepared.slot` gives them."""
 
 STAGING_SLOTS = 2
 """Slots that may be staged at a time, unless the bank is told otherwise."""
@@ -29,12 +26,19 @@ class StagingFull(ValueError):
 
 
 class Bank:
-    """Prepared experts: `bank[layer]` is what the kernel of the decoder layer `layer` takes."""
+    """Prepared experts: `bank[layer]` is what the kernel of the decoder layer `layer` takes.
+
+    One thread may stage and abandon while another reads slots; `commit` belongs to the reader, and comes when
+    staging has ended.
+    """
 
     def __init__(self, staging_slots: int = STAGING_SLOTS) -> None:
         self._staging_slots = staging_slots
         self._layers: dict[int, Prepared] = {}
         self._staged: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._spare: list[dict[str, Tensor]] = []  # staging storage that is free again
+        self._checksums: dict[tuple[int, int], str] = {}  # (layer, slot), of those read since they changed
+        self._committed: torch.cuda.Event | None = None  # when the last commit's copies are done
 
     def __getitem__(self, layer: int) -> Prepared:
         """The experts of `layer`. KeyError, with the layers there are."""
@@ -52,9 +56,10 @@ class Bank:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots and of what is staged."""
-        staged = sum(tensor.nbytes for tensors in self._staged.values() for tensor in tensors.values())
-        return staged + sum(prepared.nbytes for prepared in self._layers.values())
+        """Bytes of all slots and of the storage for staging."""
+        staging = (*self._staged.values(), *self._spare)
+        beside = sum(tensor.nbytes for tensors in staging for tensor in tensors.values())
+        return beside + sum(prepared.nbytes for prepared in self._layers.values())
 
     def load(
         self, layer: int, kernel: Kernel, weights: ExpertWeights, slots: Sequence[int] | np.ndarray
@@ -79,6 +84,8 @@ class Bank:
             for tensor in prepared.slot(slot).values():
                 tensor.zero_()
         self._layers[layer] = prepared
+        for slot in range(len(slots)):
+            self._checksums.pop((layer, slot), None)
 
     def _storage(self, layer: int, like: Prepared, slots: int) -> Prepared:
         """Storage for `slots` slots shaped as `like`: the layer's own where it is loaded, else new."""
@@ -93,31 +100,50 @@ class Bank:
             )
         return own
 
+    def write(self, layer: int, slot: int, tensors: Slot) -> None:
+        """Copies one expert's prepared `tensors` into slot `slot` of `layer`; while no step runs.
+
+        ValueError: no such slot, or tensors of another form.
+        """
+        target = self.slot(layer, slot)
+        check_fits(f"slot {slot} of layer {layer}", tensors, target)
+        self._checksums.pop((layer, slot), None)
+        for name, own in target.items():
+            own.copy_(tensors[name])
+
+    def room(self, layer: int, slot: int) -> Slot:
+        """Storage beside slot `slot` of `layer`, of its tensors' dtypes and shapes, for a mover to fill.
+
+        What was staged there before is overwritten; the storage is kept for the next epoch. StagingFull: no
+        room. ValueError: no such slot.
+        """
+        target = self.slot(layer, slot)
+        if (layer, slot) not in self._staged:
+            if len(self._staged) >= self._staging_slots:
+                raise StagingFull(
+                    f"slot {slot} of layer {layer} cannot be staged: staging_slots={self._staging_slots} "
+                    "are in use; commit or abandon them, or raise staging_slots"
+                )
+            self._staged[layer, slot] = self._storage_like(target)
+        return self._staged[layer, slot]
+
+    def _storage_like(self, target: Slot) -> dict[str, Tensor]:
+        for at, spare in enumerate(self._spare):
+            if _forms(spare) == _forms(target):
+                return self._spare.pop(at)
+        return {name: torch.empty_like(own) for name, own in target.items()}
+
     def stage(self, layer: int, slot: int, tensors: Slot) -> str:
         """Copies one expert's prepared `tensors` beside slot `slot` of `layer` and returns its checksum.
 
         Staging a slot again replaces what was staged. StagingFull: no room. ValueError: no such slot, or a
         tensor that is missing, unknown, or of another dtype or shape than the slot's.
         """
-        target = self._slot(layer, slot)
-        if (layer, slot) not in self._staged and len(self._staged) >= self._staging_slots:
-            raise StagingFull(
-                f"slot {slot} of layer {layer} cannot be staged: staging_slots={self._staging_slots} "
-                "are in use; commit or abandon them, or raise staging_slots"
-            )
-        where = f"slot {slot} of layer {layer}"
-        if tensors.keys() != target.keys():
-            raise ValueError(f"{where} holds {sorted(target)}; found {sorted(tensors)}")
-        for name, own in target.items():
-            given = tensors[name]
-            if given.dtype != own.dtype or given.shape != own.shape:
-                expected = f"{own.dtype} {list(own.shape)}"
-                raise ValueError(
-                    f"{name} of {where} must be {expected}; found {given.dtype} {list(given.shape)}"
-                )
-        copies = {name: torch.empty_like(own).copy_(tensors[name]) for name, own in target.items()}
-        self._staged[layer, slot] = copies
-        return slot_checksum(copies)
+        check_fits(f"slot {slot} of layer {layer}", tensors, self.slot(layer, slot))
+        room = self.room(layer, slot)
+        for name, own in room.items():
+            own.copy_(tensors[name])
+        return slot_checksum(room)
 
     @property
     def staged(self) -> tuple[tuple[int, int], ...]:
@@ -126,33 +152,69 @@ class Bank:
 
     def commit(self) -> int:
         """Copies everything staged into its slot, in place; between steps only. Returns the slots changed."""
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
         for (layer, slot), tensors in self._staged.items():
-            for name, own in self._slot(layer, slot).items():
-                own.copy_(tensors[name])
+            self._checksums.pop((layer, slot), None)
+            own = self.slot(layer, slot)
+            targets += own.values()
+            sources += [tensors[name] for name in own]
+        if targets:
+            torch._foreach_copy_(targets, sources, non_blocking=True)
         committed = len(self._staged)
-        self._staged = {}
+        if targets and targets[0].is_cuda:
+            self._committed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._committed.record()
+        self.abandon()
         return committed
 
+    def after_commit(self, stream: torch.cuda.Stream) -> None:
+        """Whatever comes next on `stream` sees the slots, and may overwrite staging, as the last commit left
+        them.
+        """
+        if self._committed is not None:
+            stream.wait_event(self._committed)
+
     def abandon(self) -> None:
-        """Drops everything staged; the slots were never touched."""
+        """Drops everything staged; the slots were never touched. Its storage serves the next epoch."""
+        kept = (*self._spare, *self._staged.values())
+        self._spare = list(kept[: self._staging_slots])
         self._staged = {}
+
+    def allow(self, staging_slots: int) -> None:
+        """How many slots may be staged from now on; storage beyond it is given back."""
+        self._staging_slots = staging_slots
+        del self._spare[staging_slots:]
 
     def checksum(self, layer: int, slot: int) -> str:
         """Checksum over every tensor of a slot; equal on ranks that hold the same expert in the same form."""
-        return slot_checksum(self._slot(layer, slot))
+        return slot_checksum(self.slot(layer, slot))
 
-    def _slot(self, layer: int, slot: int) -> dict[str, Tensor]:
+    def checksums(self, layer: int, slots: Sequence[int]) -> list[str]:
+        """The same of several slots; each is read once after it was written, however often one asks."""
+        unknown = [slot for slot in slots if (layer, slot) not in self._checksums]
+        found = slot_checksums([self.slot(layer, slot) for slot in unknown])
+        self._checksums |= {(layer, slot): one for slot, one in zip(unknown, found, strict=True)}
+        return [self._checksums[layer, slot] for slot in slots]
+
+    def slot(self, layer: int, slot: int) -> Slot:
+        """The tensors of slot `slot` of `layer`, in place. ValueError: no such slot."""
         prepared = self[layer]
         if not 0 <= slot < prepared.slots:
             raise ValueError(f"slot {slot} of layer {layer} must be between 0 and {prepared.slots - 1}")
         return prepared.slot(slot)
 
 
-def slot_checksum(tensors: Slot) -> str:
-    """BLAKE2b-128, in hex, of names, dtypes, shapes and raw bytes (codes, scales, biases), on any device."""
-    digest = blake2b(digest_size=16)
-    for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.view(-1).view(torch.uint8).cpu().numpy().data)
-    return digest.hexdigest()
+def check_fits(where: str, tensors: Slot, target: Slot) -> None:
+    """ValueError where `tensors` lacks one of `target`'s, has another, or one of another dtype or shape."""
+    if tensors.keys() != target.keys():
+        raise ValueError(f"{where} holds {sorted(target)}; found {sorted(tensors)}")
+    for name, own in target.items():
+        given = tensors[name]
+        if given.dtype != own.dtype or given.shape != own.shape:
+            expected = f"{own.dtype} {list(own.shape)}"
+            raise ValueError(f"{name} of {where} must be {expected}; found {given.dtype} {list(given.shape)}")
+
+
+def _forms(tensors: Slot) -> dict[str, tuple[object, ...]]:
+    return {name: (t.dtype, *t.shape, t.device) for name, t in tensors.items()}

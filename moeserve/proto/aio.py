@@ -15,10 +15,10 @@ from moeserve.proto.aio_link import AsyncLink
 from moeserve.proto.batch import Batch, CallOptions, Choice, Logits, Part, Reply, whole
 from moeserve.proto.call import Call, rows_of
 from moeserve.proto.channel import MAX_MESSAGE_BYTES
-from moeserve.proto.errors import MoeError, Unavailable, from_rpc
+from moeserve.proto.errors import MoeError, Unavailable, WeightsChanged, from_rpc
 from moeserve.proto.host import host_id
 from moeserve.proto.lanes import Lanes, check_serving, check_transport
-from moeserve.proto.patience import Clock, Patience
+from moeserve.proto.patience import OPERATION_SECONDS, Clock, Patience
 from moeserve.proto.payload import Inline, shares
 from moeserve.proto.shared_memory import RemoteRegion, SharedTensor, region_size
 from moeserve.proto.tensors import Array, Spec, known
@@ -109,6 +109,25 @@ class AsyncMoeClient:
         )
         return reply
 
+    async def rebalance(
+        self,
+        *,
+        policy: str = "",
+        max_moves: int = 0,
+        dry_run: bool = False,
+        timeout: float = OPERATION_SECONDS,
+    ) -> moe_pb2.RebalanceReply:
+        """Moves experts while the service runs: as MoeClient.rebalance."""
+        request = moe_pb2.RebalanceRequest(policy=policy, max_moves=max_moves, dry_run=dry_run)
+        reply: moe_pb2.RebalanceReply = await self._door.unary("Rebalance", request, timeout)
+        return reply
+
+    async def reload(self, checkpoint: str, *, timeout: float = OPERATION_SECONDS) -> moe_pb2.ReloadReply:
+        """Brings every layer to the weights in `checkpoint`: as MoeClient.reload."""
+        request = moe_pb2.ReloadRequest(checkpoint=checkpoint)
+        reply: moe_pb2.ReloadReply = await self._door.unary("Reload", request, timeout)
+        return reply
+
     async def health(self, service: str = health.SERVICE) -> str:
         """`SERVING`, `NOT_SERVING` or `UNKNOWN`, by grpc.health.v1; NotFound for an unknown service."""
         check = self._door.channel.unary_unary(health.METHOD, None, None)
@@ -138,6 +157,17 @@ class AsyncMoeClient:
         return await self._door.unary(name, request, self._patience.timeout)
 
     async def _run(self, call: Call) -> Reply:
+        """The answer; asked for whole again where its parts saw different weights."""
+        number = 0
+        while True:
+            try:
+                return await self._once(call)
+            except WeightsChanged as changed:
+                wait = call.clock.wait_after(changed, number)
+            await asyncio.sleep(wait)
+            number += 1
+
+    async def _once(self, call: Call) -> Reply:
         topology = await self._patiently(call.clock, lambda: self._topology(call.clock))
         parts = call.parts(topology)
         joined = whole(call.batch, parts)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.proto import moe_pb2
+from moeserve.proto.errors import WeightsChanged
 from moeserve.proto.patience import Patience
 from moeserve.proto.shared_memory import SharedTensor
 from moeserve.proto.tensors import FLOATS, INTEGERS, Array, Plain, TensorError, encode_into, plain, restore
@@ -40,7 +41,9 @@ class Logits:
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """An answer [T, H], like the hidden states in kind and dtype, and the oldest state a part of it saw."""
+    """An answer [T, H], like the hidden states in kind and dtype; the oldest epoch that a part of it saw, and
+    the version of the weights that all of it saw.
+    """
 
     hidden: Array
     epoch: int
@@ -52,13 +55,15 @@ class CallOptions(TypedDict, total=False):
 
     timeout: seconds or a Patience; lane: the rank whose lane takes all rows, None = spread; dtype: "bf16"
     declares numpy uint16 arrays to be bfloat16 bits; output: a tensor of the same lane where the answer is
-    to be written.
+    to be written; weights_version: the one the layer must be served with, as an earlier reply named it, 0 =
+    any; with another, the call fails with reason `wrong_version` and is not tried again.
     """
 
     timeout: float | Patience | None
     lane: int | None
     dtype: str
     output: SharedTensor | None
+    weights_version: int
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ class Batch:
     routes: dict[str, Plain]
     like: Array | SharedTensor
     output: SharedTensor | None
+    weights_version: int = 0  # demanded; 0: any
 
     @classmethod
     def of(
@@ -101,7 +107,10 @@ class Batch:
                 raise TensorError(field, f"{array.spec} has other rows than hidden, {rows.spec}")
         if output is not None and output.spec != rows.spec:
             raise TensorError("output", f"{output.spec} cannot take the answer {rows.spec}")
-        return cls(layer, rows, routes, hidden, output)
+        version = options.get("weights_version", 0)
+        if version < 0:
+            raise ValueError(f"weights_version={version} must be a version, from 1 on, or 0 for any")
+        return cls(layer, rows, routes, hidden, output, version)
 
     @property
     def placed(self) -> tuple[SharedTensor, ...]:
@@ -130,7 +139,7 @@ class Batch:
 
     def request(self, part: Part) -> moe_pb2.ForwardRequest:
         """The request for the rows of `part`, complete but for hidden states, names and times."""
-        request = moe_pb2.ForwardRequest(layer=self.layer)
+        request = moe_pb2.ForwardRequest(layer=self.layer, weights_version=self.weights_version)
         for field, array in self.routes.items():
             message: Any = request
             for name in field.split("."):
@@ -139,7 +148,11 @@ class Batch:
         return request
 
     def reply(self, answer: NDArray[Any], replies: list[moe_pb2.ForwardReply]) -> Reply:
-        """The whole answer as the caller gets it."""
+        """The whole answer as the caller gets it. Raises WeightsChanged where parts saw different weights."""
+        versions = sorted({reply.weights_version for reply in replies})
+        if len(versions) > 1:
+            text = f"parts of a call of layer {self.layer} saw weights versions {versions}: it was reloaded"
+            raise WeightsChanged("UNAVAILABLE", "weights_changed", text)
         made = Plain(self.hidden.dtype, answer)
         like, output = self.like, self.output
         if output is not None:
@@ -149,7 +162,7 @@ class Batch:
         else:
             array = restore(made, like)
         epoch = min(reply.epoch for reply in replies)
-        return Reply(array, epoch, min(reply.weights_version for reply in replies))
+        return Reply(array, epoch, versions[0])
 
 
 def spread(rows: int, lanes: int, most: int) -> tuple[Part, ...]:

@@ -20,11 +20,11 @@ from moeserve.proto.aio import AsyncMoeClient
 from moeserve.proto.batch import Batch, CallOptions, Choice, Logits, Part, Reply, whole
 from moeserve.proto.call import Call, rows_of
 from moeserve.proto.channel import MAX_MESSAGE_BYTES
-from moeserve.proto.errors import MoeError, Unavailable, from_rpc
+from moeserve.proto.errors import MoeError, Unavailable, WeightsChanged, from_rpc
 from moeserve.proto.host import host_id
 from moeserve.proto.lanes import Lanes, check_serving, check_transport
 from moeserve.proto.link import Attempt, Link, Sent
-from moeserve.proto.patience import Clock, Patience
+from moeserve.proto.patience import OPERATION_SECONDS, Clock, Patience
 from moeserve.proto.payload import Payload, shares
 from moeserve.proto.shared_memory import RemoteRegion, SharedTensor, region_size
 from moeserve.proto.stream import ForwardStream
@@ -136,6 +136,37 @@ class MoeClient:
         reply: moe_pb2.GetStatusReply = self._ask("GetStatus", moe_pb2.GetStatusRequest(experts=experts))
         return reply
 
+    def rebalance(
+        self,
+        *,
+        policy: str = "",
+        max_moves: int = 0,
+        dry_run: bool = False,
+        timeout: float = OPERATION_SECONDS,
+    ) -> moe_pb2.RebalanceReply:
+        """Moves experts while the service runs, and waits for it; with `dry_run`, only what that would do.
+
+        policy: a balancing policy's name, empty = the configured one; max_moves: over all layers, 0 = as many
+        as pay. The reply says how it ended, with the reason where that is `abandoned` or `failed`. Raises
+        InvalidArgument for an unknown policy, MoeError where ranks hold slices of every expert, Unavailable
+        where the service does not serve; nothing is tried again.
+        """
+        request = moe_pb2.RebalanceRequest(policy=policy, max_moves=max_moves, dry_run=dry_run)
+        reply: moe_pb2.RebalanceReply = self._door.unary("Rebalance", request, timeout)
+        return reply
+
+    def reload(self, checkpoint: str, *, timeout: float = OPERATION_SECONDS) -> moe_pb2.ReloadReply:
+        """Brings every layer to the weights in `checkpoint` while the service runs, and waits for it.
+
+        checkpoint: a folder by its absolute path on the service's hosts, with experts of the same shapes. The
+        reply says how it ended, and has the version to demand in calls from then on. Raises InvalidArgument
+        for a checkpoint that does not fit, Unavailable where the service does not serve; nothing is tried
+        again.
+        """
+        request = moe_pb2.ReloadRequest(checkpoint=checkpoint)
+        reply: moe_pb2.ReloadReply = self._door.unary("Reload", request, timeout)
+        return reply
+
     def health(self, service: str = health.SERVICE) -> str:
         """`SERVING`, `NOT_SERVING` or `UNKNOWN`, by grpc.health.v1; NotFound for an unknown service."""
         check = self._door.channel.unary_unary(health.METHOD)
@@ -165,6 +196,17 @@ class MoeClient:
         return self._door.unary(name, request, self._patience.timeout)
 
     def _run(self, call: Call) -> Reply:
+        """The answer; asked for whole again where its parts saw different weights."""
+        number = 0
+        while True:
+            try:
+                return self._once(call)
+            except WeightsChanged as changed:
+                wait = call.clock.wait_after(changed, number)
+            time.sleep(wait)
+            number += 1
+
+    def _once(self, call: Call) -> Reply:
         topology = self._patiently(call.clock, lambda: self._topology(call.clock))
         parts = call.parts(topology)
         joined = whole(call.batch, parts)

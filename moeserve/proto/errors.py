@@ -39,6 +39,10 @@ class Unavailable(MoeError):
     """
 
 
+class WeightsChanged(Unavailable):
+    """The layer was reloaded while parts of one call ran, and they saw different weights."""
+
+
 class Overloaded(MoeError):
     """The service has no room (RESOURCE_EXHAUSTED); `retry_after` is its pushback."""
 

@@ -53,7 +53,7 @@ class Choice(_message.Message):
     def __init__(self, ids: _Optional[_Union[Tensor, _Mapping]] = ..., weights: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class ForwardRequest(_message.Message):
-    __slots__ = ("model", "layer", "job_id", "attempt", "hidden", "choice", "logits", "output", "timeout_ms")
+    __slots__ = ("model", "layer", "job_id", "attempt", "hidden", "choice", "logits", "output", "timeout_ms", "weights_version")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class ForwardRequest(_message.Message):
     LOGITS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     model: str
     layer: int
     job_id: str
@@ -72,7 +73,8 @@ class ForwardRequest(_message.Message):
     logits: Tensor
     output: Region
     timeout_ms: int
-    def __init__(self, model: _Optional[str] = ..., layer: _Optional[int] = ..., job_id: _Optional[str] = ..., attempt: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., logits: _Optional[_Union[Tensor, _Mapping]] = ..., output: _Optional[_Union[Region, _Mapping]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    weights_version: int
+    def __init__(self, model: _Optional[str] = ..., layer: _Optional[int] = ..., job_id: _Optional[str] = ..., attempt: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., logits: _Optional[_Union[Tensor, _Mapping]] = ..., output: _Optional[_Union[Region, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., weights_version: _Optional[int] = ...) -> None: ...
 
 class ForwardReply(_message.Message):
     __slots__ = ("hidden", "epoch", "weights_version")
@@ -145,7 +147,7 @@ class GetModelRequest(_message.Message):
     def __init__(self, placement: _Optional[bool] = ...) -> None: ...
 
 class LayerInfo(_message.Message):
-    __slots__ = ("layer", "experts", "top_k", "hidden", "inner", "activation", "routing", "scheme", "kernel", "carrier", "wire", "slots")
+    __slots__ = ("layer", "experts", "top_k", "hidden", "inner", "activation", "routing", "scheme", "kernel", "carrier", "wire", "slots", "weights_version")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +160,7 @@ class LayerInfo(_message.Message):
     CARRIER_FIELD_NUMBER: _ClassVar[int]
     WIRE_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     layer: int
     experts: int
     top_k: int
@@ -170,7 +173,8 @@ class LayerInfo(_message.Message):
     carrier: str
     wire: str
     slots: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, layer: _Optional[int] = ..., experts: _Optional[int] = ..., top_k: _Optional[int] = ..., hidden: _Optional[int] = ..., inner: _Optional[int] = ..., activation: _Optional[str] = ..., routing: _Optional[str] = ..., scheme: _Optional[str] = ..., kernel: _Optional[str] = ..., carrier: _Optional[str] = ..., wire: _Optional[str] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
+    weights_version: int
+    def __init__(self, layer: _Optional[int] = ..., experts: _Optional[int] = ..., top_k: _Optional[int] = ..., hidden: _Optional[int] = ..., inner: _Optional[int] = ..., activation: _Optional[str] = ..., routing: _Optional[str] = ..., scheme: _Optional[str] = ..., kernel: _Optional[str] = ..., carrier: _Optional[str] = ..., wire: _Optional[str] = ..., slots: _Optional[_Iterable[int]] = ..., weights_version: _Optional[int] = ...) -> None: ...
 
 class GetModelReply(_message.Message):
     __slots__ = ("model", "architecture", "dtype", "layers", "epoch", "weights_version", "data_parallel_size", "tensor_parallel_size", "expert_parallel_size")
@@ -221,14 +225,16 @@ class RankStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., up: _Optional[bool] = ..., address: _Optional[str] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., bytes_read: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class LayerLoad(_message.Message):
-    __slots__ = ("layer", "balancedness", "tokens")
+    __slots__ = ("layer", "balancedness", "tokens", "prefill_tokens")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     BALANCEDNESS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     layer: int
     balancedness: float
     tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, layer: _Optional[int] = ..., balancedness: _Optional[float] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    prefill_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., balancedness: _Optional[float] = ..., tokens: _Optional[_Iterable[int]] = ..., prefill_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetStatusReply(_message.Message):
     __slots__ = ("state", "reason", "generation", "epoch", "steps", "jobs", "queued", "in_flight", "ranks", "layers", "version")
@@ -255,6 +261,98 @@ class GetStatusReply(_message.Message):
     layers: _containers.RepeatedCompositeFieldContainer[LayerLoad]
     version: str
     def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., jobs: _Optional[int] = ..., queued: _Optional[int] = ..., in_flight: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[LayerLoad, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
+
+class RebalanceRequest(_message.Message):
+    __slots__ = ("dry_run", "policy", "max_moves")
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    MAX_MOVES_FIELD_NUMBER: _ClassVar[int]
+    dry_run: bool
+    policy: str
+    max_moves: int
+    def __init__(self, dry_run: _Optional[bool] = ..., policy: _Optional[str] = ..., max_moves: _Optional[int] = ...) -> None: ...
+
+class MoveInfo(_message.Message):
+    __slots__ = ("layer", "expert", "from_rank", "from_slot", "to_rank", "to_slot")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_FIELD_NUMBER: _ClassVar[int]
+    FROM_RANK_FIELD_NUMBER: _ClassVar[int]
+    FROM_SLOT_FIELD_NUMBER: _ClassVar[int]
+    TO_RANK_FIELD_NUMBER: _ClassVar[int]
+    TO_SLOT_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    expert: int
+    from_rank: int
+    from_slot: int
+    to_rank: int
+    to_slot: int
+    def __init__(self, layer: _Optional[int] = ..., expert: _Optional[int] = ..., from_rank: _Optional[int] = ..., from_slot: _Optional[int] = ..., to_rank: _Optional[int] = ..., to_slot: _Optional[int] = ...) -> None: ...
+
+class LayerGain(_message.Message):
+    __slots__ = ("layer", "before", "after", "moves")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    before: float
+    after: float
+    moves: int
+    def __init__(self, layer: _Optional[int] = ..., before: _Optional[float] = ..., after: _Optional[float] = ..., moves: _Optional[int] = ...) -> None: ...
+
+class RebalanceReply(_message.Message):
+    __slots__ = ("outcome", "reason", "epoch", "moves", "planned_bytes", "layers", "gain", "committed_moves", "epochs", "moved_bytes", "seconds", "corrupted")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    GAIN_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_MOVES_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    MOVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CORRUPTED_FIELD_NUMBER: _ClassVar[int]
+    outcome: str
+    reason: str
+    epoch: int
+    moves: _containers.RepeatedCompositeFieldContainer[MoveInfo]
+    planned_bytes: int
+    layers: _containers.RepeatedCompositeFieldContainer[LayerGain]
+    gain: float
+    committed_moves: int
+    epochs: int
+    moved_bytes: int
+    seconds: float
+    corrupted: int
+    def __init__(self, outcome: _Optional[str] = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., moves: _Optional[_Iterable[_Union[MoveInfo, _Mapping]]] = ..., planned_bytes: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerGain, _Mapping]]] = ..., gain: _Optional[float] = ..., committed_moves: _Optional[int] = ..., epochs: _Optional[int] = ..., moved_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., corrupted: _Optional[int] = ...) -> None: ...
+
+class ReloadRequest(_message.Message):
+    __slots__ = ("checkpoint",)
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: str
+    def __init__(self, checkpoint: _Optional[str] = ...) -> None: ...
+
+class ReloadReply(_message.Message):
+    __slots__ = ("outcome", "reason", "weights_version", "epochs", "nbytes", "seconds", "epoch", "corrupted")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CORRUPTED_FIELD_NUMBER: _ClassVar[int]
+    outcome: str
+    reason: str
+    weights_version: int
+    epochs: int
+    nbytes: int
+    seconds: float
+    epoch: int
+    corrupted: int
+    def __init__(self, outcome: _Optional[str] = ..., reason: _Optional[str] = ..., weights_version: _Optional[int] = ..., epochs: _Optional[int] = ..., nbytes: _Optional[int] = ..., seconds: _Optional[float] = ..., epoch: _Optional[int] = ..., corrupted: _Optional[int] = ...) -> None: ...
 
 class CreateRegionRequest(_message.Message):
     __slots__ = ("size",)

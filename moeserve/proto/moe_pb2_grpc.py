@@ -59,6 +59,16 @@ class MoeServiceStub:
                 request_serializer=moeserve_dot_proto_dot_moe__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=moeserve_dot_proto_dot_moe__pb2.GetStatusReply.FromString,
                 _registered_method=True)
+        self.Rebalance = channel.unary_unary(
+                '/moeserve.v1.MoeService/Rebalance',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.RebalanceRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.RebalanceReply.FromString,
+                _registered_method=True)
+        self.Reload = channel.unary_unary(
+                '/moeserve.v1.MoeService/Reload',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.ReloadReply.FromString,
+                _registered_method=True)
         self.CreateRegion = channel.unary_unary(
                 '/moeserve.v1.MoeService/CreateRegion',
                 request_serializer=moeserve_dot_proto_dot_moe__pb2.CreateRegionRequest.SerializeToString,
@@ -119,6 +129,22 @@ class MoeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Rebalance(self, request, context):
+        """Moves experts so that the ranks' loads are even, while steps run; or says what that would move and gain.
+        Answers when it is done. A caller who leaves does not end it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reload(self, request, context):
+        """Brings every layer to the weights of another checkpoint of the same shapes, layer by layer, while steps run.
+        Answers when it is done. A caller who leaves does not end it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CreateRegion(self, request, context):
         """Makes a sealed shared-memory region on the lane's host; its file descriptor is passed over `socket`.
         """
@@ -172,6 +198,16 @@ def add_MoeServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=moeserve_dot_proto_dot_moe__pb2.GetStatusRequest.FromString,
                     response_serializer=moeserve_dot_proto_dot_moe__pb2.GetStatusReply.SerializeToString,
+            ),
+            'Rebalance': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rebalance,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.RebalanceRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.RebalanceReply.SerializeToString,
+            ),
+            'Reload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reload,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.ReloadRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.ReloadReply.SerializeToString,
             ),
             'CreateRegion': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateRegion,
@@ -329,6 +365,60 @@ class MoeService:
             '/moeserve.v1.MoeService/GetStatus',
             moeserve_dot_proto_dot_moe__pb2.GetStatusRequest.SerializeToString,
             moeserve_dot_proto_dot_moe__pb2.GetStatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rebalance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moeserve.v1.MoeService/Rebalance',
+            moeserve_dot_proto_dot_moe__pb2.RebalanceRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.RebalanceReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moeserve.v1.MoeService/Reload',
+            moeserve_dot_proto_dot_moe__pb2.ReloadRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.ReloadReply.FromString,
             options,
             channel_credentials,
             insecure,

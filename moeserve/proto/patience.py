@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from moeserve.proto.errors import DeadlineExceeded, MoeError, Overloaded, Unavailable
 
+OPERATION_SECONDS = 3600.0  # a rebalance or reload may take, unless its caller says otherwise
+
 
 @dataclass(frozen=True)
 class Patience:

@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from moeserve.dispatch.backends import carrier_named
+from moeserve.experts.balance import BALANCERS
+from moeserve.experts.dialects.load_as import scheme_to_load_as
+from moeserve.experts.replicas import REPLICA_CHOICES
+from moeserve.quant.formats import BF16
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.plan import AUTO, Wanted
+
+OFF = "off"
 
 
 class ConfigError(ValueError):
@@ -26,6 +32,7 @@ class ModelConfig:
     checkpoint: str = ""  # folder with config.json and safetensors
     name: str = ""  # as clients call it; the folder's name when empty
     dtype: str = AUTO  # of hidden states and unquantized experts: auto (the checkpoint's), fp32, bf16, fp16
+    load_as: str = ""  # a scheme that experts are quantized to while they are loaded; as stored when empty
     layers: tuple[int, ...] = ()  # decoder layers to serve; all that have experts when empty
 
 
@@ -75,6 +82,22 @@ class StepConfig:
 
 
 @dataclass(frozen=True)
+class BalanceConfig:
+    """When and how experts move while steps run."""
+
+    policy: str = OFF  # off, or incremental, eplb, even: rebalances by itself; by hand it always can
+    redundant_experts: int = 0  # replicas over all ranks, beside one slot for every expert
+    interval_seconds: float = 60.0  # between looks at the load
+    min_imbalance: float = 0.05  # of the worst layer, largest over mean rank load less 1, for experts to move
+    min_tokens: int = 1024  # (token, expert) pairs the busiest layer must have seen since the last look
+    max_moves: int = 0  # of one look, over all layers; 0: as many as pay
+    staging_slots: int = 2  # of a rank: experts it can copy in beside those it serves
+    move_bytes_per_second: float = 2e9  # into a rank; 0: as fast as they come
+    prepare_timeout_seconds: float = 60.0  # of one layer's copies; then they are abandoned
+    replica_choice: str = "auto"  # how a lane picks one of an expert's replicas: hash, waterfill, lp, auto
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     """Where clients reach the service."""
 
@@ -106,6 +129,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     step: StepConfig = field(default_factory=StepConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
@@ -142,11 +166,16 @@ class Config:
             raise ConfigError("model.checkpoint is not set; give a folder with config.json and safetensors")
         _one_of("cluster.launcher", self.cluster.launcher, ("ray", "local"))
         _one_of("model.dtype", self.model.dtype, (AUTO, "fp32", "bf16", "fp16"))
+        _one_of("balance.policy", self.balance.policy, (OFF, *BALANCERS))
+        _one_of("balance.replica_choice", self.balance.replica_choice, tuple(REPLICA_CHOICES))
         _one_of("plan.device", self.plan.device, (AUTO, "cpu", "cuda"))
         for key in (
             "step.lane_rows",
             "step.max_step_tokens",
             "step.timeout_seconds",
+            "balance.interval_seconds",
+            "balance.staging_slots",
+            "balance.prepare_timeout_seconds",
             "server.max_concurrent_calls",
             "server.max_message_bytes",
         ):
@@ -157,7 +186,16 @@ class Config:
             _ = self.parallel.mesh, self.plan.wanted
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        self._check_load_as()
         return self
+
+    def _check_load_as(self) -> None:
+        """Whether the name is known; the checkpoint's own sizes are checked when it is opened."""
+        if self.model.load_as:
+            try:
+                scheme_to_load_as(self.model.load_as, BF16)
+            except ValueError as error:
+                raise ConfigError(f"model.load_as: {error}") from error
 
     def lines(self) -> list[str]:
         """As TOML, every key with its value."""

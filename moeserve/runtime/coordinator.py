@@ -20,9 +20,18 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch forgets to export it
 
-from moeserve.experts.load import Load
+from moeserve.experts.load import PHASES, Load
+from moeserve.runtime.ballot import Ballot, Outcome, Stage
+from moeserve.runtime.changes import Change
 from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.messages import announcement_from, epoch_message, header_message
+from moeserve.runtime.messages import (
+    announcement_from,
+    change_message,
+    epoch_message,
+    header_message,
+    stage_message,
+    staged_from,
+)
 from moeserve.runtime.sequencer import Pace, Sequencer
 from moeserve.runtime.stream import Message, Stream, StreamClosed
 
@@ -45,12 +54,13 @@ class Seat:
     address: str  # of its door
     host_id: str
     metrics: str = ""  # host:port of its exporter
+    weights: str = ""  # host:port where peers copy its experts
     plans: dict[int, tuple[str, str, str]] = field(default_factory=dict)  # layer -> kernel, carrier, wire
     bytes_read: int = 0
     weight_bytes: int = 0
     steps: int = 0
     expert_rows: int = 0
-    load: np.ndarray | None = None  # [L, E] tokens its lane sent, since it started
+    load: np.ndarray | None = None  # [phases, L, E] tokens its lane sent, since it started
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,15 @@ class Progress:
     in_flight: int
 
 
+@dataclass(frozen=True)
+class _Running:
+    """A step under way."""
+
+    layer: int
+    started: float
+    left: set[int]  # ranks that have not finished it
+
+
 @dataclass(eq=False)
 class _Votes:
     prepared: set[int] = field(default_factory=set)
@@ -73,10 +92,16 @@ class _Votes:
 
 
 class Coordinator:
-    """Threads: one accepts, one a rank receives, one keeps the pace. All state is under one lock."""
+    """Threads: one accepts, one a rank receives, one keeps the pace. All state is under one lock.
 
-    def __init__(self, epoch: Epoch, pace: Pace, host: str, token: str) -> None:
+    `layers` are the decoder indices of the placement's layers.
+    """
+
+    def __init__(self, epoch: Epoch, layers: tuple[int, ...], pace: Pace, host: str, token: str) -> None:
         self.epoch = epoch
+        self._layers = layers
+        self._ballot: Ballot | None = None  # the change under way
+        self._ballots = 0
         self._token = token
         self._ranks = epoch.mesh.ranks
         self._pace = pace
@@ -84,7 +109,8 @@ class Coordinator:
         self._lock = threading.Condition()
         self._seats: dict[int, Seat] = {}
         self._votes = _Votes()
-        self._running: dict[int, set[int]] = {}  # step -> ranks that have not finished it
+        self._running: dict[int, _Running] = {}  # by step number
+        self._ended_at = 0.0  # the last step
         self._state, self._reason = "forming", "waiting for ranks"
         self._generation = self._failures = self._steps = self._jobs = 0
         self._form_at = math.inf
@@ -96,6 +122,7 @@ class Coordinator:
         self._listener = socket.create_server((host, 0))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self.on_change: Callable[[Progress], None] = lambda progress: None
+        self.observe_step: Callable[[int, float], None] = lambda layer, seconds: None  # of the whole group
 
     def start(self) -> None:
         """Begins to accept ranks."""
@@ -105,6 +132,7 @@ class Coordinator:
     def stop(self, reason: str = "the service is stopping") -> None:
         """Ends the group: ranks are told to stop."""
         with self._lock:
+            self._abandon(reason)
             self._set_state("stopped", reason)
             self._broadcast({"kind": "stop"})
             for seat in self._seats.values():
@@ -135,10 +163,80 @@ class Coordinator:
 
     def load(self) -> Load:
         """Tokens by served layer and logical expert, as far as ranks have reported."""
+        return Load(self.load_by_phase().sum(axis=0))
+
+    def load_by_phase(self) -> np.ndarray:
+        """The load of each of `PHASES`: `[phases, L, E]` float64."""
         with self._lock:
             loads = [seat.load for seat in self._seats.values() if seat.load is not None]
-        shape = (self.epoch.placement.layers, self.epoch.placement.experts)
-        return Load(np.sum(loads, axis=0) if loads else np.zeros(shape))
+        shape = (len(PHASES), self.epoch.placement.layers, self.epoch.placement.experts)
+        return np.asarray(np.sum(loads, axis=0) if loads else np.zeros(shape))
+
+    def change(self, change: Change, timeout: float) -> Outcome:
+        """Has every rank prepare `change` while steps run, and commits it when all have; blocks until then.
+
+        Abandoned, with the reason, when a rank cannot prepare it, copies of one expert differ, the group
+        aborts or `timeout` seconds pass; everything is then as it was. One change at a time.
+        """
+        started = time.monotonic()
+        with self._lock:
+            if refused := self._unchangeable(change):
+                return Outcome(refused)
+            self._ballots += 1
+            ballot = self._ballot = Ballot(self._ballots, change, self._ranks)
+            peers = {rank: [seat.weights, seat.host_id] for rank, seat in self._seats.items()}
+            layer = self._layers[change.layer]
+            for rank, seat in list(self._seats.items()):
+                order = stage_message(ballot, layer, rank, self._generation)
+                self._send(seat, order | {"peers": peers})
+            self._lock.wait_for(lambda: ballot.stage is not Stage.PREPARING, timeout)
+            if ballot.stage is Stage.PREPARING:
+                self._abandon(f"ranks {ballot.missing} did not prepare it within {timeout:g} s")
+            self._lock.wait_for(lambda: ballot.ended)
+            self._ballot = None
+            return Outcome(ballot.reason, time.monotonic() - started, ballot.staged)
+
+    def _unchangeable(self, change: Change) -> str:
+        """Why no change can begin now, or nothing."""
+        if self._state != "serving":
+            return f"the group is {self._state}: {self._reason}"
+        if self._ballot is not None:
+            return f"epoch {self._ballot.change.epoch.number} is still under way"
+        if change.epoch.number != self.epoch.number + 1:
+            return f"epoch {change.epoch.number} was planned, and epoch {self.epoch.number} is served now"
+        return ""
+
+    def _abandon(self, reason: str) -> None:
+        """The change under way is dropped, unless it is decided; ranks keep serving the epoch they have."""
+        if self._ballot is None or self._ballot.ended:
+            return
+        self._ballot.abandon(reason)
+        self._after_vote()
+
+    def _counted(self, rank: int, message: Message) -> None:
+        """A rank's word on the change under way: it has staged it, it cannot, or it serves it."""
+        if self._ballot is None or int(message["ballot"]) != self._ballot.number:
+            return
+        if message["kind"] == "adopted":
+            self._ballot.adopt(rank)
+            self._lock.notify_all()
+        elif self._ballot.stage is Stage.PREPARING:
+            self._ballot.vote(rank, staged_from(message), str(message["refused"]))
+            self._after_vote()
+
+    def _after_vote(self) -> None:
+        """Tells the ranks what has become of the change."""
+        if self._ballot is None:
+            return
+        match self._ballot.stage:
+            case Stage.DECIDED:
+                self.epoch = self._ballot.change.epoch
+                self._broadcast(change_message(self._ballot, self._generation))
+            case Stage.ABANDONED:
+                number = self._ballot.change.epoch.number
+                log.warning("epoch %d is abandoned: %s", number, self._ballot.reason)
+                self._broadcast({"kind": "abandon", "generation": self._generation})
+        self._lock.notify_all()
 
     # -- ranks come and go
     # ------------------------------------------------------------------------------------------
@@ -184,6 +282,7 @@ class Coordinator:
             str(hello["address"]),
             str(hello["host_id"]),
             hello.get("metrics", ""),
+            hello.get("weights", ""),
             plans,
         )
         with self._lock:
@@ -239,6 +338,8 @@ class Coordinator:
                     self._vote(self._votes.prepared, rank, self._commit)
                 case "joined":
                     self._vote(self._votes.joined, rank, self._serve)
+                case "voted" | "adopted":
+                    self._counted(rank, message)
                 case "failed":
                     self._failing = self._failing or (
                         time.monotonic() + BLAME_SECONDS,
@@ -290,6 +391,7 @@ class Coordinator:
         log.warning("generation %d aborts: %s", self._generation, reason)
         if self._state in ("preparing", "joining"):
             self._failures += 1
+        self._abandon(reason)
         self._sequencer.clear()
         self._running.clear()
         self._failing = None
@@ -323,18 +425,21 @@ class Coordinator:
             if step is None:
                 return None
             self._steps += 1
-            self._running[step.number] = set(range(self._ranks))
+            self._running[step.number] = _Running(step.layer, now, set(range(self._ranks)))
             for rank, seat in list(self._seats.items()):
                 self._send(seat, header_message(step.header(rank), self._generation))
         return None
 
     def _done(self, rank: int, seat: Seat, message: Message) -> None:
-        left = self._running.get(int(message["step"]))
-        if left is None:
+        step = self._running.get(int(message["step"]))
+        if step is None:
             return
-        left.discard(rank)
-        if not left:
+        step.left.discard(rank)
+        if not step.left:
             del self._running[int(message["step"])]
+            now = time.monotonic()
+            self.observe_step(step.layer, now - max(step.started, self._ended_at))
+            self._ended_at = now
             self._emit()
 
     def _report(self, seat: Seat, message: Message) -> None:

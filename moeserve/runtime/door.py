@@ -15,12 +15,15 @@ from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.tensors import TensorError
-from moeserve.runtime.lane import Call, DeadlinePassed, Lane
+from moeserve.runtime.lane import Call, CallerLeft, DeadlinePassed, Lane
 from moeserve.runtime.request import Asked, RequestReader
 from moeserve.runtime.status import Status, status_of
+from moeserve.runtime.step import Stamp
 from moeserve.runtime.tensors.regions import Regions
 
 log = logging.getLogger(__name__)
+
+LONGEST_SECONDS = 1e8  # of a deadline; gRPC says centuries where the caller set none
 
 Observe = Callable[[str, str, str, float], None]
 """`(method, transport, code, seconds)` of an ended request."""
@@ -48,7 +51,8 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
         """Runs one batch and waits for its answer."""
         started, transport, code = time.perf_counter(), "inline", "OK"
         remaining = context.time_remaining()
-        deadline = math.inf if remaining is None else time.time() + remaining
+        unlimited = remaining is None or remaining > LONGEST_SECONDS
+        deadline = math.inf if unlimited else time.time() + remaining
         try:
             asked = self._reader.read(request, deadline)
             transport = asked.transport
@@ -67,11 +71,19 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
         if not asked.batch.hidden.shape[0]:
             return self._empty(asked)
         call = self._lane.submit(asked.batch)
-        context.add_callback(lambda: self._lane.cancel(call))
+        context.add_callback(lambda: self._left(call, context))
         if not call.wait(asked.batch.deadline - time.time()):
             self._lane.cancel(call)
             raise DeadlinePassed(f"layer {asked.batch.layer}: no answer within the deadline")
         return self._reply(asked, call)
+
+    def _left(self, call: Call, context: grpc.ServicerContext) -> None:
+        """The call's RPC is over. A thread must not wait for an answer that nobody takes."""
+        self._lane.cancel(call)
+        if context.time_remaining() == 0:
+            call.give_up(DeadlinePassed("no answer within the deadline"))
+        else:
+            call.give_up(CallerLeft("the caller left before its answer was there"))
 
     def ForwardStream(
         self, request_iterator: Iterator[moe_pb2.ForwardRequest], context: grpc.ServicerContext
@@ -103,7 +115,7 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
             ended(moe_pb2.ForwardStreamReply(error=_status(error).as_message()))
             return _nothing
         call = self.begin(request, ended, "Bell")
-        return _nothing if call is None else lambda: self._lane.cancel(call)
+        return _nothing if call is None else lambda: self.leave(call)
 
     def begin(
         self,
@@ -154,17 +166,17 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
             return None
 
     def leave(self, call: Call) -> None:
-        """The stream's caller is gone."""
+        """The stream's caller is gone: the call ends, and with it the hold on the caller's memory."""
         self._lane.cancel(call)
+        call.give_up(CallerLeft("the caller left before its answer was there"))
 
     def _reply(self, asked: Asked, call: Call) -> moe_pb2.ForwardReply:
-        answer, epoch = call.result()
-        return asked.reply(answer, epoch, self._weights_version())
+        return asked.reply(*call.result())
 
     def _empty(self, asked: Asked) -> moe_pb2.ForwardReply:
         if self._lane.closed is not None:
             raise self._lane.unavailable()
-        return asked.reply(asked.batch.hidden, 0, self._weights_version())
+        return asked.reply(asked.batch.hidden, Stamp(0, self._weights_version()))
 
     # -- what only the front door knows
 
@@ -183,6 +195,16 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
     def GetStatus(
         self, request: moe_pb2.GetStatusRequest, context: grpc.ServicerContext
     ) -> moe_pb2.GetStatusReply:
+        """The front door answers this."""
+        _not_the_front_door(context)
+
+    def Rebalance(
+        self, request: moe_pb2.RebalanceRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.RebalanceReply:
+        """The front door answers this."""
+        _not_the_front_door(context)
+
+    def Reload(self, request: moe_pb2.ReloadRequest, context: grpc.ServicerContext) -> moe_pb2.ReloadReply:
         """The front door answers this."""
         _not_the_front_door(context)
 

@@ -8,7 +8,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
+from moeserve.experts.balance.room import even_with_room
 from moeserve.experts.load import Load
 from moeserve.experts.placement import EMPTY, Placement
 from moeserve.runtime.mesh import Mesh
@@ -19,25 +21,61 @@ Balancer = Callable[[Placement, Load, int], Placement]
 
 @dataclass(frozen=True)
 class Epoch:
-    """A numbered state of the group: its mesh, where every expert is, and which weights are served."""
+    """A numbered state of the group: its mesh, where every expert is, and which weights are served.
+
+    Weights are reloaded layer by layer, so each layer has a version of its own: `versions [L]`, or () while
+    all are at 1. Version v was read from the checkpoint folder `weights[v - 1]`; the empty name is the
+    configured one.
+    """
 
     number: int
     mesh: Mesh
     placement: Placement
-    weights_version: int = 1
+    versions: tuple[int, ...] = ()
+    weights: tuple[str, ...] = ("",)
 
     @classmethod
-    def first(cls, mesh: Mesh, layers: int, experts: int) -> Epoch:
-        """Epoch 1, the load: experts spread evenly."""
-        return cls(1, mesh, Placement.even(layers, experts, mesh.owners))
+    def first(cls, mesh: Mesh, layers: int, experts: int, redundant: int = 0) -> Epoch:
+        """Epoch 1, the load: experts spread evenly, and the slots of `redundant` replicas left empty.
+
+        Raises ValueError where they do not divide over the ranks, or experts are sliced.
+        """
+        if redundant and mesh.sliced:
+            raise ValueError(
+                f"{redundant} redundant experts: ranks hold slices of every expert, which have no replicas"
+            )
+        return cls(1, mesh, even_with_room(layers, experts, mesh.owners, redundant))
 
     def rebalanced(self, load: Load, balancer: Balancer, budget: int) -> Epoch:
         """The epoch that `balancer` makes of this one's placement, within `budget` moves."""
         return self._next(placement=balancer(self.placement, load, budget))
 
-    def reloaded(self) -> Epoch:
-        """The same placement with new weights of the same shapes."""
-        return self._next(weights_version=self.weights_version + 1)
+    def moved(self, layer: int, slots: NDArray[np.int32]) -> Epoch:
+        """The epoch with `slots [S]` at `layer` (a position), and every other layer as it is."""
+        rows = self.placement.slots.copy()
+        rows[layer] = slots
+        return self._next(placement=Placement(rows, self.placement.ranks, self.placement.experts))
+
+    def reloaded(self, layer: int, version: int) -> Epoch:
+        """The same placement with the weights of `version`, one of `weights`, at `layer` (a position)."""
+        if not 1 <= version <= len(self.weights):
+            raise ValueError(f"weights version {version} is not one of 1 to {len(self.weights)}")
+        versions = [self.version(at) for at in range(self.placement.layers)]
+        versions[layer] = version
+        return self._next(versions=tuple(versions))
+
+    def with_weights(self, path: str) -> Epoch:
+        """The same epoch, knowing one more version of the weights; no layer is at it yet."""
+        return replace(self, weights=(*self.weights, path))
+
+    def version(self, layer: int) -> int:
+        """Of the weights at `layer` (a position)."""
+        return self.versions[layer] if self.versions else 1
+
+    @property
+    def weights_version(self) -> int:
+        """The oldest that any layer is at."""
+        return min(self.versions, default=1)
 
     def without(self, lost: Collection[int]) -> Epoch:
         """The survivors of `lost` ranks: experts that lost their last replica move into spare slots.

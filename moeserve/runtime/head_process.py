@@ -6,15 +6,18 @@ import secrets
 import sys
 
 from moeserve import __version__
+from moeserve.experts.balance import Policy, balancer_named
 from moeserve.proto.heap import keep_freed_memory
-from moeserve.runtime.config import Config
+from moeserve.runtime.config import OFF, Config
 from moeserve.runtime.coordinator import Coordinator, Progress
 from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.head_telemetry import CoordinatorTelemetry
+from moeserve.runtime.rank import Served
 from moeserve.runtime.rank_process import model_name, served_from
+from moeserve.runtime.rebalancer import Rebalancer
 from moeserve.runtime.sequencer import Pace
 from moeserve.runtime.server import Endpoint
 from moeserve.runtime.service import FrontDoor
-from moeserve.runtime.telemetry import CoordinatorTelemetry
 
 EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 """Hosts to listen on that no client can be told."""
@@ -25,17 +28,27 @@ class HeadProcess:
 
     def __init__(self, config: Config, host: str) -> None:
         served = served_from(config)
-        epoch = Epoch.first(served.mesh, len(served.layers), served.checkpoint.num_experts)
+        epoch = Epoch.first(
+            served.mesh, len(served.layers), served.checkpoint.num_experts, config.balance.redundant_experts
+        )
         step, server = config.step, config.server
         pace = Pace(step.lane_rows, step.max_step_tokens, step.quiet_seconds, step.gather_seconds)
         self.token = secrets.token_hex(16)
-        self.coordinator = Coordinator(epoch, pace, host, self.token)
+        self.coordinator = Coordinator(epoch, served.layers, pace, host, self.token)
+        self.rebalancer = Rebalancer(
+            self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
+        )
         self._telemetry = CoordinatorTelemetry(model_name(config), __version__, served.layers)
         self._telemetry.progress(self.coordinator.progress)
         self._telemetry.seats(served.mesh.ranks, self.coordinator.seats)
         self._telemetry.loads(lambda: (self.coordinator.epoch.placement, self.coordinator.load()))
+        self._telemetry.weights_version(lambda: self.coordinator.epoch.weights_version)
+        self._telemetry.watch(self.rebalancer.interval, self.rebalancer.age)
+        self.rebalancer.observe = self._telemetry.observe_cycle
+        self.rebalancer.observe_gain = self._telemetry.observe_gain
+        self.rebalancer.observe_reload = self._telemetry.observe_reload
         front = FrontDoor(
-            model_name(config), served, self.coordinator, server.max_message_bytes, self._telemetry.request
+            model_name(config), served, self.rebalancer, server.max_message_bytes, self._telemetry.request
         )
         self._endpoint = Endpoint(front, server.max_concurrent_calls, server.max_message_bytes)
         self.coordinator.on_change = self._changed
@@ -47,6 +60,7 @@ class HeadProcess:
         sys.setswitchinterval(0.0005)
         keep_freed_memory()
         self.coordinator.start()
+        self.rebalancer.start()
 
     @property
     def streams(self) -> str:
@@ -60,6 +74,7 @@ class HeadProcess:
 
     def stop(self) -> None:
         """Refuses new calls, lets those under way finish, and ends the group."""
+        self.rebalancer.stop()
         self._endpoint.stop(grace=2.0)
         self.coordinator.stop()
         self._telemetry.close()
@@ -67,3 +82,14 @@ class HeadProcess:
     def _changed(self, progress: Progress) -> None:
         self._endpoint.set_serving(serving=progress.state == "serving")
         self._telemetry.set_progress(progress)
+
+
+def policy_of(config: Config) -> Policy:
+    """The configured balancing policy; rebalancing by hand uses the incremental one where it is off."""
+    name = config.balance.policy
+    return balancer_named("incremental" if name == OFF else name)
+
+
+def expert_nbytes(served: Served) -> tuple[int, ...]:
+    """Bytes of one expert of each served layer, as it lies in the checkpoint."""
+    return tuple(served.checkpoint.expert_nbytes(layer) for layer in served.layers)

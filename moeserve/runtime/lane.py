@@ -5,17 +5,31 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moeserve.runtime.step import Announcement, Job
+from moeserve.runtime.step import Announcement, Job, Stamp
 
 
 class GroupUnavailable(RuntimeError):
     """The group is not serving; says why. The call changed nothing and may be made again."""
+
+
+class WrongVersion(RuntimeError):
+    """The layer is served with other weights than the caller demands; names both."""
+
+
+def one_version(versions: Iterable[int]) -> int:
+    """The version of the weights that all parts of a call saw. Raises GroupUnavailable where they differ."""
+    found = sorted(set(versions))
+    if len(found) > 1:
+        raise GroupUnavailable(
+            f"the layer was reloaded while parts of this call ran, with weights versions {found}; ask again"
+        )
+    return found[0]
 
 
 class Overloaded(RuntimeError):
@@ -30,6 +44,10 @@ class DeadlinePassed(TimeoutError):
     """The caller's deadline passed before the answer was there."""
 
 
+class CallerLeft(RuntimeError):
+    """The caller left before its answer was there."""
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """One call's rows: what a door has checked and routed."""
@@ -39,6 +57,7 @@ class Batch:
     experts: Tensor  # [T, K] int32, EMPTY = none
     weights: Tensor  # [T, K] float32, final
     deadline: float = math.inf  # time.time() seconds
+    weights_version: int = 0  # demanded; 0: none
 
 
 class Call:
@@ -68,6 +87,15 @@ class Call:
             self._done.set()
         self._ended(self)
 
+    def give_up(self, error: Exception) -> None:
+        """Lets its waiter go with `error`, unless it has ended; parts that still end are nobody's."""
+        with self._lock:
+            if self._done.is_set():
+                return
+            self.error = error
+            self._done.set()
+        self._ended(self)
+
     @property
     def ended(self) -> bool:
         """Whether it has ended."""
@@ -77,12 +105,16 @@ class Call:
         """Whether it ended within `seconds`."""
         return self._done.wait(None if math.isinf(seconds) else max(0.0, seconds))
 
-    def result(self) -> tuple[Tensor, int]:
-        """The answer `[T, H]` and the epoch it was computed under. Raises what the call failed with."""
+    def result(self) -> tuple[Tensor, Stamp]:
+        """The answer `[T, H]` and the oldest of its parts' stamps. Raises what the call failed with.
+
+        Parts that saw different weights give no answer: GroupUnavailable, and the call may be made again.
+        """
         if self.error is not None:
             raise self.error
+        one_version(job.stamp.weights_version for job in self.jobs)
         outputs = [job.output for job in self.jobs if job.output is not None]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs), self.jobs[-1].epoch
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs), min(job.stamp for job in self.jobs)
 
 
 class Lane:
@@ -153,6 +185,7 @@ class Lane:
                     weights,
                     batch.deadline,
                     call.part_ended,
+                    batch.weights_version,
                 )
                 for hidden, experts, weights in parts
             ]

@@ -2,7 +2,7 @@
 collectives.
 
 Two threads: one receives (so that an abort is seen while a step runs), one executes entries in their order.
-Doors have threads of their own.
+Doors have threads of their own, and so has the mover, which prepares the next epoch beside them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,19 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not exported
 
 from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.lane import Lane
-from moeserve.runtime.messages import announcement_message, epoch_from, header_from
+from moeserve.runtime.lane import Lane, WrongVersion
+from moeserve.runtime.messages import (
+    announcement_message,
+    change_from,
+    epoch_from,
+    header_from,
+    order_from,
+    vote_message,
+)
 from moeserve.runtime.rank import Progress, Rank
-from moeserve.runtime.step import Announcement, Header, LaneInput, StepRecord, empty_input
+from moeserve.runtime.step import Announcement, Header, Job, LaneInput, Stamp, StepRecord, empty_input
 from moeserve.runtime.stream import Message, Stream, StreamClosed
+from moeserve.runtime.weights.mover import Mover, Order, Vote
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +72,7 @@ class Member:
         self.expert_rows = 0
         self._reported = 0  # steps in the last report
         self._reported_at = 0.0
+        self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
 
     def weights_version(self) -> int:
@@ -103,10 +112,15 @@ class Member:
         try:
             while True:
                 message = self._stream.receive()
+                if message["kind"] in ("stage", "abandon"):
+                    self._change(message)
+                    continue
                 if message["kind"] == "abort":
                     self._generation = ABORTED
                     self._lane.close(message["reason"])  # after the generation: a commit under way sees it
                     self._interrupt()
+                    if self.mover is not None:
+                        self.mover.abandon()
                 elif message["kind"] == "prepare":
                     self._generation = message["generation"]
                 self._entries.put(message)
@@ -130,6 +144,8 @@ class Member:
                 self._prepare(entry)
             case "commit":
                 self._commit(entry)
+            case "change":
+                self._adopt(entry)
             case "abort":
                 self.on_serving(0, 0)
                 self._leave()
@@ -149,8 +165,14 @@ class Member:
     def _prepare(self, entry: Message) -> None:
         """Loads what the epoch gives this rank, unless it has it, and votes."""
         self._leave()
+        if self.mover is not None:
+            self.mover.release()
         epoch = epoch_from(entry["epoch"])
-        if self._epoch is None or self._epoch.placement != epoch.placement:
+        self._rank.use_weights(epoch.weights)
+        if self._epoch is None or (self._epoch.placement, self._epoch.versions) != (
+            epoch.placement,
+            epoch.versions,
+        ):
             self._load(epoch)
         self._epoch = epoch
         self._stream.send(
@@ -175,6 +197,44 @@ class Member:
         self.on_serving(entry["generation"], self._epoch.number)
         self._stream.send({"kind": "joined", "generation": entry["generation"]})
 
+    def _change(self, message: Message) -> None:
+        """The next epoch is to be prepared, or not any more; steps go on."""
+        if self.mover is None:
+            if message["kind"] == "stage":
+                vote = {"kind": "voted", "generation": message["generation"], "ballot": message["ballot"]}
+                self._stream.send(vote | {"staged": [], "refused": "this rank was started without a mover"})
+        elif message["kind"] == "stage":
+            self.mover.stage(order_from(message))
+        else:
+            self.mover.abandon()
+
+    def voted(self, vote: Vote) -> None:
+        """Tells the coordinator of the mover's vote."""
+        self._stream.send(vote_message(vote))
+
+    def wrong(self, order: Order, what: str) -> None:
+        """A slot does not hold what was staged: its layer is read from disk before this rank serves again."""
+        self._rank.disown(order.layer)
+        self._epoch = None
+        self._stream.send({"kind": "failed", "generation": order.generation, "reason": what})
+
+    def _adopt(self, entry: Message) -> None:
+        """Every rank had voted: what was staged is served from the next step on."""
+        if self._epoch is None or self.mover is None:
+            raise RuntimeError("change came before prepare")
+        epoch, layer = change_from(entry, self._epoch), int(entry["layer"])
+        try:
+            self.mover.commit(entry["ballot"])
+        except BaseException:
+            self._rank.disown(self._rank.served.layers[layer])
+            self._epoch = None
+            raise
+        self._rank.adopt(epoch, layer)
+        self._epoch = epoch
+        self.on_serving(entry["generation"], epoch.number)
+        adopted = {"kind": "adopted", "generation": entry["generation"], "ballot": entry["ballot"]}
+        self._stream.send(adopted)
+
     def _report(self) -> None:
         """Sends what was counted since the start, when it changed."""
         if self.steps == self._reported or self._generation == ABORTED:
@@ -186,7 +246,7 @@ class Member:
                 "generation": self._generation,
                 "steps": self.steps,
                 "expert_rows": self.expert_rows,
-                "load": self._rank.expert_load().tokens.tolist(),
+                "load": self._rank.load_reading().tokens.tolist(),
             }
         )
 
@@ -218,16 +278,24 @@ class Member:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def _version(self, header: Header) -> int:
+        """Of the weights of a step's layer."""
+        if self._epoch is None or self._epoch.number != header.epoch:
+            found = "none" if self._epoch is None else str(self._epoch.number)
+            raise RuntimeError(f"step {header.number} is of epoch {header.epoch}; this rank holds {found}")
+        return self._epoch.version(self._rank.served.layers.index(header.layer))
+
     def _step(self, header: Header, generation: int) -> None:
         started = time.time()
-        jobs = self._lane.take(header.jobs)
+        version = self._version(header)
+        jobs = [wanted_in(job, version) for job in self._lane.take(header.jobs)]
         served, top_k = self._rank.served, self._rank.plans[header.layer].problem.top_k
         rows = LaneInput.gather(header, jobs, empty_input(served.checkpoint.hidden, top_k, served.dtype))
         answer, phases = self._rank.step(header.layer, rows.to(self._rank.device), header.lane_rows)
         answer, at = answer.to("cpu"), 0
         for (_, size), job in zip(header.jobs, jobs, strict=True):
             if job is not None:
-                job.finish(answer[at : at + size], header.epoch)
+                job.finish(answer[at : at + size], Stamp(header.epoch, version))
             at += size
         self.steps += 1
         self.expert_rows += max(0, phases.expert_rows)
@@ -237,6 +305,19 @@ class Member:
             self._report()
         wait = max((started - job.created for job in jobs if job is not None), default=0.0)
         self._observe(StepRecord(header.number, header.layer, len(jobs), at, wait, phases))
+
+
+def wanted_in(job: Job | None, version: int) -> Job | None:
+    """The job, unless it demands other weights: then it fails, and its rows travel without experts."""
+    if job is None or job.weights_version in (0, version):
+        return job
+    job.fail(
+        WrongVersion(
+            f"layer {job.layer} is served with weights version {version}, and {job.weights_version} is "
+            "demanded; begin the pass again with the served one"
+        )
+    )
+    return None
 
 
 def progress_bar(rank: int) -> Progress:

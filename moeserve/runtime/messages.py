@@ -1,17 +1,20 @@
-"""What travels on the coordinator's streams, as JSON objects: step headers, epochs, announcements."""
+"""What travels on the coordinator's streams, as JSON objects: steps, epochs, changes, votes, jobs."""
 
 from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 
-from moeserve.experts.placement import Placement
+from moeserve.experts.placement import EMPTY, Placement
+from moeserve.runtime.ballot import Ballot
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.step import Announcement, Header
 from moeserve.runtime.stream import Message
+from moeserve.runtime.weights.mover import Copy, Order, Staged, Vote
 
 
 def header_message(header: Header, generation: int) -> Message:
@@ -59,7 +62,8 @@ def epoch_message(epoch: Epoch) -> Message:
         "kind": "epoch",
         "number": epoch.number,
         "mesh": [mesh.dp, mesh.tp, mesh.ep, mesh.pcp],
-        "weights_version": epoch.weights_version,
+        "versions": epoch.versions,
+        "weights": epoch.weights,
         "slots": placement.slots.tolist(),
         "owners": placement.ranks,
         "experts": placement.experts,
@@ -70,4 +74,85 @@ def epoch_from(message: Message) -> Epoch:
     """The epoch in a message."""
     slots = np.array(message["slots"], dtype=np.int32)
     placement = Placement(slots, message["owners"], message["experts"])
-    return Epoch(message["number"], Mesh(*message["mesh"]), placement, message["weights_version"])
+    mesh, versions, weights = Mesh(*message["mesh"]), tuple(message["versions"]), tuple(message["weights"])
+    return Epoch(message["number"], mesh, placement, versions, weights)
+
+
+def stage_message(ballot: Ballot, decoder_layer: int, rank: int, generation: int) -> Message:
+    """What one rank has to stage for a change; `peers` are added by the sender, who knows them."""
+    change = ballot.change
+    placement = change.epoch.placement
+    width = placement.slots_per_rank
+    owner = 0 if change.epoch.mesh.sliced else rank
+    copies = [
+        [move.slot % width, move.expert, *_source(move.source, width)]
+        for move in change.moves
+        if move.slot // width == owner
+    ]
+    return {
+        "kind": "stage",
+        "generation": generation,
+        "ballot": ballot.number,
+        "epoch": change.epoch.number,
+        "layer": decoder_layer,
+        "version": change.epoch.version(change.layer),
+        "weights": change.epoch.weights,
+        "copies": copies,
+    }
+
+
+def order_from(message: Message) -> Order:
+    """The order in a message."""
+    return Order(
+        message["generation"],
+        message["ballot"],
+        message["epoch"],
+        message["layer"],
+        message["version"],
+        tuple(message["weights"]),
+        tuple(Copy(slot, expert, (rank, at)) for slot, expert, rank, at in message["copies"]),
+        {int(rank): (address, host) for rank, (address, host) in message["peers"].items()},
+    )
+
+
+def _source(slot: int, width: int) -> tuple[int, int]:
+    return (EMPTY, EMPTY) if slot == EMPTY else divmod(slot, width)
+
+
+def vote_message(vote: Vote) -> Message:
+    """A rank's vote."""
+    return {
+        "kind": "voted",
+        "generation": vote.order.generation,
+        "ballot": vote.order.ballot,
+        "staged": [list(vars(one).values()) for one in vote.staged],
+        "refused": vote.refused,
+    }
+
+
+def staged_from(message: Message) -> tuple[Staged, ...]:
+    """What a vote says was staged."""
+    return tuple(Staged(*one) for one in message["staged"])
+
+
+def change_message(ballot: Ballot, generation: int) -> Message:
+    """The commit of a change, for every rank."""
+    change = ballot.change
+    return {
+        "kind": "change",
+        "generation": generation,
+        "ballot": ballot.number,
+        "number": change.epoch.number,
+        "layer": change.layer,
+        "slots": change.epoch.placement.slots[change.layer].tolist(),
+        "versions": change.epoch.versions,
+        "weights": change.epoch.weights,
+    }
+
+
+def change_from(message: Message, before: Epoch) -> Epoch:
+    """The epoch that a commit makes of the one before."""
+    epoch = before.moved(message["layer"], np.array(message["slots"], dtype=np.int32))
+    if epoch.number != message["number"]:
+        raise ValueError(f"epoch {message['number']} is committed after epoch {before.number}")
+    return replace(epoch, versions=tuple(message["versions"]), weights=tuple(message["weights"]))

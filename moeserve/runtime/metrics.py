@@ -1,7 +1,8 @@
 """The table of metrics: every one the service exports, as Prometheus shows it.
 
 Every metric carries `model_name`, those of a rank's process `rank` too. No label has a value for each expert,
-job or reason, so the mesh and the layers bound the number of series.
+job or reason, so the mesh and the layers bound the number of series; of experts only the few hottest are
+shown.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ SECONDS = (
     *(50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3),
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
 )
+
+CYCLE_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+"""Upper bounds of a rebalancing cycle's buckets."""
 
 STATES = ("forming", "preparing", "joining", "serving", "failed", "stopped")
 """What a coordinator's progress can be."""
@@ -38,6 +42,10 @@ class Metric:
 
 def _histogram(name: str, text: str, *labels: str) -> Metric:
     return Metric(name, "histogram", text, labels, SECONDS)
+
+
+def _of_cycles(row: Metric) -> Metric:
+    return replace(row, buckets=CYCLE_SECONDS)
 
 
 def _counter(name: str, text: str, *labels: str) -> Metric:
@@ -105,6 +113,34 @@ COORDINATOR = (
             *("layer", "rank"),
         )
     ),
+    _computed(
+        _gauge(
+            "moe_expert_load_ratio",
+            "Tokens of an expert over its layer's mean in the last minute; the hottest of hot layers only.",
+            *("layer", "expert"),
+        )
+    ),
+    _gauge("moe_weights_version", "Of the weights that are served, the oldest of any layer."),
+    _counter("moe_reloads_total", "Reloads of weights, by how they ended.", "outcome"),
+    _counter("moe_balance_cycles_total", "Rebalancing cycles, by how they ended.", "outcome"),
+    _counter("moe_balance_moves_total", "Experts that cycles copied and committed."),
+    _counter("moe_balance_moved_bytes_total", "Bytes of those experts, as they were copied."),
+    _counter("moe_balance_epochs_total", "Epochs that cycles committed."),
+    _counter(
+        "moe_balance_corrupted_copies_total",
+        "Copies thrown away and fetched again because their checksum was not the owner's; reloads included.",
+    ),
+    _of_cycles(_histogram("moe_balance_cycle_duration_seconds", "Of cycles that had something to move.")),
+    _gauge(
+        "moe_balance_cycle_age_seconds",
+        "Since a cycle completed, or since the start; 0 where the policy is off.",
+    ),
+    _gauge("moe_balance_interval_seconds", "Between looks at the load; 0 where the policy is off."),
+    _gauge(
+        "moe_balance_expected_gain",
+        "Drop of largest over mean load of a rank, mean over layers, that the last cycle that moved planned.",
+    ),
+    _gauge("moe_balance_real_gain", "The same by the load that came after, seen at the next look."),
 )
 """Of the coordinator's process."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +19,12 @@ from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec
 from moeserve.dispatch.routing import Routing, merge_duplicates
 from moeserve.experts.bank import Bank
 from moeserve.experts.checkpoint import Checkpoint
+from moeserve.experts.checksum import Slot
+from moeserve.experts.gate import Gate
 from moeserve.experts.kernel import Kernel, KernelSpec, Problem
 from moeserve.experts.kernels import KERNELS
-from moeserve.experts.load import Load, LoadMeter
 from moeserve.experts.machine import Machine
+from moeserve.experts.meter import LoadMeter, Reading
 from moeserve.experts.placement import EMPTY, AddressBook
 from moeserve.quant.format import Format, Scheme
 from moeserve.quant.formats.floats import FLOATS
@@ -45,6 +47,7 @@ class Served:
     mesh: Mesh
     dtype: torch.dtype
     lane_rows: int
+    replica_choice: str = "hash"  # of `REPLICA_CHOICES`
 
     def scheme(self, layer: int) -> Scheme:
         """How `layer` computes: whatever the checkpoint leaves in plain floats is in the served dtype."""
@@ -56,6 +59,22 @@ class Served:
     def model_format(self) -> Format:
         """The served dtype as a format."""
         return FLOATS[self.dtype]
+
+    def reloaded_from(self, path: str) -> Checkpoint:
+        """The checkpoint in `path`, when its experts can take these' place. ValueError names what differs."""
+        new = self.checkpoint.sibling(path)
+        for layer in self.layers:
+            if layer not in new.layers:
+                raise ValueError(f"{path}: layer {layer} has no experts, and is served")
+            for what, old, found in (
+                ("experts", self.checkpoint.num_experts, new.num_experts),
+                ("experts a token", self.checkpoint.top_k, new.top_k),
+                ("shape", self.checkpoint.shape(layer), new.shape(layer)),
+                ("scheme", self.checkpoint.scheme(layer), new.scheme(layer)),
+            ):
+                if old != found:
+                    raise ValueError(f"{path}: layer {layer} has {what} {found}, and {old} is served")
+        return new
 
     def problem(self, layer: int) -> Problem:
         """What a plan is asked for."""
@@ -96,28 +115,100 @@ class Rank:
         self.meter: LoadMeter | None = None
         self.bytes_read = 0
         self._position = {layer: at for at, layer in enumerate(served.layers)}
+        self._weights: tuple[str, ...] = ("",)  # checkpoint folders by weights version, the first is 1
+        self._opened: dict[int, Checkpoint] = {}  # by weights version, from 2 on
+        self._held: dict[int, tuple[tuple[int, ...], int]] = {}  # layer -> experts by slot, weights version
+        self._built: dict[KernelSpec, Kernel] = {}
         self._kernels: dict[int, Kernel] = {}
         self._carriers: dict[int, Dispatcher] = {}
         self._book: AddressBook | None = None
 
     def load(self, epoch: Epoch, progress: Progress = iter) -> None:
-        """Reads this rank's experts of every layer from the checkpoint, and only those, and prepares them."""
-        built: dict[KernelSpec, Kernel] = {}
-        checkpoint, mesh = self.served.checkpoint, self.served.mesh
-        before = checkpoint.bytes_read
-        owner = 0 if mesh.sliced else self.index
+        """Reads what `epoch` gives this rank and it does not hold, from disk, and prepares it.
+
+        At first that is its experts of every layer, and only those; after a change, the slots that differ.
+        """
         for layer in progress(self.served.layers):
-            plan = self.plans[layer]
-            spec = KernelSpec(plan.problem.scheme, plan.problem.shape, self.served.dtype)
-            kernel = built.setdefault(spec, plan.kernel.build(spec))
-            slots = epoch.placement.of_rank(self._position[layer], owner)
-            part = (self.index, mesh.slices) if mesh.sliced else (0, 1)
-            weights = checkpoint.experts(layer, [int(e) for e in slots if e != EMPTY], part=part)
-            self._kernels[layer] = kernel
-            self.bank.load(layer, kernel, weights.to(self.device), slots)
+            position = self._position[layer]
+            wanted = self._held_in(epoch, position)
+            held = self._held.pop(layer, None)
+            if held is None or held[1] != wanted[1]:
+                self._load_layer(layer, wanted)
+            else:
+                for slot, (old, new) in enumerate(zip(held[0], wanted[0], strict=True)):
+                    if new not in (old, EMPTY):
+                        self.bank.write(layer, slot, self.read_expert(layer, new, wanted[1]))
+            self._held[layer] = wanted
+        if self._book is None or self.meter is None:
+            self._book = AddressBook(epoch.placement, self.device, self.served.replica_choice, self.index)
+            sizes = (len(self.served.layers), epoch.placement.experts, epoch.placement.slots.shape[1])
+            self.meter = LoadMeter(sizes, self.device)
+        self._book.update(epoch.placement)
+        for position in range(epoch.placement.layers):
+            self.meter.moved(position)
+
+    def adopt(self, epoch: Epoch, position: int) -> None:
+        """The layer at `position` has been committed: from the next step on it is `epoch`'s."""
+        if self._book is None or self.meter is None:
+            raise RuntimeError(f"rank {self.index} has loaded no experts")
+        self._held[self.served.layers[position]] = self._held_in(epoch, position)
+        self._book.update_layer(position, epoch.placement.slots[position])
+        self.meter.moved(position)
+
+    def disown(self, layer: int) -> None:
+        """What `layer` (decoder index) holds is not sure any more: it is read again at the next load."""
+        self._held.pop(layer, None)
+
+    def read_expert(self, layer: int, expert: int, version: int) -> Slot:
+        """One expert of `layer` (decoder index) from the checkpoint of a version, as a slot holds it."""
+        checkpoint, before = self._checkpoint(version), self._checkpoint(version).bytes_read
+        weights = checkpoint.experts(layer, [expert], part=self._part)
         self.bytes_read += checkpoint.bytes_read - before
-        self._book = AddressBook(epoch.placement, self.device)
-        self.meter = LoadMeter(len(self.served.layers), checkpoint.num_experts, self.device)
+        return self._kernels[layer].prepare(weights.to(self.device)).slot(0)
+
+    def gate(self, layer: int) -> Gate:
+        """How `layer` (decoder index) routes, by the checkpoint of the version it holds now."""
+        held = self._held.get(layer)
+        return self._checkpoint(1 if held is None else held[1]).gate(layer)
+
+    def use_weights(self, paths: Sequence[str]) -> None:
+        """Where the checkpoint of every version lies; each is opened when it is first read from.
+
+        Those that no layer holds are closed: a version that was abandoned may come again from another folder.
+        """
+        held = {version for _, version in list(self._held.values())}
+        self._opened = {version: opened for version, opened in self._opened.items() if version in held}
+        self._weights = tuple(paths)
+
+    def _load_layer(self, layer: int, wanted: tuple[tuple[int, ...], int]) -> None:
+        slots, version = wanted
+        checkpoint, before = self._checkpoint(version), self._checkpoint(version).bytes_read
+        plan = self.plans[layer]
+        spec = KernelSpec(plan.problem.scheme, plan.problem.shape, self.served.dtype)
+        if spec not in self._built:
+            self._built[spec] = plan.kernel.build(spec)
+        self._kernels[layer] = self._built[spec]
+        weights = checkpoint.experts(layer, [e for e in slots if e != EMPTY], part=self._part)
+        self.bank.load(layer, self._kernels[layer], weights.to(self.device), slots)
+        self.bytes_read += checkpoint.bytes_read - before
+
+    def _held_in(self, epoch: Epoch, position: int) -> tuple[tuple[int, ...], int]:
+        owner = 0 if self.served.mesh.sliced else self.index
+        slots = epoch.placement.of_rank(position, owner)
+        return tuple(slots.tolist()), epoch.version(position)
+
+    def _checkpoint(self, version: int) -> Checkpoint:
+        """Of a version. Raises ValueError for one that is not of the same shapes."""
+        if version == 1:
+            return self.served.checkpoint
+        if version not in self._opened:
+            self._opened[version] = self.served.reloaded_from(self._weights[version - 1])
+        return self._opened[version]
+
+    @property
+    def _part(self) -> tuple[int, int]:
+        mesh = self.served.mesh
+        return (self.index, mesh.slices) if mesh.sliced else (0, 1)
 
     def join(self) -> None:
         """Builds the carriers over the process group that is up now; layers of the same sizes share one."""
@@ -150,8 +241,10 @@ class Rank:
             torch.where(rows.valid[:, None], rows.experts, EMPTY), rows.weights
         )
         hidden, weights = self._weigh_input(layer, rows.hidden, experts, weights)
-        self.meter.count(position, experts)
-        routing = Routing(self._book.resolve(position, experts, rows.valid), weights, lane_rows)
+        slots = self._book.resolve(position, experts, rows.valid)
+        self.meter.tick(time.monotonic())
+        self.meter.count(position, experts, slots, max(lane_rows))
+        routing = Routing(slots, weights, lane_rows)
         arrived = carrier.dispatch(hidden, routing).wait()
         dispatched = lap()
         outputs = self._kernels[layer].apply(self.bank[layer], arrived.batch)
@@ -163,11 +256,11 @@ class Rank:
         sent = (after.dispatched - before.dispatched, after.combined - before.combined)
         return answer, Phases(dispatched, computed, combined, expert_rows, *sent)
 
-    def expert_load(self) -> Load:
-        """Tokens by logical expert that this rank's lane sent, by served layer."""
+    def load_reading(self) -> Reading:
+        """What this rank's lane sent, by phase, served layer, expert and slot; waits for steps under way."""
         if self.meter is None:
             raise RuntimeError(f"rank {self.index} has loaded no experts")
-        return self.meter.read()
+        return self.meter.snapshot(time.monotonic()).read()
 
     def _weigh_input(
         self, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor

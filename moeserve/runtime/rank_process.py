@@ -30,6 +30,9 @@ from moeserve.runtime.server import Endpoint
 from moeserve.runtime.stream import Stream, StreamClosed, connect
 from moeserve.runtime.telemetry import RankTelemetry
 from moeserve.runtime.tensors import Payloads, RegionLimits, Regions
+from moeserve.runtime.weights.copies import Copier
+from moeserve.runtime.weights.mover import Mover, Place
+from moeserve.runtime.weights.peers import Peers, WeightsServer
 
 log = logging.getLogger(__name__)
 
@@ -51,14 +54,21 @@ class RankSpec:
 
 def served_from(config: Config) -> Served:
     """What a configuration serves. Raises CheckpointError or ConfigError."""
-    checkpoint = Checkpoint(config.model.checkpoint)
+    checkpoint = Checkpoint(config.model.checkpoint, load_as=config.model.load_as or None)
     layers = config.model.layers or checkpoint.layers
     if unknown := sorted(set(layers) - set(checkpoint.layers)):
         raise ConfigError(
             f"model.layers: {unknown} have no experts in this checkpoint; {list(checkpoint.layers)} have"
         )
     dtype = checkpoint.dtype if config.model.dtype == AUTO else format_named(config.model.dtype).dtype
-    return Served(checkpoint, tuple(sorted(layers)), config.parallel.mesh, dtype, config.step.lane_rows)
+    return Served(
+        checkpoint,
+        tuple(sorted(layers)),
+        config.parallel.mesh,
+        dtype,
+        config.step.lane_rows,
+        config.balance.replica_choice,
+    )
 
 
 def model_name(config: Config) -> str:
@@ -103,7 +113,13 @@ def run_rank(spec: RankSpec) -> None:
         raise
     try:
         stream.send(
-            hello | {"address": process.address, "metrics": process.metrics_address, "plans": process.plans()}
+            hello
+            | {
+                "address": process.address,
+                "metrics": process.metrics_address,
+                "weights": process.weights_address,
+                "plans": process.plans(),
+            }
         )
         process.member.run()
     except StreamClosed as closed:
@@ -136,19 +152,44 @@ class _RankProcess:
         meeting = Rendezvous("nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds)
         self.member = Member(rank, lane, stream, meeting, self._telemetry.observe_step)
         lane.announce = self.member.announce
-        reader = RequestReader(name, served, Payloads(self._regions))
+        self._weights = WeightsServer(spec.host, spec.token, device, rank.bank)
+        self._mover = self._mover_of(spec, rank, device)
+        self.member.mover = self._mover
+        reader = RequestReader(name, served, rank.gate, Payloads(self._regions))
         door = Door(reader, lane, self._regions, self.member.weights_version, self._telemetry.request)
         self._endpoint = Endpoint(door, config.server.max_concurrent_calls, config.server.max_message_bytes)
         self.member.on_serving = self._serving
         self.metrics_address = self._serve_metrics(spec)
         self.address = self._endpoint.start(spec.host, 0)
 
+    def _mover_of(self, spec: RankSpec, rank: Rank, device: str) -> Mover:
+        balance = spec.config.balance
+        place = Place(
+            spec.rank,
+            host_id(),
+            device,
+            rank.bank,
+            balance.staging_slots,
+            Peers(spec.token, device),
+            rank.use_weights,
+            rank.read_expert,
+        )
+        copier = Copier(balance.move_bytes_per_second, device)
+        return Mover(place, copier, self.member.voted, self.member.wrong)
+
+    @property
+    def weights_address(self) -> str:
+        """Where peers copy this rank's experts."""
+        return self._weights.address
+
     def plans(self) -> list[list[object]]:
         """`[layer, kernel, carrier, wire]` of every layer, for GetModel."""
         return [[layer, p.kernel.name, p.carrier.name, p.wire.name] for layer, p in self._rank.plans.items()]
 
     def close(self) -> None:
-        """Ends doors, regions and metrics."""
+        """Ends doors, the mover, regions and metrics."""
+        self._mover.close()
+        self._weights.close()
         self._endpoint.stop(grace=0.5)
         self._regions.close()
         self._telemetry.close()

@@ -8,24 +8,29 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import grpc
 import numpy as np
 
 from moeserve import __version__
+from moeserve.experts.load import PHASES
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.batch import SPLIT_ROWS
 from moeserve.proto.channel import connect
 from moeserve.proto.errors import from_rpc
 from moeserve.proto.tensors import FLOATS, INTEGERS, spec_of
-from moeserve.runtime.coordinator import Coordinator, Seat
+from moeserve.runtime.coordinator import Seat
 from moeserve.runtime.door import Observe
-from moeserve.runtime.lane import GroupUnavailable
+from moeserve.runtime.lane import GroupUnavailable, one_version
+from moeserve.runtime.operations import Operations
 from moeserve.runtime.rank import Served
+from moeserve.runtime.rebalancer import Rebalancer
 from moeserve.runtime.status import Status, status_of
+
+T = TypeVar("T")
 
 _DTYPES = {"fp32": moe_pb2.DTYPE_FP32, "bf16": moe_pb2.DTYPE_BF16, "fp16": moe_pb2.DTYPE_FP16}
 
@@ -36,11 +41,12 @@ class FrontDoor(moe_pb2_grpc.MoeServiceServicer):
     """
 
     def __init__(
-        self, name: str, served: Served, coordinator: Coordinator, max_message_bytes: int, observe: Observe
+        self, name: str, served: Served, rebalancer: Rebalancer, max_message_bytes: int, observe: Observe
     ) -> None:
         self._name = name
         self._served = served
-        self._coordinator = coordinator
+        self._coordinator = rebalancer.coordinator
+        self._operations = Operations(served, rebalancer)
         self._max_message_bytes = max_message_bytes
         self._observe = observe
         self._channels: dict[str, grpc.Channel] = {}
@@ -160,7 +166,7 @@ class FrontDoor(moe_pb2_grpc.MoeServiceServicer):
         )
 
     def _layer(self, at: int, layer: int, plan: tuple[str, str, str], *, placed: bool) -> moe_pb2.LayerInfo:
-        checkpoint = self._served.checkpoint
+        checkpoint, epoch = self._served.checkpoint, self._coordinator.epoch
         shape = checkpoint.shape(layer)
         return moe_pb2.LayerInfo(
             layer=layer,
@@ -174,7 +180,8 @@ class FrontDoor(moe_pb2_grpc.MoeServiceServicer):
             kernel=plan[0],
             carrier=plan[1],
             wire=plan[2],
-            slots=self._coordinator.epoch.placement.slots[at].tolist() if placed else [],
+            slots=epoch.placement.slots[at].tolist() if placed else [],
+            weights_version=epoch.version(at),
         )
 
     def GetStatus(
@@ -184,13 +191,15 @@ class FrontDoor(moe_pb2_grpc.MoeServiceServicer):
         progress, seats = self._coordinator.progress(), self._coordinator.seats()
         epoch = self._coordinator.epoch
         ranks = [_rank_status(rank, seats.get(rank)) for rank in range(epoch.mesh.ranks)]
-        load = self._coordinator.load()
-        balanced = 1 / epoch.placement.imbalance(load.tokens)
+        by_phase = self._coordinator.load_by_phase()
+        tokens, prefill = by_phase.sum(axis=0), by_phase[PHASES.index("prefill")]
+        balanced = 1 / epoch.placement.imbalance(tokens)
         layers = [
             moe_pb2.LayerLoad(
                 layer=layer,
                 balancedness=float(balanced[at]),
-                tokens=load.tokens[at].astype(np.uint64).tolist() if request.experts else [],
+                tokens=tokens[at].astype(np.uint64).tolist() if request.experts else [],
+                prefill_tokens=prefill[at].astype(np.uint64).tolist() if request.experts else [],
             )
             for at, layer in enumerate(self._served.layers)
         ]
@@ -207,6 +216,20 @@ class FrontDoor(moe_pb2_grpc.MoeServiceServicer):
             layers=layers,
             version=__version__,
         )
+
+    # -- what an operator does
+
+    def Rebalance(
+        self, request: moe_pb2.RebalanceRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.RebalanceReply:
+        """Moves experts, or says what that would do."""
+        return _guarded(context, lambda: self._operations.rebalance(request))
+
+    def Reload(self, request: moe_pb2.ReloadRequest, context: grpc.ServicerContext) -> moe_pb2.ReloadReply:
+        """Serves the weights of another checkpoint."""
+        return _guarded(context, lambda: self._operations.reload(request))
+
+    # -- what lanes do
 
     def CreateRegion(
         self, request: moe_pb2.CreateRegionRequest, context: grpc.ServicerContext
@@ -286,7 +309,9 @@ def _tensors(request: moe_pb2.ForwardRequest) -> list[moe_pb2.Tensor]:
 
 
 def _join(replies: list[moe_pb2.ForwardReply]) -> moe_pb2.ForwardReply:
-    """One answer of the parts', in their order; of their epochs the oldest."""
+    """One answer of the parts', in their order; of their epochs the oldest. GroupUnavailable where they saw
+    different weights.
+    """
     if len(replies) == 1:
         return replies[0]
     hidden = moe_pb2.Tensor(
@@ -294,14 +319,20 @@ def _join(replies: list[moe_pb2.ForwardReply]) -> moe_pb2.ForwardReply:
         shape=[sum(reply.hidden.shape[0] for reply in replies), replies[0].hidden.shape[1]],
         data=b"".join(reply.hidden.data for reply in replies),
     )
-    oldest = min(replies, key=lambda reply: reply.epoch)
-    return moe_pb2.ForwardReply(
-        hidden=hidden, epoch=oldest.epoch, weights_version=min(r.weights_version for r in replies)
-    )
+    version = one_version(reply.weights_version for reply in replies)
+    epoch = min(reply.epoch for reply in replies)
+    return moe_pb2.ForwardReply(hidden=hidden, epoch=epoch, weights_version=version)
 
 
 def _status(error: Exception) -> Status:
     return status_of(from_rpc(error) if isinstance(error, grpc.RpcError) else error)
+
+
+def _guarded(context: grpc.ServicerContext, work: Callable[[], T]) -> T:
+    try:
+        return work()
+    except Exception as error:
+        _status(error).abort(context)
 
 
 def _not_a_lane(context: grpc.ServicerContext) -> NoReturn:

@@ -11,7 +11,8 @@ import grpc
 from moeserve.proto import moe_pb2
 from moeserve.proto.errors import CODE_OF_NAME, PUSHBACK_KEY, REASON_KEY, MoeError
 from moeserve.proto.tensors import TensorError
-from moeserve.runtime.lane import DeadlinePassed, GroupUnavailable, Overloaded
+from moeserve.runtime.lane import CallerLeft, DeadlinePassed, GroupUnavailable, Overloaded, WrongVersion
+from moeserve.runtime.operations import BadRequest, NothingToBalance
 from moeserve.runtime.request import NotServed
 from moeserve.runtime.tensors.errors import NamedRegionRefused, RegionLimit, UnknownRegion
 
@@ -46,13 +47,17 @@ class Status:
 
 _TABLE: tuple[tuple[type[Exception], str, str], ...] = (
     (TensorError, "INVALID_ARGUMENT", "bad_tensor"),
+    (BadRequest, "INVALID_ARGUMENT", "bad_request"),
     (NotServed, "NOT_FOUND", "not_served"),
     (UnknownRegion, "NOT_FOUND", "unknown_region"),
     (NamedRegionRefused, "PERMISSION_DENIED", "named_regions_off"),
     (RegionLimit, "RESOURCE_EXHAUSTED", "region_limit"),
     (Overloaded, "RESOURCE_EXHAUSTED", "overloaded"),
     (GroupUnavailable, "UNAVAILABLE", "not_serving"),
+    (WrongVersion, "FAILED_PRECONDITION", "wrong_version"),
+    (NothingToBalance, "FAILED_PRECONDITION", "nothing_to_balance"),
     (DeadlinePassed, "DEADLINE_EXCEEDED", "deadline"),
+    (CallerLeft, "CANCELLED", "caller_left"),
 )
 
 

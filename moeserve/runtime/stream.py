@@ -8,6 +8,7 @@ longer.
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import struct
@@ -32,7 +33,7 @@ class Stream:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.settimeout(None)
         self._socket = connection
-        self._reader = connection.makefile("rb", buffering=1 << 16)
+        self._reader: io.BufferedReader = connection.makefile("rb", buffering=1 << 16)  # type: ignore[assignment]
         self._lock = threading.Lock()
 
     def send(self, message: Message) -> None:
@@ -56,6 +57,23 @@ class Stream:
         if not isinstance(message, dict) or "kind" not in message:
             raise StreamClosed("a frame must be an object with a kind")
         return message
+
+    def send_bytes(self, data: memoryview) -> None:
+        """Sends raw bytes behind a message that announced them. Raises StreamClosed."""
+        try:
+            with self._lock:
+                self._socket.sendall(data)
+        except OSError as error:
+            raise StreamClosed(str(error)) from error
+
+    def receive_bytes(self, into: memoryview) -> None:
+        """Fills `into` with the raw bytes that come next. Raises StreamClosed."""
+        try:
+            read = self._reader.readinto(into)
+        except OSError as error:
+            raise StreamClosed(str(error)) from error
+        if read is None or read < len(into):
+            raise StreamClosed("the other end closed the stream")
 
     def _read(self, size: int) -> bytes:
         data: bytes | None = self._reader.read(size)

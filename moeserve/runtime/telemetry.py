@@ -1,6 +1,6 @@
 """What each process tells Prometheus: exporters of the table of metrics, each on a port of its own.
 
-`RankTelemetry` is fed by a rank's steps and door; `CoordinatorTelemetry` reads the coordinator when scraped.
+`RankTelemetry` is fed by a rank's steps and door; the head's is in head_telemetry.py.
 """
 
 from __future__ import annotations
@@ -8,15 +8,11 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from wsgiref.simple_server import WSGIServer
 
-import numpy as np
-from numpy.typing import NDArray
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -26,19 +22,10 @@ from prometheus_client import (
     disable_created_metrics,
     start_http_server,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric as Family
-from prometheus_client.registry import Collector
 
-from moeserve.experts.load import Load
-from moeserve.experts.placement import Placement
 from moeserve.runtime.config import ConfigError
-from moeserve.runtime.coordinator import Progress
-from moeserve.runtime.metrics import COORDINATOR, DIRECTIONS, METRICS, PHASES, PROCESS, RANK, STATES, Metric
+from moeserve.runtime.metrics import DIRECTIONS, PHASES, PROCESS, RANK, Metric
 from moeserve.runtime.step import StepRecord
-
-BALANCE_SECONDS = 60.0  # the window balancedness is taken over
-SNAPSHOT_SECONDS = 5.0  # between the loads remembered in that window, however often it is scraped
 
 
 class Telemetry:
@@ -169,123 +156,6 @@ class RankTelemetry(Telemetry):
             *(self._counter(name, layer=layer) for name in by_layer),
             *(self._counter("moe_wire_bytes_total", direction=way, carrier=carrier) for way in DIRECTIONS),
         )
-
-
-class CoordinatorTelemetry(Telemetry):
-    """The coordinator's metrics. `layers` are the decoder indices served, in the placement's order."""
-
-    def __init__(self, model: str, version: str, layers: tuple[int, ...]) -> None:
-        super().__init__(COORDINATOR, {"model_name": model}, version)
-        self._layers = tuple(map(str, layers))
-        self._states = {state: self._gauge("moe_service_state", state=state) for state in STATES}
-        self._reforms = self._counter("moe_group_reforms_total")
-        self._state, self._has_served = "", False
-        self._ranks = 0
-        self._up: Callable[[], Iterable[int]] = tuple
-        self._progress: Callable[[], Progress] | None = None
-        self._loads: Callable[[], tuple[Placement, Load]] | None = None
-        self._window = LoadWindow(BALANCE_SECONDS, SNAPSHOT_SECONDS)
-        self._registry.register(_Computed(self._compute))
-
-    def set_progress(self, progress: Progress) -> None:
-        """The group's state changed; for `Coordinator.on_change`."""
-        for state, gauge in self._states.items():
-            gauge.set(state == progress.state)
-        self._gauge("moe_group_generation").set(progress.generation)
-        if progress.state == "serving" and self._state != "serving":
-            self._reforms.inc(self._has_served)
-            self._has_served = True
-        self._state = progress.state
-
-    def progress(self, read: Callable[[], Progress]) -> None:
-        """Steps, jobs and queue are read when scraped."""
-        self._progress = read
-
-    def seats(self, ranks: int, read: Callable[[], Iterable[int]]) -> None:
-        """Which of `ranks` ranks are connected is read when scraped."""
-        self._ranks, self._up = ranks, read
-
-    def loads(self, read: Callable[[], tuple[Placement, Load]]) -> None:
-        """The placement that is served, and the load since the start, are read when scraped."""
-        self._loads = read
-
-    def _compute(self) -> Iterator[Family]:
-        up = set(self._up())
-        yield self._family("moe_rank_up", [((str(rank),), rank in up) for rank in range(self._ranks)])
-        if self._progress is not None:
-            progress = self._progress()
-            yield self._family("moe_group_steps_total", [((), progress.steps)])
-            yield self._family("moe_group_jobs_total", [((), progress.jobs)])
-            yield self._family("moe_jobs_queued", [((), progress.queued)])
-            yield self._family("moe_steps_in_flight", [((), progress.in_flight)])
-        if self._loads is not None:
-            yield from self._balance(*self._loads())
-
-    def _balance(self, placement: Placement, load: Load) -> Iterator[Family]:
-        recent, routed = self._window.add(time.monotonic(), placement, load)
-        balance = zip(self._layers, 1 / placement.imbalance(recent), recent.sum(axis=1), strict=True)
-        by_layer = [((layer,), float(value)) for layer, value, tokens in balance if tokens > 0]
-        yield self._family("moe_balancedness", by_layer)
-        rows = zip(self._layers, routed.tolist(), strict=True)
-        by_rank = [((layer, str(rank)), count) for layer, row in rows for rank, count in enumerate(row)]
-        yield self._family("moe_routed_rows_total", by_rank)
-
-    def _family(self, name: str, samples: Iterable[tuple[tuple[str, ...], float]]) -> Family:
-        row = METRICS[name]
-        kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
-        family = kind(name, row.help, labels=(*self._own, *row.labels))
-        for labels, value in samples:
-            family.add_metric((*self._own.values(), *labels), value)
-        return family
-
-
-class _Computed(Collector):
-    """Metrics computed when scraped."""
-
-    def __init__(self, compute: Callable[[], Iterable[Family]]) -> None:
-        self._compute = compute
-
-    def collect(self) -> Iterable[Family]:
-        return self._compute()
-
-
-class LoadWindow:
-    """Expert load of the last `seconds`, from readings of a load that only grows while its ranks live.
-
-    A reading below the one before (a rank started again) and a new placement both begin the window anew.
-    """
-
-    def __init__(self, seconds: float, step: float) -> None:
-        self._seconds = seconds
-        self._step = step  # between remembered readings
-        self._readings: deque[tuple[float, NDArray[np.float64]]] = deque()
-        self._last = np.zeros((0, 0))
-        self._routed = np.zeros((0, 0))
-        self._placement: Placement | None = None
-        self._lock = threading.Lock()
-
-    def add(
-        self, now: float, placement: Placement, load: Load
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Takes a reading at `now` seconds: the window's load `[L, E]`, all rows routed `[L, ranks]`."""
-        with self._lock:
-            tokens = load.tokens
-            last = self._last if self._last.shape == tokens.shape else np.zeros_like(tokens)
-            grown = np.maximum(tokens - last, 0.0)
-            rows = placement.rank_load(grown)
-            self._routed = self._routed + rows if self._routed.shape == rows.shape else rows
-            if placement != self._placement or (tokens < last).any():
-                self._readings = deque([(now, tokens - grown)])
-            self._placement, self._last = placement, tokens
-            return self._recent(now, tokens), self._routed
-
-    def _recent(self, now: float, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        while len(self._readings) > 1 and self._readings[1][0] <= now - self._seconds:
-            self._readings.popleft()
-        recent = tokens - self._readings[0][1]
-        if now - self._readings[-1][0] >= self._step:
-            self._readings.append((now, tokens))
-        return recent
 
 
 def write_scrape_targets(path: Path, addresses: Mapping[str, str]) -> None:

@@ -37,7 +37,8 @@ def join_torchrun(config: Config) -> Rank:
         limit = timedelta(seconds=config.step.timeout_seconds)
         dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=limit)
     rank = Rank(index, served, served.plans(machine, config.plan.wanted), device)
-    rank.load(Epoch.first(mesh, len(served.layers), served.checkpoint.num_experts))
+    redundant = config.balance.redundant_experts
+    rank.load(Epoch.first(mesh, len(served.layers), served.checkpoint.num_experts, redundant))
     rank.join()
     return rank
 

@@ -20,6 +20,7 @@ import pytest
 from checkpoints import make_checkpoint
 
 from moeserve.cli import main
+from moeserve.experts.load import read_trace
 from moeserve.runtime.config import Config, from_mapping
 
 SERVE = (
@@ -129,6 +130,27 @@ def test_bench_and_status(served: Served, capsys: pytest.CaptureFixture[str]) ->
     assert f"   0  yes  {status['ranks'][0]['address']}" in shown
 
 
+def test_load_is_recorded_by_phase(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, codes = tmp_path / "trace.jsonl", []
+    words = ["record", served.address, "--out", str(out), "--window", "4", "--windows", "1"]
+    recording = threading.Thread(target=lambda: codes.append(main(words)))
+    recording.start()
+    for rows in ("400", "4"):  # 200 a lane: as in prefill
+        time.sleep(0.3)
+        assert main(["bench", served.address, "--layer", "1", "--rows", rows, "--duration", "0.3"]) == 0
+    recording.join(30)
+    assert codes == [0]
+    trace = read_trace(out)
+    assert (trace.layers, [window.phase for window in trace.windows]) == ((0, 1), ["decode", "prefill"])
+    for window in trace.windows:
+        assert not window.load.tokens[0].any() and window.load.tokens[1].sum() > 0
+        assert 4 <= window.seconds < 8
+    assert trace.windows[1].load.tokens.sum() % 800 == 0  # top-2 of 400 rows a call
+    assert "2 windows in" in capsys.readouterr().out
+
+
 def test_rows_in_shared_memory_take_the_bell(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     ranks = re.findall(r"^metrics on (.*)$", served.printed, re.MULTILINE)[0].split()[1:]  # after the head's
     assert len(ranks) == 2
@@ -140,6 +162,39 @@ def test_rows_in_shared_memory_take_the_bell(served: Served, capsys: pytest.Capt
     ((labels, count),) = found
     assert 'transport="shared_memory"' in labels and 'code="OK"' in labels
     assert float(count) >= result["calls"] > 0
+
+
+def test_rebalance(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rebalance", served.address, "--policy", "eplb", "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)  # by the load of the benches before
+    assert (plan["outcome"], plan["epoch"], plan["epochs"]) == ("planned", "1", 0)
+    assert int(plan["planned_bytes"]) > 0
+    assert sum(layer["moves"] for layer in plan["layers"]) == len(plan["moves"]) > 0
+    assert all(layer["after"] <= layer["before"] for layer in plan["layers"])
+
+    assert main(["rebalance", served.address, "--policy", "eplb"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("layer  expert  from rank  slot  to rank  slot\n")
+    assert re.search(r"^plan: \d+ moves, .* MiB; largest over mean load of a rank falls by \d", shown, re.M)
+    assert re.search(r"^moved: \d+ copies, .* MiB, in \d+ epochs and .* s; epoch \d+ is served$", shown, re.M)
+    assert main(["rebalance", served.address, "--policy", "even", "--dry-run", "--max-moves", "1"]) == 0
+    assert capsys.readouterr().out.endswith("\ndry run: nothing was moved\n")
+
+
+def test_a_rebalance_that_cannot_be_is_bad_input(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rebalance", served.address, "--policy", "wish"]) == 2
+    assert "policy: unknown balancing policy 'wish'; known: even, eplb" in capsys.readouterr().err
+    assert main(["rebalance", served.address, "--max-moves", "-1"]) == 2
+    assert "--max-moves=-1 must be 0 or more" in capsys.readouterr().err
+
+
+def test_reload(served: Served, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reload", served.address, str(checkpoint)]) == 0
+    assert re.match(r"reloaded: 2 layers, .* MiB, in .* s; weights version 2 and ", capsys.readouterr().out)
+    assert main(["reload", served.address, str(checkpoint / "nowhere")]) == 2
+    assert f"{checkpoint / 'nowhere'}" in capsys.readouterr().err
+    assert main(["reload", served.address, str(checkpoint), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["weights_version"] == "3"
 
 
 def test_bench_of_a_layer_that_is_not_served(served: Served, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,9 @@ import torch
 from made_experts import activation_named, fresh_seed, make_weights
 from torch import Tensor
 
-from moeserve.experts.bank import Bank, StagingFull, slot_checksum
+from moeserve.experts.bank import Bank, StagingFull
 from moeserve.experts.batch import ExpertShape, ExpertWeights
+from moeserve.experts.checksum import slot_checksum
 from moeserve.experts.kernel import Kernel, KernelRow, KernelSpec
 from moeserve.experts.kernels import KERNELS
 from moeserve.experts.placement import EMPTY
@@ -126,7 +127,11 @@ def test_commit_copies_into_the_same_storage(bank: Bank) -> None:
     assert bank.commit() == 1
     assert [bank.checksum(3, slot) for slot in range(4)] == [*before[:2], staged, before[3]]
     assert {name: tensor.data_ptr() for name, tensor in bank[3].per_slot.items()} == pointers
-    assert (bank.staged, bank.nbytes) == ((), resting)
+    assert bank.staged == ()
+    kept = sum(tensor.nbytes for tensor in expert.values())
+    assert bank.nbytes == resting + kept, "its storage serves the next epoch"
+    bank.allow(0)
+    assert bank.nbytes == resting
 
 
 def test_abandon_leaves_every_slot_as_it_was(bank: Bank) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import re
@@ -39,7 +40,7 @@ def code(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def busy(house: LocalCluster, alone: Alone) -> Iterator[LocalCluster]:
-    """A live service with callers, one of whom asks for a layer that does not exist."""
+    """A live service, rebalanced now and then; its caller also asks for a layer that does not exist."""
     done = threading.Event()
     failures: list[Exception] = []
 
@@ -47,9 +48,13 @@ def busy(house: LocalCluster, alone: Alone) -> Iterator[LocalCluster]:
         batch = alone.batch(8, seed=1)
         try:
             with MoeClient(house.address, timeout=30) as client:
-                while not done.wait(0.05):
+                for turn in itertools.count():
+                    if done.wait(0.05):
+                        break
                     for layer in (0, 1):
                         client.forward(layer, *batch)
+                    if turn % 20 == 10:
+                        client.rebalance(policy=("eplb", "even")[turn // 20 % 2])
                     with pytest.raises(MoeError):
                         client.forward(99, *batch)
         except Exception as error:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import threading
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -148,6 +152,32 @@ def test_a_call_cancelled_under_way_disturbs_nobody(house: LocalCluster, alone: 
         for batch, answer in zip(batches, kept, strict=True):
             torch.testing.assert_close(answer.result(30), alone.forward(0, *batch), **CLOSE)
         assert client.status().state == "serving"
+
+
+def test_a_call_cancelled_while_it_waits_holds_no_thread(house: LocalCluster, alone: Alone) -> None:
+    with MoeClient(house.address, timeout=30) as client:
+        lane = client.topology().lanes[1].address
+    left = re.compile(r'^moe_requests_total{code="CANCELLED",method="Forward",.*} (\S+)$', re.MULTILINE)
+
+    def cancelled() -> float:
+        with urllib.request.urlopen(f"http://{house.metrics_targets()[2]}/metrics", timeout=10) as answer:
+            return sum(map(float, left.findall(answer.read().decode())))
+
+    before = cancelled()
+    os.kill(house.pid(3), signal.SIGSTOP)  # no step ends
+    try:
+        with grpc.insecure_channel(lane) as channel:
+            doomed = moe_pb2_grpc.MoeServiceStub(channel).Forward.future(
+                request_of(0, alone.batch(2, seed=5))
+            )
+            time.sleep(0.5)
+            doomed.cancel()
+            until = time.monotonic() + 10
+            while cancelled() == before:
+                assert time.monotonic() < until, "its thread waits for an answer that nobody takes"
+                time.sleep(0.05)
+    finally:
+        os.kill(house.pid(3), signal.SIGCONT)
 
 
 def test_an_expired_deadline_is_said_and_the_lane_goes_on(house: LocalCluster, alone: Alone) -> None:

@@ -7,10 +7,8 @@ import torch
 from proto_fake import FAR, FakeService, rows
 
 from moeserve.proto.batch import SPLIT_ROWS, Part, spread
-from moeserve.proto.client import Choice
-from moeserve.proto.errors import (
-    NotFound,
-)
+from moeserve.proto.client import Choice, Patience
+from moeserve.proto.errors import NotFound, WeightsChanged
 from moeserve.proto.payload import SHARE_BYTES
 from moeserve.proto.tensors import TensorError
 
@@ -123,12 +121,48 @@ def test_no_rows_are_asked_for_and_answered(client_of, far):
     assert len(far.asked) == 1
 
 
-def test_epoch_and_weights_version_are_the_oldest_of_the_parts(client_of, far):
+def test_the_epoch_is_the_oldest_of_the_parts(client_of, far):
     with client_of(far.address) as client:
         hidden, experts, weights = rows(4 * SPLIT_ROWS)
         reply = client.call(3, hidden, Choice(experts, weights))
         assert (reply.epoch, reply.weights_version) == (7, 1)
-        assert client.call(3, hidden, Choice(experts, weights), lane=1).weights_version == 2
+        assert client.call(3, hidden, Choice(experts, weights), lane=1).epoch == 8
+
+
+def test_parts_that_saw_different_weights_are_asked_for_again(client_of, far):
+    far.lanes[0].versions, far.lanes[1].versions = [1, 2], [2, 2]
+    with client_of(far.address) as client:
+        hidden, experts, weights = rows(4 * SPLIT_ROWS)
+        reply = client.call(3, hidden, Choice(experts, weights))
+    assert reply.weights_version == 2 and (reply.hidden == hidden * 2).all()
+    assert len(far.asked) == 4
+    assert len({request.job_id for request in far.asked}) == 2
+
+
+def test_weights_that_keep_changing_end_a_call_as_unavailable(client_of, far):
+    far.lanes[0].versions, far.lanes[1].versions = [1, 1], [2, 2]
+    patience = Patience(attempts=2, first_wait=0.001, longest_wait=0.001)
+    with client_of(far.address, timeout=patience) as client, pytest.raises(WeightsChanged) as ended:
+        client.forward(3, *rows(4 * SPLIT_ROWS))
+    assert ended.value.code == "UNAVAILABLE"
+    assert "layer 3 saw weights versions [1, 2]" in ended.value.message
+
+
+def test_a_demanded_version_is_in_every_part(client_of, far):
+    with client_of(far.address) as client:
+        client.forward(3, *rows(4 * SPLIT_ROWS), weights_version=1)
+        with pytest.raises(ValueError, match="weights_version=-1 must be a version"):
+            client.forward(3, *rows(1), weights_version=-1)
+    assert [request.weights_version for request in far.asked] == [1, 1]
+
+
+def test_operations_are_asked_of_the_front_door(client_of, far):
+    with client_of(far.address) as client:
+        planned = client.rebalance(policy="eplb", max_moves=2, dry_run=True)
+        assert (planned.outcome, planned.reason, len(planned.moves)) == ("planned", "eplb", 2)
+        assert client.rebalance().outcome == "moved"
+        reloaded = client.reload("/new")
+        assert (reloaded.outcome, reloaded.reason, reloaded.weights_version) == ("reloaded", "/new", 2)
 
 
 @pytest.mark.parametrize(

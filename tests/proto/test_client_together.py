@@ -86,7 +86,7 @@ def test_a_stream_of_one_s_own():
         for number in range(3):
             choice = moe_pb2.Choice(ids=experts, weights=weights)
             asked = moe_pb2.ForwardRequest(layer=3, job_id=str(number), hidden=hidden, choice=choice)
-            assert stream.ask(asked, 5).epoch == 7
+            assert stream.ask(asked, 5).epoch == 8  # lane 1
         asked.layer, asked.job_id = 3, "wrong"
         asked.hidden.data = b""
         stream.close()

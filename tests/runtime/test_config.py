@@ -52,6 +52,14 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, message: str) -> None:
         ({}, "model.checkpoint is not set"),
         ({"cluster.launcher": "slurm"}, "cluster.launcher = 'slurm'; known: ray, local"),
         ({"model.dtype": "fp8"}, "model.dtype = 'fp8'; known: auto, fp32, bf16, fp16"),
+        (
+            {"model.load_as": "fp9"},
+            "model.load_as: experts cannot be loaded as 'fp9'; known: fp8, .*nvfp4 x bf16",
+        ),
+        (
+            {"model.load_as": "fp8_tensor x fp8_static"},
+            "cannot be loaded as 'fp8_tensor x fp8_static'; known",
+        ),
         ({"step.lane_rows": 0}, "step.lane_rows = 0 must be positive"),
         ({"parallel.tensor_parallel_size": 0}, "must be at least 1"),
     ],
@@ -60,6 +68,12 @@ def test_values_that_make_no_sense_are_named(values: dict[str, object], message:
     given = values if not values else {"model.checkpoint": "x"} | values
     with pytest.raises(ConfigError, match=message):
         Config().with_values(given).checked()
+
+
+@pytest.mark.parametrize("name", ["", "fp8_per_block", "nvfp4 x bf16", "mxfp4"])
+def test_names_of_schemes_to_load_as_are_taken(name: str) -> None:
+    config = Config().with_values({"model.checkpoint": "x", "model.load_as": name}).checked()
+    assert config.model.load_as == name
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Epochs: pure changes of the world, and what refuses them."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -60,10 +62,24 @@ def test_rebalanced_asks_the_balancer() -> None:
     assert (epoch.number, epoch.placement) == (8, swapped)
 
 
-def test_reloaded_keeps_the_placement() -> None:
-    epoch = spare_epoch().reloaded()
-    assert (epoch.number, epoch.weights_version, epoch.placement) == (8, 2, spare_epoch().placement)
+def test_a_reload_goes_layer_by_layer_and_keeps_the_placement() -> None:
+    start = Epoch.first(Mesh(2, 1, 2), layers=2, experts=4).with_weights("/new")
+    assert (start.number, start.weights_version) == (1, 1)
+    half = start.reloaded(1, 2)
+    assert (half.number, half.version(0), half.version(1), half.weights_version) == (2, 1, 2, 1)
+    whole = half.reloaded(0, 2)
+    assert (whole.weights_version, whole.placement) == (2, start.placement)
+    with pytest.raises(ValueError, match="weights version 3 is not one of 1 to 2"):
+        whole.reloaded(0, 3)
+
+
+def test_a_move_changes_one_layer() -> None:
+    start = Epoch.first(Mesh(2, 1, 2), layers=2, experts=4)
+    moved = start.moved(1, np.array([2, 1, 0, 3], dtype=np.int32))
+    assert moved.number == 2
+    assert moved.placement.slots.tolist() == [[0, 1, 2, 3], [2, 1, 0, 3]]
 
 
 def test_an_epoch_survives_its_message() -> None:
-    assert epoch_from(epoch_message(spare_epoch())) == spare_epoch()
+    epoch = spare_epoch().with_weights("/new").reloaded(0, 2)
+    assert epoch_from(json.loads(json.dumps(epoch_message(epoch)))) == epoch

@@ -19,17 +19,14 @@ from moeserve.experts.load import Load
 from moeserve.experts.placement import Placement
 from moeserve.runtime.config import ConfigError
 from moeserve.runtime.coordinator import Progress
+from moeserve.runtime.head_telemetry import HOT_EXPERTS, HOT_LAYERS, CoordinatorTelemetry, LoadWindow
 from moeserve.runtime.metrics import COORDINATOR, METRICS, PROCESS, RANK, SECONDS, STATES, Metric
+from moeserve.runtime.rebalancer import OUTCOMES, Cycle
 from moeserve.runtime.step import Phases, StepRecord
-from moeserve.runtime.telemetry import (
-    CoordinatorTelemetry,
-    LoadWindow,
-    RankTelemetry,
-    Telemetry,
-    write_scrape_targets,
-)
+from moeserve.runtime.telemetry import RankTelemetry, Telemetry, write_scrape_targets
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+MOVED = Cycle("moved", "", moves=3, nbytes=4096, epochs=2, seconds=0.2, expected=0.25, corrupted=1)
 OBSERVE_SECONDS = 30e-6  # budget of one step's observation
 
 
@@ -82,6 +79,10 @@ def filled_coordinator() -> CoordinatorTelemetry:
     telemetry.request("Forward", "inline", "UNAVAILABLE", 1e-3)
     telemetry.in_flight(lambda: 1)
     telemetry.set_group(2, 1)
+    telemetry.weights_version(lambda: 3)
+    telemetry.watch(60.0, lambda: 75.0)
+    telemetry.observe_cycle(MOVED)
+    telemetry.observe_gain(0.125)
     return telemetry
 
 
@@ -107,8 +108,9 @@ def test_a_process_exports_exactly_its_rows(
 def test_rows_follow_the_naming_rules(row: Metric) -> None:
     assert row.name.startswith("moe_") and row.help.endswith(".")
     assert (row.kind == "counter") == row.name.endswith("_total")
-    assert (row.kind == "histogram") == bool(row.buckets) == row.name.endswith("_seconds")
-    assert not {"expert", "job", "reason", "model_name"} & set(row.labels)
+    assert (row.kind == "histogram") == bool(row.buckets) == row.name.endswith("_duration_seconds")
+    assert not {"job", "reason", "model_name"} & set(row.labels)
+    assert "expert" not in row.labels or row.name == "moe_expert_load_ratio"  # the hottest only
 
 
 def test_buckets_begin_at_50_microseconds() -> None:
@@ -162,6 +164,58 @@ def test_the_coordinator_shows_state_ranks_and_balance() -> None:
     assert [seen[at("moe_routed_rows_total", layer="3", rank=str(rank))] for rank in range(4)] == [4, 2, 2, 0]
     assert seen[at("moe_balancedness", layer="3")] == 0.5
     assert at("moe_balancedness", layer="5") not in seen  # no traffic is neither even nor uneven
+
+
+def test_the_hottest_experts_of_the_hottest_layers_are_shown_and_no_others() -> None:
+    layers, experts = 3 * HOT_LAYERS, 16
+    telemetry = CoordinatorTelemetry("m", "0.1.0", tuple(range(100, 100 + layers)))
+    load = np.ones((layers, experts))
+    load[-1, 5] = 8.0  # of 23 tokens: the hottest layer
+    load[0] = 0.0
+    telemetry.loads(lambda: (Placement.even(layers, experts, 4), Load(load)))
+    seen = {
+        key: value for key, value in samples(scrape(telemetry)).items() if key[0] == "moe_expert_load_ratio"
+    }
+    assert seen[at("moe_expert_load_ratio", layer=str(99 + layers), expert="5")] == pytest.approx(8 * 16 / 23)
+    assert len(seen) == HOT_LAYERS * HOT_EXPERTS
+    assert not [labels for _, labels in seen if ("layer", "100") in labels]  # without traffic
+
+
+def test_a_cycle_is_counted_in_every_metric_of_balance() -> None:
+    telemetry = filled_coordinator()
+    seen = samples(scrape(telemetry))
+    cycles = {outcome: seen[at("moe_balance_cycles_total", outcome=outcome)] for outcome in OUTCOMES}
+    assert cycles == dict.fromkeys(OUTCOMES, 0.0) | {"moved": 1.0}
+    assert seen[at("moe_balance_moves_total")] == 3 and seen[at("moe_balance_epochs_total")] == 2
+    assert seen[at("moe_balance_moved_bytes_total")] == 4096
+    assert seen[at("moe_balance_corrupted_copies_total")] == 1
+    assert seen[at("moe_balance_cycle_duration_seconds_sum")] == pytest.approx(0.2)
+    assert (seen[at("moe_balance_expected_gain")], seen[at("moe_balance_real_gain")]) == (0.25, 0.125)
+    assert (seen[at("moe_balance_cycle_age_seconds")], seen[at("moe_balance_interval_seconds")]) == (75, 60)
+    assert seen[at("moe_weights_version")] == 3
+
+    telemetry.observe_cycle(Cycle("even", "no move pays"))
+    telemetry.observe_cycle(Cycle("abandoned", "rank 2 is lost", 1, 10, 1, 0.1, 0.5))
+    seen = samples(scrape(telemetry))
+    assert seen[at("moe_balance_cycle_duration_seconds_count")] == 2  # one had nothing to move
+    assert seen[at("moe_balance_moves_total")] == 4  # what was committed stays
+    assert seen[at("moe_balance_expected_gain")] == 0.25  # of the last that moved all
+
+
+def test_a_reload_is_no_cycle_but_its_corrupted_copies_count() -> None:
+    telemetry = filled_coordinator()
+    telemetry.observe_reload(Cycle("reloaded", "", 16, 4096, 2, 1.0, corrupted=2))
+    seen = samples(scrape(telemetry))
+    assert seen[at("moe_reloads_total", outcome="reloaded")] == 1
+    assert seen[at("moe_reloads_total", outcome="abandoned")] == 0
+    assert seen[at("moe_balance_corrupted_copies_total")] == 3 and seen[at("moe_balance_moves_total")] == 3
+
+
+def test_a_watchdog_of_no_policy_has_no_age() -> None:
+    telemetry = CoordinatorTelemetry("m", "0.1.0", (3,))
+    telemetry.watch(0.0, lambda: 75.0)
+    seen = samples(scrape(telemetry))
+    assert (seen[at("moe_balance_cycle_age_seconds")], seen[at("moe_balance_interval_seconds")]) == (0, 0)
 
 
 def test_reforms_count_returns_to_serving_not_the_first() -> None:

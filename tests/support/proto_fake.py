@@ -30,6 +30,7 @@ Failure = tuple[grpc.StatusCode, dict[str, str]]
 class FakeLane(moe_pb2_grpc.MoeServiceServicer):
     def __init__(self, rank: int, port: int = 0) -> None:
         self.rank = rank
+        self.versions: list[int] = []  # of the weights, of the next answers; 1 when there is none left
         self.asked: list[moe_pb2.ForwardRequest] = []
         self.methods: list[str] = []
         self.streams = 0
@@ -59,7 +60,8 @@ class FakeLane(moe_pb2_grpc.MoeServiceServicer):
         except (RegionError, TensorError) as wrong:
             return grpc.StatusCode.INVALID_ARGUMENT, {REASON_KEY: type(wrong).__name__}
         with opened:
-            return opened.reply(opened.hidden * 2, epoch=7, weights_version=self.rank + 1)
+            version = self.versions.pop(0) if self.versions else 1
+            return opened.reply(opened.hidden * 2, epoch=7 + self.rank, weights_version=version)
 
     def Forward(self, request, context):
         self.methods.append("Forward")
@@ -128,6 +130,14 @@ class FakeService(moe_pb2_grpc.MoeServiceServicer):
 
     def GetStatus(self, request, context):
         return moe_pb2.GetStatusReply(state="serving", steps=5)
+
+    def Rebalance(self, request, context):
+        moves = [moe_pb2.MoveInfo(layer=3, expert=expert) for expert in range(request.max_moves)]
+        outcome = "planned" if request.dry_run else "moved"
+        return moe_pb2.RebalanceReply(outcome=outcome, reason=request.policy, moves=moves)
+
+    def Reload(self, request, context):
+        return moe_pb2.ReloadReply(outcome="reloaded", reason=request.checkpoint, weights_version=2)
 
     @property
     def asked(self) -> list[moe_pb2.ForwardRequest]:

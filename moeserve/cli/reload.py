@@ -1,0 +1,41 @@
+"""`moeserve reload`: another checkpoint's weights, of the same shapes, in a running service."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from moeserve.cli.remote import add_address, as_json, client_of
+from moeserve.proto.patience import OPERATION_SECONDS
+
+MIB = 1 << 20
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the subcommand."""
+    about = "bring a running service to the weights of another checkpoint of the same shapes, while it serves"
+    parser = subparsers.add_parser("reload", help=about, description=about)
+    add_address(parser, timeout=OPERATION_SECONDS)
+    parser.add_argument("checkpoint", help="folder, at the same path on every host of the service")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what came of it; 0, or 1 when it was abandoned."""
+    with client_of(args) as client:
+        reply = client.reload(os.path.abspath(args.checkpoint), timeout=args.timeout)
+    print(as_json(reply) if args.json else text(reply))
+    return 0 if reply.outcome == "reloaded" else 1
+
+
+def text(reply: Any) -> str:
+    """A ReloadReply for people."""
+    done = (
+        f"{reply.epochs} layers, {reply.nbytes / MIB:.1f} MiB, in {reply.seconds:.2f} s; "
+        f"weights version {reply.weights_version} and epoch {reply.epoch} are served"
+    )
+    if reply.outcome == "reloaded":
+        return f"reloaded: {done}"
+    stay = "; the layers that were reloaded stay so: reload again, or go back to the weights before"
+    return f"{reply.outcome}: {reply.reason}: {done}{stay if reply.epochs else ''}"

@@ -1,0 +1,117 @@
+"""What `rebalance` and `reload` print of each reply, and their exit codes; the service is a fake one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from proto_fake import FakeService
+
+from moeserve.cli import main
+from moeserve.proto import moe_pb2
+
+
+class Saying(FakeService):
+    """Answers operations with what the test says."""
+
+    reply: Any = None
+
+    def Rebalance(self, request: Any, context: Any) -> Any:
+        self.asked_for = request
+        return self.reply
+
+    def Reload(self, request: Any, context: Any) -> Any:
+        self.asked_for = request
+        if self.reply is None:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "waiting for ranks [1]")
+        return self.reply
+
+
+@pytest.fixture
+def service() -> Iterator[Saying]:
+    made = Saying(1)
+    yield made
+    made.stop()
+
+
+MOVE = moe_pb2.MoveInfo(layer=3, expert=7, from_rank=1, from_slot=0, to_rank=0, to_slot=4)
+PLAN = {
+    "moves": [MOVE],
+    "planned_bytes": 3 << 20,
+    "layers": [moe_pb2.LayerGain(layer=3, before=1.5, after=1.0625, moves=1)],
+    "gain": 0.4375,
+}
+SHOWN = """\
+layer  expert  from rank  slot  to rank  slot
+    3       7          1     0        0     4
+
+layer  moves  largest over mean load   then
+    3      1                     1.5  1.062
+
+plan: 1 moves, 3.0 MiB; largest over mean load of a rank falls by 0.438, mean over layers
+"""
+DONE = {"committed_moves": 2, "epochs": 1, "moved_bytes": 1 << 20, "seconds": 0.25, "epoch": 5}
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "line"),
+    [
+        ({"outcome": "planned"}, 0, "dry run: nothing was moved"),
+        ({"outcome": "even", "epoch": 4}, 0, "even: no move pays; epoch 4 stays"),
+        (
+            {"outcome": "moved", "corrupted": 3, **DONE},
+            0,
+            "moved: 2 copies, 1.0 MiB, in 1 epochs and 0.25 s; epoch 5 is served; "
+            "3 copies came corrupted and were fetched again",
+        ),
+        (
+            {"outcome": "abandoned", "reason": "rank 2 is lost", **DONE},
+            1,
+            "abandoned: rank 2 is lost: 2 copies, 1.0 MiB, in 1 epochs and 0.25 s; epoch 5 is served",
+        ),
+    ],
+)
+def test_rebalance(
+    service: Saying, capsys: pytest.CaptureFixture[str], fields: dict[str, Any], code: int, line: str
+) -> None:
+    service.reply = moe_pb2.RebalanceReply(**PLAN, **fields)
+    words = ["--policy", "eplb", "--max-moves", "9", "--dry-run"]
+    assert main(["rebalance", service.address, *words]) == code
+    assert capsys.readouterr().out == f"{SHOWN}{line}\n"
+    assert service.asked_for == moe_pb2.RebalanceRequest(policy="eplb", max_moves=9, dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "text"),
+    [
+        (
+            {"outcome": "reloaded", "epochs": 2, "weights_version": 2},
+            0,
+            "reloaded: 2 layers, 1.0 MiB, in 0.50 s; weights version 2 and epoch 9 are served\n",
+        ),
+        (
+            {"outcome": "abandoned", "reason": "rank 0: no such file", "epochs": 1, "weights_version": 1},
+            1,
+            "abandoned: rank 0: no such file: 1 layers, 1.0 MiB, in 0.50 s; weights version 1 and epoch 9 are"
+            " served; the layers that were reloaded stay so: reload again, or go back to the weights before"
+            "\n",
+        ),
+    ],
+)
+def test_reload(
+    service: Saying, capsys: pytest.CaptureFixture[str], fields: dict[str, Any], code: int, text: str
+) -> None:
+    service.reply = moe_pb2.ReloadReply(nbytes=1 << 20, seconds=0.5, epoch=9, **fields)
+    assert main(["reload", service.address, "new"]) == code
+    assert capsys.readouterr().out == text
+    assert service.asked_for.checkpoint == str(Path.cwd() / "new")
+
+
+def test_a_service_that_does_not_serve_is_a_failure(
+    service: Saying, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reload", service.address, "/new"]) == 1
+    assert capsys.readouterr().err == "moeserve reload: UNAVAILABLE: waiting for ranks [1]\n"

@@ -1,0 +1,259 @@
+"""The mover against real peers on loopback: proved copies, corruption fetched again, ways to fall back on."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from made_experts import activation_named, make_weights
+
+from moeserve.experts.bank import Bank
+from moeserve.experts.batch import ExpertShape
+from moeserve.experts.checksum import Slot
+from moeserve.experts.kernel import KernelSpec
+from moeserve.experts.kernels import KERNELS
+from moeserve.experts.placement import EMPTY
+from moeserve.quant.format import Scheme
+from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
+from moeserve.runtime.weights.copies import Copier
+from moeserve.runtime.weights.mover import Copy, Mover, Order, Place, Vote
+from moeserve.runtime.weights.peers import Peers, WeightsServer
+
+SCHEME = Scheme(FP8_BLOCK, FP8_GROUP)
+SHAPE = ExpertShape(256, 128, activation_named("silu"), bias=False)
+LAYER, TOKEN, SLOTS = 3, "secret", 3
+KERNEL = KERNELS["torch_grouped_mm"].build(KernelSpec(SCHEME, SHAPE, torch.bfloat16))
+
+
+def bank_of(seed: int) -> Bank:
+    bank = Bank()
+    weights = make_weights(SHAPE, SLOTS, SCHEME.weights, torch.Generator().manual_seed(seed))
+    bank.load(LAYER, KERNEL, weights, list(range(SLOTS)))
+    return bank
+
+
+class Flipper:
+    """A wire that flips one bit of an answer, `from_end` bytes before its end, `times` times."""
+
+    def __init__(self, target: str, from_end: int, times: int) -> None:
+        self._target, self._from_end, self.left = target, from_end, times
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                here, _ = self._listener.accept()
+            except OSError:
+                return
+            host, port = self._target.rsplit(":", 1)
+            there = socket.create_connection((host, int(port)))
+            threading.Thread(target=self._carry, args=(here, there), daemon=True).start()
+            threading.Thread(target=self._carry_back, args=(there, here), daemon=True).start()
+
+    def _carry(self, here: socket.socket, there: socket.socket) -> None:
+        while data := here.recv(1 << 16):
+            there.sendall(data)
+
+    def _carry_back(self, there: socket.socket, here: socket.socket) -> None:
+        there.settimeout(0.2)  # an answer ends when nothing more comes
+        answer = b""
+        while True:
+            try:
+                data = there.recv(1 << 20)
+                if not data:
+                    here.close()
+                    return
+                answer += data
+            except TimeoutError:
+                if answer:
+                    here.sendall(self._flipped(answer))
+                answer = b""
+
+    def _flipped(self, answer: bytes) -> bytes:
+        if not self.left:
+            return answer
+        self.left -= 1
+        changed = bytearray(answer)
+        changed[-self._from_end] ^= 4
+        return bytes(changed)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@dataclass
+class Mine:
+    """Rank 0 with its mover; rank 1 is the peer."""
+
+    bank: Bank
+    peer: Bank
+    server: WeightsServer
+    votes: queue.Queue[Vote] = field(default_factory=queue.Queue)
+    wrong: list[str] = field(default_factory=list)
+    read: list[tuple[int, int, int]] = field(default_factory=list)
+    rate: float = 0.0
+    gone: bool = False  # the peer's server is closed
+
+    def __post_init__(self) -> None:
+        self.peers = Peers(TOKEN, "cpu")
+        place = Place(0, "here", "cpu", self.bank, 2, self.peers, self.use, self.from_disk)
+        copier = Copier(self.rate, "cpu")
+        self.mover = Mover(place, copier, self.votes.put, lambda order, text: self.wrong.append(text))
+
+    def lose_peer(self) -> None:
+        self.server.close()
+        self.gone = True
+
+    def use(self, weights: Sequence[str]) -> None:
+        assert weights == ("",)
+
+    def from_disk(self, layer: int, expert: int, version: int) -> Slot:
+        self.read.append((layer, expert, version))
+        return self.peer.slot(layer, expert)
+
+    def vote(self, copies: tuple[Copy, ...], address: str, epoch: int = 2) -> Vote:
+        self.mover.stage(Order(1, epoch, epoch, LAYER, 1, ("",), copies, {1: (address, "here")}))
+        return self.votes.get(timeout=20)
+
+
+@pytest.fixture
+def mine() -> Iterator[Mine]:
+    peer = bank_of(2)
+    server = WeightsServer("127.0.0.1", TOKEN, "cpu", peer)
+    made = Mine(bank_of(1), peer, server)
+    yield made
+    made.mover.close()
+    if not made.gone:
+        server.close()
+
+
+def test_experts_come_whole_from_a_peer_and_are_served_after_the_commit(mine: Mine) -> None:
+    before = [mine.bank.checksum(LAYER, slot) for slot in range(SLOTS)]
+    vote = mine.vote((Copy(0, 2, (1, 2)), Copy(2, 0, (1, 0))), mine.server.address)
+    assert not vote.refused
+    assert [(one.path, one.corrupted) for one in vote.staged] == [("stream", 0)] * 2
+    assert [mine.bank.checksum(LAYER, slot) for slot in range(SLOTS)] == before, "nothing is served yet"
+    mine.mover.commit(2)
+    wanted = [mine.peer.checksum(LAYER, 2), before[1], mine.peer.checksum(LAYER, 0)]
+    assert [mine.bank.checksum(LAYER, slot) for slot in range(SLOTS)] == wanted
+    assert [one.checksum for one in vote.staged] == [wanted[0], wanted[2]]
+
+
+def test_ranks_exchange_slots_of_their_own(mine: Mine) -> None:
+    before = [mine.bank.checksum(LAYER, slot) for slot in range(SLOTS)]
+    vote = mine.vote((Copy(0, 1, (0, 1)), Copy(1, 0, (0, 0))), mine.server.address)
+    assert [one.path for one in vote.staged] == ["own", "own"]
+    mine.mover.commit(2)
+    assert [mine.bank.checksum(LAYER, slot) for slot in range(SLOTS)] == [before[1], before[0], before[2]]
+
+
+@pytest.mark.parametrize("part", ["down", "gate_up_scale"])
+def test_one_flipped_bit_of_a_scale_is_caught_reported_and_fetched_again(mine: Mine, part: str) -> None:
+    """The last bytes on the wire are those of the tensor whose name comes last; `part` says how far back."""
+    tensors = mine.peer.slot(LAYER, 1)
+    assert any("scale" in name for name in tensors), sorted(tensors)
+    names = sorted(tensors)
+    scale = next(name for name in names if "scale" in name) if part != "down" else names[-1]
+    after = sum(tensors[name].nbytes for name in names[names.index(scale) :])
+    wire = Flipper(mine.server.address, after - 1, times=1)
+    before = mine.bank.checksum(LAYER, 0)
+    vote = mine.vote((Copy(0, 1, (1, 1)),), wire.address)
+    assert (vote.refused, wire.left) == ("", 0)
+    (one,) = vote.staged
+    assert (one.path, one.corrupted, one.checksum) == ("stream", 1, mine.peer.checksum(LAYER, 1))
+    assert mine.bank.checksum(LAYER, 0) == before
+    mine.mover.commit(2)
+    assert mine.bank.checksum(LAYER, 0) == mine.peer.checksum(LAYER, 1)
+    wire.close()
+
+
+def test_a_wire_that_always_corrupts_is_left_for_the_disk(mine: Mine) -> None:
+    wire = Flipper(mine.server.address, 1, times=100)
+    vote = mine.vote((Copy(0, 1, (1, 1)),), wire.address)
+    (one,) = vote.staged
+    assert (one.path, one.corrupted, mine.read) == ("disk", 3, [(LAYER, 1, 1)])
+    wire.close()
+
+
+def test_a_peer_that_is_gone_is_left_for_the_disk(mine: Mine) -> None:
+    mine.lose_peer()
+    vote = mine.vote((Copy(1, 2, (1, 2)),), mine.server.address)
+    assert [one.path for one in vote.staged] == ["disk"]
+
+
+def test_what_nobody_can_give_is_refused_with_every_reason(
+    mine: Mine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine.lose_peer()
+
+    def gone(layer: int, expert: int, version: int) -> Slot:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(mine, "from_disk", gone)
+    place = Place(0, "here", "cpu", mine.bank, 2, Peers(TOKEN, "cpu"), mine.use, gone)
+    votes: queue.Queue[Vote] = queue.Queue()
+    mover = Mover(place, Copier(0, "cpu"), votes.put, lambda order, text: None)
+    mover.stage(Order(1, 2, 2, LAYER, 1, ("",), (Copy(1, 2, (1, 2)),), {1: (mine.server.address, "here")}))
+    refused = votes.get(timeout=20).refused
+    assert "stream: cannot reach" in refused
+    assert "disk: the disk is gone" in refused
+    with pytest.raises(RuntimeError, match="change 2 is committed, and nothing is staged"):
+        mover.commit(2)
+    mover.close()
+
+
+def test_a_peer_without_the_token_gets_nothing(mine: Mine) -> None:
+    stranger = Peers("guess", "cpu")
+    room = {name: torch.empty_like(tensor) for name, tensor in mine.bank.slot(LAYER, 0).items()}
+    with pytest.raises(ConnectionError):
+        stranger.fetch(mine.server.address, LAYER, [0], [room], Copier(0, "cpu"))
+
+
+def test_abandoning_ends_a_slow_copy_and_frees_its_room() -> None:
+    peer = bank_of(2)
+    server = WeightsServer("127.0.0.1", TOKEN, "cpu", peer)
+    slow = Mine(bank_of(1), peer, server, rate=2000.0)  # a minute for one expert
+    slow.mover.stage(Order(1, 2, 2, LAYER, 1, ("",), (Copy(0, 1, (1, 1)),), {1: (server.address, "here")}))
+    time.sleep(0.3)
+    slow.mover.abandon()
+    assert slow.bank.staged == ()
+    slow.mover.stage(Order(1, 3, 3, LAYER, 1, ("",), (), {}))
+    assert slow.votes.get(timeout=5).order.epoch == 3, "the abandoned one never voted"
+    slow.mover.close()
+    server.close()
+
+
+def test_a_slot_that_lost_a_byte_in_the_commit_is_reported(
+    mine: Mine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vote = mine.vote((Copy(0, 2, (1, 2)),), mine.server.address)
+    assert not vote.refused
+    commit = mine.bank.commit
+
+    def careless() -> int:
+        committed = commit()
+        next(iter(mine.bank.slot(LAYER, 0).values())).view(-1).view(torch.uint8)[5] ^= 1
+        return committed
+
+    monkeypatch.setattr(mine.bank, "commit", careless)
+    mine.mover.commit(2)
+    for _ in range(100):
+        if mine.wrong:
+            break
+        time.sleep(0.05)
+    (text,) = mine.wrong
+    assert "slot 0 of layer 3, expert 2: checksum" in text
+
+
+def test_from_disk_where_nobody_holds_it(mine: Mine) -> None:
+    vote = mine.vote((Copy(0, 1, (EMPTY, EMPTY)),), mine.server.address)
+    assert [one.path for one in vote.staged] == ["disk"]
+    assert mine.read == [(LAYER, 1, 1)]

@@ -1,0 +1,184 @@
+"""Operations: what is refused before anything happens, and what replies say of plans and of what was done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import make_checkpoint
+from houses import EP4, TP4, house_config
+
+from moeserve.experts.balance import Policy, balancer_named
+from moeserve.experts.load import Load
+from moeserve.experts.placement import EMPTY, Placement
+from moeserve.proto import moe_pb2
+from moeserve.runtime.ballot import Outcome
+from moeserve.runtime.changes import Change
+from moeserve.runtime.config import BalanceConfig
+from moeserve.runtime.coordinator import Progress
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.lane import GroupUnavailable
+from moeserve.runtime.mesh import Mesh
+from moeserve.runtime.operations import BadRequest, NothingToBalance, Operations
+from moeserve.runtime.rank_process import served_from
+from moeserve.runtime.rebalancer import Cycle, Rebalancer
+from moeserve.runtime.status import status_of
+from moeserve.runtime.weights.mover import Staged
+
+LAYERS, EXPERTS, NBYTES = (1, 2), 8, 1000
+HOT = np.array([[8.0, 8, 1, 1, 1, 1, 1, 1], [1.0, 1, 1, 1, 1, 1, 1, 1]])  # both hot ones on rank 0
+
+
+class Group:
+    """A coordinator whose ranks prepare at once; `outcomes` are how its next changes end, committed when none
+    is left.
+    """
+
+    tokens = HOT
+
+    def __init__(self, outcomes: Sequence[str] = (), state: str = "serving") -> None:
+        self.epoch = Epoch.first(Mesh(4, 1, 4), len(LAYERS), EXPERTS)
+        self.outcomes = list(outcomes)
+        self.state = state
+
+    def load(self) -> Load:
+        return Load(self.tokens)
+
+    def progress(self) -> Progress:
+        return Progress(self.state, "", 1, 0, 0, 0, 0)
+
+    def change(self, change: Change, timeout: float) -> Outcome:
+        if reason := self.outcomes.pop(0) if self.outcomes else "":
+            return Outcome(reason)
+        self.epoch = change.epoch
+        staged = tuple(Staged(0, move.expert, "", "stream", 7, 0.0, 1) for move in change.moves)
+        return Outcome("", 0.0, staged)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers, of which two are served."""
+    path = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint("qwen3_moe", path, layers=3)
+    return path
+
+
+def operations(checkpoint: Path, group: Group, mesh: dict[str, object] = EP4) -> Operations:
+    served = served_from(house_config(checkpoint, model__layers=LAYERS, **mesh))
+    return Operations(served, rebalancer(group, balancer_named("incremental"), BalanceConfig()))
+
+
+def rebalancer(group: Group, policy: Policy, settings: BalanceConfig) -> Rebalancer:
+    return Rebalancer(group, settings, policy, (NBYTES,) * len(LAYERS))  # type: ignore[arg-type]
+
+
+def test_a_dry_run_names_moves_bytes_and_gain_and_moves_nothing(checkpoint: Path) -> None:
+    group = Group()
+    reply = operations(checkpoint, group).rebalance(moe_pb2.RebalanceRequest(dry_run=True))
+    assert (reply.outcome, reply.epoch, reply.epochs, reply.committed_moves) == ("planned", 1, 0, 0)
+    assert len(reply.moves) == 2 and reply.planned_bytes == 2 * NBYTES  # a swap of the hot layer
+    for move in reply.moves:
+        assert move.layer == 1  # the decoder's index
+        assert (move.from_rank, move.from_slot) == divmod(move.expert, 2)  # as even placement has it
+        assert move.from_rank != move.to_rank and 0 <= move.to_slot < 2
+    (gain,) = reply.layers
+    assert (gain.layer, gain.moves) == (1, 2)
+    assert (gain.before, gain.after) == (pytest.approx(16 / 5.5), pytest.approx(9 / 5.5))
+    assert reply.gain == pytest.approx((gain.before - gain.after) / 2)  # the other layer is even
+    assert group.epoch.number == 1
+
+
+def test_a_rebalance_says_what_was_done(checkpoint: Path) -> None:
+    group = Group()
+    reply = operations(checkpoint, group).rebalance(moe_pb2.RebalanceRequest())
+    assert (reply.outcome, reply.reason, reply.epoch) == ("moved", "", 2)
+    assert (reply.committed_moves, reply.epochs, reply.moved_bytes, reply.corrupted) == (2, 1, 14, 2)
+    assert group.epoch.placement.imbalance(HOT).max() == pytest.approx(9 / 5.5)
+    again = operations(checkpoint, group).rebalance(moe_pb2.RebalanceRequest())
+    assert (again.outcome, len(again.moves), again.gain) == ("even", 0, 0)
+
+
+def test_policy_and_budget_are_the_callers(checkpoint: Path) -> None:
+    group = Group()
+    for policy, most in (("incremental", 1), ("eplb", 1), ("eplb", 3), ("even", 0)):
+        request = moe_pb2.RebalanceRequest(policy=policy, max_moves=most, dry_run=True)
+        reply = operations(checkpoint, group).rebalance(request)
+        assert len(reply.moves) <= most
+    wide = moe_pb2.RebalanceRequest(policy="eplb", dry_run=True)
+    assert len(operations(checkpoint, group).rebalance(wide).moves) > 3
+
+
+def test_a_change_that_is_abandoned_keeps_what_was_committed_before(checkpoint: Path) -> None:
+    group = Group(["", "rank 2 is lost"])
+    group.tokens = HOT[[0, 0]]
+    reply = operations(checkpoint, group).rebalance(moe_pb2.RebalanceRequest())
+    assert (reply.outcome, reply.reason) == ("abandoned", "rank 2 is lost")
+    assert (len(reply.moves), reply.committed_moves, reply.epochs, reply.epoch) == (4, 2, 1, 2)
+
+
+class Turned:
+    """A policy that has the two experts of rank 0 change places."""
+
+    def __call__(self, placement: Placement, load: Load, budget: int) -> Placement:
+        slots = placement.slots.copy()
+        slots[0, :2] = slots[0, 1::-1]
+        return Placement(slots, placement.ranks, placement.experts)
+
+    def first(self, placement: Placement, load: Load) -> Placement:
+        return placement
+
+
+def test_what_does_not_fit_into_the_staging_slots_failed() -> None:
+    group = Group()
+    _, cycle = rebalancer(group, Turned(), BalanceConfig(staging_slots=1)).rebalance()
+    assert (cycle.outcome, cycle.epochs, group.epoch.number) == ("failed", 0, 1)
+    assert "raise balance.staging_slots to 2" in cycle.reason
+    _, cycle = rebalancer(group, Turned(), BalanceConfig(staging_slots=2)).rebalance()
+    assert (cycle.outcome, cycle.epochs, cycle.moves) == ("moved", 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "outcome", "version", "epochs"),
+    [
+        ([], "reloaded", 2, 2),
+        (["", "rank 0: it is not there"], "abandoned", 1, 1),
+    ],
+)
+def test_a_reload_says_how_far_it_came(
+    checkpoint: Path, outcomes: list[str], outcome: str, version: int, epochs: int
+) -> None:
+    group = Group(outcomes)
+    seen: list[Cycle] = []
+    asked = operations(checkpoint, group)
+    asked._rebalancer.observe_reload = seen.append
+    reply = asked.reload(moe_pb2.ReloadRequest(checkpoint=str(checkpoint)))
+    assert (reply.outcome, reply.weights_version, reply.epochs) == (outcome, version, epochs)
+    assert (reply.epoch, reply.nbytes) == (1 + epochs, 7 * EXPERTS * epochs)
+    assert [cycle.outcome for cycle in seen] == [outcome]
+    assert group.epoch.placement == Placement.even(len(LAYERS), EXPERTS, 4)
+    assert EMPTY not in group.epoch.placement.slots
+
+
+def test_slices_are_nothing_to_move(checkpoint: Path) -> None:
+    with pytest.raises(
+        NothingToBalance, match="each of the 4 ranks holds a slice of every expert"
+    ) as refused:
+        operations(checkpoint, Group(), TP4).rebalance(moe_pb2.RebalanceRequest(dry_run=True))
+    status = status_of(refused.value)
+    assert (status.code, status.reason) == ("FAILED_PRECONDITION", "nothing_to_balance")
+
+
+def test_an_unknown_policy_is_named_with_those_there_are(checkpoint: Path) -> None:
+    with pytest.raises(BadRequest, match="policy: unknown balancing policy 'wish'; known: even, eplb"):
+        operations(checkpoint, Group()).rebalance(moe_pb2.RebalanceRequest(policy="wish"))
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_group_that_does_not_serve_is_unavailable(checkpoint: Path, dry_run: bool) -> None:
+    asked = operations(checkpoint, Group(state="forming"))
+    with pytest.raises(GroupUnavailable, match="the group is forming"):
+        asked.rebalance(moe_pb2.RebalanceRequest(dry_run=dry_run))
+    with pytest.raises(GroupUnavailable, match="the group is forming"):
+        asked.reload(moe_pb2.ReloadRequest(checkpoint=str(checkpoint)))
