@@ -19,6 +19,7 @@ from moeserve.experts.placement import Placement
 from moeserve.proto.batch import Choice
 from moeserve.proto.client import MoeClient
 from moeserve.runtime.local_cluster import LocalCluster
+from moeserve.runtime.rebalancer import Cycle
 
 SPARE = {"balance__redundant_experts": 4, "balance__staging_slots": 2}
 LAYERS = (0, 1)
@@ -138,3 +139,36 @@ def test_a_killed_rank_comes_back_with_the_experts_it_had_moved(
     assert spare_house.head.coordinator.epoch == epoch
     with Asking(spare_house.address, alone, clients=1):
         time.sleep(0.5)
+
+
+def test_a_hot_rank_is_relieved_by_itself(checkpoint_path: Path, alone: Alone) -> None:
+    """All rows ask for the two experts of rank 0: the policy moves one of them away, and says so."""
+    watched = {"balance__policy": "incremental", "balance__interval_seconds": 0.3, "balance__min_tokens": 32}
+    cycles: list[Cycle] = []
+    with LocalCluster(house_config(checkpoint_path, **EP4, **SPARE, **watched)) as house:
+        count = house.head.rebalancer.observe
+
+        def observe(cycle: Cycle) -> None:
+            cycles.append(cycle)
+            count(cycle)
+
+        house.head.rebalancer.observe = observe
+        hidden, experts, weights = alone.batch(24, seed=3)
+        experts[:, 0], experts[:, 1] = 0, 1
+        started = time.monotonic()
+        with MoeClient(house.address, timeout=60) as client:
+            while not all(spread_out(house.head.coordinator.epoch.placement, layer) for layer in (0, 1)):
+                assert time.monotonic() - started < 60, cycles
+                for layer in LAYERS:
+                    answer = client.forward(layer, hidden, experts, weights)
+                    wanted = alone.forward(layer, hidden, experts, weights)
+                    torch.testing.assert_close(answer, wanted, rtol=1e-4, atol=1e-4)
+        moved = next(cycle for cycle in cycles if cycle.outcome == "moved")
+        assert moved.expected > 0
+        assert house.head.rebalancer.age() < 60
+
+
+def spread_out(placement: Placement, layer: int) -> bool:
+    """Whether experts 0 and 1 are not both on one rank alone."""
+    slots = np.flatnonzero(np.isin(placement.slots[layer], (0, 1)))
+    return len(set((slots // placement.slots_per_rank).tolist())) > 1
