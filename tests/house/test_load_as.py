@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,13 +25,8 @@ NAME, SCHEME = "fp8_per_block", "fp8_block128 x fp8_group128"
 LANE_ROWS = 64
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The service below has one thread too: GEMMs cut alike give the same bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
+"""The service below has one thread too: GEMMs cut alike give the same bits."""
 
 
 @pytest.fixture(scope="module")

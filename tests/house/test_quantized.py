@@ -6,7 +6,7 @@ A few of each kind; `bench/quantized.py` has every way to store experts on two m
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,8 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
+"""The models are small."""
 
 
 def assert_same_tokens(model: QuantizedModel, client: MoeClient, slices: int) -> None:

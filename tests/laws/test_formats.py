@@ -1,7 +1,5 @@
 """Laws of number formats: rounding twice changes nothing, wire rows travel alone, edges and zeros stay."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from made_experts import fresh_seed
@@ -29,13 +27,8 @@ the largest value is halved when that value was rounded down to the next power."
 SHAPES = [(1, 1), (3, 128), (129, 257), (256, 384), (2, 130, 140), (0, 128), (128, 0), (0, 5, 7), (2, 0, 128)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are small, and threads that wait for each other cost more than they save."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
+"""The tensors are small, and threads that wait for each other cost more than they save."""
 
 
 def sample(shape: tuple[int, ...]) -> Tensor:

@@ -1,6 +1,5 @@
 """Laws of expert kernels: whatever a row claims, its kernel computes as the reference does."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -31,13 +30,8 @@ FP8_BOUND = 2e-2
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are small, and threads that wait for each other cost more than they save."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
+"""The tensors are small, and threads that wait for each other cost more than they save."""
 
 
 @pytest.fixture(params=DEVICES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -34,13 +33,8 @@ TRAVELLING = {name: scheme for name, scheme in QUANTIZED.items() if scheme.activ
 ROUNDED = {name: scheme for name, scheme in TRAVELLING.items() if scheme.activations not in FLOATS.values()}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
+"""The tensors are small."""
 
 
 def planned(scheme: Scheme, model: Format) -> tuple[Problem, str, Format]:
