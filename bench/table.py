@@ -30,6 +30,7 @@ TITLES = {
     "gpu_house": "The whole service on GPUs, and a killed rank",
     "cpu_layer": "One layer on the CPU, beside transformers' experts",
     "gpu_experts": "The experts of one DeepSeek-V3 rank on an H200",
+    "gpu_dequant": "The portable kernel on an H200, beside the reference",
     "balance": "Placement of real expert loads",
     "cross_checks": "Stored numbers, beside others' decoders: values that differ",
     "replicas": "Balance of single steps by the choice of replicas",

@@ -109,8 +109,10 @@ _PAIRS: tuple[tuple[Format, Format], ...] = (
     (INT4_FP8, FP8_TOKEN),
     (MXFP4, MXFP8),
     (MXFP4, FP8_TOKEN),
+    (MXFP4, FP8_GROUP),
     (MXFP8, MXFP8),
     (NVFP4, NVFP4_STATIC),
+    (NVFP4, FP8_GROUP),
 )
 
 SCHEMES: dict[str, Scheme] = {

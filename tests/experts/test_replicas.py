@@ -211,7 +211,8 @@ def test_on_a_gpu_a_choice_waits_for_nothing_and_a_graph_follows_a_new_placement
     for placement in (old, new):
         book.update(placement)
         graph.replay()
-        cpu = AddressBook(placement, "cpu", choice, 2).resolve(0, experts.cpu(), valid.cpu())
+        there = "lp" if choice == "auto" else choice  # what auto is on a GPU
+        cpu = AddressBook(placement, "cpu", there, 2).resolve(0, experts.cpu(), valid.cpu())
         held, wanted = (
             torch.from_numpy(np.append(placement.slots[0], EMPTY))[s.cpu().long()] for s in (slots, cpu)
         )

@@ -75,7 +75,7 @@ CUTEDSL = "not built: FlashInfer's CuteDSL kernels (SM100)"
 CUTLASS = "not built: FlashInfer's CUTLASS kernels"
 DEEP_GEMM = "not built: DeepGEMM"
 HUMMING = "not built: the package humming"
-INTEGERS = "not built: a GPU kernel that reads INT4 and INT8 weights"
+INTEGERS = "INT4 and INT8 weights decoded in the kernel"
 OWN = "no row: the kernel is compiled into vLLM, and no package has it alone"
 PLUG_IN = "no row: there it stands for what a plug-in brings"
 TRTLLM = "not built: FlashInfer's TRT-LLM kernels (SM100)"
@@ -85,10 +85,10 @@ ON_CPU = "weights are decoded by the reference (a faster CPU kernel: not built)"
 PADDED = "takes padded rows too, so there is no batched twin"
 NO_CHOICE = "no row: nothing was chosen, which is an error here, with every reason"
 
-_FP8_BLOCKS = "128x128 blocks on Hopper (per-tensor and per-channel weights: not built)"
+_FP8_BLOCKS = "128x128 blocks on Hopper (per-tensor and per-channel weights: triton_dequant)"
 _OWN_TRITON = "our own Triton kernel on Hopper (the package triton_kernels: not built)"
 _MARLIN4 = "four-bit weights decoded in the kernel, on Hopper"
-_MARLIN8 = "not built: a GPU kernel of 8-bit weights with activations as they are"
+_MARLIN8 = "8-bit weights decoded in the kernel"
 
 
 def _unquantized() -> tuple[Member, ...]:
@@ -119,7 +119,7 @@ def _fp8() -> tuple[Member, ...]:
         Member(kind, "BATCHED_VLLM_CUTLASS", "CutlassBatchedExpertsFp8", note=OWN),
         Member(kind, "TRITON", "TritonExperts", "triton_fp8", _FP8_BLOCKS),
         Member(kind, "BATCHED_TRITON", "BatchedTritonExperts", "triton_fp8", f"{_FP8_BLOCKS}, {PADDED}"),
-        Member(kind, "MARLIN", "MarlinExperts", note=_MARLIN8, plain=True),
+        Member(kind, "MARLIN", "MarlinExperts", "triton_dequant", _MARLIN8, plain=True),
         Member(kind, "HUMMING", "Humming indexed, grouped", note=HUMMING),
         Member(kind, "XPU", "XPUExperts Fp8, MxFp8, BlockFp8", note=XPU),
         Member(kind, "CPU", "CPUExpertsFp8", "torch_reference", ON_CPU),
@@ -132,7 +132,7 @@ def _mxfp8() -> tuple[Member, ...]:
     return (
         Member(kind, "FLASHINFER_TRTLLM", "TrtLlmFp8 monolithic, modular", note=TRTLLM),
         Member(kind, "DEEPGEMM", "DeepGemmExperts", note=DEEP_GEMM),
-        Member(kind, "MARLIN", "MarlinExperts", note=_MARLIN8, plain=True),
+        Member(kind, "MARLIN", "MarlinExperts", "triton_dequant", _MARLIN8, plain=True),
         Member(kind, "XPU", "XPUExpertsMxFp8", note=XPU),
         Member(kind, "AITER_MXFP8", "AiterMxfp8Experts", note=AITER),
         Member(kind, "HUMMING", "Humming indexed, grouped", note=HUMMING),
@@ -188,14 +188,14 @@ def _integers() -> tuple[Member, ...]:
     kind, int8, humming = Family.WNA16, Family.INT8, "Humming indexed, grouped, batched"
     return (
         Member(kind, "FLASHINFER_TRTLLM", "TrtLlmMxint4 monolithic", note=TRTLLM),
-        Member(kind, "MARLIN", "MarlinExperts", note=INTEGERS, plain=True),
-        Member(kind, "BATCHED_MARLIN", "BatchedMarlinExperts", note=INTEGERS, plain=True),
-        Member(kind, "TRITON", "TritonWNA16Experts", note=INTEGERS),
+        Member(kind, "MARLIN", "MarlinExperts", "triton_dequant", INTEGERS, plain=True),
+        Member(kind, "BATCHED_MARLIN", "BatchedMarlinExperts", "triton_dequant", PADDED, plain=True),
+        Member(kind, "TRITON", "TritonWNA16Experts", "triton_dequant", INTEGERS),
         Member(kind, "HUMMING", humming, note=HUMMING),
         Member(kind, "CPU", "CPUExpertsInt4", "torch_reference", ON_CPU),
         Member(kind, "XPU", "XPUExpertsWNA16", note=XPU),
         Member(kind, "EMULATION", "Int4EmulationTriton", "torch_reference", f"{REFERENCE}, INT8 too"),
-        Member(int8, "TRITON", "TritonExperts", note="not built: an INT8 GPU kernel"),
+        Member(int8, "TRITON", "TritonExperts", "triton_dequant", "products of int8 codes"),
         Member(int8, "HUMMING", humming, note=HUMMING),
         Member(int8, "CPU", "CPUExpertsInt8 Arm, x86", "torch_reference", ON_CPU),
         Member(Family.W4A8_FP8, "VLLM_CUTLASS", "CutlassExpertsW4A8Fp8", note=OWN),

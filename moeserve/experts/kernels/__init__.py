@@ -1,7 +1,14 @@
 """The table of expert kernels: one file a backend, one line here; a plan tries them in this order."""
 
 from moeserve.experts.kernel import KernelRow
-from moeserve.experts.kernels import torch_grouped_mm, torch_reference, triton_bf16, triton_fp4, triton_fp8
+from moeserve.experts.kernels import (
+    torch_grouped_mm,
+    torch_reference,
+    triton_bf16,
+    triton_dequant,
+    triton_fp4,
+    triton_fp8,
+)
 
 KERNELS: dict[str, KernelRow] = {
     row.name: row
@@ -10,6 +17,7 @@ KERNELS: dict[str, KernelRow] = {
         triton_fp8.ROW,
         triton_bf16.ROW,
         torch_grouped_mm.ROW,
+        triton_dequant.ROW,
         torch_reference.ROW,
     )
 }

@@ -13,9 +13,9 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch, ExpertShape
 from moeserve.experts.kernels.device import hopper_gemm, rows
+from moeserve.experts.kernels.device.work import most_groups, parameters, work_list
 from moeserve.experts.kernels.tiles import Tile
 
 ROWS_OF_A_BLOCK = 64
@@ -55,18 +55,12 @@ class Step:
     @property
     def limit(self) -> int:
         """Most groups there can be."""
-        slots = self.batch.slots
-        return min(slots, self.capacity) + self.capacity // self.tile.rows
+        return most_groups(self.batch.slots, self.capacity, self.tile.rows)
 
     @cached_property
     def tiles(self) -> Tensor:
         """The work list, `[4 + 4 limit]` int32."""
-        tiles = torch.empty(4 + 4 * self.limit, dtype=torch.int32, device=self.batch.counts.device)
-        e, g = triton.next_power_of_2(self.batch.slots), 32
-        rows.list_tiles[(triton.cdiv(self.limit, g),)](
-            self.batch.counts, self.batch.offsets, tiles, self.batch.slots, self.limit, self.tile.rows, e, g
-        )
-        return tiles
+        return work_list(self.batch, self.limit, self.tile.rows)
 
     def gemm(self, x: Rows, weights: Weights, out_dtype: torch.dtype) -> Tensor:
         """`[R, n]`: each row times the weights of its slot, plus the bias; other rows are not written."""
@@ -113,7 +107,7 @@ class Step:
             self.tiles,
             inner,
             scale.shape[1],
-            *_parameters(activation),
+            *parameters(activation),
             BM=self.tile.rows,
             ACT=activation.name,
             GATED=activation.gated,
@@ -145,12 +139,6 @@ def scale_storage(width: int, capacity: int, device: torch.device) -> Tensor:
     """`[width / 128, stride]` float32, uninitialised; a tile may read past the last row, so there is room."""
     stride = -(-capacity // 16) * 16 + 256
     return torch.empty((triton.cdiv(width, GROUP), stride), dtype=torch.float32, device=device)
-
-
-def _parameters(activation: Activation) -> tuple[float, float, float, float]:
-    values = (activation.limit, activation.alpha, activation.beta, activation.linear_beta)
-    limit, alpha, beta, linear_beta = (0.0 if value is None else float(value) for value in values)
-    return limit, alpha, beta, linear_beta
 
 
 def _launch_registers(tile: Tile) -> int:
