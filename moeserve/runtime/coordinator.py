@@ -8,10 +8,8 @@ there again, a fresh one forms.
 
 from __future__ import annotations
 
-import hmac
 import logging
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -32,8 +30,9 @@ from moeserve.runtime.messages import (
     stage_message,
     staged_from,
 )
+from moeserve.runtime.reception import Reception, Seat
 from moeserve.runtime.sequencer import Pace, Sequencer
-from moeserve.runtime.stream import Message, Stream, StreamClosed
+from moeserve.runtime.stream import Message, StreamClosed
 
 log = logging.getLogger(__name__)
 
@@ -43,24 +42,6 @@ SETTLE_SECONDS = 0.25  # after an abort, before the next generation: a killed ra
 BLAME_SECONDS = (
     0.2  # after a rank failed an entry: where a peer died, its stream ends by then and names the cause
 )
-
-
-@dataclass(eq=False)
-class Seat:
-    """What the coordinator knows of one connected rank."""
-
-    stream: Stream
-    pid: int
-    address: str  # of its door
-    host_id: str
-    metrics: str = ""  # host:port of its exporter
-    weights: str = ""  # host:port where peers copy its experts
-    plans: dict[int, tuple[str, str, str]] = field(default_factory=dict)  # layer -> kernel, carrier, wire
-    bytes_read: int = 0
-    weight_bytes: int = 0
-    steps: int = 0
-    expert_rows: int = 0
-    load: np.ndarray | None = None  # [phases, L, E] tokens its lane sent, since it started
 
 
 @dataclass(frozen=True)
@@ -92,7 +73,7 @@ class _Votes:
 
 
 class Coordinator:
-    """Threads: one accepts, one a rank receives, one keeps the pace. All state is under one lock.
+    """Threads: its reception's, one a rank, and one that keeps the pace. All state is under one lock.
 
     `layers` are the decoder indices of the placement's layers.
     """
@@ -102,7 +83,6 @@ class Coordinator:
         self._layers = layers
         self._ballot: Ballot | None = None  # the change under way
         self._ballots = 0
-        self._token = token
         self._ranks = epoch.mesh.ranks
         self._pace = pace
         self._sequencer = Sequencer(self._ranks, pace)
@@ -119,15 +99,15 @@ class Coordinator:
         )
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._store_address = f"{host}:{self._store.port}"
-        self._listener = socket.create_server((host, 0))
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._reception = Reception(host, self._ranks, token, self)
+        self.address = self._reception.address
         self.on_change: Callable[[Progress], None] = lambda progress: None
         self.observe_step: Callable[[int, float], None] = lambda layer, seconds: None  # of the whole group
 
     def start(self) -> None:
         """Begins to accept ranks."""
-        for target in (self._accept, self._keep_pace):
-            threading.Thread(target=target, name=target.__name__.strip("_"), daemon=True).start()
+        self._reception.start()
+        threading.Thread(target=self._keep_pace, name="keep_pace", daemon=True).start()
 
     def stop(self, reason: str = "the service is stopping") -> None:
         """Ends the group: ranks are told to stop."""
@@ -139,7 +119,7 @@ class Coordinator:
                 seat.stream.close()
             self._seats.clear()
             self._lock.notify_all()
-        self._listener.close()
+        self._reception.close()
 
     def wait_serving(self, timeout: float) -> None:
         """Returns once the group serves. Raises TimeoutError or RuntimeError, with the reason it does not."""
@@ -241,56 +221,14 @@ class Coordinator:
     # -- ranks come and go
     # ------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, peer = self._listener.accept()
-            except OSError:
-                return  # stopped
-            threading.Thread(
-                target=self._serve_stream, args=(Stream(connection), peer), name=f"rank {peer}", daemon=True
-            ).start()
-
-    def _serve_stream(self, stream: Stream, peer: object) -> None:
-        rank, seat = -1, None
-        try:
-            rank, seat = self._greet(stream.receive(), stream)
-            while True:
-                self._hear(rank, seat, stream.receive())
-        except StreamClosed as closed:
-            if seat is not None:
-                self._lost(rank, seat, str(closed))
-        except (KeyError, TypeError, ValueError) as error:
-            log.error("refused a stream from %s: %s", peer, error)
-            if seat is not None:
-                self._lost(rank, seat, f"sent a malformed message: {error}")
-        finally:
-            stream.close()
-
-    def _greet(self, hello: Message, stream: Stream) -> tuple[int, Seat]:
-        rank = int(hello["rank"])
-        if hello["kind"] != "hello" or not hmac.compare_digest(str(hello["token"]), self._token):
-            raise ValueError("a stream must begin with hello and the group's token")
-        if not 0 <= rank < self._ranks:
-            raise ValueError(f"rank {rank} is outside a group of {self._ranks}")
-        plans = {
-            int(layer): (kernel, carrier, wire) for layer, kernel, carrier, wire in hello.get("plans", [])
-        }
-        seat = Seat(
-            stream,
-            int(hello["pid"]),
-            str(hello["address"]),
-            str(hello["host_id"]),
-            hello.get("metrics", ""),
-            hello.get("weights", ""),
-            plans,
-        )
+    def came(self, rank: int, seat: Seat, refused: str) -> None:
+        """A rank takes its seat; when all have, a generation forms. ValueError: it cannot, or no longer."""
         with self._lock:
-            if refused := hello.get("refused"):
-                self._fail(str(refused))
+            if refused:
+                self._fail(refused)
                 raise ValueError(refused)
             if self._state in ("failed", "stopped"):
-                stream.send({"kind": "stop"})
+                seat.stream.send({"kind": "stop"})
                 raise ValueError(f"rank {rank} came when the group had {self._state}")
             if rank in self._seats:
                 self._abort(f"rank {rank} came again")
@@ -305,16 +243,17 @@ class Coordinator:
                     self._form_at, time.monotonic() + (SETTLE_SECONDS if self._generation else 0)
                 )
                 self._lock.notify_all()
-        return rank, seat
 
-    def _lost(self, rank: int, seat: Seat, why: str) -> None:
+    def lost(self, rank: int, seat: Seat, why: str) -> None:
+        """A rank's stream ended: its generation does too."""
         with self._lock:
             if self._seats.get(rank) is not seat or self._state == "stopped":
                 return
             del self._seats[rank]
             self._abort(f"rank {rank} (pid {seat.pid}) is lost: {why}")
 
-    def _hear(self, rank: int, seat: Seat, message: Message) -> None:
+    def hear(self, rank: int, seat: Seat, message: Message) -> None:
+        """What a rank says of its generation; of an older one it does not count."""
         with self._lock:
             if message.get("generation") != self._generation:
                 return  # from before an abort

@@ -21,8 +21,8 @@ from torch import Tensor
 from moeserve.proto.batch import Choice
 from moeserve.proto.client import MoeClient
 from moeserve.proto.errors import InvalidArgument, MoeError
+from moeserve.runtime.ballot import Outcome
 from moeserve.runtime.changes import Change
-from moeserve.runtime.coordinator import Outcome
 from moeserve.runtime.local_cluster import LocalCluster
 
 LAYERS = (0, 1)
