@@ -74,6 +74,7 @@ class Member:
         self._reported_at = 0.0
         self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
+        self.on_epoch: Callable[[int, int], None] = lambda generation, epoch: None  # between two steps
 
     def weights_version(self) -> int:
         """Of the weights this rank holds; 0 before they are loaded."""
@@ -231,7 +232,7 @@ class Member:
             raise
         self._rank.adopt(epoch, layer)
         self._epoch = epoch
-        self.on_serving(entry["generation"], epoch.number)
+        self.on_epoch(entry["generation"], epoch.number)
         adopted = {"kind": "adopted", "generation": entry["generation"], "ballot": entry["ballot"]}
         self._stream.send(adopted)
 

@@ -148,6 +148,7 @@ class _RankProcess:
             name, spec.rank, __version__, {layer: plan.carrier.name for layer, plan in rank.plans.items()}
         )
         self._telemetry.in_flight(lambda: lane.in_flight)
+        self._telemetry.weights(lambda: (rank.bank.nbytes, rank.bytes_read))
         self._telemetry.regions(lambda: (len(self._regions.list()), self._regions.bytes))
         meeting = Rendezvous("nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds)
         self.member = Member(rank, lane, stream, meeting, self._telemetry.observe_step)
@@ -159,6 +160,7 @@ class _RankProcess:
         door = Door(reader, lane, self._regions, self.member.weights_version, self._telemetry.request)
         self._endpoint = Endpoint(door, config.server.max_concurrent_calls, config.server.max_message_bytes)
         self.member.on_serving = self._serving
+        self.member.on_epoch = self._telemetry.set_group
         self.metrics_address = self._serve_metrics(spec)
         self.address = self._endpoint.start(spec.host, 0)
 
@@ -198,7 +200,6 @@ class _RankProcess:
         """Called by the member when its group begins (generation > 0) or stops to serve."""
         self._endpoint.set_serving(serving=generation > 0)
         self._telemetry.set_group(generation, epoch)
-        self._telemetry.weights(self._rank.bank.nbytes, self._rank.bytes_read)
 
     def _serve_metrics(self, spec: RankSpec) -> str:
         port = spec.config.server.metrics_port

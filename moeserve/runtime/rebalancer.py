@@ -117,14 +117,19 @@ class Rebalancer:
 
         `policy` and `max_moves` (0: as many as pay) are the configured ones unless given.
         """
-        epoch, total = self._coordinator.epoch, self._coordinator.load().tokens
+        total = self._coordinator.load().tokens
         recent = self._recent(total)
-        load = Load(recent if recent.any() else total)
+        return self._planned(recent if recent.any() else total, policy, max_moves)
+
+    def _planned(
+        self, tokens: NDArray[np.float64], policy: Policy | None = None, max_moves: int | None = None
+    ) -> Plan:
+        epoch, load = self._coordinator.epoch, Load(tokens)
         budget = self._settings.max_moves if max_moves is None else max_moves
         target = (policy or self._policy)(epoch.placement, load, budget or NO_LIMIT)
         moves = epoch.placement.moves_to(target)
         nbytes = sum(self._nbytes[move.layer] for move in moves)
-        before, after = (p.imbalance(load.tokens) for p in (epoch.placement, target))
+        before, after = (p.imbalance(tokens) for p in (epoch.placement, target))
         return Plan(epoch, load, target, moves, nbytes, before, after)
 
     def rebalance(self, policy: Policy | None = None, max_moves: int | None = None) -> tuple[Plan, Cycle]:
@@ -172,17 +177,10 @@ class Rebalancer:
             before, after = (p.imbalance(recent).mean() for p in self._last)
             self.observe_gain(float(before - after))
             self._last = None
-        epoch = self._coordinator.epoch
-        if epoch.placement.imbalance(recent).max() < 1 + self._settings.min_imbalance:
+        if self._coordinator.epoch.placement.imbalance(recent).max() < 1 + self._settings.min_imbalance:
             return Cycle("even", "every layer is within min_imbalance")
-        budget = self._settings.max_moves or NO_LIMIT
-        load = Load(recent)
-        target = self._policy(epoch.placement, load, budget)
-        before, after = (p.imbalance(recent) for p in (epoch.placement, target))
-        moves = epoch.placement.moves_to(target)
-        if not moves:
-            return Cycle("even", "no move pays")
-        return self._moved(Plan(epoch, load, target, moves, 0, before, after))
+        plan = self._planned(recent)
+        return self._moved(plan) if plan.moves else Cycle("even", "no move pays")
 
     def _moved(self, plan: Plan) -> Cycle:
         started, before = time.monotonic(), self._coordinator.epoch.placement

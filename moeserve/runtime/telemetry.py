@@ -145,10 +145,10 @@ class RankTelemetry(Telemetry):
         self._gauge("moe_shared_memory_regions").set_function(lambda: read()[0])
         self._gauge("moe_shared_memory_bytes").set_function(lambda: read()[1])
 
-    def weights(self, prepared_bytes: int, bytes_read: int) -> None:
-        """What this rank holds, and what it has read from the checkpoint."""
-        self._gauge("moe_weights_bytes").set(prepared_bytes)
-        self._gauge("moe_checkpoint_read_bytes").set(bytes_read)
+    def weights(self, read: Callable[[], tuple[int, int]]) -> None:
+        """Bytes this rank holds, and has read from the checkpoint, are read when scraped."""
+        self._gauge("moe_weights_bytes").set_function(lambda: read()[0])
+        self._gauge("moe_checkpoint_read_bytes").set_function(lambda: read()[1])
 
     def _bind(self, layer: str, carrier: str) -> _LayerCounters:
         by_layer = ("moe_steps_total", "moe_tokens_total", "moe_expert_rows_total")

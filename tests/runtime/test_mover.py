@@ -257,3 +257,22 @@ def test_from_disk_where_nobody_holds_it(mine: Mine) -> None:
     vote = mine.vote((Copy(0, 1, (EMPTY, EMPTY)),), mine.server.address)
     assert [one.path for one in vote.staged] == ["disk"]
     assert mine.read == [(LAYER, 1, 1)]
+
+
+def test_a_slot_that_cannot_be_read_after_the_commit_is_reported_and_the_mover_lives(
+    mine: Mine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not mine.vote((Copy(0, 2, (1, 2)),), mine.server.address).refused
+
+    def broken(layer: int, slots: Sequence[int]) -> list[str]:
+        raise RuntimeError("an illegal access")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mine.bank, "checksums", broken)
+        mine.mover.commit(2)
+        for _ in range(100):
+            if mine.wrong:
+                break
+            time.sleep(0.05)
+    assert mine.wrong == ["layer 3 cannot be read after its commit: an illegal access"]
+    assert not mine.vote((Copy(0, 1, (1, 1)),), mine.server.address, epoch=3).refused

@@ -62,7 +62,7 @@ def filled_rank() -> RankTelemetry:
     telemetry.in_flight(lambda: 4)
     telemetry.set_group(2, 1)
     telemetry.regions(lambda: (3, 4096))
-    telemetry.weights(1 << 20, 1 << 21)
+    telemetry.weights(lambda: (1 << 20, 1 << 21))
     return telemetry
 
 

@@ -150,25 +150,31 @@ class Mover:
                 self._place.peers.close()
                 order.set()
                 continue
-            if isinstance(order, Vote):
-                self._verify(order)
-                continue
             try:
-                self._begin(order)
-                vote = Vote(order, tuple(self._copied(order)))
-                with self._lock:
-                    if self._wanted is not order:
-                        raise Abandoned
-                    self._ready = vote
-                self._vote(vote)
-            except Abandoned:
-                log.info("epoch %d was abandoned while it was prepared", order.epoch)
+                if isinstance(order, Vote):
+                    self._prove(order)
+                else:
+                    self._vote_on(order)
             except StreamClosed:
                 break  # the coordinator is gone
-            except Exception as error:
-                log.warning("epoch %d cannot be prepared", order.epoch, exc_info=error)
-                self._vote(Vote(order, (), f"{type(error).__name__}: {error}"))
         self._place.peers.close()
+
+    def _vote_on(self, order: Order) -> None:
+        """Prepares an order and votes, unless it is abandoned meanwhile."""
+        try:
+            self._begin(order)
+            vote = Vote(order, tuple(self._copied(order)))
+            with self._lock:
+                if self._wanted is not order:
+                    raise Abandoned
+                self._ready = vote
+        except Abandoned:
+            log.info("epoch %d was abandoned while it was prepared", order.epoch)
+            return
+        except Exception as error:  # said to the coordinator, which abandons the epoch
+            log.warning("epoch %d cannot be prepared", order.epoch, exc_info=error)
+            vote = Vote(order, (), f"{type(error).__name__}: {error}")
+        self._vote(vote)
 
     def _begin(self, order: Order) -> None:
         with self._lock:
@@ -179,18 +185,28 @@ class Mover:
             self._place.bank.allow(max(len(order.copies), self._place.staging_slots))
         self._place.use_weights(order.weights)
 
-    def _verify(self, vote: Vote) -> None:
-        """Whether the slots hold what was staged."""
+    def _prove(self, vote: Vote) -> None:
+        """Says which slots do not hold what was staged; slots that cannot be read count as wrong."""
+        try:
+            wrong = self._differing(vote)
+        except Exception as error:  # the thread must live: who else would prepare the next epoch
+            log.exception("what was committed cannot be read")
+            wrong = f"layer {vote.order.layer} cannot be read after its commit: {error}"
+        if wrong:
+            log.error("%s", wrong)
+            self._wrong(vote.order, wrong)
+
+    def _differing(self, vote: Vote) -> str:
         bank, order = self._place.bank, vote.order
         self._copier.after_commit(bank)
         with self._copier.stream():
             found = bank.checksums(order.layer, [one.slot for one in vote.staged])
-        for one, checksum in zip(vote.staged, found, strict=True):
-            if checksum != one.checksum:
-                what = f"slot {one.slot} of layer {order.layer}, expert {one.expert}"
-                text = f"{what}: checksum {checksum} after the commit, {one.checksum} was staged"
-                log.error("%s", text)
-                self._wrong(order, text)
+        return "; ".join(
+            f"slot {one.slot} of layer {order.layer}, expert {one.expert}: checksum {checksum} after the "
+            f"commit, {one.checksum} was staged"
+            for one, checksum in zip(vote.staged, found, strict=True)
+            if checksum != one.checksum
+        )
 
     def _copied(self, order: Order) -> Iterator[Staged]:
         """Stages every copy, those of one rank together."""
