@@ -4,19 +4,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.experts.balance.room import even_with_room
-from moeserve.experts.load import Load
 from moeserve.experts.placement import EMPTY, Placement
 from moeserve.runtime.mesh import Mesh
-
-Balancer = Callable[[Placement, Load, int], Placement]
-"""`(placement, load, budget in moves) -> placement`, pure."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +41,6 @@ class Epoch:
                 f"{redundant} redundant experts: ranks hold slices of every expert, which have no replicas"
             )
         return cls(1, mesh, even_with_room(layers, experts, mesh.owners, redundant))
-
-    def rebalanced(self, load: Load, balancer: Balancer, budget: int) -> Epoch:
-        """The epoch that `balancer` makes of this one's placement, within `budget` moves."""
-        return self._next(placement=balancer(self.placement, load, budget))
 
     def moved(self, layer: int, slots: NDArray[np.int32]) -> Epoch:
         """The epoch with `slots [S]` at `layer` (a position), and every other layer as it is."""

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from moeserve.experts.load import Load
 from moeserve.experts.placement import EMPTY, Placement
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.mesh import Mesh
@@ -54,12 +53,6 @@ def test_joined_fills_new_slots_with_the_rarest() -> None:
     assert (epoch.mesh.ranks, epoch.placement.slots.shape) == (4, (1, 12))
     assert sorted(epoch.placement.of_rank(0, 3).tolist()) == [1, 3, 5]
     assert np.array_equal(epoch.placement.slots[:, :9], spare_epoch().placement.slots)
-
-
-def test_rebalanced_asks_the_balancer() -> None:
-    swapped = Placement(spare_epoch().placement.slots[:, ::-1], 3, 6)
-    epoch = spare_epoch().rebalanced(Load(np.ones((1, 6))), lambda placement, load, budget: swapped, 4)
-    assert (epoch.number, epoch.placement) == (8, swapped)
 
 
 def test_a_reload_goes_layer_by_layer_and_keeps_the_placement() -> None:
