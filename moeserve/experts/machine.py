@@ -10,7 +10,16 @@ import torch
 
 GIB = 1 << 30
 
-OPTIONAL_MODULES = ("triton", "flashinfer", "deep_ep", "deep_gemm", "triton_kernels", "aiter", "nccl")
+OPTIONAL_MODULES = (
+    "triton",
+    "cuda.bindings",
+    "flashinfer",
+    "deep_ep",
+    "deep_gemm",
+    "triton_kernels",
+    "aiter",
+    "nccl",
+)
 """Packages that some kernel or carrier needs; looked up, never imported, when a machine is described."""
 
 
@@ -33,7 +42,7 @@ class Machine:
 
 def this_machine() -> Machine:
     """The device of this process: CUDA device 0 where there is one, else the CPU."""
-    modules = frozenset(name for name in OPTIONAL_MODULES if find_spec(name) is not None)
+    modules = frozenset(name for name in OPTIONAL_MODULES if _installed(name))
     if not torch.cuda.is_available():
         return Machine("cpu", "cpu", _host_memory(), modules)
     properties = torch.cuda.get_device_properties(0)
@@ -43,12 +52,21 @@ def this_machine() -> Machine:
     )
 
 
+def _installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # of a dotted name, its parent
+        return False
+
+
 def _host_memory() -> int:
     with open("/proc/meminfo") as lines:
         return int(next(line for line in lines if line.startswith("MemTotal")).split()[1]) * 1024
 
 
-_NVIDIA = frozenset({"triton", "flashinfer", "deep_ep", "deep_gemm", "triton_kernels", "nccl"})
+_NVIDIA = frozenset(
+    {"triton", "cuda.bindings", "flashinfer", "deep_ep", "deep_gemm", "triton_kernels", "nccl"}
+)
 _AMD = frozenset({"triton", "triton_kernels", "aiter"})
 
 _NAMED: dict[str, tuple[str, int, frozenset[str]]] = {
