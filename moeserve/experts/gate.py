@@ -13,9 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.experts.routing_methods import ROUTINGS, SCORES, RoutingMethod, method_of
+from moeserve.experts.machine import kernels_serve
+from moeserve.experts.routing_methods import (
+    RENORMALIZE_EPSILON,
+    ROUTINGS,
+    SCORES,
+    RoutingMethod,
+    choose_by_score,
+    method_of,
+    weigh_sigmoid,
+    weigh_softmax,
+)
 
 Config = Mapping[str, Any]
+
+MOST_EXPERTS = 1024
+"""Of a layer, whose scores a program of the GPU kernel keeps in registers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,9 +134,29 @@ class Gate:
             raise ValueError(
                 f"routing {self.method} needs its correction bias [{self.experts}]: see with_bias"
             )
+        if self._in_one_launch(logits):
+            return self._chosen_by_kernel(logits)
         row, scores = ROUTINGS[self.method], self._scores(logits)
         experts = row.choose(scores, self)
         return experts.int(), self._weights(scores.gather(-1, experts), logits.dtype)
+
+    def _in_one_launch(self, logits: Tensor) -> bool:
+        """Whether the GPU kernel serves this gate: it chooses by score, among groups of powers of two."""
+        row, even = ROUTINGS[self.method], self.groups == 1 or (self.experts & -self.experts) == self.experts
+        known = row.choose is choose_by_score and not self.logits_dtype_scores
+        return kernels_serve(logits.device) and known and even and self.experts <= MOST_EXPERTS
+
+    def _chosen_by_kernel(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        from moeserve.experts.choice_kernels import choose
+
+        self._check_logits(logits)
+        weighing = {weigh_softmax: "softmax", weigh_sigmoid: "sigmoid"}.get(
+            ROUTINGS[self.method].weigh, "renormalize" if self.renormalize else "score"
+        )
+        chosen: tuple[Tensor, Tensor] = choose(  # type: ignore[no-untyped-call]
+            self, logits.contiguous(), str(self.scoring), weighing, RENORMALIZE_EPSILON
+        )
+        return chosen
 
     def weigh(self, logits: Tensor, experts: Tensor) -> Tensor:
         """Weights [T, K] float32 of experts that something else chose: `logits [T, E]`, ids `experts [T, K]`.
@@ -132,9 +165,12 @@ class Gate:
         """
         return self._weights(self._scores(logits).gather(-1, experts.long()), logits.dtype)
 
-    def _scores(self, logits: Tensor) -> Tensor:
+    def _check_logits(self, logits: Tensor) -> None:
         if logits.ndim != 2 or logits.shape[1] != self.experts:
             raise ValueError(f"router logits must be [T, {self.experts}], got {list(logits.shape)}")
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        self._check_logits(logits)
         values = logits if self.logits_dtype_scores else logits.float()
         lowest, highest = float("-inf"), torch.finfo(values.dtype).max
         return SCORES[str(self.scoring)](values.nan_to_num(lowest, highest, lowest))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -50,6 +51,12 @@ def this_machine() -> Machine:
     return Machine(
         properties.name, arch or f"sm{properties.major}{properties.minor}", properties.total_memory, modules
     )
+
+
+@cache
+def kernels_serve(device: torch.device) -> bool:
+    """Whether our Triton kernels can run on tensors of `device`."""
+    return device.type == "cuda" and _installed("triton")
 
 
 def _installed(name: str) -> bool:

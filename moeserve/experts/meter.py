@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.experts.load import PHASES, Load
+from moeserve.experts.machine import kernels_serve
 
 Counts = NDArray[np.int64]
 
@@ -119,8 +120,14 @@ class LoadMeter:
         `rows` is what the fullest lane brings to the step. Ids below 0 or out of range are not counted.
         """
         phase = self.metering.phase(rows)
-        _add(self._open[phase, layer], experts)
-        _add(self._slots[phase, layer], slots)
+        by_expert, by_slot = self._open[phase, layer], self._slots[phase, layer]
+        if kernels_serve(experts.device):
+            from moeserve.experts.choice_kernels import count
+
+            count(experts, slots, by_expert, by_slot)  # type: ignore[no-untyped-call]
+            return
+        _add(by_expert, experts)
+        _add(by_slot, slots)
 
     def moved(self, layer: int) -> None:
         """The layer's slots hold other experts from here on: what was counted by slot is forgotten."""

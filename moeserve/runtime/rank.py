@@ -237,9 +237,7 @@ class Rank:
             raise RuntimeError(f"rank {self.index} has loaded no experts; call load and join before step")
         position, carrier = self._position[layer], self._carriers[layer]
         lap, before = _stopwatch(), carrier.traffic
-        experts, weights = merge_duplicates(
-            torch.where(rows.valid[:, None], rows.experts, EMPTY), rows.weights
-        )
+        experts, weights = merge_duplicates(rows.experts, rows.weights, rows.valid)
         hidden, weights = self._weigh_input(layer, rows.hidden, experts, weights)
         slots = self._book.resolve(position, experts, rows.valid)
         self.meter.tick(time.monotonic())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moeserve.experts.machine import kernels_serve
 from moeserve.experts.replicas import Size, Split, transport, waterfill
 
 SPLITS: dict[Split, str] = {transport: "lp", waterfill: "waterfill"}  # as the kernels name them
@@ -19,7 +18,7 @@ MOST_ROWS = 1 << 17  # K T; the kernels count 256ths of a row in int32
 def served_on(device: torch.device | str, size: Size) -> bool:
     """Whether the kernels serve tables of this size there: on CUDA, with the package triton."""
     fits = size.slots - size.experts <= MOST_SPARE and size.ranks <= MOST_RANKS
-    return fits and torch.device(device).type == "cuda" and find_spec("triton") is not None
+    return fits and kernels_serve(torch.device(device))
 
 
 class DeviceSplitter:
