@@ -9,7 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, Grouping
+from moeserve.experts.machine import kernels_serve
 from moeserve.quant.format import Packed
+
+MOST_SLOTS = 1024
+"""Of a rank, for the GPU kernels, whose programs keep all counts in registers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +57,8 @@ def group_rows(
     """
     experts, row_align = spec
     rows, top_k = slots.shape
+    if kernels_serve(slots.device) and 0 < experts <= MOST_SLOTS and rows:
+        return _grouped_by_kernels(tokens, slots, weights, spec)
     here = slots >= 0
     keys = torch.where(here, slots, experts).flatten().long()  # [R * K]; `experts`: not here
     ordered, order = torch.sort(keys, stable=True)
@@ -80,26 +86,50 @@ def group_rows(
     return batch, Homes(places[here], weights[here], taken.cumsum(0) - taken, rows, capacity)
 
 
+def _grouped_by_kernels(
+    tokens: Packed, slots: Tensor, weights: Tensor, spec: tuple[int, int]
+) -> tuple[ExpertBatch, Homes]:
+    from moeserve.dispatch.row_kernels import place, spread
+
+    experts, row_align = spec
+    rows, top_k = slots.shape
+    capacity = row_capacity(rows, top_k, experts, row_align)
+    counts, offsets, places = place(slots.contiguous(), experts, row_align, capacity)  # type: ignore[no-untyped-call]
+    parts = [spread(_words(part), places, capacity).view(part.dtype) for part in tokens.parts]  # type: ignore[no-untyped-call]
+    batch = ExpertBatch(tokens.with_parts(parts), Grouping.RAGGED, counts, offsets)
+    return batch, Homes(places, weights.contiguous(), None, rows, capacity)
+
+
 def take_rows(table: Tensor, index: Tensor) -> Tensor:
     """Rows `index [N]` of `table [R, C]`, of any dtype and row stride, as a new contiguous `[N, C]`."""
+    return _words(table).index_select(0, index).view(table.dtype)
+
+
+def _words(table: Tensor) -> Tensor:
+    """`table [R, C]` as the widest integers that its rows and their stride are made of."""
     raw = table.view(torch.uint8)
     for word in (torch.int64, torch.int32, torch.int16):
         if all(size % word.itemsize == 0 for size in (raw.shape[1], raw.stride(0), raw.storage_offset())):
-            return raw.view(word).index_select(0, index).view(table.dtype)
-    return raw.index_select(0, index).view(table.dtype)
+            return raw.view(word)
+    return raw
 
 
-def weigh_rows(outputs: Tensor, homes: Homes) -> Tensor:
-    """Weighted sum over the choices of each arrived row, in order of choice: `[R, H]` float32.
+def weigh_rows(outputs: Tensor, homes: Homes, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Weighted sum over the choices of each arrived row, in order of choice: `[R, H]`, rounded to `dtype`.
 
     `outputs [capacity, H]` as the kernel made them; rows that no slot owns enter no sum, even NaN. A row
-    with no choice here is zero. Nothing is added by atomics: the bits repeat. Raises ValueError for
-    another row count.
+    with no choice here is zero. Sums are float32, and nothing is added by atomics: the bits repeat. Raises
+    ValueError for another row count.
     """
     if outputs.shape[0] != homes.capacity:
         raise ValueError(f"outputs have {outputs.shape[0]} rows; the dispatched batch has {homes.capacity}")
     if homes.rows == 0 or homes.capacity == 0:
-        return torch.zeros((homes.rows, outputs.shape[1]), dtype=torch.float32, device=outputs.device)
+        return torch.zeros((homes.rows, outputs.shape[1]), dtype=dtype, device=outputs.device)
+    if kernels_serve(outputs.device):
+        from moeserve.dispatch.row_kernels import weigh
+
+        summed: Tensor = weigh(outputs.contiguous(), homes.places, homes.weights, dtype)  # type: ignore[no-untyped-call]
+        return summed
     return F.embedding_bag(
         homes.places,
         outputs.float(),
@@ -107,4 +137,4 @@ def weigh_rows(outputs: Tensor, homes: Homes) -> Tensor:
         mode="sum",
         per_sample_weights=homes.weights,
         padding_idx=None if homes.starts is not None else homes.capacity - 1,
-    )
+    ).to(dtype)

@@ -1,10 +1,4 @@
-"""Runs the kernels of choices under Triton's interpreter beside the torch code, in a process of its own."""
-
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
-
-import sys
+"""The kernels of choices beside the torch code: on a GPU, or under Triton's interpreter."""
 
 import torch
 from torch import Tensor
@@ -51,7 +45,7 @@ def on_device(gate: Gate, logits: Tensor) -> tuple[Tensor, Tensor]:
         gates.kernels_serve = seen
 
 
-def check_gate(gate: Gate, dtype: torch.dtype) -> None:
+def check_gate(gate: Gate, dtype: torch.dtype, device: str) -> None:
     draw = torch.Generator().manual_seed(gate.experts + gate.groups)
     logits = torch.randn(9, gate.experts, generator=draw)
     logits[1] = 0.25  # all equal: by rising id
@@ -63,8 +57,9 @@ def check_gate(gate: Gate, dtype: torch.dtype) -> None:
     logits = logits.to(dtype)
     if gate.biased:
         gate = gate.with_bias(torch.randn(gate.experts, generator=draw) / 4)
-    ids, weights = on_device(gate, logits)
     wanted_ids, wanted = gate.route(logits)
+    own = gate if gate.bias is None else gate.with_bias(gate.bias.to(device))
+    ids, weights = (found.cpu() for found in on_device(own, logits.to(device)))
     case = (gate.method, gate.experts, gate.groups, gate.scaling, dtype)
     assert ids.dtype == torch.int32 and weights.dtype == torch.float32, case
     assert torch.equal(ids, wanted_ids), (case, ids, wanted_ids)
@@ -73,44 +68,37 @@ def check_gate(gate: Gate, dtype: torch.dtype) -> None:
     assert torch.allclose(weights, wanted, rtol=max(error, 1e-6), atol=1e-7), (case, weights, wanted)
 
 
-def check_merge(rows: int, top: int) -> None:
+def check_merge(rows: int, top: int, device: str) -> None:
     draw = torch.Generator().manual_seed(rows + top)
     experts = torch.randint(-1, 5, (rows, top), generator=draw, dtype=torch.int32)
     weights = torch.randint(-4, 5, (rows, top), generator=draw).float()  # whole: sums are exact in any order
     weights = torch.where(experts < 0, float("nan"), weights)
     valid = torch.arange(rows) % 4 != 2
-    for found, wanted in zip(
-        merge(experts, weights, valid), merge_duplicates(experts, weights, valid), strict=True
-    ):
-        assert found.dtype == wanted.dtype and torch.equal(found, wanted), (rows, top, found, wanted)
+    merged = merge(*(given.to(device) for given in (experts, weights, valid)))
+    for found, wanted in zip(merged, merge_duplicates(experts, weights, valid), strict=True):
+        assert found.dtype == wanted.dtype and torch.equal(found.cpu(), wanted), (rows, top, found, wanted)
 
 
-def check_count() -> None:
+def check_count(device: str) -> None:
     experts = torch.randint(-2, 13, (70, 5), dtype=torch.int32)  # some below 0, some past 9
     slots = torch.randint(-1, 14, (70, 5), dtype=torch.int32)
     meter = LoadMeter((2, 10, 12))
     meter.count(1, experts, slots, 1)
     wanted = meter.snapshot(0.0).read()
-    by_expert, by_slot = torch.zeros(10, dtype=torch.int64), torch.zeros(12, dtype=torch.int64)
-    count(experts, slots, by_expert, by_slot)
+    by_expert, by_slot = (torch.zeros(size, dtype=torch.int64, device=device) for size in (10, 12))
+    count(experts.to(device), slots.to(device), by_expert, by_slot)
     assert by_expert.tolist() == wanted.tokens[0, 1].tolist()
     assert by_slot.tolist() == wanted.slots[0, 1].tolist()
     assert int(by_expert.sum()) > 0
 
 
-def main() -> None:
-    cases = 0
-    for gate in every_gate():
-        for dtype in (torch.float32, torch.bfloat16):
-            check_gate(gate, dtype)
-            cases += 1
+def check_all(device: str) -> None:
+    """Every case, on tensors of `device`."""
+    for number, gate in enumerate(every_gate()):
+        check_gate(gate, (torch.float32, torch.bfloat16)[number % 2], device)
     for rows, top in ((0, 4), (1, 1), (5, 2), (37, 8), (16, 3)):
-        check_merge(rows, top)
-    check_count()
-    empty_ids, empty_weights = choose(Gate("Default", 16, 3), torch.empty(0, 16), "softmax", "score", 1e-20)
+        check_merge(rows, top, device)
+    check_count(device)
+    none = torch.empty(0, 16, device=device)
+    empty_ids, empty_weights = choose(Gate("Default", 16, 3), none, "softmax", "score", 1e-20)
     assert empty_ids.shape == empty_weights.shape == (0, 3)
-    print(f"checked {cases} gates", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()
