@@ -107,8 +107,15 @@ class ExpertBatch:
     grouping: Grouping
     counts: Tensor  # [e] int32, valid rows a slot
     offsets: Tensor  # [e + 1] int32; slot i owns rows offsets[i] : offsets[i] + counts[i], PADDED: of [e * C]
+    likely: float | None = None  # rows of a slot on average, as far as the host knows without counting
 
     @property
     def slots(self) -> int:
         """e."""
         return self.counts.shape[0]
+
+    @property
+    def rows_a_slot(self) -> float:
+        """What tiles are chosen for: the rows a slot likely has; where that is not known, its room."""
+        room = self.tokens.shape[:-1].numel() / max(1, self.slots)
+        return room if self.likely is None else min(self.likely, room)

@@ -150,9 +150,10 @@ class Gate:
         from moeserve.experts.choice_kernels import choose
 
         self._check_logits(logits)
-        weighing = {weigh_softmax: "softmax", weigh_sigmoid: "sigmoid"}.get(
-            ROUTINGS[self.method].weigh, "renormalize" if self.renormalize else "score"
-        )
+        weighing = "renormalize" if self.renormalize else "score"
+        for name, by in (("softmax", weigh_softmax), ("sigmoid", weigh_sigmoid)):
+            if ROUTINGS[self.method].weigh is by:
+                weighing = name
         chosen: tuple[Tensor, Tensor] = choose(  # type: ignore[no-untyped-call]
             self, logits.contiguous(), str(self.scoring), weighing, RENORMALIZE_EPSILON
         )

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights, Grouping
 from moeserve.experts.machine import Machine
 from moeserve.quant.format import Format, Packed, Scheme
@@ -37,6 +38,11 @@ class Problem:
     def uneven(self) -> bool:
         """Whether some rank holds fewer experts than another."""
         return not self.sliced and self.experts % self.ranks != 0
+
+    @property
+    def slots(self) -> int:
+        """Most experts a rank holds, replicas and staging not counted."""
+        return self.experts if self.sliced else -(-self.experts // self.ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +141,14 @@ class KernelRow:
     activations: frozenset[str]
     archs: frozenset[str]
     modules: frozenset[str] = frozenset()
-    multiple_of: tuple[int, int] = (1, 1)  # of hidden and inner
+    multiple_of: tuple[int, int] = (1, 1)  # of hidden and inner: what suits every scheme
+    looser: Mapping[Scheme, tuple[int, int]] = field(default_factory=dict)  # of schemes that ask for less
     row_align: int = 1
+    fewer_activations: Mapping[Scheme, frozenset[str]] = field(default_factory=dict)  # of schemes without all
+    settings: Mapping[Scheme, frozenset[Activation]] = field(default_factory=dict)  # where fixed
+    unbiased: frozenset[Scheme] = frozenset()  # schemes that it has no biases with
+    most_slots: int = 0  # of a rank; 0: any number
+    bf16_sums: bool = False  # of the first GEMM, before they are activated and rounded again
     fewer_schemes: Mapping[str, frozenset[Scheme]] = field(
         default_factory=dict
     )  # by arch, where not all of them
@@ -145,7 +157,7 @@ class KernelRow:
 
     def refuses(self, problem: Problem, machine: Machine) -> str | None:
         """Why this kernel cannot serve `problem` on `machine`, or None."""
-        shape, (h, i) = problem.shape, self.multiple_of
+        shape = problem.shape
         if machine.arch not in self.archs:
             return f"runs on {_names(self.archs)}, not on {machine.arch}"
         if missing := self.modules - machine.modules:
@@ -153,11 +165,21 @@ class KernelRow:
         schemes = self.fewer_schemes.get(machine.arch, self.schemes)
         if problem.scheme not in schemes:
             return f"computes {_names(schemes)} on {machine.arch}, not {problem.scheme}"
-        if shape.activation.name not in self.activations:
-            return f"has no activation {shape.activation.name}"
+        if shape.activation.name not in self.fewer_activations.get(problem.scheme, self.activations):
+            return f"has no activation {shape.activation.name}{self._for(problem.scheme)}"
+        if shape.activation not in self.settings.get(problem.scheme, {shape.activation}):
+            return f"computes {problem.scheme} with fixed parameters, not {shape.activation}"
+        if shape.bias and problem.scheme in self.unbiased:
+            return f"adds no biases to {problem.scheme} experts"
+        if self.most_slots and problem.slots > self.most_slots:
+            return f"holds at most {self.most_slots} experts a rank, not {problem.slots}"
+        h, i = self.looser.get(problem.scheme, self.multiple_of)
         if shape.hidden % h or shape.inner % i:
             return f"H={shape.hidden} and I={shape.inner} must be multiples of {h} and {i}"
         return None
+
+    def _for(self, scheme: Scheme) -> str:
+        return f" for {scheme}" if scheme in self.fewer_activations else ""
 
 
 def _names(values: object) -> str:

@@ -19,7 +19,9 @@ OPTIONAL_MODULES = (
     "deep_gemm",
     "triton_kernels",
     "aiter",
-    "nccl",
+    "nccl.ep",
+    "nixl_ep",
+    "mori",
 )
 """Packages that some kernel or carrier needs; looked up, never imported, when a machine is described."""
 
@@ -72,9 +74,9 @@ def _host_memory() -> int:
 
 
 _NVIDIA = frozenset(
-    {"triton", "cuda.bindings", "flashinfer", "deep_ep", "deep_gemm", "triton_kernels", "nccl"}
+    {"triton", "cuda.bindings", "flashinfer", "deep_ep", "deep_gemm", "triton_kernels", "nccl.ep", "nixl_ep"}
 )
-_AMD = frozenset({"triton", "triton_kernels", "aiter"})
+_AMD = frozenset({"triton", "triton_kernels", "aiter", "mori"})
 
 _NAMED: dict[str, tuple[str, int, frozenset[str]]] = {
     "cpu": ("cpu", 64, frozenset()),

@@ -152,7 +152,7 @@ class AddressBook:
         self, placement: Placement, device: torch.device | str = "cpu", choice: str = "hash", lane: int = 0
     ) -> None:
         layers, slots = placement.slots.shape
-        self.experts = placement.experts
+        self.experts, self.slots = placement.experts, slots
         size = Size(layers, placement.experts, slots, placement.ranks)
         row = choice_named(choice)
         split, self._least_rows = row.split, row.least_rows

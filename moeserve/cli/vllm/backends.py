@@ -69,24 +69,32 @@ class MoeBackend:
 AUTO_MEMBER = "auto"
 """As a member of a `MoeBackend`: the name leaves the choice to the plan."""
 
-AITER = "not built: AITER's kernels (ROCm)"
+AITER_ROWS = "a static scale for all experts (method 1): no row; other kinds by their methods"
+AITER_W4A16 = "not built: AITER's kernel for bf16 rows, which has one activation, gpt-oss' own"
+AITER_W4A8 = "no row: the kernel rounds rows with one static scale for all experts"
+AITER_MX8 = "not built: AITER's MXFP8 experts, which the package flydsl compiles (gfx950)"
 B12X = "not built: FlashInfer's B12x kernels (SM120)"
-CUTEDSL = "not built: FlashInfer's CuteDSL kernels (SM100)"
-CUTLASS = "not built: FlashInfer's CUTLASS kernels"
-DEEP_GEMM = "not built: DeepGEMM"
+BLACKWELL = "on Blackwell"
+CUTLASS_FP8 = "static scales; 128x128 blocks on Hopper"
+DEEP_GEMM_FP8 = "128x128 blocks on Hopper; on Blackwell those whose scales are powers of two"
 HUMMING = "not built: the package humming"
 INTEGERS = "INT4 and INT8 weights decoded in the kernel"
+MXINT4 = "no row: the kernel reads scales in BF16, which would round a checkpoint's"
+ONE_INNER_SCALE = "BF16 rows, or NVFP4 rows where all experts round what is between the GEMMs by one scale"
 OWN = "no row: the kernel is compiled into vLLM, and no package has it alone"
+OWN_BATCHED = f"{OWN} (padded rows: triton_dequant)"
 PLUG_IN = "no row: there it stands for what a plug-in brings"
-TRTLLM = "not built: FlashInfer's TRT-LLM kernels (SM100)"
 XPU = "not built: Intel GPUs are no machine of a plan yet"
 REFERENCE = "decodes weights and rounds activations by the formats' own formulas, in float32"
-ON_CPU = "weights are decoded by the reference (a faster CPU kernel: not built)"
+ON_CPU = "weights are decoded by the reference (those AMX kernels are compiled into vLLM)"
 PADDED = "takes padded rows too, so there is no batched twin"
 NO_CHOICE = "no row: nothing was chosen, which is an error here, with every reason"
 
 _FP8_BLOCKS = "128x128 blocks on Hopper (per-tensor and per-channel weights: triton_dequant)"
-_OWN_TRITON = "our own Triton kernel on Hopper (the package triton_kernels: not built)"
+_SAME_PACKAGE = (
+    "the same package; on Hopper our own triton_fp4 is as fast with few rows, and faster with many"
+)
+_ROW_WISE = "scales a row and a token, by torch's own CUTLASS kernel, on Hopper and Blackwell"
 _MARLIN4 = "four-bit weights decoded in the kernel, on Hopper"
 _MARLIN8 = "8-bit weights decoded in the kernel"
 
@@ -94,13 +102,21 @@ _MARLIN8 = "8-bit weights decoded in the kernel"
 def _unquantized() -> tuple[Member, ...]:
     kind = Family.UNQUANTIZED
     return (
-        Member(kind, "FLASHINFER_TRTLLM", "TrtLlmBf16 monolithic, modular", note=TRTLLM),
-        Member(kind, "FLASHINFER_CUTLASS", "FlashInferExperts", note=CUTLASS),
-        Member(kind, "AITER", "AiterExperts", note=AITER),
+        Member(kind, "FLASHINFER_TRTLLM", "TrtLlmBf16 monolithic, modular", "flashinfer_trtllm", BLACKWELL),
+        Member(
+            kind, "FLASHINFER_CUTLASS", "FlashInferExperts", "flashinfer_cutlass", "on Hopper and Blackwell"
+        ),
+        Member(kind, "AITER", "AiterExperts", "aiter", "gated activations"),
         Member(kind, "TRITON", "TritonExperts", "triton_bf16", "on Hopper"),
         Member(kind, "BATCHED_TRITON", "BatchedTritonExperts", "triton_bf16", PADDED),
         Member(kind, "XPU", "XPUExperts", note=XPU),
-        Member(kind, "CPU", "CPUUnquantized x86, Arm, portable", "torch_grouped_mm", "on any CPU"),
+        Member(
+            kind,
+            "CPU",
+            "CPUUnquantized x86, Arm, portable",
+            "torch_grouped_mm",
+            "on any CPU, by AMX where it has it",
+        ),
         Member(kind, "TPU", "none", note=PLUG_IN),
         Member(kind, "OOT", "none", note=PLUG_IN),
     )
@@ -110,13 +126,13 @@ def _fp8() -> tuple[Member, ...]:
     kind = Family.FP8
     return (
         Member(kind, "NONE", "none", note=NO_CHOICE),
-        Member(kind, "AITER", "AiterExperts", note=AITER),
-        Member(kind, "FLASHINFER_TRTLLM", "TrtLlmFp8 monolithic, modular", note=TRTLLM),
-        Member(kind, "FLASHINFER_CUTLASS", "FlashInferExperts", note=CUTLASS),
-        Member(kind, "DEEPGEMM", "TritonOrDeepGemmExperts", note=DEEP_GEMM),
-        Member(kind, "BATCHED_DEEPGEMM", "BatchedDeepGemmExperts", note=DEEP_GEMM),
-        Member(kind, "VLLM_CUTLASS", "TritonOrCutlassExperts", note=OWN),
-        Member(kind, "BATCHED_VLLM_CUTLASS", "CutlassBatchedExpertsFp8", note=OWN),
+        Member(kind, "AITER", "AiterExperts", "aiter", AITER_ROWS),
+        Member(kind, "FLASHINFER_TRTLLM", "TrtLlmFp8 monolithic, modular", "flashinfer_trtllm", BLACKWELL),
+        Member(kind, "FLASHINFER_CUTLASS", "FlashInferExperts", "flashinfer_cutlass", CUTLASS_FP8),
+        Member(kind, "DEEPGEMM", "TritonOrDeepGemmExperts", "deep_gemm", DEEP_GEMM_FP8),
+        Member(kind, "BATCHED_DEEPGEMM", "BatchedDeepGemmExperts", "deep_gemm", PADDED),
+        Member(kind, "VLLM_CUTLASS", "TritonOrCutlassExperts", "torch_scaled_grouped_mm", _ROW_WISE),
+        Member(kind, "BATCHED_VLLM_CUTLASS", "CutlassBatchedExpertsFp8", note=OWN_BATCHED),
         Member(kind, "TRITON", "TritonExperts", "triton_fp8", _FP8_BLOCKS),
         Member(kind, "BATCHED_TRITON", "BatchedTritonExperts", "triton_fp8", f"{_FP8_BLOCKS}, {PADDED}"),
         Member(kind, "MARLIN", "MarlinExperts", "triton_dequant", _MARLIN8, plain=True),
@@ -130,11 +146,11 @@ def _fp8() -> tuple[Member, ...]:
 def _mxfp8() -> tuple[Member, ...]:
     kind = Family.MXFP8
     return (
-        Member(kind, "FLASHINFER_TRTLLM", "TrtLlmFp8 monolithic, modular", note=TRTLLM),
-        Member(kind, "DEEPGEMM", "DeepGemmExperts", note=DEEP_GEMM),
+        Member(kind, "FLASHINFER_TRTLLM", "TrtLlmFp8 monolithic, modular", "flashinfer_trtllm", BLACKWELL),
+        Member(kind, "DEEPGEMM", "DeepGemmExperts", "deep_gemm", BLACKWELL),
         Member(kind, "MARLIN", "MarlinExperts", "triton_dequant", _MARLIN8, plain=True),
         Member(kind, "XPU", "XPUExpertsMxFp8", note=XPU),
-        Member(kind, "AITER_MXFP8", "AiterMxfp8Experts", note=AITER),
+        Member(kind, "AITER_MXFP8", "AiterMxfp8Experts", note=AITER_MX8),
         Member(kind, "HUMMING", "Humming indexed, grouped", note=HUMMING),
         Member(kind, "TRITON_MXFP8", "Mxfp8NativeTriton", note="not built: MX instructions of gfx950"),
         Member(kind, "EMULATION", "Mxfp8Emulation", "torch_reference", REFERENCE),
@@ -144,10 +160,16 @@ def _mxfp8() -> tuple[Member, ...]:
 def _nvfp4() -> tuple[Member, ...]:
     kind = Family.NVFP4
     return (
-        Member(kind, "FLASHINFER_TRTLLM", "TrtLlmNvFp4 monolithic, modular", note=TRTLLM),
-        Member(kind, "FLASHINFER_CUTEDSL", "FlashInferCuteDSLExperts", note=CUTEDSL),
-        Member(kind, "FLASHINFER_CUTEDSL_BATCHED", "FlashInferCuteDSLBatchedExperts", note=CUTEDSL),
-        Member(kind, "FLASHINFER_CUTLASS", "FlashInferExperts", note=CUTLASS),
+        Member(kind, "FLASHINFER_TRTLLM", "TrtLlmNvFp4 monolithic, modular", "flashinfer_trtllm", BLACKWELL),
+        Member(kind, "FLASHINFER_CUTEDSL", "FlashInferCuteDSLExperts", "flashinfer_cutedsl", ONE_INNER_SCALE),
+        Member(
+            kind,
+            "FLASHINFER_CUTEDSL_BATCHED",
+            "FlashInferCuteDSLBatchedExperts",
+            "flashinfer_cutedsl",
+            PADDED,
+        ),
+        Member(kind, "FLASHINFER_CUTLASS", "FlashInferExperts", "flashinfer_cutlass", BLACKWELL),
         Member(kind, "FLASHINFER_B12X", "FlashInferB12xExperts", note=B12X),
         Member(kind, "VLLM_CUTLASS", "CutlassExpertsFp4", note=OWN),
         Member(kind, "MARLIN", "MarlinExperts", "triton_fp4", _MARLIN4, plain=True),
@@ -157,37 +179,37 @@ def _nvfp4() -> tuple[Member, ...]:
 
 
 def _mxfp4() -> tuple[Member, ...]:
-    kind, trtllm = Family.MXFP4, "TrtLlmMxfp4 monolithic, modular"
+    kind, trtllm, cutlass = Family.MXFP4, "TrtLlmMxfp4 monolithic, modular", "FlashInferExperts"
     return (
         Member(kind, "NONE", "none", note=NO_CHOICE),
-        Member(kind, "FLASHINFER_TRTLLM_MXFP4_BF16", trtllm, note=TRTLLM),
-        Member(kind, "FLASHINFER_TRTLLM_MXFP4_MXFP8", trtllm, note=TRTLLM),
-        Member(kind, "FLASHINFER_CUTLASS_MXFP4_BF16", "FlashInferExperts", note=CUTLASS),
-        Member(kind, "FLASHINFER_CUTLASS_MXFP4_MXFP8", "FlashInferExperts", note=CUTLASS),
-        Member(kind, "AITER_MXFP4_BF16", "AiterExperts, AiterW4A16", note=AITER),
-        Member(kind, "AITER_MXFP4_FP8", "AiterW4A8", note=AITER),
-        Member(kind, "AITER_MXFP4_MXFP4", "AiterExperts", note=AITER),
-        Member(kind, "TRITON", "OAITriton monolithic, OAITritonExperts", "triton_fp4", _OWN_TRITON),
-        Member(kind, "TRITON_UNFUSED", "UnfusedOAITritonExperts", "triton_fp4", _OWN_TRITON),
-        Member(kind, "DEEPGEMM_MXFP4", "DeepGemmFP4Experts", note=DEEP_GEMM),
+        Member(kind, "FLASHINFER_TRTLLM_MXFP4_BF16", trtllm, "flashinfer_trtllm", BLACKWELL),
+        Member(kind, "FLASHINFER_TRTLLM_MXFP4_MXFP8", trtllm, "flashinfer_trtllm", BLACKWELL),
+        Member(kind, "FLASHINFER_CUTLASS_MXFP4_BF16", cutlass, "flashinfer_cutlass", "on Hopper"),
+        Member(kind, "FLASHINFER_CUTLASS_MXFP4_MXFP8", cutlass, "flashinfer_cutlass", BLACKWELL),
+        Member(kind, "AITER_MXFP4_BF16", "AiterExperts, AiterW4A16", note=AITER_W4A16),
+        Member(kind, "AITER_MXFP4_FP8", "AiterW4A8", note=AITER_W4A8),
+        Member(kind, "AITER_MXFP4_MXFP4", "AiterExperts", "aiter", "on gfx950"),
+        Member(kind, "TRITON", "OAITriton monolithic, OAITritonExperts", "triton_kernels", _SAME_PACKAGE),
+        Member(kind, "TRITON_UNFUSED", "UnfusedOAITritonExperts", "triton_kernels", _SAME_PACKAGE),
+        Member(kind, "DEEPGEMM_MXFP4", "DeepGemmFP4Experts", "deep_gemm", "MXFP8 rows, on Blackwell"),
         Member(kind, "MARLIN", "MarlinExperts", "triton_fp4", _MARLIN4, plain=True),
         Member(kind, "BATCHED_MARLIN", "BatchedMarlinExperts", "triton_fp4", PADDED, plain=True),
         Member(kind, "HUMMING", "Humming indexed, grouped, batched", note=HUMMING),
         Member(kind, "XPU", "XPUExpertsMxFp4", note=XPU),
         Member(kind, "CPU", "CPUExpertsMxfp4", "torch_reference", ON_CPU),
         Member(kind, "EMULATION", "OCP_MXQuantizationEmulationTriton", "torch_reference", REFERENCE),
-        Member(kind, "CK", "AiterExperts", note=AITER),
-        Member(kind, "SM100_FI_MXFP4_MXFP8_TRTLLM", trtllm, note=TRTLLM),
-        Member(kind, "SM100_FI_MXFP4_MXFP8_CUTLASS", "FlashInferExperts", note=CUTLASS),
-        Member(kind, "SM100_FI_MXFP4_BF16", trtllm, note=TRTLLM),
-        Member(kind, "SM90_FI_MXFP4_BF16", "FlashInferExperts", note=CUTLASS),
+        Member(kind, "CK", "AiterExperts", "aiter", "MXFP4 rows, on gfx950"),
+        Member(kind, "SM100_FI_MXFP4_MXFP8_TRTLLM", trtllm, "flashinfer_trtllm", BLACKWELL),
+        Member(kind, "SM100_FI_MXFP4_MXFP8_CUTLASS", cutlass, "flashinfer_cutlass", BLACKWELL),
+        Member(kind, "SM100_FI_MXFP4_BF16", trtllm, "flashinfer_trtllm", BLACKWELL),
+        Member(kind, "SM90_FI_MXFP4_BF16", cutlass, "flashinfer_cutlass", "on Hopper"),
     )
 
 
 def _integers() -> tuple[Member, ...]:
     kind, int8, humming = Family.WNA16, Family.INT8, "Humming indexed, grouped, batched"
     return (
-        Member(kind, "FLASHINFER_TRTLLM", "TrtLlmMxint4 monolithic", note=TRTLLM),
+        Member(kind, "FLASHINFER_TRTLLM", "TrtLlmMxint4 monolithic", note=MXINT4),
         Member(kind, "MARLIN", "MarlinExperts", "triton_dequant", INTEGERS, plain=True),
         Member(kind, "BATCHED_MARLIN", "BatchedMarlinExperts", "triton_dequant", PADDED, plain=True),
         Member(kind, "TRITON", "TritonWNA16Experts", "triton_dequant", INTEGERS),

@@ -1,22 +1,47 @@
-"""The table of expert kernels: one file a backend, one line here; a plan tries them in this order."""
+"""The table of expert kernels: one file a backend, one line here; a plan tries them in this order.
+
+Our own Hopper kernels stand first: beside the libraries they are the fastest, or as fast, where a step brings
+a slot few rows, as most steps do. With hundreds of rows a slot DeepGEMM's GEMMs are faster still than our
+FP8 blocks, but a plan has one kernel.
+Then come the libraries, each where the field's systems try it; what a GPU has no library for, and PADDED rows
+that a library does not take, our portable kernel computes. `docs/backends.md` has the times.
+"""
 
 from moeserve.experts.kernel import KernelRow
 from moeserve.experts.kernels import (
+    aiter,
+    cuda_fp8,
+    cuda_w4a8,
+    deep_gemm,
+    flashinfer_cutedsl,
+    flashinfer_cutlass,
+    flashinfer_trtllm,
     torch_grouped_mm,
     torch_reference,
+    torch_scaled_grouped_mm,
     triton_bf16,
     triton_dequant,
     triton_fp4,
     triton_fp8,
+    triton_kernels,
 )
 
 KERNELS: dict[str, KernelRow] = {
     row.name: row
     for row in (
         triton_fp4.ROW,
+        cuda_fp8.ROW,
+        cuda_w4a8.ROW,
         triton_fp8.ROW,
         triton_bf16.ROW,
+        aiter.ROW,
+        flashinfer_trtllm.ROW,
         torch_grouped_mm.ROW,
+        triton_kernels.ROW,
+        flashinfer_cutlass.ROW,
+        flashinfer_cutedsl.ROW,
+        deep_gemm.ROW,
+        torch_scaled_grouped_mm.ROW,
         triton_dequant.ROW,
         torch_reference.ROW,
     )

@@ -25,6 +25,5 @@ def step_for(kind: str, batch: ExpertBatch, tokens: Packed) -> Step:
     """The step of `batch` on weights of `kind`, with the tile measured for this device and so many rows."""
     from moeserve.experts.kernels.device.grouped import Step
 
-    capacity = tokens.shape[0]
     device = torch.cuda.get_device_name(tokens.device)
-    return Step(batch, capacity, tile_for(device, kind, capacity / batch.slots))
+    return Step(batch, tokens.shape[0], tile_for(device, kind, batch.rows_a_slot))

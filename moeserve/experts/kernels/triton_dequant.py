@@ -47,7 +47,7 @@ class TritonDequant:
         capacity = tokens.shape[0]
         if batch.slots == 0 or capacity == 0:
             return torch.empty(shape, dtype=spec.out_dtype, device=tokens.device)
-        step = Step(batch, capacity, cut_for(capacity / batch.slots))
+        step = Step(batch, capacity, cut_for(batch.rows_a_slot))
         dtype = product_dtype(self._stored, spec.scheme.activations, fp8_products(tokens.device))
         x = self._rows(step, tokens, slot.get("input_scale"), dtype)
         rounding = self._rounding

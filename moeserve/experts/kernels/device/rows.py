@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["LIMIT"])  # one variant for steps of any size
 def list_tiles(counts, offsets, tiles, SLOTS, LIMIT, BM: tl.constexpr, E: tl.constexpr, G: tl.constexpr):
     """Writes `tiles` for `counts [SLOTS]` and `offsets`; E is SLOTS rounded up to a power of two."""
     e = tl.arange(0, E)

@@ -1,0 +1,83 @@
+"""Our own Hopper kernel for FP8 in steps of any size: many rows go through CUDA C++, few through Triton.
+
+Above some rows a slot the tensor cores are the limit, and `device/prefill.cu` shares tiles over a cluster,
+activates and rounds in the first GEMM; below, reading weights is, and `triton_fp8` is the faster one.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
+from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
+from moeserve.experts.kernels.hopper import flat, step_for
+from moeserve.experts.kernels.torch_reference import COMPUTED
+from moeserve.experts.kernels.triton_fp8 import TritonFp8
+from moeserve.experts.nvrtc import NEEDED_MODULE
+from moeserve.quant.format import Scheme
+from moeserve.quant.formats.floats import BF16
+from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
+
+MANY_ROWS = 32
+"""Rows a slot from which on the CUDA kernel is the faster one on an H200."""
+
+INNER_MULTIPLE = 64
+"""What the inner size must be a multiple of for gate and up columns to meet in one tile."""
+
+
+class CudaFp8:
+    """Two grouped GEMMs on E4M3 codes; the sums of each 128 of K are scaled and added in float32."""
+
+    def __init__(self, spec: KernelSpec) -> None:
+        self._spec = spec
+        self._few = TritonFp8(spec)
+
+    def prepare(self, weights: ExpertWeights) -> Prepared:
+        """The canonical codes and scales. ValueError: the weights do not fit the kernel's spec."""
+        return self._few.prepare(weights)
+
+    def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
+        """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
+        rows = batch.tokens.shape[:-1].numel()
+        if rows == 0 or batch.slots == 0 or batch.rows_a_slot < MANY_ROWS or not self._fits:
+            return self._few.apply(prepared, batch)
+        return self._apply(prepared, batch)
+
+    @property
+    def _fits(self) -> bool:
+        from moeserve.experts.kernels.device.prefill import FUSED_ACTIVATIONS
+
+        shape = self._spec.shape
+        return shape.activation.name in FUSED_ACTIVATIONS and shape.inner % INNER_MULTIPLE == 0
+
+    def _apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
+        from moeserve.experts.kernels.device.prefill import Step, Weights
+
+        spec, slot, tokens = self._spec, prepared.per_slot, flat(batch.tokens)
+        step = Step(batch, tokens.shape[0])
+        if tokens.format == FP8_GROUP:
+            x = step.rows(*tokens.parts)
+        else:
+            few = step_for("fp8", batch, tokens).round(tokens.parts[0])
+            assert few.scale is not None
+            x = step.rows(few.values, few.scale[:, : tokens.shape[0]].t())
+        gate_up, down = (
+            Weights("fp8", slot[f"{side}.codes"], slot[f"{side}.scale"], slot.get(f"{side}_bias"))
+            for side in ("gate_up", "down")
+        )
+        inner = step.gate_up(x, gate_up, spec.shape.activation, spec.shape.inner)
+        return step.down(inner, down, spec.shape.hidden, spec.out_dtype).view(batch.tokens.shape)
+
+
+ROW = KernelRow(
+    name="cuda_fp8",
+    build=CudaFp8,
+    schemes=frozenset({Scheme(FP8_BLOCK, FP8_GROUP)}),
+    eats=frozenset({BF16, FP8_GROUP}),
+    groupings=frozenset(Grouping),
+    activations=COMPUTED,
+    archs=frozenset({"sm90"}),
+    modules=frozenset({"triton", NEEDED_MODULE}),
+    multiple_of=(16, 16),
+    verified=("sm90",),
+)

@@ -1,0 +1,246 @@
+// Hopper's own instructions, by name: barriers in shared memory, bulk copies into a cluster, wgmma.
+// Another source follows it in one text.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
+// Opaque, so that the compiler keeps the address and does not make it anew.
+DEVICE u32 shared_address(const void* at) {
+  u32 address = (u32)__cvta_generic_to_shared(at);
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
+// ---- clusters ----------------------------------------------------------------------------------------------
+
+DEVICE u32 cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// True in one thread of a warp that is here as a whole.
+DEVICE bool elected() {
+  u32 chosen;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
+  return chosen;
+}
+
+// All threads of the cluster; what they wrote before is there after.
+DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// The same place of shared memory in block `rank` of the cluster.
+DEVICE u32 place_of(u32 shared, u32 rank) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
+  return there;
+}
+
+DEVICE void store_there(u32 there, float value) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+}
+
+// ---- barriers ----------------------------------------------------------------------------------------------
+
+DEVICE void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// What was initialised is seen by the cluster and by bulk copies.
+DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+DEVICE void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+DEVICE void barrier_arrive_there(u32 there) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+}
+
+// As it says, and what this thread stored in that block is seen by who waits with `barrier_wait_cluster`.
+DEVICE void barrier_release_there(u32 there) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+}
+
+// Arrives, and has the phase wait for `bytes` of bulk copies too.
+DEVICE void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+DEVICE bool barrier_passed(u32 barrier, u32 parity) {
+  u32 passed;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(passed)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return passed;
+}
+
+DEVICE void barrier_wait(u32 barrier, u32 parity) {
+  while (!barrier_passed(barrier, parity)) {
+  }
+}
+
+DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
+  u32 passed;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(passed)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (!passed);
+}
+
+// Whether the phase is over, without waiting.
+DEVICE bool barrier_over(u32 barrier, u32 parity) {
+  u32 over;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return over;
+}
+
+// A turn that one of two warp groups waits for and the other gives.
+DEVICE void turn_wait(int turn) { asm volatile("bar.sync %0, 256;" ::"r"(turn) : "memory"); }
+DEVICE void turn_give(int turn) { asm volatile("bar.arrive %0, 256;" ::"r"(turn) : "memory"); }
+
+// ---- bulk copies -------------------------------------------------------------------------------------------
+
+DEVICE void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"((u64)map) : "memory");
+}
+
+DEVICE void copy_box(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"((u64)map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+// Into every block of the cluster that `blocks` has a bit for, each with its own barrier at that place.
+DEVICE void copy_box_to(u16 blocks, u32 to, const TensorMap* map, int column, int row, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"((u64)map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
+DEVICE void copy_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// Ordinary stores to shared memory, before the tensor cores read them.
+DEVICE void fence_for_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- shared memory -----------------------------------------------------------------------------------------
+
+DEVICE float load_shared(u32 at) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(at) : "memory");
+  return value;
+}
+
+DEVICE float2 load_shared2(u32 at) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(at) : "memory");
+  return value;
+}
+
+DEVICE uint4 load_shared4(u32 at) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(at)
+               : "memory");
+  return value;
+}
+
+DEVICE u32 load_shared_half(u32 at) {
+  u16 value;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(at) : "memory");
+  return value;
+}
+
+DEVICE void store_shared2(u32 at, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
+}
+
+DEVICE void store_shared4(u32 at, uint4 value) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+
+// Four of the eight bytes of (low, high), each by a nibble below 8 of the lower half of `which`.
+DEVICE u32 pick_bytes(u32 low, u32 high, u32 which) {
+  u32 bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(which));
+  return bytes;
+}
+
+// ---- wgmma -------------------------------------------------------------------------------------------------
+
+// A tile of rows of 128 bytes in 128-byte swizzle, eight rows to 1024 bytes.
+DEVICE u64 tile_descriptor(u32 shared) {
+  return (u64)((shared & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+DEVICE void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until all products are there; the sums are named so that nothing reads them earlier.
+DEVICE void products_wait(float (&d)[64]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+#define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+
+// d [64 x 128] (+)= a [64 x 32] b [128 x 32]^T of E4M3; `more` 0 starts a new sum.
+DEVICE void product(float (&d)[64], u64 a, u64 b, int more) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%64, %65, p, 1, 1;\n}"
+      : D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56)
+      : "l"(a), "l"(b), "r"(more));
+}
+
+template <int COUNT>
+DEVICE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT>
+DEVICE void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
