@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from moeserve.dispatch.limits import Limits
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.batch import ExpertBatch, Grouping
 from moeserve.experts.kernel import Problem
@@ -49,9 +50,16 @@ class Traffic:
         """The sum of this and what one more phase sent."""
         return Traffic(self.dispatched + dispatched, self.combined + combined)
 
+    def since(self, earlier: Traffic) -> tuple[int, int]:
+        """Bytes dispatched and combined after `earlier`."""
+        return self.dispatched - earlier.dispatched, self.combined - earlier.combined
+
 
 class Dispatcher(Protocol):
-    """Carries rows to their slots' ranks and weighted sums home. Collective: all ranks call in one order."""
+    """Carries rows to their slots' ranks and weighted sums home. Collective: all ranks call in one order.
+
+    A carrier inherits from it, for what it need not say itself.
+    """
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
         """Quantizes `hidden [T, H]` to the wire on the sender, carries it, groups it by slot on arrival."""
@@ -65,6 +73,21 @@ class Dispatcher(Protocol):
     @property
     def traffic(self) -> Traffic:
         """What it has sent so far."""
+
+    def late(self) -> tuple[int, ...]:
+        """Ranks it stopped waiting for since this was last asked, ascending, without waiting for the device.
+
+        None by default: over torch.distributed a peer that stays away is an error of the collective.
+        """
+        return ()
+
+    def interrupt(self) -> None:
+        """Waits for no other rank any more, what is under way included: the group has ended. From any thread.
+
+        What is under way ends soon, with an answer that means nothing. Nothing to do by default: collectives
+        end with their process group.
+        """
+        return
 
     def close(self) -> None:
         """Frees buffers; the process group stays its owner's."""
@@ -85,6 +108,8 @@ class DispatchSpec:
     sliced: bool = False  # every rank holds a slice of every slot: rows go to all ranks
     row_align: int = 1
     device: str = "cpu"
+    patience: float = 30.0  # seconds a carrier waits for a peer before it names it late
+    on_late: str = "fail"  # "fail": the step fails naming the late; "drop": it goes on without their rows
 
 
 class Pace(Enum):
@@ -111,7 +136,11 @@ class DispatchRow:
     sliced: bool = False  # carries rows to all ranks for sliced experts
     partial_sums: str = "float32"  # how sums over ranks are rounded on the way home
     host_sync: bool = False  # reads counts on the host
+    ordered: bool = True  # rows of a slot arrive in the order of lanes and of their rows
+    quantizes: bool = False  # the library rounds rows itself: codes may differ from the format's
+    limits: Limits = field(default_factory=Limits)
     reference: bool = False  # judges the others; wins only when named
+    only_named: frozenset[str] = frozenset()  # archs where it stands in for the real one: only when named
     verified: tuple[str, ...] = field(default=())
 
     def refuses(self, problem: Problem, machine: Machine) -> str | None:
@@ -124,4 +153,6 @@ class DispatchRow:
             return f"joins at most {self.max_ranks} ranks, not {problem.ranks}"
         if problem.sliced and not self.sliced:
             return "carries rows to whole experts only, and here every rank holds a slice of each"
-        return None
+        return self.limits.refuses(
+            problem.ranks, problem.top_k, problem.shape.hidden, problem.model_format.name
+        )

@@ -33,7 +33,7 @@ def test_no_name_is_both_here_and_elsewhere() -> None:
     assert set(ALIASES.values()) <= set(DISPATCHERS) | set(ELSEWHERE)
 
 
-@pytest.mark.parametrize("name", ["deepep_high_throughput", "flashinfer_all2allv", "mori", "pplx"])
+@pytest.mark.parametrize("name", sorted(ELSEWHERE))
 def test_a_known_name_without_a_row_says_why(name: str) -> None:
     with pytest.raises(ValueError, match=f"carrier '{name}' cannot serve: .*; carriers here: .*all2allv"):
         carrier_named(name)
@@ -41,7 +41,7 @@ def test_a_known_name_without_a_row_says_why(name: str) -> None:
 
 def test_an_unknown_name_gets_the_list() -> None:
     with pytest.raises(
-        ValueError, match=r"unknown carrier 'fedex'; carriers here: all2allv, .*naive; also understood"
+        ValueError, match=r"unknown carrier 'fedex'; carriers here: all2allv, .*naive.*; also understood"
     ):
         carrier_named("fedex")
 

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
+import numpy as np
 import torch
+from deepep_rounding import rounded_by_deepep
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.dispatch.backends import DISPATCHERS
-from moeserve.dispatch.dispatcher import Dispatched, Dispatcher, DispatchSpec, Pending, Traffic
+from moeserve.dispatch.dispatcher import (
+    Dispatched,
+    Dispatcher,
+    DispatchRow,
+    DispatchSpec,
+    Pending,
+    Traffic,
+)
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.batch import ExpertBatch
 from moeserve.experts.placement import EMPTY, AddressBook, Placement
-from moeserve.quant.format import Format
+from moeserve.quant.format import Packed
 from moeserve.quant.formats import FORMATS
 from moeserve.quant.formats.floats import FLOATS
 
@@ -24,7 +34,11 @@ RANKS = 4
 HIDDEN = 256
 TOP_K = 3
 LANE_ROWS = 9
-TERMS = 4  # of an expert's sum; slice r of a sliced expert computes term r
+TERMS = 4  # of an expert's sum; the slices of a sliced expert compute equal parts of them
+
+
+Inputs = tuple[str, str, torch.dtype, str, int]
+"""Placement, wire, dtype, step and ranks of a case."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +53,21 @@ class Case:
     row_align: int
     mutation: str | None = None
     device: str = "cpu"  # or "cuda": GPU r for rank r
+    ranks: int = RANKS
 
     def __str__(self) -> str:
         parts = (self.carrier, self.placement, self.wire, str(self.dtype).removeprefix("torch."), self.step)
         return "-".join((*parts, self.mutation or "true"))
 
     @property
-    def inputs(self) -> tuple[str, str, torch.dtype, str]:
+    def inputs(self) -> Inputs:
         """What the step computes, whoever carries it."""
-        return (self.placement, self.wire, self.dtype, self.step)
+        return (self.placement, self.wire, self.dtype, self.step, self.ranks)
+
+    @property
+    def row(self) -> DispatchRow:
+        """The carrier's row."""
+        return DISPATCHERS[self.carrier]
 
 
 @dataclass(frozen=True)
@@ -63,13 +83,20 @@ class Outcome:
     sent: int  # bytes to other ranks
 
 
-def placements() -> dict[str, Placement]:
-    """Every way to place experts on four ranks that the law is held to."""
+def _with_idle_rank(ranks: int) -> NDArray[np.int32]:
+    """Slots of three experts on all ranks but the last."""
+    slots = np.full((1, ranks * -(-3 // (ranks - 1))), EMPTY, dtype=np.int32)
+    slots[0, :3] = range(3)
+    return slots
+
+
+def placements(ranks: int = RANKS) -> dict[str, Placement]:
+    """Every way to place experts on so many ranks, two or four, that the law is held to."""
     return {
-        "even": Placement.even(1, 8, RANKS),
-        "uneven": Placement.even(1, 10, RANKS),
-        "idle_rank": Placement.even(1, 3, RANKS),
-        "replicas": Placement(torch.tensor([[0, 1, 2, 3, 4, 5, 0, 3, 0, EMPTY, 5, 0]]).numpy(), RANKS, 6),
+        "even": Placement.even(1, 8, ranks),
+        "uneven": Placement.even(1, 2 * ranks + 2 if ranks > 2 else 5, ranks),
+        "idle_rank": Placement(_with_idle_rank(ranks), ranks, 3),
+        "replicas": Placement(torch.tensor([[0, 1, 2, 3, 4, 5, 0, 3, 0, EMPTY, 5, 0]]).numpy(), ranks, 6),
         "sliced": Placement.even(1, 5, 1),
     }
 
@@ -127,11 +154,12 @@ class Lanes:
 
 
 @cache
-def lanes(case_inputs: tuple[str, str, torch.dtype, str], device: str) -> Lanes:
+def lanes(case_inputs: Inputs, device: str) -> Lanes:
     """The same inputs in every process."""
-    placement_name, _, dtype, step = case_inputs
-    placement = placements()[placement_name]
+    placement_name, _, dtype, step, ranks = case_inputs
+    placement = placements(ranks)[placement_name]
     counts, choose = STEPS[step]
+    counts = counts[-ranks:]
     random = torch.Generator().manual_seed(7)
     hidden, experts, weights = [], [], []
     for lane, rows in enumerate(counts):
@@ -152,8 +180,8 @@ def reference(case: Case, rank: int) -> tuple[Tensor, Tensor]:
     order of sums in float32 and, for narrow dtypes, one rounding of each partial sum and one of the answer.
     """
     step = lanes(case.inputs, case.device)
-    rows = FORMATS[case.wire].quantize(step.hidden[rank]).dequantize()
-    slices = [range(t, t + 1) for t in range(TERMS)] if case.placement == "sliced" else [range(TERMS)]
+    rows = rounded(case, step.hidden[rank]).dequantize()
+    slices = {computed_by(case, other) for other in range(case.ranks)}
     total = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
     size = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
     for row, column in (step.experts[rank] >= 0).nonzero().tolist():
@@ -168,10 +196,10 @@ def reference(case: Case, rank: int) -> tuple[Tensor, Tensor]:
 
 def spec_of(case: Case, rank: int) -> DispatchSpec:
     """What the carrier of a case is built for."""
-    placement = placements()[case.placement]
+    placement = placements(case.ranks)[case.placement]
     return DispatchSpec(
         rank=rank,
-        ranks=RANKS,
+        ranks=case.ranks,
         slots=placement.slots_per_rank,
         hidden=HIDDEN,
         top_k=TOP_K,
@@ -184,13 +212,18 @@ def spec_of(case: Case, rank: int) -> DispatchSpec:
     )
 
 
+def computed_by(case: Case, rank: int) -> range:
+    """The terms of an expert's sum that `rank` computes."""
+    each = TERMS // case.ranks
+    return range(rank * each, (rank + 1) * each) if case.placement == "sliced" else range(TERMS)
+
+
 def compute(case: Case, rank: int, batch: ExpertBatch) -> Tensor:
     """This rank's experts over a batch; rows that no slot owns come back as NaN, to be left out."""
-    placement = placements()[case.placement]
-    sliced = case.placement == "sliced"
-    held = placement.of_rank(0, 0 if sliced else rank)
-    terms = range(rank, rank + 1) if sliced else range(TERMS)
-    rows = batch.tokens.dequantize()
+    placement = placements(case.ranks)[case.placement]
+    held = placement.of_rank(0, 0 if case.placement == "sliced" else rank)
+    terms = computed_by(case, rank)
+    rows = batch.tokens.dequantize().flatten(0, -2)  # PADDED slots one after the other, as offsets count
     outputs = torch.full_like(rows, float("nan"))
     for slot, index in enumerate(held.tolist()):
         first = int(batch.offsets[slot])
@@ -201,21 +234,37 @@ def compute(case: Case, rank: int, batch: ExpertBatch) -> Tensor:
     return outputs.to(case.dtype)
 
 
+def rounded(case: Case, rows: Tensor) -> Packed:
+    """`rows [T, H]` as they arrive: rounded by the wire's own formula, or by the library that sends them."""
+    wire = FORMATS[case.wire]
+    if not case.row.quantizes or len(wire.parts) == 1:
+        return wire.quantize(rows)
+    parts = rounded_by_deepep(rows.float(), power_of_two=case.wire.endswith("ue8m0"))
+    return Packed(wire, rows.shape, parts)
+
+
 def arrived_exactly(case: Case, rank: int, batch: ExpertBatch) -> bool:
-    """Whether a slot's rows are those of all lanes that chose it, in order, with the bits of their home."""
+    """Whether a slot's rows are those of all lanes that chose it, bit for bit, and in order where the carrier
+    keeps it."""
     step, spec = lanes(case.inputs, case.device), spec_of(case, rank)
-    wire: Format = FORMATS[case.wire]
     for slot in range(spec.slots):
         wanted = slot if spec.sliced else rank * spec.slots + slot
         chosen = [h[(s == wanted).any(dim=1)] for h, s in zip(step.hidden, step.slots, strict=True)]
-        expected = wire.quantize(torch.cat(chosen)).parts
+        expected = _row_bytes(rounded(case, torch.cat(chosen)).parts)
         first, count = int(batch.offsets[slot]), int(batch.counts[slot])
-        for got, want in zip(batch.tokens.parts, expected, strict=True):
-            if not torch.equal(
-                got[first : first + count].view(torch.uint8), want.contiguous().view(torch.uint8)
-            ):
-                return False
+        flat = [part.flatten(0, -2) for part in batch.tokens.parts]
+        got = _row_bytes([part[first : first + count] for part in flat])
+        if not case.row.ordered:
+            got, expected = sorted(got), sorted(expected)
+        if got != expected:
+            return False
     return True
+
+
+def _row_bytes(parts: Sequence[Tensor]) -> list[bytes]:
+    """Each row's bytes, part after part."""
+    raw = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1).cpu()
+    return [row.numpy().tobytes() for row in raw]
 
 
 class Mutant:
@@ -263,6 +312,7 @@ def _run_case(rank: int, case: Case) -> Outcome:
     if case.mutation:
         carrier = Mutant(carrier, case.mutation, spec)
     step = lanes(case.inputs, case.device)
+    rounded(case, step.hidden[rank])  # formats put their tables on the device at first use
     routing = Routing(step.slots[rank], step.weights[rank], step.rows)
     answers = []
     free = DISPATCHERS[case.carrier].host_sync
@@ -305,23 +355,30 @@ USUAL_WIRES = {*(form.name for form in FLOATS.values()), "fp8_group128", "mxfp4"
 """Wires that meet every placement; carriers see bytes, so the others meet one."""
 
 
-def law_cases(arch: str = "cpu") -> list[Case]:
-    """Every carrier that runs on `arch` x placement x wire x dtype x step, from the tables."""
+def law_cases(arch: str = "cpu", ranks: int = RANKS) -> list[Case]:
+    """Every case of every carrier that runs on `arch` by itself, from the tables."""
+    rows = (row for row in DISPATCHERS.values() if arch in row.archs and not row.modules)
     device = "cpu" if arch == "cpu" else "cuda"
+    return [case for row in rows for case in cases_of(row, device, ranks)]
+
+
+def cases_of(row: DispatchRow, device: str = "cpu", ranks: int = RANKS) -> list[Case]:
+    """Every case of one carrier: placement x wire x dtype x step, as far as its row goes."""
+    if (row.max_ranks or ranks) < ranks:
+        return []
     cases = []
-    for row in DISPATCHERS.values():
-        if arch not in row.archs or row.modules or (row.max_ranks or RANKS) < RANKS:
+    for placement in placements(ranks):
+        if placement == "sliced" and not row.sliced:
             continue
-        for placement in placements():
-            if placement == "sliced" and not row.sliced:
-                continue
-            for wire in sorted(row.wires if placement == "even" else row.wires & USUAL_WIRES):
-                native = next((dtype for dtype, f in FLOATS.items() if f.name == wire), torch.bfloat16)
-                for dtype in sorted({torch.float32, native}, key=str):
-                    align = 1 if dtype == torch.float32 else 8
-                    cases += [
-                        Case(row.name, placement, wire, dtype, step, align, None, device) for step in STEPS
-                    ]
+        for wire in sorted(row.wires if placement == "even" else row.wires & USUAL_WIRES):
+            native = next((dtype for dtype, f in FLOATS.items() if f.name == wire), torch.bfloat16)
+            for dtype in sorted({torch.float32, native}, key=str):
+                if row.limits.refuses(ranks, TOP_K, HIDDEN, FLOATS[dtype].name):
+                    continue
+                align = 1 if dtype == torch.float32 else 8
+                cases += [
+                    Case(row.name, placement, wire, dtype, step, align, None, device, ranks) for step in STEPS
+                ]
     return cases
 
 

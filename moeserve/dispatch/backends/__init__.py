@@ -1,6 +1,21 @@
 """The table of carriers: one file a carrier, one line here; and the names other systems give them."""
 
-from moeserve.dispatch.backends import all2allv, allgather_reducescatter, local, naive
+from moeserve.dispatch.backends import (
+    all2allv,
+    allgather_reducescatter,
+    deepep_ht,
+    deepep_ll,
+    deepep_v2,
+    flashinfer,
+    flashinfer_two_sided,
+    local,
+    mori,
+    naive,
+    nccl_ep,
+    nixl_ep,
+    nvlink_ht,
+    nvlink_ll,
+)
 from moeserve.dispatch.dispatcher import DispatchRow
 
 DISPATCHERS: dict[str, DispatchRow] = {
@@ -10,32 +25,34 @@ DISPATCHERS: dict[str, DispatchRow] = {
         naive.ROW,
         allgather_reducescatter.ROW,
         all2allv.ROW,
+        nvlink_ll.ROW,
+        nvlink_ht.ROW,
+        deepep_ht.ROW,
+        deepep_ll.ROW,
+        deepep_v2.ROW,
+        flashinfer.ROW,
+        flashinfer_two_sided.ROW,
+        nccl_ep.ROW,
+        nccl_ep.ROW_LL,
+        nixl_ep.ROW,
+        mori.ROW,
     )
 }
 
 ALIASES: dict[str, str] = {
     "deepep_high_throughput": "deepep_ht",
     "deepep_low_latency": "deepep_ll",
-    "flashinfer_all2allv": "flashinfer",
+    "flashinfer_all2allv": "flashinfer_two_sided",
     "flashinfer_nvlink_one_sided": "flashinfer",
-    "flashinfer_nvlink_two_sided": "flashinfer",
+    "flashinfer_nvlink_two_sided": "flashinfer_two_sided",
+    "mori_high_throughput": "mori",
+    "mori_low_latency": "mori",
     "ag_rs": "allgather_reducescatter",
     "broadcast": "naive",
 }
 """What model servers call a carrier, by the name it has here."""
 
 ELSEWHERE: dict[str, str] = {
-    "deepep_ht": "it needs DeepEP, which moeserve does not drive yet",
-    "deepep_ll": "it needs DeepEP, which moeserve does not drive yet",
-    "deepep_v2": "it needs DeepEP's elastic buffers, which moeserve does not drive yet",
-    "flashinfer": "it needs FlashInfer's one-sided all-to-all, which moeserve does not drive yet",
-    "nccl_ep": "it needs NCCL EP, which moeserve does not drive yet",
-    "nvlink_ll": "moeserve has no peer-memory kernels yet",
-    "nvlink_ht": "moeserve has no peer-memory kernels yet",
-    "nixl_ep": "it needs NIXL, which moeserve does not drive yet",
-    "mori": "it needs MORI on ROCm, which moeserve does not drive yet",
-    "mori_high_throughput": "it needs MORI on ROCm, which moeserve does not drive yet",
-    "mori_low_latency": "it needs MORI on ROCm, which moeserve does not drive yet",
     "pplx": "its library was withdrawn by its makers; use allgather_reducescatter",
 }
 """Carriers known by name that have no row, and why."""

@@ -12,7 +12,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeserve.dispatch.dispatcher import Dispatched, DispatchRow, DispatchSpec, Pace, Pending, Traffic
+from moeserve.dispatch.dispatcher import (
+    Dispatched,
+    Dispatcher,
+    DispatchRow,
+    DispatchSpec,
+    Pace,
+    Pending,
+    Traffic,
+)
 from moeserve.dispatch.exchange import PARTIAL_SUMS, TORCH_ARCHS, check_group, exchange
 from moeserve.dispatch.lane import check_lane, check_spec, local_slots
 from moeserve.dispatch.permute import Homes, group_rows, take_rows, weigh_rows
@@ -30,7 +38,7 @@ class _Ticket:
     starts: Tensor  # [T] int64: where each row's begin in `copies`
 
 
-class AllToAllV:
+class AllToAllV(Dispatcher):
     """The carrier over torch.distributed's default group."""
 
     def __init__(self, spec: DispatchSpec) -> None:
@@ -61,7 +69,7 @@ class AllToAllV:
     def combine(self, outputs: Tensor, ticket: _Ticket) -> Pending[Tensor]:
         """Sends every copy's partial sum back, and adds up each row's, in rank order: `[T, H]`."""
         spec = self._spec
-        partials = weigh_rows(outputs, ticket.homes).to(spec.dtype)
+        partials = weigh_rows(outputs, ticket.homes, spec.dtype)
         back = partials.new_empty((sum(ticket.sent), spec.hidden))
         exchange(back, partials, ticket.sent, ticket.received)
         others = sum(ticket.received) - ticket.received[spec.rank]

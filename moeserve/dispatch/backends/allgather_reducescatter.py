@@ -13,7 +13,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moeserve.dispatch.dispatcher import Dispatched, DispatchRow, DispatchSpec, Pace, Pending, Traffic
+from moeserve.dispatch.dispatcher import (
+    Dispatched,
+    Dispatcher,
+    DispatchRow,
+    DispatchSpec,
+    Pace,
+    Pending,
+    Traffic,
+)
 from moeserve.dispatch.exchange import PARTIAL_SUMS, TORCH_ARCHS, check_group, exchange, spread, sum_partials
 from moeserve.dispatch.lane import check_lane, check_spec, local_slots
 from moeserve.dispatch.permute import Homes, group_rows, weigh_rows
@@ -30,7 +38,7 @@ class Ticket:
     lane_rows: tuple[int, ...]
 
 
-class AllGatherReduceScatter:
+class AllGatherReduceScatter(Dispatcher):
     """The carrier over torch.distributed's default group."""
 
     def __init__(self, spec: DispatchSpec) -> None:
@@ -55,7 +63,7 @@ class AllGatherReduceScatter:
     def combine(self, outputs: Tensor, ticket: Ticket) -> Pending[Tensor]:
         """Sends each lane its rows' partial sums, and adds up what comes for this one: `[T, H]`."""
         spec, own = self._spec, ticket.lane_rows[self._spec.rank]
-        partials = weigh_rows(outputs, ticket.homes).to(spec.dtype)
+        partials = weigh_rows(outputs, ticket.homes, spec.dtype)
         received = partials.new_empty((spec.ranks * own, spec.hidden))
         exchange(received, partials, [own] * spec.ranks, ticket.lane_rows)
         others = partials.shape[0] - own

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moeserve.dispatch.dispatcher import Dispatched, DispatchRow, DispatchSpec, Pace, Pending, Traffic
+from moeserve.dispatch.dispatcher import (
+    Dispatched,
+    Dispatcher,
+    DispatchRow,
+    DispatchSpec,
+    Pace,
+    Pending,
+    Traffic,
+)
 from moeserve.dispatch.exchange import TORCH_ARCHS
 from moeserve.dispatch.lane import check_lane, check_spec, local_slots
 from moeserve.dispatch.permute import Homes, group_rows, weigh_rows
@@ -13,7 +21,7 @@ from moeserve.dispatch.wire import ROW_WISE
 from moeserve.experts.batch import Grouping
 
 
-class Local:
+class Local(Dispatcher):
     """The carrier of a single rank."""
 
     def __init__(self, spec: DispatchSpec) -> None:
@@ -34,7 +42,7 @@ class Local:
 
     def combine(self, outputs: Tensor, ticket: Homes) -> Pending[Tensor]:
         """Weighs the outputs into `[T, H]`."""
-        answer = weigh_rows(outputs, ticket).to(self._spec.dtype)
+        answer = weigh_rows(outputs, ticket, self._spec.dtype)
         return Pending(lambda: answer)
 
     @property

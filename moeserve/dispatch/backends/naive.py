@@ -9,7 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moeserve.dispatch.backends.allgather_reducescatter import Ticket
-from moeserve.dispatch.dispatcher import Dispatched, DispatchRow, DispatchSpec, Pace, Pending, Traffic
+from moeserve.dispatch.dispatcher import (
+    Dispatched,
+    Dispatcher,
+    DispatchRow,
+    DispatchSpec,
+    Pace,
+    Pending,
+    Traffic,
+)
 from moeserve.dispatch.exchange import PARTIAL_SUMS, TORCH_ARCHS, check_group, sum_partials
 from moeserve.dispatch.lane import check_lane, check_spec, local_slots
 from moeserve.dispatch.permute import group_rows, weigh_rows
@@ -18,7 +26,7 @@ from moeserve.dispatch.wire import ROW_WISE, Record
 from moeserve.experts.batch import Grouping
 
 
-class Naive:
+class Naive(Dispatcher):
     """The carrier over torch.distributed's default group that judges the others."""
 
     def __init__(self, spec: DispatchSpec) -> None:
@@ -45,7 +53,7 @@ class Naive:
     def combine(self, outputs: Tensor, ticket: Ticket) -> Pending[Tensor]:
         """Broadcasts every rank's partial sums of all rows; this lane adds up its own: `[T, H]`."""
         spec = self._spec
-        mine = weigh_rows(outputs, ticket.homes).to(spec.dtype)
+        mine = weigh_rows(outputs, ticket.homes, spec.dtype)
         everyone = [mine if rank == spec.rank else torch.empty_like(mine) for rank in range(spec.ranks)]
         _broadcast(everyone)
         self._traffic = self._traffic.plus(combined=mine.nbytes * (spec.ranks - 1))

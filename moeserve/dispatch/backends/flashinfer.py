@@ -1,0 +1,173 @@
+"""FlashInfer's one-sided all-to-all over NVLink: ranks store into each other's workspace, and read from it.
+
+One copy of a row travels to each rank that holds one of its slots, as the bytes of any row-wise wire. On the
+way home each rank's weighted partial sum is read by the row's own rank, which adds them in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from moeserve.dispatch.dispatcher import (
+    Dispatched,
+    Dispatcher,
+    DispatchRow,
+    DispatchSpec,
+    Pace,
+    Pending,
+    Traffic,
+)
+from moeserve.dispatch.exchange import check_group
+from moeserve.dispatch.lane import check_lane, check_spec, local_slots
+from moeserve.dispatch.limits import Limits
+from moeserve.dispatch.permute import Homes, weigh_rows
+from moeserve.dispatch.probe import probe
+from moeserve.dispatch.routing import Routing
+from moeserve.dispatch.travel import grouped, most_copies, nobody
+from moeserve.dispatch.wire import ROW_WISE, Record
+from moeserve.experts.batch import Grouping
+from moeserve.experts.placement import EMPTY
+
+TOP_K = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)
+"""Choices a row that it has kernels for; a row with fewer repeats its first."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Ticket:
+    homes: Homes
+    rows: int  # of the fullest lane
+    own: int  # of this lane
+
+
+class FlashInfer(Dispatcher):
+    """The carrier over `flashinfer.comm.MoeAlltoAll`.
+
+    Every lane has places for `lane_rows` rows, however few a step brings: so arriving rows and sums that are
+    read never share a byte, when a rank that is done with one step starts on a larger one.
+
+    The library keeps workspaces by size for the life of the process, so carriers of the same sizes share one
+    and none is freed by `close`.
+    """
+
+    def __init__(self, spec: DispatchSpec) -> None:
+        check_spec(spec)
+        check_group(spec)
+        probe(ROW, spec)
+        self._spec = spec
+        self._record = Record(spec.wire, spec.hidden, spec.top_k)
+        self._top_k = next(k for k in TOP_K if k >= spec.top_k)
+        self._exchange = _opened(spec, self._record.nbytes, self._top_k)
+        self._traffic = Traffic()
+
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
+        """Stores rows, slots and weights into the workspaces of the ranks that need them, and groups those
+        here."""
+        spec = self._spec
+        check_lane(spec, hidden, routing)
+        rows = max(routing.lane_rows)
+        if not rows:
+            arrived = nobody(spec, hidden)
+            return Pending(lambda: Dispatched(arrived.batch, _Ticket(arrived.ticket, 0, 0)))
+        ids = F.pad(routing.slots, (0, self._top_k - spec.top_k), value=EMPTY)
+        records, slots = self._exchange.dispatch(
+            somewhere(spec, ids),
+            [self._record.pack(hidden, routing), ids],
+            spec.lane_rows,
+            invalid_token_expert_id=EMPTY,
+            expert_id_payload_index=1,
+        )
+        tokens, _, weights = self._record.unpack(records[:, :rows].flatten(0, 1))
+        here = local_slots(spec, slots[:, :rows, : spec.top_k].flatten(0, 1))
+        batch, homes = grouped(spec, tokens, here, weights)
+        nbytes = self._record.nbytes + ids.shape[1] * ids.dtype.itemsize
+        self._traffic = self._traffic.plus(dispatched=most_copies(spec, routing) * nbytes)
+        ticket = _Ticket(homes, rows, hidden.shape[0])
+        return Pending(lambda: Dispatched(batch, ticket))
+
+    def combine(self, outputs: Tensor, ticket: _Ticket) -> Pending[Tensor]:
+        """Lays this rank's partial sums out for the others to read, and adds up its own rows': `[T, H]`."""
+        spec = self._spec
+        partials = weigh_rows(outputs, ticket.homes, spec.dtype)
+        if not ticket.rows:
+            return Pending(lambda: partials)
+        payload = self._exchange.get_combine_payload_tensor_in_workspace(
+            spec.lane_rows, spec.hidden, spec.dtype
+        )
+        payload[:, : ticket.rows] = partials.view(spec.ranks, ticket.rows, spec.hidden)
+        answer: Tensor = self._exchange.combine(payload, spec.lane_rows, payload_in_workspace=True)
+        received = ticket.own * min(spec.top_k, spec.ranks - 1) * spec.hidden * spec.dtype.itemsize
+        self._traffic = self._traffic.plus(combined=received)
+        return Pending(lambda: answer)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes moved between ranks, counting every row once for each rank it may need."""
+        return self._traffic
+
+    def close(self) -> None:
+        """Leaves the workspace to the library, which hands it to the next carrier of its size."""
+
+
+def _opened(spec: DispatchSpec, nbytes: int, top_k: int) -> Any:
+    """The library's object, with a workspace for `lane_rows` rows of `nbytes` from each rank. Collective."""
+    library: Any = import_module("flashinfer.comm.trtllm_moe_alltoall")
+    size = library.moe_a2a_get_workspace_size_per_rank(
+        ep_size=spec.ranks,
+        max_num_tokens=spec.lane_rows,
+        total_dispatch_payload_size_per_token=nbytes + top_k * torch.int32.itemsize,
+        combine_payload_size_per_token=spec.hidden * spec.dtype.itemsize,
+    )
+    mapping, memory = joined(spec)
+    return library.MoeAlltoAll(
+        mapping,
+        max_num_tokens=spec.lane_rows,
+        top_k=top_k,
+        num_experts=spec.ranks * spec.slots,
+        workspace_size_per_rank=size,
+        mnnvl_config=memory,
+    )
+
+
+def joined(spec: DispatchSpec) -> tuple[Any, Any]:
+    """Who is who, and through what ranks exchange handles of memory, as the library takes them."""
+    mapping = import_module("flashinfer.comm.mapping").Mapping(
+        world_size=spec.ranks,
+        rank=spec.rank,
+        gpus_per_node=spec.ranks,
+        tp_size=spec.ranks,
+        moe_ep_size=spec.ranks,
+        moe_tp_size=1,
+    )
+    group = import_module("flashinfer.comm.comm_backend").TorchDistBackend(dist.group.WORLD)
+    return mapping, import_module("flashinfer.comm.mnnvl").MnnvlConfig(comm_backend=group)
+
+
+def somewhere(spec: DispatchSpec, slots: Tensor) -> Tensor:
+    """Slots with none left out, as the library needs them: a place that chooses nothing repeats the row's
+    largest, which costs no copy, and a row that chooses nothing stays here."""
+    home = spec.rank * spec.slots
+    any_of = slots.amax(dim=1, keepdim=True)
+    return torch.where(slots >= 0, slots, torch.where(any_of >= 0, any_of, home))
+
+
+ROW = DispatchRow(
+    name="flashinfer",
+    build=FlashInfer,
+    wires=ROW_WISE,
+    grouping=Grouping.RAGGED,
+    pace=Pace.ANY,
+    archs=frozenset({"sm90", "sm100", "sm103"}),
+    modules=frozenset({"flashinfer"}),
+    max_ranks=64,
+    partial_sums="float32 sums of a rank travel in the hidden dtype and are added in float32, pair by pair",
+    ordered=False,
+    limits=Limits(top_k=TOP_K[-1], one_host=True),
+    verified=("sm90",),
+)

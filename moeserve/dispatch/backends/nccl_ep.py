@@ -1,0 +1,212 @@
+"""NCCL EP (package nccl-extensions): NVIDIA's dispatch and combine on NCCL's device windows.
+
+Both algorithms carry one copy of a row to each rank that holds one of its slots, codes and scales as they
+are, and add the ranks' partial sums at home. `nccl_ep` takes the high-throughput one, whose rows arrive one
+after the other, and `nccl_ep_ll` the low-latency one, which gives every lane a block of places of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.dispatch.dispatcher import (
+    Dispatched,
+    Dispatcher,
+    DispatchRow,
+    DispatchSpec,
+    Pace,
+    Pending,
+    Traffic,
+)
+from moeserve.dispatch.exchange import check_group
+from moeserve.dispatch.lane import check_lane, check_spec
+from moeserve.dispatch.limits import Limits
+from moeserve.dispatch.permute import Homes, weigh_rows
+from moeserve.dispatch.probe import probe
+from moeserve.dispatch.routing import Routing
+from moeserve.dispatch.travel import (
+    cropped,
+    grouped,
+    most_copies,
+    nobody,
+    only_first,
+    parts_arrived,
+    parts_travelling,
+    presented,
+    widened,
+)
+from moeserve.experts.batch import Grouping
+from moeserve.quant.format import Packed
+
+ROW_BYTES = 16  # rows of codes and of scales are multiples of it
+HIDDEN_STEP = 512  # elements of a row that travels: the scales of so many fill 16 bytes in every wire
+
+
+@dataclass(frozen=True, eq=False)
+class _Ticket:
+    homes: Homes
+    sent: int  # rows presented; 0 where no lane brought one
+    own: int  # rows of this lane
+
+
+class NcclEP(Dispatcher):
+    """The carrier over `nccl.ep.Group`, by the algorithm that `row` has the pace for."""
+
+    def __init__(self, spec: DispatchSpec, row: DispatchRow) -> None:
+        check_spec(spec)
+        check_group(spec)
+        probe(row, spec)
+        self._spec, self._rows = spec, max(spec.lane_rows, 1)
+        self._low = row.pace is Pace.LOW_LATENCY
+        self._travelling = row.limits.travelling(spec.hidden)
+        self._lead = (spec.ranks, self._rows) if self._low else (spec.ranks * self._rows,)
+        self._ep: Any = import_module("nccl.ep")
+        self._communicator: Any = import_module("nccl.ep.interop.torch").get_nccl_comm_from_group()
+        self._group = self._ep.Group.create(self._communicator, self._settings())
+        self._handle: Any = None
+        self._bound: tuple[Any, ...] = ()
+        self._traffic = Traffic()
+
+    def _settings(self) -> Any:
+        spec, algorithm = self._spec, self._ep.Algorithm
+        return self._ep.GroupConfig(
+            algorithm=algorithm.LOW_LATENCY if self._low else algorithm.HIGH_THROUGHPUT,
+            num_experts=spec.ranks * spec.slots,
+            max_dispatch_tokens_per_rank=self._rows,
+            max_recv_tokens_per_rank=0 if self._low else spec.ranks * self._rows,
+            max_token_bytes=max(
+                _aligned(spec.wire.nbytes((1, self._travelling))),
+                self._travelling * spec.dtype.itemsize,
+            ),
+            num_topk=spec.top_k,
+        )
+
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
+        """Quantizes rows to the wire, sends each to every rank it needs, and groups those that came here."""
+        spec = self._spec
+        check_lane(spec, hidden, routing)
+        if not sum(routing.lane_rows):
+            arrived = nobody(spec, hidden)
+            return Pending(lambda: Dispatched(arrived.batch, _Ticket(arrived.ticket, 0, 0)))
+        rows, slots, weights = presented(hidden, routing)
+        sent = parts_travelling(spec.wire.quantize(rows), self._travelling)
+        received, here, weights = self._carry(sent, slots.long(), weights)
+        parts = parts_arrived(received, spec)
+        tokens = Packed(spec.wire, torch.Size((here.shape[0], spec.hidden)), parts)
+        batch, homes = grouped(spec, tokens, here, weights)
+        nbytes = spec.wire.nbytes((1, self._travelling))
+        self._traffic = self._traffic.plus(dispatched=most_copies(spec, routing) * nbytes)
+        ticket = _Ticket(homes, rows.shape[0], hidden.shape[0])
+        return Pending(lambda: Dispatched(batch, ticket))
+
+    def _carry(
+        self, parts: tuple[Tensor, ...], slots: Tensor, weights: Tensor
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+        """Parts `[R, ...]`, slots in this rank's numbering and weights `[R, K]` of the rows that arrived."""
+        came = torch.zeros(self._lead[:-1] or 1, dtype=torch.int32, device=slots.device)
+        info = self._bind(slots, came)
+        received = tuple(part.new_empty((*self._lead, part.shape[1])) for part in parts)
+        here = slots.new_empty((*self._lead, slots.shape[1]))
+        weighed = weights.new_empty((*self._lead, slots.shape[1]))
+        recipe = self._ep.DispatchQuantizationRecipe
+        self._handle.dispatch(
+            self._ep.DispatchInputs(topk_weights=self._described(weights), **self._named(parts)),
+            self._ep.DispatchOutputs(
+                topk_weights=self._described(weighed), topk_idx=self._described(here), **self._named(received)
+            ),
+            layout_info=info if self._low else None,
+            config=self._ep.DispatchConfig(quantization_recipe=recipe.FWD if len(parts) > 1 else recipe.NONE),
+            stream=_stream(),
+        )
+        here = only_first(came[:, None] if self._low else came, here)
+        return tuple(p.view(-1, p.shape[-1]) for p in received), here, weighed.view(here.shape)
+
+    def _bind(self, slots: Tensor, came: Tensor) -> Any:
+        """Gives the library this step's routing, and it `came` to count what arrives in.
+
+        It keeps their addresses until the rows are home, so they are kept here too.
+        """
+        ids, counter = self._described(slots), self._described(came)
+        counters = {"src_rank_counters" if self._low else "recv_total_counter": counter}
+        info = self._ep.LayoutInfo(recv_topk_idx_kind=self._ep.ExpertIdKind.LOCAL, **counters)
+        at_once = None if self._low else info
+        if self._handle is None:
+            layout = self._ep.Layout.RANK_MAJOR if self._low else self._ep.Layout.FLAT
+            self._handle = self._group.create_handle(layout, ids, layout_info=at_once, stream=_stream())
+        else:
+            self._handle.update(ids, layout_info=at_once, stream=_stream())
+        self._bound = (ids, counter, info)
+        return info
+
+    def _named(self, parts: tuple[Tensor, ...]) -> dict[str, Any]:
+        return {
+            name: self._described(part)
+            for name, part in zip(("tokens", "scales"), parts, strict=False)  # a plain float has no scales
+        }
+
+    def _described(self, tensor: Tensor) -> Any:
+        return self._ep.Tensor(tensor)
+
+    def combine(self, outputs: Tensor, ticket: _Ticket) -> Pending[Tensor]:
+        """Sends this rank's weighted sums to the rows' own ranks, which add them: `[T, H]`."""
+        spec = self._spec
+        partials = weigh_rows(outputs, ticket.homes, spec.dtype)
+        if not ticket.sent:
+            return Pending(lambda: partials)
+        partials = widened(partials, self._travelling)
+        total = partials.new_empty((ticket.sent, self._travelling))
+        self._handle.combine(
+            self._ep.CombineInputs(tokens=self._described(partials.view(*self._lead, self._travelling))),
+            self._ep.CombineOutputs(tokens=self._described(total)),
+            stream=_stream(),
+        )
+        received = ticket.own * min(spec.top_k, spec.ranks - 1) * self._travelling * spec.dtype.itemsize
+        self._traffic = self._traffic.plus(combined=received)
+        answer = cropped(total[: ticket.own], spec.hidden).contiguous()
+        return Pending(lambda: answer)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes moved between ranks, counting every row once for each rank it may need."""
+        return self._traffic
+
+    def close(self) -> None:
+        """Frees handle, group and the communicator under them."""
+        if self._handle is not None:
+            self._handle.destroy()
+        self._group.destroy()
+        self._communicator.destroy()
+
+
+def _stream() -> int:
+    """The stream that torch works on, as the library takes it."""
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ROW_BYTES) * ROW_BYTES
+
+
+def _row(name: str, pace: Pace, build: Callable[[DispatchSpec], Dispatcher]) -> DispatchRow:
+    return DispatchRow(
+        name=name,
+        build=build,
+        wires=frozenset({"bf16", "fp8_group128", "fp8_group128_ue8m0", "mxfp8"}),
+        grouping=Grouping.RAGGED,
+        pace=pace,
+        archs=frozenset({"sm90", "sm100", "sm103"}),
+        modules=frozenset({"nccl.ep"}),
+        partial_sums="float32 sums of a rank travel in bf16 and are added by the library",
+        ordered=False,
+        limits=Limits(dtypes=frozenset({"bf16"}), hidden_step=HIDDEN_STEP, nccl=(2, 30, 4)),
+    )
+
+
+ROW: DispatchRow = _row("nccl_ep", Pace.HIGH_THROUGHPUT, lambda spec: NcclEP(spec, ROW))
+ROW_LL: DispatchRow = _row("nccl_ep_ll", Pace.LOW_LATENCY, lambda spec: NcclEP(spec, ROW_LL))

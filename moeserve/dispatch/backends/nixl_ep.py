@@ -1,0 +1,75 @@
+"""NIXL EP: DeepEP's low-latency kernels over NIXL, whose ranks can join and leave a running group."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from socket import gethostname
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moeserve.dispatch.backends.deepep_ll import FP8, HIDDEN_SIZES, PARTIAL_SUMS, LowLatency
+from moeserve.dispatch.dispatcher import DispatchRow, DispatchSpec, Pace
+from moeserve.dispatch.limits import Limits
+from moeserve.experts.batch import Grouping
+
+
+class NixlLowLatency(LowLatency):
+    """The carrier over `nixl_ep.Buffer` in its low-latency mode."""
+
+    def __init__(self, spec: DispatchSpec) -> None:
+        super().__init__(spec, ROW)
+
+    def _opened(self) -> Any:
+        """The library's buffer, connected to all ranks. Collective."""
+        Buffer: Any = import_module("nixl_ep").Buffer
+        spec = self._spec
+        nbytes = Buffer.get_low_latency_buffer_size_hint(
+            self._rows, self._travelling, spec.ranks, spec.ranks * spec.slots
+        )
+        buffer = Buffer(
+            rank=spec.rank,
+            low_latency_mode=True,
+            explicitly_destroy=True,
+            tcp_store_group=_store(spec),
+            timeout_ms=int(spec.patience * 1000),
+        )
+        buffer.update_memory_buffers(spec.ranks, spec.slots, nbytes)
+        buffer.connect_ranks([rank for rank in range(spec.ranks) if rank != spec.rank])
+        dist.barrier()  # nobody sends to a rank that is not yet connected
+        return buffer
+
+    def _id_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = import_module("nixl_ep").topk_idx_t
+        return dtype
+
+
+def _store(spec: DispatchSpec) -> Any:
+    """A store of rank 0's, through which the ranks exchange where their memory is. Collective."""
+    store: Any = import_module("torch.distributed").TCPStore
+    mine = store(gethostname(), 0, is_master=True, wait_for_workers=False) if spec.rank == 0 else None
+    address: list[Any] = [None if mine is None else (mine.host, mine.port)]
+    dist.broadcast_object_list(address, src=0)
+    return store(*address[0], is_master=False) if mine is None else mine
+
+
+ROW = DispatchRow(
+    name="nixl_ep",
+    build=NixlLowLatency,
+    wires=frozenset({"bf16"}) | FP8,
+    grouping=Grouping.PADDED,
+    pace=Pace.LOW_LATENCY,
+    archs=frozenset({"sm90", "sm100", "sm103"}),
+    in_flight=2,
+    modules=frozenset({"nixl_ep"}),
+    partial_sums=PARTIAL_SUMS,
+    ordered=False,
+    quantizes=True,
+    limits=Limits(
+        dtypes=frozenset({"bf16"}),
+        top_k=11,
+        hidden_sizes=HIDDEN_SIZES,
+        rdma=True,
+    ),
+)

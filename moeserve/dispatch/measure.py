@@ -1,0 +1,240 @@
+"""Measuring carriers on the group that will use them: short, collective, and agreed by all ranks."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moeserve.dispatch.cost import CarrierCost, Point
+from moeserve.dispatch.dispatcher import Dispatched, Dispatcher, DispatchRow, DispatchSpec
+from moeserve.dispatch.routing import Routing
+from moeserve.experts.placement import EMPTY
+
+log = logging.getLogger(__name__)
+
+WARM_ROUNDS = 2
+ROUNDS = (3, 25)
+"""Fewest and most rounds of a size."""
+
+DISTINCT_ROWS = 64
+"""Of hidden states, repeated."""
+
+GROWTH = 4
+"""From one size to the next."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A carrier that could serve, and what it would be built for: its wire, and the most rows it serves."""
+
+    row: DispatchRow
+    spec: DispatchSpec
+    graph_rows: int = 0  # steps of up to so many rows a lane are replayed from CUDA graphs, and timed so
+
+    def replays(self, rows: int) -> bool:
+        """Whether steps of `rows` rows a lane come from a graph, which a carrier that reads counts cannot."""
+        return rows <= self.graph_rows and self.spec.device != "cpu" and not self.row.host_sync
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What came of measuring."""
+
+    costs: tuple[CarrierCost, ...]
+    refused: tuple[tuple[str, str, str], ...]  # (carrier, wire, why it could not be built)
+
+
+def measure(candidates: Sequence[Candidate], seconds: float) -> Measured:
+    """Times every candidate in about `seconds` altogether; each is built, measured and closed in its turn.
+
+    Collective over torch.distributed's default group: all ranks bring the same candidates and get the same
+    answer. What a carrier does once, such as compiling or connecting, comes on top. A carrier that some rank
+    cannot build is left out; one that fails while it carries raises RuntimeError.
+    """
+    costs, refused = [], []
+    for candidate in candidates:
+        name, wire = candidate.row.name, candidate.spec.wire.name
+        carrier, reason = _build(candidate)
+        if carrier is None:
+            refused.append((name, wire, reason))
+            continue
+        try:
+            points = _points(carrier, candidate, seconds / len(candidates))
+        except (RuntimeError, ValueError) as error:
+            raise RuntimeError(
+                f"measuring carrier {name} failed: {error}; "
+                f"name a carrier (plan.all2all_backend), or set plan.measure = 'never'"
+            ) from error
+        finally:
+            carrier.close()
+        costs.append(CarrierCost(name, wire, points))
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what the largest steps took is the experts' again
+    return Measured(tuple(costs), tuple(refused))
+
+
+def sizes(lane_rows: int) -> list[int]:
+    """Rows a lane to measure at: 1, 4, 16, ... and `lane_rows` itself."""
+    found = [1]
+    while found[-1] * GROWTH < lane_rows:
+        found.append(found[-1] * GROWTH)
+    return found if lane_rows == 1 else [*found, lane_rows]
+
+
+def gathered(mine: Any) -> list[Any]:
+    """`mine` of every rank, by rank. Collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def _build(candidate: Candidate) -> tuple[Dispatcher | None, str]:
+    """The carrier, or why some rank has none."""
+    carrier, mine = None, ""
+    try:
+        carrier = candidate.row.build(candidate.spec)
+    except (RuntimeError, ValueError, OSError, ImportError) as error:
+        mine = (str(error).splitlines() or [type(error).__name__])[0]
+    reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(gathered(mine)) if reason]
+    if carrier is not None and reasons:
+        carrier.close()
+    return (None, reasons[0]) if reasons else (carrier, "")
+
+
+def _points(carrier: Dispatcher, candidate: Candidate, seconds: float) -> tuple[Point, ...]:
+    """As many sizes as `seconds` allow, at least the smallest; ranks decide by the slowest one's time."""
+    points: list[Point] = []
+    spent, left = 0.0, sizes(candidate.spec.lane_rows)
+    while left:
+        rows = left.pop(0)
+        run = _Rounds(carrier, candidate.spec, rows)  # what is done once is done here
+        if candidate.replays(rows):
+            run.record()
+        one = _slowest(run.wall(WARM_ROUNDS)) / WARM_ROUNDS
+        spent += one * WARM_ROUNDS
+        share = max(0.0, seconds - spent) / (1 + len(left))
+        rounds = max(ROUNDS[0], min(ROUNDS[1], int(share / one)))
+        times = run.time(rounds)
+        spent += one * rounds
+        mine = [statistics.median(phase) for phase in zip(*times, strict=True)]
+        dispatch, combine = (max(phase) for phase in zip(*gathered(mine), strict=True))
+        points.append(Point(rows, dispatch, combine))
+        if left and spent + one * (left[0] / rows) * (WARM_ROUNDS + ROUNDS[0]) > seconds:
+            break
+    if late := carrier.late():
+        raise RuntimeError(f"ranks {list(late)} were late")
+    return tuple(points)
+
+
+class _Rounds:
+    """Steps of one carrier, every lane bringing `rows` rows that go to the same random slots each time."""
+
+    def __init__(self, carrier: Dispatcher, spec: DispatchSpec, rows: int) -> None:
+        device = spec.device
+        random = torch.Generator(device).manual_seed(rows * spec.ranks + spec.rank)
+        slots = spec.slots * (1 if spec.sliced else spec.ranks)
+        chosen = torch.full((rows, spec.top_k), EMPTY, dtype=torch.int32, device=device)
+        order = torch.rand(rows, slots, generator=random, device=device).argsort(dim=1)[:, : spec.top_k]
+        chosen[:, : order.shape[1]] = order.int()
+        weights = torch.full((rows, spec.top_k), 1 / spec.top_k, device=device)
+        few = torch.randn(min(rows, DISTINCT_ROWS), spec.hidden, generator=random, device=device)
+        repeats = -(-rows // DISTINCT_ROWS)
+        self._hidden = few.to(spec.dtype).repeat(repeats, 1)[:rows].contiguous()
+        self._routing = Routing(chosen, weights, (rows,) * spec.ranks)
+        self._carrier, self._spec = carrier, spec
+        self._arrived = self._dispatch()
+        size = (*self._arrived.batch.tokens.shape[:-1], spec.hidden)
+        self._outputs = torch.zeros(size, dtype=spec.dtype, device=spec.device)
+        self._combine()
+        self._replays: tuple[Callable[[], None], Callable[[], None]] | None = None
+
+    def record(self) -> None:
+        """From now on both phases are replayed from CUDA graphs, unless they cannot be recorded."""
+        try:
+            dispatch, combine = _recorded(self._dispatch), _recorded(self._combine)
+        except RuntimeError as error:
+            log.warning("%d rows a lane are timed without a CUDA graph: %s", self._hidden.shape[0], error)
+            self._dispatch()  # anew: what was half recorded has no values
+            self._combine()
+            return
+        self._replays = (dispatch, combine)
+
+    def _dispatch(self) -> Dispatched:
+        self._arrived = self._carrier.dispatch(self._hidden, self._routing).wait()
+        return self._arrived
+
+    def _combine(self) -> Tensor:
+        return self._carrier.combine(self._outputs, self._arrived.ticket).wait()
+
+    def time(self, rounds: int) -> list[tuple[float, float]]:
+        """Seconds of dispatch and combine of each round, one right after the other."""
+        marks = [self._round() for _ in range(rounds)]
+        if self._spec.device != "cpu":
+            torch.cuda.synchronize(self._spec.device)
+        return [(dispatch(), combine()) for dispatch, combine in marks]
+
+    def wall(self, rounds: int) -> float:
+        """Seconds of so many rounds by the host's clock."""
+        began = time.perf_counter()
+        self.time(rounds)
+        return time.perf_counter() - began
+
+    def _round(self) -> tuple[Callable[[], float], Callable[[], float]]:
+        """One step; how long its phases took is known when the device is done."""
+        dispatch, combine = self._replays or (self._dispatch, self._combine)
+        clock = _Clock(self._spec.device)
+        dispatch()
+        dispatched = clock.lap()
+        combine()
+        return dispatched, clock.lap()
+
+
+def _recorded(work: Callable[[], object]) -> Callable[[], None]:
+    """What replays `work` from a CUDA graph; it is recorded, not run."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+class _Clock:
+    """Laps on the device's stream, or on the host for the CPU."""
+
+    def __init__(self, device: str) -> None:
+        self._on_host = device == "cpu"
+        self._last = self._mark()
+
+    def lap(self) -> Callable[[], float]:
+        """Seconds since the last lap, to be asked once the device is done."""
+        before, self._last = self._last, self._mark()
+        now = self._last
+        if self._on_host:
+            return lambda: float(now - before)
+        return lambda: float(before.elapsed_time(now)) / 1e3  # milliseconds
+
+    def _mark(self) -> Any:
+        if self._on_host:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+def _slowest(seconds: float) -> float:
+    """The largest over ranks, never 0. Collective."""
+    return float(max(1e-6, *gathered(seconds)))

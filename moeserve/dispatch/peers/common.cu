@@ -1,0 +1,290 @@
+// What every kernel over peer memory shares; a carrier's own source follows it in one text.
+//
+// Given by -D: RANKS, HIDDEN (columns), SOURCE (0 bfloat16, 1 float16, 2 float32: hidden states and answers),
+// WIRE (the WIRE_* below), TRUE_DIVISION (0 where this torch divides by a constant as a product),
+// RECORD_BYTES, PARTS, and of each part i: PART<i>_AT, PART<i>_BYTES in a record.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+#define WIRE_RECORDS 0  // rows come as records: hidden states as they are, or packed before
+#define WIRE_FP8_GROUP128 1
+#define WIRE_MXFP8 2
+#define WIRE_NVFP4 3  // with a constant outer scale
+
+// ---- memory that other GPUs write or read ----------------------------------------------------------------
+
+DEVICE u64 nanoseconds() {
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+DEVICE void store_release(u32* at, u32 value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+DEVICE u32 load_acquire(const u32* at) {
+  u32 value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+
+DEVICE void store_relaxed(u32* at, u32 value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+DEVICE u32 load_relaxed(const u32* at) {
+  u32 value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+
+// 16 bytes in one piece: what is read is what one store wrote. The assembler reads only the components that
+// are used, and then one by one; a sealed word needs them all.
+DEVICE void store_whole(void* at, uint4 value) {
+  asm volatile(
+      "{\n.reg .b128 word;\n.reg .b64 low, high;\n"
+      "mov.b64 low, {%1, %2};\nmov.b64 high, {%3, %4};\nmov.b128 word, {low, high};\n"
+      "st.relaxed.sys.global.b128 [%0], word;\n}" ::"l"(at),
+      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+      : "memory");
+}
+
+DEVICE uint4 load_whole(const void* at) {
+  uint4 value;
+  asm volatile(
+      "{\n.reg .b128 word;\n.reg .b64 low, high;\n"
+      "ld.relaxed.sys.global.b128 word, [%4];\n"
+      "mov.b128 {low, high}, word;\nmov.b64 {%0, %1}, low;\nmov.b64 {%2, %3}, high;\n}"
+      : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+      : "l"(at)
+      : "memory");
+  return value;
+}
+
+// 12 bytes under a seal that tells which epoch they belong to.
+DEVICE uint4 sealed(u32 x, u32 y, u32 z, u32 epoch) { return make_uint4(x, y, z, epoch ^ x ^ y ^ z); }
+
+DEVICE bool belongs(uint4 word, u32 epoch) { return (word.x ^ word.y ^ word.z ^ word.w) == epoch; }
+
+// ---- epochs, live ranks, and who is late -------------------------------------------------------------------
+
+// Epochs count 1 .. 2^32 - 2 and start over; 0 is memory that nobody wrote. Parity alternates over the turn.
+DEVICE u32 next_epoch(u32 epoch) { return epoch == 0xFFFFFFFEu ? 1u : epoch + 1u; }
+
+// The first FAREWELL_BYTES of every rank's memory: word r is set once rank r has given this rank up.
+#define FAREWELL_BYTES 256
+
+struct Watch {
+  u32* live;          // [RANKS] of this GPU: 0 is never waited for nor stored to
+  u32* board;         // [RANKS] of the host: the epoch in which a rank was late
+  const u64* memory;  // [RANKS] addresses of all ranks' peer memory, as mapped here
+  int rank;
+  u64 deadline;  // nanoseconds()
+};
+
+DEVICE Watch watch(u32* live, u32* board, const u64* memory, int rank, u64 patience) {
+  return Watch{live, board, memory, rank, nanoseconds() + patience};
+}
+
+DEVICE bool is_live(const Watch& w, int rank) { return *(volatile u32*)(w.live + rank) != 0; }
+
+// From here on `source` is neither waited for nor stored to; the host and `source` itself can read it.
+DEVICE void give_up(const Watch& w, int source, u32 epoch) {
+  *(volatile u32*)(w.live + source) = 0;
+  store_relaxed(w.board + source, epoch);
+  store_relaxed((u32*)w.memory[source] + w.rank, epoch);
+}
+
+// Whether `source` will not come: it is not live, has given this rank up, or its time is over.
+DEVICE bool is_gone(const Watch& w, int source, u32 epoch) {
+  if (!is_live(w, source)) return true;
+  bool late = nanoseconds() > w.deadline || load_relaxed((const u32*)w.memory[w.rank] + source) != 0;
+  if (late) give_up(w, source, epoch);
+  return late;
+}
+
+// Waits until `here()`; false when `source` will not come.
+template <class Here>
+DEVICE bool await(const Watch& w, int source, u32 epoch, Here here) {
+  for (u32 polls = 1;; ++polls) {
+    if (here()) return true;
+    if (polls % 64 == 0 && is_gone(w, source, epoch)) return false;
+  }
+}
+
+// ---- numbers -------------------------------------------------------------------------------------------------
+
+DEVICE float from_bits(u32 bits) { return __uint_as_float(bits); }
+
+DEVICE float half_float(u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// Two 16-bit values of SOURCE as float32, the low half first.
+DEVICE void widen(u32 pair, float& low, float& high) {
+#if SOURCE == 1
+  low = half_float((u16)pair), high = half_float((u16)(pair >> 16));
+#else
+  low = from_bits(pair << 16), high = from_bits(pair & 0xFFFF0000u);
+#endif
+}
+
+// Rounded to nearest even in SOURCE's 16 bits.
+DEVICE u32 narrow(float low, float high) {
+  u32 pair;
+#if SOURCE == 1
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#endif
+  return pair;
+}
+
+DEVICE float larger(float a, float b) {  // NaN where one is
+  float value;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(value) : "f"(a), "f"(b));
+  return value;
+}
+
+// a / constant as torch does it on this device.
+DEVICE float over_constant(float a, float constant) {
+#if TRUE_DIVISION
+  return __fdiv_rn(a, constant);
+#else
+  return a * __fdiv_rn(1.0f, constant);
+#endif
+}
+
+// Two E4M3 codes, saturated, the low byte first.
+DEVICE u32 e4m3_pair(float low, float high) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+DEVICE float e4m3_value(u32 code) {
+  u32 halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)code));
+  return half_float((u16)halves);
+}
+
+// E2M1 code: nearest, ties to even; NaN and what is too large give 6.
+DEVICE u32 e2m1_code(float x) {
+  float size = fminf(fabsf(x), 6.0f);  // 6 for NaN too
+  u32 exponent = max(__float_as_uint(size) >> 23, 127u);
+  u32 shift = (exponent + 22u) << 23;  // 2^23 steps: their number stands in the sum's low bits
+  u32 steps = __float_as_uint(__fadd_rn(size, from_bits(shift))) - shift;
+  return (steps + ((exponent - 127u) << 1)) | (x < 0.0f ? 8u : 0u);
+}
+
+// ---- one row to its record in the wire format ---------------------------------------------------------------
+
+#if SOURCE == 2
+typedef float Element;
+#else
+typedef u16 Element;
+#endif
+
+// 16 columns of a row from global memory (16-byte aligned).
+DEVICE void load_columns(const Element* at, float (&x)[16]) {
+  const uint4* words = (const uint4*)at;
+#if SOURCE == 2
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint4 word = words[i];
+    x[4 * i] = from_bits(word.x), x[4 * i + 1] = from_bits(word.y);
+    x[4 * i + 2] = from_bits(word.z), x[4 * i + 3] = from_bits(word.w);
+  }
+#else
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    uint4 word = words[i];
+    widen(word.x, x[8 * i], x[8 * i + 1]), widen(word.y, x[8 * i + 2], x[8 * i + 3]);
+    widen(word.z, x[8 * i + 4], x[8 * i + 5]), widen(word.w, x[8 * i + 6], x[8 * i + 7]);
+  }
+#endif
+}
+
+DEVICE float largest_of(const float (&x)[16]) {
+  float amax = fabsf(x[0]);
+#pragma unroll
+  for (int i = 1; i < 16; ++i) amax = larger(amax, fabsf(x[i]));
+  return amax;
+}
+
+DEVICE uint4 e4m3_codes(const float (&x)[16]) {
+  u32 words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    words[i] = e4m3_pair(x[4 * i], x[4 * i + 1]) | e4m3_pair(x[4 * i + 2], x[4 * i + 3]) << 16;
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+#if WIRE == WIRE_FP8_GROUP128
+// Eight lanes share a group; lanes past the row's end bring zeros.
+DEVICE void encode_columns(float (&x)[16], int unit, bool valid, u8* record, float) {
+  float amax = largest_of(x);
+#pragma unroll
+  for (int lane = 1; lane < 8; lane *= 2) amax = larger(amax, __shfl_xor_sync(~0u, amax, lane));
+  float scale = over_constant(amax < 1e-10f ? 1e-10f : amax, 448.0f);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) x[i] = __fdiv_rn(x[i], scale);
+  if (!valid) return;
+  *(uint4*)(record + 16 * unit) = e4m3_codes(x);
+  if (unit % 8 == 0) *(float*)(record + PART1_AT + unit / 2) = scale;
+}
+#elif WIRE == WIRE_MXFP8
+// Two lanes share a block; the smallest power of two that saturates nothing.
+DEVICE void encode_columns(float (&x)[16], int unit, bool valid, u8* record, float) {
+  float amax = largest_of(x);
+  amax = larger(amax, __shfl_xor_sync(~0u, amax, 1));
+  u32 ratio = __float_as_uint(over_constant(amax, 448.0f));
+  int byte = ratio <= 0x400000u ? 0 : (int)(ratio + 0x7FFFFFu) >> 23;
+  byte = min(max(byte, 0), 254);
+  float power = from_bits(byte == 254 ? 0x400000u : (u32)(254 - byte) << 23);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) x[i] = __fmul_rn(x[i], power);
+  if (!valid) return;
+  *(uint4*)(record + 16 * unit) = e4m3_codes(x);
+  if (unit % 2 == 0) record[PART1_AT + unit / 2] = amax != amax ? 255 : (u8)byte;
+}
+#elif WIRE == WIRE_NVFP4
+// A lane is a block; `factor` is the reciprocal of the constant outer scale.
+DEVICE void encode_columns(float (&x)[16], int unit, bool valid, u8* record, float factor) {
+  u32 code = e4m3_pair(over_constant(__fmul_rn(factor, largest_of(x)), 6.0f), 0.0f) & 0xFFu;
+  float value = e4m3_value(code);
+  float multiplier = value == 0.0f ? 0.0f : __fdiv_rn(factor, value);
+  u32 words[2] = {0u, 0u};
+#pragma unroll
+  for (int i = 0; i < 16; ++i) words[i / 8] |= e2m1_code(__fmul_rn(x[i], multiplier)) << (4 * (i % 8));
+  if (!valid) return;
+  *(uint2*)(record + 8 * unit) = make_uint2(words[0], words[1]);
+  record[PART1_AT + unit] = (u8)code;
+}
+#endif
+
+// One row as its record: `record` RECORD_BYTES in shared memory, 16-byte aligned. All threads of the block
+// call it together (a multiple of 32); who reads the record synchronises the block first. `row` is HIDDEN
+// elements, or with WIRE_RECORDS the record itself. `factor` matters to WIRE_NVFP4 alone.
+DEVICE void make_record(const void* row, u8* record, float factor) {
+#if WIRE == WIRE_RECORDS
+  for (int i = threadIdx.x; i < RECORD_BYTES / 16; i += blockDim.x)
+    ((uint4*)record)[i] = ((const uint4*)row)[i];
+#else
+  constexpr int UNITS = HIDDEN / 16;
+  for (int first = threadIdx.x - threadIdx.x % 32; first < UNITS; first += blockDim.x) {
+    int unit = first + threadIdx.x % 32;
+    float x[16] = {};
+    if (unit < UNITS) load_columns((const Element*)row + 16 * unit, x);
+    encode_columns(x, unit, unit < UNITS, record, factor);
+  }
+#endif
+}

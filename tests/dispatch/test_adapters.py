@@ -1,0 +1,273 @@
+"""Adapters to other libraries: the law over stand-ins with the real signatures, and who may serve where."""
+
+import inspect
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import cycle
+
+import pytest
+import torch
+from adapter_ranks import refusals, run_over_stand_ins, unreachable
+from carrier_cases import RANKS, Case, Outcome, cases_of, run_cases
+from deepep_rounding import rounded_by_deepep
+from parallel import parallel_launch
+
+from moeserve.dispatch.backends import DISPATCHERS, carrier_named
+from moeserve.dispatch.dispatcher import DispatchSpec
+from moeserve.dispatch.limits import Limits
+from moeserve.dispatch.probe import CHECKS, Place, nccl_at_run_time, rdma_adapters, surroundings
+from moeserve.dispatch.routing import Routing
+from moeserve.dispatch.travel import only_first, parts_arrived, parts_travelling, presented, widened
+from moeserve.experts.activation import Activation
+from moeserve.experts.batch import ExpertShape
+from moeserve.experts.kernel import Problem
+from moeserve.experts.machine import machine_named, this_machine
+from moeserve.quant.format import Scheme
+from moeserve.quant.formats import FORMATS
+
+ADAPTERS = (
+    "deepep_ht",
+    "deepep_ll",
+    "deepep_v2",
+    "flashinfer",
+    "flashinfer_two_sided",
+    "nccl_ep",
+    "nccl_ep_ll",
+    "nixl_ep",
+    "mori",
+)
+FEW_WIRES = {"bf16", "fp8_group128", "fp8_group128_ue8m0", "mxfp4"}
+
+
+def chosen(carrier: str) -> list[Case]:
+    """A few wires in one step, every step and every placement in bf16."""
+    cases = [case for case in cases_of(DISPATCHERS[carrier]) if case.dtype == torch.bfloat16]
+    wires = [c for c in cases if c.placement == "even" and c.step == "uneven_lanes" and c.wire in FEW_WIRES]
+    steps = [c for c in cases if c.wire == "bf16" and (c.placement == "even" or c.step == "uneven_lanes")]
+    return list(dict.fromkeys(wires + steps))
+
+
+LAW = [case for carrier in ADAPTERS for case in chosen(carrier)]
+FAULTS = [
+    Case(carrier, "even", "bf16", torch.bfloat16, "uneven_lanes", 8, fault)
+    for carrier, fault in zip(ADAPTERS, cycle(("rolled_weights", "lost_rank")), strict=False)
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[Case, list[Outcome]]:
+    """Every case's outcome by rank, from one launch of four processes."""
+    cases = LAW + FAULTS
+    by_rank = parallel_launch(RANKS, run_over_stand_ins, cases, timeout=240)
+    return dict(zip(cases, zip(*by_rank, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("case", LAW, ids=str)
+def test_four_ranks_answer_as_one(case: Case, outcomes: dict[Case, list[Outcome]]) -> None:
+    seen = outcomes[case]
+    assert max(outcome.worst for outcome in seen) <= 1.0
+    assert all(outcome.repeats for outcome in seen)
+    assert all(outcome.exact for outcome in seen)
+    assert sum(outcome.received for outcome in seen) == seen[0].pairs
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_faulty_adapter_breaks_the_law(fault: Case, outcomes: dict[Case, list[Outcome]]) -> None:
+    assert max(outcome.worst for outcome in outcomes[fault]) > 1.0
+
+
+LACKING = [
+    ("deepep_ht", {"arch": "sm80"}, "GPU: found sm80, required sm100 or sm103 or sm90; use "),
+    ("mori", {"arch": "sm90"}, "GPU: found sm90, required gfx942 or gfx950; "),
+    (
+        "deepep_ht",
+        {"reaches": unreachable},
+        "peer memory: found no access to the GPUs of ranks [0], required",
+    ),
+    ("flashinfer", {"place": Place("host1", "GPU-1")}, "peer memory: found ranks [0] on other hosts, "),
+    ("deepep_ll", {"adapters": ()}, "RDMA: found no adapter in "),
+    ("nixl_ep", {"module": "nixl_ep"}, "import of nixl_ep: found ModuleNotFoundError: "),
+    ("flashinfer", {"module": "flashinfer"}, "import of flashinfer: found ModuleNotFoundError: "),
+    ("nccl_ep", {"nccl": (2, 28, 9)}, "NCCL at run time: found 2.28.9, required at least 2.30.4; install "),
+    ("deepep_v2", {"nccl": None}, "NCCL at run time: found none, required at least 2.30.4; "),
+]
+"""Carrier, what rank 1 alone lacks, and what is said of it."""
+
+
+def test_what_one_rank_lacks_makes_all_refuse() -> None:
+    lacking = [(carrier, fields) for carrier, fields, _ in LACKING]
+    whole = [(carrier, {}) for carrier in ("deepep_ht", "nccl_ep", "nixl_ep")]
+    by_rank = parallel_launch(2, refusals, lacking + whole, timeout=120)
+    assert by_rank[0] == by_rank[1][: len(LACKING)] + [""] * len(whole), "all ranks hear the same"
+    for said, (carrier, _, message) in zip(by_rank[0], LACKING, strict=False):
+        first, *others = said.splitlines()
+        assert first == f"carrier {carrier} cannot serve"
+        theirs = [line.strip() for line in others]
+        there = ["rank 1"] if "peer memory: found ranks" not in message else ["rank 0", "rank 1"]
+        assert [line.partition(":")[0] for line in theirs] == there
+        assert message in theirs[-1]
+
+
+def test_checks_stand_in_the_order_of_their_cost() -> None:
+    names = [check.__name__ for check in CHECKS]
+    assert names == ["_architecture", "_peers", "_import", "_nccl", "_sizes", "_rdma"]
+
+
+def problem(**changed: object) -> Problem:
+    shape = ExpertShape(7168, 2048, Activation("silu"))
+    scheme = Scheme(FORMATS["fp8_block128"], FORMATS["fp8_group128"])
+    return replace(Problem(scheme, FORMATS["bf16"], shape, 256, 4, 8, 128), **changed)
+
+
+@pytest.mark.parametrize(
+    ("carrier", "changed", "reason"),
+    [
+        ("deepep_ht", {"ranks": 3}, "joins 2, 4, 8 ranks, not 3"),
+        ("deepep_ht", {"model_format": FORMATS["fp16"]}, "carries hidden states in bf16, not in fp16"),
+        ("deepep_ll", {"top_k": 12}, "takes at most 11 experts a token, not 12"),
+        ("deepep_ll", {"shape": ExpertShape(9216, 64, Activation("silu"))}, "H=9216 is more than its"),
+        ("flashinfer", {"top_k": 23}, "takes at most 22 experts a token, not 23"),
+        ("flashinfer", {"ranks": 65}, "joins at most 64 ranks, not 65"),
+        ("nccl_ep", {"sliced": True}, "carries rows to whole experts only"),
+    ],
+)
+def test_a_plan_hears_limits_as_data(carrier: str, changed: dict[str, object], reason: str) -> None:
+    row, machine = DISPATCHERS[carrier], machine_named("h200", DISPATCHERS[carrier].modules)
+    assert row.refuses(problem(), machine) is None
+    said = row.refuses(problem(**changed), machine)
+    assert said is not None and said.startswith(reason)
+
+
+def test_a_package_that_is_missing_is_named() -> None:
+    for carrier in ADAPTERS:
+        arch = "mi300x" if carrier == "mori" else "h200"
+        said = DISPATCHERS[carrier].refuses(problem(), machine_named(arch, ()))
+        assert said == f"needs the package {', '.join(DISPATCHERS[carrier].modules)}"
+
+
+@pytest.mark.parametrize(
+    ("name", "carrier"),
+    [
+        ("deepep_high_throughput", "deepep_ht"),
+        ("deepep_low_latency", "deepep_ll"),
+        ("flashinfer_nvlink_one_sided", "flashinfer"),
+        ("flashinfer_all2allv", "flashinfer_two_sided"),
+        ("mori_low_latency", "mori"),
+        ("nixl_ep", "nixl_ep"),
+    ],
+)
+def test_names_of_model_servers_find_their_adapter(name: str, carrier: str) -> None:
+    assert carrier_named(name).name == carrier
+
+
+def test_how_far_a_row_travels() -> None:
+    assert [Limits(hidden_step=256).travelling(h) for h in (2880, 3072, 7168)] == [3072, 3072, 7168]
+    sizes = DISPATCHERS["deepep_ll"].limits
+    assert [sizes.travelling(h) for h in (256, 2880, 7168)] == [2048, 3072, 7168]
+    with pytest.raises(ValueError, match="H=9000 is more than the largest row, 8192"):
+        sizes.travelling(9000)
+    assert Limits(hidden_multiple=8).refuses(4, 8, 100, "bf16") == "H=100 must be a multiple of 8"
+
+
+SPEC = DispatchSpec(0, 2, 4, 2880, 2, 8, torch.bfloat16, FORMATS["fp8_group128"])
+
+
+def test_what_is_added_to_a_row_is_taken_off_again() -> None:
+    packed = SPEC.wire.quantize(torch.randn(3, 2880, generator=torch.Generator().manual_seed(0)))
+    sent = parts_travelling(packed, 3072)
+    assert [(tuple(part.shape), part.is_contiguous()) for part in sent] == [
+        ((3, 3072), True),
+        ((3, 24), True),
+    ]
+    assert not sent[0][:, 2880:].float().any() and not sent[1][:, 23:].any()
+    for got, want in zip(parts_arrived(sent, SPEC), packed.parts, strict=True):
+        assert torch.equal(got.contiguous().view(torch.uint8), want.view(torch.uint8))
+    assert widened(packed.parts[1], 23).data_ptr() == packed.parts[1].data_ptr()
+
+
+def test_an_empty_lane_presents_a_row_that_goes_nowhere() -> None:
+    none = Routing(torch.empty((0, 2), dtype=torch.int32), torch.empty(0, 2), (0, 3))
+    rows, slots, weights = presented(torch.empty((0, 2880), dtype=torch.bfloat16), none)
+    assert (rows.shape, slots.tolist(), weights.tolist()) == ((1, 2880), [[-1, -1]], [[0.0, 0.0]])
+    one = Routing(torch.tensor([[-1, 3]], dtype=torch.int32), torch.tensor([[float("nan"), 2.0]]), (1, 3))
+    assert presented(torch.ones(1, 2880), one)[2].tolist() == [[0.0, 2.0]]
+
+
+def test_rows_past_a_count_are_nobodys() -> None:
+    slots = torch.tensor([[1, 2], [3, -1], [0, 0]])
+    assert only_first(torch.tensor([2]), slots).tolist() == [[1, 2], [3, -1], [-1, -1]]
+    blocks = only_first(torch.tensor([[1], [0]]), torch.zeros((2, 2, 1), dtype=torch.int64))
+    assert blocks.tolist() == [[0], [-1], [-1], [-1]]
+
+
+def test_this_host_is_looked_at() -> None:
+    here = surroundings(SPEC)
+    assert here.arch == "cpu" and here.place.host and not here.reaches(here.place.gpu)
+    assert here.adapters == rdma_adapters() and here.nccl == nccl_at_run_time()
+    assert here.nccl is None or here.nccl >= (2, 0, 0)
+
+
+def test_deepep_rounds_within_a_code_of_the_formats() -> None:
+    rows = torch.randn(64, 512, generator=torch.Generator().manual_seed(3))
+    for name in ("fp8_group128", "fp8_group128_ue8m0"):
+        codes, scales = rounded_by_deepep(rows, name.endswith("ue8m0"))
+        own = FORMATS[name].quantize(rows)
+        assert torch.allclose(scales, own.parts[1], rtol=1e-6)
+        steps = codes.view(torch.int8).int() - own.parts[0].view(torch.int8).int()
+        assert steps.abs().max() <= 1 and (steps != 0).float().mean() < 1e-3
+
+
+def installed(carrier: str) -> bool:
+    """Whether the carrier's library is on this machine and meant for its GPUs."""
+    row, machine = DISPATCHERS[carrier], this_machine()
+    return machine.arch in row.archs and row.modules <= machine.modules
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+@pytest.mark.parametrize("carrier", ADAPTERS)
+def test_two_gpus_answer_as_one(carrier: str) -> None:
+    if not installed(carrier):
+        pytest.skip(f"needs {', '.join(DISPATCHERS[carrier].modules)}")
+    cases = cases_of(DISPATCHERS[carrier], "cuda", 2)
+    by_case = zip(*parallel_launch(2, run_cases, cases, timeout=200, device="cuda"), strict=True)
+    for case, outcomes in zip(cases, by_case, strict=True):
+        assert max(outcome.worst for outcome in outcomes) <= 1.0, str(case)
+        assert all(outcome.repeats and outcome.exact for outcome in outcomes), str(case)
+        assert sum(outcome.received for outcome in outcomes) == outcomes[0].pairs, str(case)
+
+
+REAL = {
+    "deep_ep": ("fakes.deep_ep", ("Buffer.__init__", "Buffer.dispatch", "Buffer.combine")),
+    "flashinfer.comm.trtllm_moe_alltoall": (
+        "fakes.flashinfer",
+        ("MoeAlltoAll.__init__", "MoeAlltoAll.dispatch", "MoeAlltoAll.combine"),
+    ),
+    "flashinfer.comm.trtllm_alltoall": (
+        "fakes.flashinfer",
+        (
+            "MnnvlMoe.mnnvl_moe_alltoallv_prepare_without_allgather",
+            "MnnvlMoe.mnnvl_moe_alltoallv",
+            "MnnvlMoe.mnnvl_moe_alltoallv_combine",
+        ),
+    ),
+    "nccl.ep": ("fakes.nccl_ep", ("Group.create_handle", "Handle.dispatch", "Handle.combine", "Tensor")),
+    "mori.ops": ("fakes.mori", ("EpDispatchCombineOp.dispatch", "EpDispatchCombineOp.combine")),
+    "nixl_ep": ("fakes.nixl_ep", ("Buffer.__init__", "Buffer.low_latency_dispatch")),
+}
+
+
+@pytest.mark.parametrize("module", REAL)
+def test_stand_ins_take_what_the_library_takes(module: str) -> None:
+    if find_spec(module.partition(".")[0]) is None:
+        pytest.skip(f"needs {module}")
+    fake, names = REAL[module]
+    for name in names:
+        taken = []
+        for home in (import_module(module), import_module(fake)):
+            found = home
+            for part in name.split("."):
+                found = getattr(found, part)
+            taken.append([(p.name, p.kind) for p in inspect.signature(found).parameters.values()])
+        assert taken[0] == taken[1], name

@@ -1,0 +1,172 @@
+"""The low-latency carrier over peer memory: its protocol on the CPU twin, late peers, and what it refuses."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from low_latency_ranks import DELAY, PATIENCE, everything, spec
+from parallel import parallel_launch
+
+from moeserve.dispatch.backends import DISPATCHERS
+from moeserve.dispatch.backends.nvlink_ll import bytes_needed, check_sizes
+from moeserve.dispatch.peers import epochs, late, ll_kernels, ll_layout, sources, wires
+from moeserve.experts.activation import Activation
+from moeserve.experts.batch import ExpertShape
+from moeserve.experts.kernel import Problem
+from moeserve.experts.kernels import KERNELS
+from moeserve.experts.machine import machine_named
+from moeserve.quant.format import Scheme
+from moeserve.quant.formats import BF16, FORMATS, STATIC, WIRES
+from moeserve.runtime.plan import Wanted, make_plan
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[tuple[Any, ...]]:
+    """What each rank saw: the protocol, a late rank, an excluded one."""
+    return parallel_launch(RANKS, everything, timeout=150)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "over the turn of the epochs",
+        "two under way",
+        "abandoned steps",
+        "a stale step is refused",
+        "random sizes",
+        "nobody was late",
+    ],
+)
+def test_the_protocol_holds(what: str, seen: list[tuple[Any, ...]]) -> None:
+    assert [held[what] for held, _, _ in seen] == [True] * RANKS
+
+
+def test_a_late_rank_is_named_by_all_others_and_nobody_hangs(seen: list[tuple[Any, ...]]) -> None:
+    first, late_one, last = (found for _, found, _ in seen)
+    for other in (first, last):
+        assert other["whole"] and other["named"] == (1,) and other["again"] == ()
+        assert PATIENCE <= other["took"] < DELAY, "it waits as long as it is told, not for the late rank"
+        assert other["answer"], "the step goes on with what the others brought"
+        assert other["after"] and other["then"] < PATIENCE, "nobody waits for it again"
+    assert late_one["named"] == (0, 2), "the late rank learns that it was given up"
+    assert late_one["took"] < PATIENCE and late_one["then"] < PATIENCE, "and waits for nobody who has gone on"
+
+
+def test_an_excluded_rank_is_not_waited_for(seen: list[tuple[Any, ...]]) -> None:
+    *others, excluded = (found for _, _, found in seen)
+    assert excluded is None
+    assert [(well, unnamed) for well, unnamed, _ in others] == [(True, True)] * 2
+    assert all(took < PATIENCE for _, _, took in others)
+
+
+def test_epochs_alternate_in_parity_over_the_turn_and_skip_what_memory_holds() -> None:
+    at, seen = epochs.LAST - 2, []
+    for _ in range(5):
+        at = epochs.next_epoch(at)
+        seen.append(at)
+    assert seen == [epochs.LAST - 1, epochs.LAST, 1, 2, 3] and epochs.NEVER not in seen
+    assert [epochs.parity(epoch) for epoch in seen] == [1, 0, 1, 0, 1]
+
+
+def test_sections_of_the_layout_do_not_overlap() -> None:
+    given = replace(spec(0, 4), wire=FORMATS["mxfp8"], row_align=8, lane_rows=6)
+    layout = ll_layout.LowLatencyLayout(given)
+    ends = [
+        late.FAREWELL_BYTES,
+        layout.greetings + 4 * 4,
+        layout.choices + 4 * 6 * 2 * 16,
+        layout.ready + 4 * 6 * 4,
+        layout.records + 4 * 6 * layout.record.nbytes,
+        layout.returned + 4 * 6 * layout.spans * 4,
+        layout.partials + 4 * 6 * 64 * 4,
+        layout.sealed + 4 * 6 * layout.sealed_bytes,
+    ]
+    starts = [
+        layout.greetings,
+        layout.choices,
+        layout.ready,
+        layout.records,
+        layout.returned,
+        layout.partials,
+        layout.sealed,
+        layout.greetings + layout.parity_bytes,
+    ]
+    assert all(end <= start for end, start in zip(ends, starts, strict=True))
+    assert layout.nbytes == layout.greetings + 2 * layout.parity_bytes and layout.capacity == 24
+
+
+def test_the_kernels_and_the_layout_agree_on_their_constants() -> None:
+    defined = dict(re.findall(r"#define (\w+) +\(?(\w+)", sources.source(*ll_kernels.SOURCES)))
+    assert int(defined["FAREWELL_BYTES"]) == late.FAREWELL_BYTES
+    assert int(defined["THREADS"]) == ll_kernels.THREADS
+    assert 32 * 16 * int(defined["VECTORS"]) == ll_layout.SPAN_BYTES
+    numbers = {name: int(defined[f"WIRE_{name.removesuffix('_static').upper()}"]) for name in wires.FUSED}
+    assert numbers == wires.FUSED and int(defined["WIRE_RECORDS"]) == wires.RECORDS
+    assert "0xFFFFFFFEu" in sources.source(*ll_kernels.SOURCES) and epochs.LAST == 0xFFFFFFFE
+
+
+def test_sources_include_no_header() -> None:
+    folder = Path(ll_layout.__file__).parent
+    assert not [path.name for path in folder.glob("*.cu") if "#include" in path.read_text()]
+
+
+@pytest.mark.parametrize("name", sorted(WIRES))
+def test_a_record_holds_a_row_of_any_wire(name: str) -> None:
+    record, rows = wires.RowRecord(WIRES[name], 160), torch.randn(5, 160)
+    packed = record.pack(rows)
+    assert packed.shape == (5, record.nbytes) and record.nbytes % 16 == 0
+    for got, want in zip(record.parts(packed), WIRES[name].quantize(rows).parts, strict=True):
+        assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+def test_only_the_rule_the_kernels_know_is_made_by_them() -> None:
+    from moeserve.quant.formats.mx import mxfp8
+
+    made = replace(spec(0, 2), dtype=torch.bfloat16)
+    assert wires.wire_code(replace(made, wire=FORMATS["mxfp8"])).fused
+    assert not wires.wire_code(replace(made, wire=mxfp8("even_e2m1"))).fused
+    assert not wires.wire_code(replace(made, wire=FORMATS["bf16"])).fused
+    given = STATIC["nvfp4_static"].given
+    assert given is not None
+    code = wires.wire_code(replace(made, wire=given(torch.tensor(0.25))))
+    assert code.fused and code.factor == 4.0
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"ranks": 9}, "at most 8 ranks, not 9"),
+        ({"hidden": 72}, "H=72 must be a multiple of 16"),
+        ({"lane_rows": 70000}, "lane_rows=70000 must lie between 1 and 65535"),
+        ({"top_k": 33}, "top_k=33 must lie between 1 and 32"),
+        ({"slots": 40000}, "80000 slots do not fit in 16 bits"),
+    ],
+)
+def test_sizes_without_room_are_refused(change: dict[str, int], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        check_sizes(replace(spec(0, 2), **change))  # type: ignore[arg-type]
+
+
+def test_what_does_not_fit_is_refused_with_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = replace(spec(0, 2), lane_rows=4096, slots=128, hidden=7168, device="cuda")
+    needed = bytes_needed(large)
+    assert needed > 2 * 128 * 2 * 4096 * 7168 * 4  # two batches of float32
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed, 2 * needed))
+    check_sizes(large)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed - 1, 2 * needed))
+    with pytest.raises(ValueError, match=f"needs {needed} bytes for 4096 rows a lane.*{needed - 1} are free"):
+        check_sizes(large)
+
+
+def test_on_a_cpu_it_serves_only_when_named() -> None:
+    shape = ExpertShape(256, 256, Activation("silu"))
+    asked = Problem(Scheme(BF16, BF16), BF16, shape, experts=8, ranks=4, top_k=2, lane_rows=64)
+    cpu = machine_named("cpu", ())
+    alone = {name: DISPATCHERS[name] for name in ("nvlink_ll", "all2allv")}
+    assert make_plan(asked, cpu, KERNELS, alone, Wanted()).carrier_names == "all2allv"
+    assert make_plan(asked, cpu, KERNELS, alone, Wanted(carrier="nvlink_ll")).carrier_names == "nvlink_ll"

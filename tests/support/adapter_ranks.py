@@ -1,0 +1,98 @@
+"""Workers that run adapters over stand-ins of their libraries, as if on four GPUs of one host."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from carrier_cases import Case, Outcome, run_cases, spec_of
+
+from moeserve.dispatch import probe
+from moeserve.dispatch.backends import DISPATCHERS, nccl_ep
+from moeserve.dispatch.dispatcher import DispatchSpec
+from moeserve.dispatch.probe import Place, Surroundings
+
+STANDS_FOR = {
+    "deep_ep": "fakes.deep_ep",
+    "flashinfer": "fakes.flashinfer",
+    "flashinfer.comm": "fakes.flashinfer",
+    "flashinfer.comm.trtllm_moe_alltoall": "fakes.flashinfer",
+    "flashinfer.comm.trtllm_alltoall": "fakes.flashinfer",
+    "flashinfer.comm.mapping": "fakes.flashinfer",
+    "flashinfer.comm.mnnvl": "fakes.flashinfer",
+    "flashinfer.comm.comm_backend": "fakes.flashinfer",
+    "nccl.ep": "fakes.nccl_ep",
+    "nccl.ep.interop.torch": "fakes.nccl_ep",
+    "nixl_ep": "fakes.nixl_ep",
+    "mori": "fakes.mori",
+    "mori.ops": "fakes.mori",
+    "mori.shmem": "fakes.mori",
+}
+"""Modules by the stand-in that answers for them."""
+
+
+def a_gpu_host(spec: DispatchSpec, carrier: str) -> Surroundings:
+    """What a rank sees of the best host for `carrier`."""
+    arch = max(DISPATCHERS[carrier].archs, key=lambda arch: (arch == "sm90", arch))
+    place = Place("host0", f"GPU-{spec.rank}")
+    return Surroundings(place, arch, lambda gpu: gpu != place.gpu, (2, 30, 7), ("mlx5_0",))
+
+
+def install(carrier: str) -> None:
+    """Puts the stand-ins in their places and this process on a GPU host."""
+    for name, fake in STANDS_FOR.items():
+        parent, _, child = name.rpartition(".")
+        if parent:
+            sys.modules.setdefault(parent, ModuleType(parent))
+        sys.modules[name] = import_module(fake)
+        if parent:
+            setattr(sys.modules[parent], child, sys.modules[name])
+    probe.surroundings = lambda spec: a_gpu_host(spec, carrier)
+    nccl_ep._stream = lambda: 0
+
+
+def run_over_stand_ins(rank: int, world: int, cases: list[Case]) -> list[Outcome]:
+    """Worker: every case over its library's stand-in."""
+    outcomes = []
+    for case in cases:
+        install(case.carrier)
+        outcomes += run_cases(rank, world, [case])
+    return outcomes
+
+
+def refusals(rank: int, world: int, lacking: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    """Worker: what each carrier says on this rank when rank 1 alone has a host that lacks something.
+
+    `lacking` are (carrier, fields of its surroundings); the field `module` is one that cannot be imported.
+    """
+    said = []
+    for carrier, fields in lacking:
+        install(carrier)
+        lacks = fields if rank == 1 else {}
+        if module := lacks.get("module"):
+            sys.modules[module] = None  # type: ignore[assignment]
+        seen = {name: value for name, value in lacks.items() if name != "module"}
+        case = Case(carrier, "even", "bf16", torch.bfloat16, "holes", 1, ranks=world)
+        spec = spec_of(case, rank)
+        here = replace(a_gpu_host(spec, carrier), **seen)
+        probe.surroundings = partial(_given, here)
+        try:
+            DISPATCHERS[carrier].build(spec).close()
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def _given(here: Surroundings, spec: DispatchSpec) -> Surroundings:
+    return here
+
+
+def unreachable(gpu: str) -> bool:
+    """No GPU reaches another."""
+    return False

@@ -1,0 +1,113 @@
+"""What ranks of a group choose by cost, and how much they measured to know it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from moeserve.dispatch.backends import DISPATCHERS
+from moeserve.dispatch.dispatcher import Dispatcher, DispatchRow, DispatchSpec
+from moeserve.dispatch.measure import Candidate, Measured, measure
+from moeserve.experts.activation import Activation
+from moeserve.experts.batch import ExpertShape
+from moeserve.experts.kernel import Problem
+from moeserve.experts.kernels import KERNELS
+from moeserve.experts.machine import machine_named
+from moeserve.quant.format import Scheme
+from moeserve.quant.formats import BF16
+from moeserve.runtime import costing
+from moeserve.runtime.costing import ALWAYS, NEVER, CostBook, Costing
+from moeserve.runtime.plan import AUTO, Plan, Span, Wanted, make_plan
+
+LANE_ROWS = 20
+SHAPE = ExpertShape(64, 64, Activation("silu"))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one rank chose."""
+
+    carriers: tuple[tuple[str, int], ...]  # (name, up to rows)
+    measured: tuple[str, ...]  # carriers that were measured for it
+    points: tuple[tuple[str, int], ...]  # (carrier, rows) that costs have
+    refused: dict[str, str]
+
+
+def plan_of(ranks: int, wanted: Wanted, extra: DispatchRow | None = None) -> Plan:
+    problem = Problem(Scheme(BF16, BF16), BF16, SHAPE, experts=8, ranks=ranks, top_k=2, lane_rows=LANE_ROWS)
+    rows = DISPATCHERS | ({extra.name: extra} if extra else {})
+    return make_plan(problem, machine_named("cpu", ()), KERNELS, rows, wanted)
+
+
+def chosen(
+    book: CostBook, plan: Plan, rank: int, monitor: Callable[[list[Candidate], float], Measured] = measure
+) -> Choice:
+    """One choice, with an eye on what it measures."""
+    seen: list[str] = []
+
+    def watched(candidates: list[Candidate], seconds: float) -> Measured:
+        seen.extend(candidate.row.name for candidate in candidates)
+        return monitor(candidates, seconds)
+
+    def spec_of(asked: Plan, span: Span) -> DispatchSpec:
+        problem = asked.problem
+        return DispatchSpec(
+            rank, problem.ranks, 8 // problem.ranks, 64, 2, span.up_to, torch.bfloat16, span.wire
+        )
+
+    costing.measure = watched
+    try:
+        made = book.choose({0: plan, 3: plan}, spec_of)
+    finally:
+        costing.measure = measure
+    if made[0] is not made[3]:
+        raise AssertionError("layers that shared a plan must share the one by cost")
+    costs = made[0].costs
+    points = [(cost.carrier, point.rows) for cost in costs.carriers for point in cost.points] if costs else []
+    carriers = tuple((span.carrier.name, span.up_to) for span in made[0].carriers)
+    return Choice(carriers, tuple(seen), tuple(points), dict(made[0].refused))
+
+
+def choices(rank: int, world: int, folder: str) -> tuple[dict[str, Choice], dict[str, str]]:
+    """Worker: one choice after another, by name, and what was said where there was none."""
+    always, table = Costing(ALWAYS, folder), plan_of(world, Wanted())
+    book = CostBook(replace(always, seconds=0.2))
+    found = {"first": chosen(book, table, rank), "again": chosen(book, table, rank)}
+    found["stored"] = chosen(CostBook(always), table, rank)
+    found["anew"] = chosen(CostBook(replace(always, anew=True, seconds=0.1)), table, rank)
+    found["pinned"] = chosen(CostBook(always), plan_of(world, Wanted(carrier="all2allv")), rank)
+    for when in (NEVER, AUTO):
+        found[when] = chosen(CostBook(replace(always, measure=when)), table, rank)
+
+    all2allv = DISPATCHERS["all2allv"]
+    picky = replace(all2allv, name="picky", build=_no_rank_1)
+    found["picky"] = chosen(CostBook(replace(always, seconds=0.1)), plan_of(world, Wanted(), picky), rank)
+    lonely = replace(all2allv, name="lonely") if rank == 0 else None
+    found["lonely"] = chosen(CostBook(always), plan_of(world, Wanted(), lonely), rank)
+
+    broken = replace(all2allv, name="broken", build=_broken)
+    said = {"broken": _refusal(always, plan_of(world, Wanted(), broken), rank)}
+    told = plan_of(world, Wanted(carrier="all2allv" if rank == 1 else AUTO))
+    said["differing"] = _refusal(replace(always, measure=NEVER), told, rank)
+    return found, said
+
+
+def _refusal(how: Costing, plan: Plan, rank: int) -> str:
+    try:
+        return f"no error: {chosen(CostBook(how), plan, rank)}"
+    except RuntimeError as error:
+        return str(error)
+
+
+def _no_rank_1(spec: DispatchSpec) -> Dispatcher:
+    if spec.rank == 1:
+        raise RuntimeError("needs 7 bytes more than rank 1 has")
+    return DISPATCHERS["all2allv"].build(spec)
+
+
+def _broken(spec: DispatchSpec) -> Dispatcher:
+    carrier = DISPATCHERS["all2allv"].build(spec)
+    carrier.combine = lambda outputs, ticket: (_ for _ in ()).throw(ValueError("a byte is wrong"))  # type: ignore[method-assign]
+    return carrier

@@ -1,0 +1,206 @@
+"""Workers that put the low-latency carrier's twin through its protocol, one function a launch."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moeserve.dispatch.backends.nvlink_ll import NvlinkLowLatency
+from moeserve.dispatch.dispatcher import DispatchSpec
+from moeserve.dispatch.peers.epochs import LAST
+from moeserve.dispatch.peers.ll_layout import SEALED_ROWS
+from moeserve.dispatch.routing import Routing
+from moeserve.experts.batch import ExpertBatch
+from moeserve.experts.placement import EMPTY
+from moeserve.quant.formats import FORMATS
+
+SLOTS, HIDDEN, TOP_K, LANE_ROWS = 3, 64, 3, SEALED_ROWS + 8
+PATIENCE = 1.0
+DELAY = 2.5
+
+
+@dataclass(frozen=True, eq=False)
+class Lanes:
+    """Every lane's inputs of one step, the same in every process."""
+
+    hidden: list[Tensor]
+    slots: list[Tensor]
+    weights: list[Tensor]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuple(h.shape[0] for h in self.hidden)
+
+    def routing(self, rank: int) -> Routing:
+        return Routing(self.slots[rank], self.weights[rank], self.rows)
+
+    def expected(self, rank: int, without: tuple[int, ...] = ()) -> Tensor:
+        """Slot s multiplies by s + 1; slots of the ranks `without` answer nothing. Exact: small integers."""
+        slots = self.slots[rank]
+        here = slots >= 0
+        for lost in without:
+            here = here & (slots // SLOTS != lost)
+        factor = torch.where(here, self.weights[rank].nan_to_num() * (slots + 1), 0.0).sum(dim=1)
+        return self.hidden[rank] * factor[:, None]
+
+
+def lanes(seed: int, rows: tuple[int, ...]) -> Lanes:
+    """Small integers everywhere, so that sums are exact in any order; some choices are empty."""
+    random = torch.Generator().manual_seed(seed)
+    made = Lanes([], [], [])
+    for count in rows:
+        made.hidden.append(torch.randint(-8, 9, (count, HIDDEN), generator=random).float())
+        order = torch.rand(count, SLOTS * len(rows), generator=random).argsort(dim=1)[:, :TOP_K].int()
+        empty = torch.rand(count, TOP_K, generator=random) < 0.2
+        made.slots.append(torch.where(empty, EMPTY, order))
+        weight = torch.randint(1, 5, (count, TOP_K), generator=random).float()
+        made.weights.append(torch.where(empty, float("nan"), weight))
+    return made
+
+
+def spec(rank: int, ranks: int, patience: float = 30.0) -> DispatchSpec:
+    """Float32 all the way."""
+    return DispatchSpec(
+        rank=rank,
+        ranks=ranks,
+        slots=SLOTS,
+        hidden=HIDDEN,
+        top_k=TOP_K,
+        lane_rows=LANE_ROWS,
+        dtype=torch.float32,
+        wire=FORMATS["fp32"],
+        patience=patience,
+    )
+
+
+def compute(batch: ExpertBatch, rank: int) -> Tensor:
+    """Slot s of all ranks multiplies by s + 1; rows that no slot owns come back as NaN."""
+    rows = batch.tokens.dequantize()
+    outputs = torch.full_like(rows, float("nan"))
+    for slot, count in enumerate(batch.counts.tolist()):
+        outputs[slot, :count] = rows[slot, :count] * (rank * SLOTS + slot + 1)
+    return outputs
+
+
+def step(carrier: NvlinkLowLatency, rank: int, given: Lanes) -> Tensor:
+    """One whole step."""
+    arrived = carrier.dispatch(given.hidden[rank], given.routing(rank)).wait()
+    return carrier.combine(compute(arrived.batch, rank), arrived.ticket).wait()
+
+
+def everything(
+    rank: int, world: int
+) -> tuple[dict[str, bool], dict[str, Any], tuple[bool, bool, float] | None]:
+    """All there is to see, in one launch: the protocol, rank 1 too late, the last rank excluded."""
+    return protocol(rank, world), one_is_late(rank, world, 1), one_is_excluded(rank, world, world - 1)
+
+
+def protocol(rank: int, world: int) -> dict[str, bool]:
+    """What must hold when all ranks come, by name."""
+    carrier = NvlinkLowLatency(spec(rank, world))
+    return {
+        "over the turn of the epochs": _turn(carrier, rank, world),
+        "two under way": _under_way(carrier, rank, world),
+        "abandoned steps": _abandoned(carrier, rank, world),
+        "a stale step is refused": _stale(carrier, rank, world),
+        "random sizes": _random_sizes(carrier, rank, world),
+        "nobody was late": carrier.late() == (),
+    }
+
+
+def _turn(carrier: NvlinkLowLatency, rank: int, world: int) -> bool:
+    assert carrier._twin is not None
+    carrier._twin.epoch = LAST - 3
+    given = [lanes(seed, (3, 0, 6)[:world]) for seed in range(7)]
+    well = all(torch.equal(step(carrier, rank, each), each.expected(rank)) for each in given)
+    return well and carrier._twin.epoch == 4
+
+
+def _under_way(carrier: NvlinkLowLatency, rank: int, world: int) -> bool:
+    one, two = lanes(11, (4, 2, 5)[:world]), lanes(12, (6, 6, 1)[:world])
+    well = True
+    for turn in range(6):
+        arrived = [carrier.dispatch(each.hidden[rank], each.routing(rank)).wait() for each in (one, two)]
+        outputs = [compute(each.batch, rank) for each in arrived]
+        answers = {}
+        for at in (0, 1) if turn % 2 else (1, 0):
+            answers[at] = carrier.combine(outputs[at], arrived[at].ticket).wait()
+        well &= torch.equal(answers[0], one.expected(rank)) and torch.equal(answers[1], two.expected(rank))
+    return well
+
+
+def _abandoned(carrier: NvlinkLowLatency, rank: int, world: int) -> bool:
+    given = lanes(21, (2, 3, 4)[:world])
+    for _ in range(3):
+        carrier.dispatch(given.hidden[rank], given.routing(rank)).wait()
+    return torch.equal(step(carrier, rank, given), given.expected(rank))
+
+
+def _stale(carrier: NvlinkLowLatency, rank: int, world: int) -> bool:
+    given = lanes(22, (1, 1, 1)[:world])
+    arrived = [carrier.dispatch(given.hidden[rank], given.routing(rank)).wait() for _ in range(3)]
+    try:
+        carrier.combine(compute(arrived[0].batch, rank), arrived[0].ticket)
+    except ValueError as error:
+        return "2 steps ago" in str(error)
+    return False
+
+
+def _random_sizes(carrier: NvlinkLowLatency, rank: int, world: int) -> bool:
+    random = torch.Generator().manual_seed(5)
+    well, sizes = True, set()
+    for seed in range(30):
+        most = LANE_ROWS if seed % 2 else SEALED_ROWS
+        rows = torch.randint(0, most + 1, (world,), generator=random).tolist()
+        sizes.add(max(rows) > SEALED_ROWS)
+        given = lanes(100 + seed, tuple(rows))
+        if (seed + rank) % 5 == 0:
+            time.sleep(0.003)  # out of step with the others
+        well &= torch.equal(step(carrier, rank, given), given.expected(rank))
+    return well and sizes == {True, False}  # small steps and larger ones, in turns
+
+
+def one_is_late(rank: int, world: int, late_rank: int) -> dict[str, Any]:
+    """Steps in which one rank comes too late; what each rank saw."""
+    carrier = NvlinkLowLatency(spec(rank, world, PATIENCE))
+    first, second, third = (lanes(seed, (3,) * world) for seed in (31, 32, 33))
+    whole = torch.equal(step(carrier, rank, first), first.expected(rank))
+    dist.barrier()
+    if rank == late_rank:
+        time.sleep(DELAY)
+    began = time.monotonic()
+    answer = step(carrier, rank, second)
+    took = time.monotonic() - began
+    named, again = carrier.late(), carrier.late()
+    began = time.monotonic()
+    after = step(carrier, rank, third)
+    gone = tuple(other for other in range(world) if other != rank) if rank == late_rank else (late_rank,)
+    return {
+        "whole": whole,
+        "took": took,
+        "named": named,
+        "again": again,
+        "answer": torch.equal(answer, second.expected(rank, gone)),
+        "after": torch.equal(after, third.expected(rank, gone)),
+        "then": time.monotonic() - began,
+    }
+
+
+def one_is_excluded(rank: int, world: int, dead_rank: int) -> tuple[bool, bool, float] | None:
+    """A rank that never comes, and is known not to: right answers, nobody named, seconds."""
+    carrier = NvlinkLowLatency(spec(rank, world, PATIENCE))
+    given = lanes(41, (3,) * world)
+    dist.barrier()
+    if rank == dead_rank:
+        return None
+    carrier.exclude((dead_rank,))
+    began = time.monotonic()
+    answers = [step(carrier, rank, given) for _ in range(4)]
+    took = time.monotonic() - began
+    well = all(torch.equal(answer, given.expected(rank, (dead_rank,))) for answer in answers)
+    return well, carrier.late() == (), took
