@@ -1,10 +1,11 @@
-"""`moeserve plan`: which kernel, carrier and wire each layer gets, and why not the others. Needs no GPU."""
+"""`moeserve plan`: which kernel, carriers and wires each layer gets, and why not the others. Needs no GPU."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from moeserve.cli.plan_shown import Planned
     from moeserve.cli.vllm.reading import Finding
     from moeserve.runtime.config import Config
+
+
+MEASURE_SECONDS = 8.0
+"""Of `--measure`, for all carriers of a problem together."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -37,6 +42,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="NAME",
         help="print a table of the documents, such as machines: every scheme's plan",
     )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="time every carrier that fits, with a process a rank on this machine; print the table of times "
+        "and what it makes of the plan, and keep the times for services",
+    )
+    parser.add_argument(
+        "--ranks",
+        metavar="N",
+        type=int,
+        help="with --measure: so many ranks instead of the mesh's",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(func=run)
 
@@ -52,9 +69,42 @@ def run(args: argparse.Namespace) -> int:
     elif args.moe_backend:
         raise ValueError("--moe-backend is vLLM's name: add --from-vllm-env, or name a kernel by --kernel")
     else:
-        planned = _planned(args, config_of(args))
+        if args.ranks is not None and not args.measure:
+            raise ValueError("--ranks says how many ranks to measure with: add --measure")
+        planned = _measured(args) if args.measure else _planned(args, config_of(args))
         print(json.dumps(planned.json(), indent=2) if args.json else planned.text())
     return 0
+
+
+def _measured(args: argparse.Namespace) -> Planned:
+    """The plan by costs that are measured now; without carriers to choose from, the plan alone."""
+    import socket
+
+    from moeserve.runtime.measuring import measured_here
+
+    if args.machine:
+        raise ValueError(f"--machine {args.machine} may be another one: leave out that or --measure")
+    config = config_of(args)
+    if args.ranks is not None:
+        config = config.with_values({"parallel.data_parallel_size": _groups(args.ranks, config)}).checked()
+    planned = _planned(args, config)
+    if not any(plan.chooses for plan in planned.plans.values()):
+        return planned
+    if not any(config.costing.counts(plan) for plan in planned.plans.values()):
+        print(f"services will not read these times: plan.measure = '{config.plan.measure}'", file=sys.stderr)
+    found = {costs.setting: costs for costs in measured_here(config, MEASURE_SECONDS)}
+    hosts = (socket.gethostname(),)
+    return planned.by_costs(lambda plan: found.get(config.costing.setting(plan, hosts)))
+
+
+def _groups(ranks: int, config: Config) -> int:
+    """Data-parallel groups that make up `ranks`. Raises ConfigError."""
+    from moeserve.runtime.config import ConfigError
+
+    tensor_parallel = config.parallel.tensor_parallel_size
+    if ranks < 1 or ranks % tensor_parallel:
+        raise ConfigError(f"--ranks {ranks} must be a multiple of tensor_parallel_size = {tensor_parallel}")
+    return ranks // tensor_parallel
 
 
 def _from_vllm(args: argparse.Namespace) -> None:
@@ -93,11 +143,14 @@ def _planned(args: argparse.Namespace, config: Config) -> Planned:
     from moeserve.experts.checkpoint import Checkpoint
     from moeserve.experts.machine import machine_named
     from moeserve.experts.requantization import requantization
+    from moeserve.runtime.costing import recalled
     from moeserve.runtime.rank_process import machine_for, served_from
 
     served = served_from(config)
     machine = machine_named(args.machine) if args.machine else machine_for(config)
     plans = served.plans(machine, config.plan.wanted)
+    if not (args.machine or args.measure):
+        plans = recalled(plans, config.costing)
     if not config.model.load_as:
         return Planned(served, machine, plans)
     shown = partial(tqdm, desc="reading experts of each layer", unit="layer", disable=None, leave=False)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from moeserve.cli.inspect import human
+from moeserve.dispatch.cost import Costs, table
 from moeserve.experts.machine import Machine
 from moeserve.experts.requantization import Loss, Requantization
 from moeserve.runtime.plan import Plan
@@ -25,6 +27,14 @@ class Planned:
     load_as: str = ""
     changed: Requantization | None = None  # where there is a `load_as`
 
+    def by_costs(self, costs_of: Callable[[Plan], Costs | None]) -> Planned:
+        """With every plan by its costs, where it has some."""
+        made: dict[int, Plan] = {}
+        for plan in self.plans.values():
+            costs = costs_of(plan)
+            made.setdefault(id(plan), plan if costs is None else plan.by_cost(costs))
+        return replace(self, plans={layer: made[id(plan)] for layer, plan in self.plans.items()})
+
     def text(self) -> str:
         """Sections, an empty line between."""
         mesh, machine = self.served.mesh, self.machine
@@ -41,6 +51,9 @@ class Planned:
             problem, shape = plan.problem, plan.problem.shape
             size = f"{problem.experts} experts, top {problem.top_k}, H={shape.hidden}, I={shape.inner} a rank"
             lines = [f"layers {runs(layers)}: {size}", *(f"  {line}" for line in plan.lines())]
+            if plan.costs is not None:
+                lines.append("  microseconds of dispatch + combine, every lane bringing the same rows")
+                lines += [f"  {line}" for line in table(plan.costs)]
             sections.append("\n".join(lines))
         return "\n\n".join(sections)
 
@@ -86,7 +99,15 @@ def _plan(layers: tuple[int, ...], plan: Plan) -> dict[str, Any]:
         "layers": layers,
         "scheme": str(plan.problem.scheme),
         "kernel": {"name": plan.kernel.name, "verified": plan.kernel.verified},
-        "carrier": {"name": plan.carrier.name, "verified": plan.carrier.verified},
-        "wire": str(plan.wire),
+        "carriers": [
+            {
+                "up_to": span.up_to,
+                "name": span.carrier.name,
+                "wire": str(span.wire),
+                "verified": span.carrier.verified,
+            }
+            for span in plan.carriers
+        ],
+        "costs": plan.costs.json() if plan.costs else None,
         "refused": [{"name": name, "reason": reason} for name, reason in plan.refused],
     }

@@ -35,7 +35,7 @@ def machines() -> str:
     rows = []
     for scheme in SCHEMES.values():
         planned = [_planned(scheme, machine) for machine in named]
-        wires = dict.fromkeys(plan.wire.name for plan, _ in planned)
+        wires = dict.fromkeys(span.wire.name for plan, _ in planned for span in plan.carriers)
         rows.append((f"`{scheme}`", " or ".join(wires), *(cell for _, cell in planned)))
     return _markdown(("scheme", "wire", *(f"{machine.name} ({machine.arch})" for machine in named)), rows)
 

@@ -15,10 +15,12 @@ from moeserve.experts.balance import BALANCERS
 from moeserve.experts.dialects.load_as import scheme_to_load_as
 from moeserve.experts.replicas import REPLICA_CHOICES
 from moeserve.quant.formats import BF16
+from moeserve.runtime.costing import MEASURES, Costing
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.plan import AUTO, Wanted
 
 OFF = "off"
+FAIL, DROP = "fail", "drop"
 
 
 class ConfigError(ValueError):
@@ -60,6 +62,8 @@ class PlanConfig:
     all2all_backend: str = AUTO
     wire: str = AUTO
     device: str = AUTO  # auto, cpu, cuda
+    measure: str = AUTO  # carriers at start, where several fit: auto (on GPUs), always, never
+    costs: str = ""  # folder for what was measured; the user's cache folder when empty
 
     @property
     def wanted(self) -> Wanted:
@@ -79,6 +83,14 @@ class StepConfig:
     quiet_seconds: float = 0.0005  # a step with company waits until no job came for so long
     gather_seconds: float = 0.004  # but never longer than this after its oldest job
     timeout_seconds: float = 30.0  # of one collective; a rank that does not answer by then is lost
+    late_seconds: float = 0.0  # a carrier over peer memory waits so long for a rank; 0: timeout_seconds
+    on_late: str = FAIL  # what becomes of a step without a late rank's rows: fail, or drop them and go on
+    graph_rows: int = 256  # of the fullest lane, up to which a GPU's steps are CUDA graphs; 0: none are
+
+    @property
+    def patience(self) -> float:
+        """Seconds a carrier waits for a rank before it names it late."""
+        return self.late_seconds or self.timeout_seconds
 
 
 @dataclass(frozen=True)
@@ -160,6 +172,11 @@ class Config:
             )
         return config
 
+    @property
+    def costing(self) -> Costing:
+        """How carriers are chosen by cost."""
+        return Costing(self.plan.measure, self.plan.costs, graph_rows=self.step.graph_rows)
+
     def checked(self) -> Config:
         """This configuration, when its values make sense together. Raises ConfigError."""
         if not self.model.checkpoint:
@@ -169,6 +186,12 @@ class Config:
         _one_of("balance.policy", self.balance.policy, (OFF, *BALANCERS))
         _one_of("balance.replica_choice", self.balance.replica_choice, tuple(REPLICA_CHOICES))
         _one_of("plan.device", self.plan.device, (AUTO, "cpu", "cuda"))
+        _one_of("plan.measure", self.plan.measure, MEASURES)
+        _one_of("step.on_late", self.step.on_late, (FAIL, DROP))
+        if self.step.graph_rows < 0:
+            raise ConfigError(f"step.graph_rows = {self.step.graph_rows} must not be negative")
+        if self.step.late_seconds < 0:
+            raise ConfigError(f"step.late_seconds = {self.step.late_seconds} must not be negative")
         for key in (
             "step.lane_rows",
             "step.max_step_tokens",

@@ -27,6 +27,7 @@ from moeserve.runtime.messages import (
     change_message,
     epoch_message,
     header_message,
+    plans_from,
     stage_message,
     staged_from,
 )
@@ -276,6 +277,7 @@ class Coordinator:
                     )
                     self._vote(self._votes.prepared, rank, self._commit)
                 case "joined":
+                    seat.plans = plans_from(message)
                     self._vote(self._votes.joined, rank, self._serve)
                 case "voted" | "adopted":
                     self._counted(rank, message)

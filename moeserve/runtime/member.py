@@ -27,6 +27,7 @@ from moeserve.runtime.messages import (
     epoch_from,
     header_from,
     order_from,
+    plans_message,
     vote_message,
 )
 from moeserve.runtime.rank import Progress, Rank
@@ -130,7 +131,11 @@ class Member:
             self._entries.put({"kind": "stop"})
 
     def _interrupt(self) -> None:
-        """Ends the collective under way. gloo sees a dead peer by itself; a NCCL kernel waits for ever."""
+        """Ends the step under way, whose callers have been told: nothing waits for a dead rank.
+
+        gloo sees a dead peer by itself; a NCCL kernel waits for ever, and peer memory until patience ends.
+        """
+        self._rank.interrupt()
         if self._meeting.backend == "nccl" and dist.is_initialized():
             try:
                 dist.distributed_c10d._get_default_group().abort()
@@ -196,7 +201,8 @@ class Member:
             self._lane.close("the group is forming again")
             return
         self.on_serving(entry["generation"], self._epoch.number)
-        self._stream.send({"kind": "joined", "generation": entry["generation"]})
+        joined = {"kind": "joined", "generation": entry["generation"]}
+        self._stream.send(joined | {"plans": plans_message(self._rank.plans)})
 
     def _change(self, message: Message) -> None:
         """The next epoch is to be prepared, or not any more; steps go on."""
@@ -292,8 +298,9 @@ class Member:
         jobs = [wanted_in(job, version) for job in self._lane.take(header.jobs)]
         served, top_k = self._rank.served, self._rank.plans[header.layer].problem.top_k
         rows = LaneInput.gather(header, jobs, empty_input(served.checkpoint.hidden, top_k, served.dtype))
-        answer, phases = self._rank.step(header.layer, rows.to(self._rank.device), header.lane_rows)
+        answer, phases = self._rank.step(header.layer, rows, header.lane_rows)
         answer, at = answer.to("cpu"), 0
+        late = self._rank.late(header.layer)
         for (_, size), job in zip(header.jobs, jobs, strict=True):
             if job is not None:
                 job.finish(answer[at : at + size], Stamp(header.epoch, version))
@@ -305,7 +312,7 @@ class Member:
             self._lane.expire(time.time())
             self._report()
         wait = max((started - job.created for job in jobs if job is not None), default=0.0)
-        self._observe(StepRecord(header.number, header.layer, len(jobs), at, wait, phases))
+        self._observe(StepRecord(header.number, header.layer, len(jobs), at, wait, phases, late))
 
 
 def wanted_in(job: Job | None, version: int) -> Job | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from moeserve.experts.placement import EMPTY, Placement
 from moeserve.runtime.ballot import Ballot
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.mesh import Mesh
+from moeserve.runtime.plan import Plan
 from moeserve.runtime.step import Announcement, Header
 from moeserve.runtime.stream import Message
 from moeserve.runtime.weights.mover import Copy, Order, Staged, Vote
@@ -117,6 +120,18 @@ def order_from(message: Message) -> Order:
 
 def _source(slot: int, width: int) -> tuple[int, int]:
     return (EMPTY, EMPTY) if slot == EMPTY else divmod(slot, width)
+
+
+def plans_message(plans: Mapping[int, Plan]) -> list[list[Any]]:
+    """`[layer, kernel, carriers, wires]` of every layer, for those who ask what is served."""
+    return [[layer, plan.kernel.name, plan.carrier_names, plan.wire_names] for layer, plan in plans.items()]
+
+
+def plans_from(message: Message) -> dict[int, tuple[str, str, str]]:
+    """Kernel, carriers and wires by layer, as a rank's message has them under `plans`."""
+    return {
+        int(layer): (kernel, carriers, wires) for layer, kernel, carriers, wires in message.get("plans", [])
+    }
 
 
 def vote_message(vote: Vote) -> Message:

@@ -84,6 +84,11 @@ RANK = (
         "phase",
     ),
     _counter("moe_wire_bytes_total", "Bytes sent to other ranks.", "direction", "carrier"),
+    _counter(
+        "moe_late_peers_total",
+        "Times a rank was not waited for any longer, and a step went on without its rows.",
+        "peer",
+    ),
     _gauge("moe_shared_memory_regions", "Shared-memory regions that are registered."),
     _gauge("moe_shared_memory_bytes", "Bytes of registered shared-memory regions."),
     _gauge("moe_weights_bytes", "Bytes of prepared expert weights this rank holds."),

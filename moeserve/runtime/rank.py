@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from moeserve.dispatch.backends import DISPATCHERS
+from moeserve.dispatch.by_rows import ByRows
 from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec
 from moeserve.dispatch.routing import Routing, merge_duplicates
 from moeserve.experts.bank import Bank
@@ -28,10 +29,14 @@ from moeserve.experts.meter import LoadMeter, Reading
 from moeserve.experts.placement import EMPTY, AddressBook
 from moeserve.quant.format import Format, Scheme
 from moeserve.quant.formats.floats import FLOATS
+from moeserve.runtime.config import FAIL
+from moeserve.runtime.costing import TABLE_ORDER, CostBook, Costing
 from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.graphs import StepGraphs, padded_rows
 from moeserve.runtime.mesh import Mesh
-from moeserve.runtime.plan import Plan, Wanted, make_plan
+from moeserve.runtime.plan import Plan, Span, Wanted, make_plan
 from moeserve.runtime.step import LaneInput, Phases
+from moeserve.runtime.warm import Arrivals, rooms, warm
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +53,9 @@ class Served:
     dtype: torch.dtype
     lane_rows: int
     replica_choice: str = "hash"  # of `REPLICA_CHOICES`
+    patience: float = 30.0  # seconds a carrier waits for a rank before it names it late
+    on_late: str = FAIL  # or "drop": a step goes on without a late rank's rows
+    graph_rows: int = 256  # of the fullest lane, up to which a GPU's steps are CUDA graphs; 0: none are
 
     def scheme(self, layer: int) -> Scheme:
         """How `layer` computes: whatever the checkpoint leaves in plain floats is in the served dtype."""
@@ -100,17 +108,44 @@ class Served:
             plans[layer] = made[problem]
         return plans
 
+    def dispatch_spec(self, plan: Plan, span: Span, rank: int, slots: int, device: str) -> DispatchSpec:
+        """What `rank`, with `slots` on `device`, builds the carrier of `span` for."""
+        problem = plan.problem
+        return DispatchSpec(
+            rank=rank,
+            ranks=problem.ranks,
+            slots=slots,
+            hidden=problem.shape.hidden,
+            top_k=problem.top_k,
+            lane_rows=span.up_to,
+            dtype=self.dtype,
+            wire=span.wire,
+            sliced=problem.sliced,
+            row_align=plan.kernel.row_align,
+            device=device,
+            patience=self.patience,
+            on_late=self.on_late,
+        )
+
+
+class PeersLate(RuntimeError):
+    """A step has no right answer: ranks were late for it, and their rows were not waited for; names them."""
+
 
 class Rank:
     """One rank. `load` reads its experts, `join` builds its carriers once the process group is up, `step`
     runs.
     """
 
-    def __init__(self, index: int, served: Served, plans: dict[int, Plan], device: str) -> None:
+    def __init__(
+        self, index: int, served: Served, plans: dict[int, Plan], device: str, costing: Costing = TABLE_ORDER
+    ) -> None:
         self.index = index
         self.served = served
-        self.plans = plans
+        self.plans = plans  # as they are served: by cost from `join` on, where `costing` asks for it
         self.device = device
+        self._planned = plans
+        self._costs = CostBook(costing)
         self.bank = Bank()
         self.meter: LoadMeter | None = None
         self.bytes_read = 0
@@ -120,7 +155,12 @@ class Rank:
         self._held: dict[int, tuple[tuple[int, ...], int]] = {}  # layer -> experts by slot, weights version
         self._built: dict[KernelSpec, Kernel] = {}
         self._kernels: dict[int, Kernel] = {}
+        self._warm: set[tuple[KernelSpec, Arrivals]] = set()
         self._carriers: dict[int, Dispatcher] = {}
+        self._parts: dict[tuple[str, DispatchSpec], Dispatcher] = {}  # that the carriers are made of
+        self._late: set[int] = set()  # ranks that these carriers do not wait for any more
+        self._graphs = StepGraphs(served.graph_rows, device)
+        self._recorded: dict[tuple[int, int], tuple[int, int]] = {}  # (layer, rows) -> bytes a step sends
         self._book: AddressBook | None = None
 
     def load(self, epoch: Epoch, progress: Progress = iter) -> None:
@@ -146,6 +186,37 @@ class Rank:
         self._book.update(epoch.placement)
         for position in range(epoch.placement.layers):
             self.meter.moved(position)
+        self.warm()
+
+    def warm(self) -> None:
+        """Runs what a step runs alone, once for every size it may have, so that no step waits for a compiler.
+
+        On the CPU there is nothing to compile. `load` ends with it: no other rank is waited for.
+        """
+        if self.device == "cpu" or self._book is None or self.meter is None:
+            return
+        started, before = time.perf_counter(), len(self._warm)
+        for layer, plan in self._planned.items():
+            for arrivals in {Arrivals.over(span, plan, self.bank[layer].slots) for span in plan.fitting}:
+                key = (self._kernel_spec(plan), arrivals)
+                if key not in self._warm:
+                    warm(self._kernels[layer], self.bank[layer], arrivals)
+                    self._warm.add(key)
+        if len(self._warm) > before:
+            self._warm_choices(self._book, self.meter)
+            log.info("rank %d: its kernels are warm in %.1f s", self.index, time.perf_counter() - started)
+
+    def _warm_choices(self, book: AddressBook, meter: LoadMeter) -> None:
+        """What a step does with its rows' choices, for rows that choose nothing."""
+        top_k = self.served.checkpoint.top_k
+        for rows in rooms(self.served.lane_rows):
+            none = torch.full((rows, top_k), EMPTY, dtype=torch.int32, device=self.device)
+            valid = torch.zeros(rows, dtype=torch.bool, device=self.device)
+            experts, _ = merge_duplicates(none, torch.zeros(none.shape, device=self.device), valid)
+            meter.count(0, experts, book.resolve(0, experts, valid), rows)
+
+    def _kernel_spec(self, plan: Plan) -> KernelSpec:
+        return KernelSpec(plan.problem.scheme, plan.problem.shape, self.served.dtype)
 
     def adopt(self, epoch: Epoch, position: int) -> None:
         """The layer at `position` has been committed: from the next step on it is `epoch`'s."""
@@ -184,7 +255,7 @@ class Rank:
         slots, version = wanted
         checkpoint, before = self._checkpoint(version), self._checkpoint(version).bytes_read
         plan = self.plans[layer]
-        spec = KernelSpec(plan.problem.scheme, plan.problem.shape, self.served.dtype)
+        spec = self._kernel_spec(plan)
         if spec not in self._built:
             self._built[spec] = plan.kernel.build(spec)
         self._kernels[layer] = self._built[spec]
@@ -211,21 +282,54 @@ class Rank:
         return (self.index, mesh.slices) if mesh.sliced else (0, 1)
 
     def join(self) -> None:
-        """Builds the carriers over the process group that is up now; layers of the same sizes share one."""
+        """Builds the carriers over the process group that is up now; layers of the same sizes share one.
+
+        Collective. Where several could serve and the configuration asks for it, they are measured first.
+        """
         self.leave()
-        built: dict[tuple[str, DispatchSpec], Dispatcher] = {}
+        self.plans = self._costs.choose(self._planned, self._dispatch_spec)
         for layer, plan in self.plans.items():
-            spec = self._dispatch_spec(plan, layer)
-            key = (plan.carrier.name, spec)
-            if key not in built:
-                built[key] = plan.carrier.build(spec)
-            self._carriers[layer] = built[key]
+            self._carriers[layer] = self._carrier(plan)
+
+    def _carrier(self, plan: Plan) -> Dispatcher:
+        fullest = {span.key: span for span in plan.carriers}  # the last range of each
+        for span in fullest.values():
+            spec = self._dispatch_spec(plan, span)
+            if (span.carrier.name, spec) not in self._parts:
+                self._parts[span.carrier.name, spec] = span.carrier.build(spec)
+        built = {
+            key: self._parts[span.carrier.name, self._dispatch_spec(plan, span)]
+            for key, span in fullest.items()
+        }
+        ranges = [(span.up_to, built[span.key]) for span in plan.carriers]
+        return ranges[0][1] if len(ranges) == 1 else ByRows(ranges)
 
     def leave(self) -> None:
-        """Closes the carriers."""
-        for carrier in set(self._carriers.values()):
+        """Closes the carriers, and drops the graphs that use them."""
+        self._graphs, self._recorded = StepGraphs(self.served.graph_rows, self.device), {}
+        for carrier in self._parts.values():
             carrier.close()
-        self._carriers = {}
+        self._parts, self._carriers, self._late = {}, {}, set()
+
+    def interrupt(self) -> None:
+        """No carrier waits for another rank any more: the group has ended. From any thread."""
+        for carrier in list(self._parts.values()):
+            carrier.interrupt()
+
+    def late(self, layer: int) -> tuple[int, ...]:
+        """Ranks whose rows the last steps of `layer` went without; to be asked once an answer is on the host.
+
+        Raises PeersLate, naming them, where the configuration says that a step fails without them, and from
+        then on for every step until the carriers are built anew: nobody waits for those ranks any more.
+        """
+        late = self._carriers[layer].late()
+        self._late.update(late)
+        waited = f"within {self.served.patience:g} s"
+        if self._late and self.served.on_late == FAIL:
+            raise PeersLate(f"layer {layer}: no rows of ranks {sorted(self._late)} {waited}")
+        if late:
+            log.warning("layer %d: goes on without rows of ranks %s, none %s", layer, list(late), waited)
+        return late
 
     def step(self, layer: int, rows: LaneInput, lane_rows: tuple[int, ...]) -> tuple[Tensor, Phases]:
         """Runs one layer's step; collective over the group.
@@ -235,24 +339,59 @@ class Rank:
         """
         if self._book is None or self.meter is None:
             raise RuntimeError(f"rank {self.index} has loaded no experts; call load and join before step")
+        self.meter.tick(time.monotonic())
+        fullest = max(lane_rows)
+        if self._recordable(layer, fullest):
+            return self._replayed(layer, rows, lane_rows)
+        return self._launched(layer, rows.to(self.device), lane_rows, fullest)
+
+    def _recordable(self, layer: int, fullest: int) -> bool:
+        """Whether a step of these rows is a graph: small, on a GPU, with a carrier that reads no count."""
+        plan, rows = self.plans[layer], padded_rows(fullest)
+        fits = rows <= min(self._graphs.most_rows, plan.problem.lane_rows)
+        return self.device != "cpu" and fits and not plan.span(rows).carrier.host_sync
+
+    def _replayed(self, layer: int, rows: LaneInput, lane_rows: tuple[int, ...]) -> tuple[Tensor, Phases]:
+        """One step from its graph. What it took is told as one phase, and the bytes as they were recorded."""
+        assert self.meter is not None
+        lap, carrier, fullest = _stopwatch(), self._carriers[layer], max(lane_rows)
+        before, kind, key = carrier.traffic, self.meter.metering.phase(fullest), (layer, padded_rows(fullest))
+        answer = self._graphs.run(
+            layer,
+            kind,
+            rows,
+            lane_rows,
+            lambda inputs, lanes: self._launched(layer, inputs, lanes, fullest)[0],
+        )
+        sent = carrier.traffic.since(before)
+        if any(sent):
+            self._recorded[key] = sent
+        carried = self.plans[layer].span(key[1]).carrier.name
+        return answer, Phases(0.0, lap(), 0.0, -1, *self._recorded.get(key, (0, 0)), carried)
+
+    def _launched(
+        self, layer: int, rows: LaneInput, lane_rows: tuple[int, ...], fullest: int
+    ) -> tuple[Tensor, Phases]:
+        """One step, phase by phase; rows are metered as of a step whose fullest lane brings `fullest`."""
+        assert self._book is not None and self.meter is not None
         position, carrier = self._position[layer], self._carriers[layer]
         lap, before = _stopwatch(), carrier.traffic
         experts, weights = merge_duplicates(rows.experts, rows.weights, rows.valid)
         hidden, weights = self._weigh_input(layer, rows.hidden, experts, weights)
         slots = self._book.resolve(position, experts, rows.valid)
-        self.meter.tick(time.monotonic())
-        self.meter.count(position, experts, slots, max(lane_rows))
+        self.meter.count(position, experts, slots, fullest)
         routing = Routing(slots, weights, lane_rows)
         arrived = carrier.dispatch(hidden, routing).wait()
         dispatched = lap()
-        outputs = self._kernels[layer].apply(self.bank[layer], arrived.batch)
+        batch = replace(arrived.batch, likely=sum(lane_rows) * slots.shape[1] / self._book.slots)
+        outputs = self._kernels[layer].apply(self.bank[layer], batch)
         computed = lap()
         answer = carrier.combine(outputs, arrived.ticket).wait()
         combined = lap()
-        after = carrier.traffic
         expert_rows = int(arrived.batch.counts.sum()) if self.device == "cpu" else -1
-        sent = (after.dispatched - before.dispatched, after.combined - before.combined)
-        return answer, Phases(dispatched, computed, combined, expert_rows, *sent)
+        sent = carrier.traffic.since(before)
+        carried = self.plans[layer].span(max(lane_rows)).carrier.name
+        return answer, Phases(dispatched, computed, combined, expert_rows, *sent, carried)
 
     def load_reading(self) -> Reading:
         """What this rank's lane sent, by phase, served layer, expert and slot; waits for steps under way."""
@@ -269,21 +408,9 @@ class Rank:
         scale = weights.sum(dim=1, keepdim=True)  # top-1 after merging: one weight a row
         return hidden * scale.to(hidden.dtype), (experts >= 0).to(weights.dtype)
 
-    def _dispatch_spec(self, plan: Plan, layer: int) -> DispatchSpec:
-        problem = plan.problem
-        return DispatchSpec(
-            rank=self.index,
-            ranks=problem.ranks,
-            slots=self.bank[layer].slots,
-            hidden=problem.shape.hidden,
-            top_k=problem.top_k,
-            lane_rows=problem.lane_rows,
-            dtype=self.served.dtype,
-            wire=plan.wire,
-            sliced=problem.sliced,
-            row_align=plan.kernel.row_align,
-            device=self.device,
-        )
+    def _dispatch_spec(self, plan: Plan, span: Span) -> DispatchSpec:
+        slots = self.bank[self.served.layers[0]].slots  # every layer has as many
+        return self.served.dispatch_spec(plan, span, self.index, slots, self.device)
 
 
 def _stopwatch() -> Callable[[], float]:

@@ -23,6 +23,7 @@ from moeserve.runtime.config import Config, ConfigError
 from moeserve.runtime.door import Door
 from moeserve.runtime.lane import Lane
 from moeserve.runtime.member import Member, Rendezvous
+from moeserve.runtime.messages import plans_message
 from moeserve.runtime.plan import AUTO
 from moeserve.runtime.rank import Rank, Served, torch_device
 from moeserve.runtime.request import RequestReader
@@ -68,6 +69,9 @@ def served_from(config: Config) -> Served:
         dtype,
         config.step.lane_rows,
         config.balance.replica_choice,
+        config.step.patience,
+        config.step.on_late,
+        config.step.graph_rows,
     )
 
 
@@ -118,7 +122,7 @@ def run_rank(spec: RankSpec) -> None:
                 "address": process.address,
                 "metrics": process.metrics_address,
                 "weights": process.weights_address,
-                "plans": process.plans(),
+                "plans": plans_message(process.rank.plans),
             }
         )
         process.member.run()
@@ -138,15 +142,14 @@ class _RankProcess:
         device = torch_device(machine, spec.gpu)
         if device != "cpu":
             torch.cuda.set_device(device)  # of this thread, which runs the steps
-        rank = Rank(spec.rank, served, served.plans(machine, config.plan.wanted), device)
-        self._rank = rank
+        plans = served.plans(machine, config.plan.wanted)
+        rank = self.rank = Rank(spec.rank, served, plans, device, config.costing)
         self._regions = Regions(
             RegionLimits(max_bytes=config.server.region_bytes, allow_named=config.server.allow_named_regions)
         )
         lane = Lane(spec.rank, config.step.lane_rows, config.server.max_concurrent_calls)
-        self._telemetry = RankTelemetry(
-            name, spec.rank, __version__, {layer: plan.carrier.name for layer, plan in rank.plans.items()}
-        )
+        carriers = {layer: [span.carrier.name for span in plan.carriers] for layer, plan in plans.items()}
+        self._telemetry = RankTelemetry(name, spec.rank, __version__, carriers)
         self._telemetry.in_flight(lambda: lane.in_flight)
         self._telemetry.weights(lambda: (rank.bank.nbytes, rank.bytes_read))
         self._telemetry.regions(lambda: (len(self._regions.list()), self._regions.bytes))
@@ -184,10 +187,6 @@ class _RankProcess:
         """Where peers copy this rank's experts."""
         return self._weights.address
 
-    def plans(self) -> list[list[object]]:
-        """`[layer, kernel, carrier, wire]` of every layer, for GetModel."""
-        return [[layer, p.kernel.name, p.carrier.name, p.wire.name] for layer, p in self._rank.plans.items()]
-
     def close(self) -> None:
         """Ends doors, the mover, regions and metrics."""
         self._mover.close()
@@ -214,11 +213,16 @@ def _prepare_process(spec: RankSpec) -> None:
     torch.set_num_threads(threads)
     keep_freed_memory()
     sys.setswitchinterval(0.0005)  # doors' threads must not hold the step thread back for 5 ms
-    if spec.host in ("127.0.0.1", "localhost"):
+    set_environment(spec.host)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {spec.rank} %(levelname)s %(message)s")
+
+
+def set_environment(host: str) -> None:
+    """What libraries of a rank on `host` read from the environment, unless it is set already."""
+    if host in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast hangs on some hosts
     os.environ.setdefault(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
     )  # a timeout aborts the group, not the process
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {spec.rank} %(levelname)s %(message)s")

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from moeserve.runtime.messages import plans_from
 from moeserve.runtime.stream import Message, Stream, StreamClosed
 
 log = logging.getLogger(__name__)
@@ -99,9 +100,6 @@ class Reception:
             raise ValueError("a stream must begin with hello and the group's token")
         if not 0 <= rank < self._ranks:
             raise ValueError(f"rank {rank} is outside a group of {self._ranks}")
-        plans = {
-            int(layer): (kernel, carrier, wire) for layer, kernel, carrier, wire in hello.get("plans", [])
-        }
         return rank, Seat(
             stream,
             int(hello["pid"]),
@@ -109,5 +107,5 @@ class Reception:
             str(hello["host_id"]),
             hello.get("metrics", ""),
             hello.get("weights", ""),
-            plans,
+            plans_from(hello),
         )

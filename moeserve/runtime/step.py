@@ -108,6 +108,7 @@ class Phases:
     expert_rows: int  # (token, expert) rows this rank computed; -1 where only the device knows
     dispatched_bytes: int  # sent to other ranks
     combined_bytes: int
+    carrier: str  # that carried it
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class StepRecord:
     lane_rows: int  # rows this lane brought
     wait: float  # seconds from its earliest job's arrival at the door to the step's start
     phases: Phases
+    late: tuple[int, ...] = ()  # ranks whose rows it went without
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,18 +142,19 @@ class LaneInput:
         return (
             parts[0]
             if len(parts) == 1
-            else cls(*(torch.cat(column) for column in zip(*map(cls._columns, parts), strict=True)))
+            else cls(*(torch.cat(column) for column in zip(*map(cls.columns, parts), strict=True)))
         )
 
     def rows(self, index: slice) -> LaneInput:
         """Some of the rows."""
-        return LaneInput(*(column[index] for column in self._columns()))
+        return LaneInput(*(column[index] for column in self.columns()))
 
     def to(self, device: str) -> LaneInput:
         """The same rows on `device`."""
-        return LaneInput(*(column.to(device) for column in self._columns()))
+        return LaneInput(*(column.to(device) for column in self.columns()))
 
-    def _columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Hidden states, experts, weights and validity."""
         return self.hidden, self.experts, self.weights, self.valid
 
 
@@ -169,4 +172,4 @@ def empty_input(hidden: int, top_k: int, dtype: torch.dtype) -> LaneInput:
 def _part(job: Job | None, rows: int, empty: LaneInput) -> LaneInput:
     if job is not None:
         return LaneInput(job.hidden, job.experts, job.weights, torch.ones(rows, dtype=torch.bool))
-    return LaneInput(*(column.new_zeros((rows, *column.shape[1:])) for column in empty._columns()))
+    return LaneInput(*(column.new_zeros((rows, *column.shape[1:])) for column in empty.columns()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from wsgiref.simple_server import WSGIServer
@@ -113,16 +113,16 @@ class _LayerCounters:
     steps: Counter
     tokens: Counter
     expert_rows: Counter
-    dispatched: Counter
-    combined: Counter
 
 
 class RankTelemetry(Telemetry):
-    """A rank's metrics. `carriers` names the carrier of each served layer, by decoder index."""
+    """A rank's metrics. `carriers` names the carriers of each served layer, by decoder index."""
 
-    def __init__(self, model: str, rank: int, version: str, carriers: Mapping[int, str]) -> None:
+    def __init__(self, model: str, rank: int, version: str, carriers: Mapping[int, Iterable[str]]) -> None:
         super().__init__(RANK, {"model_name": model, "rank": str(rank)}, version)
-        self._layers = {layer: self._bind(str(layer), carrier) for layer, carrier in carriers.items()}
+        self._layers = {layer: self._bind(str(layer)) for layer in carriers}
+        names = {name for planned in carriers.values() for name in planned}
+        self._wires = {name: self._bind_wire(name) for name in names}
         phases = [self._histogram("moe_step_phase_duration_seconds", phase=phase) for phase in PHASES]
         self._wait, self._dispatch, self._compute, self._combine = phases
 
@@ -132,8 +132,13 @@ class RankTelemetry(Telemetry):
         layer.steps.inc()
         layer.tokens.inc(record.lane_rows)
         layer.expert_rows.inc(max(0, phases.expert_rows))
-        layer.dispatched.inc(phases.dispatched_bytes)
-        layer.combined.inc(phases.combined_bytes)
+        if phases.carrier not in self._wires:  # chosen by cost, after the plan was made
+            self._wires[phases.carrier] = self._bind_wire(phases.carrier)
+        dispatched, combined = self._wires[phases.carrier]
+        dispatched.inc(phases.dispatched_bytes)
+        combined.inc(phases.combined_bytes)
+        for peer in record.late:
+            self._counter("moe_late_peers_total", peer=str(peer)).inc()
         if record.jobs:
             self._wait.observe(record.wait)
         self._dispatch.observe(phases.dispatch)
@@ -150,11 +155,16 @@ class RankTelemetry(Telemetry):
         self._gauge("moe_weights_bytes").set_function(lambda: read()[0])
         self._gauge("moe_checkpoint_read_bytes").set_function(lambda: read()[1])
 
-    def _bind(self, layer: str, carrier: str) -> _LayerCounters:
+    def _bind(self, layer: str) -> _LayerCounters:
         by_layer = ("moe_steps_total", "moe_tokens_total", "moe_expert_rows_total")
-        return _LayerCounters(
-            *(self._counter(name, layer=layer) for name in by_layer),
-            *(self._counter("moe_wire_bytes_total", direction=way, carrier=carrier) for way in DIRECTIONS),
+        return _LayerCounters(*(self._counter(name, layer=layer) for name in by_layer))
+
+    def _bind_wire(self, carrier: str) -> tuple[Counter, Counter]:
+        """Bytes dispatched and combined by a carrier."""
+        dispatch, combine = DIRECTIONS
+        return (
+            self._counter("moe_wire_bytes_total", direction=dispatch, carrier=carrier),
+            self._counter("moe_wire_bytes_total", direction=combine, carrier=carrier),
         )
 
 

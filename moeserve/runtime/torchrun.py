@@ -2,6 +2,7 @@
 
 rank = join_torchrun(config)                       # RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT from torchrun
 mixed, phases = rank.step(layer, rows, lane_rows)  # collective: every rank calls it in one order
+rank.late(layer)                                   # once `mixed` is on the host: raises where a peer was late
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def join_torchrun(config: Config) -> Rank:
     if not dist.is_initialized():
         limit = timedelta(seconds=config.step.timeout_seconds)
         dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=limit)
-    rank = Rank(index, served, served.plans(machine, config.plan.wanted), device)
+    plans = served.plans(machine, config.plan.wanted)
+    rank = Rank(index, served, plans, device, config.costing)
     redundant = config.balance.redundant_experts
     rank.load(Epoch.first(mesh, len(served.layers), served.checkpoint.num_experts, redundant))
     rank.join()

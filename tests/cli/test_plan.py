@@ -46,7 +46,8 @@ def test_layers_with_one_plan_share_a_section(checkpoint: str, capsys: pytest.Ca
 
 def test_every_row_is_chosen_or_refused(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     (plan,) = planned(["--checkpoint", checkpoint, *EP4], capsys)["plans"]
-    named = {plan["kernel"]["name"], plan["carrier"]["name"], *(row["name"] for row in plan["refused"])}
+    chosen = {plan["kernel"]["name"], *(carrier["name"] for carrier in plan["carriers"])}
+    named = chosen | {row["name"] for row in plan["refused"]}
     assert named >= {*KERNELS, *DISPATCHERS}
     assert all(row["reason"] for row in plan["refused"])
     assert plan["layers"] == [0, 1]
@@ -71,7 +72,7 @@ def test_another_systems_name_of_a_carrier_is_understood(
     checkpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (plan,) = planned(["--checkpoint", checkpoint, "--all2all-backend", "ag_rs", *EP4], capsys)["plans"]
-    assert plan["carrier"]["name"] == "allgather_reducescatter"
+    assert [carrier["name"] for carrier in plan["carriers"]] == ["allgather_reducescatter"]
 
 
 def test_an_unknown_machine_is_refused_with_those_known(
@@ -138,3 +139,73 @@ def test_a_table_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> No
 def test_an_unknown_table_is_refused_with_those_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--table", "kernels"]) == 2
     assert "unknown table 'kernels'; known: machines, vllm-members" in capsys.readouterr().err
+
+
+BOTH = {"allgather_reducescatter", "all2allv"}
+
+
+@pytest.fixture
+def measuring(checkpoint: str, tmp_path: Path) -> Path:
+    """A configuration of two CPU ranks with short lanes, whose costs are kept beside it."""
+    file = tmp_path / "house.toml"
+    file.write_text(
+        f"[model]\ncheckpoint = '{checkpoint}'\n[step]\nlane_rows = 16\n"
+        f"[plan]\ndevice = 'cpu'\nmeasure = 'always'\ncosts = '{tmp_path / 'costs'}'\n"
+        "[parallel]\nenable_expert_parallel = true\ndata_parallel_size = 2\n"
+    )
+    return file
+
+
+def test_carriers_are_measured_and_the_plan_follows(
+    measuring: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (plan,) = planned([str(measuring), "--measure"], capsys)["plans"]
+    measured = {carrier["carrier"]: carrier["points"] for carrier in plan["costs"]["carriers"]}
+    assert measured.keys() == BOTH
+    for points in measured.values():
+        assert points[0]["rows"] == 1 and [p["rows"] for p in points] == sorted(p["rows"] for p in points)
+        assert all(point["dispatch"] > 0 and point["combine"] > 0 for point in points)
+    assert {carrier["name"] for carrier in plan["carriers"]} <= BOTH
+    assert plan["carriers"][-1]["up_to"] == plan["costs"]["setting"]["lane_rows"] == 16
+    assert (plan["costs"]["setting"]["ranks"], plan["costs"]["setting"]["device"]) == (2, "cpu")
+    (kept,) = (measuring.parent / "costs").iterdir()
+    assert json.loads(kept.read_text()) == plan["costs"]
+
+    (again,) = planned([str(measuring)], capsys)["plans"]  # read again; nothing is measured
+    assert (again["costs"], again["carriers"]) == (plan["costs"], plan["carriers"])
+    assert main(["plan", str(measuring)]) == 0
+    shown = capsys.readouterr().out
+    assert "  cost     measured on " in shown
+    head = shown.index("  microseconds of dispatch + combine")
+    table_head, first, *_ = shown[head:].splitlines()[1:]
+    assert all(f"{name} (bf16)" in table_head for name in BOTH)
+    assert first.split()[0] == "1" and first.count("*") == 1
+
+    text = measuring.read_text().replace("'always'", "'never'")
+    measuring.write_text(text)
+    (told,) = planned([str(measuring)], capsys)["plans"]
+    assert told["costs"] is None and told["carriers"][0]["name"] == "allgather_reducescatter"
+
+
+def test_ranks_of_a_measurement_replace_the_mesh(measuring: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned([str(measuring), "--measure", "--ranks", "3", "--all2all-backend", "all2allv"], capsys)
+    assert found["mesh"] == {"dp": 3, "tp": 1, "ep": 3}
+    (plan,) = found["plans"]
+    assert plan["costs"] is None and plan["carriers"][0]["name"] == "all2allv"  # pinned: nothing to measure
+    assert not (measuring.parent / "costs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--measure", "--machine", "h200"], "--machine h200 may be another one"),
+        (["--ranks", "4"], "add --measure"),
+        (["--measure", "--ranks", "3", "--tensor-parallel-size", "2"], "--ranks 3 must be a multiple of"),
+        (["--measure", "--ranks", "0"], "--ranks 0 must be a multiple of"),
+    ],
+)
+def test_a_measurement_that_makes_no_sense_is_refused(
+    words: list[str], message: str, measuring: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(measuring), *words]) == 2
+    assert message in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """The configuration: one frozen value, every wrong key or value named."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,10 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, message: str) -> None:
             "cannot be loaded as 'fp8_tensor x fp8_static'; known",
         ),
         ({"step.lane_rows": 0}, "step.lane_rows = 0 must be positive"),
+        ({"step.on_late": "wait"}, "step.on_late = 'wait'; known: fail, drop"),
+        ({"step.late_seconds": -1.0}, "step.late_seconds = -1.0 must not be negative"),
+        ({"step.graph_rows": -1}, "step.graph_rows = -1 must not be negative"),
+        ({"plan.measure": "often"}, "plan.measure = 'often'; known: auto, always, never"),
         ({"parallel.tensor_parallel_size": 0}, "must be at least 1"),
     ],
 )
@@ -68,6 +73,12 @@ def test_values_that_make_no_sense_are_named(values: dict[str, object], message:
     given = values if not values else {"model.checkpoint": "x"} | values
     with pytest.raises(ConfigError, match=message):
         Config().with_values(given).checked()
+
+
+def test_a_late_rank_is_waited_for_as_long_as_a_collective_unless_said_otherwise() -> None:
+    step = Config().with_values({"step.timeout_seconds": 7.0}).step
+    assert step.patience == 7.0
+    assert replace(step, late_seconds=0.5).patience == 0.5
 
 
 @pytest.mark.parametrize("name", ["", "fp8_per_block", "nvfp4 x bf16", "mxfp4"])

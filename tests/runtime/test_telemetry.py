@@ -37,8 +37,8 @@ def scrape(telemetry: Telemetry) -> str:
 
 def record(layer: int = 3, **values: float) -> StepRecord:
     """A step of 16 rows in two jobs."""
-    phases = Phases(1e-3, 2e-3, 4e-3, int(values.get("expert_rows", 64)), 1000, 500)
-    return StepRecord(1, layer, int(values.get("jobs", 2)), 16, values.get("wait", 7e-5), phases)
+    phases = Phases(1e-3, 2e-3, 4e-3, int(values.get("expert_rows", 64)), 1000, 500, "all2allv")
+    return StepRecord(1, layer, int(values.get("jobs", 2)), 16, values.get("wait", 7e-5), phases, (2,))
 
 
 def samples(text: str) -> Samples:
@@ -56,7 +56,7 @@ def at(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
 
 def filled_rank() -> RankTelemetry:
     """A rank that has seen everything once."""
-    telemetry = RankTelemetry("m", 1, "0.1.0", {3: "all2allv", 5: "all2allv"})
+    telemetry = RankTelemetry("m", 1, "0.1.0", {3: ["all2allv"], 5: ["all2allv"]})
     telemetry.observe_step(record())
     telemetry.request("Forward", "inline", "OK", 2e-3)
     telemetry.in_flight(lambda: 4)
@@ -135,7 +135,7 @@ def test_a_step_is_counted_once_in_every_metric() -> None:
 
 
 def test_a_step_without_jobs_of_this_lane_waited_for_nobody() -> None:
-    telemetry = RankTelemetry("m", 0, "0.1.0", {3: "local"})
+    telemetry = RankTelemetry("m", 0, "0.1.0", {3: ["local"]})
     telemetry.observe_step(record(jobs=0, wait=0.0))
     seen = samples(scrape(telemetry))
     assert seen[at("moe_step_phase_duration_seconds_count", phase="wait", rank="0")] == 0
@@ -143,7 +143,7 @@ def test_a_step_without_jobs_of_this_lane_waited_for_nobody() -> None:
 
 
 def test_rows_that_only_the_device_knows_are_not_counted() -> None:
-    telemetry = RankTelemetry("m", 0, "0.1.0", {3: "local"})
+    telemetry = RankTelemetry("m", 0, "0.1.0", {3: ["local"]})
     telemetry.observe_step(record(expert_rows=-1))
     assert samples(scrape(telemetry))[at("moe_expert_rows_total", layer="3", rank="0")] == 0
 
@@ -295,7 +295,7 @@ def test_a_row_of_an_unknown_kind_is_refused() -> None:
 
 
 def test_observing_a_step_is_cheap() -> None:
-    telemetry, step = RankTelemetry("m", 0, "0.1.0", {3: "local"}), record()
+    telemetry, step = RankTelemetry("m", 0, "0.1.0", {3: ["local"]}), record()
     best = float("inf")
     for _ in range(20):
         started = time.perf_counter()

@@ -1,0 +1,306 @@
+"""A whole mixture-of-experts layer on all GPUs of a host: router logits in, mixed output out, phase by phase.
+
+    torchrun --nproc-per-node 4 bench/gpu_layer.py [--schemes fp8,nvfp4] [--tokens 1,16,128,4096]
+
+DeepSeek-V3's sizes (256 experts of 7168 x 2048, top-8 of 8 groups), one copy of each expert. Each phase and
+the whole layer are CUDA graphs where the carrier reads nothing on the host; medians over replays, the slowest
+rank's. Up to --most-low-latency tokens the first carrier of --carriers is used, beyond it the second.
+FlashInfer's fused layer runs beside with --fused-peer. Writes bench/results/gpu_layer.jsonl; aims are for
+four ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from record import Result, write
+from torch import Tensor
+
+from moeserve.dispatch.backends import DISPATCHERS
+from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec
+from moeserve.dispatch.routing import Routing, merge_duplicates
+from moeserve.experts.activation import Activation
+from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights
+from moeserve.experts.gate import Gate
+from moeserve.experts.kernel import Kernel, KernelSpec, Prepared
+from moeserve.experts.kernels import KERNELS
+from moeserve.experts.meter import LoadMeter
+from moeserve.experts.placement import AddressBook, Placement
+from moeserve.quant.format import Format, Packed, Scheme
+from moeserve.quant.formats import format_named
+
+HIDDEN, INNER, EXPERTS, TOP_K = 7168, 2048, 256, 8
+SHAPE = ExpertShape(HIDDEN, INNER, Activation("silu"))
+SCHEMES = {
+    "fp8": ("fp8_block128", "fp8_group128", "cuda_fp8", "fp8_group128"),
+    "nvfp4": ("nvfp4", "bf16", "triton_fp4", "bf16"),
+    "bf16": ("bf16", "bf16", "triton_bf16", "bf16"),
+}
+"""Weights, activations, kernel and wire."""
+AIMS = {
+    "fp8": {1: 120, 16: 640, 128: 760, 4096: 3600},
+    "nvfp4": {1: 90, 16: 400, 128: 500},
+}
+INNER_STEPS = 5  # of a graph, so that launching it is not what is timed
+
+
+def matrix(form: Format, n: int, k: int, experts: int) -> Packed:
+    """Weights `[experts, n, k]` whose bytes are drawn at random, small and finite."""
+    packed = form.empty((experts, n, k), "cuda")
+    for part, tensor in zip(form.parts, packed.parts, strict=True):
+        if tensor.dtype == torch.bfloat16:
+            tensor.normal_(0.0, k**-0.5)
+        elif tensor.dtype == torch.float32:
+            tensor.fill_(1.0 / (64 * k**0.5))
+        elif part.name == "codes":
+            low, high = (0, 256) if form.bits < 6 else (0x20, 0x40)
+            tensor.view(torch.uint8).random_(low, high)
+        else:
+            tensor.view(torch.uint8).random_(0x30, 0x40)
+    return packed
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One rank's share of the layer."""
+
+    gate: Gate
+    book: AddressBook
+    meter: LoadMeter
+    carrier: Dispatcher
+    kernel: Kernel
+    prepared: Prepared
+    ranks: int
+
+    def run(self, last: str, hidden: Tensor, logits: Tensor, valid: Tensor) -> Tensor:
+        """What the layer has made after its gate, its address book, or the whole of it."""
+        ids, weights = self.gate.route(logits)
+        if last == "gate":
+            return weights
+        experts, weights = merge_duplicates(ids, weights, valid)
+        slots = self.book.resolve(0, experts, valid)
+        self.meter.count(0, experts, slots, len(hidden))
+        if last == "address book":
+            return slots
+        routing = Routing(slots, weights, (len(hidden),) * self.ranks)
+        arrived = self.carrier.dispatch(hidden, routing).wait()
+        outputs = self.kernel.apply(self.prepared, self.likely(arrived.batch, len(hidden)))
+        return self.carrier.combine(outputs, arrived.ticket).wait()
+
+    def likely(self, batch: ExpertBatch, tokens: int) -> ExpertBatch:
+        """A batch with how many rows a slot likely has, as a rank says it."""
+        return replace(batch, likely=tokens * self.ranks * TOP_K / EXPERTS)
+
+
+def build(scheme: str, carrier: str, rows: int, kernel_name: str) -> Layer:
+    """Every rank builds its own; collective."""
+    weights_name, activations_name, usual, wire = SCHEMES[scheme]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    weights, activations = format_named(weights_name), format_named(activations_name)
+    row, slots = KERNELS[kernel_name or usual], EXPERTS // ranks
+    kernel = row.build(KernelSpec(Scheme(weights, activations), SHAPE, torch.bfloat16))
+    spec = DispatchSpec(
+        rank=rank,
+        ranks=ranks,
+        slots=slots,
+        hidden=HIDDEN,
+        top_k=TOP_K,
+        lane_rows=rows,
+        dtype=torch.bfloat16,
+        wire=format_named(wire),
+        row_align=row.row_align,
+        device="cuda",
+    )
+    gate = Gate("DeepSeekV3", EXPERTS, TOP_K, groups=8, topk_groups=4, scaling=2.5)
+    prepared = kernel.prepare(
+        ExpertWeights(
+            matrix(weights, SHAPE.gate_up_rows, HIDDEN, slots), matrix(weights, HIDDEN, INNER, slots)
+        )
+    )
+    return Layer(
+        gate.with_bias(torch.zeros(EXPERTS, device="cuda")),
+        AddressBook(Placement.even(1, EXPERTS, ranks), "cuda", "auto", rank),
+        LoadMeter((1, EXPERTS, EXPERTS), "cuda"),
+        DISPATCHERS[carrier].build(spec),
+        kernel,
+        prepared,
+        ranks,
+    )
+
+
+def microseconds(work: Callable[[], object], *, graphed: bool, repeats: int = 21) -> float:
+    """Median time of `work`, the slowest rank's; all ranks begin together."""
+    for _ in range(3):
+        work()
+    torch.cuda.synchronize()
+    run, inner = work, 1
+    if graphed:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(INNER_STEPS):
+                work()
+        run, inner = graph.replay, INNER_STEPS
+    dist.barrier()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        dist.barrier()
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / inner)
+    slowest = torch.tensor(statistics.median(times), device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, router logits, and that all rows are real."""
+    draw = torch.Generator("cuda").manual_seed(dist.get_rank() * 7 + tokens)
+    hidden = torch.randn(tokens, HIDDEN, device="cuda", generator=draw).bfloat16()
+    logits = torch.randn(tokens, EXPERTS, device="cuda", generator=draw).bfloat16()
+    return hidden, logits, torch.ones(tokens, dtype=torch.bool, device="cuda")
+
+
+def phases(layer: Layer, given: tuple[Tensor, Tensor, Tensor], *, graphed: bool) -> dict[str, float]:
+    """Microseconds of each phase, and of the whole `layer`.
+
+    Dispatch and combine are timed together, since a carrier may wait for the way home of each step.
+    """
+    hidden, logits, valid = given
+    gate = microseconds(lambda: layer.run("gate", *given), graphed=graphed)
+    book = microseconds(lambda: layer.run("address book", *given), graphed=graphed)
+    whole = microseconds(lambda: layer.run("combine", *given), graphed=graphed)
+    ids, weights = layer.gate.route(logits)
+    routing = Routing(layer.book.resolve(0, ids, valid), weights, (len(hidden),) * layer.ranks)
+    arrived = layer.carrier.dispatch(hidden, routing).wait()
+    kept = layer.likely(arrived.batch, len(hidden))
+    outputs = layer.kernel.apply(layer.prepared, kept)
+    layer.carrier.combine(outputs, arrived.ticket).wait()
+    torch.cuda.synchronize()
+
+    def carried() -> Tensor:
+        there = layer.carrier.dispatch(hidden, routing).wait()
+        return layer.carrier.combine(outputs, there.ticket).wait()
+
+    carrying = microseconds(carried, graphed=graphed)
+    experts = microseconds(lambda: layer.kernel.apply(layer.prepared, kept), graphed=graphed)
+    return {
+        "gate": gate,
+        "address book": book - gate,
+        "dispatch + combine": carrying,
+        "experts": experts,
+        "layer": whole,
+    }
+
+
+def fused_peer(tokens: int, most: int) -> dict[str, float]:
+    """FlashInfer's fused SM90 layer, by how it combines; empty where it cannot be imported."""
+    try:
+        from flashinfer import moe_ep
+    except ImportError:
+        return {}
+    found: dict[str, float] = {}
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    slots = EXPERTS // ranks
+    gate_up = torch.randn(slots, 2 * INNER, HIDDEN, device="cuda", dtype=torch.bfloat16) * 0.02
+    down = torch.randn(slots, HIDDEN, INNER, device="cuda", dtype=torch.bfloat16) * 0.02
+    config: Any = moe_ep.Sm90_Fp8_Fp8_Bf16_PushCuda_MegaMoeConfig
+    layer = moe_ep.MoEEpLayer(
+        moe_ep.BootstrapConfig(world_size=ranks, rank=rank, process_group=dist.group.WORLD),
+        moe_ep.FleetParams(num_experts=EXPERTS, max_tokens_per_rank=most, token_hidden_size=HIDDEN),
+        moe_ep.MoEWeightPack(gate_up, down),
+        backend=moe_ep.MegaConfig(
+            megakernel=config(
+                intermediate_size=INNER, top_k=TOP_K, combine_dtype="bf16", grouped_combine=False
+            )
+        ),
+    )
+    hidden, logits, _ = inputs(tokens)
+    ids = logits.float().topk(TOP_K, 1).indices.int().contiguous()
+    given = moe_ep.MoEEpTensors(
+        hidden_states=hidden,
+        topk_ids=ids,
+        topk_weights=torch.rand(tokens, TOP_K, device="cuda"),
+        output=torch.empty_like(hidden),
+    )
+    found["FlashInfer fused SM90, routing given"] = round(
+        microseconds(lambda: layer.forward(given), graphed=True), 1
+    )
+    if hasattr(layer, "destroy"):
+        layer.destroy()
+    return found
+
+
+def measure(scheme: str, tokens: int, args: argparse.Namespace, peers: dict[str, float]) -> list[Result]:
+    """One scheme at one size."""
+    low, high = args.carriers.split(",")
+    carrier = low if tokens <= args.most_low_latency else high
+    layer = build(scheme, carrier, tokens, args.kernel)
+    found = phases(layer, inputs(tokens), graphed=not DISPATCHERS[carrier].host_sync)
+    layer.carrier.close()
+    ranks = dist.get_world_size()
+    aim = AIMS.get(scheme, {}).get(tokens) if ranks == 4 else None
+    results = []
+    for part, value in found.items():
+        kernel = args.kernel or SCHEMES[scheme][2]
+        case = f"{scheme}, {tokens} tokens a rank, EP{ranks}, {carrier}, {kernel}: {part}"
+        whole = part == "layer"
+        results.append(
+            Result(
+                "gpu_layer",
+                case,
+                round(value, 1),
+                "us",
+                "lower",
+                float(aim) if aim and whole else None,
+                peers if whole else {},
+            )
+        )
+    if not dist.get_rank():
+        shown = ", ".join(f"{part} {value:.1f}" for part, value in found.items())
+        rest = found["layer"] - sum(value for part, value in found.items() if part != "layer")
+        print(f"{scheme} {tokens} tokens, {carrier}: {shown}; beyond its phases {rest:.1f} us; peers {peers}")
+        sys.stdout.flush()
+    return results
+
+
+def main() -> None:
+    """Prints from rank 0 and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schemes", default="fp8,nvfp4")
+    parser.add_argument("--tokens", default="1,16,128,4096")
+    parser.add_argument("--carriers", default="nvlink_ll,nvlink_ht")
+    parser.add_argument("--kernel", default="", help="instead of the usual one of the scheme")
+    parser.add_argument("--most-low-latency", type=int, default=256)
+    parser.add_argument("--fused-peer", action="store_true", help="FlashInfer's layer, compiled at first use")
+    args = parser.parse_args()
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # NVLink multicast stays off
+    local = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+    sizes = [int(tokens) for tokens in args.tokens.split(",")]
+    peers = {tokens: fused_peer(tokens, max(256, tokens)) if args.fused_peer else {} for tokens in sizes}
+    results = []
+    for scheme in args.schemes.split(","):
+        for tokens in sizes:
+            results += measure(scheme, tokens, args, peers[tokens] if scheme == "fp8" else {})
+            torch.cuda.empty_cache()
+    if not dist.get_rank():
+        write(results)
+    time.sleep(0.5)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

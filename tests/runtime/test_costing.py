@@ -1,0 +1,91 @@
+"""Choosing by cost: ranks measure together, choose alike, and do not measure what they know."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from costing_ranks import LANE_ROWS, Choice, choices
+from parallel import parallel_launch
+
+BOTH = {"allgather_reducescatter", "all2allv"}
+
+
+@pytest.fixture(scope="module")
+def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Choice], dict[str, str]]]:
+    """Choices and errors, by name, of each rank."""
+    return parallel_launch(2, choices, str(tmp_path_factory.mktemp("costs")))
+
+
+@pytest.fixture(scope="module")
+def found(by_rank: list[tuple[dict[str, Choice], dict[str, str]]]) -> list[dict[str, Choice]]:
+    """Choices by rank and name."""
+    return [choices_of_rank for choices_of_rank, _ in by_rank]
+
+
+@pytest.fixture(scope="module")
+def said(by_rank: list[tuple[dict[str, Choice], dict[str, str]]]) -> list[dict[str, str]]:
+    """Errors by rank and name."""
+    return [errors for _, errors in by_rank]
+
+
+def test_ranks_choose_alike(found: list[dict[str, Choice]]) -> None:
+    for name, choice in found[0].items():
+        assert found[1][name].carriers == choice.carriers, name
+        assert found[1][name].points == choice.points, name
+        assert choice.carriers[-1][1] == LANE_ROWS, name
+
+
+def test_every_carrier_that_fits_is_measured_up_to_the_most_rows(found: list[dict[str, Choice]]) -> None:
+    first = found[0]["first"]
+    assert set(first.measured) == BOTH and len(first.measured) == 2
+    assert {name for name, _ in first.points} == BOTH
+    assert {rows for _, rows in first.points} >= {1} and max(rows for _, rows in first.points) <= LANE_ROWS
+    assert {name for name, _ in first.carriers} <= BOTH
+    losers = BOTH - {name for name, _ in first.carriers}
+    assert all(first.refused[name].endswith(" costs less") for name in losers)
+
+
+@pytest.mark.parametrize("name", ["again", "stored"])
+def test_what_is_known_is_not_measured_again(name: str, found: list[dict[str, Choice]]) -> None:
+    for choices_of_rank in found:
+        assert choices_of_rank[name].measured == ()
+        assert replace(choices_of_rank["first"], measured=()) == choices_of_rank[name]
+
+
+def test_costs_are_measured_anew_when_asked(found: list[dict[str, Choice]]) -> None:
+    assert set(found[0]["anew"].measured) == BOTH
+
+
+@pytest.mark.parametrize("name", ["pinned", "never", "auto"])
+def test_nothing_is_measured_for_a_pinned_carrier_nor_by_default_on_the_cpu(
+    name: str, found: list[dict[str, Choice]]
+) -> None:
+    only = "all2allv" if name == "pinned" else "allgather_reducescatter"
+    for choices_of_rank in found:
+        choice = choices_of_rank[name]
+        assert (choice.measured, choice.points, choice.carriers) == ((), (), ((only, LANE_ROWS),))
+
+
+def test_a_carrier_that_some_rank_cannot_build_is_left_out_by_all(found: list[dict[str, Choice]]) -> None:
+    for choices_of_rank in found:
+        choice = choices_of_rank["picky"]
+        assert choice.measured == ("picky",)  # of the others the costs were kept
+        assert choice.refused["picky"] == "rank 1: needs 7 bytes more than rank 1 has"
+        assert {name for name, _ in choice.carriers} <= BOTH
+
+
+def test_a_carrier_that_one_rank_alone_has_is_left_out(found: list[dict[str, Choice]]) -> None:
+    assert found[0]["lonely"].measured == () == found[1]["lonely"].measured
+    assert "lonely" not in dict(found[0]["lonely"].carriers)
+
+
+def test_ranks_that_would_carry_differently_are_told_so_on_each(said: list[dict[str, str]]) -> None:
+    text = said[0]["differing"]
+    assert said[1]["differing"] == text
+    assert "rank 0 allgather_reducescatter up to 20 rows" in text and "rank 1 all2allv up to 20" in text
+
+
+def test_a_carrier_that_fails_while_it_is_measured_is_named(said: list[dict[str, str]]) -> None:
+    for errors in said:
+        assert "measuring carrier broken failed: a byte is wrong; name a carrier" in errors["broken"]

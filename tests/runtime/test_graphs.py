@@ -1,0 +1,111 @@
+"""Small steps as graphs: padded alike on all ranks, recorded at the second step, replayed from then on."""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from moeserve.runtime.graphs import StepGraphs, padded_rows
+from moeserve.runtime.step import LaneInput
+
+H, K = 4, 2
+
+
+class Recorder:
+    """A capture that runs the work anew at each replay, as a graph would."""
+
+    def __init__(self) -> None:
+        self.captured = self.replayed = 0
+
+    def __call__(self, work):
+        self.captured += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            work()
+
+        return replay
+
+
+class Layer:
+    """Doubles the rows that are valid; what is not comes back as zeros."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, tuple[int, ...]]] = []
+
+    def __call__(self, rows: LaneInput, lane_rows: tuple[int, ...]) -> Tensor:
+        self.calls.append((rows.hidden.shape[0], lane_rows))
+        return torch.where(rows.valid[:, None], rows.hidden * 2, 0.0)
+
+
+def lane(rows: int, value: float = 1.0) -> LaneInput:
+    return LaneInput(
+        torch.full((rows, H), value),
+        torch.zeros(rows, K, dtype=torch.int32),
+        torch.ones(rows, K),
+        torch.ones(rows, dtype=torch.bool),
+    )
+
+
+def test_a_size_is_run_then_recorded_then_replayed() -> None:
+    record, layer = Recorder(), Layer()
+    graphs = StepGraphs(64, "cpu", record)
+    for at, value in enumerate((1.0, 2.0, 3.0, 4.0)):
+        answer = graphs.run(0, "decode", lane(3, value), (3, 5), layer)
+        assert torch.equal(answer, torch.full((3, H), 2 * value))
+        assert (record.captured, record.replayed) == (min(at, 1), at)
+    assert set(layer.calls) == {(8, (8, 8))}  # the fullest lane's rows, padded, on every rank
+    assert len(graphs) == 1
+
+
+def test_an_answer_outlives_the_next_step() -> None:
+    graphs, layer = StepGraphs(64, "cpu", Recorder()), Layer()
+    answers = [graphs.run(0, "", lane(2, value), (2,), layer) for value in (1.0, 2.0, 3.0)]
+    assert [float(answer[0, 0]) for answer in answers] == [2.0, 4.0, 6.0]
+
+
+def test_rows_of_a_fuller_step_do_not_stay_valid() -> None:
+    graphs = StepGraphs(64, "cpu", Recorder())
+    seen = []
+
+    def compute(rows: LaneInput, lane_rows: tuple[int, ...]) -> Tensor:
+        seen.append(int(rows.valid.sum()))
+        return rows.hidden
+
+    for rows in (4, 3, 0, 4):
+        assert graphs.run(0, "", lane(rows), (rows, 4), compute).shape == (rows, H)
+    assert seen == [4, 3, 0, 4]
+
+
+def test_layers_sizes_and_kinds_have_graphs_of_their_own() -> None:
+    record, layer = Recorder(), Layer()
+    graphs = StepGraphs(64, "cpu", record)
+    for which, kind, rows in ((0, "a", 2), (1, "a", 2), (0, "b", 2), (0, "a", 3)):
+        for _ in range(2):
+            graphs.run(which, kind, lane(rows), (rows,), layer)
+    assert record.captured == len(graphs) == 4
+
+
+def test_what_cannot_be_recorded_runs_padded_with_one_warning(caplog) -> None:
+    def refuse(work):
+        raise RuntimeError("operation not permitted")
+
+    graphs, layer = StepGraphs(64, "cpu", refuse), Layer()
+    with caplog.at_level(logging.WARNING):
+        for value in (1.0, 2.0, 3.0):
+            assert float(graphs.run(7, "", lane(3, value), (3,), layer)[0, 0]) == 2 * value
+    assert set(layer.calls) == {(4, (4,))}
+    assert [r.getMessage() for r in caplog.records] == [
+        "layer 7, 4 rows: no CUDA graph, steps are launched: operation not permitted"
+    ]
+
+
+def test_rows_are_padded_to_powers_of_two() -> None:
+    assert [padded_rows(rows) for rows in (0, 1, 2, 3, 4, 5, 255, 256)] == [1, 1, 2, 4, 4, 8, 256, 256]
+
+
+def test_a_step_without_a_row_runs_padded_too() -> None:
+    graphs, layer = StepGraphs(64, "cpu", Recorder()), Layer()
+    for _ in range(3):
+        assert graphs.run(0, "", lane(0), (0, 0), layer).shape == (0, H)
+    assert set(layer.calls) == {(1, (1, 1))}

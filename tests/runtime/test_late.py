@@ -1,0 +1,169 @@
+"""A step that went on without a late rank's rows fails by name, or is counted, as the configuration says."""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+
+from moeserve.dispatch.backends import DISPATCHERS
+from moeserve.dispatch.backends.local import Local
+from moeserve.dispatch.dispatcher import DispatchSpec
+from moeserve.experts.machine import machine_named
+from moeserve.runtime.config import Config
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.lane import Batch, GroupUnavailable, Lane
+from moeserve.runtime.member import Member, Rendezvous
+from moeserve.runtime.messages import epoch_message, header_message
+from moeserve.runtime.plan import Wanted
+from moeserve.runtime.rank import PeersLate, Rank
+from moeserve.runtime.rank_process import served_from
+from moeserve.runtime.status import status_of
+from moeserve.runtime.step import Header, LaneInput, StepRecord
+from moeserve.runtime.stream import StreamClosed
+
+GENERATION = 1
+
+
+class Impatient(Local):
+    """A carrier that found ranks 2 and 5 late in its first step, and keeps what it was built for."""
+
+    built: list[DispatchSpec] = []  # noqa: RUF012
+    patient = False
+
+    def __init__(self, spec: DispatchSpec) -> None:
+        super().__init__(spec)
+        self.built.append(spec)
+        self._late: tuple[int, ...] = () if self.patient else (2, 5)
+
+    def late(self) -> tuple[int, ...]:
+        late, self._late = self._late, ()
+        return late
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-MoE checkpoint of two layers."""
+    path = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint("qwen3_moe", path)
+    return path
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The carrier of one rank is impatient."""
+    Impatient.built.clear()
+    Impatient.patient = False
+    monkeypatch.setitem(DISPATCHERS, "local", replace(DISPATCHERS["local"], build=Impatient))
+
+
+def rank_of(path: Path, **step: Any) -> Rank:
+    """One rank that has joined."""
+    values = {f"step.{key}": value for key, value in step.items()}
+    served = served_from(Config().with_values({"model.checkpoint": str(path)} | values).checked())
+    rank = Rank(0, served, served.plans(machine_named("cpu", ()), Wanted()), "cpu")
+    rank.load(Epoch.first(served.mesh, len(served.layers), served.checkpoint.num_experts))
+    rank.join()
+    return rank
+
+
+def batch_of(rank: Rank, rows: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    checkpoint = rank.served.checkpoint
+    experts = torch.arange(checkpoint.top_k, dtype=torch.int32).repeat(rows, 1)
+    return torch.randn(rows, checkpoint.hidden), experts, torch.ones(rows, checkpoint.top_k)
+
+
+def stepped(rank: Rank) -> Rank:
+    hidden, experts, weights = batch_of(rank)
+    rank.step(0, LaneInput(hidden, experts, weights, torch.ones(3, dtype=torch.bool)), (3,))
+    return rank
+
+
+@pytest.mark.usefixtures("impatient")
+def test_steps_fail_by_the_names_of_the_late_until_the_carriers_are_built_anew(path: Path) -> None:
+    rank = stepped(rank_of(path, late_seconds=1.5))
+    for layer in (0, 1, 0):  # the carrier names them once
+        with pytest.raises(PeersLate, match=rf"layer {layer}: no rows of ranks \[2, 5\] within 1.5 s"):
+            rank.late(layer)
+    rank.leave()
+    Impatient.patient = True
+    rank.join()
+    assert stepped(rank).late(0) == ()
+    assert {(spec.patience, spec.on_late) for spec in Impatient.built} == {(1.5, "fail")}
+
+
+@pytest.mark.usefixtures("impatient")
+def test_dropped_rows_are_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rank = stepped(rank_of(path, on_late="drop", timeout_seconds=7.0))
+    assert rank.late(0) == (2, 5)
+    assert "layer 0: goes on without rows of ranks [2, 5], none within 7 s" in caplog.text
+    assert rank.late(0) == ()
+    assert {(spec.patience, spec.on_late) for spec in Impatient.built} == {(7.0, "drop")}
+
+
+class Wire:
+    """The coordinator's end of a stream: entries to come, and what the rank said."""
+
+    def __init__(self, entries: list[dict[str, Any]]) -> None:
+        self._entries: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        for entry in entries:
+            self._entries.put(entry)
+        self.sent: list[dict[str, Any]] = []
+
+    def receive(self) -> dict[str, Any]:
+        try:
+            return self._entries.get(timeout=5.0)
+        except queue.Empty:
+            raise StreamClosed("nothing more") from None
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+        if message["kind"] in ("failed", "done"):
+            reason = str(message.get("reason", ""))
+            self._entries.put({"kind": "abort", "generation": GENERATION, "reason": reason})
+            self._entries.put({"kind": "stop"})
+
+
+def served_once(path: Path, **step: Any) -> tuple[list[dict[str, Any]], Any, list[StepRecord]]:
+    """What a member says of one step, how its caller's job ended, and what was observed."""
+    rank = rank_of(path, **step)
+    epoch = Epoch.first(rank.served.mesh, len(rank.served.layers), rank.served.checkpoint.num_experts)
+    lane, records = Lane(0, 16, 4), list[StepRecord]()
+    lane.open()
+    announced = list[int]()
+    lane.announce = lambda job: announced.append(job.job)
+    call = lane.submit(Batch(0, *batch_of(rank)))
+    header = Header(1, epoch.number, 0, (3,), ((announced[0], 3),))
+    prepare = {"kind": "prepare", "generation": GENERATION, "epoch": epoch_message(epoch)}
+    wire = Wire([prepare, header_message(header, GENERATION)])
+    rank.leave = lambda: None  # type: ignore[method-assign]  # its carriers are there already
+    member = Member(rank, lane, wire, Rendezvous("gloo", 5.0), records.append)  # type: ignore[arg-type]
+    member.run()
+    if not call.wait(5.0):
+        raise AssertionError("the call did not end")
+    return wire.sent, call, records
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_step_fails_by_the_names_of_the_late_and_callers_may_come_again(path: Path) -> None:
+    sent, call, records = served_once(path)
+    (failed,) = [message for message in sent if message["kind"] == "failed"]
+    assert "rank 0: step failed: PeersLate: layer 0: no rows of ranks [2, 5] within 30 s" in failed["reason"]
+    assert not [message for message in sent if message["kind"] == "done"] and records == []
+    with pytest.raises(GroupUnavailable, match=r"no rows of ranks \[2, 5\]"):
+        call.result()
+    assert status_of(call.error).code == "UNAVAILABLE"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_step_without_the_late_is_answered_and_observed(path: Path) -> None:
+    sent, call, records = served_once(path, on_late="drop")
+    assert [message["step"] for message in sent if message["kind"] == "done"] == [1]
+    assert [record.late for record in records] == [(2, 5)]
+    answer, _ = call.result()
+    assert answer.shape[0] == 3

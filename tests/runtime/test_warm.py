@@ -1,0 +1,141 @@
+"""A rank's kernels run for every size of batch before its first step, as each is compiled at first use."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from torch import Tensor
+
+from moeserve.dispatch.backends import DISPATCHERS
+from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
+from moeserve.experts.checkpoint import Checkpoint
+from moeserve.experts.kernel import KernelSpec, Prepared
+from moeserve.experts.kernels.tiles import tile_for
+from moeserve.experts.machine import machine_named
+from moeserve.quant.formats.floats import BF16
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.mesh import Mesh
+from moeserve.runtime.plan import Plan, Span, Wanted
+from moeserve.runtime.rank import Rank, Served
+from moeserve.runtime.warm import Arrivals, rooms, warm
+
+LANE_ROWS, EXPERTS = 48, 4
+
+
+class Recorder:
+    """A kernel that notes what it is applied to."""
+
+    def __init__(self, spec: KernelSpec, applied: list[tuple[KernelSpec, ExpertBatch]]) -> None:
+        self._spec, self._applied = spec, applied
+
+    def prepare(self, weights: ExpertWeights) -> Prepared:
+        return Prepared({"gate_up": weights.gate_up.parts[0], "down": weights.down.parts[0]})
+
+    def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
+        assert prepared.slots == batch.slots
+        self._applied.append((self._spec, batch))
+        return torch.empty(batch.tokens.shape, dtype=self._spec.out_dtype)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    path: Path = tmp_path_factory.mktemp("warm")
+    make_checkpoint("qwen3_moe", path, dtype=torch.bfloat16, hidden=64, inner=32, experts=EXPERTS)
+    checkpoint = Checkpoint(path)
+    mesh = Mesh.flatten(1, 1, expert_parallel=False)
+    return Served(checkpoint, checkpoint.layers, mesh, torch.bfloat16, LANE_ROWS)
+
+
+def spans(groupings: Sequence[Grouping]) -> tuple[Span, ...]:
+    """A carrier for each grouping; those of the table that are PADDED need not run here."""
+    local = DISPATCHERS["local"]
+    return tuple(Span(LANE_ROWS, replace(local, grouping=grouping), BF16) for grouping in groupings)
+
+
+def loaded(
+    served: Served, device: str, groupings: Sequence[Grouping]
+) -> tuple[Rank, list[tuple[KernelSpec, ExpertBatch]]]:
+    """A rank whose kernels note what they compute, and their notes."""
+    applied: list[tuple[KernelSpec, ExpertBatch]] = []
+
+    def noting(plan: Plan) -> Plan:
+        row = replace(plan.kernel, build=lambda spec: Recorder(spec, applied))
+        return replace(plan, kernel=row, fitting=spans(groupings))
+
+    plans = served.plans(machine_named("cpu"), Wanted())
+    rank = Rank(0, served, {layer: noting(plan) for layer, plan in plans.items()}, device)
+    rank.load(Epoch.first(served.mesh, len(served.layers), EXPERTS))
+    return rank, applied
+
+
+NOT_THE_CPU = "cpu:0"
+"""A device that ranks do not take for the CPU, and torch does."""
+
+
+def test_every_kernel_is_applied_once_for_every_room_when_the_experts_are_loaded(served: Served) -> None:
+    assert len(served.layers) > 1  # of one spec: they share the kernel
+    rank, applied = loaded(served, NOT_THE_CPU, list(Grouping))
+    most = LANE_ROWS * served.checkpoint.top_k + 1
+    found = Counter((batch.grouping, batch.tokens.shape[-2]) for _, batch in applied)
+    ragged = {(Grouping.RAGGED, rows): 1 for rows in rooms(most)}
+    padded = {(Grouping.PADDED, rows): 1 for rows in rooms(LANE_ROWS)}
+    assert found == Counter(ragged | padded)
+    assert all(batch.tokens.format == BF16 and int(batch.counts.sum()) == 0 for _, batch in applied)
+    before = len(applied)
+    rank.load(Epoch.first(served.mesh, len(served.layers), EXPERTS))
+    assert len(applied) == before  # they are warm
+
+
+def test_nothing_is_counted_as_load(served: Served) -> None:
+    rank, applied = loaded(served, NOT_THE_CPU, [Grouping.RAGGED])
+    assert applied
+    assert int(rank.load_reading().tokens.sum()) == 0
+
+
+def test_on_the_cpu_there_is_nothing_to_warm(served: Served) -> None:
+    _, applied = loaded(served, "cpu", list(Grouping))
+    assert applied == []
+
+
+@pytest.mark.parametrize("grouping", list(Grouping))
+def test_an_empty_batch_has_the_starts_its_grouping_gives(grouping: Grouping) -> None:
+    batch = Arrivals(BF16, grouping, slots=3, hidden=8, most=5).empty(5, torch.device("cpu"))
+    assert batch.offsets.tolist() == ([0, 5, 10, 15] if grouping is Grouping.PADDED else [0, 0, 0, 0])
+    assert batch.tokens.shape == ((3, 5, 8) if grouping is Grouping.PADDED else (5, 8))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "fp4"])
+@pytest.mark.parametrize("slots", [1, 64, 512])
+def test_rooms_meet_every_tile_that_a_step_can_ask_for(kind: str, slots: int) -> None:
+    most = 4 * 4096 * 8
+    asked = {tile_for("NVIDIA H200", kind, rows / slots) for rows in range(1, most + 1, 7)}
+    assert {tile_for("NVIDIA H200", kind, rows / slots) for rows in rooms(most)} >= asked
+
+
+def test_rooms_end_with_the_most_and_there_is_none_in_nothing() -> None:
+    assert list(rooms(5)) == [1, 2, 4, 5]
+    assert list(rooms(8)) == [1, 2, 4, 8]
+    assert list(rooms(0)) == []
+
+
+def test_a_batch_that_does_not_fit_ends_it_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    class Full:
+        def prepare(self, weights: ExpertWeights) -> Prepared:
+            return Prepared({"codes": torch.empty(2, 1)})
+
+        def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
+            if batch.tokens.shape[0] > 4:
+                raise torch.OutOfMemoryError("no room")
+            return torch.empty(batch.tokens.shape)
+
+    with caplog.at_level(logging.WARNING):
+        done = warm(Full(), Prepared({"codes": torch.empty(2, 1)}), Arrivals(BF16, Grouping.RAGGED, 2, 8, 64))
+    assert done == 3
+    assert "a step's batch of 8 rows would not fit beside the experts: no room" in caplog.text
