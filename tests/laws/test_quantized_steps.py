@@ -41,7 +41,7 @@ def planned(scheme: Scheme, model: Format) -> tuple[Problem, str, Format]:
     """What an unpinned plan chooses on a CPU: problem, kernel and wire."""
     problem = Problem(scheme, model, SHAPE, experts=len(COUNTS), ranks=1, top_k=2, lane_rows=64)
     plan = make_plan(problem, machine_named("cpu"), KERNELS, DISPATCHERS)
-    return problem, plan.kernel.name, plan.wire
+    return problem, plan.kernel.name, plan.carriers[0].wire
 
 
 def counted(form: Format, calls: list[torch.Size]) -> Format:

@@ -1,0 +1,227 @@
+"""Peers on the experts of one rank: other systems' kernels on the same weights, rows and ids, where they are
+installed.
+
+vLLM 0.20.2's Triton and Marlin kernels and triton_kernels compute the whole MLP with the weighted sum.
+DeepGEMM has only the two GEMMs, on rows that are grouped, aligned and rounded before, and is named so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from gpu_models import DIFFERENT, Held, Inputs
+from torch import Tensor
+
+from moeserve.experts.batch import ExpertWeights
+
+Call = Callable[[], Tensor | None]
+"""What is timed; its answer `[T, H]`, or None where it is less than an answer."""
+
+Made = Callable[[Inputs], Call]
+"""A peer with its weights, for some rows."""
+
+
+def vllm_bf16(held: Held, weights: ExpertWeights) -> Made:
+    """vLLM's Triton kernel in bf16."""
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+    gate_up, down = weights.gate_up.parts[0], weights.down.parts[0]
+    return lambda inputs: lambda: fused_experts(inputs.hidden, gate_up, down, inputs.weights, inputs.ids)
+
+
+def vllm_fp8(held: Held, weights: ExpertWeights) -> Made:
+    """vLLM's Triton kernel for 128x128 blocks; it rounds the rows itself."""
+    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+    (gate_up, gate_up_scale), (down, down_scale) = weights.gate_up.parts, weights.down.parts
+    quantized = fp8_w8a8_moe_quant_config(w1_scale=gate_up_scale, w2_scale=down_scale, block_shape=[128, 128])
+    return lambda inputs: (
+        lambda: fused_experts(
+            inputs.hidden, gate_up, down, inputs.weights, inputs.ids, quant_config=quantized
+        )
+    )
+
+
+def deep_gemm(held: Held, weights: ExpertWeights) -> Made:
+    """DeepGEMM's two GEMMs: masked for few rows an expert, contiguous for many."""
+    import deep_gemm as library
+
+    sides = [tuple(weights.gate_up.parts), tuple(weights.down.parts)]
+
+    def made(inputs: Inputs) -> Call:
+        counts = torch.bincount(inputs.ids.flatten().long(), minlength=held.experts)
+        if inputs.ids.numel() > 128 * held.experts:
+            aligned = -(-counts // 128) * 128
+            experts = torch.arange(held.experts, dtype=torch.int32, device="cuda").repeat_interleave(aligned)
+            rows, extra = (len(experts),), (experts,)
+            gemm = library.m_grouped_fp8_gemm_nt_contiguous
+        else:
+            rows = (held.experts, -(-int(counts.max()) // 64) * 64)
+            extra = (counts.int(), -(-inputs.ids.numel() // held.experts))
+            gemm = library.m_grouped_fp8_gemm_nt_masked
+        given = [(_rounded((*rows, w[0].shape[-1])), w, _room((*rows, w[0].shape[1]))) for w in sides]
+
+        def call() -> None:
+            for x, side, out in given:
+                gemm(x, side, out, *extra)
+
+        return call
+
+    return made
+
+
+def _rounded(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Random E4M3 rows and their scales of 128, in the column order that the library multiplies from."""
+    codes = torch.randn(shape, device="cuda").to(torch.float8_e4m3fn)
+    scale = torch.rand((*shape[:-1], shape[-1] // 128), device="cuda")
+    return codes, scale.mT.contiguous().mT
+
+
+def _room(shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def marlin(held: Held, weights: ExpertWeights) -> Made:
+    """vLLM's Marlin kernel: four-bit weights, bf16 rows. A layer of gpt-oss is grown with zeros for it."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.fused_marlin_moe import fused_marlin_moe
+    from vllm.scalar_type import scalar_types
+
+    oai = held.shape.activation.name == "swigluoai"
+    hidden, inner = (_up(held.shape.hidden, 256), _up(held.shape.inner, 128)) if oai else _sizes(held)
+    few = weights.rows(slice(0, DIFFERENT))
+    operands = _marlin_operands(few, hidden, inner, interleaved=oai)
+    slots = torch.arange(held.experts, device="cuda") % few.experts
+    operands = {name: None if t is None else t[slots].contiguous() for name, t in operands.items()}
+    options: dict[str, Any] = {
+        "quant_type_id": scalar_types.float4_e2m1f.id,
+        "global_num_experts": held.experts,
+        "activation": MoEActivation.SWIGLUOAI if oai else MoEActivation.SILU,
+        "global_scale1": operands["global1"],
+        "global_scale2": operands["global2"],
+    }
+    matrices = [operands[name] for name in ("w1", "w2", "bias1", "bias2", "scale1", "scale2")]
+
+    def made(inputs: Inputs) -> Call:
+        x = torch.nn.functional.pad(inputs.hidden, (0, hidden - inputs.hidden.shape[1]))
+        width = inputs.hidden.shape[1]
+        return lambda: fused_marlin_moe(x, *matrices, inputs.weights, inputs.ids, **options)[:, :width]
+
+    return made
+
+
+def _marlin_operands(
+    few: ExpertWeights, hidden: int, inner: int, *, interleaved: bool
+) -> dict[str, Tensor | None]:
+    """Marlin's own form of some experts, by vLLM's converters."""
+    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4 as convert
+
+    layer = SimpleNamespace(
+        num_experts=few.experts,
+        hidden_size=hidden,
+        intermediate_size_per_partition=inner,
+        params_dtype=torch.bfloat16,
+    )
+    if few.gate_up.format.name == "nvfp4":
+        (w1, s1, g1), (w2, s2, g2) = few.gate_up.parts, few.down.parts
+        g1, g2 = (g.reshape(few.experts, -1)[:, 0].contiguous() for g in (g1, g2))
+        found = convert.prepare_nvfp4_moe_layer_for_marlin(layer, w1, s1, g1, w2, s2, g2, True)
+        names = ("w1", "scale1", "global1", "w2", "scale2", "global2")
+        return dict.fromkeys(("bias1", "bias2")) | dict(zip(names, found, strict=True))
+    (w1, s1), (w2, s2), (b1, b2) = few.gate_up.parts, few.down.parts, (few.gate_up_bias, few.down_bias)
+    if interleaved:
+        w1, s1, b1 = (
+            None if t is None else _woven(t, inner, columns)
+            for t, columns in ((w1, hidden // 2), (s1, hidden // 32), (b1, None))
+        )
+        w2, s2, b2 = _grown(w2, hidden, inner // 2), _grown(s2, hidden, inner // 32), _grown(b2, hidden)
+    found = convert.prepare_moe_mxfp4_layer_for_marlin(layer, w1, w2, s1, s2, b1, b2)
+    names = ("w1", "w2", "scale1", "scale2", "bias1", "bias2")
+    return dict.fromkeys(("global1", "global2")) | dict(zip(names, found, strict=True))
+
+
+def _woven(t: Tensor, inner: int, columns: int | None) -> Tensor:
+    """Gate and up rows by turns, each grown to `inner` rows (and `columns`) with zeros."""
+    gate, up = (_grown(half, inner, columns) for half in t.chunk(2, dim=1))
+    return torch.stack([gate, up], dim=2).flatten(1, 2).contiguous()
+
+
+def _grown(t: Tensor | None, rows: int, columns: int | None = None) -> Tensor | None:
+    """`t [e, N]` or `[e, N, K]` with zeros after its rows and columns."""
+    if t is None:
+        return None
+    more = [0, rows - t.shape[1]] if columns is None else [0, columns - t.shape[2], 0, rows - t.shape[1]]
+    return torch.nn.functional.pad(t, more)
+
+
+def _sizes(held: Held) -> tuple[int, int]:
+    return held.shape.hidden, held.shape.inner
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def triton_kernels(held: Held, weights: ExpertWeights) -> Made:
+    """triton_kernels as vLLM runs gpt-oss: gate and up rows by turns, the activation in the first GEMM."""
+    from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
+    from vllm.model_executor.layers.fused_moe.config import mxfp4_w4a16_moe_quant_config
+    from vllm.model_executor.layers.fused_moe.experts import gpt_oss_triton_kernels_moe as library
+    from vllm.model_executor.layers.quantization.utils.mxfp4_utils import _swizzle_mxfp4
+
+    inner = held.shape.inner
+    (w1, s1), (w2, s2) = weights.gate_up.parts, weights.down.parts
+    sides = [_swizzle_mxfp4(_woven(w1, inner, None), _woven(s1, inner, None)), _swizzle_mxfp4(w2, s2)]
+    scales = [PrecisionConfig(weight_scale=s, flex_ctx=FlexCtx(rhs_data=flex)) for _, flex, s in sides]
+    assert weights.gate_up_bias is not None
+    config = mxfp4_w4a16_moe_quant_config(
+        *scales, w1_bias=_woven(weights.gate_up_bias, inner, None), w2_bias=weights.down_bias
+    )
+
+    def made(inputs: Inputs) -> Call:
+        def call() -> Tensor:
+            routing = library.make_routing_data(inputs.ids, inputs.weights, held.experts)
+            out = torch.empty_like(inputs.hidden)
+            operands = (out, inputs.hidden, sides[0][0], sides[1][0], *routing)
+            return library.triton_kernel_fused_experts(*operands, topk=held.top_k, quant_config=config)
+
+        return call
+
+    return made
+
+
+GEMMS_ONLY = "DeepGEMM, two GEMMs only"
+PEERS: dict[str, dict[str, Callable[[Held, ExpertWeights], Made]]] = {
+    "nvfp4": {"vLLM Marlin": marlin},
+    "mxfp4": {"vLLM Marlin": marlin},
+    "nvfp4_fp8": {"vLLM Marlin, bf16 rows": marlin},
+    "mxfp4_fp8": {"vLLM Marlin, bf16 rows": marlin},
+    "fp8": {"vLLM Triton": vllm_fp8, GEMMS_ONLY: deep_gemm},
+    "bf16": {"vLLM Triton": vllm_bf16},
+}
+"""By kind of experts, the peers by name."""
+
+FROM_TOKENS = {GEMMS_ONLY: 512}
+"""Fewest tokens a peer is timed with; below, its compiler takes longer than all else."""
+
+NEEDED = {GEMMS_ONLY: "deep_gemm", "triton_kernels": "triton_kernels"}
+"""The module a peer is imported from, where it is not vLLM's own."""
+
+
+def peers_for(held: Held, kind: str) -> dict[str, Callable[[Held, ExpertWeights], Made]]:
+    """The peers that compute `kind` for `held` and are importable; says which are not."""
+    known = dict(PEERS[kind])
+    if held.shape.activation.name == "swigluoai":
+        known["triton_kernels"] = triton_kernels
+    there = {}
+    for name, make in known.items():
+        if all(find_spec(module) for module in ("vllm", NEEDED.get(name, "vllm"))):
+            there[name] = make
+        else:
+            print(f"{held.name} {kind}: {name} is left out, it is not importable here", flush=True)
+    return there
