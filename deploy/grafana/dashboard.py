@@ -141,6 +141,12 @@ def steps() -> list[Panel]:
                 "jobs in a step",
             ),
         ),
+        lines(
+            "Late ranks",
+            "short",
+            "Times a second that a step went on without a rank's rows; the alert names the rank.",
+            Query(f"sum({rate('moe_late_peers_total')}) or vector(0)", "late"),
+        ),
     ]
 
 
