@@ -6,10 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeserve.dispatch.dispatcher import Dispatched, DispatchSpec
-from moeserve.dispatch.permute import Homes, group_rows
+from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.routing import Routing
-from moeserve.experts.batch import ExpertBatch
 from moeserve.experts.placement import EMPTY
 from moeserve.quant.format import Packed
 
@@ -59,11 +57,6 @@ def parts_arrived(parts: tuple[Tensor, ...], like: DispatchSpec) -> tuple[Tensor
     )
 
 
-def grouped(spec: DispatchSpec, tokens: Packed, slots: Tensor, weights: Tensor) -> tuple[ExpertBatch, Homes]:
-    """Arrived rows as one RAGGED batch; `slots [R, K]` in this rank's numbering, EMPTY: not here."""
-    return group_rows(tokens, slots.int(), weights, (spec.slots, spec.row_align))
-
-
 def only_first(count: Tensor, slots: Tensor) -> Tensor:
     """Slots of the first `count` rows of `slots [..., R, K]`, EMPTY after them, as `[all rows, K]`.
 
@@ -72,19 +65,3 @@ def only_first(count: Tensor, slots: Tensor) -> Tensor:
     rows = torch.arange(slots.shape[-2], device=slots.device)
     came = rows < count  # [..., R]
     return slots.masked_fill(~came[..., None], EMPTY).view(-1, slots.shape[-1])
-
-
-def nobody(spec: DispatchSpec, hidden: Tensor) -> Dispatched:
-    """What arrives in a step that no lane brings a row to: all ranks know it from the header."""
-    none = hidden[:0]
-    ids = none.new_empty((0, spec.top_k), dtype=torch.int32)
-    batch, homes = grouped(
-        spec, spec.wire.quantize(none), ids, none.new_empty((0, spec.top_k), dtype=torch.float32)
-    )
-    return Dispatched(batch, homes)
-
-
-def most_copies(spec: DispatchSpec, routing: Routing) -> int:
-    """Most copies of this lane's rows that leave for other ranks: what traffic counts without a look at
-    the routing, which would make the host wait for the device."""
-    return routing.lane_rows[spec.rank] * min(spec.top_k, spec.ranks - 1)

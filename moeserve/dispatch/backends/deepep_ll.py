@@ -39,7 +39,6 @@ from moeserve.quant.format import Packed
 
 HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 FP8 = frozenset({"fp8_group128", "fp8_group128_ue8m0"})
-PARTIAL_SUMS = "outputs of experts travel in bf16 and are weighed and added in float32 at home"
 _ROWS_STEP = 4  # a slot's block is whole steps of it, for tensor copies of scales
 
 
@@ -156,13 +155,8 @@ ROW = DispatchRow(
     archs=frozenset({"sm90", "sm100", "sm103"}),
     in_flight=2,
     modules=frozenset({"deep_ep"}),
-    partial_sums=PARTIAL_SUMS,
+    partial_sums="outputs of experts travel in bf16 and are weighed and added in float32 at home",
     ordered=False,
     quantizes=True,
-    limits=Limits(
-        dtypes=frozenset({"bf16"}),
-        top_k=11,
-        hidden_sizes=HIDDEN_SIZES,
-        rdma=True,
-    ),
+    limits=Limits(dtypes=frozenset({"bf16"}), top_k=11, hidden_sizes=HIDDEN_SIZES, rdma=True),
 )

@@ -6,7 +6,6 @@ way home each rank's weighted partial sum is read by the row's own rank, which a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -15,22 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeserve.dispatch.dispatcher import (
-    Dispatched,
-    Dispatcher,
-    DispatchRow,
-    DispatchSpec,
-    Pace,
-    Pending,
-    Traffic,
-)
-from moeserve.dispatch.exchange import check_group
-from moeserve.dispatch.lane import check_lane, check_spec, local_slots
+from moeserve.dispatch.dispatcher import DispatchRow, DispatchSpec, Pace
+from moeserve.dispatch.lane import local_slots
 from moeserve.dispatch.limits import Limits
-from moeserve.dispatch.permute import Homes, weigh_rows
-from moeserve.dispatch.probe import probe
 from moeserve.dispatch.routing import Routing
-from moeserve.dispatch.travel import grouped, most_copies, nobody
+from moeserve.dispatch.row_exchange import Arrived, RowExchange
 from moeserve.dispatch.wire import ROW_WISE, Record
 from moeserve.experts.batch import Grouping
 from moeserve.experts.placement import EMPTY
@@ -39,14 +27,7 @@ TOP_K = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)
 """Choices a row that it has kernels for; a row with fewer repeats its first."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Ticket:
-    homes: Homes
-    rows: int  # of the fullest lane
-    own: int  # of this lane
-
-
-class FlashInfer(Dispatcher):
+class FlashInfer(RowExchange):
     """The carrier over `flashinfer.comm.MoeAlltoAll`.
 
     Every lane has places for `lane_rows` rows, however few a step brings: so arriving rows and sums that are
@@ -57,24 +38,14 @@ class FlashInfer(Dispatcher):
     """
 
     def __init__(self, spec: DispatchSpec) -> None:
-        check_spec(spec)
-        check_group(spec)
-        probe(ROW, spec)
-        self._spec = spec
+        super().__init__(spec, ROW)
         self._record = Record(spec.wire, spec.hidden, spec.top_k)
         self._top_k = next(k for k in TOP_K if k >= spec.top_k)
-        self._exchange = _opened(spec, self._record.nbytes, self._top_k)
-        self._traffic = Traffic()
+        self._row_bytes = self._record.nbytes + self._top_k * torch.int32.itemsize
+        self._exchange = _opened(spec, self._row_bytes, self._top_k)
 
-    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
-        """Stores rows, slots and weights into the workspaces of the ranks that need them, and groups those
-        here."""
-        spec = self._spec
-        check_lane(spec, hidden, routing)
-        rows = max(routing.lane_rows)
-        if not rows:
-            arrived = nobody(spec, hidden)
-            return Pending(lambda: Dispatched(arrived.batch, _Ticket(arrived.ticket, 0, 0)))
+    def _send(self, hidden: Tensor, routing: Routing) -> Arrived:
+        spec, rows = self._spec, max(routing.lane_rows)
         ids = F.pad(routing.slots, (0, self._top_k - spec.top_k), value=EMPTY)
         records, slots = self._exchange.dispatch(
             somewhere(spec, ids),
@@ -85,31 +56,17 @@ class FlashInfer(Dispatcher):
         )
         tokens, _, weights = self._record.unpack(records[:, :rows].flatten(0, 1))
         here = local_slots(spec, slots[:, :rows, : spec.top_k].flatten(0, 1))
-        batch, homes = grouped(spec, tokens, here, weights)
-        nbytes = self._record.nbytes + ids.shape[1] * ids.dtype.itemsize
-        self._traffic = self._traffic.plus(dispatched=most_copies(spec, routing) * nbytes)
-        ticket = _Ticket(homes, rows, hidden.shape[0])
-        return Pending(lambda: Dispatched(batch, ticket))
+        return Arrived(tokens.parts, here, weights, rows)
 
-    def combine(self, outputs: Tensor, ticket: _Ticket) -> Pending[Tensor]:
-        """Lays this rank's partial sums out for the others to read, and adds up its own rows': `[T, H]`."""
+    def _bring_home(self, partials: Tensor, handle: int) -> Tensor:
+        """`handle` is the number of rows of the fullest lane."""
         spec = self._spec
-        partials = weigh_rows(outputs, ticket.homes, spec.dtype)
-        if not ticket.rows:
-            return Pending(lambda: partials)
         payload = self._exchange.get_combine_payload_tensor_in_workspace(
             spec.lane_rows, spec.hidden, spec.dtype
         )
-        payload[:, : ticket.rows] = partials.view(spec.ranks, ticket.rows, spec.hidden)
-        answer: Tensor = self._exchange.combine(payload, spec.lane_rows, payload_in_workspace=True)
-        received = ticket.own * min(spec.top_k, spec.ranks - 1) * spec.hidden * spec.dtype.itemsize
-        self._traffic = self._traffic.plus(combined=received)
-        return Pending(lambda: answer)
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes moved between ranks, counting every row once for each rank it may need."""
-        return self._traffic
+        payload[:, :handle] = partials.view(spec.ranks, handle, spec.hidden)
+        total: Tensor = self._exchange.combine(payload, spec.lane_rows, payload_in_workspace=True)
+        return total
 
     def close(self) -> None:
         """Leaves the workspace to the library, which hands it to the next carrier of its size."""
@@ -121,7 +78,7 @@ def _opened(spec: DispatchSpec, nbytes: int, top_k: int) -> Any:
     size = library.moe_a2a_get_workspace_size_per_rank(
         ep_size=spec.ranks,
         max_num_tokens=spec.lane_rows,
-        total_dispatch_payload_size_per_token=nbytes + top_k * torch.int32.itemsize,
+        total_dispatch_payload_size_per_token=nbytes,
         combine_payload_size_per_token=spec.hidden * spec.dtype.itemsize,
     )
     mapping, memory = joined(spec)

@@ -6,29 +6,18 @@ sums travel back the same way and are added at home. The queues' size does not d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
 from moeserve.dispatch.backends.flashinfer import joined, somewhere
-from moeserve.dispatch.dispatcher import (
-    Dispatched,
-    Dispatcher,
-    DispatchRow,
-    DispatchSpec,
-    Pace,
-    Pending,
-    Traffic,
-)
-from moeserve.dispatch.exchange import check_group
-from moeserve.dispatch.lane import check_lane, check_spec, local_slots
+from moeserve.dispatch.dispatcher import DispatchRow, DispatchSpec, Pace
+from moeserve.dispatch.lane import local_slots
 from moeserve.dispatch.limits import Limits
-from moeserve.dispatch.permute import Homes, weigh_rows
-from moeserve.dispatch.probe import probe
 from moeserve.dispatch.routing import Routing
-from moeserve.dispatch.travel import grouped, most_copies, nobody, presented
+from moeserve.dispatch.row_exchange import Arrived, RowExchange
+from moeserve.dispatch.travel import presented
 from moeserve.dispatch.wire import ROW_WISE, Record
 from moeserve.experts.batch import Grouping
 from moeserve.experts.placement import EMPTY
@@ -36,38 +25,21 @@ from moeserve.experts.placement import EMPTY
 IDS = 4  # of a rank, that it is addressed by: the library wants a multiple of 4 in all
 
 
-@dataclass(frozen=True, eq=False)
-class _Ticket:
-    homes: Homes
-    way: Any  # the library's, for the way home; None where no lane brought a row
-    sent: int  # rows presented
-    own: int  # rows of this lane
-
-
-class FlashInferTwoSided(Dispatcher):
+class FlashInferTwoSided(RowExchange):
     """The carrier over `flashinfer.comm.trtllm_alltoall.MnnvlMoe`, whose queues all carriers share."""
 
     def __init__(self, spec: DispatchSpec) -> None:
-        check_spec(spec)
-        check_group(spec)
-        probe(ROW, spec)
-        self._spec = spec
+        super().__init__(spec, ROW)
         self._record = Record(spec.wire, spec.hidden, spec.top_k)
+        self._row_bytes = self._record.nbytes
         self._library: Any = import_module("flashinfer.comm.trtllm_alltoall").MnnvlMoe
         mapping, memory = joined(spec)
         import_module("flashinfer.comm.mnnvl").MnnvlMemory.initialize()
         self._queues = self._library.get_moe_workspaces(mapping, memory)
         self._counters = self._library.get_moe_prepare_workspace(mapping, memory)
-        self._traffic = Traffic()
 
-    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
-        """Tells every rank how many rows come, sends them with slots and weights, and groups those here."""
-        spec = self._spec
-        check_lane(spec, hidden, routing)
-        rows = max(routing.lane_rows)
-        if not rows:
-            arrived = nobody(spec, hidden)
-            return Pending(lambda: Dispatched(arrived.batch, _Ticket(arrived.ticket, None, 0, 0)))
+    def _send(self, hidden: Tensor, routing: Routing) -> Arrived:
+        spec, rows = self._spec, max(routing.lane_rows)
         given, slots, weights = presented(hidden, routing)
         addressed = somewhere(spec, slots) // spec.slots * IDS
         ids = spec.ranks * IDS
@@ -78,29 +50,16 @@ class FlashInferTwoSided(Dispatcher):
         received = self._library.mnnvl_moe_alltoallv(records, way, self._queues, spec.rank, spec.ranks)
         tokens, slots, weights = self._record.unpack(received)
         came = (chosen != ids).any(dim=1, keepdim=True)  # the library marks what is past the rows that came
-        batch, homes = grouped(spec, tokens, local_slots(spec, slots).where(came, EMPTY), weights)
-        sent = most_copies(spec, routing) * self._record.nbytes
-        self._traffic = self._traffic.plus(dispatched=sent)
-        ticket = _Ticket(homes, way, given.shape[0], hidden.shape[0])
-        return Pending(lambda: Dispatched(batch, ticket))
+        here = local_slots(spec, slots).where(came, EMPTY)
+        return Arrived(tokens.parts, here, weights, (way, given.shape[0]))
 
-    def combine(self, outputs: Tensor, ticket: _Ticket) -> Pending[Tensor]:
-        """Sends this rank's weighted sums to the rows' own ranks, and adds up this lane's: `[T, H]`."""
-        spec = self._spec
-        partials = weigh_rows(outputs, ticket.homes, spec.dtype)
-        if ticket.way is None:
-            return Pending(lambda: partials)
+    def _bring_home(self, partials: Tensor, handle: tuple[Any, int]) -> Tensor:
+        """`handle` is the library's way back and how many rows were sent."""
+        spec, (way, sent) = self._spec, handle
         total: Tensor = self._library.mnnvl_moe_alltoallv_combine(
-            partials, ticket.way, self._queues, spec.rank, spec.ranks, spec.top_k, ticket.sent
+            partials, way, self._queues, spec.rank, spec.ranks, spec.top_k, sent
         )
-        received = ticket.own * min(spec.top_k, spec.ranks - 1) * spec.hidden * spec.dtype.itemsize
-        self._traffic = self._traffic.plus(combined=received)
-        return Pending(lambda: total[: ticket.own])
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes moved between ranks, counting every row once for each rank it may need."""
-        return self._traffic
+        return total
 
     def close(self) -> None:
         """Leaves the queues to the library, which keeps one set for the process."""

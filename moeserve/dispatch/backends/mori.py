@@ -9,78 +9,38 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moeserve.dispatch.backends.deepep_ht import Ticket
-from moeserve.dispatch.dispatcher import (
-    Dispatched,
-    Dispatcher,
-    DispatchRow,
-    DispatchSpec,
-    Pace,
-    Pending,
-    Traffic,
-)
-from moeserve.dispatch.exchange import check_group
-from moeserve.dispatch.lane import check_lane, check_spec, local_slots
+from moeserve.dispatch.dispatcher import DispatchRow, DispatchSpec, Pace
+from moeserve.dispatch.lane import local_slots
 from moeserve.dispatch.limits import Limits
-from moeserve.dispatch.permute import weigh_rows
-from moeserve.dispatch.probe import probe
 from moeserve.dispatch.routing import Routing
-from moeserve.dispatch.travel import grouped, most_copies, nobody, only_first, presented
+from moeserve.dispatch.row_exchange import Arrived, RowExchange
+from moeserve.dispatch.travel import only_first
 from moeserve.experts.batch import Grouping
-from moeserve.quant.format import Packed
 
 
-class Mori(Dispatcher):
+class Mori(RowExchange):
     """The carrier over `mori.ops.EpDispatchCombineOp`. Its buffers are the next step's too."""
 
     def __init__(self, spec: DispatchSpec) -> None:
-        check_spec(spec)
-        check_group(spec)
-        probe(ROW, spec)
-        self._spec = spec
+        super().__init__(spec, ROW)
         self._exchange = _opened(spec)
-        self._traffic = Traffic()
 
-    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
-        """Quantizes rows to the wire, stores each at every rank it needs, and groups those that came here."""
-        spec = self._spec
-        check_lane(spec, hidden, routing)
-        if not sum(routing.lane_rows):
-            arrived = nobody(spec, hidden)
-            return Pending(lambda: Dispatched(arrived.batch, Ticket(arrived.ticket, None, 0)))
-        rows, slots, weights = presented(hidden, routing)
-        codes, *scales = spec.wire.quantize(rows).parts
+    def _send(self, hidden: Tensor, routing: Routing) -> Arrived:
+        (codes, *scales), slots, weights = self._on_the_wire(hidden, routing)
+        slots = slots.contiguous()
         received, weighed, scaled, chosen, came = self._exchange.dispatch(
-            codes, weights, scales[0].contiguous() if scales else None, slots.contiguous()
+            codes, weights, scales[0] if scales else None, slots
         )
         parts = (received, scaled) if scales else (received,)
-        tokens = Packed(spec.wire, torch.Size((chosen.shape[0], spec.hidden)), parts)
-        batch, homes = grouped(spec, tokens, only_first(came, local_slots(spec, chosen)), weighed)
-        nbytes = spec.wire.nbytes((1, spec.hidden))
-        self._traffic = self._traffic.plus(dispatched=most_copies(spec, routing) * nbytes)
-        ticket = Ticket(homes, slots, hidden.shape[0])
-        return Pending(lambda: Dispatched(batch, ticket))
+        return Arrived(parts, only_first(came, local_slots(self._spec, chosen)), weighed, slots)
 
-    def combine(self, outputs: Tensor, ticket: Ticket) -> Pending[Tensor]:
-        """Sends this rank's weighted sums to the rows' own ranks, which add them: `[T, H]`."""
-        spec = self._spec
-        partials = weigh_rows(outputs, ticket.homes, spec.dtype)
-        if ticket.handle is None:
-            return Pending(lambda: partials)
-        total, _ = self._exchange.combine(partials, None, ticket.handle)
-        answer = total[: ticket.own].clone()  # the next step writes over it
-        received = ticket.own * min(spec.top_k, spec.ranks - 1) * spec.hidden * spec.dtype.itemsize
-        self._traffic = self._traffic.plus(combined=received)
-        return Pending(lambda: answer)
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes moved between ranks, counting every row once for each rank it may need."""
-        return self._traffic
+    def _bring_home(self, partials: Tensor, handle: Tensor) -> Tensor:
+        """`handle` are the slots as sent, `[T or 1, K]`."""
+        total: Tensor = self._exchange.combine(partials, None, handle)[0]
+        return total[: handle.shape[0]].clone()  # the next step writes over it
 
     def close(self) -> None:
         """Drops the library's object, which frees its memory."""

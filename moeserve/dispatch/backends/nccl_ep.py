@@ -8,70 +8,36 @@ after the other, and `nccl_ep_ll` the low-latency one, which gives every lane a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moeserve.dispatch.dispatcher import (
-    Dispatched,
-    Dispatcher,
-    DispatchRow,
-    DispatchSpec,
-    Pace,
-    Pending,
-    Traffic,
-)
-from moeserve.dispatch.exchange import check_group
-from moeserve.dispatch.lane import check_lane, check_spec
+from moeserve.dispatch.dispatcher import Dispatcher, DispatchRow, DispatchSpec, Pace
 from moeserve.dispatch.limits import Limits
-from moeserve.dispatch.permute import Homes, weigh_rows
-from moeserve.dispatch.probe import probe
 from moeserve.dispatch.routing import Routing
-from moeserve.dispatch.travel import (
-    cropped,
-    grouped,
-    most_copies,
-    nobody,
-    only_first,
-    parts_arrived,
-    parts_travelling,
-    presented,
-    widened,
-)
+from moeserve.dispatch.row_exchange import Arrived, RowExchange
+from moeserve.dispatch.travel import only_first
 from moeserve.experts.batch import Grouping
-from moeserve.quant.format import Packed
 
 ROW_BYTES = 16  # rows of codes and of scales are multiples of it
 HIDDEN_STEP = 512  # elements of a row that travels: the scales of so many fill 16 bytes in every wire
 
 
-@dataclass(frozen=True, eq=False)
-class _Ticket:
-    homes: Homes
-    sent: int  # rows presented; 0 where no lane brought one
-    own: int  # rows of this lane
-
-
-class NcclEP(Dispatcher):
+class NcclEP(RowExchange):
     """The carrier over `nccl.ep.Group`, by the algorithm that `row` has the pace for."""
 
     def __init__(self, spec: DispatchSpec, row: DispatchRow) -> None:
-        check_spec(spec)
-        check_group(spec)
-        probe(row, spec)
-        self._spec, self._rows = spec, max(spec.lane_rows, 1)
+        super().__init__(spec, row)
+        self._rows = max(spec.lane_rows, 1)
         self._low = row.pace is Pace.LOW_LATENCY
-        self._travelling = row.limits.travelling(spec.hidden)
         self._lead = (spec.ranks, self._rows) if self._low else (spec.ranks * self._rows,)
         self._ep: Any = import_module("nccl.ep")
         self._communicator: Any = import_module("nccl.ep.interop.torch").get_nccl_comm_from_group()
         self._group = self._ep.Group.create(self._communicator, self._settings())
         self._handle: Any = None
         self._bound: tuple[Any, ...] = ()
-        self._traffic = Traffic()
 
     def _settings(self) -> Any:
         spec, algorithm = self._spec, self._ep.Algorithm
@@ -80,35 +46,13 @@ class NcclEP(Dispatcher):
             num_experts=spec.ranks * spec.slots,
             max_dispatch_tokens_per_rank=self._rows,
             max_recv_tokens_per_rank=0 if self._low else spec.ranks * self._rows,
-            max_token_bytes=max(
-                _aligned(spec.wire.nbytes((1, self._travelling))),
-                self._travelling * spec.dtype.itemsize,
-            ),
+            max_token_bytes=max(_aligned(self._row_bytes), self._travelling * spec.dtype.itemsize),
             num_topk=spec.top_k,
         )
 
-    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
-        """Quantizes rows to the wire, sends each to every rank it needs, and groups those that came here."""
-        spec = self._spec
-        check_lane(spec, hidden, routing)
-        if not sum(routing.lane_rows):
-            arrived = nobody(spec, hidden)
-            return Pending(lambda: Dispatched(arrived.batch, _Ticket(arrived.ticket, 0, 0)))
-        rows, slots, weights = presented(hidden, routing)
-        sent = parts_travelling(spec.wire.quantize(rows), self._travelling)
-        received, here, weights = self._carry(sent, slots.long(), weights)
-        parts = parts_arrived(received, spec)
-        tokens = Packed(spec.wire, torch.Size((here.shape[0], spec.hidden)), parts)
-        batch, homes = grouped(spec, tokens, here, weights)
-        nbytes = spec.wire.nbytes((1, self._travelling))
-        self._traffic = self._traffic.plus(dispatched=most_copies(spec, routing) * nbytes)
-        ticket = _Ticket(homes, rows.shape[0], hidden.shape[0])
-        return Pending(lambda: Dispatched(batch, ticket))
-
-    def _carry(
-        self, parts: tuple[Tensor, ...], slots: Tensor, weights: Tensor
-    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-        """Parts `[R, ...]`, slots in this rank's numbering and weights `[R, K]` of the rows that arrived."""
+    def _send(self, hidden: Tensor, routing: Routing) -> Arrived:
+        parts, slots, weights = self._on_the_wire(hidden, routing)
+        slots = slots.long()
         came = torch.zeros(self._lead[:-1] or 1, dtype=torch.int32, device=slots.device)
         info = self._bind(slots, came)
         received = tuple(part.new_empty((*self._lead, part.shape[1])) for part in parts)
@@ -125,7 +69,8 @@ class NcclEP(Dispatcher):
             stream=_stream(),
         )
         here = only_first(came[:, None] if self._low else came, here)
-        return tuple(p.view(-1, p.shape[-1]) for p in received), here, weighed.view(here.shape)
+        flat = tuple(part.view(-1, part.shape[-1]) for part in received)
+        return Arrived(flat, here, weighed.view(here.shape), slots.shape[0])
 
     def _bind(self, slots: Tensor, came: Tensor) -> Any:
         """Gives the library this step's routing, and it `came` to count what arrives in.
@@ -153,28 +98,15 @@ class NcclEP(Dispatcher):
     def _described(self, tensor: Tensor) -> Any:
         return self._ep.Tensor(tensor)
 
-    def combine(self, outputs: Tensor, ticket: _Ticket) -> Pending[Tensor]:
-        """Sends this rank's weighted sums to the rows' own ranks, which add them: `[T, H]`."""
-        spec = self._spec
-        partials = weigh_rows(outputs, ticket.homes, spec.dtype)
-        if not ticket.sent:
-            return Pending(lambda: partials)
-        partials = widened(partials, self._travelling)
-        total = partials.new_empty((ticket.sent, self._travelling))
+    def _bring_home(self, partials: Tensor, handle: int) -> Tensor:
+        """`handle` is how many rows were sent."""
+        total = partials.new_empty((handle, self._travelling))
         self._handle.combine(
             self._ep.CombineInputs(tokens=self._described(partials.view(*self._lead, self._travelling))),
             self._ep.CombineOutputs(tokens=self._described(total)),
             stream=_stream(),
         )
-        received = ticket.own * min(spec.top_k, spec.ranks - 1) * self._travelling * spec.dtype.itemsize
-        self._traffic = self._traffic.plus(combined=received)
-        answer = cropped(total[: ticket.own], spec.hidden).contiguous()
-        return Pending(lambda: answer)
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes moved between ranks, counting every row once for each rank it may need."""
-        return self._traffic
+        return total
 
     def close(self) -> None:
         """Frees handle, group and the communicator under them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from socket import gethostname
 from typing import Any
@@ -9,13 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moeserve.dispatch.backends.deepep_ll import FP8, HIDDEN_SIZES, PARTIAL_SUMS, LowLatency
-from moeserve.dispatch.dispatcher import DispatchRow, DispatchSpec, Pace
-from moeserve.dispatch.limits import Limits
-from moeserve.experts.batch import Grouping
+from moeserve.dispatch.backends import deepep_ll
+from moeserve.dispatch.dispatcher import DispatchSpec
 
 
-class NixlLowLatency(LowLatency):
+class NixlLowLatency(deepep_ll.LowLatency):
     """The carrier over `nixl_ep.Buffer` in its low-latency mode."""
 
     def __init__(self, spec: DispatchSpec) -> None:
@@ -54,22 +53,10 @@ def _store(spec: DispatchSpec) -> Any:
     return store(*address[0], is_master=False) if mine is None else mine
 
 
-ROW = DispatchRow(
+ROW = replace(
+    deepep_ll.ROW,
     name="nixl_ep",
     build=NixlLowLatency,
-    wires=frozenset({"bf16"}) | FP8,
-    grouping=Grouping.PADDED,
-    pace=Pace.LOW_LATENCY,
-    archs=frozenset({"sm90", "sm100", "sm103"}),
-    in_flight=2,
     modules=frozenset({"nixl_ep"}),
-    partial_sums=PARTIAL_SUMS,
-    ordered=False,
-    quantizes=True,
-    limits=Limits(
-        dtypes=frozenset({"bf16"}),
-        top_k=11,
-        hidden_sizes=HIDDEN_SIZES,
-        rdma=True,
-    ),
+    verified=(),
 )
