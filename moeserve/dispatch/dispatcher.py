@@ -70,6 +70,9 @@ class Dispatcher(Protocol):
         Partial sums over slices of an expert are added here, and nowhere else.
         """
 
+    counts_on_device: bool = False
+    """Whether `traffic` is counted by the device, and so also while a CUDA graph replays."""
+
     @property
     def traffic(self) -> Traffic:
         """What it has sent so far."""

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from moeserve.dispatch.backends import DISPATCHERS
-from moeserve.dispatch.by_rows import ByRows
-from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec
+from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.routing import Routing, merge_duplicates
 from moeserve.experts.bank import Bank
 from moeserve.experts.checkpoint import Checkpoint
@@ -29,6 +28,7 @@ from moeserve.experts.meter import LoadMeter, Reading
 from moeserve.experts.placement import EMPTY, AddressBook
 from moeserve.quant.format import Format, Scheme
 from moeserve.quant.formats.floats import FLOATS
+from moeserve.runtime.carriers import Carriers
 from moeserve.runtime.config import FAIL
 from moeserve.runtime.costing import TABLE_ORDER, CostBook, Costing
 from moeserve.runtime.epoch import Epoch
@@ -128,10 +128,6 @@ class Served:
         )
 
 
-class PeersLate(RuntimeError):
-    """A step has no right answer: ranks were late for it, and their rows were not waited for; names them."""
-
-
 class Rank:
     """One rank. `load` reads its experts, `join` builds its carriers once the process group is up, `step`
     runs.
@@ -145,7 +141,6 @@ class Rank:
         self.plans = plans  # as they are served: by cost from `join` on, where `costing` asks for it
         self.device = device
         self._planned = plans
-        self._costs = CostBook(costing)
         self.bank = Bank()
         self.meter: LoadMeter | None = None
         self.bytes_read = 0
@@ -156,11 +151,8 @@ class Rank:
         self._built: dict[KernelSpec, Kernel] = {}
         self._kernels: dict[int, Kernel] = {}
         self._warm: set[tuple[KernelSpec, Arrivals]] = set()
-        self._carriers: dict[int, Dispatcher] = {}
-        self._parts: dict[tuple[str, DispatchSpec], Dispatcher] = {}  # that the carriers are made of
-        self._late: set[int] = set()  # ranks that these carriers do not wait for any more
+        self._carriers = Carriers(CostBook(costing), self._dispatch_spec)
         self._graphs = StepGraphs(served.graph_rows, device)
-        self._recorded: dict[tuple[int, int], tuple[int, int]] = {}  # (layer, rows) -> bytes a step sends
         self._book: AddressBook | None = None
 
     def load(self, epoch: Epoch, progress: Progress = iter) -> None:
@@ -287,49 +279,23 @@ class Rank:
         Collective. Where several could serve and the configuration asks for it, they are measured first.
         """
         self.leave()
-        self.plans = self._costs.choose(self._planned, self._dispatch_spec)
-        for layer, plan in self.plans.items():
-            self._carriers[layer] = self._carrier(plan)
-
-    def _carrier(self, plan: Plan) -> Dispatcher:
-        fullest = {span.key: span for span in plan.carriers}  # the last range of each
-        for span in fullest.values():
-            spec = self._dispatch_spec(plan, span)
-            if (span.carrier.name, spec) not in self._parts:
-                self._parts[span.carrier.name, spec] = span.carrier.build(spec)
-        built = {
-            key: self._parts[span.carrier.name, self._dispatch_spec(plan, span)]
-            for key, span in fullest.items()
-        }
-        ranges = [(span.up_to, built[span.key]) for span in plan.carriers]
-        return ranges[0][1] if len(ranges) == 1 else ByRows(ranges)
+        self.plans = self._carriers.join(self._planned)
 
     def leave(self) -> None:
         """Closes the carriers, and drops the graphs that use them."""
-        self._graphs, self._recorded = StepGraphs(self.served.graph_rows, self.device), {}
-        for carrier in self._parts.values():
-            carrier.close()
-        self._parts, self._carriers, self._late = {}, {}, set()
+        self._graphs = StepGraphs(self.served.graph_rows, self.device)
+        self._carriers.leave()
 
     def interrupt(self) -> None:
         """No carrier waits for another rank any more: the group has ended. From any thread."""
-        for carrier in list(self._parts.values()):
-            carrier.interrupt()
+        self._carriers.interrupt()
 
     def late(self, layer: int) -> tuple[int, ...]:
         """Ranks whose rows the last steps of `layer` went without; to be asked once an answer is on the host.
 
-        Raises PeersLate, naming them, where the configuration says that a step fails without them, and from
-        then on for every step until the carriers are built anew: nobody waits for those ranks any more.
+        Raises PeersLate as `Carriers.late` does.
         """
-        late = self._carriers[layer].late()
-        self._late.update(late)
-        waited = f"within {self.served.patience:g} s"
-        if self._late and self.served.on_late == FAIL:
-            raise PeersLate(f"layer {layer}: no rows of ranks {sorted(self._late)} {waited}")
-        if late:
-            log.warning("layer %d: goes on without rows of ranks %s, none %s", layer, list(late), waited)
-        return late
+        return self._carriers.late(layer)
 
     def step(self, layer: int, rows: LaneInput, lane_rows: tuple[int, ...]) -> tuple[Tensor, Phases]:
         """Runs one layer's step; collective over the group.
@@ -354,20 +320,15 @@ class Rank:
     def _replayed(self, layer: int, rows: LaneInput, lane_rows: tuple[int, ...]) -> tuple[Tensor, Phases]:
         """One step from its graph. What it took is told as one phase, and the bytes as they were recorded."""
         assert self.meter is not None
-        lap, carrier, fullest = _stopwatch(), self._carriers[layer], max(lane_rows)
-        before, kind, key = carrier.traffic, self.meter.metering.phase(fullest), (layer, padded_rows(fullest))
-        answer = self._graphs.run(
-            layer,
-            kind,
-            rows,
-            lane_rows,
-            lambda inputs, lanes: self._launched(layer, inputs, lanes, fullest)[0],
-        )
-        sent = carrier.traffic.since(before)
-        if any(sent):
-            self._recorded[key] = sent
-        carried = self.plans[layer].span(key[1]).carrier.name
-        return answer, Phases(0.0, lap(), 0.0, -1, *self._recorded.get(key, (0, 0)), carried)
+        lap, fullest = _stopwatch(), max(lane_rows)
+
+        def launched(inputs: LaneInput, lanes: tuple[int, ...]) -> Tensor:
+            return self._launched(layer, inputs, lanes, fullest)[0]
+
+        kind = self.meter.metering.phase(fullest)
+        answer = self._graphs.run(layer, kind, rows, lane_rows, launched)
+        sent = self._carriers.sent_again(layer, padded_rows(fullest))
+        return answer, Phases(0.0, lap(), 0.0, -1, sent.dispatched, sent.combined, sent.carrier)
 
     def _launched(
         self, layer: int, rows: LaneInput, lane_rows: tuple[int, ...], fullest: int
@@ -375,7 +336,7 @@ class Rank:
         """One step, phase by phase; rows are metered as of a step whose fullest lane brings `fullest`."""
         assert self._book is not None and self.meter is not None
         position, carrier = self._position[layer], self._carriers[layer]
-        lap, before = _stopwatch(), carrier.traffic
+        lap = _stopwatch()
         experts, weights = merge_duplicates(rows.experts, rows.weights, rows.valid)
         hidden, weights = self._weigh_input(layer, rows.hidden, experts, weights)
         slots = self._book.resolve(position, experts, rows.valid)
@@ -389,9 +350,9 @@ class Rank:
         answer = carrier.combine(outputs, arrived.ticket).wait()
         combined = lap()
         expert_rows = int(arrived.batch.counts.sum()) if self.device == "cpu" else -1
-        sent = carrier.traffic.since(before)
-        carried = self.plans[layer].span(max(lane_rows)).carrier.name
-        return answer, Phases(dispatched, computed, combined, expert_rows, *sent, carried)
+        sent = self._carriers.sent(layer, max(lane_rows))
+        bytes_sent = (sent.dispatched, sent.combined)
+        return answer, Phases(dispatched, computed, combined, expert_rows, *bytes_sent, sent.carrier)
 
     def load_reading(self) -> Reading:
         """What this rank's lane sent, by phase, served layer, expert and slot; waits for steps under way."""

@@ -15,13 +15,14 @@ from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.backends.local import Local
 from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.experts.machine import machine_named
+from moeserve.runtime.carriers import PeersLate
 from moeserve.runtime.config import Config
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.lane import Batch, GroupUnavailable, Lane
 from moeserve.runtime.member import Member, Rendezvous
 from moeserve.runtime.messages import epoch_message, header_message
 from moeserve.runtime.plan import Wanted
-from moeserve.runtime.rank import PeersLate, Rank
+from moeserve.runtime.rank import Rank
 from moeserve.runtime.rank_process import served_from
 from moeserve.runtime.status import status_of
 from moeserve.runtime.step import Header, LaneInput, StepRecord

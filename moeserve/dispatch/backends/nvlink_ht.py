@@ -60,6 +60,8 @@ class _Ticket:
 class NvlinkHt(Dispatcher):
     """The carrier over peer memory of GPUs of one host."""
 
+    counts_on_device = True
+
     def __init__(self, spec: DispatchSpec) -> None:
         check_spec(spec)
         check_group(spec)
