@@ -1,0 +1,84 @@
+"""A rank whose small steps are replayed answers, counts load and tells bytes as one that launches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+
+from moeserve.experts.machine import machine_named
+from moeserve.runtime.config import Config
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.graphs import StepGraphs
+from moeserve.runtime.plan import Wanted
+from moeserve.runtime.rank import Rank
+from moeserve.runtime.rank_process import served_from
+from moeserve.runtime.step import LaneInput
+
+SIZES = (3, 1, 3, 4, 0, 3, 1, 130, 2, 3)
+
+
+class Recorder:
+    """Stands for a GPU's capture: a replay runs the work anew."""
+
+    replays = 0
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        def replay() -> None:
+            self.replays += 1
+            work()
+
+        return replay
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-MoE checkpoint of two layers."""
+    path = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint("qwen3_moe", path)
+    return path
+
+
+def rank_of(path: Path) -> Rank:
+    served = served_from(Config().with_values({"model.checkpoint": str(path)}).checked())
+    rank = Rank(0, served, served.plans(machine_named("cpu", ()), Wanted()), "cpu")
+    rank.load(Epoch.first(served.mesh, len(served.layers), served.checkpoint.num_experts))
+    rank.join()
+    return rank
+
+
+def lane(rank: Rank, rows: int, seed: int) -> LaneInput:
+    checkpoint = rank.served.checkpoint
+    random = torch.Generator().manual_seed(seed)
+    experts = torch.randint(-1, checkpoint.num_experts, (rows, checkpoint.top_k), generator=random).int()
+    return LaneInput(
+        torch.randn(rows, checkpoint.hidden, generator=random),
+        experts,
+        torch.rand(rows, checkpoint.top_k, generator=random),
+        torch.arange(rows) % 3 != 1,
+    )
+
+
+def test_replayed_steps_are_those_that_are_launched(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launching, replaying, record = rank_of(path), rank_of(path), Recorder()
+    monkeypatch.setattr(replaying, "_graphs", StepGraphs(64, "cpu", record))
+    monkeypatch.setattr(replaying, "_recordable", lambda layer, fullest: fullest <= 64)
+    for seed, rows in enumerate(SIZES):
+        for layer in (0, 1):
+            wanted, phases = launching.step(layer, lane(launching, rows, seed), (rows,))
+            found, told = replaying.step(layer, lane(replaying, rows, seed), (rows,))
+            assert found.shape == wanted.shape
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+            assert told.carrier == phases.carrier
+    # sizes 3 and 4 share a graph of 4 rows, 0 and 1 one of 1, and 2 came once; each on two layers
+    assert record.replays == 2 * (4 + 2)
+    for one, other in zip(
+        vars(launching.load_reading()).values(), vars(replaying.load_reading()).values(), strict=True
+    ):
+        if isinstance(one, tuple):
+            assert len(one) == len(other)
+        else:
+            assert (one == other).all()
