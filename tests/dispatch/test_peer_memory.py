@@ -3,7 +3,7 @@
 import pytest
 import torch
 from parallel import parallel_launch
-from peer_memory_ranks import named_files, too_much_on_one, write_to_all
+from peer_memory_ranks import named_files, one_has_no_room, too_much_on_one, write_to_all
 
 
 def test_every_rank_can_store_into_every_other() -> None:
@@ -18,6 +18,11 @@ def test_one_rank_without_memory_stops_all_with_its_reason() -> None:
     heard = parallel_launch(2, too_much_on_one)
     assert all("rank 1 cannot allocate 1125899906842624 bytes" in text for text in heard)
     assert all(text.endswith("[]") for text in heard)  # and no file stays
+
+
+def test_what_one_rank_refuses_all_hear() -> None:
+    heard = parallel_launch(2, one_has_no_room)
+    assert all("rank 0 needs 8 bytes; 4 are free" in text and text.endswith("[]") for text in heard)
 
 
 @pytest.mark.gpu(2)

@@ -38,3 +38,12 @@ def too_much_on_one(rank: int, ranks: int) -> str:
     except RuntimeError as error:
         return str(error) + str(glob.glob(f"{SHARED_FOLDER}/moeserve-{os.getpid()}-*"))
     return "nothing"
+
+
+def one_has_no_room(rank: int, ranks: int) -> str:
+    """What each rank hears when the caller on rank 0 refuses."""
+    try:
+        PeerMemory(4096, rank, ranks, "cpu", refused="" if rank else "needs 8 bytes; 4 are free")
+    except RuntimeError as error:
+        return str(error) + str(glob.glob(f"{SHARED_FOLDER}/moeserve-{os.getpid()}-*"))
+    return "nothing"

@@ -62,7 +62,9 @@ class NvlinkLowLatency(Dispatcher):
         check_sizes(spec)
         self._spec, self._layout = spec, LowLatencyLayout(spec)
         self._attendance = Attendance(spec.ranks, spec.device)
-        self._memory = PeerMemory(self._layout.nbytes, spec.rank, spec.ranks, spec.device)
+        self._memory = PeerMemory(
+            self._layout.nbytes, spec.rank, spec.ranks, spec.device, refused=lacks_room(spec)
+        )
         phases = (spec, self._layout, self._memory, self._attendance)
         self._kernels = None if spec.device == "cpu" else LowLatencyKernels(*phases)
         self._twin = LowLatencyTwin(*phases) if spec.device == "cpu" else None
@@ -151,7 +153,7 @@ def bytes_needed(spec: DispatchSpec) -> int:
 
 
 def check_sizes(spec: DispatchSpec) -> None:
-    """Raises ValueError for what the words on the way have no room for, or the device has none left for."""
+    """Raises ValueError, alike on every rank, for what the words on the way have no room for."""
     if spec.ranks > MOST_RANKS:
         raise ValueError(f"nvlink_ll joins at most {MOST_RANKS} ranks, not {spec.ranks}")
     if spec.hidden % HIDDEN_MULTIPLE:
@@ -163,14 +165,19 @@ def check_sizes(spec: DispatchSpec) -> None:
     slots = spec.slots * (1 if spec.sliced else spec.ranks)
     if slots >= NOWHERE:
         raise ValueError(f"{slots} slots do not fit in 16 bits; nvlink_ll numbers at most {NOWHERE - 1}")
+
+
+def lacks_room(spec: DispatchSpec) -> str:
+    """Why this rank's device has no room for the carrier of `spec`; empty where it has."""
     if spec.device == "cpu":
-        return
+        return ""
     needed, (free, _) = bytes_needed(spec), torch.cuda.mem_get_info(spec.device)
-    if needed > free:
-        raise ValueError(
-            f"nvlink_ll needs {needed} bytes for {spec.lane_rows} rows a lane, {spec.ranks} ranks and "
-            f"{spec.slots} slots; {free} are free: lower lane_rows, or use another carrier for so many rows"
-        )
+    if needed <= free:
+        return ""
+    return (
+        f"needs {needed} bytes for {spec.lane_rows} rows a lane, {spec.ranks} ranks and {spec.slots} slots; "
+        f"{free} are free: lower lane_rows, or use another carrier for so many rows"
+    )
 
 
 ROW = DispatchRow(

@@ -43,16 +43,18 @@ class PeerMemory:
     """The same `nbytes` on every rank, zeroed, each mapped into all others.
 
     Collective over torch.distributed's default group, whose ranks must share a host. When one rank cannot
-    allocate or map, all raise RuntimeError with every rank's reason, and nothing stays allocated.
+    allocate or map, or is `refused` for a reason of its caller's, all raise RuntimeError with every rank's
+    reason, and nothing stays allocated.
     """
 
-    def __init__(self, nbytes: int, rank: int, ranks: int, device: str) -> None:
+    def __init__(self, nbytes: int, rank: int, ranks: int, device: str, *, refused: str = "") -> None:
         self.nbytes = nbytes
         self._memory: Mapped | None = None
-        reason = handle = None
+        reason, handle = refused, None
         try:
-            self._memory = _Shared(nbytes) if device == "cpu" else _Cuda(nbytes, torch.device(device))
-            handle = self._memory.handle()
+            if not refused:
+                self._memory = _Shared(nbytes) if device == "cpu" else _Cuda(nbytes, torch.device(device))
+                handle = self._memory.handle()
         except (OSError, RuntimeError) as error:
             reason = f"cannot allocate {nbytes} bytes: {error}"
         found = _gathered(ranks, (socket.gethostname(), handle, reason))
@@ -62,7 +64,7 @@ class PeerMemory:
             reasons = {at: f"is on host {host}" for at, host in enumerate(hosts)}
         self._raise(reasons)
         assert self._memory is not None
-        reason, views = None, []
+        reason, views = "", []
         for at, (_, other, _) in enumerate(found):
             try:
                 views.append(self._memory.mine if at == rank else self._memory.open(other))
