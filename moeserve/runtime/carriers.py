@@ -14,6 +14,9 @@ from moeserve.runtime.plan import Plan, Span
 
 log = logging.getLogger(__name__)
 
+Key = tuple[str, str]
+"""Names of a carrier and its wire."""
+
 SpecOf = Callable[[Plan, Span], DispatchSpec]
 """What this rank builds the carrier of a plan's range for."""
 
@@ -37,6 +40,8 @@ class Carriers:
         self._costs, self._spec_of = costs, spec_of
         self._built: dict[tuple[str, DispatchSpec], Dispatcher] = {}
         self._of_layer: dict[int, Dispatcher] = {}
+        self._parts: dict[tuple[int, Key], Dispatcher] = {}  # by layer, and carrier and wire
+        self._specs: dict[int, DispatchSpec] = {}  # of each layer's last range
         self._plans: dict[int, Plan] = {}
         self._told: dict[Dispatcher, Traffic] = {}  # what each had sent when last asked
         self._launched: dict[tuple[int, int], Sent] = {}  # by layer and rows, the last
@@ -54,7 +59,10 @@ class Carriers:
         self.leave()
         self._plans = self._costs.choose(planned, self._spec_of)
         for layer, plan in self._plans.items():
-            ranges = [(span.up_to, self._part(plan, span)) for span in plan.carriers]
+            for span in plan.carriers:
+                self._parts[layer, span.key] = self._part(plan, span)
+            self._specs[layer] = self._spec_of(plan, plan.carriers[-1])
+            ranges = [(span.up_to, self._parts[layer, span.key]) for span in plan.carriers]
             self._of_layer[layer] = ranges[0][1] if len(ranges) == 1 else ByRows(ranges)
         return self._plans
 
@@ -71,7 +79,8 @@ class Carriers:
         """Closes them."""
         for carrier in self._built.values():
             carrier.close()
-        self._built, self._of_layer, self._told, self._launched, self._late = {}, {}, {}, {}, set()
+        self._built, self._of_layer, self._parts, self._specs = {}, {}, {}, {}
+        self._told, self._launched, self._late = {}, {}, set()
 
     def interrupt(self) -> None:
         """None of them waits for another rank any more: the group has ended. From any thread."""
@@ -86,8 +95,7 @@ class Carriers:
         """
         late = self._of_layer[layer].late()
         self._late.update(late)
-        plan = self._plans[layer]
-        spec = self._spec_of(plan, plan.carriers[-1])
+        spec = self._specs[layer]
         waited = f"within {spec.patience:g} s"
         if self._late and spec.on_late == FAIL:
             raise PeersLate(f"layer {layer}: no rows of ranks {sorted(self._late)} {waited}")
@@ -100,9 +108,8 @@ class Carriers:
 
         What a carrier counts on the device may come with a later step.
         """
-        plan = self._plans[layer]
-        span = plan.span(rows)
-        carrier = self._part(plan, span)
+        span = self._plans[layer].span(rows)
+        carrier = self._parts[layer, span.key]
         now = carrier.traffic
         dispatched, combined = now.since(self._told.get(carrier, Traffic()))
         self._told[carrier] = now
@@ -111,6 +118,5 @@ class Carriers:
 
     def sent_again(self, layer: int, rows: int) -> Sent:
         """What a replayed step sent: as much as when its size was launched, where only a launch counts."""
-        plan = self._plans[layer]
-        counted = self._part(plan, plan.span(rows)).counts_on_device
+        counted = self._parts[layer, self._plans[layer].span(rows).key].counts_on_device
         return self.sent(layer, rows) if counted else self._launched[layer, rows]
