@@ -126,5 +126,4 @@ ROW = DispatchRow(
     partial_sums="float32 sums of a rank travel in the hidden dtype and are added in float32, pair by pair",
     ordered=False,
     limits=Limits(top_k=TOP_K[-1], one_host=True),
-    verified=("sm90",),
 )
