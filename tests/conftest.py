@@ -1,11 +1,25 @@
-"""What tests of several folders ask for by name."""
+"""What tests of several folders ask for by name, how many threads they compute with, who waits for whom."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests are small, and ranks share the cores
+# before gRPC: tests serve in the process that starts Ray's, and one in twenty died of its fork handlers
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 import torch
+from turns import Turns
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers of pytest-xdist have folders beside each other."""
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(Turns(Path(config.option.basetemp).parent))
 
 
 @pytest.fixture

@@ -88,6 +88,7 @@ def test_two_steps_are_under_way_at_once() -> None:
     assert parallel_launch(2, overlapping, timeout=60) == [[True] * 4] * 2
 
 
+@pytest.mark.timed
 def test_a_late_rank_is_named_once_and_nobody_hangs() -> None:
     patience, pause = 1.0, 2.5
     *others, last = parallel_launch(3, with_absence, patience, pause, timeout=60)

@@ -22,6 +22,8 @@ from moeserve.quant.format import Scheme
 from moeserve.quant.formats import BF16, FORMATS, STATIC, WIRES
 from moeserve.runtime.plan import Wanted, make_plan
 
+pytestmark = pytest.mark.timed  # one launch shows all, patience included
+
 RANKS = 3
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
+from failures import stand_still
 from houses import Alone, WarmCluster, house_config, request_of
 
 from moeserve.proto import moe_pb2_grpc
@@ -21,6 +22,7 @@ PATIENT_SECONDS = 60.0
 STILL = 1  # the rank that stands still
 
 
+@pytest.mark.timed
 def test_a_rank_that_stands_still_is_named_and_comes_back(checkpoint_path: Path, alone: Alone) -> None:
     config = house_config(
         checkpoint_path,
@@ -36,7 +38,7 @@ def test_a_rank_that_stands_still_is_named_and_comes_back(checkpoint_path: Path,
         wanted = client.forward(0, *batch)
         torch.testing.assert_close(wanted, alone.forward(0, *batch))
         others = [lane.address for lane in client.topology().lanes if lane.rank != STILL]
-        os.kill(house.pid(STILL), signal.SIGSTOP)
+        stand_still(house.pid(STILL))
         try:
             seconds = heard(others, batch)
         finally:
@@ -59,7 +61,7 @@ def test_nobody_waits_for_a_dead_rank(carrier: str, checkpoint_path: Path, alone
     batch = alone.batch(6, seed=1)
     with WarmCluster(config) as house, MoeClient(house.address, timeout=60) as client:
         wanted = client.forward(0, *batch)
-        os.kill(house.pid(STILL), signal.SIGSTOP)  # a step begins that it never comes to
+        stand_still(house.pid(STILL))  # a step begins that it never comes to
         waiting = threading.Thread(target=client.forward, args=(0, *batch), daemon=True)
         waiting.start()
         time.sleep(0.5)

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from houses import EP4, Alone, house_config
+from failures import stand_still
+from houses import EP4, Alone, WarmCluster, house_config
 
 from moeserve.experts.load import Load
 from moeserve.experts.placement import Placement
@@ -93,7 +94,7 @@ class Shuffle:
 
 @pytest.fixture
 def spare_house(checkpoint_path: Path) -> Iterator[LocalCluster]:
-    with LocalCluster(house_config(checkpoint_path, **EP4, **SPARE)) as house:
+    with WarmCluster(house_config(checkpoint_path, **EP4, **SPARE)) as house:
         yield house
 
 
@@ -115,7 +116,7 @@ def test_answers_stay_the_same_while_experts_move(spare_house: LocalCluster, alo
 def test_a_rank_killed_while_it_prepares_abandons_the_epoch(spare_house: LocalCluster, alone: Alone) -> None:
     coordinator, rebalancer = spare_house.head.coordinator, spare_house.head.rebalancer
     with Asking(spare_house.address, alone, clients=1):
-        os.kill(spare_house.pid(2), signal.SIGSTOP)  # it cannot vote
+        stand_still(spare_house.pid(2))  # it cannot vote
         killer = threading.Timer(0.5, lambda: os.kill(spare_house.pid(2), signal.SIGKILL))
         killer.start()
         _, cycle = rebalancer.rebalance(Shuffle())
@@ -145,7 +146,7 @@ def test_a_hot_rank_is_relieved_by_itself(checkpoint_path: Path, alone: Alone) -
     """All rows ask for the two experts of rank 0: the policy moves one of them away, and says so."""
     watched = {"balance__policy": "incremental", "balance__interval_seconds": 0.3, "balance__min_tokens": 32}
     cycles: list[Cycle] = []
-    with LocalCluster(house_config(checkpoint_path, **EP4, **SPARE, **watched)) as house:
+    with WarmCluster(house_config(checkpoint_path, **EP4, **SPARE, **watched)) as house:
         count = house.head.rebalancer.observe
 
         def observe(cycle: Cycle) -> None:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.ray
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
     """A Ray cluster of three fake nodes with two CPUs each, on this machine."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})

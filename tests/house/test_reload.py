@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from failures import stand_still
 from houses import EP4, Alone, WarmCluster, house_config
 from torch import Tensor
 
@@ -214,7 +215,7 @@ def test_a_rank_killed_between_two_layers_comes_back_with_each_layers_version(
     def struck(one: Change, timeout: float) -> Outcome:
         if one.layer == 1:
             pid = served.house.pid(2)
-            os.kill(pid, signal.SIGSTOP)  # it cannot vote
+            stand_still(pid)  # it cannot vote
             threading.Timer(0.3, lambda: os.kill(pid, signal.SIGKILL)).start()
         return change(one, timeout)
 

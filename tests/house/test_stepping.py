@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 import torch
+from failures import stand_still
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from houses import Alone, request_of
 
@@ -164,7 +165,7 @@ def test_a_call_cancelled_while_it_waits_holds_no_thread(house: LocalCluster, al
             return sum(map(float, left.findall(answer.read().decode())))
 
     before = cancelled()
-    os.kill(house.pid(3), signal.SIGSTOP)  # no step ends
+    stand_still(house.pid(3))  # no step ends
     try:
         with grpc.insecure_channel(lane) as channel:
             doomed = moe_pb2_grpc.MoeServiceStub(channel).Forward.future(

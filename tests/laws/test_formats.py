@@ -6,6 +6,7 @@ from made_experts import fresh_seed
 from torch import Tensor
 from worked_formats import worked
 
+from moeserve.quant.bits import unpack_nibbles
 from moeserve.quant.format import WHOLE, Format, Packed
 from moeserve.quant.formats import FORMATS, STATIC, format_named
 
@@ -68,11 +69,13 @@ def settled(form: Format, x: Tensor) -> Tensor:
 
     It takes a smallest value halfway between two codes, to a part in 10^5.
     """
-    if not form.name.startswith(("int8_token_asym", "int8_asym")) or x.numel() == 0:
+    if not form.name.startswith(("int8_token_asym", "int8_asym", "int4_asym")) or x.numel() == 0:
         return x
     group = x.shape[-1] if form.block[1] == WHOLE else int(form.block[1])
-    codes = form.quantize(x).parts[0].int().split(group, -1)
-    short = torch.stack([own.amax(-1, keepdim=True) - own.amin(-1, keepdim=True) == 254 for own in codes])
+    codes = form.quantize(x).parts[0]
+    groups = (unpack_nibbles(codes, x.shape[-1]) if form.bits == 4 else codes).int().split(group, -1)
+    ranges = [own.amax(-1, keepdim=True) - own.amin(-1, keepdim=True) for own in groups]
+    short = torch.stack(ranges) == 2**form.bits - 2
     return torch.where(short.any(0), 1.0, x)
 
 

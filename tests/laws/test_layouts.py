@@ -142,7 +142,10 @@ def test_the_measure_of_memory_sees_what_is_made_on_the_way() -> None:
     assert (5 << 20) <= peak_bytes(lambda: (torch.zeros(1 << 20).byte() + 1)[:1].clone()) < 6 << 20
 
 
-@pytest.mark.parametrize("layout", [own for own in LAYOUTS.values() if isinstance(own, Padded)], ids=repr)
+PADDED = {name: layout for name, layout in LAYOUTS.items() if isinstance(layout, Padded)}
+
+
+@pytest.mark.parametrize("layout", PADDED.values(), ids=PADDED)
 def test_padding_is_zero(layout: Padded) -> None:
     """A padded matrix has the values it had, and zeros around them."""
     for form in layout.formats:

@@ -84,6 +84,7 @@ def test_attempts_can_be_bounded(client_of, far):
         assert len(far.asked) == 4
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("near", [False, True], ids=["unary", "stream"])
 def test_a_late_answer_is_a_deadline_exceeded_in_time_and_disturbs_nobody(client_of, service, near):
     hidden, experts, weights = small(near)
@@ -152,6 +153,7 @@ def test_time_that_runs_out_while_trying_again_tells_what_kept_failing(client_of
         assert isinstance(raised.value.__cause__, DeadlineExceeded)
 
 
+@pytest.mark.timed
 def test_nobody_at_the_address_is_unavailable_in_time(client_of):
     with client_of("127.0.0.1:1", timeout=0.5) as client:
         started = time.monotonic()

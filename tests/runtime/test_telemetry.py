@@ -294,6 +294,7 @@ def test_a_row_of_an_unknown_kind_is_refused() -> None:
         Telemetry((Metric("moe_x", "summary", "X."),), {}, "0.1.0")
 
 
+@pytest.mark.timed
 def test_observing_a_step_is_cheap() -> None:
     telemetry, step = RankTelemetry("m", 0, "0.1.0", {3: ["local"]}), record()
     best = float("inf")

@@ -1,9 +1,12 @@
-"""Callers that note how they fail, and waiting for a group to serve again."""
+"""Callers that note how they fail, ranks that stand still, and waiting for a group to serve again."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
+from pathlib import Path
 
 import grpc
 from houses import Alone, request_of
@@ -25,6 +28,20 @@ def serve_again(address: str, seconds: float = BACK_SECONDS) -> int:
                 return int(status.generation)
             time.sleep(0.05)
     raise AssertionError(f"the group did not serve again within {seconds} s: {status}")
+
+
+def stand_still(pid: int) -> None:
+    """Stops a process, and returns once all of its threads have: on busy cores they run on for a while."""
+    os.kill(pid, signal.SIGSTOP)
+    while any(_state(thread) != "T" for thread in Path(f"/proc/{pid}/task").iterdir()):
+        time.sleep(0.001)
+
+
+def _state(thread: Path) -> str:
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:  # it has ended meanwhile
+        return "T"
 
 
 class Callers:

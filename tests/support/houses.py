@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from warm import WARM
 
 from moeserve.experts.checkpoint import Checkpoint
 from moeserve.proto import moe_pb2
@@ -22,15 +22,8 @@ TP4 = {"parallel__tensor_parallel_size": 4}
 DP2_TP2 = {"parallel__data_parallel_size": 2, "parallel__tensor_parallel_size": 2}
 
 
-WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(["moeserve.runtime.rank_process", "moeserve.proto.integrations.transformers"])
-
-
 class WarmCluster(LocalCluster):
-    """A `LocalCluster` whose ranks start from one process that has imported everything and done nothing.
-
-    It has no thread, socket or process group to inherit; each rank saves the seconds of the imports.
-    """
+    """A `LocalCluster` whose ranks start warm; each saves the seconds of the imports."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

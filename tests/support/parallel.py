@@ -1,4 +1,4 @@
-"""`parallel_launch`: one function in several spawned processes of this host that form a group."""
+"""`parallel_launch`: one function in several processes of this host that form a group."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from warm import WARM
+
 
 class RankFailed(Exception):
     """A rank raised, died or did not finish in time; the text holds its traceback."""
@@ -21,14 +23,14 @@ class RankFailed(Exception):
 def parallel_launch(
     world: int, worker: Callable[..., Any], *args: Any, timeout: float = 120.0, device: str = "cpu"
 ) -> list[Any]:
-    """Results of `worker(rank, world, *args)` by rank, each in a spawned process with one torch thread.
+    """Results of `worker(rank, world, *args)` by rank, each in a process of its own with one torch thread.
 
     The processes share torch.distributed's default group: gloo, or with `device` "cuda" NCCL with one
     GPU a rank. Worker, arguments and results are pickled, so the worker stands at the top of a module
     that a fresh process can import (tests/support). A failure, or `timeout` seconds, ends them all and
     raises RankFailed.
     """
-    context = mp.get_context("spawn")
+    context = WARM if device == "cpu" else mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         pipes = [context.Pipe(duplex=False) for _ in range(world)]
