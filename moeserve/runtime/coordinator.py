@@ -22,6 +22,7 @@ from moeserve.experts.load import PHASES, Load
 from moeserve.runtime.ballot import Ballot, Outcome, Stage
 from moeserve.runtime.changes import Change
 from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.in_flight import StepsInFlight
 from moeserve.runtime.messages import (
     announcement_from,
     change_message,
@@ -32,12 +33,11 @@ from moeserve.runtime.messages import (
     staged_from,
 )
 from moeserve.runtime.reception import Reception, Seat
-from moeserve.runtime.sequencer import Pace, Sequencer
+from moeserve.runtime.sequencer import Pace
 from moeserve.runtime.stream import Message, StreamClosed
 
 log = logging.getLogger(__name__)
 
-STEPS_IN_FLIGHT = 2  # a header may wait at the ranks while the step before it runs
 FORM_ATTEMPTS = 3  # generations that may fail in a row before they serve once; then the service gives up
 SETTLE_SECONDS = 0.25  # after an abort, before the next generation: a killed rank's stream ends by then
 BLAME_SECONDS = (
@@ -58,15 +58,6 @@ class Progress:
     in_flight: int
 
 
-@dataclass(frozen=True)
-class _Running:
-    """A step under way."""
-
-    layer: int
-    started: float
-    left: set[int]  # ranks that have not finished it
-
-
 @dataclass(eq=False)
 class _Votes:
     prepared: set[int] = field(default_factory=set)
@@ -85,15 +76,12 @@ class Coordinator:
         self._ballot: Ballot | None = None  # the change under way
         self._ballots = 0
         self._ranks = epoch.mesh.ranks
-        self._pace = pace
-        self._sequencer = Sequencer(self._ranks, pace)
+        self._steps = StepsInFlight(self._ranks, pace)
         self._lock = threading.Condition()
         self._seats: dict[int, Seat] = {}
         self._votes = _Votes()
-        self._running: dict[int, _Running] = {}  # by step number
-        self._ended_at = 0.0  # the last step
         self._state, self._reason = "forming", "waiting for ranks"
-        self._generation = self._failures = self._steps = self._jobs = 0
+        self._generation = self._failures = 0
         self._form_at = math.inf
         self._failing: tuple[float, str] | None = (
             None  # when to abort, unless a lost rank explains it before; why
@@ -261,13 +249,11 @@ class Coordinator:
             match message["kind"]:
                 case "announce":
                     if self._state in ("serving", "joining"):
-                        self._jobs += 1
-                        self._sequencer.announce(
-                            announcement_from(message, rank, time.monotonic()), time.monotonic()
-                        )
+                        now = time.monotonic()
+                        self._steps.announce(announcement_from(message, rank, now), now)
                         self._emit()
                 case "done":
-                    self._done(rank, seat, message)
+                    self._done(rank, message)
                 case "report":
                     self._report(seat, message)
                 case "prepared":
@@ -333,8 +319,7 @@ class Coordinator:
         if self._state in ("preparing", "joining"):
             self._failures += 1
         self._abandon(reason)
-        self._sequencer.clear()
-        self._running.clear()
+        self._steps.clear()
         self._failing = None
         aborted, self._generation = self._generation, self._generation + 1
         self._broadcast({"kind": "abort", "generation": aborted, "reason": reason})
@@ -347,7 +332,7 @@ class Coordinator:
 
     def _fail(self, reason: str) -> None:
         """The service cannot start, or gives up."""
-        if self._steps == 0 or self._failures >= FORM_ATTEMPTS:
+        if self._steps.steps == 0 or self._failures >= FORM_ATTEMPTS:
             self._set_state("failed", reason)
 
     # -- steps
@@ -355,32 +340,24 @@ class Coordinator:
 
     def _emit(self) -> float | None:
         """Sends steps that are due; returns when the next one is, or None."""
-        while self._state == "serving" and self._failing is None and len(self._running) < STEPS_IN_FLIGHT:
+        while self._state == "serving" and self._failing is None:
             now = time.monotonic()
-            due = self._sequencer.ready_at(now)
+            due = self._steps.due(now)
             if due is None or due > now:
                 if due is not None:
                     self._lock.notify_all()
                 return due
-            step = self._sequencer.next_step(self.epoch.number, now)
+            step = self._steps.start(self.epoch.number, now)
             if step is None:
                 return None
-            self._steps += 1
-            self._running[step.number] = _Running(step.layer, now, set(range(self._ranks)))
             for rank, seat in list(self._seats.items()):
                 self._send(seat, header_message(step.header(rank), self._generation))
         return None
 
-    def _done(self, rank: int, seat: Seat, message: Message) -> None:
-        step = self._running.get(int(message["step"]))
-        if step is None:
-            return
-        step.left.discard(rank)
-        if not step.left:
-            del self._running[int(message["step"])]
-            now = time.monotonic()
-            self.observe_step(step.layer, now - max(step.started, self._ended_at))
-            self._ended_at = now
+    def _done(self, rank: int, message: Message) -> None:
+        finished = self._steps.finish(rank, int(message["step"]), time.monotonic())
+        if finished is not None:
+            self.observe_step(*finished)
             self._emit()
 
     def _report(self, seat: Seat, message: Message) -> None:
@@ -424,8 +401,8 @@ class Coordinator:
             self._state,
             self._reason,
             self._generation,
-            self._steps,
-            self._jobs,
-            self._sequencer.queued,
-            len(self._running),
+            self._steps.steps,
+            self._steps.jobs,
+            self._steps.queued,
+            self._steps.running,
         )

@@ -1,0 +1,45 @@
+"""Steps in flight, without threads or clocks: how many run at once, when one ends, what is counted."""
+
+import math
+
+from moeserve.runtime.in_flight import MOST, StepsInFlight
+from moeserve.runtime.sequencer import Pace
+from moeserve.runtime.step import Announcement
+
+
+def waiting(*layers: int) -> StepsInFlight:
+    """Two ranks, and a job at 0.0 for each of `layers`."""
+    steps = StepsInFlight(2, Pace(lane_rows=8, step_rows=16))
+    for number, layer in enumerate(layers):
+        steps.announce(Announcement(0, number, layer, 1, math.inf), 0.0)
+    return steps
+
+
+def test_only_so_many_steps_run_at_once() -> None:
+    steps = waiting(*range(MOST + 1))
+    started = [steps.start(1, 1.0) for _ in range(MOST)]
+    assert None not in started
+    assert (steps.steps, steps.jobs, steps.running, steps.queued) == (MOST, MOST + 1, MOST, 1)
+    assert steps.due(9.0) is None
+    for rank in range(2):
+        steps.finish(rank, 1, 2.0)
+    due = steps.due(9.0)
+    assert due is not None and due <= 9.0
+
+
+def test_a_step_ends_with_its_last_rank_and_took_what_the_group_spent_on_it() -> None:
+    steps = waiting(3, 5)
+    assert [step and step.layer for step in (steps.start(1, 1.0), steps.start(1, 2.0))] == [3, 5]
+    assert steps.finish(0, 1, 4.0) is None and steps.finish(0, 1, 4.5) is None
+    assert steps.finish(1, 1, 5.0) == (3, 4.0)
+    assert steps.finish(1, 1, 5.0) is None, "it has ended"
+    steps.finish(1, 2, 6.0)
+    assert steps.finish(0, 2, 7.0) == (5, 2.0), "it waited until the step before it ended"
+
+
+def test_a_group_that_ends_takes_its_steps_along() -> None:
+    steps = waiting(0, 1)
+    steps.start(1, 1.0)
+    steps.clear()
+    assert (steps.running, steps.queued, steps.steps, steps.jobs) == (0, 0, 1, 2)
+    assert steps.finish(0, 1, 2.0) is None and steps.due(9.0) is None and steps.start(1, 9.0) is None
