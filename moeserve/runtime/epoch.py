@@ -21,7 +21,7 @@ class Epoch:
 
     Weights are reloaded layer by layer, so each layer has a version of its own: `versions [L]`, or () while
     all are at 1. Version v was read from the checkpoint folder `weights[v - 1]`; the empty name is the
-    configured one.
+    configured one, which is the first; names of versions that no layer is at any more are empty too.
     """
 
     number: int
@@ -57,8 +57,13 @@ class Epoch:
         return self._next(versions=tuple(versions))
 
     def with_weights(self, path: str) -> Epoch:
-        """The same epoch, knowing one more version of the weights; no layer is at it yet."""
-        return replace(self, weights=(*self.weights, path))
+        """The same epoch, knowing one more version of the weights; no layer is at it yet.
+
+        Folders of versions that no layer is at are forgotten: every message of a change holds the names.
+        """
+        served = {self.version(layer) for layer in range(self.placement.layers)}
+        kept = (folder if at in served else "" for at, folder in enumerate(self.weights, start=1))
+        return replace(self, weights=(*kept, path))
 
     def version(self, layer: int) -> int:
         """Of the weights at `layer` (a position)."""

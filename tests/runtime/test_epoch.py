@@ -66,6 +66,13 @@ def test_a_reload_goes_layer_by_layer_and_keeps_the_placement() -> None:
         whole.reloaded(0, 3)
 
 
+def test_folders_of_weights_that_are_served_no_more_are_forgotten() -> None:
+    epoch = Epoch.first(Mesh(2, 1, 2), layers=2, experts=4).with_weights("/two").reloaded(0, 2)
+    assert epoch.with_weights("/three").weights == ("", "/two", "/three")
+    epoch = epoch.reloaded(1, 2).with_weights("/three").reloaded(0, 3).reloaded(1, 3)
+    assert epoch.with_weights("/four").weights == ("", "", "/three", "/four")
+
+
 def test_a_move_changes_one_layer() -> None:
     start = Epoch.first(Mesh(2, 1, 2), layers=2, experts=4)
     moved = start.moved(1, np.array([2, 1, 0, 3], dtype=np.int32))
