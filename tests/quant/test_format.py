@@ -9,6 +9,7 @@ import torch
 from moeserve.quant.format import WHOLE, Part, Scheme
 from moeserve.quant.formats.floats import BF16, FLOATS, FP16, FP32
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
+from moeserve.quant.static import there
 
 SPANS = [
     (1, 1, (2, 130, 257)),
@@ -69,3 +70,11 @@ def test_with_parts_takes_other_storage_of_another_length() -> None:
 def test_overflow_of_plain_floats_is_what_the_dtype_does() -> None:
     assert FP16.quantize(torch.tensor([[7e4, -7e4]])).dequantize().tolist() == [[float("inf"), float("-inf")]]
     assert BF16.quantize(torch.tensor([[7e4]])).dequantize().tolist() == [[70144.0]]
+
+
+def test_a_constant_is_copied_to_a_device_once() -> None:
+    constant, device = torch.tensor(0.5), torch.device("meta")
+    assert there(constant, constant.device) is constant
+    copied = there(constant, device)
+    assert copied.device == device and there(constant, device) is copied
+    assert there(torch.tensor(0.5), device) is not copied

@@ -20,7 +20,7 @@ from torch import Tensor
 from moeserve.quant.blocks import Blocks
 from moeserve.quant.elements import FP8_LARGEST, decode_fp8, encode_fp8
 from moeserve.quant.format import WHOLE, Format, Packed, Part, Parts
-from moeserve.quant.static import static_format
+from moeserve.quant.static import static_format, there
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = FP8_LARGEST[E4M3]
@@ -94,11 +94,11 @@ FP8_E4M3FNUZ = _fp8("fp8_e4m3fnuz", TENSOR, _scale_to(torch.float8_e4m3fnuz), to
 
 
 def _encode_given(scale: Tensor, x: Tensor) -> Parts:
-    return (encode_fp8(x.float() * scale.reciprocal().to(x.device)),)
+    return (encode_fp8(x.float() * there(scale, x.device).reciprocal()),)
 
 
 def _decode_given(scale: Tensor, parts: Parts, shape: torch.Size) -> Tensor:
-    return decode_fp8(parts[0]) * scale.to(parts[0].device)
+    return decode_fp8(parts[0]) * there(scale, parts[0].device)
 
 
 def fp8_given(scale: Tensor) -> Format:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moeserve.quant.blocks import Blocks
 from moeserve.quant.format import WHOLE, Format, Part, Parts
-from moeserve.quant.static import static_format
+from moeserve.quant.static import static_format, there
 
 AMAX_FLOOR = 1e-10
 
@@ -120,11 +120,11 @@ INT8_GROUP32, INT8_GROUP64, INT8_GROUP128 = int8_group(32), int8_group(64), int8
 
 
 def _encode_given(scale: Tensor, x: Tensor) -> Parts:
-    return (codes_of(x.float() / scale.to(x.device), "half_even"),)
+    return (codes_of(x.float() / there(scale, x.device), "half_even"),)
 
 
 def _decode_given(scale: Tensor, parts: Parts, shape: torch.Size) -> Tensor:
-    return parts[0].float() * scale.to(parts[0].device)
+    return parts[0].float() * there(scale, parts[0].device)
 
 
 def int8_given(scale: Tensor) -> Format:

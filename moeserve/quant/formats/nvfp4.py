@@ -21,7 +21,7 @@ from moeserve.quant.bits import pack_nibbles, pick_pairs
 from moeserve.quant.blocks import Blocks
 from moeserve.quant.elements import E2M1, decode_fp8, encode_fp8, table
 from moeserve.quant.format import WHOLE, Format, Part, Parts
-from moeserve.quant.static import static_format
+from moeserve.quant.static import static_format, there
 
 BLOCK = Blocks(1, 16)
 LARGEST_SCALE = 448.0
@@ -68,7 +68,7 @@ NVFP4 = Format(
 
 def _encode_given(factor: Tensor, x: Tensor) -> Parts:
     x = x.float()
-    factor = factor.to(x.device)
+    factor = there(factor, x.device)
     scale = encode_fp8(factor * BLOCK.amax(x) / E2M1.largest)
     values = decode_fp8(scale)
     return _encode_codes(x, torch.where(values == 0, 0.0, factor / values)), scale
@@ -76,7 +76,7 @@ def _encode_given(factor: Tensor, x: Tensor) -> Parts:
 
 def _decode_given(factor: Tensor, parts: Parts, shape: torch.Size) -> Tensor:
     codes, scale = parts
-    return _decode_codes(codes, scale, shape[-1]).div_(factor.to(codes.device))
+    return _decode_codes(codes, scale, shape[-1]).div_(there(factor, codes.device))
 
 
 def nvfp4_given(input_scale: Tensor) -> Format:
