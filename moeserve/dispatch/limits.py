@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 Version = tuple[int, int, int]
 
@@ -21,6 +22,16 @@ class Limits:
     one_host: bool = False  # every rank reaches every other's memory
     nccl: Version | None = None  # oldest NCCL at run time
     rdma: bool = False  # an RDMA adapter on every host
+    waits: float | None = None  # seconds its kernels wait for a peer; None: as long as the plan says
+
+    @property
+    def waiting(self) -> str:
+        """How a wait for a peer ends where the plan has no say in it; empty where it has."""
+        if self.waits is None:
+            return ""
+        if self.waits == inf:
+            return "its kernels wait for a peer for ever, and only the end of the process ends that"
+        return f"its kernels wait {self.waits:g} s for a peer, then end the process"
 
     def travelling(self, hidden: int) -> int:
         """Elements a row of `hidden` travels with. Raises ValueError where it fits no size."""

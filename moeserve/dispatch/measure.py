@@ -7,7 +7,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,8 @@ from moeserve.experts.placement import EMPTY
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 WARM_ROUNDS = 2
 ROUNDS = (3, 25)
 """Fewest and most rounds of a size."""
@@ -29,6 +33,9 @@ DISTINCT_ROWS = 64
 
 GROWTH = 4
 """From one size to the next."""
+
+HEARD_SECONDS = 300.0
+"""Within which a rank has done a part of it, a library that compiles at first use included."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +64,11 @@ def measure(candidates: Sequence[Candidate], seconds: float) -> Measured:
 
     Collective over torch.distributed's default group: all ranks bring the same candidates and get the same
     answer. What a carrier does once, such as compiling or connecting, comes on top. A carrier that some rank
-    cannot build is left out; one that fails while it carries raises RuntimeError.
+    cannot build is left out, and so is a size that some rank has no memory for. One that fails while it
+    carries raises RuntimeError on every rank, as soon as one knows.
     """
     costs, refused = [], []
+    words = Words()
     for candidate in candidates:
         name, wire = candidate.row.name, candidate.spec.wire.name
         carrier, reason = _build(candidate)
@@ -67,15 +76,19 @@ def measure(candidates: Sequence[Candidate], seconds: float) -> Measured:
             refused.append((name, wire, reason))
             continue
         try:
-            points = _points(carrier, candidate, seconds / len(candidates))
-        except (RuntimeError, ValueError) as error:
+            points, reason = _points(carrier, candidate, seconds / len(candidates), words)
+        except Unwell as error:
             raise RuntimeError(
                 f"measuring carrier {name} failed: {error}; "
                 f"name a carrier (plan.all2all_backend), or set plan.measure = 'never'"
             ) from error
         finally:
             carrier.close()
-        costs.append(CarrierCost(name, wire, points))
+        if points:
+            costs.append(CarrierCost(name, wire, points))
+        else:
+            refused.append((name, wire, reason))
+    words.close()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what the largest steps took is the experts' again
     return Measured(tuple(costs), tuple(refused))
@@ -96,6 +109,43 @@ def gathered(mine: Any) -> list[Any]:
     return found
 
 
+class Unwell(RuntimeError):
+    """What failed on which ranks; all ranks raise it together."""
+
+
+class Words:
+    """How ranks tell each other what went wrong, past the collectives that a failed rank leaves unanswered.
+
+    Making one is collective. On a GPU the words go over the CPU: a carrier only launches its collectives, so
+    the ranks that wait in them on the device can still listen.
+    """
+
+    def __init__(self) -> None:
+        self._own = dist.get_backend() != "gloo"
+        self._group = dist.group.WORLD
+        if self._own:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=HEARD_SECONDS))
+
+    def agreed(self, work: Callable[[], T]) -> T:
+        """What `work` gives here, once it went well on all ranks. Raises Unwell on all of them otherwise."""
+        done: list[T] = []
+        mine = ""
+        try:
+            done.append(work())
+        except (RuntimeError, ValueError) as error:
+            mine = (str(error).splitlines() or [type(error).__name__])[0]
+        said: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, mine, group=self._group)
+        if wrong := [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]:
+            raise Unwell("; ".join(wrong))
+        return done[0]
+
+    def close(self) -> None:
+        """Frees what it speaks over. Collective."""
+        if self._own:
+            dist.destroy_process_group(self._group)
+
+
 def _build(candidate: Candidate) -> tuple[Dispatcher | None, str]:
     """The carrier, or why some rank has none."""
     carrier, mine = None, ""
@@ -109,67 +159,86 @@ def _build(candidate: Candidate) -> tuple[Dispatcher | None, str]:
     return (None, reasons[0]) if reasons else (carrier, "")
 
 
-def _points(carrier: Dispatcher, candidate: Candidate, seconds: float) -> tuple[Point, ...]:
-    """As many sizes as `seconds` allow, at least the smallest; ranks decide by the slowest one's time."""
+def _points(
+    carrier: Dispatcher, candidate: Candidate, seconds: float, words: Words
+) -> tuple[tuple[Point, ...], str]:
+    """As many sizes as `seconds` and memory allow, and why there are no more where memory ended them.
+
+    Ranks decide by the slowest one's time. At least the smallest size, unless some rank has no room for it.
+    """
     points: list[Point] = []
     spent, left = 0.0, sizes(candidate.spec.lane_rows)
     while left:
         rows = left.pop(0)
-        run = _Rounds(carrier, candidate.spec, rows)  # what is done once is done here
+        try:
+            words.agreed(partial(reserve, candidate.spec, rows))
+        except Unwell as error:
+            log.warning("%s is not timed with %d rows a lane: %s", candidate.row.name, rows, error)
+            return tuple(points), str(error)
+        run = _Rounds(carrier, candidate.spec, rows, words)  # what is done once is done here
         if candidate.replays(rows):
-            run.record()
-        one = _slowest(run.wall(WARM_ROUNDS)) / WARM_ROUNDS
+            run.record(words)
+        one = _slowest(words.agreed(partial(run.wall, WARM_ROUNDS))) / WARM_ROUNDS
         spent += one * WARM_ROUNDS
         share = max(0.0, seconds - spent) / (1 + len(left))
         rounds = max(ROUNDS[0], min(ROUNDS[1], int(share / one)))
-        times = run.time(rounds)
+        times = words.agreed(partial(run.time, rounds))
         spent += one * rounds
         mine = [statistics.median(phase) for phase in zip(*times, strict=True)]
         dispatch, combine = (max(phase) for phase in zip(*gathered(mine), strict=True))
         points.append(Point(rows, dispatch, combine))
         if left and spent + one * (left[0] / rows) * (WARM_ROUNDS + ROUNDS[0]) > seconds:
             break
+    words.agreed(partial(_in_time, carrier))
+    return tuple(points), ""
+
+
+def _in_time(carrier: Dispatcher) -> None:
     if late := carrier.late():
         raise RuntimeError(f"ranks {list(late)} were late")
-    return tuple(points)
+
+
+def reserve(spec: DispatchSpec, rows: int) -> None:
+    """Takes and gives back the memory that a step of `rows` rows a lane may need on a GPU.
+
+    Raises torch.OutOfMemoryError where it is not there: before the step, in which the others would wait. On a
+    CPU there is nothing to ask, since memory is granted before it is used.
+    """
+    if spec.device == "cpu":
+        return
+    pairs = spec.ranks * rows * min(spec.top_k, spec.slots)  # that can come here
+    row = spec.wire.nbytes((1, spec.hidden)) + 2 * spec.hidden * spec.dtype.itemsize  # with its output, twice
+    torch.empty((pairs + rows) * row, dtype=torch.uint8, device=spec.device)
 
 
 class _Rounds:
     """Steps of one carrier, every lane bringing `rows` rows that go to the same random slots each time."""
 
-    def __init__(self, carrier: Dispatcher, spec: DispatchSpec, rows: int) -> None:
-        device = spec.device
-        random = torch.Generator(device).manual_seed(rows * spec.ranks + spec.rank)
-        slots = spec.slots * (1 if spec.sliced else spec.ranks)
-        chosen = torch.full((rows, spec.top_k), EMPTY, dtype=torch.int32, device=device)
-        order = torch.rand(rows, slots, generator=random, device=device).argsort(dim=1)[:, : spec.top_k]
-        chosen[:, : order.shape[1]] = order.int()
-        weights = torch.full((rows, spec.top_k), 1 / spec.top_k, device=device)
-        few = torch.randn(min(rows, DISTINCT_ROWS), spec.hidden, generator=random, device=device)
-        repeats = -(-rows // DISTINCT_ROWS)
-        self._hidden = few.to(spec.dtype).repeat(repeats, 1)[:rows].contiguous()
-        self._routing = Routing(chosen, weights, (rows,) * spec.ranks)
+    def __init__(self, carrier: Dispatcher, spec: DispatchSpec, rows: int, words: Words) -> None:
         self._carrier, self._spec = carrier, spec
-        self._arrived = self._dispatch()
-        size = (*self._arrived.batch.tokens.shape[:-1], spec.hidden)
-        self._outputs = torch.zeros(size, dtype=spec.dtype, device=spec.device)
-        self._combine()
+        self._hidden, self._routing = words.agreed(partial(_lane, spec, rows))
+        self._arrived = words.agreed(self._dispatch)
+        self._outputs = words.agreed(self._made)
+        words.agreed(self._combine)
         self._replays: tuple[Callable[[], None], Callable[[], None]] | None = None
 
-    def record(self) -> None:
-        """From now on both phases are replayed from CUDA graphs, unless they cannot be recorded."""
+    def record(self, words: Words) -> None:
+        """From now on both phases are replayed from CUDA graphs, unless some rank cannot record them."""
         try:
-            dispatch, combine = _recorded(self._dispatch), _recorded(self._combine)
-        except RuntimeError as error:
+            self._replays = words.agreed(lambda: (_recorded(self._dispatch), _recorded(self._combine)))
+        except Unwell as error:
             log.warning("%d rows a lane are timed without a CUDA graph: %s", self._hidden.shape[0], error)
-            self._dispatch()  # anew: what was half recorded has no values
-            self._combine()
-            return
-        self._replays = (dispatch, combine)
+            words.agreed(self._dispatch)  # anew: what was half recorded has no values
+            words.agreed(self._combine)
 
     def _dispatch(self) -> Dispatched:
         self._arrived = self._carrier.dispatch(self._hidden, self._routing).wait()
         return self._arrived
+
+    def _made(self) -> Tensor:
+        """Outputs of experts for what arrived, as large as they are."""
+        size = (*self._arrived.batch.tokens.shape[:-1], self._spec.hidden)
+        return torch.zeros(size, dtype=self._spec.dtype, device=self._spec.device)
 
     def _combine(self) -> Tensor:
         return self._carrier.combine(self._outputs, self._arrived.ticket).wait()
@@ -195,6 +264,21 @@ class _Rounds:
         dispatched = clock.lap()
         combine()
         return dispatched, clock.lap()
+
+
+def _lane(spec: DispatchSpec, rows: int) -> tuple[Tensor, Routing]:
+    """Hidden states and routing of this rank's lane."""
+    device = spec.device
+    random = torch.Generator(device).manual_seed(rows * spec.ranks + spec.rank)
+    slots = spec.slots * (1 if spec.sliced else spec.ranks)
+    chosen = torch.full((rows, spec.top_k), EMPTY, dtype=torch.int32, device=device)
+    order = torch.rand(rows, slots, generator=random, device=device).argsort(dim=1)[:, : spec.top_k]
+    chosen[:, : order.shape[1]] = order.int()
+    weights = torch.full((rows, spec.top_k), 1 / spec.top_k, device=device)
+    few = torch.randn(min(rows, DISTINCT_ROWS), spec.hidden, generator=random, device=device)
+    repeats = -(-rows // DISTINCT_ROWS)
+    hidden = few.to(spec.dtype).repeat(repeats, 1)[:rows].contiguous()
+    return hidden, Routing(chosen, weights, (rows,) * spec.ranks)
 
 
 def _recorded(work: Callable[[], object]) -> Callable[[], None]:

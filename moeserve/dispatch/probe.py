@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from moeserve.dispatch.dispatcher import DispatchRow, DispatchSpec
 from moeserve.dispatch.limits import Version, dotted
 from moeserve.experts.machine import this_machine
 from moeserve.quant.formats.floats import FLOATS
+
+log = logging.getLogger(__name__)
 
 RDMA_ADAPTERS = "/sys/class/infiniband"
 
@@ -70,6 +73,8 @@ def probe(row: DispatchRow, spec: DispatchSpec) -> None:
     failed = [f"rank {rank}: {found}" for rank, found in enumerate(findings) if found is not None]
     if failed:
         raise RuntimeError(f"carrier {row.name} cannot serve\n  " + "\n  ".join(failed))
+    if row.limits.waiting and spec.rank == 0:
+        log.info("carrier %s: %s, not %g s as planned", row.name, row.limits.waiting, spec.patience)
 
 
 def surroundings(spec: DispatchSpec) -> Surroundings:

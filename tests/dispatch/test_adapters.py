@@ -5,6 +5,7 @@ from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import cycle
+from math import inf
 
 import pytest
 import torch
@@ -271,3 +272,18 @@ def test_stand_ins_take_what_the_library_takes(module: str) -> None:
                 found = getattr(found, part)
             taken.append([(p.name, p.kind) for p in inspect.signature(found).parameters.values()])
         assert taken[0] == taken[1], name
+
+
+@pytest.mark.parametrize("carrier", ADAPTERS)
+def test_how_long_a_rank_waits_is_the_plans_or_said(carrier: str) -> None:
+    row = DISPATCHERS[carrier]
+    module = "nccl_ep" if carrier.startswith("nccl_ep") else carrier
+    source = inspect.getsource(import_module(f"moeserve.dispatch.backends.{module}"))
+    assert ("spec.patience" in source) == (row.limits.waiting == "")
+
+
+@pytest.mark.parametrize(
+    ("waits", "said"), [(None, ""), (100.0, "wait 100 s for a peer, then end"), (inf, "for ever")]
+)
+def test_a_librarys_own_patience_is_put_in_words(waits: float | None, said: str) -> None:
+    assert said in Limits(waits=waits).waiting and bool(said) == bool(Limits(waits=waits).waiting)

@@ -88,4 +88,21 @@ def test_ranks_that_would_carry_differently_are_told_so_on_each(said: list[dict[
 
 def test_a_carrier_that_fails_while_it_is_measured_is_named(said: list[dict[str, str]]) -> None:
     for errors in said:
-        assert "measuring carrier broken failed: a byte is wrong; name a carrier" in errors["broken"]
+        assert "measuring carrier broken failed: rank 0: a byte is wrong; rank 1: " in errors["broken"]
+        assert "; name a carrier" in errors["broken"]
+
+
+def test_a_failure_on_one_rank_is_heard_on_all(said: list[dict[str, str]]) -> None:
+    assert said[0]["halves"] == said[1]["halves"]
+    assert "measuring carrier halves failed: rank 1: out of memory on arrival; name" in said[0]["halves"]
+
+
+def test_sizes_that_one_rank_has_no_memory_for_are_left_out_on_all(found: list[dict[str, Choice]]) -> None:
+    for choices_of_rank in found:
+        points = choices_of_rank["roomless"].points
+        assert {name for name, _ in points} == BOTH and {rows for _, rows in points} == {1, 4, 16}
+
+
+def test_where_one_rank_has_no_memory_at_all_every_rank_says_so(said: list[dict[str, str]]) -> None:
+    assert said[0]["roomless"] == said[1]["roomless"]
+    assert "all2allv: rank 1: out of memory: tried to allocate 7 bytes" in said[0]["roomless"]

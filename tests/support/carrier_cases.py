@@ -90,6 +90,7 @@ def _with_idle_rank(ranks: int) -> NDArray[np.int32]:
     return slots
 
 
+@cache
 def placements(ranks: int = RANKS) -> dict[str, Placement]:
     """Every way to place experts on so many ranks, two or four, that the law is held to."""
     return {
@@ -312,7 +313,7 @@ def _run_case(rank: int, case: Case) -> Outcome:
     if case.mutation:
         carrier = Mutant(carrier, case.mutation, spec)
     step = lanes(case.inputs, case.device)
-    rounded(case, step.hidden[rank])  # formats put their tables on the device at first use
+    rounded(case, torch.cat(step.hidden))  # formats put their tables on the device at first use
     routing = Routing(step.slots[rank], step.weights[rank], step.rows)
     answers = []
     free = DISPATCHERS[case.carrier].host_sync
@@ -346,9 +347,11 @@ def no_host_waits(active: bool) -> Iterator[None]:
     """While `active`, anything that makes the host wait for the GPU raises."""
     if active:
         torch.cuda.set_sync_debug_mode("error")
-    yield
-    if active:
-        torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        if active:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 USUAL_WIRES = {*(form.name for form in FLOATS.values()), "fp8_group128", "mxfp4"}

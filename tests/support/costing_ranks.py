@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from moeserve.dispatch import measure as measuring
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.dispatcher import Dispatcher, DispatchRow, DispatchSpec
 from moeserve.dispatch.measure import Candidate, Measured, measure
@@ -19,7 +22,7 @@ from moeserve.quant.format import Scheme
 from moeserve.quant.formats import BF16
 from moeserve.runtime import costing
 from moeserve.runtime.costing import ALWAYS, NEVER, CostBook, Costing
-from moeserve.runtime.plan import AUTO, Plan, Span, Wanted, make_plan
+from moeserve.runtime.plan import AUTO, NoPlan, Plan, Span, Wanted, make_plan
 
 LANE_ROWS = 20
 SHAPE = ExpertShape(64, 64, Activation("silu"))
@@ -87,8 +90,16 @@ def choices(rank: int, world: int, folder: str) -> tuple[dict[str, Choice], dict
     lonely = replace(all2allv, name="lonely") if rank == 0 else None
     found["lonely"] = chosen(CostBook(always), plan_of(world, Wanted(), lonely), rank)
 
+    roomless = Costing(ALWAYS, f"{folder}/roomless", seconds=60.0)  # so that memory alone ends it
+    with _room_on_rank_1_for(rank, LANE_ROWS - 1):
+        found["roomless"] = chosen(CostBook(roomless), plan_of(world, Wanted()), rank)
+
     broken = replace(all2allv, name="broken", build=_broken)
     said = {"broken": _refusal(always, plan_of(world, Wanted(), broken), rank)}
+    halves = replace(all2allv, name="halves", build=_broken_on_rank_1)
+    with _room_on_rank_1_for(rank, 0):
+        said["roomless"] = _refusal(replace(always, anew=True), plan_of(world, Wanted()), rank)
+    said["halves"] = _refusal(always, plan_of(world, Wanted(), halves), rank)
     told = plan_of(world, Wanted(carrier="all2allv" if rank == 1 else AUTO))
     said["differing"] = _refusal(replace(always, measure=NEVER), told, rank)
     return found, said
@@ -97,7 +108,7 @@ def choices(rank: int, world: int, folder: str) -> tuple[dict[str, Choice], dict
 def _refusal(how: Costing, plan: Plan, rank: int) -> str:
     try:
         return f"no error: {chosen(CostBook(how), plan, rank)}"
-    except RuntimeError as error:
+    except (RuntimeError, NoPlan) as error:
         return str(error)
 
 
@@ -105,6 +116,37 @@ def _no_rank_1(spec: DispatchSpec) -> Dispatcher:
     if spec.rank == 1:
         raise RuntimeError("needs 7 bytes more than rank 1 has")
     return DISPATCHERS["all2allv"].build(spec)
+
+
+@contextmanager
+def _room_on_rank_1_for(rank: int, most: int) -> Iterator[None]:
+    """While it lasts, rank 1 has no memory for a step of more than `most` rows a lane."""
+    true = measuring.reserve
+
+    def reserve(spec: DispatchSpec, rows: int) -> None:
+        if rank == 1 and rows > most:
+            raise torch.OutOfMemoryError("out of memory: tried to allocate 7 bytes\nand more lines")
+        true(spec, rows)
+
+    measuring.reserve = reserve
+    try:
+        yield
+    finally:
+        measuring.reserve = true
+
+
+def _broken_on_rank_1(spec: DispatchSpec) -> Dispatcher:
+    """Rank 1 runs out of memory once its rows have arrived, when the others go on."""
+    carrier = DISPATCHERS["all2allv"].build(spec)
+    dispatch = carrier.dispatch
+
+    def broken(*args: Any) -> Any:
+        dispatch(*args).wait()
+        raise torch.OutOfMemoryError("out of memory on arrival")
+
+    if spec.rank == 1:
+        carrier.dispatch = broken  # type: ignore[method-assign]
+    return carrier
 
 
 def _broken(spec: DispatchSpec) -> Dispatcher:

@@ -6,13 +6,16 @@ their way.
 
 The kernels drive RDMA queue pairs, within a host too: without an adapter DeepEP stops at a check of its own,
 and only a build with that check lifted sends over NVLink alone.
+
+It carries bf16 and FP8 with a scale for 128 elements. NVFP4 on the way out is in DeepEP's `hybrid-ep` branch
+alone (`use_nvfp4`), neither in a release nor in its second generation, so there is no such wire.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from math import lcm
+from math import inf, lcm
 from typing import Any
 
 import torch
@@ -158,5 +161,5 @@ ROW = DispatchRow(
     partial_sums="outputs of experts travel in bf16 and are weighed and added in float32 at home",
     ordered=False,
     quantizes=True,
-    limits=Limits(dtypes=frozenset({"bf16"}), top_k=11, hidden_sizes=HIDDEN_SIZES, rdma=True),
+    limits=Limits(dtypes=frozenset({"bf16"}), top_k=11, hidden_sizes=HIDDEN_SIZES, rdma=True, waits=inf),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
+from math import ceil
 from typing import Any
 
 import torch
@@ -70,6 +71,8 @@ def _opened(spec: DispatchSpec, travelling: int, rows: int) -> tuple[Any, torch.
         hidden=travelling,
         num_topk=spec.top_k,
         use_fp8_dispatch=spec.wire.name != "bf16",
+        num_cpu_timeout_secs=ceil(spec.patience),
+        num_gpu_timeout_secs=ceil(spec.patience),
         explicitly_destroy=True,
     )
     return buffer, library.topk_idx_t

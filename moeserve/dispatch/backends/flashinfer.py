@@ -125,5 +125,6 @@ ROW = DispatchRow(
     max_ranks=64,
     partial_sums="float32 sums of a rank travel in the hidden dtype and are added in float32, pair by pair",
     ordered=False,
-    limits=Limits(top_k=TOP_K[-1], one_host=True),
+    limits=Limits(top_k=TOP_K[-1], one_host=True, waits=300.0),
+    verified=("sm90",),
 )

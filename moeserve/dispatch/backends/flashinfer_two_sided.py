@@ -7,6 +7,7 @@ sums travel back the same way and are added at home. The queues' size does not d
 from __future__ import annotations
 
 from importlib import import_module
+from math import inf
 from typing import Any
 
 from torch import Tensor
@@ -76,5 +77,6 @@ ROW = DispatchRow(
     max_ranks=64,
     partial_sums="float32 sums of a rank travel in the hidden dtype and are added in float32, by choice",
     ordered=False,
-    limits=Limits(top_k=32, hidden_multiple=8, one_host=True),
+    limits=Limits(top_k=32, hidden_multiple=8, one_host=True, waits=inf),
+    verified=("sm90",),
 )

@@ -7,6 +7,7 @@ come back and are added; the router's weights have gone into them before.
 from __future__ import annotations
 
 from importlib import import_module
+from math import inf
 from typing import Any
 
 import torch.distributed as dist
@@ -88,5 +89,11 @@ ROW = DispatchRow(
     modules=frozenset({"mori"}),
     partial_sums="float32 sums of a rank travel in bf16 and are added by the library",
     ordered=False,
-    limits=Limits(dtypes=frozenset({"bf16"}), ranks=frozenset({2, 4, 8}), hidden_multiple=8, one_host=True),
+    limits=Limits(
+        dtypes=frozenset({"bf16"}),
+        ranks=frozenset({2, 4, 8}),
+        hidden_multiple=8,
+        one_host=True,
+        waits=inf,
+    ),
 )

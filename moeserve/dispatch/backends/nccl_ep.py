@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from math import gcd
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ from moeserve.dispatch.routing import Routing
 from moeserve.dispatch.row_exchange import Arrived, RowExchange
 from moeserve.dispatch.travel import only_first
 from moeserve.experts.batch import Grouping
+from moeserve.experts.placement import EMPTY
 
+NANOSECONDS = 1e9
 ROW_BYTES = 16  # rows of codes and of scales are multiples of it
+COUNTS_STEP = 4  # rows a lane, and slots of all ranks, are whole steps, as its tensor copies need them
 HIDDEN_STEP = 512  # elements of a row that travels: the scales of so many fill 16 bytes in every wire
 
 
@@ -30,7 +34,8 @@ class NcclEP(RowExchange):
 
     def __init__(self, spec: DispatchSpec, row: DispatchRow) -> None:
         super().__init__(spec, row)
-        self._rows = max(spec.lane_rows, 1)
+        self._rows = _stepped(max(spec.lane_rows, 1), COUNTS_STEP)
+        self._held = _stepped(spec.slots, COUNTS_STEP // gcd(spec.ranks, COUNTS_STEP))
         self._low = row.pace is Pace.LOW_LATENCY
         self._lead = (spec.ranks, self._rows) if self._low else (spec.ranks * self._rows,)
         self._ep: Any = import_module("nccl.ep")
@@ -43,20 +48,21 @@ class NcclEP(RowExchange):
         spec, algorithm = self._spec, self._ep.Algorithm
         return self._ep.GroupConfig(
             algorithm=algorithm.LOW_LATENCY if self._low else algorithm.HIGH_THROUGHPUT,
-            num_experts=spec.ranks * spec.slots,
+            num_experts=spec.ranks * self._held,
             max_dispatch_tokens_per_rank=self._rows,
             max_recv_tokens_per_rank=0 if self._low else spec.ranks * self._rows,
-            max_token_bytes=max(_aligned(self._row_bytes), self._travelling * spec.dtype.itemsize),
+            max_token_bytes=max(_stepped(self._row_bytes, ROW_BYTES), self._travelling * spec.dtype.itemsize),
             num_topk=spec.top_k,
+            timeout_ns=round(spec.patience * NANOSECONDS),
         )
 
     def _send(self, hidden: Tensor, routing: Routing) -> Arrived:
         parts, slots, weights = self._on_the_wire(hidden, routing)
-        slots = slots.long()
+        slots = self._numbered(slots)
         came = torch.zeros(self._lead[:-1] or 1, dtype=torch.int32, device=slots.device)
         info = self._bind(slots, came)
         received = tuple(part.new_empty((*self._lead, part.shape[1])) for part in parts)
-        here = slots.new_empty((*self._lead, slots.shape[1]))
+        here = slots.new_empty((*self._lead, slots.shape[1]), dtype=torch.int32 if self._low else torch.int64)
         weighed = weights.new_empty((*self._lead, slots.shape[1]))
         recipe = self._ep.DispatchQuantizationRecipe
         self._handle.dispatch(
@@ -71,6 +77,12 @@ class NcclEP(RowExchange):
         here = only_first(came[:, None] if self._low else came, here)
         flat = tuple(part.view(-1, part.shape[-1]) for part in received)
         return Arrived(flat, here, weighed.view(here.shape), slots.shape[0])
+
+    def _numbered(self, slots: Tensor) -> Tensor:
+        """Slots in the library's numbering, int64, where every rank holds some that nobody chooses."""
+        ranks = slots.div(self._spec.slots, rounding_mode="floor")
+        extra = (self._held - self._spec.slots) * ranks
+        return torch.where(slots < 0, EMPTY, slots + extra).long()
 
     def _bind(self, slots: Tensor, came: Tensor) -> Any:
         """Gives the library this step's routing, and it `came` to count what arrives in.
@@ -121,8 +133,9 @@ def _stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream)
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ROW_BYTES) * ROW_BYTES
+def _stepped(count: int, step: int) -> int:
+    """`count` or a few more, so that it is whole steps."""
+    return -(-count // step) * step
 
 
 def _row(name: str, pace: Pace, build: Callable[[DispatchSpec], Dispatcher]) -> DispatchRow:

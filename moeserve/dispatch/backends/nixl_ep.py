@@ -58,5 +58,6 @@ ROW = replace(
     name="nixl_ep",
     build=NixlLowLatency,
     modules=frozenset({"nixl_ep"}),
+    limits=replace(deepep_ll.ROW.limits, waits=None),
     verified=(),
 )

@@ -181,6 +181,7 @@ class ElasticBuffer:
         explicitly_destroy=False,
     ):
         check(num_max_tokens_per_rank > 0 and hidden > 0, "sizes")
+        check(num_gpu_timeout_secs == num_cpu_timeout_secs == 30, "waits as long as the plan says")
         self.ranks, self.rank, self.hidden = group.size(), group.rank(), hidden
         self.explicitly_destroy, self.steps = explicitly_destroy, 0
 

@@ -146,7 +146,10 @@ class Group:
     @classmethod
     def create(cls, comm, config):
         check(config.num_experts % dist.get_world_size() == 0 and config.num_experts > 0, "num_experts")
+        check(config.timeout_ns == 30_000_000_000, "waits as long as the plan says")
         check(config.max_dispatch_tokens_per_rank > 0 and config.max_token_bytes % 16 == 0, "sizes")
+        whole = config.max_dispatch_tokens_per_rank % 4 == 0 == config.num_experts % 4
+        check(config.algorithm is Algorithm.LOW_LATENCY or whole, "tensor copies of 16 bytes")
         return cls(comm, config)
 
     def create_handle(self, layout, topk_idx, *, layout_info=None, config=None, stream):
@@ -201,6 +204,7 @@ class Handle:
         )
         lanes = everyones((self.ids.buffer.tolist(), [tensor.view(torch.uint8) for tensor in sent]))
         here = outputs.topk_idx.buffer
+        check(here.dtype == (torch.int32 if self.low else torch.int64), "topk_idx")
         here.fill_(0)  # what was there
         for at, (lane, row) in self._places():
             for tensor, raw in zip(into, lanes[lane][1], strict=True):
