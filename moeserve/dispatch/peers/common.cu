@@ -81,8 +81,8 @@ DEVICE u32 next_epoch(u32 epoch) { return epoch == 0xFFFFFFFEu ? 1u : epoch + 1u
 #define FAREWELL_BYTES 256
 
 struct Watch {
-  u32* live;          // [RANKS] of this GPU: 0 is never waited for nor stored to
-  u32* board;         // [RANKS] of the host: the epoch in which a rank was late
+  u32* live;   // [RANKS + 1] of this GPU: 0 is never waited for nor stored to; last, when the host was asked
+  u32* board;  // [RANKS + 1] of the host: the epoch in which a rank was late; last, whether all is over
   const u64* memory;  // [RANKS] addresses of all ranks' peer memory, as mapped here
   int rank;
   u64 deadline;  // nanoseconds()
@@ -101,9 +101,21 @@ DEVICE void give_up(const Watch& w, int source, u32 epoch) {
   store_relaxed((u32*)w.memory[source] + w.rank, epoch);
 }
 
-// Whether `source` will not come: it is not live, has given this rank up, or its time is over.
+// Whether the host has ended all of it: then nobody is live any more, and nobody late. One thread in a tick of
+// 2^17 ns asks, since the word lies behind a bus that many waiting threads would hold up.
+DEVICE bool is_over(const Watch& w) {
+  u32 tick = (u32)(nanoseconds() >> 17), *asked = w.live + RANKS;
+  if (*(volatile u32*)asked == tick || atomicExch(asked, tick) == tick) return false;
+  bool over = load_relaxed(w.board + RANKS) != 0;
+  if (over)
+    for (int rank = 0; rank < RANKS; ++rank) *(volatile u32*)(w.live + rank) = 0;
+  return over;
+}
+
+// Whether `source` will not come: it is not live, has given this rank up, its time is over, or all is.
 DEVICE bool is_gone(const Watch& w, int source, u32 epoch) {
   if (!is_live(w, source)) return true;
+  if (is_over(w)) return true;
   bool late = nanoseconds() > w.deadline || load_relaxed((const u32*)w.memory[w.rank] + source) != 0;
   if (late) give_up(w, source, epoch);
   return late;
@@ -271,16 +283,16 @@ DEVICE void encode_columns(float (&x)[16], int unit, bool valid, u8* record, flo
 }
 #endif
 
-// One row as its record: `record` RECORD_BYTES in shared memory, 16-byte aligned. All threads of the block
-// call it together (a multiple of 32); who reads the record synchronises the block first. `row` is HIDDEN
+// One row as its record: `record` RECORD_BYTES in shared memory, 16-byte aligned. The block's first `threads`
+// threads call it together (a multiple of 32); who reads the record synchronises them first. `row` is HIDDEN
 // elements, or with WIRE_RECORDS the record itself. `factor` matters to WIRE_NVFP4 alone.
-DEVICE void make_record(const void* row, u8* record, float factor) {
+DEVICE void make_record(const void* row, u8* record, float factor, int threads) {
 #if WIRE == WIRE_RECORDS
-  for (int i = threadIdx.x; i < RECORD_BYTES / 16; i += blockDim.x)
+  for (int i = threadIdx.x; i < RECORD_BYTES / 16; i += threads)
     ((uint4*)record)[i] = ((const uint4*)row)[i];
 #else
   constexpr int UNITS = HIDDEN / 16;
-  for (int first = threadIdx.x - threadIdx.x % 32; first < UNITS; first += blockDim.x) {
+  for (int first = threadIdx.x - threadIdx.x % 32; first < UNITS; first += threads) {
     int unit = first + threadIdx.x % 32;
     float x[16] = {};
     if (unit < UNITS) load_columns((const Element*)row + 16 * unit, x);

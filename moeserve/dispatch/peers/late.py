@@ -20,22 +20,19 @@ MOST_RANKS = FAREWELL_BYTES // 4
 
 
 class Attendance:
-    """One rank's view of the others: `live [ranks]` int32 on the device, `board [ranks]` int32 on the host.
+    """One rank's view of the others: int32 `live [ranks + 1]` on the device, `board [ranks + 1]` on the host.
 
-    `live` is 0 for a rank that is neither waited for nor stored to. `board` holds the epoch in which a rank
-    was given up, 0 for none; it is pinned, and the kernels write it.
+    `live` is 0 for a rank that is neither waited for nor stored to; its last word is the kernels' own.
+    `board` holds the epoch in which a rank was given up, 0 for none, and a last word that says that all is
+    over; it is pinned, the kernels write the former and now and then read the latter while they wait.
     """
 
     def __init__(self, ranks: int, device: str) -> None:
         if ranks > MOST_RANKS:
             raise ValueError(f"peer memory joins at most {MOST_RANKS} ranks, not {ranks}")
-        self.live = torch.ones(ranks, dtype=torch.int32, device=device)
-        self.board = torch.zeros(ranks, dtype=torch.int32, pin_memory=self.live.is_cuda)
+        self.live = torch.ones(ranks + 1, dtype=torch.int32, device=device)
+        self.board = torch.zeros(ranks + 1, dtype=torch.int32, pin_memory=self.live.is_cuda)
         self._told: set[int] = set()
-        self._nobody = torch.zeros(ranks, dtype=torch.int32, pin_memory=self.live.is_cuda)
-        self._aside: torch.cuda.Stream | None = None
-        if self.live.is_cuda:
-            self._aside = torch.cuda.Stream(self.live.device)  # type: ignore[no-untyped-call]
 
     def exclude(self, ranks: Iterable[int]) -> None:
         """Gives `ranks` up before the next phase: their tokens count as none. Waits for nothing."""
@@ -45,18 +42,16 @@ class Attendance:
     def interrupt(self) -> None:
         """Nobody is waited for any more, by what is under way neither, and nobody is named late for it.
 
-        From any thread. The kernels that wait hold their stream and may hold every multiprocessor, so the
-        word comes by a copy from the host on a stream of its own.
+        From any thread, and without a word to the device: a copy to it was seen to wait for the kernel that
+        it should have ended. Whoever waits reads the board.
         """
-        if self._aside is None:
+        self.board[-1] = 1
+        if not self.live.is_cuda:
             self.live.zero_()
-            return
-        with torch.cuda.stream(self._aside):
-            self.live.copy_(self._nobody, non_blocking=True)
 
     def late(self) -> tuple[int, ...]:
         """Ranks given up since this was last asked, as far as the device has come. Waits for nothing."""
-        given_up = {rank for rank, epoch in enumerate(self.board.tolist()) if epoch}
+        given_up = {rank for rank, epoch in enumerate(self.board[:-1].tolist()) if epoch}
         fresh = tuple(sorted(given_up - self._told))
         self._told |= given_up
         return fresh

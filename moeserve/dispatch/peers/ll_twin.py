@@ -73,10 +73,11 @@ class LowLatencyTwin:
             rows = wanted.nonzero()[:, 0]
             if self._live(to) and small:
                 self._sealed(to, epoch)[spec.rank, rows] = sealed(mine[rows].view(torch.int32), epoch)
-            elif self._live(to):
+            elif to != spec.rank and self._live(to):
                 self._partials(to, epoch)[spec.rank, rows] = mine[rows]
                 self._returned(to, epoch)[spec.rank, rows] = _word(epoch)
-        return self._add_up(epoch, reached, small=small)
+        own = partials.split_with_sizes(lane_rows)[spec.rank]
+        return self._add_up(epoch, reached, None if small else own)
 
     def _send(self, records: Tensor, routing: Routing, reached: Tensor) -> None:
         spec, own = self._spec, records.shape[0]
@@ -147,13 +148,19 @@ class LowLatencyTwin:
         epoch = torch.tensor([_word(self.epoch)], dtype=torch.int32)
         return Arrived(tokens, counts.int(), places.view(local.shape).int(), weights, epoch)
 
-    def _add_up(self, epoch: int, reached: Tensor, *, small: bool) -> Tensor:
-        """Partial sums of this lane's rows, in float32 and in rank order."""
-        spec, own, deadline = self._spec, reached.shape[0], time.monotonic() + self._spec.patience
+    def _add_up(self, epoch: int, reached: Tensor, own: Tensor | None) -> Tensor:
+        """Partial sums of this lane's rows, in float32 and in rank order.
+
+        `own` are this rank's in a larger step; in a small one they come over memory as others' do: None.
+        """
+        spec, deadline = self._spec, time.monotonic() + self._spec.patience
         words, flags = self._sealed(spec.rank, epoch), self._returned(spec.rank, epoch)
-        total, wanted = torch.zeros((own, spec.hidden)), _word(epoch)
+        total, wanted = torch.zeros((reached.shape[0], spec.hidden)), _word(epoch)
         for source in filter(self._live, range(spec.ranks)):
-            rows = reached[:, source].nonzero()[:, 0]
+            rows, small = reached[:, source].nonzero()[:, 0], own is None
+            if own is not None and source == spec.rank:
+                total[rows] += own[rows].float()
+                continue
             told = partial(
                 _sealed_as if small else _all_are, (words if small else flags)[source], rows, wanted
             )
