@@ -96,7 +96,7 @@ class TestACheckpoint:
         self, command: tuple[str, ...], checkpoint: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         said = refused([*command, "--checkpoint", str(checkpoint), "--kernel", "fast"], capsys)
-        assert "unknown kernel 'fast'; known: triton_fp4" in said
+        assert "unknown kernel 'fast'; known: cuda_fp4" in said
 
 
 def test_cuda_without_a_gpu(

@@ -103,13 +103,13 @@ def test_carriers_of_that_name_are_known(name: str) -> None:
         ({"VLLM_FUSED_MOE_CHUNK_SIZE": "4096"}, "bf16", {"step.max_step_tokens": 4096}),
         ({"VLLM_ALL2ALL_BACKEND": "naive"}, None, {"plan.all2all_backend": "naive"}),
         ({"VLLM_ALL2ALL_BACKEND": "pplx"}, None, {}),
-        ({"VLLM_MXFP4_USE_MARLIN": "true"}, "mxfp4 x bf16", {"plan.kernel": "triton_fp4"}),
+        ({"VLLM_MXFP4_USE_MARLIN": "true"}, "mxfp4 x bf16", {"plan.kernel": "cuda_fp4"}),
         ({"VLLM_MXFP4_USE_MARLIN": "0"}, "mxfp4 x bf16", {}),
         ({"VLLM_MXFP4_USE_MARLIN": "1"}, "bf16", {}),
         (
             {"VLLM_TEST_FORCE_FP8_MARLIN": "1"},
             "nvfp4 x nvfp4_static",
-            {"plan.kernel": "triton_fp4", "model.load_as": "nvfp4 x bf16"},
+            {"plan.kernel": "cuda_fp4", "model.load_as": "nvfp4 x bf16"},
         ),
         (
             {"VLLM_MARLIN_INPUT_DTYPE": "int8"},
@@ -150,11 +150,11 @@ def test_values_that_vllm_does_not_take_are_named(
 def test_two_settings_may_not_want_different_values() -> None:
     findings = read({"VLLM_MXFP4_USE_MARLIN": "1"}, "emulation", scheme_named("mxfp4 x bf16"))
     with pytest.raises(
-        ConfigError, match=r'VLLM_MXFP4_USE_MARLIN=1 means plan\.kernel = "triton_fp4", and --moe'
+        ConfigError, match=r'VLLM_MXFP4_USE_MARLIN=1 means plan\.kernel = "cuda_fp4", and --moe'
     ):
         merged(findings)
     assert merged(read({"VLLM_MXFP4_USE_MARLIN": "1"}, "auto", scheme_named("mxfp4 x bf16"))) == {
-        "plan.kernel": "triton_fp4"
+        "plan.kernel": "cuda_fp4"
     }
 
 
@@ -188,12 +188,12 @@ def test_with_a_checkpoint_the_plan_is_made_under_these_keys(
     words = ["plan", "--from-vllm-env", "--checkpoint", str(tmp_path), "--machine", "h200"]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["vllm"]["keys"] == {"plan.kernel": "triton_fp4", "model.load_as": "nvfp4 x bf16"}
+    assert found["vllm"]["keys"] == {"plan.kernel": "cuda_fp4", "model.load_as": "nvfp4 x bf16"}
     (plan,) = found["plans"]
-    assert (plan["kernel"]["name"], plan["scheme"]) == ("triton_fp4", "nvfp4 x bf16")
+    assert (plan["kernel"]["name"], plan["scheme"]) == ("cuda_fp4", "nvfp4 x bf16")
     assert main([*words, "--kernel", "torch_reference"]) == 0  # a flag of ours has the last word
     shown = capsys.readouterr().out
-    assert 'kernel = "triton_fp4"' in shown and "  kernel   torch_reference" in shown
+    assert 'kernel = "cuda_fp4"' in shown and "  kernel   torch_reference" in shown
     assert "load_as  nvfp4 x bf16: nvfp4 x nvfp4_static -> nvfp4 x bf16" in shown
 
 
@@ -202,8 +202,8 @@ def test_a_key_that_cannot_serve_there_is_no_plan(tmp_path: Path, capsys: pytest
     words = ["plan", "--from-vllm-env", "--moe-backend", "marlin", "--checkpoint", str(tmp_path)]
     assert main([*words, "--machine", "mi300x"]) == 2
     said = capsys.readouterr()
-    assert 'kernel = "triton_fp4"' in said.out
-    assert "triton_fp4: runs on sm90, not on gfx942" in said.err
+    assert 'kernel = "cuda_fp4"' in said.out
+    assert "cuda_fp4: runs on sm90, not on gfx942" in said.err
 
 
 def test_vllms_flag_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

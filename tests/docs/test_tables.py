@@ -55,4 +55,4 @@ def test_machines_are_planned_as_they_are_named() -> None:
     head = table("machines").splitlines()[0]
     assert re.findall(r"\| (\w+) \(\w+\)", head) == list(MACHINES)
     (row,) = [line for line in table("machines").splitlines() if line.startswith("| `mxfp4 x bf16` |")]
-    assert row.split(" | ")[2:4] == ["triton_fp4"] * 2  # on Hopper
+    assert row.split(" | ")[2:4] == ["cuda_fp4"] * 2  # on Hopper

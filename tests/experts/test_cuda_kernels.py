@@ -2,85 +2,33 @@
 
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from made_experts import Arrival, activation_named, fresh_seed, make_scheme
-from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
-from moeserve.experts.kernel import KernelSpec
-from moeserve.experts.kernels import cuda_fp8, cuda_w4a8
-from moeserve.experts.kernels.device import prefill
+from moeserve.experts.kernel import Kernel, KernelSpec
+from moeserve.experts.kernels import cuda_bf16, cuda_fp8
+from moeserve.experts.kernels.device import prefill, prefill_wide
 from moeserve.experts.kernels.torch_reference import TorchReference
 from moeserve.experts.machine import this_machine
-from moeserve.quant.format import Format, Packed, Scheme
+from moeserve.quant.format import Format, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
-from moeserve.quant.formats.mx import MXFP4
 
-W4A8 = Scheme(MXFP4, FP8_GROUP)
 FP8 = Scheme(FP8_BLOCK, FP8_GROUP)
+PLAIN = Scheme(BF16, BF16)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def mxfp4(*shape: int, spread: float = 1.0) -> Packed:
-    """Weights whose blocks differ in scale by about 2^spread."""
-    generator = torch.Generator().manual_seed(fresh_seed())
-    blocks = torch.exp2(torch.randn(*shape[:-1], shape[-1] // 32, generator=generator) * spread)
-    return MXFP4.quantize(torch.randn(shape, generator=generator) * blocks.repeat_interleave(32, -1))
-
-
-def decoded(tensors: dict[str, Tensor], n: int, k: int) -> Tensor:
-    """What the device makes of records and row scales, byte by byte: `[e, n, k]` float32."""
-    records = tensors["records"]
-    e, across, deep, _ = records.shape
-    codes, scales = records.long().split((64 * 64, 64 * 8), dim=-1)
-    b, odd = scales & 0x7F, scales >> 7
-    steps = (0 * b, b - 8, b, b + 4 + odd, b + 8, b + 12 + odd, b + 16, b + 20 + odd)
-    magnitudes = torch.stack(steps, -1).view(e, across, deep, 64, 8, 1, 8)
-    nibbles = torch.stack((codes & 15, codes >> 4), -1).view(e, across, deep, 64, 8, 2, 8)
-    signs = torch.cat((nibbles[..., 1::2], nibbles[..., 0::2]), -1) >> 3
-    picked = magnitudes.expand(*nibbles.shape[:-1], 8).gather(-1, nibbles & 7) | signs << 7
-    values = picked.to(torch.uint8).view(torch.float8_e4m3fn).float().view(e, across, deep, 64, 128)
-    matrix = values.transpose(2, 3).reshape(e, across * 64, deep * 128)[:, :n, :k]
-    return matrix * tensors["row_scale"][..., None]
-
-
-@pytest.mark.parametrize(("n", "k"), [(128, 256), (200, 288), (64, 32), (16, 160)])
-def test_records_decode_to_the_weights_bit_for_bit(n: int, k: int) -> None:
-    packed = mxfp4(2, n, k)
-    assert torch.equal(decoded(cuda_w4a8.pack(packed), n, k), packed.dequantize())
-
-
-def test_blocks_far_below_their_rows_largest_read_as_zero_and_nan_stays() -> None:
-    x = torch.ones(1, 2, 96)
-    x[0, 0] *= torch.exp2(torch.tensor([0.0, -10.0, -11.0])).repeat_interleave(32)
-    x[0, 1, 40] = torch.nan
-    packed = MXFP4.quantize(x)
-    found, wanted = decoded(cuda_w4a8.pack(packed), 2, 96), packed.dequantize()
-    assert torch.equal(found[0, 0, :64], wanted[0, 0, :64])
-    assert found[0, 0, 64:].abs().max() == 0
-    assert bool(found[0, 1].isnan().all())
-
-
-def test_an_expert_packed_alone_equals_its_slot_and_none_packs_to_the_same_shapes() -> None:
-    shape = ExpertShape(160, 64, activation_named("silu"), bias=True)
-    weights = make_scheme(shape, 3, W4A8, torch.Generator().manual_seed(fresh_seed()))
-    kernel = cuda_w4a8.CudaW4A8(KernelSpec(W4A8, shape, torch.bfloat16))
-    together, none = kernel.prepare(weights), kernel.prepare(weights.rows(slice(0, 0)))
-    for slot in range(3):
-        alone = kernel.prepare(weights.rows(torch.tensor([slot]))).slot(0)
-        assert all(torch.equal(alone[name], t) for name, t in together.slot(slot).items())
-    assert {n: t.shape[1:] for n, t in none.per_slot.items()} == {
-        n: t.shape[1:] for n, t in together.per_slot.items()
-    }
 
 
 @pytest.mark.parametrize(
@@ -88,18 +36,19 @@ def test_an_expert_packed_alone_equals_its_slot_and_none_packs_to_the_same_shape
 )
 @pytest.mark.parametrize("spare", [0, 300])
 def test_the_list_of_groups_has_room(counts: tuple[int, ...], spare: int) -> None:
-    """A slot's units of 64 rows stand in groups of at most four of them."""
+    """A slot's rows stand in groups of at most as many as a cluster takes."""
     capacity = sum(counts) + spare
     tokens = FP8_GROUP.empty((capacity, 128))
     batch = ExpertBatch(tokens, Grouping.RAGGED, torch.tensor(counts), torch.zeros(len(counts) + 1))
-    groups = sum(ceil(ceil(count / prefill.UNIT) / 4) for count in counts)
-    assert groups <= prefill.Step(batch, capacity).limit
+    for module in (prefill, prefill_wide):
+        groups = sum(ceil(count / module.GROUP_ROWS) for count in counts)
+        assert groups <= module.Step(batch, capacity).limit
 
 
-FORMS = [
-    prefill.Form(kind, bias=bias, fused=fused, limited=limited, out=out)
-    for kind, bias, fused, limited, out in itertools.product(
-        prefill.THREADS, (False, True), (False, True), (False, True), prefill.OUTS.values()
+FORMS: list[dict[str, Any]] = [
+    {"bias": bias, "fused": fused, "limited": limited, "out": out}
+    for bias, fused, limited, out in itertools.product(
+        (False, True), (False, True), (False, True), prefill.OUTS.values()
     )
     if (fused and out == 0) or (not fused and not limited)
 ]
@@ -111,15 +60,16 @@ def test_sources_include_no_header() -> None:
     assert not any(re.search(r"^\s*#\s*include", source.read_text(), re.MULTILINE) for source in sources)
 
 
-@pytest.mark.parametrize("kind", prefill.THREADS)
-def test_every_form_compiles(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("module", [prefill, prefill_wide], ids=["prefill", "prefill_wide"])
+def test_every_form_compiles(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
         pytest.skip("needs the packages cuda-bindings and nvidia-cuda-nvrtc")
     from moeserve.experts import nvrtc
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
-    for form in (form for form in FORMS if form.kind == kind):
-        assert nvrtc.compiled(prefill.source("prefill.cu"), "sm_90a", prefill.options(form))
+    for form in FORMS:
+        text = prefill.source(f"{module.__name__.rpartition('.')[2]}.cu")
+        assert nvrtc.compiled(text, "sm_90a", module.options(module.Form(**form)))
     assert nvrtc.compiled(prefill.source("prefill_rows.cu"), "sm_90a")
 
 
@@ -128,11 +78,12 @@ CASES = [
     (FP8, (3, 0, 1, 9, 0), (144, 64), "swigluoai", FP8_GROUP),
     (FP8, (513, 65, 0, 640), (1440, 320), "swigluoai_uninterleave", FP8_GROUP),
     (FP8, (257, 70), (4096, 1024), "silu", FP8_GROUP),
-    (W4A8, (300, 0, 129, 1, 33, 600), (608, 192), "silu", BF16),
-    (W4A8, (513, 65, 0, 640), (1440, 320), "swigluoai_uninterleave", FP8_GROUP),
-    (W4A8, (257, 70), (4096, 1024), "silu", FP8_GROUP),
+    (PLAIN, (300, 0, 129, 1, 33, 600), (608, 192), "silu", BF16),
+    (PLAIN, (3, 0, 1, 9, 0), (136, 72), "swigluoai", BF16),
+    (PLAIN, tuple(range(1, 513, 17)), (1448, 328), "swigluoai_uninterleave", BF16),
+    (PLAIN, (257, 70), (4096, 1024), "silu", FP8_GROUP),
 ]
-KERNELS = {FP8: cuda_fp8.CudaFp8, W4A8: cuda_w4a8.CudaW4A8}
+KERNELS: dict[Scheme, Callable[[KernelSpec], Kernel]] = {FP8: cuda_fp8.CudaFp8, PLAIN: cuda_bf16.CudaBf16}
 
 
 @pytest.mark.gpu(1)
@@ -146,7 +97,8 @@ def test_many_rows_agree_with_the_reference(
     """Ragged segments that begin anywhere, slots without rows, sizes over a tile's edge, NaN all around."""
     if not torch.cuda.is_available() or this_machine().arch != "sm90":
         pytest.skip("needs a Hopper GPU: CUDA C++ has no interpreter")
-    monkeypatch.setattr(cuda_fp8, "MANY_ROWS", 0)
+    for module in (cuda_fp8, cuda_bf16):
+        monkeypatch.setattr(module, "MANY_ROWS", 0)
     scheme, counts, sizes, activation, wire = case
     generator = torch.Generator().manual_seed(fresh_seed())
     for bias, dtype in itertools.product((False, True), prefill.OUTS):

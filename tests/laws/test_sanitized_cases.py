@@ -45,3 +45,18 @@ def test_rows_can_be_named_and_a_case_has_a_line_of_its_own(bench: ModuleType) -
     cases = list(bench.cases(["triton_fp4"]))
     assert {case.row.name for case in cases} == {"triton_fp4"}
     assert len({str(case) for case in cases}) == len(cases)
+
+
+def test_reports_of_tritons_own_dispatch_are_told_apart(bench: ModuleType) -> None:
+    lines = next(iter(bench.dispatching("hopper_gemm.py")))
+    inside, outside = lines.start, lines.start - 10
+    printed = "".join(
+        f"========= Error: Race reported between Write access at gemm+0x1 in hopper_gemm.py:{write}\n"
+        f"=========     and Read access at gemm+0x2 in hopper_gemm.py:{inside} [8 hazards]\n=========\n"
+        for write in (inside, outside)
+    )
+    reports = bench.REPORT.split(f"========= COMPUTE-SANITIZER\n{printed}========= RACECHECK SUMMARY: 2\n")[
+        1:
+    ]
+    assert [bench.is_dispatch(report) for report in reports] == [True, False]
+    assert not bench.is_dispatch("Invalid __global__ read of size 4 bytes\n=========     at prefill+0x12\n")

@@ -91,9 +91,7 @@ PADDED = "takes padded rows too, so there is no batched twin"
 NO_CHOICE = "no row: nothing was chosen, which is an error here, with every reason"
 
 _FP8_BLOCKS = "128x128 blocks on Hopper (per-tensor and per-channel weights: triton_dequant)"
-_SAME_PACKAGE = (
-    "the same package; on Hopper our own triton_fp4 is as fast with few rows, and faster with many"
-)
+_SAME_PACKAGE = "the same package; on Hopper our own cuda_fp4 is as fast with few rows, and faster with many"
 _ROW_WISE = "scales a row and a token, by torch's own CUTLASS kernel, on Hopper and Blackwell"
 _MARLIN4 = "four-bit weights decoded in the kernel, on Hopper"
 _MARLIN8 = "8-bit weights decoded in the kernel"
@@ -172,7 +170,7 @@ def _nvfp4() -> tuple[Member, ...]:
         Member(kind, "FLASHINFER_CUTLASS", "FlashInferExperts", "flashinfer_cutlass", BLACKWELL),
         Member(kind, "FLASHINFER_B12X", "FlashInferB12xExperts", note=B12X),
         Member(kind, "VLLM_CUTLASS", "CutlassExpertsFp4", note=OWN),
-        Member(kind, "MARLIN", "MarlinExperts", "triton_fp4", _MARLIN4, plain=True),
+        Member(kind, "MARLIN", "MarlinExperts", "cuda_fp4", _MARLIN4, plain=True),
         Member(kind, "HUMMING", "Humming indexed, grouped, batched", note=HUMMING),
         Member(kind, "EMULATION", "Nvfp4QuantizationEmulationTriton", "torch_reference", REFERENCE),
     )
@@ -192,8 +190,8 @@ def _mxfp4() -> tuple[Member, ...]:
         Member(kind, "TRITON", "OAITriton monolithic, OAITritonExperts", "triton_kernels", _SAME_PACKAGE),
         Member(kind, "TRITON_UNFUSED", "UnfusedOAITritonExperts", "triton_kernels", _SAME_PACKAGE),
         Member(kind, "DEEPGEMM_MXFP4", "DeepGemmFP4Experts", "deep_gemm", "MXFP8 rows, on Blackwell"),
-        Member(kind, "MARLIN", "MarlinExperts", "triton_fp4", _MARLIN4, plain=True),
-        Member(kind, "BATCHED_MARLIN", "BatchedMarlinExperts", "triton_fp4", PADDED, plain=True),
+        Member(kind, "MARLIN", "MarlinExperts", "cuda_fp4", _MARLIN4, plain=True),
+        Member(kind, "BATCHED_MARLIN", "BatchedMarlinExperts", "cuda_fp4", PADDED, plain=True),
         Member(kind, "HUMMING", "Humming indexed, grouped, batched", note=HUMMING),
         Member(kind, "XPU", "XPUExpertsMxFp4", note=XPU),
         Member(kind, "CPU", "CPUExpertsMxfp4", "torch_reference", ON_CPU),

@@ -1,8 +1,8 @@
 """The table of expert kernels: one file a backend, one line here; a plan tries them in this order.
 
-Our own Hopper kernels stand first: beside the libraries they are the fastest, or as fast, where a step brings
-a slot few rows, as most steps do. With hundreds of rows a slot DeepGEMM's GEMMs are faster still than our
-FP8 blocks, but a plan has one kernel.
+Our own Hopper kernels stand first: beside the libraries they are the fastest, or as fast, on the models that
+were measured, but for FP8 blocks with thousands of rows a slot, where DeepGEMM's GEMMs are faster; a plan has
+one kernel.
 Then come the libraries, each where the field's systems try it; what a GPU has no library for, and PADDED rows
 that a library does not take, our portable kernel computes. `docs/backends.md` has the times.
 """
@@ -10,6 +10,8 @@ that a library does not take, our portable kernel computes. `docs/backends.md` h
 from moeserve.experts.kernel import KernelRow
 from moeserve.experts.kernels import (
     aiter,
+    cuda_bf16,
+    cuda_fp4,
     cuda_fp8,
     cuda_w4a8,
     deep_gemm,
@@ -29,9 +31,11 @@ from moeserve.experts.kernels import (
 KERNELS: dict[str, KernelRow] = {
     row.name: row
     for row in (
+        cuda_fp4.ROW,
         triton_fp4.ROW,
         cuda_fp8.ROW,
         cuda_w4a8.ROW,
+        cuda_bf16.ROW,
         triton_fp8.ROW,
         triton_bf16.ROW,
         aiter.ROW,

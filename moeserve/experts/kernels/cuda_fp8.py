@@ -62,7 +62,7 @@ class CudaFp8:
             assert few.scale is not None
             x = step.rows(few.values, few.scale[:, : tokens.shape[0]].t())
         gate_up, down = (
-            Weights("fp8", slot[f"{side}.codes"], slot[f"{side}.scale"], slot.get(f"{side}_bias"))
+            Weights(slot[f"{side}.codes"], slot[f"{side}.scale"], slot.get(f"{side}_bias"))
             for side in ("gate_up", "down")
         )
         inner = step.gate_up(x, gate_up, spec.shape.activation, spec.shape.inner)

@@ -1,4 +1,4 @@
-"""What our own Hopper kernels share: rows of a batch laid flat, and the step that is cut from it."""
+"""What our own Hopper kernels share: rows of a batch laid flat, and how so many of them are computed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from moeserve.experts.batch import ExpertBatch
-from moeserve.experts.kernels.tiles import tile_for
+from moeserve.experts.kernel import KernelSpec
+from moeserve.experts.kernels.tiles import few_tile_for, tile_for
 from moeserve.quant.format import Packed
+from moeserve.quant.formats.floats import BF16
 
 if TYPE_CHECKING:
+    from moeserve.experts.kernels.device.few import Form
     from moeserve.experts.kernels.device.grouped import Step
 
 
@@ -27,3 +30,22 @@ def step_for(kind: str, batch: ExpertBatch, tokens: Packed) -> Step:
 
     device = torch.cuda.get_device_name(tokens.device)
     return Step(batch, tokens.shape[0], tile_for(device, kind, batch.rows_a_slot))
+
+
+def few_form(kind: str, spec: KernelSpec, batch: ExpertBatch, tokens: Packed) -> Form | None:
+    """How `few.cu` computes `batch` on weights of `kind`; None where it does not, or is slower."""
+    from moeserve.experts.kernels.device import few
+
+    shape, slots = spec.shape, batch.slots
+    device = torch.cuda.get_device_name(tokens.device)
+    tile = few_tile_for(device, kind, batch.rows_a_slot * slots, slots)
+    if tile is None or not few.takes(shape, slots):
+        return None
+    return few.Form(
+        kind,
+        tile,
+        bias=shape.bias,
+        limited=shape.activation.limit is not None,
+        out=spec.out_dtype,
+        rounds=kind == "fp8" and tokens.format == BF16,
+    )

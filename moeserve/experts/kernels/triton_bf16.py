@@ -1,4 +1,7 @@
-"""Our own Hopper kernel for bf16 weights and rows: a persistent grouped GEMM fed by bulk tensor copies."""
+"""Our own Hopper kernels for bf16 weights and rows: a persistent grouped GEMM fed by bulk tensor copies.
+
+A step of very few rows is one launch of `device/few.cu`, where that was measured to be faster.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
-from moeserve.experts.kernels.hopper import flat, step_for
+from moeserve.experts.kernels.hopper import few_form, flat, step_for
 from moeserve.experts.kernels.torch_reference import COMPUTED
+from moeserve.experts.nvrtc import NEEDED_MODULE
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_GROUP
@@ -30,6 +34,7 @@ class TritonBf16:
 
     def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
         """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
+        from moeserve.experts.kernels.device import few
         from moeserve.experts.kernels.device.grouped import Rows, Weights
 
         shape, spec = batch.tokens.shape, self._spec
@@ -37,11 +42,14 @@ class TritonBf16:
         if batch.slots == 0 or tokens.shape[0] == 0:
             return torch.empty(shape, dtype=spec.out_dtype, device=tokens.device)
         x = tokens.parts[0] if tokens.format == BF16 else tokens.dequantize().bfloat16()
-        step, slot = step_for("bf16", batch, tokens), prepared.per_slot
+        slot = prepared.per_slot
         sides = {
             side: Weights("bf16", slot[side], None, None, slot.get(f"{side}_bias"), slot[side].shape[1])
             for side in ("gate_up", "down")
         }
+        if (form := few_form("bf16", spec, batch, tokens)) is not None:
+            return few.step(form, (x, None), batch, list(sides.values()), spec.shape).view(shape)
+        step = step_for("bf16", batch, tokens)
         between = step.gemm(Rows(x), sides["gate_up"], torch.bfloat16)
         inner = step.activate(between, spec.shape, fp8=False)
         return step.gemm(inner, sides["down"], spec.out_dtype).view(shape)
@@ -55,7 +63,7 @@ ROW = KernelRow(
     groupings=frozenset(Grouping),
     activations=COMPUTED,
     archs=frozenset({"sm90"}),
-    modules=frozenset({"triton"}),
+    modules=frozenset({"triton", NEEDED_MODULE}),
     multiple_of=(8, 8),
     verified=("sm90",),
 )

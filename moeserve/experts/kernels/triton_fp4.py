@@ -1,4 +1,7 @@
-"""Our own Hopper kernel for four-bit weights, NVFP4 and MXFP4, and bf16 rows: codes decode in registers."""
+"""Our own Hopper kernels for four-bit weights, NVFP4 and MXFP4, and bf16 rows: codes decode in registers.
+
+A step of very few rows is one launch of `device/few.cu`, where that was measured to be faster.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from torch import Tensor
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
 from moeserve.experts.kernels.device import codes as device_codes
-from moeserve.experts.kernels.hopper import flat, step_for
+from moeserve.experts.kernels.hopper import few_form, flat, step_for
 from moeserve.experts.kernels.torch_reference import COMPUTED
+from moeserve.experts.nvrtc import NEEDED_MODULE
 from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_GROUP
@@ -37,6 +41,7 @@ class TritonFp4:
 
     def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
         """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
+        from moeserve.experts.kernels.device import few
         from moeserve.experts.kernels.device.grouped import Rows, Weights
 
         shape, spec = batch.tokens.shape, self._spec
@@ -44,7 +49,7 @@ class TritonFp4:
         if batch.slots == 0 or tokens.shape[0] == 0:
             return torch.empty(shape, dtype=spec.out_dtype, device=tokens.device)
         x = tokens.parts[0] if tokens.format == BF16 else tokens.dequantize().bfloat16()
-        step, slot = step_for("fp4", batch, tokens), prepared.per_slot
+        slot = prepared.per_slot
         sides = {
             side: Weights(
                 "fp4",
@@ -56,6 +61,9 @@ class TritonFp4:
             )
             for side in ("gate_up", "down")
         }
+        if (form := few_form("fp4", spec, batch, tokens)) is not None:
+            return few.step(form, (x, None), batch, list(sides.values()), spec.shape).view(shape)
+        step = step_for("fp4", batch, tokens)
         between = step.gemm(Rows(x), sides["gate_up"], torch.bfloat16)
         inner = step.activate(between, spec.shape, fp8=False)
         return step.gemm(inner, sides["down"], spec.out_dtype).view(shape)
@@ -88,7 +96,7 @@ ROW = KernelRow(
     groupings=frozenset(Grouping),
     activations=COMPUTED,
     archs=frozenset({"sm90"}),
-    modules=frozenset({"triton"}),
+    modules=frozenset({"triton", NEEDED_MODULE}),
     multiple_of=(32, 32),
     verified=("sm90",),
 )

@@ -244,3 +244,89 @@ template <int COUNT>
 DEVICE void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
+
+// ---- of bf16, the rows of x wide ---------------------------------------------------------------------------
+
+// Columns, eights of rows, gate and up: slab `group` of eight of both halves, from column `column` of `slot`.
+DEVICE void copy_box5(u32 to, const TensorMap* map, int column, int group, int slot, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4, %5}],"
+      " [%6];" ::"r"(to),
+      "l"((u64)map), "r"(column), "r"(0), "r"(group), "r"(slot), "r"(barrier)
+      : "memory");
+}
+
+// Of 8 x 8 halves of words, row lane / 4 and columns 2 (lane % 4): rows become columns.
+DEVICE u32 transposed(u32 pair) {
+  u32 other;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(pair));
+  return other;
+}
+
+// Until only the products committed last may be unfinished.
+DEVICE void products_wait_for_older() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
+
+DEVICE void products_wait(float (&d)[128]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+#define SUMS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define HELD_8 D8(0)
+#define SUMS_16 SUMS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define HELD_16 HELD_8, D8(8)
+#define SUMS_24 SUMS_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define HELD_24 HELD_16, D8(16)
+#define SUMS_32 SUMS_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define HELD_32 HELD_24, D8(24)
+#define SUMS_40 SUMS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define HELD_40 HELD_32, D8(32)
+#define SUMS_48 SUMS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define HELD_48 HELD_40, D8(40)
+#define SUMS_56 SUMS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define HELD_56 HELD_48, D8(48)
+#define SUMS_64 SUMS_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define HELD_64 HELD_56, D8(56)
+#define SUMS_72 SUMS_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define HELD_72 HELD_64, D8(64)
+#define SUMS_80 SUMS_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define HELD_80 HELD_72, D8(72)
+#define SUMS_88 SUMS_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define HELD_88 HELD_80, D8(80)
+#define SUMS_96 SUMS_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define HELD_96 HELD_88, D8(88)
+#define SUMS_104 SUMS_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define HELD_104 HELD_96, D8(96)
+#define SUMS_112 SUMS_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define HELD_112 HELD_104, D8(104)
+#define SUMS_120 SUMS_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define HELD_120 HELD_112, D8(112)
+#define SUMS_128 SUMS_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define HELD_128 HELD_120, D8(120)
+
+#define PRODUCT_WIDE(n, sums, w, x) \
+  if constexpr (N == n) \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" SUMS_##sums "}, %" #w ", %" #x \
+                 ", 1, 1, 1, 0, 0;" : HELD_##sums : "l"(w_tile), "l"(x_tile));
+
+// d [64 x N] += w [64 x 16] x [N x 16]^T of bf16.
+template <int N>
+DEVICE void product_wide(float (&d)[128], u64 w_tile, u64 x_tile) {
+  PRODUCT_WIDE(16, 8, 8, 9)
+  PRODUCT_WIDE(32, 16, 16, 17)
+  PRODUCT_WIDE(48, 24, 24, 25)
+  PRODUCT_WIDE(64, 32, 32, 33)
+  PRODUCT_WIDE(80, 40, 40, 41)
+  PRODUCT_WIDE(96, 48, 48, 49)
+  PRODUCT_WIDE(112, 56, 56, 57)
+  PRODUCT_WIDE(128, 64, 64, 65)
+  PRODUCT_WIDE(144, 72, 72, 73)
+  PRODUCT_WIDE(160, 80, 80, 81)
+  PRODUCT_WIDE(176, 88, 88, 89)
+  PRODUCT_WIDE(192, 96, 96, 97)
+  PRODUCT_WIDE(208, 104, 104, 105)
+  PRODUCT_WIDE(224, 112, 112, 113)
+  PRODUCT_WIDE(240, 120, 120, 121)
+  PRODUCT_WIDE(256, 128, 128, 129)
+}

@@ -1,59 +1,38 @@
 // One grouped GEMM for steps of many rows: out[m, n] = sum_k x[m, k] w[slot of m, n, k], x and w in E4M3.
 //
-// A cluster of blocks works on up to 256 rows of one slot, in units of 64: each block reads 128 rows of the
-// weights of its own, and some of x, which it copies to all. Of a block's warp groups two multiply; of the
-// other warps one copies. The sums of each 128 of K are scaled and added in float32. With FUSED a pair of
-// blocks holds gate and up columns of the same 128 columns of the inner rows and writes these activated and
-// rounded; with FP4 the weights are four-bit codes, which the remaining warps decode.
+// A cluster of blocks works on up to three units of 64 rows of one slot: each block reads 128 rows of the weights
+// of its own, and some of x, which it copies to all. Of a block's warp groups three multiply, a unit each; of the
+// fourth one warp copies. The sums of each 128 of K are scaled and added in float32, and while one group does so
+// the others multiply. With FUSED a pair of blocks holds gate and up columns of the same 128 columns of the inner
+// rows and writes these activated and rounded.
 //
-// Given by -D: CLUSTER (blocks, even), FUSED, FP4, BIAS, LIMITED (0 or 1), OUT (0 float32, 1 bfloat16, 2
-// float16).
+// Given by -D: CLUSTER (blocks, even), FUSED, BIAS, LIMITED (0 or 1), OUT (0 float32, 1 bfloat16, 2 float16).
 
 #define DEPTH 128
 #define UNIT 64
-#define UNITS 4
+#define UNITS 3  // a multiplying warp group each
 #define STAGES 4
-#define DECODED 3  // buffers of decoded weights
-#define NOTES 8    // more than tiles begin before the first of them is done
+#define NOTES 8  // more than tiles begin before the first of them is done
+#define THREADS 512
+#define PRODUCER_REGISTERS 56
+#define CONSUMER_REGISTERS 152
+#define CONSUMER_WARPS (4 * UNITS)
 
 #define X_BYTES (UNIT * DEPTH)
 #define W_BYTES (128 * DEPTH)
-#define RECORD (UNIT * DEPTH / 2 + UNIT * DEPTH / 16)  // codes of 64 rows x 128, then their scales
-
-#if FP4
-#define W_BUFFERS DECODED
-#define W_ARRIVES (2 * RECORD)
-#define W_SPAN UNIT  // rows of the weights that one record, or one scale, is of
-#define THREADS 512
-#define PRODUCER_REGISTERS 40
-#define CONSUMER_REGISTERS 216
-#else
-#define W_BUFFERS STAGES
-#define W_ARRIVES W_BYTES
-#define W_SPAN 128
-#define THREADS 384
-#define PRODUCER_REGISTERS 56
-#define CONSUMER_REGISTERS 224
-#endif
-
-#define DECODERS (THREADS / 32 - 9)
-#define SLABS 3  // of eight rows of the weights, that a decoding warp has of the 16
 
 #define X_AT 0
 #define W_AT (X_AT + STAGES * UNITS * X_BYTES)
-#define CODES_AT (W_AT + W_BUFFERS * W_BYTES)
-#define X_SCALE_AT (CODES_AT + FP4 * STAGES * W_ARRIVES)
-#define W_SCALE_AT (X_SCALE_AT + STAGES * UNITS * UNIT * 4)
-#define NOTE_AT (W_SCALE_AT + STAGES * 8)  // of a tile: slot, first row, rows, place across
-#define PEAK_AT (NOTE_AT + NOTES * 16)    // largest magnitudes of the other block's rows
-#define COLUMNS_AT (PEAK_AT + 2 * UNITS * UNIT * 4)  // of a tile: scales and biases of the weights' 128 rows
-#define BARRIER_AT (COLUMNS_AT + NOTES * 1024)
+#define X_SCALE_AT (W_AT + STAGES * W_BYTES)
+#define NOTE_AT (X_SCALE_AT + STAGES * UNITS * UNIT * 4)  // of a tile: slot, first row, rows, place across
+#define PEAK_AT (NOTE_AT + NOTES * 16)                    // largest magnitudes of the other block's rows
+#define COLUMNS_AT (PEAK_AT + 2 * UNITS * UNIT * 4)       // of a tile: biases of the weights' 128 rows
+#define W_SCALE_AT (COLUMNS_AT + NOTES * 512)
+#define BARRIER_AT (W_SCALE_AT + STAGES * 8)
 
 #define FULL(s) (BARRIER_AT + 8 * (s))
 #define EMPTY(s) (FULL(STAGES) + 8 * (s))
-#define READY(d) (EMPTY(STAGES) + 8 * (d))
-#define FREE(d) (READY(DECODED) + 8 * (d))
-#define PEAK(w) (FREE(DECODED) + 8 * (w))  // w of eight warps, of every second exchange
+#define PEAK(w) (EMPTY(STAGES) + 8 * (w))  // w of the multiplying warps, of every second exchange
 
 struct Task {
   const int* tiles;  // groups of rows, then from 4 on of each its slot, first row and number of rows
@@ -80,37 +59,29 @@ DEVICE int units_of(int rows) { return (rows + UNIT - 1) / UNIT; }
 
 // ---- the copying warp --------------------------------------------------------------------------------------
 
-// Row scales and biases of a tile, where there are any; the bytes that will arrive.
+// Biases of a tile, where there are any; the bytes that will arrive.
 DEVICE u32 copy_columns(u32 to, const Task& t, u64 slot_rows, const int (&row)[2], u32 full) {
   u32 bytes = 0;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int there = min(UNIT, weight_rows(t) - row[h]) * 4;
     if (there <= 0) continue;
-#if FP4
-    copy_bytes(to + h * UNIT * 4, t.w_scale + slot_rows + row[h], there, full);
-    bytes += there;
-#endif
 #if BIAS
-    copy_bytes(to + 512 + h * UNIT * 4, t.bias + slot_rows + row[h], there, full);
+    copy_bytes(to + h * UNIT * 4, t.bias + slot_rows + row[h], there, full);
     bytes += there;
 #endif
   }
   return bytes;
 }
 
-struct Weights {
-#if FP4
-  const u8* records;  // [e, rows / 64, K / 128, RECORD]
-#else
-  const TensorMap* map;
-#endif
+struct Maps {
+  const TensorMap *x, *w;
 };
 
-// x_scale [groups, K / 128, 256]: row i of a group, not of x.
-DEVICE void produce(u32 base, u32 rank, const TensorMap* x, const float* x_scale, Weights w, const Task& t) {
+// x_scale [groups, K / 128, 192]: row i of a group, not of x.
+DEVICE void produce(u32 base, u32 rank, const Maps& maps, const float* x_scale, const Task& t) {
   const int across = tiles_across(t), total = t.tiles[0] * across, rows = weight_rows(t);
-  const int blocks = (rows + W_SPAN - 1) / W_SPAN;
+  const int blocks = (rows + 127) / 128;
   int step = 0, count = 0;
   for (int tile = blockIdx.x / CLUSTER; tile < total; tile += gridDim.x / CLUSTER, ++count) {
     const int4 group = ((const int4*)(t.tiles + 4))[tile / across];
@@ -119,31 +90,21 @@ DEVICE void produce(u32 base, u32 rank, const TensorMap* x, const float* x_scale
     int row[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) row[h] = weight_row(t, tile % across, rank, h);
-#if !FP4
     const float* scale[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      scale[h] = t.w_scale + ((u64)group.x * blocks + min(row[h] / W_SPAN, blocks - 1)) * t.k_blocks;
-#endif
+      scale[h] = t.w_scale + ((u64)group.x * blocks + min(row[h] / 128, blocks - 1)) * t.k_blocks;
     for (int kb = 0; kb < t.k_blocks; ++kb, ++step) {
       const int s = step % STAGES;
-#if !FP4
       const float gate = __ldg(scale[0] + kb), up = __ldg(scale[1] + kb);
-#endif
       barrier_wait(base + EMPTY(s), (step / STAGES & 1) ^ 1);
       const u32 full = base + FULL(s);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-#if FP4
-        const u64 record = ((u64)group.x * blocks + min(row[h] / W_SPAN, blocks - 1)) * t.k_blocks + kb;
-        copy_bytes(base + CODES_AT + (s * 2 + h) * RECORD, w.records + record * RECORD, RECORD, full);
-#else
-        copy_box(base + W_AT + s * W_BYTES + h * (W_BYTES / 2), w.map, kb * DEPTH, group.x * rows + row[h], full);
-#endif
-      }
+      for (int h = 0; h < 2; ++h)
+        copy_box(base + W_AT + s * W_BYTES + h * (W_BYTES / 2), maps.w, kb * DEPTH, group.x * rows + row[h], full);
       for (int u = rank; u < units; u += CLUSTER) {
         const u32 at = base + X_AT + (s * UNITS + u) * X_BYTES;
-        copy_box_to((1 << CLUSTER) - 1, at, x, kb * DEPTH, group.y + u * UNIT, full);
+        copy_box_to((1 << CLUSTER) - 1, at, maps.x, kb * DEPTH, group.y + u * UNIT, full);
       }
       const u32 scales = base + X_SCALE_AT + s * (UNITS * UNIT * 4);
       copy_bytes(scales, row_scale + kb * (UNITS * UNIT), units * (UNIT * 4), full);
@@ -151,85 +112,13 @@ DEVICE void produce(u32 base, u32 rank, const TensorMap* x, const float* x_scale
       if (kb == 0) {
         const int place = count % NOTES;
         store_shared4(base + NOTE_AT + place * 16, make_uint4(group.x, group.y, group.z, tile));
-        columns = copy_columns(base + COLUMNS_AT + place * 1024, t, (u64)group.x * rows, row, full);
+        columns = copy_columns(base + COLUMNS_AT + place * 512, t, (u64)group.x * rows, row, full);
       }
-#if !FP4
       store_shared2(base + W_SCALE_AT + s * 8, gate, up);
-#endif
-      barrier_expect(full, W_ARRIVES + units * (X_BYTES + UNIT * 4) + columns);
+      barrier_expect(full, W_BYTES + units * (X_BYTES + UNIT * 4) + columns);
     }
   }
 }
-
-// ---- the decoding warps ------------------------------------------------------------------------------------
-
-#if FP4
-// The E4M3 bytes of magnitudes 0, 1/2, 1, 3/2 and of 2, 3, 4, 6 under a scale: its low seven bits b are the
-// E4M3 of 1 times the scale, at least 16 and at most 103; its top bit says that 3/2 is b + 5 and not b + 4.
-DEVICE void magnitudes(u32 scale, u32& low, u32& high) {
-  const u32 b = scale & 0x7F, odd = scale >> 7;
-  low = b * 0x01010100 + (odd * 0x01000000 + 0x03FFF800);
-  high = b * 0x01010101 + (odd * 0x01000100 + 0x14100C08);
-}
-
-// Eight codes: a nibble holds a magnitude; bit 7 of byte i is the sign of code i, bit 3 that of code 4 + i.
-DEVICE void decode(u32 word, u32 low, u32 high, u32& first, u32& second) {
-  const u32 magnitude = word & 0x77777777;
-  first = pick_bytes(low, high, magnitude) | (word & 0x80808080);
-  second = pick_bytes(low, high, magnitude >> 16) | (word * 16 & 0x80808080);
-}
-
-struct Slab {
-  uint4 codes;  // 32 of one row
-  u32 scales;   // two
-};
-
-// A lane's quarter of one of the eight rows of slab i of 16.
-DEVICE Slab load_slab(u32 records, int i, int lane) {
-  const u32 record = records + i / 8 * RECORD, row = i % 8 * 32 + lane;
-  return Slab{load_shared4(record + row * 16), load_shared_half(record + UNIT * DEPTH / 2 + row * 2)};
-}
-
-// To E4M3 in the swizzle the tensor cores read.
-DEVICE void decode_slab(const Slab& slab, u32 to, u32 even, u32 odd) {
-  u32 low, high;
-  uint4 out;
-  magnitudes(slab.scales & 0xFF, low, high);
-  decode(slab.codes.x, low, high, out.x, out.y);
-  decode(slab.codes.y, low, high, out.z, out.w);
-  store_shared4(to + even, out);
-  magnitudes(slab.scales >> 8, low, high);
-  decode(slab.codes.z, low, high, out.x, out.y);
-  decode(slab.codes.w, low, high, out.z, out.w);
-  store_shared4(to + odd, out);
-}
-
-DEVICE void decode_all(u32 base, int warp, int lane, const Task& t) {
-  const int steps_of_tile = t.k_blocks, total = t.tiles[0] * tiles_across(t);
-  const u32 row = lane / 4 * 128, chunk = lane % 4 * 2 ^ lane / 4;
-  const u32 even = row + chunk * 16, odd = row + (chunk ^ 1) * 16;
-  int step = 0;
-  for (int tile = blockIdx.x / CLUSTER; tile < total; tile += gridDim.x / CLUSTER) {
-    for (const int end = step + steps_of_tile; step < end; ++step) {
-      const int s = step % STAGES, d = step % DECODED;
-      const u32 records = base + CODES_AT + s * (2 * RECORD), to = base + W_AT + d * W_BYTES;
-      barrier_wait(base + FULL(s), step / STAGES & 1);
-      Slab slab = load_slab(records, warp, lane);
-      barrier_wait(base + FREE(d), (step / DECODED & 1) ^ 1);
-#pragma unroll
-      for (int n = 0; n < SLABS; ++n) {
-        const int i = warp + n * DECODERS;
-        const Slab next = load_slab(records, min(i + DECODERS, 15), lane);
-        if (i < 16) decode_slab(slab, to + i * 1024, even, odd);
-        slab = next;
-      }
-      fence_for_copies();
-      __syncwarp();
-      if (lane == 0) barrier_arrive(base + READY(d));
-    }
-  }
-}
-#endif
 
 // ---- the multiplying warps ---------------------------------------------------------------------------------
 
@@ -241,67 +130,44 @@ struct Place {
 DEVICE uint4 note_of(const Place& p, int count) { return load_shared4(p.base + NOTE_AT + count % NOTES * 16); }
 
 // Until rows and weights of a step are there.
-DEVICE void wait_for(const Place& p, int step) {
-  barrier_wait(p.base + FULL(step % STAGES), step / STAGES & 1);
-#if FP4
-  barrier_wait(p.base + READY(step % DECODED), step / DECODED & 1);
-#endif
-}
+DEVICE void wait_for(const Place& p, int step) { barrier_wait(p.base + FULL(step % STAGES), step / STAGES & 1); }
 
 DEVICE bool is_there(const Place& p, int step) {
-  bool there = barrier_over(p.base + FULL(step % STAGES), step / STAGES & 1);
-#if FP4
-  there = there && barrier_over(p.base + READY(step % DECODED), step / DECODED & 1);
-#endif
-  return there;
+  return barrier_over(p.base + FULL(step % STAGES), step / STAGES & 1);
 }
 
-DEVICE void release(const Place& p, int s, int d) {
-  if (p.lane < CLUSTER) barrier_arrive_there(place_of(p.base + EMPTY(s), p.lane));
-#if FP4
-  if (p.lane == 0) barrier_arrive(p.base + FREE(d));
-#endif
+DEVICE void release(const Place& p, int step) {
+  if (p.lane < CLUSTER) barrier_arrive_there(place_of(p.base + EMPTY(step % STAGES), p.lane));
 }
 
-// Row of the tile, before `half` 8, of this thread in its unit w.
-DEVICE int row_of(const Place& p, int w) { return (p.group + 2 * w) * UNIT + p.warp * 16 + p.lane / 4; }
+// Row of the tile, before `half` 8, of this thread.
+DEVICE int row_of(const Place& p) { return p.group * UNIT + p.warp * 16 + p.lane / 4; }
 
-// The tile's sums of this warp group's WAVES units. In the first `paired` of them the two warp groups take
-// turns, so that one multiplies while the other scales and adds.
-template <int WAVES>
-DEVICE void sum(float (&acc)[2][64], const Place& p, int k_blocks, int paired, int& step) {
+// The tile's sums of this warp group's unit.
+DEVICE void sum(float (&acc)[64], const Place& p, int rows, int k_blocks, int& step) {
 #pragma unroll
-  for (int w = 0; w < WAVES; ++w)
-#pragma unroll
-    for (int i = 0; i < 64; ++i) acc[w][i] = 0;
+  for (int i = 0; i < 64; ++i) acc[i] = 0;
   bool over = false;
   for (int kb = 0; kb < k_blocks; ++kb, ++step) {
-    const int s = step % STAGES, d = step % W_BUFFERS;
+    const int s = step % STAGES;
     if (!over) wait_for(p, step);
-    const u64 b = tile_descriptor(p.base + W_AT + d * W_BYTES);
+    const u64 b = tile_descriptor(p.base + W_AT + s * W_BYTES);
+    float part[64];
+    const u64 a = tile_descriptor(p.base + X_AT + (s * UNITS + p.group) * X_BYTES);
+    products_fence();
 #pragma unroll
-    for (int w = 0; w < WAVES; ++w) {
-      float part[64];
-      const u64 a = tile_descriptor(p.base + X_AT + (s * UNITS + p.group + 2 * w) * X_BYTES);
-      if (w < paired) turn_wait(1 + p.group);
-      products_fence();
+    for (int k = 0; k < DEPTH / 32; ++k) product(part, a + 2 * k, b + 2 * k, k);
+    products_commit();
+    const u32 scales = p.base + X_SCALE_AT + (s * UNITS * UNIT + row_of(p)) * 4;
+    const float x0 = load_shared(scales), x1 = load_shared(scales + 32);
+    const float2 scale = load_shared2(p.base + W_SCALE_AT + s * 8);
+    const float f[2][2] = {{x0 * scale.x, x0 * scale.y}, {x1 * scale.x, x1 * scale.y}};
+    over = is_there(p, step + 1);
+    products_wait(part);
+    release(p, step);
+    if (row_of(p) - p.lane / 4 < rows) {  // a warp without rows leaves the registers to the tensor cores
 #pragma unroll
-      for (int k = 0; k < DEPTH / 32; ++k) product(part, a + 2 * k, b + 2 * k, k);
-      products_commit();
-      if (w < paired) turn_give(2 - p.group);
-      const u32 scales = p.base + X_SCALE_AT + (s * UNITS * UNIT + row_of(p, w)) * 4;
-      const float x0 = load_shared(scales), x1 = load_shared(scales + 32);
-#if FP4
-      const float f[2][2] = {{x0, x0}, {x1, x1}};
-#else
-      const float2 scale = load_shared2(p.base + W_SCALE_AT + s * 8);
-      const float f[2][2] = {{x0 * scale.x, x0 * scale.y}, {x1 * scale.x, x1 * scale.y}};
-#endif
-      if (w == WAVES - 1) over = is_there(p, step + 1);
-      products_wait(part);
-      if (w == WAVES - 1) release(p, s, d);
-#pragma unroll
-      for (int i = 0; i < 64; ++i) acc[w][i] += part[i] * f[i / 2 % 2][i / 32];
+      for (int i = 0; i < 64; ++i) acc[i] += part[i] * f[i / 2 % 2][i / 32];
     }
   }
 }
@@ -323,14 +189,10 @@ DEVICE void transpose(u32 (&w)[4], int lane) {
   }
 }
 
-// Scales and biases of two neighbouring columns, the first of them `column` of the block's 128.
+// Biases of two neighbouring columns, the first of them `column` of the block's 128.
 DEVICE void finish(float& x, float& y, u32 columns, int column) {
-#if FP4
-  const float2 scale = load_shared2(columns + column * 4);
-  x *= scale.x, y *= scale.y;
-#endif
 #if BIAS
-  const float2 bias = load_shared2(columns + 512 + column * 4);
+  const float2 bias = load_shared2(columns + column * 4);
   x += bias.x, y += bias.y;
 #endif
 }
@@ -371,52 +233,44 @@ DEVICE void store_codes(const float (&y)[64], int half, float factor, u8* at, bo
 }
 
 // Activates and rounds; the scale of a row's 128 columns needs the other block's 64, `turn` counts exchanges.
-template <int WAVES>
-DEVICE void finish_tile(float (&acc)[2][64], const Place& p, const Task& t, int count, int& turn) {
+DEVICE void finish_tile(float (&acc)[64], const Place& p, const Task& t, int count, int& turn) {
   const uint4 group = note_of(p, count);
-  const u32 columns = p.base + COLUMNS_AT + count % NOTES * 1024;
+  const u32 columns = p.base + COLUMNS_AT + count % NOTES * 512;
   const int across = tiles_across(t), column = group.w % across * COLUMNS + p.rank * OWN, q = p.lane % 4;
   const bool inside = column < t.n;
   float* scales = t.out_scale + ((u64)(group.w / across) * ((t.n + 127) / 128) + column / 128) * (UNITS * UNIT);
   const u32 peaks = PEAK_AT + (turn & 1) * UNITS * UNIT * 4;
-  float peak[2][2];
+  float peak[2] = {0, 0};
 #pragma unroll
-  for (int w = 0; w < WAVES; ++w) {
-    peak[w][0] = peak[w][1] = 0;
-#pragma unroll
-    for (int i = 0; i < 32; i += 2) {
-      float(&y)[64] = acc[w];
-      finish(y[i], y[i + 1], columns, i / 4 * 8 + 2 * q);
-      finish(y[i + 32], y[i + 33], columns, 64 + i / 4 * 8 + 2 * q);
-      y[i] = activate(y[i], y[i + 32], t);
-      y[i + 1] = activate(y[i + 1], y[i + 33], t);
-      float& m = peak[w][i / 2 % 2];
-      m = fmaxf(m, fmaxf(fabsf(y[i]), fabsf(y[i + 1])));
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      peak[w][half] = inside ? quad_max(peak[w][half]) : 0;
-      const u32 there = place_of(p.base + peaks + (row_of(p, w) + 8 * half) * 4, p.rank ^ 1);
-      if (q == 0) store_there(there, peak[w][half]);
-    }
+  for (int i = 0; i < 32; i += 2) {
+    finish(acc[i], acc[i + 1], columns, i / 4 * 8 + 2 * q);
+    finish(acc[i + 32], acc[i + 33], columns, 64 + i / 4 * 8 + 2 * q);
+    acc[i] = activate(acc[i], acc[i + 32], t);
+    acc[i + 1] = activate(acc[i + 1], acc[i + 33], t);
+    float& m = peak[i / 2 % 2];
+    m = fmaxf(m, fmaxf(fabsf(acc[i]), fabsf(acc[i + 1])));
   }
-  const int barrier = PEAK((turn & 1) * 8 + p.group * 4 + p.warp);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    peak[half] = inside ? quad_max(peak[half]) : 0;
+    const u32 there = place_of(p.base + peaks + (row_of(p) + 8 * half) * 4, p.rank ^ 1);
+    if (q == 0) store_there(there, peak[half]);
+  }
+  const int barrier = PEAK((turn & 1) * CONSUMER_WARPS + p.group * 4 + p.warp);
   if (q == 0) barrier_release_there(place_of(p.base + barrier, p.rank ^ 1));
   barrier_wait_cluster(p.base + barrier, turn / 2 & 1);
   ++turn;
 #pragma unroll
-  for (int w = 0; w < WAVES; ++w)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = row_of(p, w) + 8 * half;
-      const bool there = row < (int)group.z;
-      const u64 r = group.y + row;
-      const float other = load_shared(p.base + peaks + row * 4);
-      const float scale = fmaxf(fmaxf(peak[w][half], other), 1e-10f) / 448.f;
-      u8* at = (u8*)t.out + r * t.n + column;
-      store_codes(acc[w], half, 1 / scale, at, there && inside, p.lane);
-      if (there && inside && q == 0 && p.rank % 2 == 0) scales[row] = scale;
-    }
+  for (int half = 0; half < 2; ++half) {
+    const int row = row_of(p) + 8 * half;
+    const bool there = row < (int)group.z;
+    const u64 r = group.y + row;
+    const float other = load_shared(p.base + peaks + row * 4);
+    const float scale = fmaxf(fmaxf(peak[half], other), 1e-10f) / 448.f;
+    u8* at = (u8*)t.out + r * t.n + column;
+    store_codes(acc, half, 1 / scale, at, there && inside, p.lane);
+    if (there && inside && q == 0 && p.rank % 2 == 0) scales[row] = scale;
+  }
 }
 
 #else
@@ -431,88 +285,73 @@ DEVICE u32 half_pair(float low, float high) {
   return pair;
 }
 
-template <int WAVES>
-DEVICE void finish_tile(float (&acc)[2][64], const Place& p, const Task& t, int count, int& turn) {
+DEVICE void finish_tile(float (&acc)[64], const Place& p, const Task& t, int count, int& turn) {
   const uint4 group = note_of(p, count);
-  const u32 columns = p.base + COLUMNS_AT + count % NOTES * 1024;
+  const u32 columns = p.base + COLUMNS_AT + count % NOTES * 512;
   const int column = group.w % tiles_across(t) * COLUMNS + p.rank * OWN, q = p.lane % 4;
 #pragma unroll
-  for (int w = 0; w < WAVES; ++w)
+  for (int half = 0; half < 2; ++half) {
+    const int row = row_of(p) + 8 * half;
+    const bool there = row < (int)group.z;
+    const u64 r = (u64)(group.y + row) * t.n;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = row_of(p, w) + 8 * half;
-      const bool there = row < (int)group.z;
-      const u64 r = (u64)(group.y + row) * t.n;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {  // 32 columns
+    for (int i = 0; i < 4; ++i) {  // 32 columns
 #if OUT
-        u32 words[4];
+      u32 words[4];
 #endif
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          float x = acc[w][16 * i + 4 * j + 2 * half], y = acc[w][16 * i + 4 * j + 2 * half + 1];
-          const int c = 32 * i + 8 * j + 2 * q;
-          finish(x, y, columns, c);
+      for (int j = 0; j < 4; ++j) {
+        float x = acc[16 * i + 4 * j + 2 * half], y = acc[16 * i + 4 * j + 2 * half + 1];
+        const int c = 32 * i + 8 * j + 2 * q;
+        finish(x, y, columns, c);
 #if OUT
-          words[j] = half_pair(x, y);
+        words[j] = half_pair(x, y);
 #else
-          if (there && column + c < t.n) *(float2*)((float*)t.out + r + column + c) = make_float2(x, y);
-#endif
-        }
-#if OUT
-        transpose(words, p.lane);
-        const int c = column + 32 * i + 8 * q;
-        if (there && c < t.n) *(uint4*)((u16*)t.out + r + c) = make_uint4(words[0], words[1], words[2], words[3]);
+        if (there && column + c < t.n) *(float2*)((float*)t.out + r + column + c) = make_float2(x, y);
 #endif
       }
+#if OUT
+      transpose(words, p.lane);
+      const int c = column + 32 * i + 8 * q;
+      if (there && c < t.n) *(uint4*)((u16*)t.out + r + c) = make_uint4(words[0], words[1], words[2], words[3]);
+#endif
     }
+  }
 }
 
 #endif
-
-template <int WAVES>
-DEVICE void do_tile(const Place& p, const Task& t, int count, int& step, int& turn) {
-  float acc[2][64];
-  sum<WAVES>(acc, p, t.k_blocks, units_of(note_of(p, count).z) / 2, step);
-  finish_tile<WAVES>(acc, p, t, count, turn);
-}
 
 // A tile that has no rows for this warp group.
 DEVICE void sit_out(const Place& p, int k_blocks, int& step) {
   for (int kb = 0; kb < k_blocks; ++kb, ++step) {
     wait_for(p, step);
-    release(p, step % STAGES, step % W_BUFFERS);
+    release(p, step);
   }
 }
 
 DEVICE void consume(const Place& p, const Task& t) {
   const int total = t.tiles[0] * tiles_across(t);
   int step = 0, count = 0, turn = 0;
-  if (p.group == 1) turn_give(1);
   for (int tile = blockIdx.x / CLUSTER; tile < total; tile += gridDim.x / CLUSTER, ++count) {
-    barrier_wait(p.base + FULL(step % STAGES), step / STAGES & 1);
-    const int own = (units_of(note_of(p, count).z) - p.group + 1) / 2;
-    if (own == 2)
-      do_tile<2>(p, t, count, step, turn);
-    else if (own == 1)
-      do_tile<1>(p, t, count, step, turn);
-    else
+    wait_for(p, step);
+    const int rows = note_of(p, count).z;
+    if (p.group < units_of(rows)) {
+      float acc[64];
+      sum(acc, p, rows, t.k_blocks, step);
+      finish_tile(acc, p, t, count, turn);
+    } else {
       sit_out(p, t.k_blocks, step);
+    }
   }
-  if (p.group == 0) turn_wait(1);
 }
 
 DEVICE void begin(u32 base) {
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(base + FULL(s), 1);
-      barrier_init(base + EMPTY(s), CLUSTER * 8);
+      barrier_init(base + EMPTY(s), CLUSTER * CONSUMER_WARPS);
     }
-    for (int d = 0; d < DECODED; ++d) {
-      barrier_init(base + READY(d), DECODERS);
-      barrier_init(base + FREE(d), 8);
-    }
-    for (int w = 0; w < 2 * 8; ++w) barrier_init(base + PEAK(w), 8);
+    for (int w = 0; w < 2 * CONSUMER_WARPS; ++w) barrier_init(base + PEAK(w), 8);
     barrier_init_done();
   }
   cluster_sync();
@@ -520,35 +359,22 @@ DEVICE void begin(u32 base) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prefill(const __grid_constant__ TensorMap x, const float* x_scale,
-#if FP4
-            const u8* w,
-#else
-            const __grid_constant__ TensorMap w,
-#endif
-            const float* w_scale, const float* bias, void* out, float* out_scale, const int* tiles, int n,
-            int k_blocks, float limit, float alpha, float beta) {
+            const __grid_constant__ TensorMap w, const float* w_scale, const float* bias, void* out, float* out_scale,
+            const int* tiles, int n, int k_blocks, float limit, float alpha, float beta) {
   extern __shared__ __align__(1024) u8 memory[];
   const u32 base = shared_address(memory), rank = cluster_rank();
   const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const Task t{tiles, w_scale, bias, out, out_scale, n, k_blocks, limit, alpha, beta};
   begin(base);
-  if (group >= 2) {
+  if (group >= UNITS) {
     give_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x / 32 == 8) {
+    if (threadIdx.x / 32 == CONSUMER_WARPS) {
       if (elected()) {
         prefetch_map(&x);
-#if FP4
-        produce(base, rank, &x, x_scale, Weights{w}, t);
-#else
-        produce(base, rank, &x, x_scale, Weights{&w}, t);
-#endif
+        produce(base, rank, Maps{&x, &w}, x_scale, t);
       }
       __syncwarp();
     }
-#if FP4
-    else
-      decode_all(base, threadIdx.x / 32 - 9, lane, t);
-#endif
   } else {
     take_registers<CONSUMER_REGISTERS>();
     consume(Place{base, rank, group, warp, lane}, t);

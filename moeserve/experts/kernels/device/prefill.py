@@ -14,13 +14,13 @@ from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch
 from moeserve.experts.nvrtc import Argument, Function, Program, tensor_map
 
-GROUP_ROWS = 256
-"""Most rows of one slot that a cluster works on at once."""
-
 UNIT, DEPTH = 64, 128
 ROWS_THREADS = 512
-THREADS = {"fp8": 384, "fp4": 512}
-SHARED_BYTES = {"fp8": 211344, "fp4": 231824}
+
+GROUP_ROWS = 192
+"""Most rows of one slot that a cluster works on at once."""
+
+THREADS, SHARED_BYTES = 512, 172960
 CLUSTER = 2
 """Blocks that share rows, each with 128 rows of the weights of its own."""
 
@@ -32,7 +32,7 @@ OUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @dataclass(frozen=True)
 class Rows:
-    """E4M3 codes `[R, K]`, and their scales `[groups, K / 128, 256]` float32, by row of a group."""
+    """E4M3 codes `[R, K]`, and their scales `[groups, K / 128, 192]` float32, by row of a group."""
 
     codes: Tensor
     scale: Tensor
@@ -40,9 +40,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Weights:
-    """One side's weights: `fp8` codes `[e, N, K]` with scales of 128x128, or `fp4` records with one a row."""
+    """One side's weights: E4M3 codes `[e, N, K]`, scales of 128x128, and biases `[e, N]` if any."""
 
-    kind: str
     codes: Tensor
     scale: Tensor
     bias: Tensor | None
@@ -52,7 +51,6 @@ class Weights:
 class Form:
     """One compiled form of `prefill.cu`: with an activation fused, or with an output dtype."""
 
-    kind: str
     bias: bool
     fused: bool = False
     limited: bool = False
@@ -66,7 +64,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Step:
-    """A batch cut into groups of at most 256 rows of one slot; nothing is read on the host."""
+    """A batch cut into groups of at most 192 rows of one slot; nothing is read on the host."""
 
     batch: ExpertBatch
     capacity: int  # rows of the batch, PADDED ones flat
@@ -74,23 +72,20 @@ class Step:
     @property
     def limit(self) -> int:
         """Most groups there can be."""
-        return min(self.batch.slots, self.capacity) + self.capacity // GROUP_ROWS
+        return most_groups(self.batch, self.capacity, GROUP_ROWS)
 
     @cached_property
     def tiles(self) -> Tensor:
         """The list of groups, `[4 + 4 limit]` int32, as `prefill_rows.cu` writes it."""
-        batch = self.batch
-        tiles = torch.empty(4 + 4 * self.limit, dtype=torch.int32, device=batch.counts.device)
-        given = (batch.counts, batch.offsets, batch.slots, tiles)
-        _rows_function("list_groups").launch(1, ROWS_THREADS, given)
-        return tiles
+        return list_groups(self.batch, self.limit, (UNIT, GROUP_ROWS))
 
     def rows(self, codes: Tensor, scale: Tensor) -> Rows:
         """Rows `codes [R, K]` and `scale [R, K / 128]`, of any strides, as the GEMM reads them."""
         blocks = scale.shape[1]
         grouped = self._scale_storage(blocks)
         given: list[Argument] = [scale, grouped, self.tiles, blocks, *scale.stride()]
-        _rows_function("group_scales").launch(self.limit, ROWS_THREADS, given)
+        function = _rows_function("group_scales", (UNIT, GROUP_ROWS))
+        function.launch(self.limit, ROWS_THREADS, given)
         return Rows(codes, grouped)
 
     def gate_up(self, x: Rows, weights: Weights, activation: Activation, inner: int) -> Rows:
@@ -98,14 +93,14 @@ class Step:
         codes = torch.empty((self.capacity, inner), dtype=torch.float8_e4m3fn, device=x.codes.device)
         inner_rows = Rows(codes, self._scale_storage(-(-inner // DEPTH)))
         limited = activation.limit is not None
-        form = Form(weights.kind, bias=weights.bias is not None, fused=True, limited=limited)
-        self._launch(form, (x, weights), inner_rows, _numbers(activation))
+        form = Form(bias=weights.bias is not None, fused=True, limited=limited)
+        self._launch(form, (x, weights), inner_rows, numbers(activation))
         return inner_rows
 
     def down(self, x: Rows, weights: Weights, hidden: int, out_dtype: torch.dtype) -> Tensor:
         """`[R, hidden]`: rows times their slot's weights, plus the bias; other rows are not written."""
         out = torch.empty((self.capacity, hidden), dtype=out_dtype, device=x.codes.device)
-        form = Form(weights.kind, bias=weights.bias is not None, out=OUTS[out_dtype])
+        form = Form(bias=weights.bias is not None, out=OUTS[out_dtype])
         self._launch(form, (x, weights), Rows(out, x.scale), (0.0, 0.0, 0.0))
         return out
 
@@ -118,11 +113,10 @@ class Step:
     ) -> None:
         x, weights = given
         n, codes = out.codes.shape[1], weights.codes
-        fp8 = form.kind == "fp8"
         arguments: tuple[Argument, ...] = (
             tensor_map(x.codes.view(torch.uint8), (UNIT, DEPTH)),
             x.scale,
-            tensor_map(codes.view(torch.uint8).view(-1, codes.shape[-1]), (UNIT, DEPTH)) if fp8 else codes,
+            tensor_map(codes.view(torch.uint8).view(-1, codes.shape[-1]), (UNIT, DEPTH)),
             weights.scale,
             weights.scale if weights.bias is None else weights.bias,
             out.codes,
@@ -132,12 +126,26 @@ class Step:
             -(-x.codes.shape[1] // DEPTH),
             *numbers,
         )
-        clusters = min(_resident_clusters(form, codes.device), self.limit * -(-n // form.columns))
-        threads, shared = THREADS[form.kind], SHARED_BYTES[form.kind]
-        _function(form).launch(clusters * CLUSTER, threads, arguments, shared=shared, cluster=CLUSTER)
+        function = _function(form)
+        resident = resident_clusters(function, THREADS, SHARED_BYTES)
+        clusters = min(resident, self.limit * -(-n // form.columns))
+        function.launch(clusters * CLUSTER, THREADS, arguments, shared=SHARED_BYTES, cluster=CLUSTER)
 
 
-def _numbers(activation: Activation) -> tuple[float, float, float]:
+def most_groups(batch: ExpertBatch, capacity: int, group_rows: int) -> int:
+    """Most groups of at most `group_rows` rows of one slot that `capacity` rows can make."""
+    return min(batch.slots, capacity) + capacity // group_rows
+
+
+def list_groups(batch: ExpertBatch, limit: int, cut: tuple[int, int]) -> Tensor:
+    """The groups of `batch`, `[4 + 4 limit]` int32; `cut` has the rows of a unit and the most of a group."""
+    tiles = torch.empty(4 + 4 * limit, dtype=torch.int32, device=batch.counts.device)
+    given = (batch.counts, batch.offsets, batch.slots, tiles)
+    _rows_function("list_groups", cut).launch(1, ROWS_THREADS, given)
+    return tiles
+
+
+def numbers(activation: Activation) -> tuple[float, float, float]:
     """Limit, alpha and beta of the fused form."""
     limit, alpha, beta = activation.limit, activation.alpha, activation.beta
     return float(limit or 0.0), 1.0 if alpha is None else float(alpha), float(beta or 0.0)
@@ -154,7 +162,6 @@ def options(form: Form) -> tuple[str, ...]:
     flags = {
         "CLUSTER": CLUSTER,
         "FUSED": int(form.fused),
-        "FP4": int(form.kind == "fp4"),
         "BIAS": int(form.bias),
         "LIMITED": int(form.limited),
         "OUT": form.out,
@@ -168,25 +175,29 @@ def _function(form: Form) -> Function:
 
 
 @cache
-def _rows_function(name: str) -> Function:
-    return Program(source("prefill_rows.cu")).function(name)
+def _rows_function(name: str, cut: tuple[int, int]) -> Function:
+    unit, group_rows = cut
+    options = (f"-DUNIT={unit}", f"-DUNITS={group_rows // unit}")
+    return Program(source("prefill_rows.cu"), options).function(name)
 
 
 @cache
-def _resident_clusters(form: Form, device: torch.device) -> int:
-    """Clusters that the device runs at once: not all its multiprocessors can be of one."""
+def resident_clusters(function: Function, threads: int, shared: int) -> int:
+    """Clusters that the device runs at once: not all its multiprocessors can be of one.
+
+    Raises RuntimeError where it runs none.
+    """
     from cuda.bindings import driver
 
-    function, shared = _function(form), SHARED_BYTES[form.kind]
-    function.resident_blocks(THREADS[form.kind], shared)  # allows so much shared memory
+    function.resident_blocks(threads, shared)  # allows so much shared memory
     size: Any = driver.CUlaunchAttribute()
     size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     size.value.clusterDim.x, size.value.clusterDim.y, size.value.clusterDim.z = CLUSTER, 1, 1
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = CLUSTER, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = THREADS[form.kind], 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes, config.attrs, config.numAttrs = shared, [size], 1
     status, clusters = driver.cuOccupancyMaxActiveClusters(function.handle, config)
     if status != driver.CUresult.CUDA_SUCCESS or clusters < 1:
-        raise RuntimeError(f"{device} runs no cluster of {CLUSTER} blocks with {shared} bytes each: {status}")
+        raise RuntimeError(f"no cluster of {CLUSTER} blocks with {shared} bytes each runs here: {status}")
     return int(clusters)

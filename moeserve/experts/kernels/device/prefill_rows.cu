@@ -1,10 +1,14 @@
 // What a step of many rows starts with: its list of groups of rows, and their scales in the list's order.
+//
+// Given by -D: UNIT, the rows that a group is cut by, and UNITS, most of them in a group.
 
+#ifndef UNIT
 #define UNIT 64
 #define UNITS 4
+#endif
 #define THREADS 512
 
-// How a slot's rows are cut: groups of `size` units of 64 rows, then groups of one less, none above 256 rows.
+// How a slot's rows are cut: groups of `size` units, then groups of one less, none above UNITS.
 struct Cut {
   int rows, size, large, small;
 
@@ -14,8 +18,6 @@ struct Cut {
     large = units - groups * (size - 1);
     small = groups - large;
   }
-
-  DEVICE int groups_of(int units) const { return units == 0 ? 0 : units == size ? large : units == size - 1 ? small : 0; }
 };
 
 // The sum of `value` over the block's threads before this one; `all` becomes the whole sum.
@@ -39,19 +41,22 @@ DEVICE int sum_before(int value, int& all) {
   return before;
 }
 
-// The largest groups first, so that blocks that take every so-manieth tile end together.
+// A slot's groups together, so that its weights are read while they are in the cache; slots of the largest
+// first, so that blocks that take every so-manieth tile end together.
 DEVICE void list(const int* counts, const int* offsets, int slots, int* tiles) {
   int listed = 0;
   for (int units = UNITS; units > 0; --units) {
     for (int first = 0; first < slots; first += THREADS) {
       const int slot = first + threadIdx.x;
       const Cut cut(slot < slots ? counts[slot] : 0);
-      const int own = cut.groups_of(units);
-      int all;
+      const int own = units == cut.size ? cut.large + cut.small : 0;
+      int all, row = 0;
       int at = listed + sum_before(own, all);
-      int row = units == cut.size ? 0 : cut.large * cut.size * UNIT;
-      for (int i = 0; i < own; ++i, ++at, row += units * UNIT)
-        ((int4*)(tiles + 4))[at] = make_int4(slot, offsets[slot] + row, min(units * UNIT, cut.rows - row), 0);
+      for (int i = 0; i < own; ++i, ++at) {
+        const int rows = (i < cut.large ? units : units - 1) * UNIT;
+        ((int4*)(tiles + 4))[at] = make_int4(slot, offsets[slot] + row, min(rows, cut.rows - row), 0);
+        row += rows;
+      }
       listed += all;
     }
   }

@@ -1,0 +1,95 @@
+"""Our own Hopper kernel for four-bit weights, NVFP4 and MXFP4, in steps of any size, with bf16 products.
+
+Above some rows a slot the tensor cores are the limit, and `device/prefill_codes.cu` decodes codes for up to
+256 rows at once, shares rows over a cluster and activates in the first GEMM; below, reading weights is, and
+`triton_fp4` is the faster one. Weights are the same.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
+from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
+from moeserve.experts.kernels.hopper import flat
+from moeserve.experts.kernels.torch_reference import COMPUTED
+from moeserve.experts.kernels.triton_fp4 import TritonFp4
+from moeserve.experts.nvrtc import NEEDED_MODULE
+from moeserve.quant.format import Packed, Scheme
+from moeserve.quant.formats.floats import BF16
+from moeserve.quant.formats.fp8 import FP8_GROUP
+from moeserve.quant.formats.mx import MXFP4
+from moeserve.quant.formats.nvfp4 import NVFP4
+
+MANY_ROWS = 128
+"""Rows a slot from which on the CUDA kernel is the faster one on an H200."""
+
+ROUNDED = Scheme(NVFP4, FP8_GROUP)
+"""Rows are rounded to E4M3 as the scheme says, and multiplied as what they then are, in bf16."""
+
+INNER_MULTIPLE = 64
+"""What the inner size must be a multiple of for gate and up columns to meet in one tile."""
+
+
+class CudaFp4:
+    """Two grouped GEMMs in bf16, exact for these weights: a code times its block's scale has six bits."""
+
+    def __init__(self, spec: KernelSpec) -> None:
+        self._spec = spec
+        self._few = TritonFp4(spec)
+
+    def prepare(self, weights: ExpertWeights) -> Prepared:
+        """As `triton_fp4` holds them. ValueError: the weights do not fit the kernel's spec."""
+        return self._few.prepare(weights)
+
+    def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
+        """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
+        rows = batch.tokens.shape[:-1].numel()
+        if rows == 0 or batch.slots == 0 or not self._is_for(batch):
+            return self._few.apply(prepared, batch)
+        return self._apply(prepared, batch)
+
+    def _is_for(self, batch: ExpertBatch) -> bool:
+        from moeserve.experts.kernels.device.prefill import FUSED_ACTIVATIONS
+
+        shape = self._spec.shape
+        fits = shape.activation.name in FUSED_ACTIVATIONS and shape.inner % INNER_MULTIPLE == 0
+        return fits and (self._spec.scheme == ROUNDED or batch.rows_a_slot >= MANY_ROWS)
+
+    def _apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
+        from moeserve.experts.kernels.device import prefill_codes, rounded
+
+        spec, slot, tokens = self._spec, prepared.per_slot, flat(batch.tokens)
+        is_rounded = spec.scheme == ROUNDED
+        gate_up, down = (prefill_codes.weights_of(slot, side) for side in ("gate_up", "down"))
+        step = prefill_codes.Step(batch, tokens.shape[0], prefill_codes.plan_for("bf16", batch))
+        x = _bf16(tokens)
+        if is_rounded and tokens.format == BF16:
+            x = rounded.through_e4m3(x)
+        inner = step.gate_up(prefill_codes.Rows(x), gate_up, spec.shape.activation, spec.shape.inner)
+        if is_rounded:
+            inner = prefill_codes.Rows(rounded.through_e4m3(inner.values))
+        rows = step.down(inner, down, spec.shape.hidden, spec.out_dtype)
+        return rows.view(batch.tokens.shape)
+
+
+def _bf16(tokens: Packed) -> Tensor:
+    from moeserve.experts.kernels.device import rounded
+
+    return tokens.parts[0] if tokens.format == BF16 else rounded.widen(*tokens.parts)
+
+
+ROW = KernelRow(
+    name="cuda_fp4",
+    build=CudaFp4,
+    schemes=frozenset({Scheme(NVFP4, BF16), Scheme(MXFP4, BF16), ROUNDED}),
+    eats=frozenset({BF16, FP8_GROUP}),
+    groupings=frozenset(Grouping),
+    activations=COMPUTED,
+    archs=frozenset({"sm90"}),
+    modules=frozenset({"triton", NEEDED_MODULE}),
+    multiple_of=(32, 64),
+    looser={Scheme(NVFP4, BF16): (32, 32), Scheme(MXFP4, BF16): (32, 32)},
+    fewer_activations={ROUNDED: frozenset({"silu", "swigluoai", "swigluoai_uninterleave"})},
+    verified=("sm90",),
+)

@@ -1,0 +1,194 @@
+"""A step of few rows a slot in one launch of `few.cu`: gate and up, the activation, down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moeserve.experts.activation import Activation
+from moeserve.experts.batch import ExpertBatch, ExpertShape
+from moeserve.experts.kernels.tiles import FewTile
+from moeserve.experts.nvrtc import Argument, Function, LaunchError, Program, TensorMap, tensor_map
+
+MOST_SLOTS = 512
+"""Slots that the list in shared memory has room for."""
+
+INNER_MULTIPLE = 32
+"""What the inner size must be a multiple of: half a block of 64 rows of weights."""
+
+FUSED_ACTIVATIONS = frozenset({"silu", "swigluoai", "swigluoai_uninterleave"})
+"""What the kernel activates itself: gate x sigmoid(alpha gate) x (up + beta), both halves limited."""
+
+OUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+if TYPE_CHECKING:
+    from moeserve.experts.kernels.device.grouped import Weights
+
+KINDS = {"fp4": 0, "fp8": 1, "bf16": 2}
+STAGE_BYTES = {"fp4": 4608, "fp8": 8192, "bf16": 8192}
+HELPER_WARPS = 4
+"""Warps beside those that multiply."""
+
+ROW_BYTES = {"fp4": 256, "fp8": 128, "bf16": 128}
+"""Of a row in a piece."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One compiled form of `few.cu`."""
+
+    kind: str
+    tile: FewTile
+    bias: bool = False
+    limited: bool = False
+    out: torch.dtype = torch.bfloat16
+    rounds: bool = False  # fp8: rows come in bf16, and are rounded in the kernel
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory."""
+        tile, rows = self.tile, self.tile.rows
+        rings = tile.workers * tile.stages
+        scales = 4 * tile.pieces * rows if self.kind == "fp8" else 0
+        rows_bytes = tile.pieces * rows * ROW_BYTES[self.kind] + scales
+        barriers = 8 * (2 * rings + 2 * tile.pieces)
+        sums = tile.workers // 2 * 64 * rows * 4
+        return rows_bytes + rings * STAGE_BYTES[self.kind] + sums + MOST_SLOTS * 4 + barriers + 16
+
+
+def takes(shape: ExpertShape, slots: int) -> bool:
+    """Whether the kernel computes experts of `shape` in `slots` slots."""
+    return (
+        shape.activation.name in FUSED_ACTIVATIONS
+        and shape.inner % INNER_MULTIPLE == 0
+        and slots <= MOST_SLOTS
+    )
+
+
+def step(
+    form: Form,
+    x: tuple[Tensor, Tensor | None],
+    batch: ExpertBatch,
+    sides: Sequence[Weights],
+    shape: ExpertShape,
+) -> Tensor:
+    """`[R, H]` of `form.out`: rows `x` through gate and up `sides[0]`, and down `sides[1]`.
+
+    `x` is bf16 `[R, H]`, or E4M3 codes with scales `[R, H / 128]`. Rows outside the slots' segments are not
+    written. Nothing is read on the host.
+    """
+    codes, scale = x
+    rows, device = codes.shape[0], codes.device
+    inner = torch.empty((rows, shape.inner), dtype=torch.bfloat16, device=device)
+    out = torch.empty((rows, shape.hidden), dtype=form.out, device=device)
+    arguments: list[Argument] = [
+        tensor_map(_plain(codes), (8, 128 // codes.itemsize)),
+        tensor_map(inner.view(torch.uint8).view(-1, shape.inner), (8, 128))
+        if form.kind == "fp8"
+        else tensor_map(inner, (8, 64)),
+    ]
+    gate_up, down = sides
+    if gate_up.scale_words is not None and down.scale_words is not None:
+        arguments += [gate_up.codes, gate_up.scale_words, down.codes, down.scale_words]
+    else:
+        arguments += [_by_eights(_plain(gate_up.codes)), _by_blocks(_plain(down.codes))]
+    for side in sides:
+        some = inner if side.scale is None else side.scale
+        arguments += [some, some if side.bias is None else side.bias]
+    arguments += [codes if scale is None else scale, batch.counts, batch.offsets, inner, out, _turns(device)]
+    arguments += [rows, batch.slots, shape.hidden, shape.inner, *_numbers(shape.activation)]
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    threads = form.tile.workers * 128 + HELPER_WARPS * 32
+    _function(form).launch(processors, threads, arguments, shared=form.shared, cooperative=True)
+    return out
+
+
+def _plain(codes: Tensor) -> Tensor:
+    """Codes of a byte as bytes."""
+    return codes.view(torch.uint8) if codes.itemsize == 1 else codes
+
+
+def _by_blocks(weights: Tensor) -> TensorMap:
+    """`weights [e, N, K]` in boxes of 64 rows."""
+    return tensor_map(weights.view(-1, weights.shape[-1]), (64, 128 // weights.itemsize))
+
+
+def _by_eights(weights: Tensor) -> TensorMap:
+    """`weights [e, 2I, K]` in boxes of four times eight gate rows and their eight up rows.
+
+    Raises LaunchError for the driver's refusal.
+    """
+    from cuda.bindings import driver
+
+    slots, rows, k = weights.shape
+    kinds = driver.CUtensorMapDataType
+    inner, row = rows // 2, k * weights.itemsize
+    sizes = (k, 8, 2, inner // 8, slots)
+    steps = (row, inner * row, 8 * row, rows * row)
+    box = (128 // weights.itemsize, 8, 2, 4, 1)
+    status, made = driver.cuTensorMapEncodeTiled(
+        kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8
+        if weights.itemsize == 1
+        else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        len(sizes),
+        weights.data_ptr(),
+        [driver.cuuint64_t(size) for size in sizes],
+        [driver.cuuint64_t(step) for step in steps],
+        [driver.cuuint32_t(size) for size in box],
+        [driver.cuuint32_t(1)] * len(sizes),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise LaunchError(f"no tensor map of {list(weights.shape)} by eights: {status.name}")
+    return TensorMap(made, weights)
+
+
+def _numbers(activation: Activation) -> tuple[float, float, float]:
+    """Limit, alpha and beta of the fused form."""
+    limit, alpha, beta = activation.limit, activation.alpha, activation.beta
+    return float(limit or 0.0), 1.0 if alpha is None else float(alpha), float(beta or 0.0)
+
+
+def source() -> str:
+    """The text of `few.cu`, what it stands on before it."""
+    folder = files(__package__)
+    return (folder / "hopper.cu").read_text() + (folder / "few.cu").read_text()
+
+
+def options(form: Form) -> tuple[str, ...]:
+    """What `few.cu` is told of a form."""
+    flags = {
+        "KIND": KINDS[form.kind],
+        "ROWS": form.tile.rows,
+        "WORKERS": form.tile.workers,
+        "STAGES": form.tile.stages,
+        "PIECES": form.tile.pieces,
+        "BIAS": int(form.bias),
+        "LIMITED": int(form.limited),
+        "OUT": OUTS[form.out],
+        "ROUND": int(form.rounds),
+    }
+    return tuple(f"-D{name}={value}" for name, value in flags.items())
+
+
+@cache
+def _function(form: Form) -> Function:
+    return Program(source(), options(form)).function("few")
+
+
+@cache
+def _turns(device: torch.device) -> Tensor:
+    """Blocks that came to the grid's barrier since the process began.
+
+    One word serves all launches of a device: a block takes a whole multiprocessor and a launch all of them,
+    so that two launches never run at once.
+    """
+    return torch.zeros(1, dtype=torch.int64, device=device)

@@ -1,0 +1,289 @@
+// One grouped GEMM for steps of many bf16 rows: out[m, n] = sum_k x[m, k] w[slot of m, n, k].
+//
+// A cluster of blocks works on up to 256 rows of one slot. The weights are the side of 64 of a matrix
+// instruction and the rows its wide side, in steps of 16, so that few products are of rows that are not
+// there. Each block reads 128 rows of the weights of its own, and some of x, which it copies to all. Of a
+// block's warp groups two multiply, each 64 rows of the weights; one warp of the third copies. With FUSED
+// eight gate rows and their eight up rows follow each other, so that a thread has both of a pair.
+//
+// Given by -D: CLUSTER (blocks), FUSED, BIAS, LIMITED (0 or 1), OUT (0 float32, 1 bfloat16, 2 float16).
+
+#define DEPTH 64  // of bf16: a row of a tile is 128 bytes
+#define MOST_ROWS 256
+#define STAGES 4
+#define BOX 64   // rows of x by one copy
+#define NOTES 8  // more than tiles begin before the first of them is done
+#define THREADS 384
+#define PRODUCER_REGISTERS 40
+#define CONSUMER_REGISTERS 232
+
+#define X_BYTES (MOST_ROWS * 128)
+#define W_BYTES (128 * 128)
+
+#define X_AT 0
+#define W_AT (X_AT + STAGES * X_BYTES)
+#define NOTE_AT (W_AT + STAGES * W_BYTES)  // of a tile: slot, first row, rows, place across
+#define BARRIER_AT (NOTE_AT + NOTES * 16)
+
+#define FULL(s) (BARRIER_AT + 8 * (s))
+#define EMPTY(s) (FULL(STAGES) + 8 * (s))
+
+#define OWN (FUSED ? 64 : 128)  // columns of the output, by a block
+#define COLUMNS (CLUSTER * OWN)
+
+struct Task {
+  const int* tiles;  // groups of rows, then from 4 on of each its slot, first row and number of rows
+  const float* bias;
+  void* out;
+  int n, k_blocks;
+  float limit, alpha, beta;
+};
+
+DEVICE int tiles_across(const Task& t) { return (t.n + COLUMNS - 1) / COLUMNS; }
+
+// First column of the output of block `rank`.
+DEVICE int first_column(int across, u32 rank) { return across * COLUMNS + (int)rank * OWN; }
+
+// ---- the copying warp --------------------------------------------------------------------------------------
+
+// The block's 128 rows of 64 weights: with FUSED by eights, gate rows at even places and up rows at odd ones.
+DEVICE void copy_weights(u32 base, int s, const TensorMap* w, const Task& t, int slot, int column, int kb) {
+  const u32 full = base + FULL(s);
+#if FUSED
+  copy_box5(base + W_AT + s * W_BYTES, w, kb * DEPTH, column / 8, slot, full);
+#else
+  copy_box(base + W_AT + s * W_BYTES, w, kb * DEPTH, slot * t.n + column, full);
+#endif
+}
+
+DEVICE void produce(u32 base, u32 rank, const TensorMap* x, const TensorMap* w, const Task& t) {
+  const int across = tiles_across(t), total = t.tiles[0] * across;
+  u32 step = 0, count = 0;
+  for (int tile = blockIdx.x / CLUSTER; tile < total; tile += gridDim.x / CLUSTER, ++count) {
+    const int4 group = ((const int4*)(t.tiles + 4))[tile / across];
+    const int boxes = (group.z + BOX - 1) / BOX, column = first_column(tile % across, rank);
+    for (int kb = 0; kb < t.k_blocks; ++kb, ++step) {
+      const u32 s = step % STAGES;
+      barrier_wait(base + EMPTY(s), (step / STAGES & 1) ^ 1);
+      copy_weights(base, s, w, t, group.x, column, kb);
+      for (int u = rank; u < boxes; u += CLUSTER) {
+        const u32 at = base + X_AT + s * X_BYTES + u * (BOX * 128);
+        copy_box_to((1 << CLUSTER) - 1, at, x, kb * DEPTH, group.y + u * BOX, base + FULL(s));
+      }
+      if (kb == 0)
+        store_shared4(base + NOTE_AT + count % NOTES * 16, make_uint4(group.x, group.y, group.z, tile % across));
+      barrier_expect(base + FULL(s), W_BYTES + boxes * (BOX * 128));
+    }
+  }
+}
+
+// ---- the multiplying warps ---------------------------------------------------------------------------------
+
+struct Place {
+  u32 base, rank;
+  int group, warp, lane;  // warp of its group
+};
+
+struct Note {
+  int slot, first, rows, across;
+};
+
+DEVICE Note note_of(const Place& p, u32 count) {
+  const uint4 note = load_shared4(p.base + NOTE_AT + count % NOTES * 16);
+  return Note{(int)note.x, (int)note.y, (int)note.z, (int)note.w};
+}
+
+// Until rows and weights of a step are there.
+DEVICE void wait_for(const Place& p, u32 step) { barrier_wait(p.base + FULL(step % STAGES), step / STAGES & 1); }
+
+DEVICE void release(const Place& p, u32 step) {
+  if (p.lane < CLUSTER) barrier_arrive_there(place_of(p.base + EMPTY(step % STAGES), p.lane));
+}
+
+// The sums of this warp group's 64 rows of the weights and N rows of x; a step's products run while the
+// next one's are begun.
+template <int N>
+DEVICE void sum(float (&acc)[128], const Place& p, int k_blocks, u32 step) {
+  for (int kb = 0; kb < k_blocks; ++kb, ++step) {
+    wait_for(p, step);
+    const u64 w = tile_descriptor(p.base + W_AT + step % STAGES * W_BYTES + p.group * (W_BYTES / 2));
+    const u64 x = tile_descriptor(p.base + X_AT + step % STAGES * X_BYTES);
+    products_fence();
+#pragma unroll
+    for (int k = 0; k < DEPTH / 16; ++k) product_wide<N>(acc, w + 2 * k, x + 2 * k);
+    products_commit();
+    products_wait_for_older();
+    if (kb) release(p, step - 1);
+  }
+  products_wait(acc);
+  release(p, step - 1);
+}
+
+#define SUM(n) \
+  case n: return sum<16 * n>(acc, p, k_blocks, step);
+
+DEVICE void sum_rows(float (&acc)[128], const Place& p, int rows, int k_blocks, u32 step) {
+#pragma unroll
+  for (int i = 0; i < 128; ++i) acc[i] = 0;
+  switch ((rows + 15) / 16) {
+    SUM(1) SUM(2) SUM(3) SUM(4) SUM(5) SUM(6) SUM(7) SUM(8) SUM(9) SUM(10) SUM(11) SUM(12) SUM(13) SUM(14) SUM(15)
+    default: return sum<256>(acc, p, k_blocks, step);
+  }
+}
+
+// After it, word i of lane q of a quad is what word q of lane i was.
+DEVICE void transpose(u32 (&w)[4], int lane) {
+  const bool odd = lane & 1, upper = lane & 2;
+  u32 a = __shfl_xor_sync(~0u, odd ? w[0] : w[1], 1), b = __shfl_xor_sync(~0u, odd ? w[2] : w[3], 1);
+  if (odd) {
+    w[0] = a, w[2] = b;
+  } else {
+    w[1] = a, w[3] = b;
+  }
+  a = __shfl_xor_sync(~0u, upper ? w[0] : w[2], 2), b = __shfl_xor_sync(~0u, upper ? w[1] : w[3], 2);
+  if (upper) {
+    w[0] = a, w[1] = b;
+  } else {
+    w[2] = a, w[3] = b;
+  }
+}
+
+// What is added to the sums of row `row` of the weights.
+DEVICE float bias_of(const Task& t, int slot, int row) {
+#if BIAS
+  const int rows = FUSED ? 2 * t.n : t.n;
+  return __ldg(t.bias + (u64)slot * rows + min(row, rows - 1));
+#else
+  return 0;
+#endif
+}
+
+// Two neighbouring rows of x, and after the transposition two neighbouring columns.
+DEVICE u32 column_pair(float low, float high) {
+  u32 pair;
+#if OUT == 2
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#endif
+  return transposed(pair);
+}
+
+DEVICE void store_eight(const Task& t, const Note& note, int row, int column, const u32 (&w)[4]) {
+  if (row < note.rows && column < t.n)
+    *(uint4*)((u16*)t.out + (u64)(note.first + row) * t.n + column) = make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+#if FUSED
+
+DEVICE float activate(float gate, float up, const Task& t) {
+#if LIMITED
+  gate = gate > t.limit ? t.limit : gate;
+  up = up > t.limit ? t.limit : up < -t.limit ? -t.limit : up;
+#endif
+  return __fdividef(gate, 1 + __expf(-t.alpha * gate)) * (up + t.beta);
+}
+
+// acc[4 j + b] is gate and acc[4 j + 2 + b] up of column lane / 4 of the warp's eight, row 8 j + 2 (lane % 4) + b.
+DEVICE void finish_tile(float (&acc)[128], const Place& p, const Task& t, const Note& note) {
+  const int column = first_column(note.across, p.rank) + (p.group * 4 + p.warp) * 8, own = column + p.lane / 4;
+  const float gate = bias_of(t, note.slot, own), up = bias_of(t, note.slot, t.n + own);
+#pragma unroll
+  for (int j = 0; j < 32; j += 4) {
+    if (8 * j >= note.rows) continue;
+    u32 words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float y[2];
+#pragma unroll
+      for (int b = 0; b < 2; ++b)
+        y[b] = activate(acc[4 * (j + i) + b] + gate, acc[4 * (j + i) + 2 + b] + up, t);
+      words[i] = column_pair(y[0], y[1]);
+    }
+    transpose(words, p.lane);
+    store_eight(t, note, 8 * (j + p.lane % 4) + p.lane / 4, column, words);
+  }
+}
+
+#else
+
+// acc[4 j + 2 h + b] is of column 8 h + lane / 4 of the warp's 16 and row 8 j + 2 (lane % 4) + b.
+DEVICE void finish_tile(float (&acc)[128], const Place& p, const Task& t, const Note& note) {
+  const int column = first_column(note.across, p.rank) + (p.group * 4 + p.warp) * 16, q = p.lane % 4;
+  const int own = column + p.lane / 4;
+  const float bias[2] = {bias_of(t, note.slot, own), bias_of(t, note.slot, own + 8)};
+#pragma unroll
+  for (int j = 0; j < 32; j += 2) {
+    if (8 * j >= note.rows) continue;
+#if OUT
+    u32 words[4];
+#endif
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = 4 * (j + i / 2) + 2 * (i % 2);
+      const float low = acc[at] + bias[i % 2], high = acc[at + 1] + bias[i % 2];
+#if OUT
+      words[i] = column_pair(low, high);
+#else
+      const int row = 8 * (j + i / 2) + 2 * q, c = own + i % 2 * 8;
+      float* to = (float*)t.out + (u64)(note.first + row) * t.n + c;
+      if (row < note.rows && c < t.n) to[0] = low;
+      if (row + 1 < note.rows && c < t.n) to[t.n] = high;
+#endif
+    }
+#if OUT
+    transpose(words, p.lane);
+    store_eight(t, note, 8 * (j + q / 2) + p.lane / 4, column + q % 2 * 8, words);
+#endif
+  }
+}
+
+#endif
+
+DEVICE void consume(const Place& p, const Task& t) {
+  const int total = t.tiles[0] * tiles_across(t);
+  u32 step = 0, count = 0;
+  for (int tile = blockIdx.x / CLUSTER; tile < total; tile += gridDim.x / CLUSTER, ++count, step += t.k_blocks) {
+    float acc[128];
+    wait_for(p, step);
+    const Note note = note_of(p, count);
+    sum_rows(acc, p, note.rows, t.k_blocks, step);
+    finish_tile(acc, p, t, note);
+  }
+}
+
+DEVICE void begin(u32 base) {
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; ++s) {
+      barrier_init(base + FULL(s), 1);
+      barrier_init(base + EMPTY(s), CLUSTER * 8);
+    }
+    barrier_init_done();
+  }
+  cluster_sync();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    prefill_wide(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* bias,
+                 void* out, const int* tiles, int n, int k_blocks, float limit, float alpha, float beta) {
+  extern __shared__ __align__(1024) u8 memory[];
+  const u32 base = shared_address(memory), rank = cluster_rank();
+  const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const Task t{tiles, bias, out, n, k_blocks, limit, alpha, beta};
+  begin(base);
+  if (group >= 2) {
+    give_registers<PRODUCER_REGISTERS>();
+    if (threadIdx.x / 32 == 8) {
+      if (elected()) {
+        prefetch_map(&x);
+        prefetch_map(&w);
+        produce(base, rank, &x, &w, t);
+      }
+      __syncwarp();
+    }
+  } else {
+    take_registers<CONSUMER_REGISTERS>();
+    consume(Place{base, rank, group, warp, lane}, t);
+  }
+  cluster_sync();
+}

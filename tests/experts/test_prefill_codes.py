@@ -1,0 +1,225 @@
+"""Our CUDA C++ kernels on four-bit weights: what they read without a GPU, and their numbers on one."""
+
+import itertools
+from dataclasses import replace
+from importlib.util import find_spec
+from math import ceil
+from pathlib import Path
+
+import pytest
+import torch
+from made_experts import Arrival, activation_named, fresh_seed, make_scheme
+from torch import Tensor
+
+from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
+from moeserve.experts.kernel import KernelSpec
+from moeserve.experts.kernels import cuda_fp4, cuda_w4a8
+from moeserve.experts.kernels.device import prefill_codes, rounded
+from moeserve.experts.kernels.device.prefill_codes import Form, Step
+from moeserve.experts.kernels.torch_reference import TorchReference
+from moeserve.experts.kernels.triton_fp4 import TritonFp4
+from moeserve.experts.machine import this_machine
+from moeserve.quant.format import Format, Packed, Scheme
+from moeserve.quant.formats.floats import BF16
+from moeserve.quant.formats.fp8 import FP8_GROUP
+from moeserve.quant.formats.mx import MXFP4
+from moeserve.quant.formats.nvfp4 import NVFP4
+
+W4A8 = Scheme(MXFP4, FP8_GROUP)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def mxfp4(*shape: int, spread: float = 1.0) -> Packed:
+    """Weights whose blocks differ in scale by about 2^spread."""
+    generator = torch.Generator().manual_seed(fresh_seed())
+    blocks = torch.exp2(torch.randn(*shape[:-1], shape[-1] // 32, generator=generator) * spread)
+    return MXFP4.quantize(torch.randn(shape, generator=generator) * blocks.repeat_interleave(32, -1))
+
+
+def in_e4m3(tensors: dict[str, Tensor], n: int, k: int) -> Tensor:
+    """What `prefill_codes.cu` makes of codes and scales for E4M3 rows, byte by byte: `[e, n, k]` float32."""
+    e, across, deep, _ = tensors["codes"].shape
+    words, scales = tensors["codes"].long().split((64 * 64, 64 * 4), dim=-1)
+    codes = words.reshape(e, across, deep, 4, 2, 8, 4, 4, 4)
+    b = scales.reshape(e, across, deep, 4, 2, 8, 1, 4)
+    magnitudes = torch.stack((0 * b, b - 8, b, b + 4, b + 8, b + 12, b + 16, b + 20), -1)
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    signs = torch.cat((nibbles[..., 1::2], nibbles[..., 0::2]), -1) >> 3
+    picked = magnitudes.expand(*nibbles.shape).gather(-1, nibbles & 7) | signs << 7
+    values = picked.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    # warp, row 3, row 0-2, lane % 4, 32 of K, half, code
+    held = values.view(e, across, deep, 4, 2, 8, 4, 4, 2, 4).permute(0, 1, 3, 4, 5, 2, 7, 8, 6, 9)
+    return held.reshape(e, across * 64, deep * 128)[:, :n, :k] * tensors["row_scale"][..., None]
+
+
+KEPT = 0x81C081C0
+
+
+def halves(words: Tensor) -> Tensor:
+    """Two bf16 of each 32-bit word (in int64), the low one first: `[..., 2]` float64."""
+    both = torch.stack((words & 0xFFFF, words >> 16 & 0xFFFF), -1)
+    return torch.where(both >= 1 << 15, both - (1 << 16), both).to(torch.int16).view(torch.bfloat16).double()
+
+
+def in_bf16(tensors: dict[str, Tensor], n: int, k: int) -> Tensor:
+    """What `prefill_codes.cu` makes of codes and scales for bf16 rows, word by word: `[e, n, k]` float32."""
+    e, across, deep = tensors["codes"].shape[:3]
+    # column + 8, warp, row 0-2, lane % 4, row 3, half of K
+    w = tensors["codes"].view(e, across, 2 * deep, 2, 4, 8, 4, 2, 2).long() & 0xFFFFFFFF
+    last = (w << 1 & 0x80008000) | (w >> 5 & 0x01000100) | (w >> 4 & 0x00C000C0)
+    values = halves(torch.stack((w & KEPT, w << 3 & KEPT, w << 6 & KEPT, last), -1))
+    s = tensors["scale"].view(e, across, 2 * deep, 1, 4, 8, 1, 2, 2).long() & 0xFFFFFFFF
+    even, odd = (s << 4 & 0x0FF00FF0) | 0x70007000, (s >> 4 & 0x0FF00FF0) | 0x70007000
+    scales = torch.stack((halves(even), halves(odd)), -1).flatten(-2)
+    scaled = values * scales[..., None]
+    # warp, row 3, row 0-2, block of K, half of K, 16 of it, column + 8, lane % 4, side
+    held = scaled.permute(0, 1, 4, 7, 5, 2, 8, 9, 3, 6, 10)
+    matrix = held.reshape(e, across * 64, deep * 256)[:, :n, :k]
+    return (matrix * tensors["row_scale"].double()[..., None]).float()
+
+
+@pytest.mark.parametrize(("n", "k"), [(128, 256), (200, 288), (64, 32), (16, 160)])
+def test_codes_decode_to_the_weights_bit_for_bit(n: int, k: int) -> None:
+    packed = mxfp4(2, n, k)
+    assert torch.equal(in_e4m3(cuda_w4a8.pack(packed), n, k), packed.dequantize())
+
+
+@pytest.mark.parametrize("form", [NVFP4, MXFP4], ids=str)
+def test_codes_for_bf16_rows_decode_to_the_weights_bit_for_bit(form: Format) -> None:
+    generator = torch.Generator().manual_seed(fresh_seed())
+    scheme, shape = Scheme(form, BF16), ExpertShape(160, 96, activation_named("silu"))
+    weights = make_scheme(shape, 2, scheme, generator)
+    held = TritonFp4(KernelSpec(scheme, shape, torch.bfloat16)).prepare(weights).per_slot
+    for side, packed in (("gate_up", weights.gate_up), ("down", weights.down)):
+        own = {name: held[f"{side}.{name}"] for name in ("codes", "scale", "row_scale")}
+        assert torch.equal(in_bf16(own, *packed.shape[1:]), packed.dequantize().float())
+
+
+def test_blocks_far_below_their_rows_largest_read_as_zero_and_nan_stays() -> None:
+    x = torch.ones(1, 2, 96)
+    x[0, 0] *= torch.exp2(torch.tensor([0.0, -10.0, -11.0])).repeat_interleave(32)
+    x[0, 1, 40] = torch.nan
+    packed = MXFP4.quantize(x)
+    found, wanted = in_e4m3(cuda_w4a8.pack(packed), 2, 96), packed.dequantize()
+    assert torch.equal(found[0, 0, :64], wanted[0, 0, :64])
+    assert found[0, 0, 64:].abs().max() == 0
+    assert bool(found[0, 1].isnan().all())
+
+
+def test_an_expert_packed_alone_equals_its_slot_and_none_packs_to_the_same_shapes() -> None:
+    shape = ExpertShape(160, 64, activation_named("silu"), bias=True)
+    weights = make_scheme(shape, 3, W4A8, torch.Generator().manual_seed(fresh_seed()))
+    kernel = cuda_w4a8.CudaW4A8(KernelSpec(W4A8, shape, torch.bfloat16))
+    together, none = kernel.prepare(weights), kernel.prepare(weights.rows(slice(0, 0)))
+    for slot in range(3):
+        alone = kernel.prepare(weights.rows(torch.tensor([slot]))).slot(0)
+        assert all(torch.equal(alone[name], t) for name, t in together.slot(slot).items())
+    assert {n: t.shape[1:] for n, t in none.per_slot.items()} == {
+        n: t.shape[1:] for n, t in together.per_slot.items()
+    }
+
+
+PLANS = [plan for plans in prefill_codes.PLANS.values() for plan in plans]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize(
+    "counts", [(0,), (1,), (256, 257, 0, 64), (65,) * 9, (1000, 3, 255), (1,) * 40], ids=str
+)
+@pytest.mark.parametrize("spare", [0, 300])
+def test_the_list_of_groups_has_room(plan: prefill_codes.Plan, counts: tuple[int, ...], spare: int) -> None:
+    capacity = sum(counts) + spare
+    tokens = BF16.empty((capacity, 128))
+    batch = ExpertBatch(tokens, Grouping.RAGGED, torch.tensor(counts), torch.zeros(len(counts) + 1))
+    assert sum(ceil(count / plan.most) for count in counts) <= Step(batch, capacity, plan).limit
+
+
+def test_a_blocks_memory_is_within_what_hopper_gives() -> None:
+    assert all(plan.shared <= 227 << 10 for plan in PLANS)
+
+
+def forms(plan: prefill_codes.Plan) -> list[Form]:
+    return [
+        Form(plan, bias=bias, fused=fused, limited=limited, out=out)
+        for bias, fused, limited, out in itertools.product(
+            (False, True), (False, True), (False, True), prefill_codes.OUTS.values()
+        )
+        if (fused and out == 1) or (not fused and not limited)
+    ]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_every_form_compiles(
+    plan: prefill_codes.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
+        pytest.skip("needs the packages cuda-bindings and nvidia-cuda-nvrtc")
+    from moeserve.experts import nvrtc
+
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
+    for form in forms(plan):
+        assert nvrtc.compiled(prefill_codes.source(plan), "sm_90a", prefill_codes.options(form))
+    assert nvrtc.compiled(rounded.source(), "sm_90a", (f"-DMOST={plan.most}",))
+
+
+SMALL, LARGE = (608, 192), (2048, 1024)
+CASES = [
+    (scheme, counts, sizes, activation, wire)
+    for scheme in (W4A8, Scheme(NVFP4, BF16), Scheme(MXFP4, BF16), cuda_fp4.ROUNDED)
+    for counts, sizes, activation, wire in (
+        ((300, 0, 129, 1, 33, 600), SMALL, "silu", BF16),
+        ((3, 0, 1, 9, 0), (160, 64), "swigluoai", FP8_GROUP),
+        (tuple(range(1, 513, 51)), (736, 320), "swigluoai_uninterleave", FP8_GROUP),
+        ((257, 70), LARGE, "silu", FP8_GROUP),
+    )
+]
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("grouping", list(Grouping))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_any_rows_agree_with_the_reference(
+    case: tuple[Scheme, tuple[int, ...], tuple[int, int], str, Format],
+    grouping: Grouping,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ragged segments that begin anywhere, slots without rows, sizes over a tile's edge, NaN all around."""
+    if not torch.cuda.is_available() or this_machine().arch != "sm90":
+        pytest.skip("needs a Hopper GPU: CUDA C++ has no interpreter")
+    monkeypatch.setattr(cuda_fp4, "MANY_ROWS", 0)
+    scheme, counts, sizes, activation, wire = case
+    generator = torch.Generator().manual_seed(fresh_seed())
+    build = cuda_w4a8.CudaW4A8 if scheme == W4A8 else cuda_fp4.CudaFp4
+    for bias in (False, True):
+        shape = ExpertShape(*sizes, activation_named(activation), bias=bias)
+        arrival = Arrival(counts, grouping, spare=3)
+        batch = arrival.batch(arrival.rows(shape.hidden, generator), shape.hidden, wire)
+        there = replace(
+            batch, tokens=batch.tokens.to("cuda"), counts=batch.counts.cuda(), offsets=batch.offsets.cuda()
+        )
+        weights = make_scheme(shape, len(counts), scheme, generator).to("cuda")
+        reference = TorchReference(KernelSpec(scheme, shape, torch.float32))
+        answer = reference.apply(reference.prepare(weights), there)
+        wanted = torch.cat(arrival.segments(answer, batch))
+        for dtype, few in itertools.product(prefill_codes.OUTS, (0, 1 << 20)):
+            monkeypatch.setattr(prefill_codes, "FEW_ROWS", few)
+            kernel = build(KernelSpec(scheme, shape, dtype))
+            answer = kernel.apply(kernel.prepare(weights), there)
+            found = torch.cat(arrival.segments(answer.float(), batch))
+            assert float((found - wanted).norm() / wanted.norm()) <= 2e-2, (bias, dtype, few)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("shape", [(777, 2848), (1, 8), (33, 7168)])
+def test_rows_go_through_e4m3_as_the_format_rounds_them(shape: tuple[int, int]) -> None:
+    if not torch.cuda.is_available() or this_machine().arch != "sm90":
+        pytest.skip("needs a Hopper GPU: CUDA C++ has no interpreter")
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(fresh_seed())).cuda().bfloat16()
+    packed = FP8_GROUP.quantize(x.float())
+    wanted = packed.dequantize().bfloat16()
+    assert torch.equal(rounded.widen(*packed.parts), wanted)
+    # Many quotients of bf16 lie halfway between two codes, and a scale's last bit decides; all of the
+    # rounding is 2.6e-2.
+    off = (rounded.through_e4m3(x).float() - wanted.float()).norm()
+    assert float(off / wanted.float().norm()) <= 1e-2
