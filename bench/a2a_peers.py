@@ -72,7 +72,11 @@ def nccl_steps(spec: DispatchSpec, sent: list[int]) -> tuple[Step, Step]:
 
 
 def flashinfer_step(spec: DispatchSpec, routing: Routing, hidden: torch.Tensor) -> Step | str:
-    """FlashInfer's one-sided dispatch and combine of rows quantized before, or why it cannot run."""
+    """FlashInfer's one-sided dispatch and combine, or why it cannot run.
+
+    Rows are quantized before; those that arrive stay as they came, and what goes home are sums made before:
+    neither grouping by expert nor weighing is in it.
+    """
     try:
         from flashinfer.comm import MoeAlltoAll
         from flashinfer.comm.comm_backend import TorchDistBackend

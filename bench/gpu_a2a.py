@@ -5,14 +5,17 @@
 
 First the ceiling: every GPU stores to all its peers at once. Then each carrier dispatches and combines, with
 all that belongs to it: layout, quantization, grouping, weighted sums. Its answers are checked before it is
-timed. `NCCL bytes` moves the same bytes with split sizes known on the host and does nothing else; FlashInfer
-moves rows that are quantized before. Microseconds a step, the slowest rank's. Routing is uniform, or drawn
-from a trace of expert loads with --counts. bfloat16 hidden states and answers.
+timed. So is a library's carrier that our adapter makes whole (--libraries), where the library is installed.
+Two peers do less: `NCCL, bytes only` moves the same bytes with split sizes known on the host; `FlashInfer,
+rows only` moves rows quantized before, leaves them as they came, and adds up sums weighed before.
+Microseconds a step, the slowest rank's. Routing is uniform, or drawn from a trace of expert loads with
+--counts. bfloat16 hidden states and answers.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 from collections.abc import Callable
@@ -33,6 +36,8 @@ from moeserve.quant.format import Format, Packed
 from moeserve.quant.formats import STATIC, format_named
 
 Step = Callable[[], object]
+
+NCCL, ROWS_ONLY = "NCCL, bytes only", "FlashInfer, rows only"
 
 AIMS = {1: 11.0, 16: 14.0, 128: 30.0, 1024: 190.0, 4096: 700.0}
 """Microseconds of dispatch and combine by tokens a rank, for fp8_group128 and uniform routing on 4 GPUs."""
@@ -93,17 +98,22 @@ def work(spec: DispatchSpec, tokens: int, load: Tensor | None) -> Work:
     return Work(spec, hidden, Routing(slots.int(), weights, (tokens,) * spec.ranks))
 
 
-def ours(name: str, task: Work) -> tuple[float, float]:
-    """Dispatch alone, and dispatch with combine, of the carrier `name`, its answers checked first."""
+def ours(name: str, task: Work, *, parted: bool = True) -> tuple[float, float]:
+    """Dispatch alone, and dispatch with combine, of the carrier `name`, its answers checked first.
+
+    Not `parted`: the first is NaN, since some libraries refuse a dispatch that is not combined.
+    """
     carrier = DISPATCHERS[name].build(task.spec)
     try:
         outputs = check(carrier, task)
-        alone = graphed(lambda: carrier.dispatch(task.hidden, task.routing).wait())
 
         def both() -> None:
             arrived = carrier.dispatch(task.hidden, task.routing).wait()
             carrier.combine(outputs, arrived.ticket).wait()
 
+        alone = math.nan
+        if parted:
+            alone = graphed(lambda: carrier.dispatch(task.hidden, task.routing).wait())
         return alone, graphed(both)
     finally:
         dist.barrier()
@@ -134,24 +144,26 @@ def _slabs(packed: Packed) -> list[Packed]:
     return [packed.rows(slice(i, i + 1)) for i in rows]
 
 
-def measure(task: Work, carriers: list[str]) -> dict[str, tuple[float, float]]:
+def measure(task: Work, carriers: list[str], libraries: list[str]) -> dict[str, tuple[float, float]]:
     """Microseconds by contender: dispatch, and dispatch with combine."""
     spec, found = task.spec, {}
-    for name in carriers:
-        if name in DISPATCHERS:
-            try:
+    for name in (*carriers, *libraries):
+        try:
+            if name in carriers:
                 found[name] = ours(name, task)
-            except (ValueError, RuntimeError, AssertionError) as error:
-                note(f"{name} at {task.tokens}: {error}")
+            else:
+                found[f"{name}, whole"] = ours(name, task, parted=False)
+        except (ImportError, ValueError, RuntimeError, AssertionError) as error:
+            note(f"{name} at {task.tokens}: {error}")
     sent = destinations(spec, task.routing.slots).sum(dim=0).tolist()
     away, home = nccl_steps(spec, sent)
     first = graphed(away)
-    found["NCCL bytes"] = (first, first + graphed(home))
+    found[NCCL] = (first, first + graphed(home))
     fi = flashinfer_step(task.spec, task.routing, task.hidden)
     if callable(fi):
-        found["FlashInfer"] = (float("nan"), graphed(fi))
+        found[ROWS_ONLY] = (math.nan, graphed(fi))
     else:
-        note(f"FlashInfer at {task.tokens}: {fi}")
+        note(f"{ROWS_ONLY} at {task.tokens}: {fi}")
     return found
 
 
@@ -171,7 +183,7 @@ def wire_named(name: str) -> Format:
 
 
 def main() -> None:
-    """Prints a table from rank 0 and, with --record, writes bench/results/gpu_a2a.jsonl."""
+    """Prints a table from rank 0 and, with --record, keeps each size in bench/results/gpu_a2a.jsonl."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--experts", type=int, default=256)
@@ -179,6 +191,7 @@ def main() -> None:
     parser.add_argument(
         "--carriers", nargs="+", default=["nvlink_ll", "nvlink_ht", "allgather_reducescatter"]
     )
+    parser.add_argument("--libraries", nargs="*", default=["flashinfer"])
     parser.add_argument("--wires", nargs="+", default=["fp8_group128", "nvfp4_static", "bf16"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 128, 256, 1024, 4096])
     parser.add_argument("--counts")
@@ -195,7 +208,9 @@ def main() -> None:
     note(f"ceiling: {top:.0f} GB/s out of each GPU, all storing to all peers at once")
     load = torch.from_numpy(read_trace(args.counts).total.tokens[args.layer]) if args.counts else None
     routing = "skewed" if args.counts else "uniform"
-    results = [Result("gpu_a2a", f"all peers at once, EP{ranks}", top, "GB/s", "higher")]
+    keep = args.record and rank == 0
+    if keep:
+        write([Result("gpu_a2a", f"all peers at once, EP{ranks}", top, "GB/s", "higher")])
     for wire in args.wires:
         for tokens in args.tokens:
             spec = DispatchSpec(
@@ -210,9 +225,10 @@ def main() -> None:
                 device="cuda",
                 patience=5.0,
             )
-            found = measure(work(spec, tokens, load), args.carriers)
+            found = measure(work(spec, tokens, load), args.carriers, args.libraries)
             cells = [f"{name} {both:.1f} ({alone:.1f} out)" for name, (alone, both) in found.items()]
             note(f"{wire}, {routing}, {tokens}: {' | '.join(cells)}")
+            results = []
             judged = ranks == 4 and wire == "fp8_group128" and load is None
             for name in args.carriers:
                 if name not in found:
@@ -222,8 +238,8 @@ def main() -> None:
                 case = f"{name}, {wire}, {routing}, {tokens} tokens a rank, EP{ranks}, dispatch + combine"
                 aim = AIMS.get(tokens) if judged else None
                 results.append(Result("gpu_a2a", case, found[name][1], "us", "lower", aim, peers))
-    if args.record and rank == 0:
-        write(results)
+            if keep and results:
+                write(results)
     dist.destroy_process_group()
 
 

@@ -2,21 +2,23 @@
 
 Each kind of experts runs on the kernel that a plan takes here; the same rows and ids go to all kinds and,
 with `--peers`, to other systems' kernels that are importable (gpu_peers.py). Medians of a CUDA graph's
-replays behind a flush of the L2 cache. `--workers` compiles everything first, in processes of their own.
+replays behind a flush of the L2 cache. `--workers` compiles everything first, in processes of their own;
+what is timed runs in one process, which is made anew when a kernel hangs or breaks it.
 usage: python bench/gpu_experts.py [--model deepseek-v3] [--kinds nvfp4,fp8] [--tokens 1,512] [--peers]
-       [--workers 14] [--only-compile] [--tune FILE]
-Results go to bench/results/gpu_experts.jsonl, those of other models than DeepSeek-V3 to gpu_models.jsonl.
+       [--workers 14] [--only-compile] [--seconds 150] [--tune FILE]
+Results go to bench/results/gpu_experts.jsonl, those of other models than DeepSeek-V3 to gpu_models.jsonl,
+size by size. The aim of other models is 1.05 of the fastest peer that computes the whole.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import fields
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from math import inf
-from multiprocessing import get_context
 from pathlib import Path
 
 import gpu_peers
@@ -24,6 +26,7 @@ import gpu_rows
 import record
 import torch
 import triton
+from gpu_lane import Failed, Lane, in_lanes, said, share
 from gpu_models import MODELS, SCHEMES, Held, Inputs
 from torch import Tensor
 
@@ -48,8 +51,17 @@ AIMS = {
 }
 """Microseconds of the whole, by kind and tokens."""
 
+BEHIND = 1.05
+"""Most that another model's time may be of its fastest whole peer's."""
+
 SAME = 5e-2
 """Most that a peer's answer may be from ours, relative; else it computes something else and is left out."""
+
+COMPILING = 0.6
+"""The part of the time that compiling may take."""
+
+STALLED = 40.0
+"""Seconds that one size of one kind may take before its process is given up."""
 
 
 def medians(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -76,11 +88,13 @@ def medians(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, f
 
 
 def row_for(held: Held, kind: str) -> KernelRow:
-    """The kernel that a plan takes for `kind` on this machine."""
+    """The kernel that a plan takes for `kind` on this machine. Raises LookupError where there is none."""
     problem = Problem(SCHEMES[kind], BF16, held.shape, held.experts, 1, held.top_k, lane_rows=4096)
     machine = this_machine()
     able = (row for row in KERNELS.values() if not row.reference and row.refuses(problem, machine) is None)
-    return next(able)
+    if (row := next(able, None)) is None:
+        raise LookupError(f"no kernel computes {SCHEMES[kind]} on {machine.name}")
+    return row
 
 
 class Experts:
@@ -129,8 +143,8 @@ def tune(held: Held, arguments: argparse.Namespace) -> None:
         for tokens, tiles in cases.items():
             batch, _ = experts.group(held.inputs(int(tokens)))
             times = {tuple(numbers): timed(experts, batch, numbers, arguments.repeats) for numbers in tiles}
-            for numbers, time in sorted(times.items(), key=lambda case: case[1]):
-                print(f"{kind} {tokens} {list(numbers)}: {time:.1f} us", flush=True)
+            for numbers, found in sorted(times.items(), key=lambda case: case[1]):
+                print(f"{kind} {tokens} {list(numbers)}: {found:.1f} us", flush=True)
             rows.append([MOST_ROWS[tokens], min(times, key=lambda numbers: times[numbers])])
     table = {"device": torch.cuda.get_device_name(), "columns": [f.name for f in fields(Tile)], "tiles": best}
     TABLE.write_text(json.dumps(table) + "\n")
@@ -139,7 +153,8 @@ def tune(held: Held, arguments: argparse.Namespace) -> None:
 def timed(experts: Experts, batch: ExpertBatch, numbers: list[int], repeats: int) -> float:
     """Microseconds of the kernel with one tile; infinite where it does not fit or computes something else."""
     wanted = experts.kernel.apply(experts.bank[0], batch).float()
-    shipped, hopper.tile_for = hopper.tile_for, lambda *_: Tile(*numbers)
+    shipped, hopper.tile_for = (hopper.tile_for, hopper.few_tile_for), lambda *_: Tile(*numbers)
+    hopper.few_tile_for = lambda *_: None  # few rows too are timed on the tile
     try:
         found = experts.kernel.apply(experts.bank[0], batch).float()
         if not float((found - wanted).norm()) <= 1e-3 * float(wanted.norm()):
@@ -150,132 +165,160 @@ def timed(experts: Experts, batch: ExpertBatch, numbers: list[int], repeats: int
         print(f"{numbers}: {str(refused)[-120:]!r}", flush=True)
         return inf
     finally:
-        hopper.tile_for = shipped
+        hopper.tile_for, hopper.few_tile_for = shipped
 
 
-Task = tuple[str, str, str]
-"""Model, kind, and what is compiled: `ours`, or the name of a peer."""
+@dataclass(frozen=True)
+class Case:
+    """One kind of experts of one model, and the sizes of its steps."""
+
+    model: str
+    kind: str
+    tokens: tuple[int, ...]
+
+    @property
+    def held(self) -> Held:
+        return MODELS[self.model]
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.kind} at {','.join(map(str, self.tokens))}"
 
 
-def compiled(task: Task, tokens: tuple[int, ...]) -> str:
-    """Runs one task's kernels once for each size, so that compilers' caches hold them; what was raised."""
-    model, kind, what = task
-    held = MODELS[model]
-    try:
-        if what == "ours":
-            experts = Experts(held, kind)
-            for number in tokens:
-                experts.run(held.inputs(number))
-        else:
-            made = gpu_peers.peers_for(held, kind)[what](held, held.weights(kind))
-            for number in tokens:
-                made(held.inputs(number))()
-        torch.cuda.synchronize()
-    except Exception as raised:  # the run goes on: a peer may not be complete here
-        return f"{type(raised).__name__}: {str(raised)[:300]!r}"
-    finally:
-        torch.cuda.empty_cache()
-    return ""
+OURS = "ours"
 
 
-def compile_all(cases: Iterable[tuple[Held, str, tuple[int, ...]]], arguments: argparse.Namespace) -> None:
-    """`compiled` for all of it in processes of their own, and a line for what failed."""
-    tasks: list[tuple[Task, tuple[int, ...]]] = []
-    for held, kind, tokens in cases:
-        names = list(gpu_peers.peers_for(held, kind)) if arguments.peers else []
-        for what in ["ours", *names]:
-            sizes = tuple(t for t in tokens if t >= gpu_peers.FROM_TOKENS.get(what, 0))
-            apiece = [(t,) for t in sizes] if what == gpu_peers.GEMMS_ONLY else [sizes]  # it compiles long
-            tasks += [((held.name, kind, what), some) for some in apiece]
-    with ProcessPoolExecutor(arguments.workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        for (task, tokens), raised in zip(tasks, pool.map(compiled, *zip(*tasks, strict=True)), strict=True):
-            if raised:
-                print(f"{' '.join(task)} at {tokens}: {raised}", flush=True)
+def compiled(case: Case, what: str) -> None:
+    """Runs ours, or one peer, once for each size, so that compilers' caches hold what it needs."""
+    if what == OURS:
+        experts = Experts(case.held, case.kind)
+        for number in case.tokens:
+            experts.run(case.held.inputs(number))
+    else:
+        made = gpu_peers.PEERS[case.kind][what].make(case.held, case.held.weights(case.kind))
+        for number in case.tokens:
+            made(case.held.inputs(number))()
+    torch.cuda.synchronize()
 
 
-def measure(
-    held: Held, kind: str, tokens: tuple[int, ...], arguments: argparse.Namespace
-) -> list[record.Result]:
-    """Prints a line a size and a peer; what is to be recorded."""
-    experts, results = Experts(held, kind), []
-    name = f"{held.name} {kind} on {experts.row.name}"
-    print(f"{name}: error against the reference {experts.error(held.inputs(32)):.2e}", flush=True)
-    peers = made_peers(held, kind, experts) if arguments.peers else {}
-    for number in tokens:
-        inputs = held.inputs(number)
-        batch, _ = experts.group(inputs)
-        times = medians(
-            {
-                "whole": lambda i=inputs: experts.run(i),
-                "kernel": lambda b=batch: experts.kernel.apply(experts.bank[0], b),
-            },
-            arguments.repeats,
-        )
-        timed_here = {p: m for p, m in peers.items() if number >= gpu_peers.FROM_TOKENS.get(p, 0)}
-        found = {peer: peer_time(made, experts, inputs, arguments) for peer, made in timed_here.items()}
-        beside = {peer: time for peer, time in found.items() if time is not None}
-        active = inputs.ids.unique().numel()
-        nbytes, pairs = experts.bank.nbytes * active / held.experts, inputs.ids.numel()
-        flops = 2 * pairs * held.shape.hidden * (held.shape.gate_up_rows + held.shape.inner)
-        print(
-            f"{name} {number:6d} tokens, {active:3d} active: {times['whole']:8.1f} us, "
-            f"kernel alone {times['kernel']:8.1f} us, {nbytes / times['whole'] / 1e6:5.2f} TB/s, "
-            f"{flops / times['whole'] / 1e6:7.1f} TFLOP/s; "
-            + ", ".join(f"{peer} {time:.1f} ({times['whole'] / time:.2f}x)" for peer, time in beside.items()),
-            flush=True,
-        )
-        results += lines(held, kind, (number, inputs.ids.shape[1], active), times, beside)
-    return results
+def compile_tasks(case: Case, with_peers: bool) -> list[tuple[Case, str]]:
+    """What to compile for a case; the sizes of a library that compiles each of them long are tasks apart."""
+    tasks = [(case, OURS)]
+    for name, peer in gpu_peers.peers_for(case.held, case.kind).items() if with_peers else ():
+        sizes = tuple(t for t in case.tokens if t >= peer.least)
+        apiece = [(t,) for t in sizes] if "deep_gemm" in peer.needs else [sizes]
+        tasks += [(Case(case.model, case.kind, some), name) for some in apiece if some]
+    return tasks
 
 
-def made_peers(held: Held, kind: str, experts: Experts) -> dict[str, gpu_peers.Made]:
-    """The importable peers with the same weights; one that cannot be made is said and left out."""
+def measure_all(cases: Sequence[Case], lane: Lane, arguments: argparse.Namespace, deadline: float) -> None:
+    """`measured` for every size; where peers hang or break the process, that and what follows is without."""
+    for case in cases:
+        peers = arguments.peers
+        if peers and (names := gpu_peers.missing(case.held, case.kind)):
+            print(f"{case.model} {case.kind}: not importable here: {', '.join(names)}", flush=True)
+        for number in case.tokens:
+            done, tries = False, 1 + peers
+            while not done and tries and (left := deadline - time.monotonic()) > 0:
+                try:
+                    lane.run(min(left, STALLED), measured, case, number, peers, arguments.repeats)
+                    done = True
+                except Failed as failed:
+                    print(f"{case.model} {case.kind}, {number} tokens, peers={peers}: {failed}", flush=True)
+                    peers, tries = False, tries - 1
+            if not done and tries:
+                print(f"{case.model} {case.kind}, {number} tokens: no time was left", flush=True)
+
+
+@lru_cache(maxsize=1)
+def side(case: Case, with_peers: bool) -> tuple[Experts, dict[str, gpu_peers.Made]]:
+    """Ours and the peers with their weights on the GPU; says how far ours is from the reference."""
+    held, experts = case.held, Experts(case.held, case.kind)
+    error = experts.error(held.inputs(32))
+    print(f"{case.model} {case.kind} on {experts.row.name}: error {error:.2e}", flush=True)
     made = {}
-    for name, make in gpu_peers.peers_for(held, kind).items():
+    for name, peer in gpu_peers.peers_for(held, case.kind).items() if with_peers else ():
         try:
-            made[name] = make(held, experts.weights)
+            made[name] = peer.make(held, experts.weights)
         except Exception as raised:  # of a library that is not ours
-            print(f"{held.name} {kind}: {name} is left out: {type(raised).__name__}: {str(raised)[:200]!r}")
-    return made
+            print(f"{case}: {name} cannot be made: {said(raised)}", flush=True)
+    return experts, made
+
+
+def measured(case: Case, number: int, with_peers: bool, repeats: int) -> None:
+    """Times one size of one kind, prints a line and records it."""
+    experts, made = side(case, with_peers)
+    inputs = case.held.inputs(number)
+    batch, _ = experts.group(inputs)
+    calls = {
+        "whole": lambda: experts.run(inputs),
+        "kernel": lambda: experts.kernel.apply(experts.bank[0], batch),
+    }
+    times = medians(calls, repeats)
+    beside = {}
+    for name, peer in made.items():
+        if number >= gpu_peers.PEERS[case.kind][name].least:
+            found = peer_time(f"{case.model} {case.kind} {number}: {name}", peer, experts, inputs, repeats)
+            beside |= {} if found is None else {name: found}
+    print(line(case, inputs, experts, times, beside), flush=True)
+    record.write(results(case, inputs, times, beside))
 
 
 def peer_time(
-    made: gpu_peers.Made, experts: Experts, inputs: Inputs, arguments: argparse.Namespace
+    name: str, made: gpu_peers.Made, experts: Experts, inputs: Inputs, repeats: int
 ) -> float | None:
-    """Microseconds of a peer; None where it fails, or answers something else than we do."""
+    """Microseconds of a peer; None where it fails, or answers something else than we do.
+
+    Raises what it raised if the GPU's context broke with it.
+    """
     try:
         call = made(inputs)
         answer = call()
-        if answer is not None and not (off := apart(answer, experts.run(inputs))) <= SAME:
-            print(f"a peer's answer is {off:.2f} from ours: left out", flush=True)
+        off = 0.0 if answer is None else apart(answer, experts.run(inputs))
+        if not off <= SAME:
+            print(f"{name} is left out, its answer is {off:.2f} from ours", flush=True)
             return None
-        return round(medians({"": call}, arguments.repeats)[""], 1)
+        found = medians({"": call}, repeats)[""]
+        print(f"{name} {found:.1f} us" + ("" if answer is None else f", {off:.1e} from ours"), flush=True)
+        return round(found, 1)
     except Exception as raised:  # of a library that is not ours
-        print(f"a peer is left out: {type(raised).__name__}: {str(raised)[:200]!r}", flush=True)
+        print(f"{name} is left out: {said(raised)}", flush=True)
+        torch.cuda.synchronize()
         return None
 
 
-def lines(
-    held: Held, kind: str, size: tuple[int, int, int], times: dict[str, float], peers: dict[str, float]
+def line(
+    case: Case, inputs: Inputs, experts: Experts, times: dict[str, float], beside: dict[str, float]
+) -> str:
+    """What was measured, for people."""
+    held, active, pairs = case.held, inputs.ids.unique().numel(), inputs.ids.numel()
+    nbytes = experts.bank.nbytes * active / held.experts
+    flops = 2 * pairs * held.shape.hidden * (held.shape.gate_up_rows + held.shape.inner)
+    peers = ", ".join(f"{name} {other:.1f} ({times['whole'] / other:.2f}x)" for name, other in beside.items())
+    return (
+        f"{case.model} {case.kind} on {experts.row.name} {len(inputs.hidden):6d} rows, {active:3d} active: "
+        f"{times['whole']:8.1f} us, kernel alone {times['kernel']:8.1f} us, "
+        f"{nbytes / times['whole'] / 1e6:5.2f} TB/s, {flops / times['whole'] / 1e6:7.1f} TFLOP/s; {peers}"
+    )
+
+
+def results(
+    case: Case, inputs: Inputs, times: dict[str, float], beside: dict[str, float]
 ) -> list[record.Result]:
-    """A result for the whole, with its peers and its aim, and one for the kernel alone."""
-    tokens, top_k, active = size
-    first = held.name == AIMED_AT
-    aim = AIMS[kind].get(tokens) if first else None
-    bench, before = ("gpu_experts", "") if first else ("gpu_models", f"{held.name}: ")
-    case = f"{before}{kind}, {tokens} tokens x {top_k}, {active} of {held.experts} experts active"
-    return [
-        record.Result(
-            bench,
-            f"{case}, {part}",
-            round(value, 1),
-            "us",
-            "lower",
-            float(aim) if aim and part == "whole" else None,
-            peers if part == "whole" else {},
-        )
-        for part, value in times.items()
-    ]
+    """A result for the whole, with its peers and its aim; for the first model one for the kernel alone."""
+    held, first = case.held, case.model == AIMED_AT
+    (rows, top_k), active = inputs.ids.shape, inputs.ids.unique().numel()
+    bench, before = ("gpu_experts", "") if first else ("gpu_models", f"{case.model}: ")
+    name = f"{before}{case.kind}, {rows} tokens x {top_k}, {active} of {held.experts} experts active"
+    aim = AIMS[case.kind].get(rows) if first else fastest(case.kind, beside)
+    whole = record.Result(bench, f"{name}, whole", round(times["whole"], 1), "us", "lower", aim, beside)
+    kernel = record.Result(bench, f"{name}, kernel", round(times["kernel"], 1), "us", "lower")
+    return [whole, kernel] if first else [whole]
+
+
+def fastest(kind: str, beside: dict[str, float]) -> float | None:
+    """`BEHIND` of the fastest peer that computes the whole, in microseconds; None where there is none."""
+    whole = [found for name, found in beside.items() if gpu_peers.PEERS[kind][name].whole]
+    return round(BEHIND * min(whole), 1) if whole else None
 
 
 def main() -> None:
@@ -292,6 +335,7 @@ def main() -> None:
     parser.add_argument(
         "--workers", type=int, default=0, help="processes that compile before anything is timed"
     )
+    parser.add_argument("--seconds", type=float, default=900, help="no size is begun after so long")
     parser.add_argument("--only-compile", action="store_true", help="and time nothing")
     parser.add_argument("--tune", default="", help="file of tiles to try: kind -> {tokens: [tile]}")
     arguments = parser.parse_args()
@@ -303,16 +347,25 @@ def main() -> None:
     asked = [kind for kind in arguments.kinds.split(",") if kind]
     sizes = tuple(int(number) for number in arguments.tokens.split(",") if number)
     cases = [
-        (held, kind, sizes or held.tokens)
+        Case(held.name, kind, sizes or held.tokens)
         for held in models
         for kind in held.kinds
         if not asked or kind in asked
     ]
-    if arguments.workers:
-        compile_all(cases, arguments)
-    for held, kind, tokens in [] if arguments.only_compile else cases:
-        record.write(measure(held, kind, tokens, arguments))
-        torch.cuda.empty_cache()
+    start = time.monotonic()
+    deadline = start + arguments.seconds
+    compiling = start + COMPILING * arguments.seconds
+    share("triton", "gpu_peers", *(["gpu_shared"] if arguments.peers else []))
+    print(f"imported in {time.monotonic() - start:.0f} s", flush=True)
+    tasks = [task for case in cases for task in compile_tasks(case, arguments.peers)]
+    tasks.sort(key=lambda task: not any(slow in task[1] for slow in ("Marlin", "DeepGEMM")))  # to compile
+    lane = in_lanes(compiled, tasks, arguments.workers, compiling) if arguments.workers else Lane()
+    print(
+        f"{len(tasks) if arguments.workers else 0} compiled in {time.monotonic() - start:.0f} s", flush=True
+    )
+    if not arguments.only_compile:
+        measure_all(cases, lane, arguments, deadline)
+    lane.close()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """A whole mixture-of-experts layer on all GPUs of a host: router logits in, mixed output out, phase by phase.
 
-    torchrun --nproc-per-node 4 bench/gpu_layer.py [--schemes fp8,nvfp4] [--tokens 1,16,128,4096]
+    torchrun --nproc-per-node 4 bench/gpu_layer.py [--schemes fp8,nvfp4] [--tokens 1,16,4096] [--experts 256]
 
-DeepSeek-V3's sizes (256 experts of 7168 x 2048, top-8 of 8 groups), one copy of each expert. Each phase and
+DeepSeek-V3's sizes (256 experts of 7168 x 2048, top-8 of 8 groups), one copy of each expert; two ranks with
+128 experts hold as many each, and as many rows an expert, as four with 256. Each phase and
 the whole layer are CUDA graphs where the carrier reads nothing on the host; medians over replays, the slowest
 rank's. Up to --most-low-latency tokens the first carrier of --carriers is used, beyond it the second.
-FlashInfer's fused layer runs beside with --fused-peer. Writes bench/results/gpu_layer.jsonl; aims are for
-four ranks.
+FlashInfer's fused layer runs beside with --fused-peer, its routing given. Writes
+bench/results/gpu_layer.jsonl; aims are for 64 experts a rank.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ from moeserve.experts.placement import AddressBook, Placement
 from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats import format_named
 
-HIDDEN, INNER, EXPERTS, TOP_K = 7168, 2048, 256, 8
+HIDDEN, INNER, TOP_K = 7168, 2048, 8
 SHAPE = ExpertShape(HIDDEN, INNER, Activation("silu"))
 SCHEMES = {
     "fp8": ("fp8_block128", "fp8_group128", "cuda_fp8", "fp8_group128"),
-    "nvfp4": ("nvfp4", "bf16", "triton_fp4", "bf16"),
+    "nvfp4": ("nvfp4", "bf16", "cuda_fp4", "bf16"),
     "bf16": ("bf16", "bf16", "triton_bf16", "bf16"),
 }
 """Weights, activations, kernel and wire."""
+AIMED_SLOTS = 64
 AIMS = {
     "fp8": {1: 120, 16: 640, 128: 760, 4096: 3600},
     "nvfp4": {1: 90, 16: 400, 128: 500},
@@ -80,6 +82,7 @@ class Layer:
     kernel: Kernel
     prepared: Prepared
     ranks: int
+    experts: int  # of all ranks
 
     def run(self, last: str, hidden: Tensor, logits: Tensor, valid: Tensor) -> Tensor:
         """What the layer has made after its gate, its address book, or the whole of it."""
@@ -98,15 +101,16 @@ class Layer:
 
     def likely(self, batch: ExpertBatch, tokens: int) -> ExpertBatch:
         """A batch with how many rows a slot likely has, as a rank says it."""
-        return replace(batch, likely=tokens * self.ranks * TOP_K / EXPERTS)
+        return replace(batch, likely=tokens * self.ranks * TOP_K / self.experts)
 
 
-def build(scheme: str, carrier: str, rows: int, kernel_name: str) -> Layer:
+def build(scheme: str, carrier: str, rows: int, args: argparse.Namespace) -> Layer:
     """Every rank builds its own; collective."""
     weights_name, activations_name, usual, wire = SCHEMES[scheme]
     rank, ranks = dist.get_rank(), dist.get_world_size()
     weights, activations = format_named(weights_name), format_named(activations_name)
-    row, slots = KERNELS[kernel_name or usual], EXPERTS // ranks
+    experts = args.experts
+    row, slots = KERNELS[args.kernel or usual], experts // ranks
     kernel = row.build(KernelSpec(Scheme(weights, activations), SHAPE, torch.bfloat16))
     spec = DispatchSpec(
         rank=rank,
@@ -120,20 +124,21 @@ def build(scheme: str, carrier: str, rows: int, kernel_name: str) -> Layer:
         row_align=row.row_align,
         device="cuda",
     )
-    gate = Gate("DeepSeekV3", EXPERTS, TOP_K, groups=8, topk_groups=4, scaling=2.5)
+    gate = Gate("DeepSeekV3", experts, TOP_K, groups=8, topk_groups=4, scaling=2.5)
     prepared = kernel.prepare(
         ExpertWeights(
             matrix(weights, SHAPE.gate_up_rows, HIDDEN, slots), matrix(weights, HIDDEN, INNER, slots)
         )
     )
     return Layer(
-        gate.with_bias(torch.zeros(EXPERTS, device="cuda")),
-        AddressBook(Placement.even(1, EXPERTS, ranks), "cuda", "auto", rank),
-        LoadMeter((1, EXPERTS, EXPERTS), "cuda"),
+        gate.with_bias(torch.zeros(experts, device="cuda")),
+        AddressBook(Placement.even(1, experts, ranks), "cuda", "auto", rank),
+        LoadMeter((1, experts, experts), "cuda"),
         DISPATCHERS[carrier].build(spec),
         kernel,
         prepared,
         ranks,
+        experts,
     )
 
 
@@ -164,11 +169,11 @@ def microseconds(work: Callable[[], object], *, graphed: bool, repeats: int = 21
     return float(slowest)
 
 
-def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(tokens: int, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, router logits, and that all rows are real."""
     draw = torch.Generator("cuda").manual_seed(dist.get_rank() * 7 + tokens)
     hidden = torch.randn(tokens, HIDDEN, device="cuda", generator=draw).bfloat16()
-    logits = torch.randn(tokens, EXPERTS, device="cuda", generator=draw).bfloat16()
+    logits = torch.randn(tokens, experts, device="cuda", generator=draw).bfloat16()
     return hidden, logits, torch.ones(tokens, dtype=torch.bool, device="cuda")
 
 
@@ -204,57 +209,67 @@ def phases(layer: Layer, given: tuple[Tensor, Tensor, Tensor], *, graphed: bool)
     }
 
 
-def fused_peer(tokens: int, most: int) -> dict[str, float]:
-    """FlashInfer's fused SM90 layer, by how it combines; empty where it cannot be imported."""
+def fused_peers(sizes: list[int], experts: int) -> dict[int, dict[str, float]]:
+    """FlashInfer's fused SM90 layer by tokens a rank, for both ways it combines; none where it cannot run."""
+    found: dict[int, dict[str, float]] = {tokens: {} for tokens in sizes}
     try:
         from flashinfer import moe_ep
     except ImportError:
-        return {}
-    found: dict[str, float] = {}
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    slots = EXPERTS // ranks
+        return found
+    slots = experts // dist.get_world_size()
     gate_up = torch.randn(slots, 2 * INNER, HIDDEN, device="cuda", dtype=torch.bfloat16) * 0.02
     down = torch.randn(slots, HIDDEN, INNER, device="cuda", dtype=torch.bfloat16) * 0.02
-    config: Any = moe_ep.Sm90_Fp8_Fp8_Bf16_PushCuda_MegaMoeConfig
-    layer = moe_ep.MoEEpLayer(
-        moe_ep.BootstrapConfig(world_size=ranks, rank=rank, process_group=dist.group.WORLD),
-        moe_ep.FleetParams(num_experts=EXPERTS, max_tokens_per_rank=most, token_hidden_size=HIDDEN),
-        moe_ep.MoEWeightPack(gate_up, down),
-        backend=moe_ep.MegaConfig(
-            megakernel=config(
-                intermediate_size=INNER, top_k=TOP_K, combine_dtype="bf16", grouped_combine=False
-            )
-        ),
-    )
-    hidden, logits, _ = inputs(tokens)
-    ids = logits.float().topk(TOP_K, 1).indices.int().contiguous()
-    given = moe_ep.MoEEpTensors(
-        hidden_states=hidden,
-        topk_ids=ids,
-        topk_weights=torch.rand(tokens, TOP_K, device="cuda"),
-        output=torch.empty_like(hidden),
-    )
-    found["FlashInfer fused SM90, routing given"] = round(
-        microseconds(lambda: layer.forward(given), graphed=True), 1
-    )
-    if hasattr(layer, "destroy"):
-        layer.destroy()
+    for most in sorted({max(256, tokens) for tokens in sizes}):
+        fitting = [tokens for tokens in sizes if max(256, tokens) == most]
+        for combine in ("bf16", "fp8"):
+            layer = _fused(moe_ep, most, (gate_up, down), combine)
+            for tokens in fitting:
+                name = f"FlashInfer fused SM90, {combine} combine, routing given"
+                found[tokens][name] = round(_timed_fused(moe_ep, layer, tokens, experts), 1)
+            layer.destroy()
     return found
 
 
-def measure(scheme: str, tokens: int, args: argparse.Namespace, peers: dict[str, float]) -> list[Result]:
-    """One scheme at one size."""
+def _fused(moe_ep: Any, most: int, weights: tuple[Tensor, Tensor], combine: str) -> Any:
+    """The library's layer for up to `most` tokens a rank; it rounds the weights to FP8."""
+    ranks, slots = dist.get_world_size(), weights[0].shape[0]
+    kernel = moe_ep.Sm90_Fp8_Fp8_Bf16_PushCuda_MegaMoeConfig(
+        intermediate_size=INNER, top_k=TOP_K, combine_dtype=combine, grouped_combine=combine == "fp8"
+    )
+    return moe_ep.MoEEpLayer(
+        moe_ep.BootstrapConfig(world_size=ranks, rank=dist.get_rank(), process_group=dist.group.WORLD),
+        moe_ep.FleetParams(num_experts=slots * ranks, max_tokens_per_rank=most, token_hidden_size=HIDDEN),
+        moe_ep.MoEWeightPack(*weights),
+        backend=moe_ep.MegaConfig(megakernel=kernel),
+    )
+
+
+def _timed_fused(moe_ep: Any, layer: Any, tokens: int, experts: int) -> float:
+    """Microseconds of one forward in a CUDA graph."""
+    hidden, logits, _ = inputs(tokens, experts)
+    given = moe_ep.MoEEpTensors(
+        hidden_states=hidden,
+        topk_ids=logits.float().topk(TOP_K, 1).indices.int().contiguous(),
+        topk_weights=torch.rand(tokens, TOP_K, device="cuda"),
+        output=torch.empty_like(hidden),
+    )
+    return microseconds(lambda: layer.forward(given), graphed=True)
+
+
+def measure(scheme: str, tokens: int, args: argparse.Namespace) -> list[Result]:
+    """One scheme at one size; the whole layer last."""
     low, high = args.carriers.split(",")
     carrier = low if tokens <= args.most_low_latency else high
-    layer = build(scheme, carrier, tokens, args.kernel)
-    found = phases(layer, inputs(tokens), graphed=not DISPATCHERS[carrier].host_sync)
+    layer = build(scheme, carrier, tokens, args)
+    found = phases(layer, inputs(tokens, args.experts), graphed=not DISPATCHERS[carrier].host_sync)
     layer.carrier.close()
     ranks = dist.get_world_size()
-    aim = AIMS.get(scheme, {}).get(tokens) if ranks == 4 else None
+    aim = AIMS.get(scheme, {}).get(tokens) if args.experts == AIMED_SLOTS * ranks else None
     results = []
     for part, value in found.items():
         kernel = args.kernel or SCHEMES[scheme][2]
-        case = f"{scheme}, {tokens} tokens a rank, EP{ranks}, {carrier}, {kernel}: {part}"
+        spread = f"EP{ranks}" if args.experts == 256 else f"EP{ranks} of {args.experts} experts"
+        case = f"{scheme}, {tokens} tokens a rank, {spread}, {carrier}, {kernel}: {part}"
         whole = part == "layer"
         results.append(
             Result(
@@ -264,13 +279,13 @@ def measure(scheme: str, tokens: int, args: argparse.Namespace, peers: dict[str,
                 "us",
                 "lower",
                 float(aim) if aim and whole else None,
-                peers if whole else {},
+                {},
             )
         )
     if not dist.get_rank():
         shown = ", ".join(f"{part} {value:.1f}" for part, value in found.items())
         rest = found["layer"] - sum(value for part, value in found.items() if part != "layer")
-        print(f"{scheme} {tokens} tokens, {carrier}: {shown}; beyond its phases {rest:.1f} us; peers {peers}")
+        print(f"{scheme} {tokens} tokens, {carrier}: {shown}; beyond its phases {rest:.1f} us")
         sys.stdout.flush()
     return results
 
@@ -282,6 +297,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,16,128,4096")
     parser.add_argument("--carriers", default="nvlink_ll,nvlink_ht")
     parser.add_argument("--kernel", default="", help="instead of the usual one of the scheme")
+    parser.add_argument("--experts", type=int, default=256, help="of all ranks together")
     parser.add_argument("--most-low-latency", type=int, default=256)
     parser.add_argument("--fused-peer", action="store_true", help="FlashInfer's layer, compiled at first use")
     args = parser.parse_args()
@@ -290,14 +306,19 @@ def main() -> None:
     torch.cuda.set_device(local)
     dist.init_process_group("nccl", device_id=torch.device("cuda", local))
     sizes = [int(tokens) for tokens in args.tokens.split(",")]
-    peers = {tokens: fused_peer(tokens, max(256, tokens)) if args.fused_peer else {} for tokens in sizes}
-    results = []
+    wholes: dict[int, Result] = {}  # of FP8, by tokens
     for scheme in args.schemes.split(","):
         for tokens in sizes:
-            results += measure(scheme, tokens, args, peers[tokens] if scheme == "fp8" else {})
+            results = measure(scheme, tokens, args)
+            if scheme == "fp8":
+                wholes[tokens] = results[-1]
+            if not dist.get_rank():
+                write(results)
             torch.cuda.empty_cache()
-    if not dist.get_rank():
-        write(results)
+    peers = fused_peers(sizes, args.experts) if args.fused_peer else {}  # last: a library may fail
+    if not dist.get_rank() and wholes and any(peers.values()):
+        print(f"peers by tokens a rank: {peers}", flush=True)
+        write(replace(whole, peers=peers[tokens]) for tokens, whole in wholes.items())
     time.sleep(0.5)
     dist.destroy_process_group()
 

@@ -1,16 +1,22 @@
 """Rows for kernel libraries beside our own rows on one GPU: both GEMMs and the activation, medians.
 
 64 experts of 7168 x 2048 with so many bf16 rows each, a CUDA graph, L2 flushed between replays. Rows
-whose package is not importable are left out; a library's first call may compile for a while.
-usage: python bench/gpu_libraries.py [--rows 16,512] [--padded 512] [--only "mxfp4 x bf16"]
+whose package is not importable are left out; a library's first call may compile for a while, so
+`--workers` runs everything once before, in processes of their own.
+usage: python bench/gpu_libraries.py [--rows 16,512] [--padded 512] [--only "mxfp4 x bf16"] [--workers 14]
+       [--seconds 120] [--record]
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
+from functools import lru_cache
 
+import record
 import torch
+from gpu_lane import Failed, Lane, in_lanes, share
 from torch import Tensor
 
 from moeserve.experts.activation import Activation
@@ -18,18 +24,21 @@ from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights, Grou
 from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.kernels import KERNELS
 from moeserve.experts.machine import this_machine
+from moeserve.experts.nvrtc import NEEDED_MODULE
 from moeserve.quant.format import Format, Packed
 from moeserve.quant.formats import BF16
 from moeserve.quant.schemes import scheme_named
 
 EXPERTS, SHAPE = 64, ExpertShape(7168, 2048, Activation("silu"))
-PAIRS = {
-    "fp8_block128 x fp8_group128": ("triton_fp8", "deep_gemm", "flashinfer_cutlass"),
-    "bf16": ("triton_bf16", "torch_grouped_mm", "deep_gemm", "flashinfer_cutlass"),
-    "mxfp4 x bf16": ("triton_fp4", "triton_kernels", "flashinfer_cutlass"),
-    "fp8_channel x fp8_token": ("triton_dequant", "torch_scaled_grouped_mm"),
+LIBRARIES = {
+    "fp8_block128 x fp8_group128": ("deep_gemm", "flashinfer_cutlass"),
+    "bf16": ("torch_grouped_mm", "deep_gemm", "flashinfer_cutlass"),
+    "mxfp4 x bf16": ("triton_kernels", "flashinfer_cutlass"),
+    "fp8_channel x fp8_token": ("torch_scaled_grouped_mm",),
 }
-"""Ours first, and the libraries it is compared with."""
+"""By scheme, the rows of libraries that ours is compared with."""
+OURS = frozenset({"triton", NEEDED_MODULE})
+"""Packages that our own kernels are compiled by."""
 FLUSHED = 256 << 20
 
 
@@ -73,35 +82,102 @@ def median(call: Callable[[], Tensor], replays: int = 25) -> float:
     return sorted(times)[replays // 2]
 
 
-def compare(name: str, numbers: list[int], padded: int) -> None:
-    """Prints a line a row of the table of kernels, with the ratio to the first."""
-    scheme, here = scheme_named(name), this_machine().modules
-    weights = ExpertWeights(matrix(scheme.weights, 4096, 7168), matrix(scheme.weights, 7168, 2048))
-    for count in numbers:
-        rows = torch.randn(EXPERTS, count, 7168, device="cuda", dtype=torch.bfloat16)
-        first = 0.0
-        for row in (KERNELS[other] for other in PAIRS[name]):
-            grouping = Grouping.PADDED if padded else Grouping.RAGGED
-            if not row.modules <= here or grouping not in row.groupings:
-                continue
-            kernel = row.build(KernelSpec(scheme, SHAPE, torch.bfloat16))
-            prepared = kernel.prepare(weights)
-            segment = padded or -(-count // row.row_align) * row.row_align
-            batch = batch_of(rows, segment, grouping)
-            time = median(lambda k=kernel, p=prepared, b=batch: k.apply(p, b))  # type: ignore[misc]
-            first = first or time
-            print(f"{name}, {count} rows a slot, {row.name}: {time:.0f} us, {time / first:.2f}", flush=True)
-            del prepared
+@lru_cache(maxsize=1)
+def weights_of(name: str) -> ExpertWeights:
+    """Random experts of a scheme."""
+    form = scheme_named(name).weights
+    return ExpertWeights(matrix(form, 4096, 7168), matrix(form, 7168, 2048))
+
+
+def step_of(name: str, row_name: str, count: int, padded: int) -> Callable[[], Tensor]:
+    """One step of a row, `count` rows in each slot."""
+    row, scheme = KERNELS[row_name], scheme_named(name)
+    there = torch.Generator("cuda").manual_seed(count)
+    rows = torch.randn(EXPERTS, count, 7168, device="cuda", generator=there).bfloat16()
+    kernel = row.build(KernelSpec(scheme, SHAPE, torch.bfloat16))
+    prepared = kernel.prepare(weights_of(name))
+    segment = padded or -(-count // row.row_align) * row.row_align
+    batch = batch_of(rows, segment, Grouping.PADDED if padded else Grouping.RAGGED)
+    return lambda: kernel.apply(prepared, batch)
+
+
+def run_once(name: str, row_name: str, count: int, padded: int) -> None:
+    """Has a row compiled what it needs."""
+    step_of(name, row_name, count, padded)()
+    torch.cuda.synchronize()
+
+
+def timed(name: str, row_name: str, count: int, padded: int) -> float:
+    """Microseconds of a row's step."""
+    return median(step_of(name, row_name, count, padded))
+
+
+def rows_here(name: str, padded: int) -> list[str]:
+    """Our own row that a plan takes, and the libraries' that take such batches and are importable."""
+    here, grouping = this_machine(), Grouping.PADDED if padded else Grouping.RAGGED
+    libraries = [KERNELS[library] for library in LIBRARIES[name]]
+    own = [row for row in KERNELS.values() if row.modules and row.modules <= OURS]
+    able = [
+        row
+        for row in (*own, *libraries)
+        if here.arch in row.archs
+        and row.modules <= here.modules
+        and grouping in row.groupings
+        and scheme_named(name) in row.schemes
+    ]
+    return [row.name for row in able if row in libraries or row is able[0]]
+
+
+def compare(name: str, count: int, padded: int, lane: Lane, deadline: float) -> list[record.Result]:
+    """Prints a line a row of the table of kernels, with the ratio to the first; what is to be recorded."""
+    times: dict[str, float] = {}
+    case = f"{name}, {count} rows a slot" + (f", padded to {padded}" if padded else "")
+    for row_name in rows_here(name, padded):
+        try:
+            found = lane.run(deadline - time.monotonic(), timed, name, row_name, count, padded)
+        except Failed as failed:
+            print(f"{case}, {row_name}: {failed}", flush=True)
+            continue
+        times[row_name] = round(found, 1)
+        first = next(iter(times.values()))
+        print(f"{case}, {row_name}: {found:.0f} us, {found / first:.2f}", flush=True)
+    ours, *others = times or [""]
+    if ours in LIBRARIES[name] or not others:
+        return []
+    beside = {other: times[other] for other in others}
+    return [record.Result("gpu_libraries", f"{case}, {ours}", times[ours], "us", "lower", None, beside)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rows", default="16,512", help="rows a slot, by commas")
-    parser.add_argument("--padded", type=int, default=0, help="PADDED batches of so many rows a slot")
-    parser.add_argument("--only", choices=PAIRS, help="one scheme")
+    parser.add_argument(
+        "--padded", default="0", help="PADDED batches of so many rows a slot, by commas; 0 is RAGGED"
+    )
+    parser.add_argument("--only", choices=LIBRARIES, help="one scheme")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="processes that compile before anything is timed"
+    )
+    parser.add_argument("--seconds", type=float, default=600, help="no row is begun after so long")
+    parser.add_argument("--record", action="store_true", help="write the times into bench/results")
     arguments = parser.parse_args()
-    for name in [arguments.only] if arguments.only else PAIRS:
-        compare(name, [int(number) for number in arguments.rows.split(",")], arguments.padded)
+    deadline = time.monotonic() + arguments.seconds
+    share("triton", "moeserve.experts.kernels")
+    names = [arguments.only] if arguments.only else list(LIBRARIES)
+    cases = [
+        (name, int(count), int(padded))
+        for name in names
+        for padded in arguments.padded.split(",")
+        for count in arguments.rows.split(",")
+    ]
+    tasks = [(name, row, count, padded) for name, count, padded in cases for row in rows_here(name, padded)]
+    compiling = time.monotonic() + 0.6 * arguments.seconds
+    lane = in_lanes(run_once, tasks, arguments.workers, compiling) if arguments.workers else Lane()
+    for name, count, padded in cases:
+        results = compare(name, count, padded, lane, deadline)
+        if arguments.record and results:
+            record.write(results)
+    lane.close()
 
 
 if __name__ == "__main__":

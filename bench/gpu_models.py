@@ -38,7 +38,7 @@ class Held:
     top_k: int  # of these that a token chooses, one it reaches
     shape: ExpertShape
     kinds: tuple[str, ...]  # that the model is run in
-    tokens: tuple[int, ...] = (32, 512, 16384)  # of all ranks, by default
+    tokens: tuple[int, ...] = (1, 32, 512, 16384)  # of all ranks, by default
     one_in: int = 1  # of so many tokens, one reaches the rank
 
     def rows(self, tokens: int) -> int:

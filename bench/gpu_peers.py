@@ -1,28 +1,56 @@
 """Peers on the experts of one rank: other systems' kernels on the same weights, rows and ids, where they are
 installed.
 
-vLLM 0.20.2's Triton and Marlin kernels and triton_kernels compute the whole MLP with the weighted sum.
-DeepGEMM has only the two GEMMs, on rows that are grouped, aligned and rounded before, and is named so.
+vLLM 0.20.2's Triton, Marlin, DeepGEMM and triton_kernels experts compute the whole MLP, from hidden states to
+the weighted sum. A library that has only GEMMs is called through our row for it, between our grouping and
+our sum. `GEMMS_ONLY` is less: DeepGEMM on rows that are grouped, aligned and rounded before.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
+import gpu_rows
 import torch
 from gpu_models import DIFFERENT, Held, Inputs
 from torch import Tensor
 
 from moeserve.experts.batch import ExpertWeights
+from moeserve.experts.kernel import KernelSpec
+from moeserve.experts.kernels import KERNELS
+from moeserve.quant.format import Scheme
+from moeserve.quant.formats import BF16
+
+os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")  # else vLLM's rows have powers of two for scales
 
 Call = Callable[[], Tensor | None]
 """What is timed; its answer `[T, H]`, or None where it is less than an answer."""
 
 Made = Callable[[Inputs], Call]
 """A peer with its weights, for some rows."""
+
+
+def library(name: str, held: Held, weights: ExpertWeights) -> Made:
+    """Our row for a library, on bf16 rows: its GEMMs, our activation, our grouping and sum around them."""
+    row, scheme = KERNELS[name], Scheme(weights.gate_up.format, BF16)
+    kernel = row.build(KernelSpec(scheme, held.shape, torch.bfloat16))
+    prepared = kernel.prepare(weights)
+
+    def made(inputs: Inputs) -> Call:
+        def call() -> Tensor:
+            rows = (inputs.hidden, inputs.ids, held.experts, BF16, row.row_align)
+            batch, places = gpu_rows.group(*rows)
+            return gpu_rows.home(kernel.apply(prepared, batch), places, inputs.weights)
+
+        return call
+
+    return made
 
 
 def vllm_bf16(held: Held, weights: ExpertWeights) -> Made:
@@ -45,6 +73,46 @@ def vllm_fp8(held: Held, weights: ExpertWeights) -> Made:
             inputs.hidden, gate_up, down, inputs.weights, inputs.ids, quant_config=quantized
         )
     )
+
+
+def vllm_deep_gemm(held: Held, weights: ExpertWeights) -> Made:
+    """vLLM's experts on DeepGEMM: it rounds, groups and aligns the rows, and sums them home."""
+    from vllm.model_executor.layers.fused_moe import config as vllm
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe import DeepGemmExperts
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import (
+        make_moe_prepare_and_finalize_no_dp_ep,
+    )
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    (gate_up, gate_up_scale), (down, down_scale) = weights.gate_up.parts, weights.down.parts
+    layer = vllm.FusedMoEConfig(
+        num_experts=held.experts,
+        experts_per_token=held.top_k,
+        hidden_dim=held.shape.hidden,
+        intermediate_size_per_partition=held.shape.inner,
+        num_local_experts=held.experts,
+        num_logical_experts=held.experts,
+        activation=MoEActivation.SILU,
+        device="cuda",
+        routing_method=vllm.RoutingMethodType.Default,
+        moe_parallel_config=vllm.FusedMoEParallelConfig.make_no_parallel(),
+        in_dtype=torch.bfloat16,
+    )
+    quantized = vllm.fp8_w8a8_moe_quant_config(
+        w1_scale=gate_up_scale, w2_scale=down_scale, block_shape=[128, 128]
+    )
+    init_workspace_manager(torch.device("cuda"))
+    kernel = FusedMoEKernel(
+        make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False), DeepGemmExperts(layer, quantized)
+    )
+
+    def made(inputs: Inputs) -> Call:
+        given = (inputs.hidden, gate_up, down, inputs.weights, inputs.ids)
+        return lambda: kernel.apply(*given, MoEActivation.SILU, held.experts, None, False)
+
+    return made
 
 
 def deep_gemm(held: Held, weights: ExpertWeights) -> Made:
@@ -88,6 +156,7 @@ def _room(shape: tuple[int, ...]) -> Tensor:
 
 def marlin(held: Held, weights: ExpertWeights) -> Made:
     """vLLM's Marlin kernel: four-bit weights, bf16 rows. A layer of gpt-oss is grown with zeros for it."""
+    from vllm import _custom_ops
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.fused_marlin_moe import fused_marlin_moe
     from vllm.scalar_type import scalar_types
@@ -97,11 +166,12 @@ def marlin(held: Held, weights: ExpertWeights) -> Made:
     few = weights.rows(slice(0, DIFFERENT))
     operands = _marlin_operands(few, hidden, inner, interleaved=oai)
     slots = torch.arange(held.experts, device="cuda") % few.experts
-    operands = {name: None if t is None else t[slots].contiguous() for name, t in operands.items()}
+    operands = {name: None if t is None else _picked(t, slots) for name, t in operands.items()}
     options: dict[str, Any] = {
         "quant_type_id": scalar_types.float4_e2m1f.id,
         "global_num_experts": held.experts,
         "activation": MoEActivation.SWIGLUOAI if oai else MoEActivation.SILU,
+        "moe_sum": _custom_ops.moe_sum,
         "global_scale1": operands["global1"],
         "global_scale2": operands["global2"],
     }
@@ -113,6 +183,11 @@ def marlin(held: Held, weights: ExpertWeights) -> Made:
         return lambda: fused_marlin_moe(x, *matrices, inputs.weights, inputs.ids, **options)[:, :width]
 
     return made
+
+
+def _picked(t: Tensor, slots: Tensor) -> Tensor:
+    """`t[slots]`, of any dtype."""
+    return t.view(torch.uint8)[slots].contiguous().view(t.dtype) if t.itemsize == 1 else t[slots].contiguous()
 
 
 def _marlin_operands(
@@ -167,7 +242,7 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def triton_kernels(held: Held, weights: ExpertWeights) -> Made:
+def vllm_triton_kernels(held: Held, weights: ExpertWeights) -> Made:
     """triton_kernels as vLLM runs gpt-oss: gate and up rows by turns, the activation in the first GEMM."""
     from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
     from vllm.model_executor.layers.fused_moe.config import mxfp4_w4a16_moe_quant_config
@@ -195,33 +270,57 @@ def triton_kernels(held: Held, weights: ExpertWeights) -> Made:
     return made
 
 
+@dataclass(frozen=True)
+class Peer:
+    """One of them, and where it takes part."""
+
+    make: Callable[[Held, ExpertWeights], Made]
+    needs: tuple[str, ...] = ("vllm",)  # modules
+    least: int = 1  # tokens
+    activations: tuple[str, ...] = ("silu", "swigluoai")
+    whole: bool = True  # from hidden states to the weighted sum
+
+
 GEMMS_ONLY = "DeepGEMM, two GEMMs only"
-PEERS: dict[str, dict[str, Callable[[Held, ExpertWeights], Made]]] = {
-    "nvfp4": {"vLLM Marlin": marlin},
-    "mxfp4": {"vLLM Marlin": marlin},
-    "nvfp4_fp8": {"vLLM Marlin, bf16 rows": marlin},
-    "mxfp4_fp8": {"vLLM Marlin, bf16 rows": marlin},
-    "fp8": {"vLLM Triton": vllm_fp8, GEMMS_ONLY: deep_gemm},
-    "bf16": {"vLLM Triton": vllm_bf16},
+ALIGNED = 128
+"""Rows that DeepGEMM's segments are aligned to; vLLM takes its Triton kernel below."""
+
+PEERS: dict[str, dict[str, Peer]] = {
+    "nvfp4": {"vLLM Marlin": Peer(marlin)},
+    "mxfp4": {
+        "vLLM Marlin": Peer(marlin),
+        "vLLM triton_kernels": Peer(
+            vllm_triton_kernels, needs=("vllm", "triton_kernels"), activations=("swigluoai",)
+        ),
+        "triton_kernels": Peer(partial(library, "triton_kernels"), needs=("triton_kernels",)),
+    },
+    "nvfp4_fp8": {"vLLM Marlin, bf16 rows": Peer(marlin)},
+    "mxfp4_fp8": {"vLLM Marlin, bf16 rows": Peer(marlin)},
+    "fp8": {
+        "vLLM Triton": Peer(vllm_fp8),
+        "vLLM DeepGEMM": Peer(vllm_deep_gemm, needs=("vllm", "deep_gemm"), least=ALIGNED),
+        GEMMS_ONLY: Peer(deep_gemm, needs=("deep_gemm",), least=512, whole=False),
+    },
+    "bf16": {
+        "vLLM Triton": Peer(vllm_bf16),
+        "torch grouped_mm": Peer(partial(library, "torch_grouped_mm"), needs=()),
+        "DeepGEMM": Peer(partial(library, "deep_gemm"), needs=("deep_gemm",), least=ALIGNED),
+    },
 }
 """By kind of experts, the peers by name."""
 
-FROM_TOKENS = {GEMMS_ONLY: 512}
-"""Fewest tokens a peer is timed with; below, its compiler takes longer than all else."""
 
-NEEDED = {GEMMS_ONLY: "deep_gemm", "triton_kernels": "triton_kernels"}
-"""The module a peer is imported from, where it is not vLLM's own."""
+def peers_for(held: Held, kind: str) -> dict[str, Peer]:
+    """The peers that compute `kind` for `held`, and are importable."""
+    return {
+        name: peer
+        for name, peer in PEERS[kind].items()
+        if held.shape.activation.name in peer.activations and all(map(find_spec, peer.needs))
+    }
 
 
-def peers_for(held: Held, kind: str) -> dict[str, Callable[[Held, ExpertWeights], Made]]:
-    """The peers that compute `kind` for `held` and are importable; says which are not."""
-    known = dict(PEERS[kind])
-    if held.shape.activation.name == "swigluoai":
-        known["triton_kernels"] = triton_kernels
-    there = {}
-    for name, make in known.items():
-        if all(find_spec(module) for module in ("vllm", NEEDED.get(name, "vllm"))):
-            there[name] = make
-        else:
-            print(f"{held.name} {kind}: {name} is left out, it is not importable here", flush=True)
-    return there
+def missing(held: Held, kind: str) -> list[str]:
+    """Names of those that are not importable here."""
+    there = peers_for(held, kind)
+    names = (name for name, peer in PEERS[kind].items() if held.shape.activation.name in peer.activations)
+    return [name for name in names if name not in there]

@@ -11,8 +11,8 @@ from moeserve.quant.formats.fp8 import FP8_GROUP
 
 
 @triton.jit
-def place_kernel(ids, counts, offsets, places, P, B: tl.constexpr):
-    """Program e: where the pairs of expert e go, in order of arrival."""
+def place_kernel(ids, counts, offsets, places, P, B: tl.constexpr, STARTS: tl.constexpr):
+    """Program e: where the pairs of expert e go, in order of arrival; STARTS: offsets are there already."""
     e = tl.program_id(0)
     before, own = 0, 0
     for at in range(0, P, B):
@@ -20,9 +20,12 @@ def place_kernel(ids, counts, offsets, places, P, B: tl.constexpr):
         before += tl.sum((i < e).to(tl.int32))
         own += tl.sum((i == e).to(tl.int32))
     tl.store(counts + e, own)
-    tl.store(offsets + e, before)
-    if e == tl.num_programs(0) - 1:
-        tl.store(offsets + e + 1, before + own)
+    if STARTS:
+        before = tl.load(offsets + e)
+    else:
+        tl.store(offsets + e, before)
+        if e == tl.num_programs(0) - 1:
+            tl.store(offsets + e + 1, before + own)
     if own > 0:
         for at in range(0, P, B):
             p = at + tl.arange(0, B)
@@ -65,14 +68,24 @@ def home_kernel(y, places, weights, out, H, K: tl.constexpr, B: tl.constexpr):
     tl.store(out + t.to(tl.int64) * H + c, total.to(out.dtype.element_ty), mask=c < H)
 
 
-def group(x: Tensor, ids: Tensor, experts: int, wire: Format) -> tuple[ExpertBatch, Tensor]:
-    """`x [T, H]` bf16, `ids [T, K]` int32 -> the RAGGED batch of T * K rows, and each pair's row."""
+def group(x: Tensor, ids: Tensor, experts: int, wire: Format, align: int = 1) -> tuple[ExpertBatch, Tensor]:
+    """`x [T, H]` bf16, `ids [T, K]` int32 -> the RAGGED batch of T * K rows, and each pair's row.
+
+    Segments start at multiples of `align`, for which there is room.
+    """
     (tokens, width), top_k = x.shape, ids.shape[1]
     pairs = ids.numel()
     counts, offsets = (torch.empty(experts + i, dtype=torch.int32, device=x.device) for i in (0, 1))
+    if align > 1:
+        offsets[:1].zero_()
+        number = torch.arange(experts, dtype=torch.int32, device=x.device)
+        found = (ids.view(1, -1) == number[:, None]).sum(1, dtype=torch.int32)
+        torch.cumsum((found + align - 1) // align * align, 0, dtype=torch.int32, out=offsets[1:])
     places = torch.empty(pairs, dtype=torch.int32, device=x.device)
-    place_kernel[(experts,)](ids, counts, offsets, places, pairs, B=min(2048, triton.next_power_of_2(pairs)))
-    packed = wire.empty((pairs, width), x.device)
+    block = min(2048, triton.next_power_of_2(pairs))
+    place_kernel[(experts,)](ids, counts, offsets, places, pairs, B=block, STARTS=align > 1)
+    room = pairs if align == 1 else -(-(pairs + min(pairs, experts) * (align - 1)) // align) * align
+    packed = wire.empty((room, width), x.device)
     parts = packed.parts if len(packed.parts) == 2 else (packed.parts[0], x)
     spread_kernel[(tokens, triton.cdiv(width, 1024))](
         x, places, *parts, width, K=top_k, G=8, FP8=wire == FP8_GROUP
