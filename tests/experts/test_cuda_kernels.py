@@ -18,7 +18,7 @@ from made_experts import Arrival, activation_named, fresh_seed, make_scheme
 from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
 from moeserve.experts.kernel import Kernel, KernelSpec
 from moeserve.experts.kernels import cuda_bf16, cuda_fp8
-from moeserve.experts.kernels.device import prefill, prefill_wide
+from moeserve.experts.kernels.device import prefill, prefill_wide, steps
 from moeserve.experts.kernels.torch_reference import TorchReference
 from moeserve.experts.machine import this_machine
 from moeserve.quant.format import Format, Scheme
@@ -48,7 +48,7 @@ def test_the_list_of_groups_has_room(counts: tuple[int, ...], spare: int) -> Non
 FORMS: list[dict[str, Any]] = [
     {"bias": bias, "fused": fused, "limited": limited, "out": out}
     for bias, fused, limited, out in itertools.product(
-        (False, True), (False, True), (False, True), prefill.OUTS.values()
+        (False, True), (False, True), (False, True), steps.OUTS.values()
     )
     if (fused and out == 0) or (not fused and not limited)
 ]
@@ -68,9 +68,9 @@ def test_every_form_compiles(module: ModuleType, tmp_path: Path, monkeypatch: py
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
     for form in FORMS:
-        text = prefill.source(f"{module.__name__.rpartition('.')[2]}.cu")
-        assert nvrtc.compiled(text, "sm_90a", module.options(module.Form(**form)))
-    assert nvrtc.compiled(prefill.source("prefill_rows.cu"), "sm_90a")
+        text = steps.source(f"{module.__name__.rpartition('.')[2]}.cu")
+        assert nvrtc.compiled(text, "sm_90a", steps.Form(**form).options)
+    assert nvrtc.compiled(steps.source("prefill_rows.cu"), "sm_90a")
 
 
 CASES = [
@@ -101,7 +101,7 @@ def test_many_rows_agree_with_the_reference(
         monkeypatch.setattr(module, "MANY_ROWS", 0)
     scheme, counts, sizes, activation, wire = case
     generator = torch.Generator().manual_seed(fresh_seed())
-    for bias, dtype in itertools.product((False, True), prefill.OUTS):
+    for bias, dtype in itertools.product((False, True), steps.OUTS):
         shape = ExpertShape(*sizes, activation_named(activation), bias=bias)
         arrival = Arrival(counts, grouping, spare=3)
         batch = arrival.batch(arrival.rows(shape.hidden, generator), shape.hidden, wire)

@@ -141,7 +141,7 @@ def test_a_blocks_memory_is_within_what_hopper_gives() -> None:
 
 def forms(plan: prefill_codes.Plan) -> list[Form]:
     return [
-        Form(plan, bias=bias, fused=fused, limited=limited, out=out)
+        Form(bias=bias, fused=fused, limited=limited, out=out, plan=plan)
         for bias, fused, limited, out in itertools.product(
             (False, True), (False, True), (False, True), prefill_codes.OUTS.values()
         )
@@ -159,8 +159,8 @@ def test_every_form_compiles(
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
     for form in forms(plan):
-        assert nvrtc.compiled(prefill_codes.source(plan), "sm_90a", prefill_codes.options(form))
-    assert nvrtc.compiled(rounded.source(), "sm_90a", (f"-DMOST={plan.most}",))
+        assert nvrtc.compiled(prefill_codes.source(plan), "sm_90a", form.options)
+    assert nvrtc.compiled(rounded.source("prefill_round.cu"), "sm_90a", (f"-DMOST={plan.most}",))
 
 
 SMALL, LARGE = (608, 192), (2048, 1024)

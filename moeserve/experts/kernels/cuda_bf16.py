@@ -45,7 +45,7 @@ class CudaBf16:
 
     @property
     def _fits(self) -> bool:
-        from moeserve.experts.kernels.device.prefill import FUSED_ACTIVATIONS
+        from moeserve.experts.kernels.device.steps import FUSED_ACTIVATIONS
 
         return self._spec.shape.activation.name in FUSED_ACTIVATIONS
 

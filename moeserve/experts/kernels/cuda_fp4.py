@@ -50,7 +50,7 @@ class CudaFp4:
         return self._apply(prepared, batch)
 
     def _is_for(self, batch: ExpertBatch) -> bool:
-        from moeserve.experts.kernels.device.prefill import FUSED_ACTIVATIONS
+        from moeserve.experts.kernels.device.steps import FUSED_ACTIVATIONS
 
         shape = self._spec.shape
         fits = shape.activation.name in FUSED_ACTIVATIONS and shape.inner % INNER_MULTIPLE == 0

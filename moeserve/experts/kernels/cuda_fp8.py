@@ -45,7 +45,7 @@ class CudaFp8:
 
     @property
     def _fits(self) -> bool:
-        from moeserve.experts.kernels.device.prefill import FUSED_ACTIVATIONS
+        from moeserve.experts.kernels.device.steps import FUSED_ACTIVATIONS
 
         shape = self._spec.shape
         return shape.activation.name in FUSED_ACTIVATIONS and shape.inner % INNER_MULTIPLE == 0

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch, ExpertShape
+from moeserve.experts.kernels.device.steps import (
+    FUSED_ACTIVATIONS,
+    OUTS,
+    by_eights,
+    defined,
+    numbers,
+    source,
+)
 from moeserve.experts.kernels.tiles import FewTile
-from moeserve.experts.nvrtc import Argument, Function, LaunchError, Program, TensorMap, tensor_map
+from moeserve.experts.nvrtc import Argument, Function, Program, TensorMap, tensor_map
 
 MOST_SLOTS = 512
 """Slots that the list in shared memory has room for."""
@@ -22,10 +28,6 @@ MOST_SLOTS = 512
 INNER_MULTIPLE = 32
 """What the inner size must be a multiple of: half a block of 64 rows of weights."""
 
-FUSED_ACTIVATIONS = frozenset({"silu", "swigluoai", "swigluoai_uninterleave"})
-"""What the kernel activates itself: gate x sigmoid(alpha gate) x (up + beta), both halves limited."""
-
-OUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 if TYPE_CHECKING:
     from moeserve.experts.kernels.device.grouped import Weights
 
@@ -96,12 +98,12 @@ def step(
     if gate_up.scale_words is not None and down.scale_words is not None:
         arguments += [gate_up.codes, gate_up.scale_words, down.codes, down.scale_words]
     else:
-        arguments += [_by_eights(_plain(gate_up.codes)), _by_blocks(_plain(down.codes))]
+        arguments += [by_eights(_plain(gate_up.codes), 4), _by_blocks(_plain(down.codes))]
     for side in sides:
         some = inner if side.scale is None else side.scale
         arguments += [some, some if side.bias is None else side.bias]
     arguments += [codes if scale is None else scale, batch.counts, batch.offsets, inner, out, _turns(device)]
-    arguments += [rows, batch.slots, shape.hidden, shape.inner, *_numbers(shape.activation)]
+    arguments += [rows, batch.slots, shape.hidden, shape.inner, *numbers(shape.activation)]
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     threads = form.tile.workers * 128 + HELPER_WARPS * 32
     _function(form).launch(processors, threads, arguments, shared=form.shared, cooperative=True)
@@ -118,51 +120,6 @@ def _by_blocks(weights: Tensor) -> TensorMap:
     return tensor_map(weights.view(-1, weights.shape[-1]), (64, 128 // weights.itemsize))
 
 
-def _by_eights(weights: Tensor) -> TensorMap:
-    """`weights [e, 2I, K]` in boxes of four times eight gate rows and their eight up rows.
-
-    Raises LaunchError for the driver's refusal.
-    """
-    from cuda.bindings import driver
-
-    slots, rows, k = weights.shape
-    kinds = driver.CUtensorMapDataType
-    inner, row = rows // 2, k * weights.itemsize
-    sizes = (k, 8, 2, inner // 8, slots)
-    steps = (row, inner * row, 8 * row, rows * row)
-    box = (128 // weights.itemsize, 8, 2, 4, 1)
-    status, made = driver.cuTensorMapEncodeTiled(
-        kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8
-        if weights.itemsize == 1
-        else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        len(sizes),
-        weights.data_ptr(),
-        [driver.cuuint64_t(size) for size in sizes],
-        [driver.cuuint64_t(step) for step in steps],
-        [driver.cuuint32_t(size) for size in box],
-        [driver.cuuint32_t(1)] * len(sizes),
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise LaunchError(f"no tensor map of {list(weights.shape)} by eights: {status.name}")
-    return TensorMap(made, weights)
-
-
-def _numbers(activation: Activation) -> tuple[float, float, float]:
-    """Limit, alpha and beta of the fused form."""
-    limit, alpha, beta = activation.limit, activation.alpha, activation.beta
-    return float(limit or 0.0), 1.0 if alpha is None else float(alpha), float(beta or 0.0)
-
-
-def source() -> str:
-    """The text of `few.cu`, what it stands on before it."""
-    folder = files(__package__)
-    return (folder / "hopper.cu").read_text() + (folder / "few.cu").read_text()
-
-
 def options(form: Form) -> tuple[str, ...]:
     """What `few.cu` is told of a form."""
     flags = {
@@ -176,12 +133,12 @@ def options(form: Form) -> tuple[str, ...]:
         "OUT": OUTS[form.out],
         "ROUND": int(form.rounds),
     }
-    return tuple(f"-D{name}={value}" for name, value in flags.items())
+    return defined(flags)
 
 
 @cache
 def _function(form: Form) -> Function:
-    return Program(source(), options(form)).function("few")
+    return Program(source("few.cu"), options(form)).function("few")
 
 
 @cache

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib.resources import files
+from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch
-from moeserve.experts.kernels.device import rounded
-from moeserve.experts.kernels.device.prefill import (
-    CLUSTER,
-    list_groups,
-    most_groups,
-    numbers,
-    resident_clusters,
-)
+from moeserve.experts.kernels.device import rounded, steps
+from moeserve.experts.kernels.device.steps import NO_NUMBERS, OUTS, Block, Groups, defined, numbers
 from moeserve.experts.nvrtc import Argument, Function, Program, tensor_map
 
 DEPTH = 128
@@ -27,8 +20,6 @@ GRAIN, BOX = 16, 64
 """Rows of a group are computed in multiples of the first, and copied in multiples of the second."""
 
 THREADS = 384
-ROWS_THREADS = 512
-OUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 @dataclass(frozen=True)
@@ -101,52 +92,39 @@ def weights_of(slot: Mapping[str, Tensor], side: str) -> Weights:
 
 
 @dataclass(frozen=True)
-class Form:
-    """One compiled form of `prefill_codes.cu`: with an activation fused, or with an output dtype."""
+class Form(steps.Form):
+    """One compiled form of `prefill_codes.cu`."""
 
-    plan: Plan
-    bias: bool
-    fused: bool = False
-    limited: bool = False
-    out: int = 1
+    plan: Plan = field(kw_only=True)
 
     @property
-    def columns(self) -> int:
-        """Columns of the output that a cluster computes."""
-        return CLUSTER * (64 if self.fused else 128)
+    def options(self) -> tuple[str, ...]:
+        """What the compiler is told of it."""
+        plan = self.plan
+        sizes = {"EIGHT": plan.eight, "MOST": plan.most, "GRAIN": GRAIN, "BOX": BOX}
+        return super().options + defined(sizes | {"X_STAGES": plan.x_stages, "W_STAGES": plan.w_stages})
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(Groups):
     """A batch cut into groups of at most `plan.most` rows of one slot; nothing is read on the host."""
 
-    batch: ExpertBatch
-    capacity: int  # rows of the batch, PADDED ones flat
     plan: Plan
 
     @property
-    def limit(self) -> int:
-        """Most groups there can be."""
-        return most_groups(self.batch, self.capacity, self.plan.most)
-
-    @cached_property
-    def tiles(self) -> Tensor:
-        """The list of groups, `[4 + 4 limit]` int32, as `prefill_rows.cu` writes it."""
-        return list_groups(self.batch, self.limit, (GRAIN, self.plan.most))
+    def cut(self) -> tuple[int, int]:
+        """The rows by which a group grows, and the most it has."""
+        return GRAIN, self.plan.most
 
     def rows(self, codes: Tensor, scale: Tensor) -> Rows:
         """Rows `codes [R, K]` E4M3 and `scale [R, K / 128]`, of any strides, as the GEMM reads them."""
-        blocks = scale.shape[1]
-        grouped = self._scale_storage(blocks)
-        given: list[Argument] = [scale, grouped, self.tiles, blocks, *scale.stride()]
-        _scales_function(self.plan).launch(self.limit, ROWS_THREADS, given)
-        return Rows(codes, grouped)
+        return Rows(codes, self.grouped(scale))
 
     def round(self, x: Tensor) -> Rows:
         """Rows of `x [R, K]` bf16 in E4M3 with a scale for every 128."""
         width = x.shape[1]
         blocks = -(-width // DEPTH)
-        grouped = self._scale_storage(blocks)
+        grouped = self.scale_storage(blocks)
         codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
         grid = (self.limit, -(-blocks // 2), 1)
         function = rounded.function("round_groups", self.plan.most)
@@ -158,23 +136,20 @@ class Step:
         eight = self.plan.eight
         out_dtype = torch.float8_e4m3fn if eight else torch.bfloat16
         values = torch.empty((self.capacity, inner), dtype=out_dtype, device=x.values.device)
-        rows = Rows(values, self._scale_storage(-(-inner // DEPTH)) if eight else None)
-        form = Form(self.plan, weights.bias is not None, fused=True, limited=activation.limit is not None)
-        self._launch(form, (x, weights), rows, numbers(activation))
+        rows = Rows(values, self.scale_storage(-(-inner // DEPTH)) if eight else None)
+        bias, limited = weights.bias is not None, activation.limit is not None
+        form = Form(bias, fused=True, limited=limited, out=OUTS[torch.bfloat16], plan=self.plan)
+        self._run(form, (x, weights), rows, numbers(activation))
         return rows
 
     def down(self, x: Rows, weights: Weights, hidden: int, out_dtype: torch.dtype) -> Tensor:
         """`[R, hidden]`: rows times their slot's weights, plus the bias; other rows are not written."""
         out = torch.empty((self.capacity, hidden), dtype=out_dtype, device=x.values.device)
-        form = Form(self.plan, weights.bias is not None, out=OUTS[out_dtype])
-        self._launch(form, (x, weights), Rows(out), (0.0, 0.0, 0.0))
+        form = Form(weights.bias is not None, out=OUTS[out_dtype], plan=self.plan)
+        self._run(form, (x, weights), Rows(out), NO_NUMBERS)
         return out
 
-    def _scale_storage(self, blocks: int) -> Tensor:
-        size = (self.limit, blocks, self.plan.most)
-        return torch.empty(size, dtype=torch.float32, device=self.batch.counts.device)
-
-    def _launch(
+    def _run(
         self, form: Form, given: tuple[Rows, Weights], out: Rows, numbers: tuple[float, float, float]
     ) -> None:
         (x, weights), plan, n = given, self.plan, out.values.shape[1]
@@ -194,16 +169,14 @@ class Step:
             -(-values.shape[1] // DEPTH),
             *numbers,
         )
-        function = _function(form)
-        resident = resident_clusters(function, THREADS, plan.shared)
-        clusters = min(resident, self.limit * -(-n // form.columns))
-        function.launch(clusters * CLUSTER, THREADS, arguments, shared=plan.shared, cluster=CLUSTER)
+        block = Block(THREADS, plan.shared)
+        self.launch(_function(form), block, arguments, form.tiles_across(n))
 
 
 def source(plan: Plan) -> str:
     """The text of `prefill_codes.cu` with what it needs before it."""
     products = "".join(product(plan, n) for n in range(GRAIN, plan.most + 1, GRAIN))
-    return _text("hopper.cu") + "template <int N>\nstruct Product;\n" + products + _text("prefill_codes.cu")
+    return steps.source("prefill_codes.cu", "template <int N>\nstruct Product;\n" + products)
 
 
 def product(plan: Plan, n: int) -> str:
@@ -228,35 +201,6 @@ struct Product<{n}> {{
 """
 
 
-def options(form: Form) -> tuple[str, ...]:
-    """What `prefill_codes.cu` is told of a form."""
-    plan = form.plan
-    flags = {
-        "EIGHT": int(plan.eight),
-        "MOST": plan.most,
-        "GRAIN": GRAIN,
-        "BOX": BOX,
-        "CLUSTER": CLUSTER,
-        "X_STAGES": plan.x_stages,
-        "W_STAGES": plan.w_stages,
-        "FUSED": int(form.fused),
-        "BIAS": int(form.bias),
-        "LIMITED": int(form.limited),
-        "OUT": form.out,
-    }
-    return tuple(f"-D{name}={value}" for name, value in flags.items())
-
-
-def _text(name: str) -> str:
-    return (files(__package__) / name).read_text()
-
-
 @cache
 def _function(form: Form) -> Function:
-    return Program(source(form.plan), options(form)).function("prefill_codes")
-
-
-@cache
-def _scales_function(plan: Plan) -> Function:
-    units = (f"-DUNIT={GRAIN}", f"-DUNITS={plan.most // GRAIN}")
-    return Program(_text("hopper.cu") + _text("prefill_rows.cu"), units).function("group_scales")
+    return Program(source(form.plan), form.options).function("prefill_codes")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.resources import files
 
 import torch
 from torch import Tensor
 
+from moeserve.experts.kernels.device.steps import source
 from moeserve.experts.nvrtc import Argument, Function, Program
 
 THREADS = 256
@@ -38,10 +38,4 @@ def widen(codes: Tensor, scale: Tensor) -> Tensor:
 @cache
 def function(name: str, most: int = MOST_ROWS) -> Function:
     """A kernel of `prefill_round.cu`, with groups of at most `most` rows."""
-    return Program(source(), (f"-DMOST={most}",)).function(name)
-
-
-def source() -> str:
-    """The text of `prefill_round.cu`, what it needs before it."""
-    folder = files(__package__)
-    return (folder / "hopper.cu").read_text() + (folder / "prefill_round.cu").read_text()
+    return Program(source("prefill_round.cu"), (f"-DMOST={most}",)).function(name)

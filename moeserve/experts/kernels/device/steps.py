@@ -1,0 +1,184 @@
+"""What steps of our CUDA C++ kernels share on the host: groups of rows, compiled forms, clusters launched."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moeserve.experts.activation import Activation
+from moeserve.experts.batch import ExpertBatch
+from moeserve.experts.nvrtc import Argument, Function, LaunchError, Program, TensorMap
+
+FUSED_ACTIVATIONS = frozenset({"silu", "swigluoai", "swigluoai_uninterleave"})
+"""What a first GEMM activates itself: gate x sigmoid(alpha gate) x (up + beta), both halves limited."""
+
+OUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+CLUSTER = 2
+"""Blocks that share rows, each with 128 rows of the weights of its own."""
+
+EIGHT = 8
+"""Gate and up rows of the weights alternate by so many in shared memory."""
+
+ROWS_THREADS = 512
+
+
+@dataclass(frozen=True)
+class Form:
+    """One compiled form of a grouped GEMM: with an activation fused, or with an output dtype of `OUTS`."""
+
+    bias: bool
+    fused: bool = False
+    limited: bool = False
+    out: int = 0
+
+    def tiles_across(self, columns: int) -> int:
+        """Tiles of a cluster that so many columns of the output make."""
+        return -(-columns // (CLUSTER * (64 if self.fused else 128)))
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What the compiler is told of it."""
+        flags = {"CLUSTER": CLUSTER, "FUSED": self.fused, "BIAS": self.bias, "LIMITED": self.limited}
+        return defined(flags | {"OUT": self.out})
+
+
+@dataclass(frozen=True)
+class Groups(ABC):
+    """A batch cut into groups of rows of one slot; nothing is read on the host."""
+
+    batch: ExpertBatch
+    capacity: int  # rows of the batch, PADDED ones flat
+
+    @property
+    @abstractmethod
+    def cut(self) -> tuple[int, int]:
+        """The rows by which a group grows, and the most it has."""
+
+    @property
+    def limit(self) -> int:
+        """Most groups there can be."""
+        return min(self.batch.slots, self.capacity) + self.capacity // self.cut[1]
+
+    @cached_property
+    def tiles(self) -> Tensor:
+        """The list of groups, `[4 + 4 limit]` int32, as `prefill_rows.cu` writes it."""
+        tiles = torch.empty(4 + 4 * self.limit, dtype=torch.int32, device=self.batch.counts.device)
+        given = (self.batch.counts, self.batch.offsets, self.batch.slots, tiles)
+        _rows_function("list_groups", self.cut).launch(1, ROWS_THREADS, given)
+        return tiles
+
+    def scale_storage(self, blocks: int) -> Tensor:
+        """Room for scales by row of a group, `[limit, blocks, most rows]` float32."""
+        size = (self.limit, blocks, self.cut[1])
+        return torch.empty(size, dtype=torch.float32, device=self.batch.counts.device)
+
+    def grouped(self, scale: Tensor) -> Tensor:
+        """Scales `[R, K / 128]` of any strides by row of a group, as the GEMMs read them."""
+        blocks = scale.shape[1]
+        grouped = self.scale_storage(blocks)
+        given: list[Argument] = [scale, grouped, self.tiles, blocks, *scale.stride()]
+        _rows_function("group_scales", self.cut).launch(self.limit, ROWS_THREADS, given)
+        return grouped
+
+    def launch(self, function: Function, block: Block, given: Sequence[Argument], across: int) -> None:
+        """Runs a GEMM of `across` tiles a group, on clusters that are all resident."""
+        clusters = min(resident_clusters(function, block), self.limit * across)
+        shared = block.shared_bytes
+        function.launch(clusters * CLUSTER, block.threads, given, shared=shared, cluster=CLUSTER)
+
+
+class Block(NamedTuple):
+    """What a block of a launch takes of its multiprocessor."""
+
+    threads: int
+    shared_bytes: int
+
+
+def numbers(activation: Activation) -> tuple[float, float, float]:
+    """Limit, alpha and beta of the fused form."""
+    limit, alpha, beta = activation.limit, activation.alpha, activation.beta
+    return float(limit or 0.0), 1.0 if alpha is None else float(alpha), float(beta or 0.0)
+
+
+NO_NUMBERS = (0.0, 0.0, 0.0)
+"""Where no activation is fused."""
+
+
+def by_eights(weights: Tensor, slabs: int) -> TensorMap:
+    """`weights [e, 2I, K]` of one or two bytes in boxes of `slabs` times eight gate rows and their up rows.
+
+    Raises LaunchError for the driver's refusal.
+    """
+    from cuda.bindings import driver
+
+    slots, rows, k = weights.shape
+    kinds = driver.CUtensorMapDataType
+    inner, row = rows // 2, k * weights.itemsize
+    sizes = (k, EIGHT, 2, inner // EIGHT, slots)
+    steps = (row, inner * row, EIGHT * row, rows * row)
+    box = (128 // weights.itemsize, EIGHT, 2, slabs, 1)
+    byte, pair = kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8, kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+    status, made = driver.cuTensorMapEncodeTiled(
+        byte if weights.itemsize == 1 else pair,
+        len(sizes),
+        weights.data_ptr(),
+        [driver.cuuint64_t(size) for size in sizes],
+        [driver.cuuint64_t(step) for step in steps],
+        [driver.cuuint32_t(size) for size in box],
+        [driver.cuuint32_t(1)] * len(sizes),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise LaunchError(f"no tensor map of {list(weights.shape)} by eights: {status.name}")
+    return TensorMap(made, weights)
+
+
+def source(name: str, before: str = "") -> str:
+    """The text of `name` beside this file, behind Hopper's instructions and what else comes `before` it."""
+    folder = files(__package__)
+    return (folder / "hopper.cu").read_text() + before + (folder / name).read_text()
+
+
+def defined(flags: Mapping[str, int]) -> tuple[str, ...]:
+    """Compiler options that define `flags`."""
+    return tuple(f"-D{name}={int(value)}" for name, value in flags.items())
+
+
+@cache
+def resident_clusters(function: Function, block: Block) -> int:
+    """Clusters that the device runs at once: not all its multiprocessors can be of one.
+
+    Raises LaunchError where it runs none.
+    """
+    from cuda.bindings import driver
+
+    threads, shared = block
+    function.resident_blocks(threads, shared)  # allows so much shared memory
+    size: Any = driver.CUlaunchAttribute()
+    size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    size.value.clusterDim.x, size.value.clusterDim.y, size.value.clusterDim.z = CLUSTER, 1, 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = CLUSTER, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.attrs, config.numAttrs = shared, [size], 1
+    status, clusters = driver.cuOccupancyMaxActiveClusters(function.handle, config)
+    if status != driver.CUresult.CUDA_SUCCESS or clusters < 1:
+        raise LaunchError(f"no cluster of {CLUSTER} blocks with {shared} bytes each runs here: {status}")
+    return int(clusters)
+
+
+@cache
+def _rows_function(name: str, cut: tuple[int, int]) -> Function:
+    unit, most = cut
+    return Program(source("prefill_rows.cu"), defined({"UNIT": unit, "UNITS": most // unit})).function(name)
