@@ -1,9 +1,8 @@
 """`Coordinator`: forms the group, orders its steps, and changes its epoch. It never sees a tensor.
 
 Ranks connect one stream each. A generation is one process group: prepared (every rank has its experts),
-committed,
-joined, serving. When a rank is lost or cannot run an entry, the generation aborts and, once all ranks are
-there again, a fresh one forms.
+committed, joined, serving. When a rank is lost or cannot run an entry, the generation aborts and, once all
+ranks are there again, a fresh one forms.
 """
 
 from __future__ import annotations
@@ -19,30 +18,22 @@ import numpy as np
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch forgets to export it
 
 from moeserve.experts.load import PHASES, Load
-from moeserve.runtime.ballot import Ballot, Outcome, Stage
+from moeserve.runtime.ballot import Outcome
 from moeserve.runtime.changes import Change
+from moeserve.runtime.election import Election
 from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.group import Group
 from moeserve.runtime.in_flight import StepsInFlight
-from moeserve.runtime.messages import (
-    announcement_from,
-    change_message,
-    epoch_message,
-    header_message,
-    plans_from,
-    stage_message,
-    staged_from,
-)
+from moeserve.runtime.messages import announcement_from, epoch_message, header_message, plans_from
 from moeserve.runtime.reception import Reception, Seat
 from moeserve.runtime.sequencer import Pace
-from moeserve.runtime.stream import Message, StreamClosed
+from moeserve.runtime.stream import Message
 
 log = logging.getLogger(__name__)
 
 FORM_ATTEMPTS = 3  # generations that may fail in a row before they serve once; then the service gives up
 SETTLE_SECONDS = 0.25  # after an abort, before the next generation: a killed rank's stream ends by then
-BLAME_SECONDS = (
-    0.2  # after a rank failed an entry: where a peer died, its stream ends by then and names the cause
-)
+BLAME_SECONDS = 0.2  # after a rank failed an entry: a peer that died is found by then, and is the cause
 
 
 @dataclass(frozen=True)
@@ -71,27 +62,28 @@ class Coordinator:
     """
 
     def __init__(self, epoch: Epoch, layers: tuple[int, ...], pace: Pace, host: str, token: str) -> None:
-        self.epoch = epoch
-        self._layers = layers
-        self._ballot: Ballot | None = None  # the change under way
-        self._ballots = 0
+        self._group = Group(epoch, epoch.mesh.ranks)
+        self._lock, self._seats = self._group.lock, self._group.seats
+        self._election = Election(self._group, layers)
         self._ranks = epoch.mesh.ranks
         self._steps = StepsInFlight(self._ranks, pace)
-        self._lock = threading.Condition()
-        self._seats: dict[int, Seat] = {}
         self._votes = _Votes()
         self._state, self._reason = "forming", "waiting for ranks"
-        self._generation = self._failures = 0
+        self._failures = 0
         self._form_at = math.inf
-        self._failing: tuple[float, str] | None = (
-            None  # when to abort, unless a lost rank explains it before; why
-        )
+        # when to abort, unless a lost rank explains it before; why
+        self._failing: tuple[float, str] | None = None
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._store_address = f"{host}:{self._store.port}"
         self._reception = Reception(host, self._ranks, token, self)
         self.address = self._reception.address
         self.on_change: Callable[[Progress], None] = lambda progress: None
         self.observe_step: Callable[[int, float], None] = lambda layer, seconds: None  # of the whole group
+
+    @property
+    def epoch(self) -> Epoch:
+        """The epoch that is served, or forms."""
+        return self._group.epoch
 
     def start(self) -> None:
         """Begins to accept ranks."""
@@ -101,9 +93,9 @@ class Coordinator:
     def stop(self, reason: str = "the service is stopping") -> None:
         """Ends the group: ranks are told to stop."""
         with self._lock:
-            self._abandon(reason)
+            self._election.abandon(reason)
             self._set_state("stopped", reason)
-            self._broadcast({"kind": "stop"})
+            self._group.broadcast({"kind": "stop"})
             for seat in self._seats.values():
                 seat.stream.close()
             self._seats.clear()
@@ -147,68 +139,12 @@ class Coordinator:
         Abandoned, with the reason, when a rank cannot prepare it, copies of one expert differ, the group
         aborts or `timeout` seconds pass; everything is then as it was. One change at a time.
         """
-        started = time.monotonic()
         with self._lock:
-            if refused := self._unchangeable(change):
-                return Outcome(refused)
-            self._ballots += 1
-            ballot = self._ballot = Ballot(self._ballots, change, self._ranks)
-            peers = {rank: [seat.weights, seat.host_id] for rank, seat in self._seats.items()}
-            layer = self._layers[change.layer]
-            for rank, seat in list(self._seats.items()):
-                order = stage_message(ballot, layer, rank, self._generation)
-                self._send(seat, order | {"peers": peers})
-            self._lock.wait_for(lambda: ballot.stage is not Stage.PREPARING, timeout)
-            if ballot.stage is Stage.PREPARING:
-                self._abandon(f"ranks {ballot.missing} did not prepare it within {timeout:g} s")
-            self._lock.wait_for(lambda: ballot.ended)
-            self._ballot = None
-            return Outcome(ballot.reason, time.monotonic() - started, ballot.staged)
+            if self._state != "serving":
+                return Outcome(f"the group is {self._state}: {self._reason}")
+            return self._election.hold(change, timeout)
 
-    def _unchangeable(self, change: Change) -> str:
-        """Why no change can begin now, or nothing."""
-        if self._state != "serving":
-            return f"the group is {self._state}: {self._reason}"
-        if self._ballot is not None:
-            return f"epoch {self._ballot.change.epoch.number} is still under way"
-        if change.epoch.number != self.epoch.number + 1:
-            return f"epoch {change.epoch.number} was planned, and epoch {self.epoch.number} is served now"
-        return ""
-
-    def _abandon(self, reason: str) -> None:
-        """The change under way is dropped, unless it is decided; ranks keep serving the epoch they have."""
-        if self._ballot is None or self._ballot.ended:
-            return
-        self._ballot.abandon(reason)
-        self._after_vote()
-
-    def _counted(self, rank: int, message: Message) -> None:
-        """A rank's word on the change under way: it has staged it, it cannot, or it serves it."""
-        if self._ballot is None or int(message["ballot"]) != self._ballot.number:
-            return
-        if message["kind"] == "adopted":
-            self._ballot.adopt(rank)
-            self._lock.notify_all()
-        elif self._ballot.stage is Stage.PREPARING:
-            self._ballot.vote(rank, staged_from(message), str(message["refused"]))
-            self._after_vote()
-
-    def _after_vote(self) -> None:
-        """Tells the ranks what has become of the change."""
-        if self._ballot is None:
-            return
-        match self._ballot.stage:
-            case Stage.DECIDED:
-                self.epoch = self._ballot.change.epoch
-                self._broadcast(change_message(self._ballot, self._generation))
-            case Stage.ABANDONED:
-                number = self._ballot.change.epoch.number
-                log.warning("epoch %d is abandoned: %s", number, self._ballot.reason)
-                self._broadcast({"kind": "abandon", "generation": self._generation})
-        self._lock.notify_all()
-
-    # -- ranks come and go
-    # ------------------------------------------------------------------------------------------
+    # -- ranks come and go ----------------------------------------------------------------------------------
 
     def came(self, rank: int, seat: Seat, refused: str) -> None:
         """A rank takes its seat; when all have, a generation forms. ValueError: it cannot, or no longer."""
@@ -222,14 +158,13 @@ class Coordinator:
             if rank in self._seats:
                 self._abort(f"rank {rank} came again")
             self._seats[rank] = seat
-            missing = sorted(set(range(self._ranks)) - set(self._seats))
-            if missing:
+            if missing := self._group.missing:
                 self._set_state(
-                    "forming", self._reason if self._generation else f"waiting for ranks {missing}"
+                    "forming", self._reason if self._group.generation else f"waiting for ranks {missing}"
                 )
             else:
                 self._form_at = min(
-                    self._form_at, time.monotonic() + (SETTLE_SECONDS if self._generation else 0)
+                    self._form_at, time.monotonic() + (SETTLE_SECONDS if self._group.generation else 0)
                 )
                 self._lock.notify_all()
 
@@ -244,7 +179,7 @@ class Coordinator:
     def hear(self, rank: int, seat: Seat, message: Message) -> None:
         """What a rank says of its generation; of an older one it does not count."""
         with self._lock:
-            if message.get("generation") != self._generation:
+            if message.get("generation") != self._group.generation:
                 return  # from before an abort
             match message["kind"]:
                 case "announce":
@@ -266,7 +201,7 @@ class Coordinator:
                     seat.plans = plans_from(message)
                     self._vote(self._votes.joined, rank, self._serve)
                 case "voted" | "adopted":
-                    self._counted(rank, message)
+                    self._election.hear(rank, message)
                 case "failed":
                     self._failing = self._failing or (
                         time.monotonic() + BLAME_SECONDS,
@@ -276,8 +211,7 @@ class Coordinator:
                 case unknown:
                     raise ValueError(f"unknown message {unknown!r} from rank {rank}")
 
-    # -- a generation
-    # -----------------------------------------------------------------------------------------------
+    # -- a generation ---------------------------------------------------------------------------------------
 
     def _vote(self, votes: set[int], rank: int, passed: Callable[[], None]) -> None:
         votes.add(rank)
@@ -287,19 +221,19 @@ class Coordinator:
     def _form(self) -> None:
         """All ranks are here: a fresh generation."""
         self._form_at = math.inf
-        self._generation += 1
+        self._group.generation += 1
         self._votes = _Votes()
-        self._set_state("preparing", f"generation {self._generation} is loading experts")
-        self._broadcast(
-            {"kind": "prepare", "generation": self._generation, "epoch": epoch_message(self.epoch)}
+        self._set_state("preparing", f"generation {self._group.generation} is loading experts")
+        self._group.broadcast(
+            {"kind": "prepare", "generation": self._group.generation, "epoch": epoch_message(self.epoch)}
         )
 
     def _commit(self) -> None:
-        self._set_state("joining", f"generation {self._generation} is joining")
-        self._broadcast(
+        self._set_state("joining", f"generation {self._group.generation} is joining")
+        self._group.broadcast(
             {
                 "kind": "commit",
-                "generation": self._generation,
+                "generation": self._group.generation,
                 "epoch": self.epoch.number,
                 "store": self._store_address,
             }
@@ -309,20 +243,23 @@ class Coordinator:
         self._failures = 0
         self._set_state("serving", "")
         log.info(
-            "generation %d serves epoch %d with %d ranks", self._generation, self.epoch.number, self._ranks
+            "generation %d serves epoch %d with %d ranks",
+            self._group.generation,
+            self.epoch.number,
+            self._ranks,
         )
         self._emit()
 
     def _abort(self, reason: str) -> None:
         """The generation ends: doors fail their jobs, and a fresh one forms when all ranks are there."""
-        log.warning("generation %d aborts: %s", self._generation, reason)
+        log.warning("generation %d aborts: %s", self._group.generation, reason)
         if self._state in ("preparing", "joining"):
             self._failures += 1
-        self._abandon(reason)
+        self._election.abandon(reason)
         self._steps.clear()
         self._failing = None
-        aborted, self._generation = self._generation, self._generation + 1
-        self._broadcast({"kind": "abort", "generation": aborted, "reason": reason})
+        aborted, self._group.generation = self._group.generation, self._group.generation + 1
+        self._group.broadcast({"kind": "abort", "generation": aborted, "reason": reason})
         if self._failures >= FORM_ATTEMPTS:
             self._fail(reason)
             return
@@ -335,8 +272,7 @@ class Coordinator:
         if self._steps.steps == 0 or self._failures >= FORM_ATTEMPTS:
             self._set_state("failed", reason)
 
-    # -- steps
-    # ------------------------------------------------------------------------------------------------------
+    # -- steps ----------------------------------------------------------------------------------------------
 
     def _emit(self) -> float | None:
         """Sends steps that are due; returns when the next one is, or None."""
@@ -351,7 +287,7 @@ class Coordinator:
             if step is None:
                 return None
             for rank, seat in list(self._seats.items()):
-                self._send(seat, header_message(step.header(rank), self._generation))
+                self._group.send(seat, header_message(step.header(rank), self._group.generation))
         return None
 
     def _done(self, rank: int, message: Message) -> None:
@@ -377,19 +313,7 @@ class Coordinator:
                 until = min(due if due is not None else math.inf, self._form_at)
                 self._lock.wait(None if math.isinf(until) else max(0.0, until - time.monotonic()))
 
-    # -- small things
-    # -----------------------------------------------------------------------------------------------
-
-    def _send(self, seat: Seat, message: Message) -> None:
-        """A stream that fails here is seen as lost by the thread that receives from it."""
-        try:
-            seat.stream.send(message)
-        except StreamClosed as closed:
-            log.info("rank pid %d cannot be reached: %s", seat.pid, closed)
-
-    def _broadcast(self, message: Message) -> None:
-        for seat in list(self._seats.values()):
-            self._send(seat, message)
+    # -- small things ---------------------------------------------------------------------------------------
 
     def _set_state(self, state: str, reason: str) -> None:
         self._state, self._reason = state, reason
@@ -400,7 +324,7 @@ class Coordinator:
         return Progress(
             self._state,
             self._reason,
-            self._generation,
+            self._group.generation,
             self._steps.steps,
             self._steps.jobs,
             self._steps.queued,
