@@ -660,14 +660,6 @@ DEVICE void gather(float (&acc)[N / 2], const Cursor& c, u32 base, int worker) {
   }
 }
 
-DEVICE float activate(float gate, float up, const Task& t) {
-#if LIMITED
-  gate = gate > t.limit ? t.limit : gate;
-  up = up > t.limit ? t.limit : up < -t.limit ? -t.limit : up;
-#endif
-  return __fdividef(gate, 1 + __expf(-t.alpha * gate)) * (up + t.beta);
-}
-
 // Of this thread's two rows of weights: which they are, what their sums are multiplied by, and what is added.
 struct Terms {
   int row[2];

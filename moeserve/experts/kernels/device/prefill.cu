@@ -172,23 +172,6 @@ DEVICE void sum(float (&acc)[64], const Place& p, int rows, int k_blocks, int& s
   }
 }
 
-// After it, word i of lane q of a quad is what word q of lane i was.
-DEVICE void transpose(u32 (&w)[4], int lane) {
-  const bool odd = lane & 1, upper = lane & 2;
-  u32 a = __shfl_xor_sync(~0u, odd ? w[0] : w[1], 1), b = __shfl_xor_sync(~0u, odd ? w[2] : w[3], 1);
-  if (odd) {
-    w[0] = a, w[2] = b;
-  } else {
-    w[1] = a, w[3] = b;
-  }
-  a = __shfl_xor_sync(~0u, upper ? w[0] : w[2], 2), b = __shfl_xor_sync(~0u, upper ? w[1] : w[3], 2);
-  if (upper) {
-    w[0] = a, w[1] = b;
-  } else {
-    w[2] = a, w[3] = b;
-  }
-}
-
 // Biases of two neighbouring columns, the first of them `column` of the block's 128.
 DEVICE void finish(float& x, float& y, u32 columns, int column) {
 #if BIAS
@@ -198,20 +181,6 @@ DEVICE void finish(float& x, float& y, u32 columns, int column) {
 }
 
 #if FUSED
-
-DEVICE float activate(float gate, float up, const Task& t) {
-#if LIMITED
-  gate = gate > t.limit ? t.limit : gate;
-  up = up > t.limit ? t.limit : up < -t.limit ? -t.limit : up;
-#endif
-  return __fdividef(gate, 1 + __expf(-t.alpha * gate)) * (up + t.beta);
-}
-
-DEVICE u32 e4m3_pair(float low, float high) {
-  u16 pair;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-  return pair;
-}
 
 DEVICE float quad_max(float value) {
   value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
@@ -274,16 +243,6 @@ DEVICE void finish_tile(float (&acc)[64], const Place& p, const Task& t, int cou
 }
 
 #else
-
-DEVICE u32 half_pair(float low, float high) {
-  u32 pair;
-#if OUT == 1
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#endif
-  return pair;
-}
 
 DEVICE void finish_tile(float (&acc)[64], const Place& p, const Task& t, int count, int& turn) {
   const uint4 group = note_of(p, count);

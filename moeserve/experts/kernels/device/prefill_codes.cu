@@ -434,24 +434,6 @@ DEVICE Factors factors_of(const Place& p, const Task& t, int slot, int column) {
 
 DEVICE float finished(float x, const Factors& f, int r) { return BIAS ? x * f.scale[r] + f.bias[r] : x * f.scale[r]; }
 
-DEVICE float activate(float gate, float up, const Task& t) {
-#if LIMITED
-  gate = gate > t.limit ? t.limit : gate;
-  up = up > t.limit ? t.limit : up < -t.limit ? -t.limit : up;
-#endif
-  return __fdividef(gate, 1 + __expf(-t.alpha * gate)) * (up + t.beta);
-}
-
-DEVICE u32 half_pair(float low, float high) {
-  u32 pair;
-#if OUT == 2
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#endif
-  return pair;
-}
-
 DEVICE void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
 
 // Four matrices of 8 x 8 halves, transposed: lane 8 m + i gives the place of column i of matrix m.
@@ -509,12 +491,6 @@ DEVICE void activate_tile(float (&acc)[MOST / 2], const Place& p, const Task& t,
 }
 
 DEVICE float scale_of(float peak) { return fmaxf(peak, 1e-10f) * (1.f / 448.f); }
-
-DEVICE u32 e4m3_pair(float low, float high) {
-  u16 pair;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-  return pair;
-}
 
 DEVICE void store_shared_half(u32 at, u32 value) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"((u16)value) : "memory");

@@ -131,23 +131,6 @@ DEVICE void sum_rows(float (&acc)[128], const Place& p, int rows, int k_blocks, 
   }
 }
 
-// After it, word i of lane q of a quad is what word q of lane i was.
-DEVICE void transpose(u32 (&w)[4], int lane) {
-  const bool odd = lane & 1, upper = lane & 2;
-  u32 a = __shfl_xor_sync(~0u, odd ? w[0] : w[1], 1), b = __shfl_xor_sync(~0u, odd ? w[2] : w[3], 1);
-  if (odd) {
-    w[0] = a, w[2] = b;
-  } else {
-    w[1] = a, w[3] = b;
-  }
-  a = __shfl_xor_sync(~0u, upper ? w[0] : w[2], 2), b = __shfl_xor_sync(~0u, upper ? w[1] : w[3], 2);
-  if (upper) {
-    w[0] = a, w[1] = b;
-  } else {
-    w[2] = a, w[3] = b;
-  }
-}
-
 // What is added to the sums of row `row` of the weights.
 DEVICE float bias_of(const Task& t, int slot, int row) {
 #if BIAS
@@ -159,15 +142,7 @@ DEVICE float bias_of(const Task& t, int slot, int row) {
 }
 
 // Two neighbouring rows of x, and after the transposition two neighbouring columns.
-DEVICE u32 column_pair(float low, float high) {
-  u32 pair;
-#if OUT == 2
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#endif
-  return transposed(pair);
-}
+DEVICE u32 column_pair(float low, float high) { return transposed(half_pair(low, high)); }
 
 DEVICE void store_eight(const Task& t, const Note& note, int row, int column, const u32 (&w)[4]) {
   if (row < note.rows && column < t.n)
@@ -175,14 +150,6 @@ DEVICE void store_eight(const Task& t, const Note& note, int row, int column, co
 }
 
 #if FUSED
-
-DEVICE float activate(float gate, float up, const Task& t) {
-#if LIMITED
-  gate = gate > t.limit ? t.limit : gate;
-  up = up > t.limit ? t.limit : up < -t.limit ? -t.limit : up;
-#endif
-  return __fdividef(gate, 1 + __expf(-t.alpha * gate)) * (up + t.beta);
-}
 
 // acc[4 j + b] is gate and acc[4 j + 2 + b] up of column lane / 4 of the warp's eight, row 8 j + 2 (lane % 4) + b.
 DEVICE void finish_tile(float (&acc)[128], const Place& p, const Task& t, const Note& note) {

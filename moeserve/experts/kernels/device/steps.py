@@ -145,9 +145,10 @@ def by_eights(weights: Tensor, slabs: int) -> TensorMap:
 
 
 def source(name: str, before: str = "") -> str:
-    """The text of `name` beside this file, behind Hopper's instructions and what else comes `before` it."""
+    """The text of `name` beside this file, behind what all share and what else comes `before` it."""
     folder = files(__package__)
-    return (folder / "hopper.cu").read_text() + before + (folder / name).read_text()
+    hopper, epilogue, own = ((folder / file).read_text() for file in ("hopper.cu", "epilogue.cu", name))
+    return hopper + epilogue + before + own
 
 
 def defined(flags: Mapping[str, int]) -> tuple[str, ...]:
