@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
+from moeserve.experts.batch import ExpertBatch, Grouping
 from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
-from moeserve.experts.kernels.hopper import flat
+from moeserve.experts.kernels.hopper import BySize, flat
 from moeserve.experts.kernels.torch_reference import COMPUTED
 from moeserve.experts.kernels.triton_fp4 import TritonFp4
 from moeserve.experts.nvrtc import NEEDED_MODULE
@@ -31,23 +31,11 @@ INNER_MULTIPLE = 64
 """What the inner size must be a multiple of for gate and up columns to meet in one tile."""
 
 
-class CudaFp4:
+class CudaFp4(BySize):
     """Two grouped GEMMs in bf16, exact for these weights: a code times its block's scale has six bits."""
 
     def __init__(self, spec: KernelSpec) -> None:
-        self._spec = spec
-        self._few = TritonFp4(spec)
-
-    def prepare(self, weights: ExpertWeights) -> Prepared:
-        """As `triton_fp4` holds them. ValueError: the weights do not fit the kernel's spec."""
-        return self._few.prepare(weights)
-
-    def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
-        """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
-        rows = batch.tokens.shape[:-1].numel()
-        if rows == 0 or batch.slots == 0 or not self._is_for(batch):
-            return self._few.apply(prepared, batch)
-        return self._apply(prepared, batch)
+        super().__init__(spec, TritonFp4(spec))
 
     def _is_for(self, batch: ExpertBatch) -> bool:
         from moeserve.experts.kernels.device.steps import FUSED_ACTIVATIONS
@@ -69,8 +57,7 @@ class CudaFp4:
         inner = step.gate_up(prefill_codes.Rows(x), gate_up, spec.shape.activation, spec.shape.inner)
         if is_rounded:
             inner = prefill_codes.Rows(rounded.through_e4m3(inner.values))
-        rows = step.down(inner, down, spec.shape.hidden, spec.out_dtype)
-        return rows.view(batch.tokens.shape)
+        return step.down(inner, down, spec.shape.hidden, spec.out_dtype)
 
 
 def _bf16(tokens: Packed) -> Tensor:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
+from moeserve.experts.batch import ExpertBatch, Grouping
 from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
-from moeserve.experts.kernels.hopper import flat, step_for
+from moeserve.experts.kernels.hopper import BySize, flat, step_for
 from moeserve.experts.kernels.torch_reference import COMPUTED
 from moeserve.experts.kernels.triton_fp8 import TritonFp8
 from moeserve.experts.nvrtc import NEEDED_MODULE
@@ -25,30 +25,18 @@ INNER_MULTIPLE = 64
 """What the inner size must be a multiple of for gate and up columns to meet in one tile."""
 
 
-class CudaFp8:
+class CudaFp8(BySize):
     """Two grouped GEMMs on E4M3 codes; the sums of each 128 of K are scaled and added in float32."""
 
     def __init__(self, spec: KernelSpec) -> None:
-        self._spec = spec
-        self._few = TritonFp8(spec)
+        super().__init__(spec, TritonFp8(spec))
 
-    def prepare(self, weights: ExpertWeights) -> Prepared:
-        """The canonical codes and scales. ValueError: the weights do not fit the kernel's spec."""
-        return self._few.prepare(weights)
-
-    def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
-        """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
-        rows = batch.tokens.shape[:-1].numel()
-        if rows == 0 or batch.slots == 0 or batch.rows_a_slot < MANY_ROWS or not self._fits:
-            return self._few.apply(prepared, batch)
-        return self._apply(prepared, batch)
-
-    @property
-    def _fits(self) -> bool:
+    def _is_for(self, batch: ExpertBatch) -> bool:
         from moeserve.experts.kernels.device.steps import FUSED_ACTIVATIONS
 
         shape = self._spec.shape
-        return shape.activation.name in FUSED_ACTIVATIONS and shape.inner % INNER_MULTIPLE == 0
+        fits = shape.activation.name in FUSED_ACTIVATIONS and shape.inner % INNER_MULTIPLE == 0
+        return fits and batch.rows_a_slot >= MANY_ROWS
 
     def _apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
         from moeserve.experts.kernels.device.prefill import Step, Weights
@@ -66,7 +54,7 @@ class CudaFp8:
             for side in ("gate_up", "down")
         )
         inner = step.gate_up(x, gate_up, spec.shape.activation, spec.shape.inner)
-        return step.down(inner, down, spec.shape.hidden, spec.out_dtype).view(batch.tokens.shape)
+        return step.down(inner, down, spec.shape.hidden, spec.out_dtype)
 
 
 ROW = KernelRow(

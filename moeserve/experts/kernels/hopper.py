@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from moeserve.experts.batch import ExpertBatch
-from moeserve.experts.kernel import KernelSpec
+from moeserve.experts.batch import ExpertBatch, ExpertWeights
+from moeserve.experts.kernel import Kernel, KernelSpec, Prepared
 from moeserve.experts.kernels.tiles import few_tile_for, tile_for
 from moeserve.quant.format import Packed
 from moeserve.quant.formats.floats import BF16
@@ -49,3 +51,29 @@ def few_form(kind: str, spec: KernelSpec, batch: ExpertBatch, tokens: Packed) ->
         out=spec.out_dtype,
         rounds=kind == "fp8" and tokens.format == BF16,
     )
+
+
+class BySize(ABC):
+    """A kernel that is two on the same prepared weights: `few` for few rows a slot, its own for many."""
+
+    def __init__(self, spec: KernelSpec, few: Kernel) -> None:
+        self._spec, self._few = spec, few
+
+    def prepare(self, weights: ExpertWeights) -> Prepared:
+        """As the kernel for few rows holds them. ValueError: the weights do not fit the kernel's spec."""
+        return self._few.prepare(weights)
+
+    def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
+        """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
+        rows = batch.tokens.shape[:-1].numel()
+        if rows == 0 or batch.slots == 0 or not self._is_for(batch):
+            return self._few.apply(prepared, batch)
+        return self._apply(prepared, batch).view(batch.tokens.shape)
+
+    @abstractmethod
+    def _is_for(self, batch: ExpertBatch) -> bool:
+        """Whether its own kernel takes `batch`."""
+
+    @abstractmethod
+    def _apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
+        """`[R, H]`, PADDED rows flat; there are some, and slots."""
