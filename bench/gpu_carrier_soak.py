@@ -2,11 +2,15 @@
 
     torchrun --nproc-per-node 2 bench/gpu_carrier_soak.py [--carrier nvlink_ll] [--steps 10000] [--record]
     torchrun --nproc-per-node 4 bench/gpu_carrier_soak.py --device cpu --steps 2000      (the CPU twin)
+    compute-sanitizer --tool racecheck --target-processes all torchrun --nproc-per-node 2 \
+        bench/gpu_carrier_soak.py --watched --steps 40
 
 Rows hold small integers, weights and experts multiply by small integers, so that sums are exact in any order
 and every byte of every answer is known. Up to two steps are under way at a time where the carrier allows it;
 lanes may be empty, choices missing, all rows for one expert. Afterwards one rank waits 2 s before a step, and
-the others must name it. Prints wrong rows, memory at the start and at the end, and who was named.
+the others must name it. Prints wrong rows, memory at the start and at the end, and who was named. A tool that
+watches every access makes all ranks late: --watched has them wait for minutes, meet over gloo, and leaves
+out the late one.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from moeserve.quant.formats import format_named
 
 DELAY = 2.0
 PATIENCE = 0.5
+WATCHED_PATIENCE = 120.0
 CHECK_EVERY = 50  # steps between looks at the count of wrong rows
 LARGEST = 4
 
@@ -183,13 +188,17 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--lane-rows", type=int, default=64)
     parser.add_argument("--wire", default="bf16")
+    parser.add_argument("--watched", action="store_true", help="by compute-sanitizer: steps alone")
     parser.add_argument("--record", action="store_true")
     args = parser.parse_args()
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # NVLink multicast stays off
     if args.device == "cuda":
         local = int(os.environ["LOCAL_RANK"])
         torch.cuda.set_device(local)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+        if args.watched:
+            dist.init_process_group("gloo")
+        else:
+            dist.init_process_group("nccl", device_id=torch.device("cuda", local))
     else:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
@@ -204,7 +213,12 @@ def main() -> None:
         wire=format_named(args.wire),
         device=args.device,
     )
+    if args.watched:
+        spec = replace(spec, patience=WATCHED_PATIENCE)
     wrong, grown, rate = soak(spec, args.carrier, args.steps)
+    if args.watched:
+        print(f"rank {spec.rank}: {args.steps} steps of {args.carrier}, {wrong} wrong rows", flush=True)
+        sys.exit(1 if wrong else 0)
     named, longest = lateness(spec, args.carrier)
     if spec.rank == 0:
         head = f"{args.carrier}, {args.steps} steps, {spec.ranks} ranks on {args.device}"
