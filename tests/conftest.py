@@ -22,6 +22,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Turns(Path(config.option.basetemp).parent))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test marked `gpu(n)` runs where there are n CUDA devices."""
+    if (mark := item.get_closest_marker("gpu")) and torch.cuda.device_count() < mark.args[0]:
+        pytest.skip(f"needs {mark.args[0]} CUDA devices")
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Torch computes with one thread meanwhile."""

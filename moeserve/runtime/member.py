@@ -16,7 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not exported
 
 from moeserve.runtime.epoch import Epoch
@@ -299,7 +301,7 @@ class Member:
         served, top_k = self._rank.served, self._rank.plans[header.layer].problem.top_k
         rows = LaneInput.gather(header, jobs, empty_input(served.checkpoint.hidden, top_k, served.dtype))
         answer, phases = self._rank.step(header.layer, rows, header.lane_rows)
-        answer, at = answer.to("cpu"), 0
+        answer, at = on_host(answer), 0
         late = self._rank.late(header.layer)
         for (_, size), job in zip(header.jobs, jobs, strict=True):
             if job is not None:
@@ -313,6 +315,19 @@ class Member:
             self._report()
         wait = max((started - job.created for job in jobs if job is not None), default=0.0)
         self._observe(StepRecord(header.number, header.layer, len(jobs), at, wait, phases, late))
+
+
+def on_host(answer: Tensor) -> Tensor:
+    """`answer` in host memory, complete; it is copied to pinned memory, of which torch keeps used blocks.
+
+    A copy to pageable memory would hold up the copies of all other threads as long as it waits.
+    """
+    if answer.device.type == "cpu":
+        return answer
+    home = torch.empty(answer.shape, dtype=answer.dtype, pin_memory=True)
+    home.copy_(answer, non_blocking=True)
+    torch.cuda.current_stream(answer.device).synchronize()
+    return home
 
 
 def wanted_in(job: Job | None, version: int) -> Job | None:

@@ -1,7 +1,6 @@
 """Peer memory: what a rank stores into another's is there, one that cannot stops all, nothing is left."""
 
 import pytest
-import torch
 from parallel import parallel_launch
 from peer_memory_ranks import named_files, one_has_no_room, too_much_on_one, write_to_all
 
@@ -26,6 +25,5 @@ def test_what_one_rank_refuses_all_hear() -> None:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
 def test_two_gpus_store_into_each_other() -> None:
     assert parallel_launch(2, write_to_all, "cuda", device="cuda") == [[1, 2], [1, 2]]
