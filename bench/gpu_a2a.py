@@ -1,4 +1,4 @@
-"""Dispatch and combine over peer memory beside NCCL and FlashInfer, on the same work, as CUDA graphs.
+"""Dispatch and combine of our carriers beside NCCL and FlashInfer, on the same work, as CUDA graphs.
 
     torchrun --nproc-per-node 4 bench/gpu_a2a.py [--carriers nvlink_ll nvlink_ht] [--wires fp8_group128 bf16]
         [--tokens 1 16 128 256 1024 4096] [--counts FILE --layer 20] [--record]
@@ -6,6 +6,7 @@
 First the ceiling: every GPU stores to all its peers at once. Then each carrier dispatches and combines, with
 all that belongs to it: layout, quantization, grouping, weighted sums. Its answers are checked before it is
 timed. So is a library's carrier that our adapter makes whole (--libraries), where the library is installed.
+A carrier that reads counts on the host (all2allv) is launched instead, since no graph can hold it.
 Two peers do less: `NCCL, bytes only` moves the same bytes with split sizes known on the host; `FlashInfer,
 rows only` moves rows quantized before, leaves them as they came, and adds up sums weighed before.
 Microseconds a step, the slowest rank's. Routing is uniform, or drawn from a trace of expert loads with
@@ -80,6 +81,20 @@ def graphed(step: Step, inner: int = 20, replays: int = 7) -> float:
     return slowest(statistics.median(times[1:]))
 
 
+def launched(step: Step, repeats: int = 20) -> float:
+    """Microseconds of `step` launched from the host, which it waits for: the slowest rank's median."""
+    times = []
+    for _ in range(repeats + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        dist.barrier()
+        begin.record()
+        step()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return slowest(statistics.median(times[3:]))
+
+
 def slowest(value: float) -> float:
     """The largest `value` of all ranks."""
     shared = torch.tensor(value, device="cuda")
@@ -103,7 +118,8 @@ def ours(name: str, task: Work, *, parted: bool = True) -> tuple[float, float]:
 
     Not `parted`: the first is NaN, since some libraries refuse a dispatch that is not combined.
     """
-    carrier = DISPATCHERS[name].build(task.spec)
+    row = DISPATCHERS[name]
+    carrier, timed = row.build(task.spec), launched if row.host_sync else graphed
     try:
         outputs = check(carrier, task)
 
@@ -113,8 +129,8 @@ def ours(name: str, task: Work, *, parted: bool = True) -> tuple[float, float]:
 
         alone = math.nan
         if parted:
-            alone = graphed(lambda: carrier.dispatch(task.hidden, task.routing).wait())
-        return alone, graphed(both)
+            alone = timed(lambda: carrier.dispatch(task.hidden, task.routing).wait())
+        return alone, timed(both)
     finally:
         dist.barrier()
         carrier.close()
