@@ -217,7 +217,8 @@ def main() -> None:
         spec = replace(spec, patience=WATCHED_PATIENCE)
     wrong, grown, rate = soak(spec, args.carrier, args.steps)
     if args.watched:
-        print(f"rank {spec.rank}: {args.steps} steps of {args.carrier}, {wrong} wrong rows", flush=True)
+        said = f"rank {spec.rank}: {args.steps} steps of {args.carrier}, {wrong} wrong rows"
+        print("FAIL" if wrong else "ok  ", said, flush=True)
         sys.exit(1 if wrong else 0)
     named, longest = lateness(spec, args.carrier)
     if spec.rank == 0:

@@ -5,6 +5,7 @@ biases and even ones, slots without rows, rows of NaN outside the segments. Ever
 its own, so that a read past its end is one past an allocation. Answers are also held to the reference,
 computed on the CPU. Each tool has a process for each kernel, all at once.
 usage: python bench/gpu_sanitize.py [--tools memcheck] [--rows triton_fp8] [--seconds 60] [--record]
+       python bench/gpu_sanitize.py --carriers         # over peer memory, two ranks on two GPUs, instead
        python bench/gpu_sanitize.py --plain            # the cases alone
 
 initcheck reports reads of memory that nothing wrote. A tile of rows is read whole, so it also reports the
@@ -22,6 +23,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -73,6 +75,9 @@ ODD = (290, 192, 130)
 
 OURS = frozenset({"triton", "cuda.bindings"})
 """Packages that our own kernels are compiled by; who needs another is a library."""
+
+CARRIERS = ("nvlink_ll", "nvlink_ht")
+"""Whose kernels store into other ranks' memory."""
 
 SCHEMES_A_ROW = 6
 BOUNDS = {BF16: 1e-2, FP16: 1e-2}
@@ -191,11 +196,11 @@ def compile_cases(rows: Sequence[str], workers: int, deadline: float) -> None:
 
 
 class Run:
-    """The cases of one row in a process under one tool, and what it has printed."""
+    """The cases of one row under one tool, in a process or its children, and what is printed there."""
 
     def __init__(self, tool: str, row: str, folder: Path) -> None:
         self.tool, self.row, self._log = tool, row, folder / f"{tool}-{row}"
-        own = [sys.executable, __file__, "--plain", "--rows", row]
+        own = soak(row) if row in CARRIERS else [sys.executable, __file__, "--plain", "--rows", row]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [*sanitizer(tool), *own], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -269,12 +274,22 @@ def dispatching(name: str) -> list[range]:
 DEVICE = record.ROOT / "moeserve" / "experts" / "kernels"
 
 
+def soak(carrier: str) -> list[str]:
+    """The command that has two ranks take some steps over `carrier`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+    steps = ["--watched", "--carrier", carrier, "--steps", "24", "--lane-rows", "24"]
+    return [sys.executable, *launch, str(Path(__file__).with_name("gpu_carrier_soak.py")), *steps]
+
+
 def sanitizer(tool: str) -> list[str]:
     """The command that a process runs under."""
     found = shutil.which("compute-sanitizer")
     if found is None:
         raise SystemExit("compute-sanitizer, which comes with CUDA, is not on the PATH")
-    return [found, "--tool", tool, *TOOLS[tool], "--print-limit", str(PRINTED), "--show-backtrace", "no"]
+    shown = ["--print-limit", str(PRINTED), "--show-backtrace", "no", "--target-processes", "all"]
+    return [found, "--tool", tool, *TOOLS[tool], *shown]
 
 
 def sanitize(
@@ -288,13 +303,14 @@ def sanitize(
             ended = run.wait(deadline)
             agree, differ, reports, aside = run.said()
             name = f"{run.tool}, {run.row}" + ("" if ended else ", stopped before its end")
-            unit = f"reports in {agree + differ} steps"
+            of = "ranks" if run.row in CARRIERS else "steps"
+            unit = f"reports in {agree + differ} {of}"
             unit += f", and {aside} of Triton's dispatch" if aside else ""
             print(f"== {name}: {reports} {unit}; {differ} answers differ", flush=True)
             aim = None if run.tool in INFORMS else 0.0
             results.append(record.Result("gpu_sanitize", name, float(reports), unit, "lower", aim))
             if differ or not agree:
-                unit = f"of {agree + differ} steps differ from the reference"
+                unit = f"of {agree + differ} {of} differ from the reference"
                 results.append(
                     record.Result("gpu_sanitize", f"{name}, answers", float(differ), unit, "lower", 0.0)
                 )
@@ -309,6 +325,7 @@ def main() -> int:
     )
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--rows", default="", help="names of kernel rows; all that run here")
+    parser.add_argument("--carriers", action="store_true", help="carriers over peer memory, not kernels")
     parser.add_argument("--plain", action="store_true", help="in this process, without a sanitizer")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile at first")
     parser.add_argument("--seconds", type=int, default=300, help="most that all of it may take")
@@ -318,9 +335,11 @@ def main() -> int:
     if arguments.plain:
         return int(run_cases(names) > 0)
     deadline = time.monotonic() + arguments.seconds
-    rows = [row.name for row in rows_here(names)]
-    compile_cases(rows, arguments.workers, deadline)
-    print(f"compiled with {deadline - time.monotonic():.0f} s left", flush=True)
+    rows = list(CARRIERS)
+    if not arguments.carriers:
+        rows = [row.name for row in rows_here(names)]
+        compile_cases(rows, arguments.workers, deadline)
+        print(f"compiled with {deadline - time.monotonic():.0f} s left", flush=True)
     results = sanitize(arguments.tools.split(","), rows, deadline, keep=arguments.record)
     return int(any(r.aim is not None and r.ours > r.aim for r in results))
 
