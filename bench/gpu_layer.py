@@ -6,13 +6,15 @@ DeepSeek-V3's sizes (256 experts of 7168 x 2048, top-8 of 8 groups), one copy of
 128 experts hold as many each, and as many rows an expert, as four with 256. Each phase and
 the whole layer are CUDA graphs where the carrier reads nothing on the host; medians over replays, the slowest
 rank's. Up to --most-low-latency tokens the first carrier of --carriers is used, beyond it the second.
-FlashInfer's fused layer runs beside with --fused-peer, its routing given. Writes
-bench/results/gpu_layer.jsonl; aims are for 64 experts a rank.
+FlashInfer's fused layer runs beside with --fused-peer, its routing given; the fastest peers' experts and
+carrier stand beside it as gpu_experts and gpu_a2a recorded them. Writes bench/results/gpu_layer.jsonl; aims
+are for 64 experts a rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -23,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from record import Result, write
+from record import RESULTS, Result, write
 from torch import Tensor
 
 from moeserve.dispatch.backends import DISPATCHERS
@@ -52,6 +54,9 @@ AIMS = {
     "fp8": {1: 120, 16: 640, 128: 760, 4096: 3600},
     "nvfp4": {1: 90, 16: 400, 128: 500},
 }
+SAME_ROWS = {128: 512, 4096: 16384}
+"""Tokens a rank of `AIMED_SLOTS` experts, and those of gpu_experts with as many rows an expert."""
+
 INNER_STEPS = 5  # of a graph, so that launching it is not what is timed
 
 
@@ -256,6 +261,31 @@ def _timed_fused(moe_ep: Any, layer: Any, tokens: int, experts: int) -> float:
     return microseconds(lambda: layer.forward(given), graphed=True)
 
 
+def best_phases(scheme: str, tokens: int, ranks: int) -> dict[str, float]:
+    """Microseconds of the fastest peer's experts and the fastest peer's carrier, as recorded.
+
+    None where one of the two was not measured with as many rows an expert.
+    """
+    weights, wire = scheme, SCHEMES[scheme][3]
+    experts = recorded("gpu_experts", f"{weights}, {SAME_ROWS.get(tokens)} tokens x 2, ", ", whole")
+    carriers = recorded(
+        "gpu_a2a", f"nvlink_ll, {wire}, uniform, {tokens} tokens a rank, EP{ranks}, ", "combine"
+    )
+    wholes = [value for name, value in experts.items() if "only" not in name]
+    moved = [value for name, value in carriers.items() if "only" in name]
+    if not wholes or not moved:
+        return {}
+    return {"best peers' phases, other runs": round(min(wholes) + min(moved), 1)}
+
+
+def recorded(bench: str, begin: str, end: str) -> dict[str, float]:
+    """The peers of the case of `bench` that begins and ends so; none where there is no such case."""
+    path = RESULTS / f"{bench}.jsonl"
+    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else iter(())
+    cases = (line for line in lines if line["case"].startswith(begin) and line["case"].endswith(end))
+    return next((dict(line["peers"]) for line in cases), {})
+
+
 def measure(scheme: str, tokens: int, args: argparse.Namespace) -> list[Result]:
     """One scheme at one size; the whole layer last."""
     low, high = args.carriers.split(",")
@@ -265,6 +295,7 @@ def measure(scheme: str, tokens: int, args: argparse.Namespace) -> list[Result]:
     layer.carrier.close()
     ranks = dist.get_world_size()
     aim = AIMS.get(scheme, {}).get(tokens) if args.experts == AIMED_SLOTS * ranks else None
+    beside = best_phases(scheme, tokens, ranks) if args.experts == AIMED_SLOTS * ranks else {}
     results = []
     for part, value in found.items():
         kernel = args.kernel or SCHEMES[scheme][2]
@@ -279,7 +310,7 @@ def measure(scheme: str, tokens: int, args: argparse.Namespace) -> list[Result]:
                 "us",
                 "lower",
                 float(aim) if aim and whole else None,
-                {},
+                beside if whole else {},
             )
         )
     if not dist.get_rank():
@@ -318,7 +349,7 @@ def main() -> None:
     peers = fused_peers(sizes, args.experts) if args.fused_peer else {}  # last: a library may fail
     if not dist.get_rank() and wholes and any(peers.values()):
         print(f"peers by tokens a rank: {peers}", flush=True)
-        write(replace(whole, peers=peers[tokens]) for tokens, whole in wholes.items())
+        write(replace(whole, peers=peers[tokens] | whole.peers) for tokens, whole in wholes.items())
     time.sleep(0.5)
     dist.destroy_process_group()
 
