@@ -15,6 +15,7 @@ import signal
 import statistics
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from record import RESULTS, Result, write
 from safetensors.torch import save_file
 
+from moeserve.experts.activation import Activation
 from moeserve.experts.checkpoint import Checkpoint
 from moeserve.proto.client import MoeClient
 from moeserve.quant.formats import FP8_BLOCK
@@ -65,16 +67,22 @@ def make_checkpoint(folder: Path, weights: str) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def reference(path: Path, layer: int, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The same in float32 on one GPU."""
+@cache
+def decoded(path: Path, layer: int) -> tuple[torch.Tensor, torch.Tensor, Activation]:
+    """A layer's weights in float32 on one GPU, and its activation."""
     checkpoint = Checkpoint(path)
     weights = checkpoint.experts(layer, range(EXPERTS)).to("cuda:0")
-    gate_up, down = weights.gate_up.dequantize(), weights.down.dequantize()
+    return weights.gate_up.dequantize(), weights.down.dequantize(), checkpoint.activation
+
+
+def reference(path: Path, layer: int, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The same in float32 on one GPU."""
+    gate_up, down, activation = decoded(path, layer)
     hidden, experts, shares = (tensor.to("cuda:0") for tensor in batch)
     answer = torch.zeros(hidden.shape, device="cuda:0")
     for expert in range(EXPERTS):
         rows, place = torch.nonzero(experts == expert, as_tuple=True)
-        inner = checkpoint.activation.apply(hidden[rows].float() @ gate_up[expert].T)
+        inner = activation.apply(hidden[rows].float() @ gate_up[expert].T)
         answer.index_add_(0, rows, shares[rows, place, None] * (inner @ down[expert].T))
     return answer.cpu()
 
