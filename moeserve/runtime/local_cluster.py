@@ -9,6 +9,7 @@ import multiprocessing
 import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 
 from moeserve.runtime.config import Config
@@ -43,10 +44,11 @@ class LocalCluster:
         """Starts the ranks and waits until the group serves. Raises RuntimeError or TimeoutError with the
         reason.
         """
-        for rank in range(self._ranks):
-            self._spawn(rank)
-        threading.Thread(target=self._watch, name="watch-ranks", daemon=True).start()
         try:
+            # A signal interrupts the main thread alone: not between a process' start and what it is told.
+            with ThreadPoolExecutor(1, "start-ranks") as starter:
+                list(starter.map(self._spawn, range(self._ranks)))
+            threading.Thread(target=self._watch, name="watch-ranks", daemon=True).start()
             self.head.coordinator.wait_serving(self._config.cluster.start_timeout_seconds)
         except BaseException:
             self.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -230,6 +231,20 @@ def test_ctrl_c_stops_head_and_ranks_without_a_traceback(
     assert "moeserve status: UNAVAILABLE: " in capsys.readouterr().err
 
 
+def children_of(pid: int) -> list[str]:
+    """Processes that any thread of `pid` has started."""
+    found: list[str] = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the thread has ended; its children are another's now
+            found += (thread / "children").read_text().split()
+    return found
+
+
+def command_of(pid: str) -> str:
+    """Its command line, with zeros between the words."""
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
 def test_sigterm_while_starting_ends_everything(checkpoint: Path) -> None:
     process = subprocess.Popen(
         [*SERVE, "--checkpoint", str(checkpoint), "--port", "0", "--data-parallel-size", "2"],
@@ -241,8 +256,7 @@ def test_sigterm_while_starting_ends_everything(checkpoint: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while len(ranks) < 2 and time.monotonic() < deadline:  # the ranks are importing torch now
         time.sleep(0.05)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        ranks = [pid for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+        ranks = [pid for pid in children_of(process.pid) if "spawn_main" in command_of(pid)]
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=30)
     assert process.returncode == 0
