@@ -34,7 +34,7 @@ TITLES = {
     "gpu_libraries": "GEMMs and activation of rows for libraries, beside our own rows",
     "gpu_a2a": "Dispatch and combine beside other carriers, bf16 hidden states of 7168, top-8 of 256",
     "gpu_carrier_soak": "Ten thousand steps of random sizes, and a rank that comes too late",
-    "gpu_layer": "A whole DeepSeek-V3 layer on two GPUs, phase by phase",
+    "gpu_layer": "A whole DeepSeek-V3 layer on two GPUs and on four, phase by phase",
     "gpu_sanitize": "What compute-sanitizer says of the kernels",
     "gpu_dequant": "The portable kernel on an H200, beside the reference",
     "balance": "Placement of real expert loads",
