@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from itertools import cycle
 from math import inf
 
+import numpy as np
 import pytest
 import torch
 from adapter_ranks import refusals, run_over_stand_ins, unreachable
@@ -217,6 +218,16 @@ def test_deepep_rounds_within_a_code_of_the_formats() -> None:
         assert torch.allclose(scales, own.parts[1], rtol=1e-6)
         steps = codes.view(torch.int8).int() - own.parts[0].view(torch.int8).int()
         assert steps.abs().max() <= 1 and (steps != 0).float().mean() < 1e-3
+
+
+def test_deepep_rounds_by_one_true_quotient() -> None:
+    rows = torch.randn(64, 512, generator=torch.Generator().manual_seed(3)).bfloat16().float()  # has ties
+    codes, scales = rounded_by_deepep(rows, power_of_two=False)
+    blocks = rows.view(64, 4, 128).numpy()
+    largest = np.abs(blocks).max(axis=2, keepdims=True)
+    expected = torch.from_numpy(blocks * (np.float32(448) / largest)).to(torch.float8_e4m3fn).flatten(1)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scales, torch.from_numpy(largest[..., 0] * np.float32(1 / 448)))
 
 
 def installed(carrier: str) -> bool:

@@ -5,7 +5,8 @@ and the row's own rank weighs and adds them in float32. Two buffers alternate, s
 their way.
 
 The kernels drive RDMA queue pairs, within a host too: without an adapter DeepEP stops at a check of its own,
-and only a build with that check lifted sends over NVLink alone.
+and only a build with that check lifted sends over NVLink alone. `verified` speaks of such a build, on four
+H200 without adapters; over RDMA, which the row asks for, it has not run.
 
 It carries bf16 and FP8 with a scale for 128 elements. NVFP4 on the way out is in DeepEP's `hybrid-ep` branch
 alone (`use_nvfp4`), neither in a release nor in its second generation, so there is no such wire.
@@ -162,4 +163,5 @@ ROW = DispatchRow(
     ordered=False,
     quantizes=True,
     limits=Limits(dtypes=frozenset({"bf16"}), top_k=11, hidden_sizes=HIDDEN_SIZES, rdma=True, waits=inf),
+    verified=("sm90",),
 )
