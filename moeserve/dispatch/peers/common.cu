@@ -241,14 +241,22 @@ DEVICE uint4 e4m3_codes(const float (&x)[16]) {
 }
 
 #if WIRE == WIRE_FP8_GROUP128
+// x / scale to the last bit, zero's sign too: one step of correction by the quotient's exact remainder, which
+// all of a group share the reciprocal for. Of an infinite scale it makes what division makes: 0 or NaN.
+DEVICE float over_scale(float x, float scale, float reciprocal) {
+  float quotient = __fmul_rn(x, reciprocal);
+  float rest = __fmaf_rn(-quotient, fminf(scale, 3.402823466e38f), x);
+  return copysignf(__fmaf_rn(rest, reciprocal, quotient), quotient);
+}
+
 // Eight lanes share a group; lanes past the row's end bring zeros.
 DEVICE void encode_columns(float (&x)[16], int unit, bool valid, u8* record, float) {
   float amax = largest_of(x);
 #pragma unroll
   for (int lane = 1; lane < 8; lane *= 2) amax = larger(amax, __shfl_xor_sync(~0u, amax, lane));
-  float scale = over_constant(amax < 1e-10f ? 1e-10f : amax, 448.0f);
+  float scale = over_constant(amax < 1e-10f ? 1e-10f : amax, 448.0f), reciprocal = __frcp_rn(scale);
 #pragma unroll
-  for (int i = 0; i < 16; ++i) x[i] = __fdiv_rn(x[i], scale);
+  for (int i = 0; i < 16; ++i) x[i] = over_scale(x[i], scale, reciprocal);
   if (!valid) return;
   *(uint4*)(record + 16 * unit) = e4m3_codes(x);
   if (unit % 8 == 0) *(float*)(record + PART1_AT + unit / 2) = scale;
@@ -283,17 +291,16 @@ DEVICE void encode_columns(float (&x)[16], int unit, bool valid, u8* record, flo
 }
 #endif
 
-// One row as its record: `record` RECORD_BYTES in shared memory, 16-byte aligned. The block's first `threads`
-// threads call it together (a multiple of 32); who reads the record synchronises them first. `row` is HIDDEN
-// elements, or with WIRE_RECORDS the record itself. `factor` matters to WIRE_NVFP4 alone.
-DEVICE void make_record(const void* row, u8* record, float factor, int threads) {
+// One row as its record: `record` RECORD_BYTES in shared memory, 16-byte aligned. `threads` threads call it
+// together, whole warps, of which this is `thread`; who reads the record synchronises them first. `row` is
+// HIDDEN elements, or with WIRE_RECORDS the record itself. `factor` matters to WIRE_NVFP4 alone.
+DEVICE void make_record(const void* row, u8* record, float factor, int thread, int threads) {
 #if WIRE == WIRE_RECORDS
-  for (int i = threadIdx.x; i < RECORD_BYTES / 16; i += threads)
-    ((uint4*)record)[i] = ((const uint4*)row)[i];
+  for (int i = thread; i < RECORD_BYTES / 16; i += threads) ((uint4*)record)[i] = ((const uint4*)row)[i];
 #else
   constexpr int UNITS = HIDDEN / 16;
-  for (int first = threadIdx.x - threadIdx.x % 32; first < UNITS; first += threads) {
-    int unit = first + threadIdx.x % 32;
+  for (int first = thread - thread % 32; first < UNITS; first += threads) {
+    int unit = first + thread % 32;
     float x[16] = {};
     if (unit < UNITS) load_columns((const Element*)row + 16 * unit, x);
     encode_columns(x, unit, unit < UNITS, record, factor);

@@ -1,4 +1,4 @@
-"""Where everything of the low-latency carrier stands in a rank's peer memory, and why nothing is overwritten.
+"""Where everything stands in a rank's peer memory, and why nothing is overwritten.
 
 A rank writes into sections of its own in every other's memory. All of it stands there twice, and a step uses
 the copy of its epoch's parity. What of epoch n is read, is read before its writer's epoch n + 2 arrives:
@@ -24,42 +24,41 @@ from functools import cached_property
 from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.peers.epochs import BUFFERS
 from moeserve.dispatch.peers.late import FAREWELL_BYTES
+from moeserve.dispatch.peers.sheets import SHEET, sheets_of
 from moeserve.dispatch.peers.wires import RowRecord
+from moeserve.dispatch.permute import row_capacity
+from moeserve.experts.batch import Grouping
 
 ALIGN = 256
 WORD = 16
 """Bytes of a sealed word: 12 of content, and those four that make its exclusive-or the epoch."""
 
-CONTENT = 12
-"""Of choices: two slots of 16 bits, two float32 weights."""
+CHOICES = 3
+"""Of a row, in a sealed word: each a slot and a position of 16 bits, or a float32 weight."""
 
-SEALED_ROWS = 32
-"""Most rows a lane brings to a step whose partial sums are sealed: above, flags cost less than a third more
-bytes.
-"""
+COUNTS = 6
+"""Of slots, 16 bits each, in a sealed word."""
 
 NOWHERE = 0xFFFF
 """A choice of no slot, in 16 bits."""
 
-SPAN_BYTES = 32 * 4 * 16
-"""Bytes of a partial sum that travel under one flag: four 16-byte vectors of each lane of a warp."""
-
 
 @dataclass(frozen=True)
-class LowLatencyLayout:
+class PeerLayout:
     """Byte offsets of epoch parity 0; parity 1 stands `parity_bytes` further.
 
     greetings [ranks] uint32, the epoch that a rank has begun
-    choices [ranks, lane_rows, words] sealed words, to every rank
-    ready [ranks, lane_rows] uint32, the epoch once the record is there
-    records [ranks, lane_rows, record bytes]
-    returned [ranks, lane_rows, spans] uint32, the epoch once that span of the partial sum is there
-    partials [ranks, lane_rows, H] of the hidden dtype
-    sealed [ranks, small_rows, ...] partial sums of small steps in sealed words, and never anything but
-        sealed words, so that none is taken for another epoch's
+    totals [ranks, total_words] sealed words: how many of a lane's rows go to each slot of the reader's
+    choices [ranks, lane_rows, 2, words] sealed words, to every rank: slots, with how many of the lane's rows
+        go there before; weights
+    records [ranks, lane_rows, record_sheets] sheets
+    partials [ranks, lane_rows, partial_sheets] sheets of H columns of the hidden dtype
+
+    Where sheets stand is never anything but sheets, so that no number is taken for another epoch's tag.
     """
 
     spec: DispatchSpec
+    grouping: Grouping
 
     @cached_property
     def record(self) -> RowRecord:
@@ -68,25 +67,23 @@ class LowLatencyLayout:
 
     @property
     def words(self) -> int:
-        """Words of a row's choices."""
-        return -(-self.spec.top_k // 2)
+        """Words of a row's slots, and as many of its weights."""
+        return -(-self.spec.top_k // CHOICES)
 
     @property
-    def spans(self) -> int:
-        """Flags of a partial sum."""
-        return -(-self.spec.hidden * self.spec.dtype.itemsize // SPAN_BYTES)
+    def total_words(self) -> int:
+        """Words of a lane's totals."""
+        return -(-self.spec.slots // COUNTS)
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
         rows = self.spec.ranks * self.spec.lane_rows
         sizes = (
             4 * self.spec.ranks,
-            rows * self.words * WORD,
-            rows * 4,
-            rows * self.record.nbytes,
-            rows * 4 * self.spans,
-            rows * self.spec.hidden * self.spec.dtype.itemsize,
-            self.spec.ranks * self.small_rows * self.sealed_bytes,
+            self.spec.ranks * self.total_words * WORD,
+            rows * self.words * 2 * WORD,
+            rows * self.record_sheets * SHEET,
+            rows * self.partial_sheets * SHEET,
         )
         ends = [-(-FAREWELL_BYTES // ALIGN) * ALIGN]
         for size in sizes:
@@ -99,14 +96,24 @@ class LowLatencyLayout:
         return self._ends[0]
 
     @property
-    def choices(self) -> int:
+    def totals(self) -> int:
         """Offset."""
         return self._ends[1]
 
     @property
-    def ready(self) -> int:
+    def choices(self) -> int:
         """Offset."""
         return self._ends[2]
+
+    @property
+    def record_sheets(self) -> int:
+        """Of a row on its way out."""
+        return sheets_of(self.record.nbytes)
+
+    @property
+    def partial_sheets(self) -> int:
+        """Of a partial sum."""
+        return sheets_of(self.spec.hidden * self.spec.dtype.itemsize)
 
     @property
     def records(self) -> int:
@@ -114,34 +121,14 @@ class LowLatencyLayout:
         return self._ends[3]
 
     @property
-    def returned(self) -> int:
+    def partials(self) -> int:
         """Offset."""
         return self._ends[4]
 
     @property
-    def partials(self) -> int:
-        """Offset."""
-        return self._ends[5]
-
-    @property
-    def sealed(self) -> int:
-        """Offset."""
-        return self._ends[6]
-
-    @property
-    def sealed_bytes(self) -> int:
-        """Bytes of a partial sum in sealed words."""
-        return -(-self.spec.hidden * self.spec.dtype.itemsize // CONTENT) * WORD
-
-    @property
-    def small_rows(self) -> int:
-        """Most rows of a lane whose partial sums are sealed."""
-        return min(self.spec.lane_rows, SEALED_ROWS)
-
-    @property
     def parity_bytes(self) -> int:
         """From one parity's copy to the other's."""
-        return self._ends[7] - self._ends[0]
+        return self._ends[5] - self._ends[0]
 
     @property
     def nbytes(self) -> int:
@@ -150,11 +137,18 @@ class LowLatencyLayout:
 
     @property
     def capacity(self) -> int:
-        """Rows that a slot's part of the batch holds: those of all lanes, in the kernel's alignment."""
+        """Rows that a slot's part of a PADDED batch holds: those of all lanes, in the kernel's alignment."""
         align = self.spec.row_align
         return -(-self.spec.ranks * self.spec.lane_rows // align) * align
 
+    def batch_shape(self, rows: int) -> tuple[int, ...]:
+        """Of the batch of `rows` of all lanes: `[e, C, H]`, or `[Rmax, H]` of a RAGGED one."""
+        spec = self.spec
+        if self.grouping is Grouping.PADDED:
+            return spec.slots, self.capacity, spec.hidden
+        return row_capacity(rows, spec.top_k, spec.slots, spec.row_align), spec.hidden
+
     @property
     def batch_bytes(self) -> int:
-        """Bytes of one dispatched batch."""
-        return self.spec.wire.nbytes((self.spec.slots, self.capacity, self.spec.hidden))
+        """Most bytes of one dispatched batch."""
+        return self.spec.wire.nbytes(self.batch_shape(self.spec.ranks * self.spec.lane_rows))

@@ -1,4 +1,4 @@
-"""The low-latency carrier over peer memory: its protocol on the CPU twin, late peers, and what it refuses."""
+"""Carriers over peer memory: their protocol on the CPU twin, late peers, and what they refuse."""
 
 import re
 from dataclasses import replace
@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from low_latency_ranks import DELAY, PATIENCE, everything, spec
 from parallel import parallel_launch
+from peer_ranks import DELAY, PATIENCE, everything, spec
 
 from moeserve.dispatch.backends import DISPATCHERS
-from moeserve.dispatch.backends.nvlink_ll import bytes_needed, check_sizes, lacks_room
-from moeserve.dispatch.peers import epochs, late, ll_kernels, ll_layout, sources, wires
+from moeserve.dispatch.peers import epochs, kernels, late, layout, sheets, sources, twin, wires
+from moeserve.dispatch.peers.carrier import bytes_needed, check_sizes, lacks_room
 from moeserve.experts.activation import Activation
-from moeserve.experts.batch import ExpertShape
+from moeserve.experts.batch import ExpertShape, Grouping
 from moeserve.experts.kernel import Problem
 from moeserve.experts.kernels import KERNELS
 from moeserve.experts.machine import machine_named
@@ -77,43 +77,56 @@ def test_epochs_alternate_in_parity_over_the_turn_and_skip_what_memory_holds() -
 
 def test_sections_of_the_layout_do_not_overlap() -> None:
     given = replace(spec(0, 4), wire=FORMATS["mxfp8"], row_align=8, lane_rows=6)
-    layout = ll_layout.LowLatencyLayout(given)
+    made = layout.PeerLayout(given, Grouping.PADDED)
     ends = [
         late.FAREWELL_BYTES,
-        layout.greetings + 4 * 4,
-        layout.choices + 4 * 6 * 2 * 16,
-        layout.ready + 4 * 6 * 4,
-        layout.records + 4 * 6 * layout.record.nbytes,
-        layout.returned + 4 * 6 * layout.spans * 4,
-        layout.partials + 4 * 6 * 64 * 4,
-        layout.sealed + 4 * 6 * layout.sealed_bytes,
+        made.greetings + 4 * 4,
+        made.totals + 4 * 16,
+        made.choices + 4 * 6 * 2 * 16,
+        made.records + 4 * 6 * sheets.SHEET,
+        made.partials + 4 * 6 * 2 * sheets.SHEET,
     ]
     starts = [
-        layout.greetings,
-        layout.choices,
-        layout.ready,
-        layout.records,
-        layout.returned,
-        layout.partials,
-        layout.sealed,
-        layout.greetings + layout.parity_bytes,
+        made.greetings,
+        made.totals,
+        made.choices,
+        made.records,
+        made.partials,
+        made.greetings + made.parity_bytes,
     ]
     assert all(end <= start for end, start in zip(ends, starts, strict=True))
-    assert layout.nbytes == layout.greetings + 2 * layout.parity_bytes and layout.capacity == 24
+    assert made.nbytes == made.greetings + 2 * made.parity_bytes and made.capacity == 24
 
 
 def test_the_kernels_and_the_layout_agree_on_their_constants() -> None:
-    defined = dict(re.findall(r"#define (\w+) +\(?(\w+)", sources.source(*ll_kernels.SOURCES)))
+    defined = dict(re.findall(r"#define (\w+) +\(?(\w+)", sources.source(*kernels.SOURCES)))
     assert int(defined["FAREWELL_BYTES"]) == late.FAREWELL_BYTES
-    assert int(defined["THREADS"]) == ll_kernels.THREADS
-    assert 32 * 16 * int(defined["VECTORS"]) == ll_layout.SPAN_BYTES
+    assert int(defined["THREADS"]) == kernels.THREADS
+    assert int(defined["COMBINE_THREADS"]) == kernels.COMBINE_THREADS
+    assert (int(defined["SHEET"]), int(defined["SHEET_WORDS"])) == (sheets.LANES, sheets.WORDS)
     numbers = {name: int(defined[f"WIRE_{name.removesuffix('_static').upper()}"]) for name in wires.FUSED}
     assert numbers == wires.FUSED and int(defined["WIRE_RECORDS"]) == wires.RECORDS
-    assert "0xFFFFFFFEu" in sources.source(*ll_kernels.SOURCES) and epochs.LAST == 0xFFFFFFFE
+    assert "0xFFFFFFFEu" in sources.source(*kernels.SOURCES) and epochs.LAST == 0xFFFFFFFE
+
+
+@pytest.mark.parametrize("words", [1, 7, 31, 32, 93])
+def test_rows_come_out_of_their_sheets(words: int) -> None:
+    rows = torch.randint(0, 256, (5, 16 * words), dtype=torch.uint8)
+    made = sheets.to_sheets(rows)
+    assert made.shape == (5, sheets.sheets_of(16 * words), 32, 4) and not sheets.tags(made).any()
+    sheets.tags(made).fill_(7)
+    assert torch.equal(sheets.from_sheets(made, 16 * words), rows)
+    lines = made.view(5, -1, 32)  # of 128 bytes
+    assert (lines[..., -1] == 7).all(), "each line ends with its tag"
+
+
+def test_positions_count_the_rows_of_a_slot_before() -> None:
+    slots = torch.tensor([[3, 1], [1, -1], [3, 0], [1, 3]], dtype=torch.int32)
+    assert twin.positions(slots)[slots >= 0].tolist() == [0, 0, 1, 1, 0, 2, 2]
 
 
 def test_sources_include_no_header() -> None:
-    folder = Path(ll_layout.__file__).parent
+    folder = Path(layout.__file__).parent
     assert not [path.name for path in folder.glob("*.cu") if "#include" in path.read_text()]
 
 
@@ -147,6 +160,8 @@ def test_only_the_rule_the_kernels_know_is_made_by_them() -> None:
         ({"lane_rows": 70000}, "lane_rows=70000 must lie between 1 and 65535"),
         ({"top_k": 33}, "top_k=33 must lie between 1 and 32"),
         ({"slots": 40000}, "80000 slots do not fit in 16 bits"),
+        ({"slots": 16000}, "2 x 16000 slots need 192000 bytes of a block's shared memory"),
+        ({"hidden": 65536}, "H=65536 and 2 x 3 slots need 262144 bytes of a block's shared memory"),
     ],
 )
 def test_sizes_without_room_are_refused(change: dict[str, int], why: str) -> None:
@@ -156,14 +171,16 @@ def test_sizes_without_room_are_refused(change: dict[str, int], why: str) -> Non
 
 def test_what_does_not_fit_is_refused_with_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     large = replace(spec(0, 2), lane_rows=4096, slots=128, hidden=7168, device="cuda")
-    needed = bytes_needed(large)
+    padded = layout.PeerLayout(large, Grouping.PADDED)
+    needed = bytes_needed(padded)
     assert needed > 2 * 128 * 2 * 4096 * 7168 * 4  # two batches of float32
+    assert bytes_needed(layout.PeerLayout(large, Grouping.RAGGED)) < needed / 16
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed, 2 * needed))
     check_sizes(large)
-    assert lacks_room(large) == ""
+    assert lacks_room(padded) == ""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed - 1, 2 * needed))
-    assert f"needs {needed} bytes for 4096 rows a lane" in lacks_room(large)
-    assert f"{needed - 1} are free" in lacks_room(large)
+    assert f"needs {needed} bytes for 4096 rows a lane" in lacks_room(padded)
+    assert f"{needed - 1} are free" in lacks_room(padded)
 
 
 def test_on_a_cpu_it_serves_only_when_named() -> None:

@@ -1,4 +1,4 @@
-"""The low-latency carrier's phases on a GPU: one kernel each, launched without a look at the data."""
+"""Both phases over peer memory on a GPU: one kernel each, launched without a look at the data."""
 
 from __future__ import annotations
 
@@ -7,61 +7,84 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.peers.late import Attendance
-from moeserve.dispatch.peers.ll_layout import LowLatencyLayout
+from moeserve.dispatch.peers.layout import PeerLayout
 from moeserve.dispatch.peers.memory import PeerMemory
 from moeserve.dispatch.peers.sources import source
 from moeserve.dispatch.peers.wires import wire_code
 from moeserve.dispatch.routing import Routing
+from moeserve.experts.batch import Grouping
 from moeserve.experts.nvrtc import U64, Argument, Program
 from moeserve.quant.format import Packed
 
-SOURCES = ("ll_shared.cu", "ll_dispatch.cu", "ll_combine.cu")
-THREADS = 512
+SOURCES = ("step.cu", "dispatch.cu", "combine.cu")
+THREADS = 512  # of a block of dispatch
+COMBINE_THREADS = 768  # of a block of combine
+SENDING = 0.5
+"""Most of the blocks of dispatch that send; the others place what arrives."""
+
+GROUPS = 2
+"""Rows that a sending block has under way, where there are more rows than sending blocks."""
+
+HOME = 2.0
+"""What a row of this lane's own costs in combine, in rows that go to another."""
+
 MOST_LANE_ROWS = 0xFFFF
 MOST_RANKS = 8
 """Rows of each lane go to a kernel as 16 bits in two words."""
+
+MOST_SHARED = 176 << 10
+"""Bytes of shared memory that a block of dispatch can ask for, beside what it always takes."""
+
+NANOSECONDS = 10**9
 
 
 @dataclass(frozen=True, eq=False)
 class Arrived:
     """What a dispatch leaves for the batch and for the way home."""
 
-    tokens: Packed  # [e, C, H]
+    tokens: Packed  # [e, C, H] or [Rmax, H]
     counts: Tensor  # [e] int32
-    places: Tensor  # [N, K] int32 row of [e * C] of each arrived choice, -1: not here; N rows of all lanes
+    offsets: Tensor  # [e + 1] int32
+    places: Tensor  # [N, K] int32 row of the batch of each arrived choice, -1: not here; N rows of all lanes
     weights: Tensor  # [N, K] float32, meaningless where the place is -1
     epoch: Tensor  # [1] int32
 
 
-class LowLatencyKernels:
+class PeerKernels:
     """Both phases over `memory`. Buffers a caller gets are new each time, and belong to the caller."""
 
-    def __init__(
-        self, spec: DispatchSpec, layout: LowLatencyLayout, memory: PeerMemory, attendance: Attendance
-    ) -> None:
-        self._spec, self._layout, self._memory, self._attendance = spec, layout, memory, attendance
+    def __init__(self, layout: PeerLayout, memory: PeerMemory, attendance: Attendance) -> None:
+        self._layout, self._memory, self._attendance = layout, memory, attendance
+        spec = self._spec = layout.spec
         self._wire = wire_code(spec)
-        program = Program(source(*SOURCES), (*self._wire.options, f"-DTOP_K={spec.top_k}"))
-        self._dispatch, self._combine = program.function("ll_dispatch"), program.function("ll_combine")
-        self._combine_small = program.function("ll_combine_small")
-        self._shared = layout.record.nbytes + 4 * spec.slots
+        ragged = int(layout.grouping is Grouping.RAGGED)
+        options = (*self._wire.options, f"-DTOP_K={spec.top_k}", f"-DRAGGED={ragged}")
+        program = Program(source(*SOURCES), options)
+        self._dispatch, self._combine = program.function("peer_dispatch"), program.function("peer_combine")
         self._blocks = torch.cuda.get_device_properties(spec.device).multi_processor_count
         if not self._wire.fused:  # what a format keeps on the device is brought there now
             layout.record.pack(torch.zeros((1, spec.hidden), dtype=spec.dtype, device=spec.device))
         self._state = torch.zeros(2, dtype=torch.int32, device=spec.device)
-        self._patience = U64(int(spec.patience * 1e9))
+        self._patience = U64(int(spec.patience * NANOSECONDS))
+        self._sent = torch.zeros(2, dtype=torch.int64, device=spec.device)
+        self.sent = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+        """Copies that dispatches have sent to other ranks, and sums that combines did, as far as is known."""
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Arrived:
         """Sends this lane's rows and groups what arrives."""
         spec, layout = self._spec, self._layout
-        rows, arrived = sum(routing.lane_rows), self._arrival(sum(routing.lane_rows))
+        own, rows = routing.lane_rows[spec.rank], sum(routing.lane_rows)
+        arrived = self._arrival(rows)
         if self._wire.fused:
             sent, row_bytes = hidden.contiguous(), spec.hidden * spec.dtype.itemsize
         else:
             sent, row_bytes = layout.record.pack(hidden), layout.record.nbytes
         none = arrived.counts
+        most = int(self._blocks * SENDING)
+        together = min(GROUPS, MOST_SHARED // layout.record.nbytes)
+        senders, groups = (own, 1) if own <= most else (most, together)
+        readers = min(self._blocks - senders, max(1, rows))
         args: list[Argument] = [
             self._memory.pointers,
             self._state,
@@ -69,8 +92,8 @@ class LowLatencyKernels:
             self._patience,
             spec.rank,
             U64(layout.greetings),
+            U64(layout.totals),
             U64(layout.choices),
-            U64(layout.ready),
             U64(layout.records),
             U64(layout.parity_bytes),
             spec.lane_rows,
@@ -78,7 +101,10 @@ class LowLatencyKernels:
             0 if spec.sliced else spec.rank * spec.slots,
             spec.slots,
             layout.capacity,
+            spec.row_align,
             int(spec.sliced),
+            senders,
+            groups,
             sent,
             row_bytes,
             routing.slots.contiguous(),
@@ -86,50 +112,55 @@ class LowLatencyKernels:
             self._wire.factor,
             *(*arrived.tokens.parts, none, none)[:3],
             arrived.counts,
+            arrived.offsets,
             arrived.places,
             arrived.weights,
             arrived.epoch,
+            self._sent,
+            self.sent,
         ]
-        blocks = min(self._blocks, max(1, rows + routing.lane_rows[spec.rank]))
-        self._dispatch.launch(blocks, THREADS, args, shared=self._shared)
+        shared = max(groups * layout.record.nbytes, 4 * (spec.ranks + 1) * spec.slots)
+        self._dispatch.launch(senders + readers, THREADS, args, shared=shared)
         return arrived
 
     def combine(self, outputs: Tensor, arrived: Arrived, routing: Routing) -> Tensor:
-        """Sends weighted partial sums of `outputs [e * C, H]` home, and adds up this lane's: `[T, H]`."""
+        """Sends weighted partial sums of `outputs` home, and adds up this lane's: `[T, H]`."""
         spec, layout = self._spec, self._layout
         own, rows = routing.lane_rows[spec.rank], sum(routing.lane_rows)
         answer = outputs.new_empty((own, spec.hidden))
-        if small := max(routing.lane_rows) <= layout.small_rows:
-            where = [U64(layout.sealed)]
-        else:
-            where = [U64(layout.returned), U64(layout.partials)]
+        blocks = min(self._blocks, max(1, rows * layout.partial_sheets))
+        share = HOME * own
+        homes = round(blocks * share / (share + rows - own)) if rows else blocks
+        homes = min(max(homes, int(own > 0)), blocks - int(rows > own))
         args: list[Argument] = [
             self._memory.pointers,
             *self._attendance.words(),
             self._patience,
             spec.rank,
-            *where,
+            U64(layout.partials),
             U64(layout.parity_bytes),
-            layout.small_rows if small else spec.lane_rows,
+            spec.lane_rows,
             *_lanes(routing.lane_rows),
             spec.slots,
             int(spec.sliced),
+            homes,
             outputs.contiguous(),
             arrived.places,
             arrived.weights,
             arrived.epoch,
             routing.slots.contiguous(),
             answer,
+            self._sent,
         ]
-        kernel = self._combine_small if small else self._combine
-        kernel.launch(min(self._blocks, max(1, rows * layout.spans)), THREADS, args)
+        self._combine.launch(blocks, COMBINE_THREADS, args)
         return answer
 
     def _arrival(self, rows: int) -> Arrived:
         spec, device = self._spec, self._spec.device
         return Arrived(
-            spec.wire.empty((spec.slots, self._layout.capacity, spec.hidden), device),
+            spec.wire.empty(self._layout.batch_shape(rows), device),
             torch.empty(spec.slots, dtype=torch.int32, device=device),
+            torch.empty(spec.slots + 1, dtype=torch.int32, device=device),
             torch.empty((rows, spec.top_k), dtype=torch.int32, device=device),
             torch.empty((rows, spec.top_k), dtype=torch.float32, device=device),
             torch.empty(1, dtype=torch.int32, device=device),

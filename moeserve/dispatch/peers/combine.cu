@@ -1,0 +1,198 @@
+// Combine; behind step.cu.
+//
+// A warp makes one sheet of a row at a time. The first `homes` blocks work for this rank's own rows, the others
+// send partial sums to other ranks and wait for nobody.
+
+#define COMBINE_THREADS 768
+#define COMBINE_WARPS (COMBINE_THREADS / 32)
+#if SOURCE == 2
+#define VECTOR 4  // columns of a word
+#else
+#define VECTOR 8
+#endif
+#define ROW (HIDDEN / VECTOR)  // words of 16 bytes
+#define PARTIAL_SHEETS SHEETS_OF(16 * ROW)
+#define AT_A_TIME 4  // outputs whose loads are under way at once
+
+DEVICE void add_word(float (&sum)[VECTOR], uint4 word, float weight) {
+  const u32 four[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#if SOURCE == 2
+    sum[i] = __fadd_rn(sum[i], __fmul_rn(weight, from_bits(four[i])));
+#else
+    float low, high;
+    widen(four[i], low, high);
+    sum[2 * i] = __fadd_rn(sum[2 * i], __fmul_rn(weight, low));
+    sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], __fmul_rn(weight, high));
+#endif
+  }
+}
+
+// Sums as they travel: rounded to SOURCE.
+DEVICE uint4 rounded(const float (&sum)[VECTOR]) {
+#if SOURCE == 2
+  return make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]),
+                    __float_as_uint(sum[3]));
+#else
+  return make_uint4(narrow(sum[0], sum[1]), narrow(sum[2], sum[3]), narrow(sum[4], sum[5]),
+                    narrow(sum[6], sum[7]));
+#endif
+}
+
+// Where the outputs of one row's choices stand, and their weights, one choice a lane.
+struct Choice {
+  int place;
+  float weight;
+};
+
+DEVICE Choice choice_of(const int* places, const float* place_weights, int g) {
+  const int lane = threadIdx.x % 32;
+  Choice found{-1, 0.0f};
+  if (lane < TOP_K)
+    found.place = places[(u64)g * TOP_K + lane], found.weight = place_weights[(u64)g * TOP_K + lane];
+  return found;
+}
+
+// This lane's word of a sheet of a row, if it has one.
+DEVICE int word_at(int sheet) {
+  const int lane = threadIdx.x % 32, at = sheet * SHEET_WORDS + lane;
+  return lane < SHEET_WORDS && at < ROW ? at : -1;
+}
+
+// A sheet of a row's weighted outputs, in order of choice: loads of the first are begun, and added later.
+struct Gather {
+  u32 hits;
+  uint4 words[AT_A_TIME];
+
+  DEVICE void load(const uint4* outputs, const Choice& choice, int at) {
+    u32 left = hits;
+#pragma unroll
+    for (int i = 0; i < AT_A_TIME; ++i) {
+      const int from = __shfl_sync(ALL_LANES, choice.place, left ? __ffs(left) - 1 : 0);
+      if (left && at >= 0) words[i] = outputs[(u64)from * ROW + at];
+      left &= left - (left ? 1u : 0u);
+    }
+  }
+  DEVICE void begin(const uint4* outputs, const Choice& choice, int sheet) {
+    hits = __ballot_sync(ALL_LANES, choice.place >= 0);
+    load(outputs, choice, word_at(sheet));
+  }
+  DEVICE uint4 sum(const uint4* outputs, const Choice& choice, int sheet) {
+    float total[VECTOR] = {};
+    while (hits) {
+#pragma unroll
+      for (int i = 0; i < AT_A_TIME; ++i) {
+        if (!hits) break;
+        add_word(total, words[i], __shfl_sync(ALL_LANES, choice.weight, __ffs(hits) - 1));
+        hits &= hits - 1;
+      }
+      if (hits) load(outputs, choice, word_at(sheet));
+    }
+    return rounded(total);
+  }
+};
+
+// A sheet of a partial sum that this rank sends.
+struct Away {
+  int source, row, sheet;
+  Choice choice;
+};
+
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
+    const u64* memory, u32* live, u32* board, u64 patience, int rank, u64 at_partials, u64 parity_bytes,
+    int lane_rows, u64 lanes_low, u64 lanes_high, int slots_here, int sliced, int homes, const uint4* outputs,
+    const int* places, const float* place_weights, const u32* ticket, const int* slots, uint4* answer,
+    u64* sent) {
+  __shared__ Step step;
+  const Lanes lanes{lanes_low, lanes_high};
+  const Places here{0, slots_here, 0, sliced};
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own_rows = lanes.rows(rank);
+  const Watch w = watch(live, board, memory, rank, patience);
+  auto open = [&] {
+    if (warp == COMBINE_WARPS - 1) open_step(step, memory, live, *ticket, parity_bytes);
+    __syncthreads();
+  };
+
+  if ((int)blockIdx.x >= homes) {
+    constexpr int OTHERS = RANKS > 1 ? RANKS - 1 : 1;
+    int most = 0;
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r) most = max(most, r == rank ? 0 : lanes.rows(r));
+    const int blocks = gridDim.x - homes, stride = blocks * COMBINE_WARPS, end = most * OTHERS * PARTIAL_SHEETS;
+    // A row of every other lane in turn, so that no rank is stored to by all at once, and none waits long.
+    auto find = [&](int unit) {
+      const int turn = unit / PARTIAL_SHEETS, source = (rank + 1 + turn % OTHERS) % RANKS;
+      Away found{source, turn / OTHERS, unit % PARTIAL_SHEETS, Choice{-1, 0.0f}};
+      if (unit >= end || found.row >= lanes.rows(source)) return found;
+      int before = 0;
+#pragma unroll
+      for (int r = 0; r < RANKS; ++r) before += r < source ? lanes.rows(r) : 0;
+      found.choice = choice_of(places, place_weights, before + found.row);
+      return found;
+    };
+    int unit = (int)blockIdx.x - homes + blocks * warp;
+    Away now = find(unit), next = find(unit + stride);
+    Gather gather;
+    gather.begin(outputs, now.choice, now.sheet);
+    u32 sums = 0;
+    open();
+    for (; unit < end; unit += stride) {
+      const Away after = find(unit + 2 * stride);
+      const bool goes = gather.hits && (step.reachable >> now.source & 1u);
+      const uint4 sum = gather.sum(outputs, now.choice, now.sheet);
+      gather.begin(outputs, next.choice, next.sheet);
+      if (goes) {
+        sums += now.sheet == 0;
+        const int last = last_lane<16 * ROW>(now.sheet);
+        const u64 to = ((u64)rank * lane_rows + now.row) * PARTIAL_SHEETS + now.sheet;
+        store_sheet((uint4*)(step.memory[now.source] + at_partials) + to * SHEET, tagged(sum, step.epoch, last),
+                    last);
+      }
+      now = next, next = after;
+    }
+    if (lane == 0 && sums) atomicAdd(sent + 1, (u64)sums);
+    return;
+  }
+
+  int before = 0;
+#pragma unroll
+  for (int r = 0; r < RANKS; ++r) before += r < rank ? lanes.rows(r) : 0;
+  const int stride = homes * COMBINE_WARPS, end = own_rows * PARTIAL_SHEETS;
+  int unit = blockIdx.x + homes * warp;
+  auto find = [&](int at) {
+    return at < end ? choice_of(places, place_weights, before + at / PARTIAL_SHEETS) : Choice{-1, 0.0f};
+  };
+  auto holders_of = [&](int at) {  // of this lane's choice
+    return here.holders(at < end && lane < TOP_K ? slots[(u64)(at / PARTIAL_SHEETS) * TOP_K + lane] : -1);
+  };
+  Choice next = find(unit);
+  u32 next_holders = holders_of(unit);
+  open();
+  const u64 rank_words = (u64)lane_rows * PARTIAL_SHEETS * SHEET;
+  Gather gather;
+  gather.begin(outputs, next, unit % PARTIAL_SHEETS);
+  for (; unit < end; unit += stride) {
+    const Choice choice = next;
+    const int row = unit / PARTIAL_SHEETS, sheet = unit % PARTIAL_SHEETS, last = last_lane<16 * ROW>(sheet);
+    const u32 needed = __reduce_or_sync(ALL_LANES, next_holders) & step.reachable & ~(1u << rank);
+    const uint4* arrived = (const uint4*)(step.memory[rank] + at_partials) + (u64)unit * SHEET;
+    uint4 words[RANKS];
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r)
+      if (needed >> r & 1u) words[r] = load_sheet(arrived + r * rank_words, last);
+    next = find(unit + stride), next_holders = holders_of(unit + stride);
+    const uint4 own = gather.sum(outputs, choice, sheet);
+    gather.begin(outputs, next, (unit + stride) % PARTIAL_SHEETS);  // while others' sums are waited for
+    float total[VECTOR] = {};
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r) {
+      if (r == rank) add_word(total, own, 1.0f);
+      if (!(needed >> r & 1u) || !receive_sheet(w, arrived + r * rank_words, r, step.epoch, last, words[r]))
+        continue;
+      add_word(total, untagged(words[r], last), 1.0f);
+    }
+    const int at = word_at(sheet);
+    if (at >= 0) answer[(u64)row * ROW + at] = rounded(total);
+  }
+}

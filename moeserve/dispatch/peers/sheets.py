@@ -1,0 +1,53 @@
+"""Sheets: how rows travel so that their bytes tell by themselves that they are here.
+
+A sheet is what one store of a GPU's warp carries: four lines of 128 bytes. A line is written whole and read
+whole, and its last four bytes are the epoch, so that whoever finds the epoch has the line: no fence, no flag.
+(NCCL calls such lines LL128.) 31 words of 16 bytes travel in a sheet: words 7, 15 and 23 give their last four
+bytes, where their lines' epochs stand, to the last word.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moeserve.dispatch.peers.epochs import NEVER
+
+LANES = 32
+WORDS = LANES - 1
+"""Words of 16 bytes that travel in a sheet."""
+
+SHEET = 16 * LANES
+"""Bytes."""
+
+LENDING = [7, 15, 23]
+"""Words whose last four bytes stand in the last word."""
+
+
+def sheets_of(nbytes: int) -> int:
+    """Sheets that a row of `nbytes`, a multiple of 16, takes."""
+    return -(-nbytes // (16 * WORDS))
+
+
+def to_sheets(rows: Tensor) -> Tensor:
+    """Rows uint8 `[N, bytes]` as sheets `[N, sheets, 32, 4]` int32, whose tags are no epoch."""
+    count, nbytes = rows.shape
+    sheets = sheets_of(nbytes)
+    words = F.pad(rows, (0, 16 * WORDS * sheets - nbytes)).view(torch.int32).view(count, sheets, WORDS, 4)
+    last = F.pad(words[:, :, LENDING, 3], (0, 1))
+    made = torch.cat((words, last[:, :, None]), dim=2)
+    tags(made).fill_(NEVER)
+    return made
+
+
+def from_sheets(sheets: Tensor, nbytes: int) -> Tensor:
+    """The rows `[N, nbytes]` uint8 that stand in `sheets [N, sheets, 32, 4]`."""
+    words = sheets[:, :, :WORDS].clone()
+    words[:, :, LENDING, 3] = sheets[:, :, WORDS, :3]
+    return words.flatten(1).view(torch.uint8)[:, :nbytes]
+
+
+def tags(sheets: Tensor) -> Tensor:
+    """The tags of all lines of `sheets [N, sheets, 32, 4]`: a view `[N, sheets, 4]`."""
+    return sheets[:, :, 7::8, 3]

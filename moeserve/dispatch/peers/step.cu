@@ -1,0 +1,126 @@
+// What a dispatch and a combine share, one kernel each, in which nothing waits for a whole grid.
+// Given by -D beside what common.cu takes: TOP_K.
+//
+// Choices travel to all ranks, a row to each rank that needs it, a partial sum home. All of it tells by itself
+// that it is here, without fence or flag: choices in words of 12 bytes under a seal, rows and sums in sheets.
+// Seals and tags hold the epoch, and no epoch's words are written over before they are read: see layout.py.
+
+#define CHOICE_WORDS ((TOP_K + 2) / 3)  // of a row's slots, and as many of its weights
+#define NOWHERE 0xFFFFu
+#define ALL_LANES 0xFFFFFFFFu
+
+// Rows of each lane, 16 bits a rank.
+struct Lanes {
+  u64 low, high;
+  DEVICE int rows(int rank) const { return (int)((rank < 4 ? low : high) >> 16 * (rank % 4)) & 0xFFFF; }
+  DEVICE int all() const {
+    int sum = 0;
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r) sum += rows(r);
+    return sum;
+  }
+  // Row `g` of all lanes' rows one after the other: whose it is, and which of its rows.
+  DEVICE void find(int g, int& source, int& row) const {
+    source = 0, row = g;
+#pragma unroll
+    for (int r = 0; r < RANKS - 1; ++r)
+      if (source == r && row >= rows(r)) row -= rows(r), ++source;
+  }
+};
+
+struct Places {  // of this rank's slots
+  int first, slots, capacity, sliced;
+  DEVICE int local(u32 slot) const {
+    int at = (int)slot - first;
+    return at >= 0 && at < slots ? at : -1;
+  }
+  // Ranks that hold a slot, one bit each.
+  DEVICE u32 holders(int slot) const {
+    if (slot < 0) return 0u;
+    if (sliced) return (1u << RANKS) - 1u;
+    int rank = slot / slots;
+    return rank < RANKS ? 1u << rank : 0u;
+  }
+};
+
+// What a block knows of its step, in shared memory: one warp asks for all, since words that every warp of a GPU
+// asks for come late.
+struct Step {
+  u64 memory[RANKS];  // of all ranks, from the epoch's half on
+  u32 epoch, reachable;
+};
+
+DEVICE void open_step(Step& step, const u64* memory, const u32* live, u32 epoch, u64 parity_bytes) {
+  const int lane = threadIdx.x % 32;
+  u64 at = 0;
+  u32 alive = 0;
+  if (lane < RANKS) at = memory[lane], alive = *(volatile const u32*)(live + lane);
+  const u32 reachable = __ballot_sync(ALL_LANES, alive != 0);
+  if (lane < RANKS) step.memory[lane] = at + epoch % 2 * parity_bytes;
+  if (lane == 0) step.epoch = epoch, step.reachable = reachable;
+}
+
+// A sealed word, when it is there; false when its source will not come.
+DEVICE bool receive(const Watch& w, const uint4* at, int source, u32 epoch, uint4& word) {
+  return belongs(word, epoch) ||
+         await(w, source, epoch, [&] { return belongs(word = load_whole(at), epoch); });
+}
+
+// A sealed word; empty when its source will not come.
+DEVICE uint4 received(const Watch& w, const uint4* at, int source, u32 epoch, uint4 empty) {
+  uint4 word = load_whole(at);
+  return receive(w, at, source, epoch, word) ? word : empty;
+}
+
+// ---- sheets: rows whose lines tell by themselves that they are here ----------------------------------------
+
+// A sheet is what one store of a warp carries: 31 words of 16 bytes, and in each of its four lines of 128
+// bytes the epoch. A line arrives whole, so its epoch tells that it is here. The last sheet of a row has no more
+// lines than it needs.
+#define SHEET 32  // words of 16 bytes it takes
+#define SHEET_WORDS 31
+#define WORDS_OF(BYTES) ((BYTES) / 16)
+#define SHEETS_OF(BYTES) ((WORDS_OF(BYTES) + SHEET_WORDS - 1) / SHEET_WORDS)
+
+// The last lane of sheet `sheet` of a row of BYTES: what other lines' tags displaced stands there.
+template <int BYTES>
+DEVICE int last_lane(int sheet) {
+  constexpr int LEFT = WORDS_OF(BYTES) - (SHEETS_OF(BYTES) - 1) * SHEET_WORDS;  // words of the last sheet
+  return sheet == SHEETS_OF(BYTES) - 1 ? LEFT / 8 * 8 + 7 : SHEET_WORDS;
+}
+
+// The words of lanes 0 .. last - 1 as a sheet; a warp makes it.
+DEVICE uint4 tagged(uint4 word, u32 epoch, int last) {
+  const int lane = threadIdx.x % 32;
+  const u32 x = __shfl_sync(ALL_LANES, word.w, 7), y = __shfl_sync(ALL_LANES, word.w, 15);
+  const u32 z = __shfl_sync(ALL_LANES, word.w, 23);
+  if (lane == last) word = make_uint4(x, y, z, epoch);
+  if (lane % 8 == 7) word.w = epoch;
+  return word;
+}
+
+DEVICE uint4 untagged(uint4 word, int last) {
+  const int lane = threadIdx.x % 32;
+  const u32 x = __shfl_sync(ALL_LANES, word.x, last), y = __shfl_sync(ALL_LANES, word.y, last);
+  const u32 z = __shfl_sync(ALL_LANES, word.z, last);
+  if (lane % 8 == 7) word.w = lane == 7 ? x : lane == 15 ? y : z;
+  return word;
+}
+
+DEVICE void store_sheet(uint4* at, uint4 word, int last) {
+  if ((int)(threadIdx.x % 32) <= last) store_whole(at + threadIdx.x % 32, word);
+}
+
+DEVICE uint4 load_sheet(const uint4* at, int last) {
+  return (int)(threadIdx.x % 32) <= last ? load_whole(at + threadIdx.x % 32) : make_uint4(0u, 0u, 0u, 0u);
+}
+
+// A sheet at `at`, loaded once before; false when its source will not come. A warp waits.
+DEVICE bool receive_sheet(const Watch& w, const uint4* at, int source, u32 epoch, int last, uint4& word) {
+  const int lane = threadIdx.x % 32;
+  for (u32 polls = 1; !__all_sync(ALL_LANES, lane % 8 != 7 || lane > last || word.w == epoch); ++polls) {
+    if (polls % 64 == 0 && __any_sync(ALL_LANES, lane == 0 && is_gone(w, source, epoch))) return false;
+    word = load_sheet(at, last);
+  }
+  return true;
+}

@@ -1,0 +1,288 @@
+"""Both phases of a carrier over peer memory on the CPU, over shared memory: the kernels' protocol and layout.
+
+Stores of one process are seen by another in the order they were made (x86; elsewhere each tensor operation
+ends with a barrier of the interpreter's lock), so an epoch stored after what it speaks for is enough. So are
+tags stored after their lines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moeserve.dispatch.dispatcher import DispatchSpec
+from moeserve.dispatch.lane import local_slots
+from moeserve.dispatch.peers.epochs import NEVER, next_epoch, parity
+from moeserve.dispatch.peers.kernels import Arrived
+from moeserve.dispatch.peers.late import FAREWELL_BYTES, Attendance
+from moeserve.dispatch.peers.layout import CHOICES, COUNTS, NOWHERE, WORD, PeerLayout
+from moeserve.dispatch.peers.memory import PeerMemory
+from moeserve.dispatch.peers.sheets import LANES, from_sheets, tags, to_sheets
+from moeserve.dispatch.permute import Homes, take_rows, weigh_rows
+from moeserve.dispatch.routing import Routing
+from moeserve.experts.batch import Grouping
+from moeserve.experts.placement import EMPTY
+from moeserve.quant.format import Packed
+
+POLL_SECONDS = 20e-6
+BITS_32 = 2**32
+
+
+class PeerTwin:
+    """Both phases over `memory`."""
+
+    def __init__(self, layout: PeerLayout, memory: PeerMemory, attendance: Attendance) -> None:
+        self._layout, self._memory, self._attendance = layout, memory, attendance
+        self._spec, self.epoch = layout.spec, NEVER
+        self.sent = torch.zeros(2, dtype=torch.int64)
+        """Copies that dispatches have sent to other ranks, and sums that combines did."""
+
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Arrived:
+        """Sends this lane's rows and groups what arrives."""
+        self.epoch = next_epoch(self.epoch)
+        self._send(self._layout.record.pack(hidden), routing)
+        deadline = time.monotonic() + self._spec.patience
+        counts = self._counts(routing.lane_rows, deadline)
+        offsets = self._offsets(counts.sum(dim=0))
+        bases = offsets[:-1] + counts.cumsum(0) - counts
+        places, weights = self._places(routing.lane_rows, bases, deadline)
+        records = self._records(places >= 0, routing.lane_rows, deadline)
+        tokens = self._grouped(records, places)
+        epoch = torch.tensor([_word(self.epoch)], dtype=torch.int32)
+        return Arrived(tokens, counts.sum(dim=0).int(), offsets.int(), places.int(), weights, epoch)
+
+    def combine(self, outputs: Tensor, arrived: Arrived, routing: Routing) -> Tensor:
+        """Sends weighted partial sums of `outputs [rows, H]` home, and adds up this lane's: `[T, H]`."""
+        spec, lane_rows, here = self._spec, routing.lane_rows, arrived.places >= 0
+        taken = here.sum(dim=1)
+        homes = Homes(
+            arrived.places[here].long(),
+            arrived.weights[here],
+            taken.cumsum(0) - taken,
+            here.shape[0],
+            outputs.shape[0],
+        )
+        partials = weigh_rows(outputs, homes).to(spec.dtype)
+        epoch = int(arrived.epoch) % BITS_32
+        for to, (mine, wanted) in enumerate(
+            zip(
+                partials.split_with_sizes(lane_rows),
+                here.any(dim=1).split_with_sizes(lane_rows),
+                strict=True,
+            )
+        ):
+            if to != spec.rank and self._live(to):
+                rows = wanted.nonzero()[:, 0]
+                _tell(self._partials(to, epoch)[spec.rank], rows, mine[rows].view(torch.uint8), epoch)
+                self.sent[1] += rows.shape[0]
+        reached = destinations(spec, routing.slots)
+        return self._add_up(epoch, reached, partials.split_with_sizes(lane_rows)[spec.rank])
+
+    def _send(self, records: Tensor, routing: Routing) -> None:
+        spec, own = self._spec, records.shape[0]
+        words, reached = self._packed(routing), destinations(spec, routing.slots)
+        for to in filter(self._live, range(spec.ranks)):
+            self._greetings(to)[spec.rank] = _word(self.epoch)
+            self._words(to)[spec.rank, :own] = words
+            self._totals(to)[spec.rank] = self._counted(routing.slots, to)
+            rows = reached[:, to].nonzero()[:, 0]
+            _tell(self._rows(to)[spec.rank], rows, records[rows], self.epoch)
+            self.sent[0] += rows.shape[0] if to != spec.rank else 0
+
+    def _packed(self, routing: Routing) -> Tensor:
+        """Choices of this lane's rows in sealed words: `[T, 2 * words, 4]` int32."""
+        rows, room = routing.slots.shape[0], CHOICES * self._layout.words
+        slots = routing.slots.new_full((rows, room), NOWHERE)
+        slots[:, : self._spec.top_k] = routing.slots & NOWHERE | positions(routing.slots) << 16
+        weights = routing.weights.new_zeros((rows, room))
+        weights[:, : self._spec.top_k] = routing.weights
+        return sealed(torch.cat((slots, weights.view(torch.int32)), dim=1), self.epoch)
+
+    def _counted(self, slots: Tensor, to: int) -> Tensor:
+        """How many of this lane's rows go to each slot of rank `to`: `[total_words, 4]` int32."""
+        spec, first = self._spec, 0 if self._spec.sliced else to * self._spec.slots
+        counts = torch.bincount(slots[slots >= 0], minlength=first + spec.slots)[first : first + spec.slots]
+        told = F.pad(counts, (0, -spec.slots % COUNTS)).int()
+        return sealed((told[::2] | told[1::2] << 16)[None], self.epoch)[0]
+
+    def _counts(self, lane_rows: tuple[int, ...], deadline: float) -> Tensor:
+        """How many rows of each lane go to each slot here: `[ranks, e]`; none of one that does not come."""
+        spec, counts = self._spec, torch.zeros((self._spec.ranks, self._spec.slots), dtype=torch.int64)
+        for source, rows in enumerate(lane_rows):
+            words, greeting = self._totals(spec.rank)[source], self._greetings(spec.rank)[source]
+            told = partial(_all_sealed, words, self.epoch)
+            greeted = partial(torch.equal, greeting, torch.tensor(_word(self.epoch), dtype=torch.int32))
+            if self._await(source, greeted, deadline) and rows and self._await(source, told, deadline):
+                pairs = words[:, :3].flatten()
+                both = torch.stack((pairs & NOWHERE, pairs >> 16 & NOWHERE), dim=1)
+                counts[source] = both.flatten()[: spec.slots]
+        return counts
+
+    def _places(self, lane_rows: tuple[int, ...], bases: Tensor, deadline: float) -> tuple[Tensor, Tensor]:
+        """Rows of the batch `[N, K]` int64, -1 for none, and weights, of all lanes' choices.
+
+        `bases [ranks, e]`: where each lane's rows of each slot begin.
+        """
+        spec, words = self._spec, self._layout.words
+        all_places, all_weights = [], []
+        for source, rows in enumerate(lane_rows):
+            lane = self._words(spec.rank)[source, :rows]
+            came = self._await(source, partial(_all_sealed, lane, self.epoch), deadline)
+            chosen, weighed = (
+                half[..., :3].flatten(1)[:, : spec.top_k] for half in (lane[:, :words], lane[:, words:])
+            )
+            slots = chosen & NOWHERE
+            local = local_slots(spec, torch.where((slots == NOWHERE) | (not came), EMPTY, slots)).long()
+            position = bases[source][local.clamp(min=0)] + (chosen >> 16 & NOWHERE)
+            all_places.append(torch.where(local >= 0, position, -1))
+            all_weights.append(weighed.contiguous().view(torch.float32))
+        return torch.cat(all_places), torch.cat(all_weights)
+
+    def _records(self, here: Tensor, lane_rows: tuple[int, ...], deadline: float) -> Tensor:
+        """Records `[N, nbytes]` of all lanes' rows; those with no choice `here [N, K]` hold anything."""
+        spec, found, nbytes = self._spec, [], self._layout.record.nbytes
+        for source, chosen in enumerate(here.split_with_sizes(lane_rows)):
+            rows = chosen.any(dim=1).nonzero()[:, 0]
+            sheets = self._rows(spec.rank)[source]
+            self._await(source, partial(_all_told, sheets, rows, self.epoch), deadline)
+            found.append(from_sheets(sheets[: chosen.shape[0]], nbytes))
+        return torch.cat(found)
+
+    def _offsets(self, counts: Tensor) -> Tensor:
+        """Where each slot's segment of the batch begins: `[e + 1]` int64."""
+        align = self._spec.row_align
+        rooms = -(-counts // align) * align
+        if self._layout.grouping is Grouping.PADDED:
+            rooms = torch.full_like(counts, self._layout.capacity)
+        return F.pad(rooms.cumsum(0), (1, 0))
+
+    def _grouped(self, records: Tensor, places: Tensor) -> Packed:
+        """The batch: rows of each slot in the order of lanes and of their rows."""
+        spec, flat = self._spec, places.flatten()
+        here = flat >= 0
+        source, target = here.nonzero()[:, 0] // spec.top_k, flat[here]
+        tokens = spec.wire.empty(self._layout.batch_shape(places.shape[0]))
+        for part, arrived in zip(tokens.parts, self._layout.record.parts(records), strict=True):
+            rows = part.view(torch.uint8).flatten(0, -2)
+            rows[target] = take_rows(arrived, source).view(torch.uint8)
+        return tokens
+
+    def _add_up(self, epoch: int, reached: Tensor, own: Tensor) -> Tensor:
+        """Partial sums of this lane's rows, in float32 and in rank order; `own` are this rank's."""
+        spec, deadline = self._spec, time.monotonic() + self._spec.patience
+        total = torch.zeros((reached.shape[0], spec.hidden))
+        for source in filter(self._live, range(spec.ranks)):
+            rows = reached[:, source].nonzero()[:, 0]
+            if source == spec.rank:
+                total[rows] += own[rows].float()
+                continue
+            sheets = self._partials(spec.rank, epoch)[source]
+            if self._await(source, partial(_all_told, sheets, rows, epoch), deadline):
+                partials = from_sheets(sheets[rows], spec.hidden * spec.dtype.itemsize)
+                total[rows] += partials.contiguous().view(spec.dtype).float()
+        return total.to(spec.dtype)
+
+    def _await(self, source: int, here: Callable[[], bool], deadline: float) -> bool:
+        """Waits until `here`; False when `source` will not come."""
+        while self._live(source):
+            if here():
+                return True
+            farewell = self._farewells(self._spec.rank)[source]
+            if time.monotonic() > deadline or bool(farewell):
+                self._give_up(source)
+            time.sleep(POLL_SECONDS)
+        return False
+
+    def _give_up(self, source: int) -> None:
+        self._attendance.live[source] = 0
+        self._attendance.board[source] = _word(self.epoch)
+        self._farewells(source)[self._spec.rank] = _word(self.epoch)
+
+    def _live(self, rank: int) -> bool:
+        return bool(self._attendance.live[rank])
+
+    def _farewells(self, rank: int) -> Tensor:
+        return self._memory.views[rank][:FAREWELL_BYTES].view(torch.int32)
+
+    def _greetings(self, rank: int) -> Tensor:
+        return self._section(rank, self.epoch, self._layout.greetings, (self._spec.ranks,), torch.int32)
+
+    def _words(self, rank: int) -> Tensor:
+        shape = (self._spec.ranks, self._spec.lane_rows, 2 * self._layout.words, WORD // 4)
+        return self._section(rank, self.epoch, self._layout.choices, shape, torch.int32)
+
+    def _totals(self, rank: int) -> Tensor:
+        shape = (self._spec.ranks, self._layout.total_words, WORD // 4)
+        return self._section(rank, self.epoch, self._layout.totals, shape, torch.int32)
+
+    def _rows(self, rank: int) -> Tensor:
+        shape = (self._spec.ranks, self._spec.lane_rows, self._layout.record_sheets, LANES, 4)
+        return self._section(rank, self.epoch, self._layout.records, shape, torch.int32)
+
+    def _partials(self, rank: int, epoch: int) -> Tensor:
+        shape = (self._spec.ranks, self._spec.lane_rows, self._layout.partial_sheets, LANES, 4)
+        return self._section(rank, epoch, self._layout.partials, shape, torch.int32)
+
+    def _section(
+        self, rank: int, epoch: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """A view of rank `rank`'s memory."""
+        start = offset + parity(epoch) * self._layout.parity_bytes
+        size = torch.Size(shape).numel() * dtype.itemsize
+        return self._memory.views[rank][start : start + size].view(dtype).view(shape)
+
+
+def sealed(content: Tensor, epoch: int) -> Tensor:
+    """Rows of `content [N, W]` int32 in words of an epoch: `[N, ceil(W / 3), 4]`."""
+    rows, width = content.shape
+    words = F.pad(content, (0, -width % 3)).view(rows, -(-width // 3), 3)
+    seal = words[..., 0] ^ words[..., 1] ^ words[..., 2] ^ _word(epoch)
+    return torch.cat((words, seal[..., None]), dim=-1)
+
+
+def seals(words: Tensor) -> Tensor:
+    """The epochs of sealed words `[..., 4]`, as int32."""
+    x, y, z, seal = words.unbind(-1)
+    return x ^ y ^ z ^ seal
+
+
+def _tell(there: Tensor, at: Tensor, rows: Tensor, epoch: int) -> None:
+    """Stores `rows [n, bytes]` uint8 as sheets into rows `at` of `there`, and then their tags."""
+    there[at] = to_sheets(rows)
+    there[at, :, 7::8, 3] = _word(epoch)
+
+
+def _all_sealed(words: Tensor, epoch: int) -> bool:
+    return bool((seals(words) == _word(epoch)).all())
+
+
+def _all_told(sheets: Tensor, rows: Tensor, epoch: int) -> bool:
+    return bool((tags(sheets)[rows] == _word(epoch)).all())
+
+
+def _word(epoch: int) -> int:
+    """An epoch as the int32 of the same bits."""
+    return epoch - BITS_32 if epoch >= BITS_32 // 2 else epoch
+
+
+def positions(slots: Tensor) -> Tensor:
+    """Of each choice, how many rows of the lane before it chose the same slot: int32, as `slots [T, K]`."""
+    flat = slots.flatten()
+    ordered, order = torch.sort(flat, stable=True)
+    first = torch.searchsorted(ordered, ordered)
+    ranked = torch.arange(flat.shape[0]) - first
+    return torch.empty_like(ranked).scatter_(0, order, ranked).int().view(slots.shape)
+
+
+def destinations(spec: DispatchSpec, slots: Tensor) -> Tensor:
+    """Which ranks each row of `slots [T, K]` needs: `[T, ranks]` bool."""
+    here = slots >= 0
+    if spec.sliced:
+        return here.any(dim=1, keepdim=True).expand(-1, spec.ranks)
+    rank = torch.where(here, slots // spec.slots, -1)
+    return (rank[:, :, None] == torch.arange(spec.ranks)).any(dim=1)
