@@ -5,7 +5,8 @@
 DeepSeek-V3's sizes (256 experts of 7168 x 2048, top-8 of 8 groups), one copy of each expert; two ranks with
 128 experts hold as many each, and as many rows an expert, as four with 256. Each phase and
 the whole layer are CUDA graphs where the carrier reads nothing on the host; medians over replays, the slowest
-rank's. Up to --most-low-latency tokens the first carrier of --carriers is used, beyond it the second.
+rank's. With few tokens that is the one with the most active experts, whose numbers are printed.
+Up to --most-low-latency tokens the first carrier of --carriers is used, beyond it the second.
 FlashInfer's fused layer runs beside with --fused-peer, its routing given; the fastest peers' experts and
 carrier stand beside it as gpu_experts and gpu_a2a recorded them. Writes bench/results/gpu_layer.jsonl; aims
 are for 64 experts a rank.
@@ -182,8 +183,18 @@ def inputs(tokens: int, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, logits, torch.ones(tokens, dtype=torch.bool, device="cuda")
 
 
-def phases(layer: Layer, given: tuple[Tensor, Tensor, Tensor], *, graphed: bool) -> dict[str, float]:
-    """Microseconds of each phase, and of the whole `layer`.
+def active_experts(batch: ExpertBatch) -> list[int]:
+    """How many experts have rows, by rank; collective."""
+    own = (batch.counts > 0).sum().view(1)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    return [int(number) for number in every]
+
+
+def phases(
+    layer: Layer, given: tuple[Tensor, Tensor, Tensor], *, graphed: bool
+) -> tuple[dict[str, float], list[int]]:
+    """Microseconds of each phase and of the whole `layer`; and how many experts are active on each rank.
 
     Dispatch and combine are timed together, since a carrier may wait for the way home of each step.
     """
@@ -198,6 +209,7 @@ def phases(layer: Layer, given: tuple[Tensor, Tensor, Tensor], *, graphed: bool)
     outputs = layer.kernel.apply(layer.prepared, kept)
     layer.carrier.combine(outputs, arrived.ticket).wait()
     torch.cuda.synchronize()
+    active = active_experts(kept)
 
     def carried() -> Tensor:
         there = layer.carrier.dispatch(hidden, routing).wait()
@@ -205,13 +217,14 @@ def phases(layer: Layer, given: tuple[Tensor, Tensor, Tensor], *, graphed: bool)
 
     carrying = microseconds(carried, graphed=graphed)
     experts = microseconds(lambda: layer.kernel.apply(layer.prepared, kept), graphed=graphed)
-    return {
+    found = {
         "gate": gate,
         "address book": book - gate,
         "dispatch + combine": carrying,
         "experts": experts,
         "layer": whole,
     }
+    return found, active
 
 
 def fused_peers(sizes: list[int], experts: int) -> dict[int, dict[str, float]]:
@@ -291,7 +304,7 @@ def measure(scheme: str, tokens: int, args: argparse.Namespace) -> list[Result]:
     low, high = args.carriers.split(",")
     carrier = low if tokens <= args.most_low_latency else high
     layer = build(scheme, carrier, tokens, args)
-    found = phases(layer, inputs(tokens, args.experts), graphed=not DISPATCHERS[carrier].host_sync)
+    found, active = phases(layer, inputs(tokens, args.experts), graphed=not DISPATCHERS[carrier].host_sync)
     layer.carrier.close()
     ranks = dist.get_world_size()
     aim = AIMS.get(scheme, {}).get(tokens) if args.experts == AIMED_SLOTS * ranks else None
@@ -316,7 +329,7 @@ def measure(scheme: str, tokens: int, args: argparse.Namespace) -> list[Result]:
     if not dist.get_rank():
         shown = ", ".join(f"{part} {value:.1f}" for part, value in found.items())
         rest = found["layer"] - sum(value for part, value in found.items() if part != "layer")
-        print(f"{scheme} {tokens} tokens, {carrier}: {shown}; beyond its phases {rest:.1f} us")
+        print(f"{scheme} {tokens} tokens, {carrier}: {shown}; beyond its phases {rest:.1f} us; {active=}")
         sys.stdout.flush()
     return results
 

@@ -90,6 +90,7 @@ CASES: list[Case] = [
     ((8, 33, 0, 16, 65, 1, 24), (608, 192), "swigluoai", BF16),
     ((0,) * 70 + (5, 0, 17) + (1,) * 40, (288, 96), "swigluoai_uninterleave", FP8_GROUP),
     ((2, 1), (2048, 512), "silu", FP8_GROUP),
+    ((9, 2), (2560, 2304), "silu", FP8_GROUP),
     ((0, 0, 0), (256, 64), "silu", BF16),
 ]
 MANY_TILES: Case = ((17, 9, 30, 1) * 16, (128, 1408), "silu", FP8_GROUP)
@@ -110,7 +111,10 @@ def test_few_rows_agree_with_the_reference(
     case: Case,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Any count in any slot, more than a tile holds too; sizes over a piece's edge, NaN all around."""
+    """Any count in any slot, more than a tile holds too; sizes over a piece's edge and over the ring's.
+
+    All around is NaN.
+    """
     if not torch.cuda.is_available() or this_machine().arch != "sm90":
         pytest.skip("needs a Hopper GPU: CUDA C++ has no interpreter")
     counts, sizes, activation, wire = case

@@ -10,6 +10,10 @@
 // Given: KIND (0 four-bit, 1 FP8, 2 bf16), ROWS (8, 16, 24, 32), WORKERS (2, 4), STAGES of a worker's ring, PIECES
 // of rows (a multiple of WORKERS), BIAS, LIMITED, OUT (0 float32, 1 bf16, 2 f16), and for FP8 ROUND: rows come in
 // bf16 and are rounded here.
+//
+// Nothing in the loop over K reads global memory: behind the streams of all blocks a load would wait for microseconds.
+// FP8's scales of weights therefore come with their stage. Rows of the second phase stay in their ring while all of K
+// has room there, and are brought, or rounded, once for all units of a group.
 
 #define FP4 (KIND == 0)
 #define FP8 (KIND == 1)
@@ -18,17 +22,15 @@
 #define TILES (ROWS / 8)
 
 #if FP4
-#define DEPTH 128
-#define CODE_BYTES 4096
-#define SCALE_BYTES 512
+#define DEPTH 256
+#define CODE_BYTES 8192
+#define SCALE_BYTES 1024
 #define STAGE_BYTES (CODE_BYTES + SCALE_BYTES)
-#define ROW_BYTES 256
-#define WeightMap u8
+#define ROW_BYTES 512
 #else
 #define DEPTH (FP8 ? 128 : 64)
 #define STAGE_BYTES 8192
 #define ROW_BYTES 128
-#define WeightMap TensorMap
 #endif
 #define TILE_BYTES (8 * ROW_BYTES)
 #define PIECE_BYTES (ROWS * ROW_BYTES)
@@ -43,7 +45,8 @@
 #define SUMS_AT (RINGS_AT + WORKERS * RING_BYTES)
 #define SUM_BYTES (64 * ROWS * 4)
 #define ROW_SCALES_AT (SUMS_AT + WORKERS / 2 * SUM_BYTES)
-#define LIST_AT (ROW_SCALES_AT + (FP8 ? PIECES * ROWS * 4 : 0))
+#define SCALES_AT (ROW_SCALES_AT + (FP8 ? PIECES * ROWS * 4 : 0))
+#define LIST_AT (SCALES_AT + (FP8 ? WORKERS * STAGES * 8 : 0))
 #define BARRIERS_AT (LIST_AT + MOST_SLOTS * 4)
 #define READY(w, s) (BARRIERS_AT + ((w) * STAGES + (s)) * 8)
 #define USED(w, s) (BARRIERS_AT + ((WORKERS + (w)) * STAGES + (s)) * 8)
@@ -66,25 +69,31 @@
 #endif
 static_assert(WORKERS * WORKER_REGISTERS + HELPER_REGISTERS <= (WORKERS + 1) * START_REGISTERS, "too many registers");
 
-// One side's weights.
+// One side's weights, but for its codes.
 struct Side {
-  const WeightMap* codes;  // four-bit: [e, blocks of 64 rows, pieces of 128, 4096]; else [e n, k]
-  const u8* scales;        // four-bit: [e, blocks, pieces, 512]
-  const float* scale;      // four-bit: one a row, [e, n]; FP8: [e, n / 128, k / 128]
-  const float* bias;       // [e, n]
+  const float* scale;  // four-bit: one a row, [e, n]; FP8: [e, n / 128, k / 128]
+  const float* bias;   // [e, n]
   int n, k;
 };
 
 struct Task {
+  const TensorMap* gate_up_codes;  // four-bit: as below, in rows of 2048 bytes; else [e, n, k] by eights
+#if FP4
+  const TensorMap* gate_up_scales;  // as below, in rows of 512 bytes
+  const u8* down_codes;             // [e, blocks of 64 rows, pieces of 256, 8192]
+  const u8* down_scales;            // [e, blocks, pieces, 1024]
+#else
+  const TensorMap* down_codes;  // [e n, k]
+#endif
   Side gate_up, down;
   const int* counts;
   const int* offsets;
   const float* x_scale;  // FP8: [R, H / 128], or bf16 rows [R, H] if these are rounded here
   int slots;
-  u16* inner;  // [R, I] bf16; or E4M3 codes [R, I], then their scales [R, I / 128], in the same memory
+  u16* inner;  // [R, I] bf16; FP8: float32, or E4M3 codes [R, I] and then their scales [R, I / 128]
   int rows;    // R
   void* out;   // [R, H]
-  u64* turns;  // of blocks, never reset; then by turn's parity and slot its units of gate and up that are done
+  u64* turns;  // of blocks, never reset
   float limit, alpha, beta;
 };
 
@@ -102,9 +111,10 @@ DEVICE void store_word(u32 at, u32 word) { asm volatile("st.shared.u32 [%0], %1;
 
 // A run of units in a phase, and the part of it that is at hand.
 struct Cursor {
-  int phase, at, end;  // units
-  bool whole;          // see `inner_whole`
-  int units, log, first;  // at hand: how many, its logarithm, and the first of them in its slot
+  int phase, begin, at, end;  // units
+  bool whole;                 // see `inner_whole`
+  int units, log, first;      // at hand: how many, its logarithm, and the first of them in its slot
+  bool fresh, last;           // of the tiles that share rows in the ring
   int slot, row0, rows;
 };
 
@@ -128,9 +138,15 @@ DEVICE void enter(Cursor& c, const Task& t, int groups, int phase) {
   c.whole = inner_whole(t, groups);
   const int step = c.whole && !phase ? WORKERS : 1;
   const u32 total = (u32)groups * units_of_slot(t, phase) / step;
-  c.at = (u64)total * blockIdx.x / gridDim.x * step;
+  c.at = c.begin = (u64)total * blockIdx.x / gridDim.x * step;
   c.end = (u64)total * (blockIdx.x + 1) / gridDim.x * step;
 }
+
+// Of K.
+DEVICE int pieces_of(const Task& t, int phase) { return (side_of(t, phase).k + DEPTH - 1) / DEPTH; }
+
+// Whether the ring holds all of K, so that rows stay there for all tiles of their group.
+DEVICE bool keeps_rows(const Task& t, int phase) { return pieces_of(t, phase) <= PIECES; }
 
 // Looks up what stands at c.at; there is something.
 DEVICE void look(Cursor& c, const Task& t, u32 base) {
@@ -139,6 +155,9 @@ DEVICE void look(Cursor& c, const Task& t, u32 base) {
   const int left = min(c.end - c.at, across - c.first);
   c.log = WORKERS >= 4 && left >= 4 ? 2 : left >= 2 ? 1 : 0;
   c.units = 1 << c.log;
+  const bool kept = keeps_rows(t, c.phase);
+  c.fresh = !kept || c.first == 0 || c.at == c.begin;
+  c.last = !kept || c.units == left;
   int low = 0, high = shared_word(base + TOTALS_AT + 4);
   while (high - low > 1) {
     const int middle = (low + high) / 2;
@@ -234,6 +253,10 @@ DEVICE void copy_stream(u32 to, const Eights& c, u32 barrier, u64 policy) {
       : "memory");
 }
 
+DEVICE void copy_word(u32 to, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
 // A warp of a worker.
 struct Worker {
   u32 base;
@@ -245,14 +268,12 @@ struct Worker {
 // A worker's own stream of weights: what it asks for next. Its warps all know, and ask by turns.
 struct Stream {
   Cursor c;
+  int unit;
   int piece, pieces, shares;  // of K: the next one, all of them, and how far the next but one is
   int step;                   // stages asked for
   bool over;
-#if FP4
-  const u8* from;  // this lane's part of the next stage
-  int stride;
-#else
-  int unit;
+#if FP8
+  const float* scales[2];  // of the 128 x 128 that hold the next stage's halves
 #endif
 };
 
@@ -268,22 +289,17 @@ DEVICE void settle(Stream& s, const Task& t, const Worker& w) {
       continue;
     }
     look(s.c, t, w.base);
-    const Side side = side_of(t, s.c.phase);
     s.shares = shares_of(s.c);
     s.piece = w.worker >> s.c.log;
-    s.pieces = (side.k + DEPTH - 1) / DEPTH;
+    s.pieces = pieces_of(t, s.c.phase);
     if (s.piece < s.pieces) {
-      const int unit = s.c.first + (w.worker & s.c.units - 1);
-#if FP4
-      const int packed = (side.k + 255) / 256 * 2, blocks = (side.n + 63) / 64;
-      // of blocks of 64 rows: lanes 0-3 have the quarters of the codes, 4 and 5 the halves of the scales
-      const int half = s.c.phase ? unit * 2 + (w.lane & 1) : (w.lane & 1 ? side.n / 64 : 0) + unit;
-      const u64 at = ((u64)s.c.slot * blocks + half / 2) * packed + s.piece;
-      s.from = w.lane < 4 ? side.codes + at * CODE_BYTES + (w.lane >> 1) * 2048 + (half & 1) * 1024
-                        : side.scales + at * SCALE_BYTES + (half & 1) * 256;
-      s.stride = s.shares * (w.lane < 4 ? CODE_BYTES : SCALE_BYTES);
-#else
-      s.unit = unit;
+      const int unit = s.unit = s.c.first + (w.worker & s.c.units - 1);
+#if FP8
+      const Side side = side_of(t, s.c.phase);
+      const int columns = (side.k + 127) / 128, rows = (side.n + 127) / 128;
+      const int first = s.c.phase ? unit / 2 : unit / 4, second = s.c.phase ? first : (side.n / 2 + unit * 32) / 128;
+      const float* of_slot = side.scale + (u64)s.c.slot * rows * columns + s.piece;
+      s.scales[0] = of_slot + first * columns, s.scales[1] = of_slot + second * columns;
 #endif
       return;
     }
@@ -291,42 +307,52 @@ DEVICE void settle(Stream& s, const Task& t, const Worker& w) {
   }
 }
 
+// Copies the next stage. By one thread.
 DEVICE void copy_stage(const Stream& s, const Task& t, const Worker& w) {
-  const int stage = s.step % STAGES, lane = w.lane;
+  const int stage = s.step % STAGES;
   const u32 to = w.base + RINGS_AT + w.worker * RING_BYTES + stage * STAGE_BYTES;
   const u32 ready = w.base + READY(w.worker, stage);
-  if (lane == 0) {
-    barrier_wait(w.base + USED(w.worker, stage), (s.step / STAGES & 1) ^ 1);
-    barrier_expect(ready, STAGE_BYTES);
-#if !FP4
-    const int k = s.piece * DEPTH;
-    if (s.c.phase)
-      copy_stream(to, Box{t.down.codes, k, s.c.slot * t.down.n + s.unit * 64}, ready, w.policy);
-    else
-      copy_stream(to, Eights{t.gate_up.codes, k, s.unit * 4, s.c.slot}, ready, w.policy);
-#endif
-  }
-  __syncwarp();
+  barrier_wait(w.base + USED(w.worker, stage), (s.step / STAGES & 1) ^ 1);
+  barrier_expect(ready, STAGE_BYTES);
 #if FP4
+  const Side side = side_of(t, s.c.phase);
+  const int packed = (side.k + DEPTH - 1) / DEPTH, first = s.c.slot * ((side.n + 63) / 64);
   if (s.c.phase) {
-    if (lane == 0)
-      copy_stream(to, Bytes{s.from, CODE_BYTES}, ready, w.policy);
-    else if (lane == 4)
-      copy_stream(to + CODE_BYTES, Bytes{s.from, SCALE_BYTES}, ready, w.policy);
-  } else if (lane < 4) {
-    copy_stream(to + lane * 1024, Bytes{s.from, 1024}, ready, w.policy);
-  } else if (lane < 6) {
-    copy_stream(to + CODE_BYTES + (lane - 4) * 256, Bytes{s.from, 256}, ready, w.policy);
+    const u64 at = (u64)(first + s.unit) * packed + s.piece;
+    copy_stream(to, Bytes{t.down_codes + at * CODE_BYTES, CODE_BYTES}, ready, w.policy);
+    copy_stream(to + CODE_BYTES, Bytes{t.down_scales + at * SCALE_BYTES, SCALE_BYTES}, ready, w.policy);
+    return;
   }
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const int half = s.unit + j * (side.n / 64), at = (first + half / 2) * packed + s.piece;
+    copy_stream(to + j * 4096, Box{t.gate_up_codes, half % 2 * 256, at * 4}, ready, w.policy);
+    copy_stream(to + CODE_BYTES + j * 512, Box{t.gate_up_scales, half % 2 * 64, at * 2}, ready, w.policy);
+  }
+#else
+#if FP8
+  const u32 scales = w.base + SCALES_AT + (w.worker * STAGES + stage) * 8;
+  copy_word(scales, s.scales[0]);
+  copy_word(scales + 4, s.scales[1]);
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
+#endif
+  const int k = s.piece * DEPTH;
+  if (s.c.phase)
+    copy_stream(to, Box{t.down_codes, k, s.c.slot * t.down.n + s.unit * 64}, ready, w.policy);
+  else
+    copy_stream(to, Eights{t.gate_up_codes, k, s.unit * 4, s.c.slot}, ready, w.policy);
 #endif
 }
 
 // Asks for the next stage, if there is one.
 DEVICE void ask(Stream& s, const Task& t, const Worker& w) {
   if (s.over) return;
-  if ((s.step & 3) == w.warp) copy_stage(s, t, w);
-#if FP4
-  s.from += s.stride;
+  if ((s.step & 3) == w.warp) {
+    if (w.lane == 0) copy_stage(s, t, w);
+    __syncwarp();
+  }
+#if FP8
+  s.scales[0] += s.shares, s.scales[1] += s.shares;
 #endif
   ++s.step;
   s.piece += s.shares;
@@ -348,49 +374,80 @@ DEVICE void wait_for_all(const Task& t, u64 all_there) {
 }
 
 #if FP8
-// Eight bf16 to eight E4M3, and what their group of 128, that sixteen lanes have, was divided by.
-DEVICE float round_eight(const uint4& v, u32 (&codes)[2]) {
-  const u32 words[4] = {v.x, v.y, v.z, v.w};
-  float values[8], peak = 0;
+// Eight values to eight E4M3, and what their group of 128, that sixteen lanes have, was divided by.
+DEVICE float round_eight(const float (&values)[8], u32 (&codes)[2]) {
+  float peak = 0;
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    values[2 * j] = __uint_as_float(words[j] << 16), values[2 * j + 1] = __uint_as_float(words[j] & 0xFFFF0000);
-    peak = fmaxf(peak, fmaxf(fabsf(values[2 * j]), fabsf(values[2 * j + 1])));
-  }
+  for (int j = 0; j < 8; ++j) peak = fmaxf(peak, fabsf(values[j]));
 #pragma unroll
   for (int d = 1; d < 16; d *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, d));
-  const float scale = fmaxf(peak, 1e-10f) / 448.f, factor = 1 / scale;
+  const float scale = fmaxf(peak, 1e-10f) / 448.f;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     const float* four = values + 4 * j;
     u16 low, high;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(four[1] * factor), "f"(four[0] * factor));
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(four[3] * factor), "f"(four[2] * factor));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(four[1] / scale), "f"(four[0] / scale));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(four[3] / scale), "f"(four[2] / scale));
     codes[j] = low | (u32)high << 16;
   }
   return scale;
 }
 
-// Rows of bf16 `from` [.., width] to a piece of E4M3 in 128-byte swizzle, and a scale a row. By one warp.
-DEVICE void round_piece(const u16* from, const Cursor& c, int k, int width, u32 to, u32 scales, int lane) {
-  const int column = k + lane % 16 * 8;
-  const u16* at = from + (u64)c.row0 * width + column;
-  for (int first = lane / 16; first < c.rows + lane / 16; first += 8) {
-    uint4 v[4];
+// Eight values of a row: of bf16, or of float32.
+DEVICE void load_eight(const u16* at, float (&v)[8]) {
+  const uint4 four = __ldcg((const uint4*)at);
+  const u32 words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    v[2 * j] = __uint_as_float(words[j] << 16), v[2 * j + 1] = __uint_as_float(words[j] & 0xFFFF0000);
+}
+
+DEVICE void load_eight(const float* at, float (&v)[8]) {
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const float4 four = __ldcg((const float4*)at + j);
+    v[4 * j] = four.x, v[4 * j + 1] = four.y, v[4 * j + 2] = four.z, v[4 * j + 3] = four.w;
+  }
+}
+
+// Every fourth piece of the rows `from` [.., width], from piece `first`, to E4M3 in 128-byte swizzle and a scale a
+// row. By one warp, two rows at a time; loads of four such pairs are under way at once.
+template <class Value>
+DEVICE void round_rows(const Value* from, const Cursor& c, int step, int first, int pieces, int width, u32 base,
+                       int lane) {
+  const int pairs = (c.rows + 1) / 2, upper = lane / 16, left = lane % 16 * 8;
+  from += (u64)(c.row0 + upper) * width + left;
+  int load = first, load_pair = 0, piece = first, pair = 0;
+  while (piece < pieces) {
+    float v[4][8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = first + 2 * i;
-      v[i] = make_uint4(0, 0, 0, 0);
-      if (row < c.rows && column < width) v[i] = __ldcg((const uint4*)(at + (u64)row * width));
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[i][j] = 0;
+      const int row = load_pair * 2 + upper, column = load * 128;
+      if (load < pieces && row < c.rows && column + left < width)
+        load_eight(from + (u64)load_pair * 2 * width + column, v[i]);
+      if (++load_pair == pairs) load_pair = 0, load += 4;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = first + 2 * i;
+      if (piece >= pieces) break;
+      const int p = (step + piece) % PIECES, row = pair * 2 + upper;
+      if (pair == 0) barrier_wait(base + EMPTY(p), ((step + piece) / PIECES & 1) ^ 1);
       u32 codes[2];
       const float scale = round_eight(v[i], codes);
-      const u32 place = to + row * 128 + ((lane % 16 / 2) ^ (row % 8)) * 16 + lane % 2 * 8;
-      asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(place), "r"(codes[0]), "r"(codes[1]) : "memory");
-      if (lane % 16 == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(scales + row * 4), "f"(scale) : "memory");
+      const u32 place = base + PIECES_AT + p * PIECE_BYTES + row * 128 + ((lane % 16 / 2) ^ (row % 8)) * 16;
+      asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(place + lane % 2 * 8), "r"(codes[0]), "r"(codes[1])
+                   : "memory");
+      if (lane % 16 == 0)
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(base + ROW_SCALES_AT + (p * ROWS + row) * 4), "f"(scale)
+                     : "memory");
+      if (++pair == pairs) {
+        fence_for_copies();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(base + FULL(p));
+        pair = 0, piece += 4;
+      }
     }
   }
 }
@@ -413,40 +470,48 @@ DEVICE void bring_rows(const Task& t, const TensorMap* (&maps)[2], u32 base, int
     __syncwarp();
 #endif
     const TensorMap* map = maps[phase];
-    const int width = side_of(t, phase).k, pieces = (width + DEPTH - 1) / DEPTH;
-    for (; c.at < c.end; c.at += c.units, step += pieces) {
+    const int width = side_of(t, phase).k, pieces = pieces_of(t, phase);
+    for (; c.at < c.end; c.at += c.units) {
       look(c, t, base);
-      const int tiles = (c.rows + 7) / 8;
-      for (int piece = (helper - step) & 3; piece < pieces; piece += 4) {
+      if (!c.fresh) continue;
+      const int first = (helper - step) & 3, tiles = (c.rows + 7) / 8;
+#if FP8
+      if (phase ? !c.whole : ROUND) {
+        if (phase)
+          round_rows((const float*)t.inner, c, step, first, pieces, width, base, lane);
+        else
+          round_rows((const u16*)t.x_scale, c, step, first, pieces, width, base, lane);
+        step += pieces;
+        continue;
+      }
+      const float* scales = (phase ? inner_scales(t) : t.x_scale) + (u64)(c.row0 + min(lane, c.rows - 1)) * pieces;
+      float next = __ldcg(scales + min(first, pieces - 1));
+#endif
+      for (int piece = first; piece < pieces; piece += 4) {
         const int p = (step + piece) % PIECES, k = piece * DEPTH;
         const u32 to = base + PIECES_AT + p * PIECE_BYTES, full = base + FULL(p);
-        const u32 free = ((step + piece) / PIECES & 1) ^ 1;
 #if FP8
-        const u32 scales = base + ROW_SCALES_AT + p * ROWS * 4;
-        if (phase ? !c.whole : ROUND) {
-          barrier_wait(base + EMPTY(p), free);
-          round_piece(phase ? t.inner : (const u16*)t.x_scale, c, k, width, to, scales, lane);
-          fence_for_copies();
-          __syncwarp();
-          if (lane == 0) barrier_arrive(full);
-          continue;
-        }
-        float scale = 0;
-        const float* from = phase ? inner_scales(t) : t.x_scale;
-        if (lane < c.rows) scale = __ldcg(from + (u64)(c.row0 + lane) * pieces + piece);
-        barrier_wait(base + EMPTY(p), free);
-        if (lane < ROWS) asm volatile("st.shared.f32 [%0], %1;" ::"r"(scales + lane * 4), "f"(scale) : "memory");
+        const float scale = next;
+        next = __ldcg(scales + min(piece + 4, pieces - 1));
+#endif
+        barrier_wait(base + EMPTY(p), ((step + piece) / PIECES & 1) ^ 1);
+#if FP8
+        if (lane < ROWS)
+          asm volatile("st.shared.f32 [%0], %1;" ::"r"(base + ROW_SCALES_AT + (p * ROWS + lane) * 4), "f"(scale)
+                       : "memory");
         __syncwarp();
         if (lane) continue;
-#else
-        barrier_wait(base + EMPTY(p), free);
 #endif
         barrier_expect(full, tiles * TILE_BYTES);
         for (int i = 0; i < tiles; ++i) {
           copy_box(to + i * 1024, map, k, c.row0 + i * 8, full);
-          if (FP4) copy_box(to + ROWS * 128 + i * 1024, map, k + 64, c.row0 + i * 8, full);
+#if FP4
+#pragma unroll
+          for (int j = 1; j < 4; ++j) copy_box(to + j * ROWS * 128 + i * 1024, map, k + j * 64, c.row0 + i * 8, full);
+#endif
         }
       }
+      step += pieces;
     }
   }
 }
@@ -484,7 +549,10 @@ DEVICE void decode(u32 w, u32 scales, u32 (&out)[4]) {
   out[0] = times_low(w & 0x81C081C0, even);
   out[1] = times_low(w << 3 & 0x81C081C0, odd);
   out[2] = times_high(w << 6 & 0x81C081C0, even);
-  out[3] = times_high(and_or(w >> 4, 0x00C000C0, and_or(w >> 5, 0x01000100, w << 1 & 0x80008000)), odd);
+  const u32 right = w >> 5;
+  u32 left;  // by one: a product, since the pipe of shifts is the busier one
+  asm("mul.lo.u32 %0, %1, 2;" : "=r"(left) : "r"(right));
+  out[3] = times_high(and_or(left, 0x00C000C0, and_or(right, 0x01000100, w << 1 & 0x80008000)), odd);
 }
 
 DEVICE uint2 load_shared_pair(u32 at) {
@@ -493,19 +561,21 @@ DEVICE uint2 load_shared_pair(u32 at) {
   return value;
 }
 
-// Where a thread's two rows of a stage are: codes (then scales, 1/4 as far apart), 8 bytes of both. A row of gate
-// and one of up in the first phase, rows 8 apart in the second.
+// Where a thread's two rows of a stage are: codes and scales, 8 bytes of both. A row of gate and one of up, which
+// stand one after the other, in the first phase; rows 8 apart in the second. Codes of 8 more columns are `half` bytes
+// on, of 128 more `2 half`, scales of these `half / 4`.
 struct Held {
-  u32 codes[2], scales[2];
+  u32 codes[2], scales[2], half;
 };
 
 DEVICE Held held_at(int phase, int warp, int lane) {
   Held held;
+  held.half = phase ? 2048 : 1024;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int chunk = phase ? warp : r * 2 + warp / 2, row3 = phase ? r : warp & 1;
-    held.codes[r] = chunk * 512 + lane * 16 + row3 * 8;
-    held.scales[r] = CODE_BYTES + chunk * 128 + lane / 4 * 16 + row3 * 8;
+    const int chunk = phase ? warp : warp / 2, row3 = phase ? r : warp & 1, side = phase ? 0 : r;
+    held.codes[r] = side * 4096 + chunk * 512 + lane * 16 + row3 * 8;
+    held.scales[r] = CODE_BYTES + side * 512 + chunk * 128 + lane / 4 * 16 + row3 * 8;
   }
   return held;
 }
@@ -525,32 +595,35 @@ DEVICE void multiply(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// acc += this warp's 16 of 64 rows of weights x 128 of K, times N rows; `used` is told when the weights are in
+// acc += this warp's 16 of 64 rows of weights x 256 of K, times N rows; `used` is told when the weights are in
 // registers. wgmma would take operands from registers too, but is slow with so few columns.
 template <int N>
 DEVICE void multiply_stage(float (&acc)[N / 2], const Held& held, u32 weights, u32 rows, u32 used, int lane) {
-  uint2 codes[2][2], scales[2];  // row, half
+  uint2 codes[2][2][2], scales[2][2];  // 128 of K; row, half
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    codes[r][0] = load_shared_pair(weights + held.codes[r]);
-    codes[r][1] = load_shared_pair(weights + 2048 + held.codes[r]);
-    scales[r] = load_shared_pair(weights + held.scales[r]);
-  }
+  for (int s = 0; s < 2; ++s)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      codes[s][r][0] = load_shared_pair(weights + held.codes[r] + s * 2 * held.half);
+      codes[s][r][1] = load_shared_pair(weights + held.codes[r] + (s * 2 + 1) * held.half);
+      scales[s][r] = load_shared_pair(weights + held.scales[r] + s * held.half / 4);
+    }
   const u32 row = rows + lane % 8 * 128;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {  // 64 of K
+  for (int g = 0; g < 4; ++g) {  // 64 of K
+    const int s = g / 2, h = g % 2;
     u32 b[N / 8][2][4];
 #pragma unroll
     for (int n = 0; n < N / 8; ++n)
 #pragma unroll
       for (int j = 0; j < 2; ++j)
-        load_matrices(row + h * ROWS * 128 + n * 1024 + ((j * 4 + lane / 8) ^ lane % 8) * 16, b[n][j]);
+        load_matrices(row + g * ROWS * 128 + n * 1024 + ((j * 4 + lane / 8) ^ lane % 8) * 16, b[n][j]);
     u32 w[4][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        decode(h ? codes[r][half].y : codes[r][half].x, h ? scales[r].y : scales[r].x, w[half * 2 + r]);
+        decode(h ? codes[s][r][half].y : codes[s][r][half].x, h ? scales[s][r].y : scales[s][r].x, w[half * 2 + r]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const u32 chunk[4] = {w[0][i], w[1][i], w[2][i], w[3][i]};
@@ -558,7 +631,7 @@ DEVICE void multiply_stage(float (&acc)[N / 2], const Held& held, u32 weights, u
       for (int n = 0; n < N / 8; ++n)
         multiply(acc + n * 4, chunk, b[n][i / 2][i % 2 * 2], b[n][i / 2][i % 2 * 2 + 1]);
     }
-    if (h == 0) {
+    if (g == 0) {
       __syncwarp();
       if (lane == 0) barrier_arrive(used);
     }
@@ -615,16 +688,6 @@ DEVICE void multiply_stage(float (&d)[N / 2], u32 weights, u32 rows, int more) {
   for (int j = 0; j < 4; ++j) few_product<N>(d, w + j * 2, x + j * 2, more || j);
   products_commit();
   few_products_wait(d);
-}
-#endif
-
-#if FP8
-// The scales of the blocks of 128 x 128 that hold the two halves of a unit.
-DEVICE float2 block_scales(const Side& side, const Cursor& c, int unit, int piece) {
-  const int columns = (side.k + 127) / 128, rows = (side.n + 127) / 128;
-  const int first = c.phase ? unit / 2 : unit / 4, second = c.phase ? first : (side.n / 2 + unit * 32) / 128;
-  const float* at = side.scale + (u64)c.slot * rows * columns + min(piece, columns - 1);
-  return make_float2(__ldg(at + first * columns), __ldg(at + second * columns));
 }
 #endif
 
@@ -745,7 +808,14 @@ DEVICE void store(const float (&acc)[N / 2], const Terms& terms, const Cursor& c
       for (int j = 0; j < 2; ++j)
         v[j] = activate(acc[n * 4 + j] * terms.scale[0] + terms.bias[0],
                         acc[n * 4 + 2 + j] * terms.scale[1] + terms.bias[1], t);
-      store_pair<1>(t.inner, make_float2(v[0], v[1]), c, n * 8 + lane % 4 * 2, terms.row[0], t.gate_up.n / 2);
+      const int row = n * 8 + lane % 4 * 2, width = t.gate_up.n / 2;
+#if FP8
+      float* at = (float*)t.inner + (u64)(c.row0 + row) * width + terms.row[0];
+      if (row < c.rows) *at = v[0];
+      if (row + 1 < c.rows) at[width] = v[1];
+#else
+      store_pair<1>(t.inner, make_float2(v[0], v[1]), c, row, terms.row[0], width);
+#endif
     }
     return;
   }
@@ -775,13 +845,11 @@ DEVICE void do_tile(Worker& w, Stream& s, const Cursor& c, const Task& t) {
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) acc[i] = 0;
   const Side side = side_of(t, c.phase);
-  const int pieces = (side.k + DEPTH - 1) / DEPTH, shares = shares_of(c), share = w.worker >> c.log;
+  const int pieces = pieces_of(t, c.phase), shares = shares_of(c), share = w.worker >> c.log;
+  const bool kept = keeps_rows(t, c.phase);
   const int unit = c.first + (w.worker & c.units - 1);
 #if FP4
   const Held held = held_at(c.phase, w.warp, w.lane);
-#endif
-#if FP8
-  float2 scales = block_scales(side, c, unit, share);
 #endif
   for (int k = share; k < pieces; k += shares, ++w.step) {
     const int stage = w.step % STAGES, piece = w.pieces + k, p = piece % PIECES;
@@ -792,7 +860,7 @@ DEVICE void do_tile(Worker& w, Stream& s, const Cursor& c, const Task& t) {
 #if FP4
     multiply_stage<N>(acc, held, weights, rows, used, w.lane);
 #elif FP8
-    const float2 next = block_scales(side, c, unit, k + shares);
+    const float2 scales = load_shared2(w.base + SCALES_AT + (w.worker * STAGES + stage) * 8);
     float part[N / 2];
     multiply_stage<N>(part, weights, rows, 0);
 #pragma unroll
@@ -802,7 +870,6 @@ DEVICE void do_tile(Worker& w, Stream& s, const Cursor& c, const Task& t) {
       for (int i = 0; i < 4; ++i)
         acc[n * 4 + i] += part[n * 4 + i] * ((i % 2 ? x.y : x.x) * (i < 2 ? scales.x : scales.y));
     }
-    scales = next;
 #else
     multiply_stage<N>(acc, weights, rows, 1);
 #endif
@@ -811,12 +878,15 @@ DEVICE void do_tile(Worker& w, Stream& s, const Cursor& c, const Task& t) {
 #if !FP4
       barrier_arrive(used);
 #endif
-      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(w.base + EMPTY(p)), "r"(WORKERS >> c.log)
-                   : "memory");
+      if (!kept)
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(w.base + EMPTY(p)), "r"(WORKERS >> c.log)
+                     : "memory");
     }
     if (w.step) ask(s, t, w);
   }
-  w.pieces += pieces;
+  if (kept && c.last)
+    for (int k = w.lane; k < pieces; k += 32) barrier_arrive(w.base + EMPTY((w.pieces + k) % PIECES));
+  if (c.last) w.pieces += pieces;
   Terms terms;
   if (share == 0) terms = load_terms(c, side, unit, w.warp, w.lane);
   gather<N>(acc, c, w.base, w.worker);
@@ -870,27 +940,39 @@ DEVICE void work(Worker& w, const Task& t) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     few(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap inner,
 #if FP4
-        const u8* gate_up, const u8* gate_up_scales, const u8* down, const u8* down_scales,
+        const __grid_constant__ TensorMap gate_up, const __grid_constant__ TensorMap gate_up_scales, const u8* down,
+        const u8* down_scales,
 #else
         const __grid_constant__ TensorMap gate_up, const __grid_constant__ TensorMap down,
 #endif
         const float* gate_up_scale, const float* gate_up_bias, const float* down_scale, const float* down_bias,
         const float* x_scale, const int* counts, const int* offsets, u16* inner_rows, void* out, u64* turns, int rows,
         int slots, int hidden, int inner_size, float limit, float alpha, float beta) {
+  const Task t{&gate_up,
 #if FP4
-  const Task t{Side{gate_up, gate_up_scales, gate_up_scale, gate_up_bias, 2 * inner_size, hidden},
-               Side{down, down_scales, down_scale, down_bias, hidden, inner_size},
+               &gate_up_scales, down, down_scales,
 #else
-  const Task t{Side{&gate_up, nullptr, gate_up_scale, gate_up_bias, 2 * inner_size, hidden},
-               Side{&down, nullptr, down_scale, down_bias, hidden, inner_size},
+               &down,
 #endif
+               Side{gate_up_scale, gate_up_bias, 2 * inner_size, hidden},
+               Side{down_scale, down_bias, hidden, inner_size},
                counts, offsets, x_scale, slots, inner_rows, rows, out, turns, limit, alpha, beta};
   extern __shared__ __align__(1024) u8 memory[];
   const u32 base = shared_address(memory);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == WORKERS * 128 + 32) {
+    prefetch_map(&gate_up);
+    prefetch_map(&x);
+    prefetch_map(&inner);
+#if FP4
+    prefetch_map(&gate_up_scales);
+#else
+    prefetch_map(&down);
+#endif
+  }
   if (threadIdx.x == WORKERS * 128) {
     for (int i = 0; i < WORKERS * STAGES; ++i) {
-      barrier_init(base + READY(0, i), 1);
+      barrier_init(base + READY(0, i), FP8 ? 2 : 1);  // the copy, and FP8's scales
       barrier_init(base + USED(0, i), 4);
     }
     for (int p = 0; p < PIECES; ++p) {

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from moeserve.experts.kernels.device.grouped import Weights
 
 KINDS = {"fp4": 0, "fp8": 1, "bf16": 2}
-STAGE_BYTES = {"fp4": 4608, "fp8": 8192, "bf16": 8192}
+STAGE_BYTES = {"fp4": 9216, "fp8": 8192, "bf16": 8192}
 HELPER_WARPS = 4
 """Warps beside those that multiply."""
 
-ROW_BYTES = {"fp4": 256, "fp8": 128, "bf16": 128}
+ROW_BYTES = {"fp4": 512, "fp8": 128, "bf16": 128}
 """Of a row in a piece."""
 
 
@@ -56,7 +56,7 @@ class Form:
         """Bytes of shared memory."""
         tile, rows = self.tile, self.tile.rows
         rings = tile.workers * tile.stages
-        scales = 4 * tile.pieces * rows if self.kind == "fp8" else 0
+        scales = 4 * tile.pieces * rows + 8 * rings if self.kind == "fp8" else 0
         rows_bytes = tile.pieces * rows * ROW_BYTES[self.kind] + scales
         barriers = 8 * (2 * rings + 2 * tile.pieces)
         sums = tile.workers // 2 * 64 * rows * 4
@@ -86,7 +86,8 @@ def step(
     """
     codes, scale = x
     rows, device = codes.shape[0], codes.device
-    inner = torch.empty((rows, shape.inner), dtype=torch.bfloat16, device=device)
+    between = torch.float32 if form.kind == "fp8" else torch.bfloat16
+    inner = torch.empty((rows, shape.inner), dtype=between, device=device)
     out = torch.empty((rows, shape.hidden), dtype=form.out, device=device)
     arguments: list[Argument] = [
         tensor_map(_plain(codes), (8, 128 // codes.itemsize)),
@@ -96,7 +97,8 @@ def step(
     ]
     gate_up, down = sides
     if gate_up.scale_words is not None and down.scale_words is not None:
-        arguments += [gate_up.codes, gate_up.scale_words, down.codes, down.scale_words]
+        arguments += [_halves(gate_up.codes, 4), _halves(gate_up.scale_words, 2)]
+        arguments += [down.codes, down.scale_words]
     else:
         arguments += [by_eights(_plain(gate_up.codes), 4), _by_blocks(_plain(down.codes))]
     for side in sides:
@@ -118,6 +120,15 @@ def _plain(codes: Tensor) -> Tensor:
 def _by_blocks(weights: Tensor) -> TensorMap:
     """`weights [e, N, K]` in boxes of 64 rows."""
     return tensor_map(weights.view(-1, weights.shape[-1]), (64, 128 // weights.itemsize))
+
+
+def _halves(packed: Tensor, parts: int) -> TensorMap:
+    """Blocks of 64 rows of four-bit weights, 256 of K deep, in boxes of 32 rows.
+
+    `packed [e, N / 64, K / 256, ..]` int32 holds a block in `parts`, each with 32 rows before the others.
+    """
+    words = packed.shape[-1] * packed.shape[-2] // parts
+    return tensor_map(packed.view(-1, words), (parts, words // 2), swizzle=0)
 
 
 def options(form: Form) -> tuple[str, ...]:
