@@ -67,8 +67,13 @@ PRINTED = 1000
 INFORMS = frozenset({"initcheck"})
 """Tools whose number is no verdict."""
 
-COUNTS = ((3, 0, 17, 1, 0), (70, 0, 9, 33), (0, 400, 1, 65))
-"""Rows of each slot: few, some and many, since kernels choose their way by them."""
+COUNTS = (
+    (3, 0, 17, 1, 0),
+    (9, 0, 33, 16, 24, 1, 17, 12, 20, 8, 30, 16),
+    (70, 0, 9, 33),
+    (0, 400, 1, 65),
+)
+"""Rows of each slot: few, some, more and many, since kernels choose their way by them."""
 
 ODD = (290, 192, 130)
 """H, I in kernels that want it in steps, I in others: over the edge of a tile, and not to the next."""

@@ -1,17 +1,20 @@
 """Our own Hopper kernel for four-bit weights, NVFP4 and MXFP4, in steps of any size, with bf16 products.
 
-Above some rows a slot the tensor cores are the limit, and `device/prefill_codes.cu` decodes codes for up to
-256 rows at once, shares rows over a cluster and activates in the first GEMM; below, reading weights is, and
-`triton_fp4` is the faster one. Weights are the same.
+With many rows a slot the tensor cores are the limit, and `device/prefill_codes.cu` decodes codes for up to
+256 rows at once, shares rows over a cluster and activates in the first GEMM; with fewer, reading weights is:
+`device/decode_codes.cu` computes a step of some rows a slot in one launch, and `triton_fp4` the others.
+Weights are the same.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, Grouping
 from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
-from moeserve.experts.kernels.hopper import BySize, flat
+from moeserve.experts.kernels.hopper import BySize, few_form, flat
 from moeserve.experts.kernels.torch_reference import COMPUTED
 from moeserve.experts.kernels.triton_fp4 import TritonFp4
 from moeserve.experts.nvrtc import NEEDED_MODULE
@@ -21,8 +24,14 @@ from moeserve.quant.formats.fp8 import FP8_GROUP
 from moeserve.quant.formats.mx import MXFP4
 from moeserve.quant.formats.nvfp4 import NVFP4
 
+if TYPE_CHECKING:
+    from moeserve.experts.kernels.device import decode_codes
+
 MANY_ROWS = 128
-"""Rows a slot from which on the CUDA kernel is the faster one on an H200."""
+"""Rows a slot from which on the kernel for many is the faster one on an H200."""
+
+SOME_ROWS = 24.0
+"""Rows a slot up to which the kernel for some is, beyond the few that `few.cu` takes; 0 leaves it out."""
 
 ROUNDED = Scheme(NVFP4, FP8_GROUP)
 """Rows are rounded to E4M3 as the scheme says, and multiplied as what they then are, in bf16."""
@@ -42,12 +51,26 @@ class CudaFp4(BySize):
 
         shape = self._spec.shape
         fits = shape.activation.name in FUSED_ACTIVATIONS and shape.inner % INNER_MULTIPLE == 0
-        return fits and (self._spec.scheme == ROUNDED or batch.rows_a_slot >= MANY_ROWS)
+        many = self._spec.scheme == ROUNDED or batch.rows_a_slot >= MANY_ROWS
+        return fits and (many or self._some(batch) is not None)
+
+    def _some(self, batch: ExpertBatch) -> decode_codes.Form | None:
+        """How the kernel for some rows a slot computes `batch`; None where another one is faster."""
+        from moeserve.experts.kernels.device import decode_codes
+
+        spec = self._spec
+        if spec.scheme == ROUNDED or batch.rows_a_slot > SOME_ROWS:
+            return None
+        few = few_form("fp4", spec, batch, batch.tokens)
+        return decode_codes.form_for(spec, batch) if few is None else None
 
     def _apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
-        from moeserve.experts.kernels.device import prefill_codes, rounded
+        from moeserve.experts.kernels.device import decode_codes, prefill_codes, rounded
 
         spec, slot, tokens = self._spec, prepared.per_slot, flat(batch.tokens)
+        if (form := self._some(batch)) is not None:
+            sides = [prefill_codes.weights_of(slot, side) for side in ("gate_up", "down")]
+            return decode_codes.step(form, _bf16(tokens), batch, sides, spec.shape)
         is_rounded = spec.scheme == ROUNDED
         gate_up, down = (prefill_codes.weights_of(slot, side) for side in ("gate_up", "down"))
         step = prefill_codes.Step(batch, tokens.shape[0], prefill_codes.plan_for("bf16", batch))

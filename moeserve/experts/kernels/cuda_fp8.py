@@ -19,7 +19,7 @@ from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
 
 MANY_ROWS = 32
-"""Rows a slot from which on the CUDA kernel is the faster one on an H200."""
+"""Rows of a step from which on the CUDA kernel is the faster one on an H200."""
 
 INNER_MULTIPLE = 64
 """What the inner size must be a multiple of for gate and up columns to meet in one tile."""
@@ -36,7 +36,7 @@ class CudaFp8(BySize):
 
         shape = self._spec.shape
         fits = shape.activation.name in FUSED_ACTIVATIONS and shape.inner % INNER_MULTIPLE == 0
-        return fits and batch.rows_a_slot >= MANY_ROWS
+        return fits and batch.rows_a_slot * batch.slots >= MANY_ROWS
 
     def _apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
         from moeserve.experts.kernels.device.prefill import Step, Weights

@@ -14,15 +14,18 @@ from moeserve.experts.nvrtc import Argument, Function, Program, tensor_map
 
 UNIT, DEPTH = 64, 128
 
-GROUP_ROWS = 192
+GROUP_ROWS = 128
 """Most rows of one slot that a cluster works on at once."""
 
-BLOCK = Block(512, 172960)
+BLOCK_WEIGHTS = 256
+"""Rows of the weights that a block multiplies them by."""
+
+BLOCK = Block(384, 208224)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """E4M3 codes `[R, K]`, and their scales `[groups, K / 128, 192]` float32, by row of a group."""
+    """E4M3 codes `[R, K]`, and their scales `[groups, K / 128, 128]` float32, by row of a group."""
 
     codes: Tensor
     scale: Tensor
@@ -39,7 +42,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Step(Groups):
-    """A batch cut into groups of at most 192 rows of one slot; nothing is read on the host."""
+    """A batch cut into groups of at most 128 rows of one slot; nothing is read on the host."""
 
     @property
     def cut(self) -> tuple[int, int]:
@@ -83,7 +86,7 @@ class Step(Groups):
             -(-x.codes.shape[1] // DEPTH),
             *numbers,
         )
-        self.launch(_function(form), BLOCK, arguments, form.tiles_across(n))
+        self.launch(_function(form), BLOCK, arguments, form.tiles_across(n, BLOCK_WEIGHTS))
 
 
 @cache

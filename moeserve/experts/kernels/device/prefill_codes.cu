@@ -159,6 +159,11 @@ DEVICE void produce_scales(u32 base, const Task& t) {
 struct Place {
   u32 base, rank;
   int group, warp, lane;  // warp of its group
+#if EIGHT
+  u32 codes, factors, x_scales;  // where a thread reads codes, their scales and those of x, in the first stages
+  u32 empty;                     // X_EMPTY(0) of block `lane`
+  int first, shares;             // whether the lane is 0, or below CLUSTER
+#endif
 
   DEVICE int block(int r) const { return FUSED ? r : group; }
   DEVICE int warp_rows(int r) const { return FUSED ? 2 * group + warp / 2 : warp; }  // 16 rows of 64
@@ -255,19 +260,22 @@ struct Held {
   u32 scales[2];
 };
 
+// Of a step of the stage that begins `at` bytes after the first.
 DEVICE void load_step(Held& held, const Place& p, u32 at, int step) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int eight = p.warp_rows(r) * 2 + p.upper(r);  // rows of the weights
-    const u32 block = at + p.block(r) * (W_BYTES / 2) + step * BLOCK_BYTES;
-    held.words[r] = load_shared4(block + (eight * 32 + p.lane) * 16);
-    held.scales[r] = load_shared_word(block + CODE_BYTES + (eight * 8 + p.lane / 4) * 4);
+    const u32 block = at + (FUSED ? r * (W_BYTES / 2) : 0) + step * BLOCK_BYTES;
+    const int eights = FUSED ? 0 : r;  // rows of the weights
+    held.words[r] = load_shared4(p.codes + block + eights * 512);
+    held.scales[r] = load_shared_word(p.factors + block + eights * 32);
   }
 }
 
-// Eight codes under a scale to E4M3, whose byte of 1 is at least 16 and at most 96. A nibble holds a
+// Eight codes under the scale in byte J to E4M3, whose byte of 1 is at least 16 and at most 96. A nibble holds a
 // magnitude; bit 7 of byte i is the sign of code i, bit 3 that of code 4 + i.
-DEVICE void spread(u32 word, u32 scale, u32& first, u32& second) {
+template <int J>
+DEVICE void spread(u32 word, u32 scales, u32& first, u32& second) {
+  const u32 scale = pick_bytes(scales, 0, 0x4440 + J);
   const u32 low = scale * 0x01010100 + 0x03FFF800, high = scale * 0x01010101 + 0x14100C08;
   const u32 magnitude = word & 0x77777777;
   first = pick_bytes(low, high, magnitude) | (word & 0x80808080);
@@ -278,13 +286,16 @@ DEVICE void spread(u32 word, u32 scale, u32& first, u32& second) {
 DEVICE void decode(const Held& held, u32 (&a)[4][4]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const u32 words[4] = {held.words[r].x, held.words[r].y, held.words[r].z, held.words[r].w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) spread(words[j], held.scales[r] >> 8 * j & 0xFF, a[j][r], a[j][2 + r]);
+    spread<0>(held.words[r].x, held.scales[r], a[0][r], a[0][2 + r]);
+    spread<1>(held.words[r].y, held.scales[r], a[1][r], a[1][2 + r]);
+    spread<2>(held.words[r].z, held.scales[r], a[2][r], a[2][2 + r]);
+    spread<3>(held.words[r].w, held.scales[r], a[3][r], a[3][2 + r]);
   }
 }
 
 #endif
+
+#if !EIGHT
 
 // One of a tile's steps of 128 of K.
 struct Step {
@@ -305,8 +316,6 @@ DEVICE void end_step(const Place& p, const Turn<W_STAGES>& ws, const Step& step)
   __syncwarp();
   if (p.lane == 0) barrier_arrive(p.base + W_EMPTY(ws.stage));
 }
-
-#if !EIGHT
 
 // Begins the products of 64 of K, on the least N that the rows fit, and waits for those before. All of it is
 // in one branch, else the compiler has the tensor cores wait for each other's ends.
@@ -352,65 +361,105 @@ DEVICE void sum(float (&acc)[MOST / 2], const Place& p, int rows, int k_blocks, 
 
 #else
 
-// A step's operands, when their codes are there.
-DEVICE void take(u32 (&a)[4][4], const Place& p, const Turn<W_STAGES>& ws, const Step& step) {
-  Held held;
-  begin_step(held, p, ws, step);
-  decode(held, a);
-  end_step(p, ws, step);
-}
+#define AHEAD 4  // pairs of scales of x that are read before they are needed
 
-// The next N below it: with many of them the compiler gives up on running products beside other work.
-DEVICE constexpr int below(int n) { return n > 160 ? n - GRAIN : n - 2 * GRAIN; }
-
-// The products of 128 of K, on the least N that the rows fit, scaled and added. While the tensor cores work on
-// them the next codes are decoded.
+// A warp group's way through a tile. With two warps to a scheduler a step takes as long as a warp's own
+// instructions, which the tensor cores outrun: a warp decodes the next codes while these multiply and reads the
+// codes after them while it adds.
 template <int N>
-DEVICE void add_products(float (&acc)[MOST / 2], const u32 (&a)[4][4], u32 (&next)[4][4], const Place& p, int rows,
-                         u32 stage, const Turn<W_STAGES>& ws, const Step& after) {
-  if constexpr (below(N) > 0) {
-    if (rows <= below(N)) return add_products<below(N)>(acc, a, next, p, rows, stage, ws, after);
+struct Way {
+  const Place& p;
+  const int k_blocks;
+  Turn<X_STAGES>& xs;
+  Turn<W_STAGES>& ws;
+  bool there = false;  // whether the next step's rows were seen
+  Held held;           // codes of the next step
+  u32 a[2][4][4];      // operands of this step and the next
+
+  // Reads the codes of step `at`, whose parity is I.
+  template <int I>
+  DEVICE void load(int at) {
+    if (at >= k_blocks) return;
+    if (I == 0) barrier_wait(p.base + W_FULL(ws.stage), ws.parity);
+    load_step(held, p, ws.stage * W_BYTES, I);
   }
-  float part[N / 2];
-  const u64 b = tile_descriptor(p.base + X_AT + stage * X_BYTES);
-  products_fence();
+
+  // Decodes what was read of step `at`, if there is one, and gives back a stage that is used up.
+  template <int I>
+  DEVICE void take(int at) {
+    if (at >= k_blocks) return;  // else the compiler decodes before it begins the products
+    decode(held, a[I]);
+    if (I < W_STEPS - 1 && at < k_blocks - 1) return;
+    __syncwarp();
+    if (p.first) barrier_arrive(p.base + W_EMPTY(ws.stage));
+    ws.next();
+  }
+
+  // Whether the rows after those of this stage are there, without waiting.
+  DEVICE bool is_next_there() const {
+    const bool wraps = xs.stage == X_STAGES - 1;
+    return barrier_over(p.base + X_FULL(wraps ? 0 : xs.stage + 1), wraps ? xs.parity ^ 1 : xs.parity);
+  }
+
+  // Step `at`, with N rows of x: products, scaled and added.
+  template <int I>
+  DEVICE void step(float (&acc)[MOST / 2], int at) {
+    float part[N / 2];
+    if (!there) barrier_wait(p.base + X_FULL(xs.stage), xs.parity);
+    const u64 b = tile_descriptor(p.base + X_AT) + (u32)xs.stage * (X_BYTES / 16);
+    products_fence();
 #pragma unroll
-  for (int j = 0; j < 4; ++j) Product<N>::add(part, a[j], b + 2 * j, j);
-  products_commit();
-  if (after.at < after.all) take(next, p, ws, after);
-  products_wait_until<0>();
+    for (int j = 0; j < 4; ++j) Product<N>::add(part, a[I][j], b + 2 * j, j);
+    products_commit();
+    take<1 - I>(at + 1);
+    const u32 scales = p.x_scales + xs.stage * X_SCALE_BYTES;
+    float2 scale[AHEAD];
 #pragma unroll
-  for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(part[i])::"memory");
-  const u32 scales = p.base + X_SCALE_AT + stage * X_SCALE_BYTES + p.lane % 4 * 8;
+    for (int i = 0; i < min(AHEAD, N / 8); ++i) scale[i] = load_shared2(scales + i * 32);
+    load<I>(at + 2);
+    there = is_next_there();
+    products_wait_until<0>();
 #pragma unroll
-  for (int i = 0; i < N / 2; i += 4) {
-    const float2 scale = load_shared2(scales + i * 8);
-    acc[i] += part[i] * scale.x;
-    acc[i + 1] += part[i + 1] * scale.y;
-    acc[i + 2] += part[i + 2] * scale.x;
-    acc[i + 3] += part[i + 3] * scale.y;
+    for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(part[i])::"memory");
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i) {
+      const float2 own = scale[i % AHEAD];
+      acc[4 * i] += part[4 * i] * own.x;
+      acc[4 * i + 1] += part[4 * i + 1] * own.y;
+      acc[4 * i + 2] += part[4 * i + 2] * own.x;
+      acc[4 * i + 3] += part[4 * i + 3] * own.y;
+      if (i + AHEAD < N / 8) scale[i % AHEAD] = load_shared2(scales + (i + AHEAD) * 32);
+    }
+    __syncwarp();
+    if (p.shares) barrier_arrive_there(p.empty + 8 * xs.stage);
+    xs.next();
+  }
+};
+
+// All steps of a tile, in a loop of its own for each N: a choice in each step costs branches and copies of sums.
+template <int N>
+DEVICE void sum_rows(float (&acc)[MOST / 2], const Place& p, int k_blocks, Turn<X_STAGES>& xs, Turn<W_STAGES>& ws) {
+  Way<N> way{p, k_blocks, xs, ws};
+  way.template load<0>(0);
+  way.template take<0>(0);
+  way.template load<1>(1);
+  for (int kb = 0; kb < k_blocks; kb += 2) {
+    way.template step<0>(acc, kb);
+    if (kb + 1 < k_blocks) way.template step<1>(acc, kb + 1);
   }
 }
 
-// Sums of this warp group's 64 rows of the weights and so many rows of x.
+// The next N below it. With one of 16 the compiler gives up on running products beside other work, for all.
+DEVICE constexpr int below(int n) { return n > 128 ? n - GRAIN : n - 32; }
+
+// Sums of this warp group's 64 rows of the weights and so many rows of x, on the least N that they fit.
+template <int N = MOST>
 DEVICE void sum(float (&acc)[MOST / 2], const Place& p, int rows, int k_blocks, Turn<X_STAGES>& xs,
                 Turn<W_STAGES>& ws) {
-  u32 a[2][4][4];
-  take(a[0], p, ws, Step{0, k_blocks});
-  if (Step{0, k_blocks}.ends_stage()) ws.next();
-  for (int kb = 0; kb < k_blocks; kb += 2) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (kb + i == k_blocks) break;
-      barrier_wait(p.base + X_FULL(xs.stage), xs.parity);
-      const Step after{kb + i + 1, k_blocks};
-      add_products<MOST>(acc, a[i], a[1 - i], p, rows, xs.stage, ws, after);
-      if (after.at < k_blocks && after.ends_stage()) ws.next();
-      __syncwarp();
-      release(p, xs.stage);
-      xs.next();
-    }
+  if constexpr (below(N) > 0) {
+    if (rows <= below(N)) return sum<below(N)>(acc, p, rows, k_blocks, xs, ws);
   }
+  sum_rows<N>(acc, p, k_blocks, xs, ws);
 }
 
 #endif
@@ -623,6 +672,22 @@ DEVICE void consume(const Place& p, const Task& t) {
   }
 }
 
+// Of a thread that multiplies. Its addresses are hidden from the compiler, which would keep one for each load.
+DEVICE Place place_in(u32 base, u32 rank, int group, int warp, int lane) {
+  Place p{base, rank, group, warp, lane};
+#if EIGHT
+  const u32 codes = base + W_AT + p.block(0) * (W_BYTES / 2);
+  const int eight = p.warp_rows(0) * 2 + p.upper(0);  // rows of the weights
+  p.codes = codes + (eight * 32 + lane) * 16;
+  p.factors = codes + CODE_BYTES + (eight * 8 + lane / 4) * 4;
+  p.x_scales = base + X_SCALE_AT + lane % 4 * 8;
+  p.empty = place_of(base + X_EMPTY(0), lane % CLUSTER);
+  p.first = lane == 0, p.shares = lane < CLUSTER;
+  asm volatile("" : "+r"(p.codes), "+r"(p.factors), "+r"(p.x_scales), "+r"(p.empty), "+r"(p.first), "+r"(p.shares));
+#endif
+  return p;
+}
+
 DEVICE void begin(u32 base) {
   if (threadIdx.x == 0) {
     for (int s = 0; s < X_STAGES; ++s) {
@@ -663,7 +728,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncwarp();
   } else {
     take_registers<CONSUMER_REGISTERS>();
-    consume(Place{base, rank, group, warp, lane}, t);
+    consume(place_in(base, rank, group, warp, lane), t);
   }
   cluster_sync();
 }

@@ -16,8 +16,8 @@ from moeserve.experts.kernels.device.steps import NO_NUMBERS, OUTS, Block, Group
 from moeserve.experts.nvrtc import Argument, Function, Program, tensor_map
 
 DEPTH = 128
-GRAIN, BOX = 16, 64
-"""Rows of a group are computed in multiples of the first, and copied in multiples of the second."""
+BOX = 64
+"""Rows of a group are copied in multiples of it."""
 
 THREADS = 384
 
@@ -32,6 +32,11 @@ class Plan:
     """Most rows of one slot that a cluster works on at once."""
     x_stages: int
     w_stages: int
+
+    @property
+    def grain(self) -> int:
+        """Rows of a group are computed in multiples of it."""
+        return 8 if self.eight else 16
 
     @property
     def shared(self) -> int:
@@ -101,7 +106,7 @@ class Form(steps.Form):
     def options(self) -> tuple[str, ...]:
         """What the compiler is told of it."""
         plan = self.plan
-        sizes = {"EIGHT": plan.eight, "MOST": plan.most, "GRAIN": GRAIN, "BOX": BOX}
+        sizes = {"EIGHT": plan.eight, "MOST": plan.most, "GRAIN": plan.grain, "BOX": BOX}
         return super().options + defined(sizes | {"X_STAGES": plan.x_stages, "W_STAGES": plan.w_stages})
 
 
@@ -114,7 +119,7 @@ class Step(Groups):
     @property
     def cut(self) -> tuple[int, int]:
         """The rows by which a group grows, and the most it has."""
-        return GRAIN, self.plan.most
+        return self.plan.grain, self.plan.most
 
     def rows(self, codes: Tensor, scale: Tensor) -> Rows:
         """Rows `codes [R, K]` E4M3 and `scale [R, K / 128]`, of any strides, as the GEMM reads them."""
@@ -175,7 +180,7 @@ class Step(Groups):
 
 def source(plan: Plan) -> str:
     """The text of `prefill_codes.cu` with what it needs before it."""
-    products = "".join(product(plan, n) for n in range(GRAIN, plan.most + 1, GRAIN))
+    products = "".join(product(plan, n) for n in range(plan.grain, plan.most + 1, plan.grain))
     return steps.source("prefill_codes.cu", "template <int N>\nstruct Product;\n" + products)
 
 

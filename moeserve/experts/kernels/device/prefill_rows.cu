@@ -41,8 +41,9 @@ DEVICE int sum_before(int value, int& all) {
   return before;
 }
 
-// A slot's groups together, so that its weights are read while they are in the cache; slots of the largest
-// first, so that blocks that take every so-manieth tile end together.
+// `tiles`: the number of groups and three zeros to count with; of each group its slot, first row, number of rows,
+// and how many groups its slot has, times 65536, with its own place among them. A slot's groups stand together, so
+// that its weights are read while they are in the cache; slots of the largest first, so that blocks end together.
 DEVICE void list(const int* counts, const int* offsets, int slots, int* tiles) {
   int listed = 0;
   for (int units = UNITS; units > 0; --units) {
@@ -54,13 +55,13 @@ DEVICE void list(const int* counts, const int* offsets, int slots, int* tiles) {
       int at = listed + sum_before(own, all);
       for (int i = 0; i < own; ++i, ++at) {
         const int rows = (i < cut.large ? units : units - 1) * UNIT;
-        ((int4*)(tiles + 4))[at] = make_int4(slot, offsets[slot] + row, min(rows, cut.rows - row), 0);
+        ((int4*)(tiles + 4))[at] = make_int4(slot, offsets[slot] + row, min(rows, cut.rows - row), own << 16 | i);
         row += rows;
       }
       listed += all;
     }
   }
-  if (threadIdx.x == 0) tiles[0] = listed;
+  if (threadIdx.x == 0) *(int4*)tiles = make_int4(listed, 0, 0, 0);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -22,7 +22,7 @@ FUSED_ACTIVATIONS = frozenset({"silu", "swigluoai", "swigluoai_uninterleave"})
 OUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 CLUSTER = 2
-"""Blocks that share rows, each with 128 rows of the weights of its own."""
+"""Blocks that share rows, each with rows of the weights of its own."""
 
 EIGHT = 8
 """Gate and up rows of the weights alternate by so many in shared memory."""
@@ -39,9 +39,9 @@ class Form:
     limited: bool = False
     out: int = 0
 
-    def tiles_across(self, columns: int) -> int:
-        """Tiles of a cluster that so many columns of the output make."""
-        return -(-columns // (CLUSTER * (64 if self.fused else 128)))
+    def tiles_across(self, columns: int, weights: int = 128) -> int:
+        """Tiles of a cluster that so many columns of the output make; a block has `weights` rows of these."""
+        return -(-columns // (CLUSTER * (weights // 2 if self.fused else weights)))
 
     @property
     def options(self) -> tuple[str, ...]:

@@ -1,0 +1,111 @@
+"""The kernel for some rows a slot on four-bit weights: its forms without a GPU, its numbers on one."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made_experts import Arrival, activation_named, fresh_seed, make_scheme
+from torch import Tensor
+
+from moeserve.experts.batch import ExpertShape, Grouping
+from moeserve.experts.kernel import KernelSpec
+from moeserve.experts.kernels import cuda_fp4
+from moeserve.experts.kernels.device import decode_codes
+from moeserve.experts.kernels.device.decode_codes import Form
+from moeserve.experts.kernels.device.steps import source
+from moeserve.experts.kernels.torch_reference import TorchReference
+from moeserve.experts.machine import this_machine
+from moeserve.quant.format import Format, Scheme
+from moeserve.quant.formats.floats import BF16
+from moeserve.quant.formats.fp8 import FP8_GROUP
+from moeserve.quant.formats.mx import MXFP4
+from moeserve.quant.formats.nvfp4 import NVFP4
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ALL_ROWS = sorted({8, 32} | {rows for _, rows in decode_codes.ROWS})
+
+
+@pytest.mark.parametrize("rows", ALL_ROWS)
+def test_every_form_fits_a_multiprocessor_and_has_a_ring(rows: int) -> None:
+    form = Form(rows)
+    assert form.shared <= decode_codes.MOST_SHARED
+    assert form.stages >= 3
+
+
+@pytest.mark.parametrize("rows", ALL_ROWS)
+def test_every_form_compiles(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
+        pytest.skip("needs the packages cuda-bindings and nvidia-cuda-nvrtc")
+    from moeserve.experts import nvrtc
+
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
+    for bias, limited, out in ((False, False, torch.bfloat16), (True, True, torch.float32)):
+        form = Form(rows, bias=bias, limited=limited, out=out)
+        assert nvrtc.compiled(source("decode_codes.cu"), "sm_90a", form.options)
+
+
+CASES: list[tuple[tuple[int, ...], tuple[int, int], str, Format]] = [
+    ((3, 0, 1, 9, 0), (160, 64), "silu", BF16),
+    ((8, 33, 0, 16, 65, 1, 24), (608, 192), "swigluoai", BF16),
+    ((0,) * 70 + (5, 0, 17) + (1,) * 40, (288, 64), "swigluoai_uninterleave", FP8_GROUP),
+    ((2, 1), (2048, 512), "silu", FP8_GROUP),
+    ((17, 9, 30, 1) * 16, (128, 1408), "silu", BF16),
+    ((0, 0, 0), (256, 64), "silu", BF16),
+]
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("weights", [NVFP4, MXFP4], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{len(case[0])}-{case[1]}-{case[2]}")
+def test_some_rows_agree_with_the_reference(
+    weights: Format,
+    case: tuple[tuple[int, ...], tuple[int, int], str, Format],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Any count in any slot, more than a tile holds too; sizes over a stage's edge, NaN all around."""
+    if not torch.cuda.is_available() or this_machine().arch != "sm90":
+        pytest.skip("needs a Hopper GPU: CUDA C++ has no interpreter")
+    counts, sizes, activation, wire = case
+    scheme = Scheme(weights, BF16)
+    generator = torch.Generator().manual_seed(fresh_seed())
+    monkeypatch.setattr(cuda_fp4, "few_form", lambda *_: None)
+    monkeypatch.setattr(cuda_fp4, "SOME_ROWS", float("inf"))
+    used: list[int] = []
+    made_of: list[int] = []
+    launched = decode_codes.step
+
+    def step(form: Form, *given: Any) -> Tensor:
+        made_of.append(form.rows)
+        return launched(form, *given)
+
+    monkeypatch.setattr(decode_codes, "step", step)
+    for bias, dtype in ((False, torch.float32), (True, torch.bfloat16), (True, torch.float16)):
+        shape = ExpertShape(*sizes, activation_named(activation), bias=bias)
+        made = make_scheme(shape, len(counts), scheme, generator).to("cuda")
+        kernel = cuda_fp4.CudaFp4(KernelSpec(scheme, shape, dtype))
+        prepared = kernel.prepare(made)
+        reference = TorchReference(KernelSpec(scheme, shape, torch.float32))
+        for grouping in Grouping:
+            arrival = Arrival(counts, grouping, spare=3)
+            batch = arrival.batch(arrival.rows(shape.hidden, generator), shape.hidden, wire)
+            there = replace(
+                batch,
+                tokens=batch.tokens.to("cuda"),
+                counts=batch.counts.cuda(),
+                offsets=batch.offsets.cuda(),
+            )
+            answer = reference.apply(reference.prepare(made), there)
+            wanted = torch.cat(arrival.segments(answer, batch))
+            for rows in ALL_ROWS:
+                monkeypatch.setattr(decode_codes, "ROWS", ((float("inf"), rows),))
+                for _ in range(2):  # the counts that a launch keeps are cleared
+                    found = torch.cat(arrival.segments(kernel.apply(prepared, there).float(), batch))
+                    assert len(found) == sum(counts)
+                    off = float((found - wanted).norm())
+                    assert off <= 2e-2 * float(wanted.norm()), (rows, grouping, dtype)
+                    used.append(rows)
+    assert made_of == used
