@@ -1,7 +1,7 @@
 // Combine; behind step.cu.
 //
-// A warp makes one sheet of a row at a time. The first `homes` blocks work for this rank's own rows, the others
-// send partial sums to other ranks and wait for nobody.
+// A warp makes one sheet of a row at a time. The first `homes` blocks work for this rank's own rows, the
+// others send partial sums to other ranks and wait for nobody.
 
 #define COMBINE_THREADS 768
 #define COMBINE_WARPS (COMBINE_THREADS / 32)
@@ -119,7 +119,8 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
     int most = 0;
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) most = max(most, r == rank ? 0 : lanes.rows(r));
-    const int blocks = gridDim.x - homes, stride = blocks * COMBINE_WARPS, end = most * OTHERS * PARTIAL_SHEETS;
+    const int blocks = gridDim.x - homes, stride = blocks * COMBINE_WARPS;
+    const int end = most * OTHERS * PARTIAL_SHEETS;
     // A row of every other lane in turn, so that no rank is stored to by all at once, and none waits long.
     auto find = [&](int unit) {
       const int turn = unit / PARTIAL_SHEETS, source = (rank + 1 + turn % OTHERS) % RANKS;
@@ -146,8 +147,8 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
         sums += now.sheet == 0;
         const int last = last_lane<16 * ROW>(now.sheet);
         const u64 to = ((u64)rank * lane_rows + now.row) * PARTIAL_SHEETS + now.sheet;
-        store_sheet((uint4*)(step.memory[now.source] + at_partials) + to * SHEET, tagged(sum, step.epoch, last),
-                    last);
+        store_sheet((uint4*)(step.memory[now.source] + at_partials) + to * SHEET,
+                    tagged(sum, step.epoch, last), last);
       }
       now = next, next = after;
     }

@@ -44,8 +44,8 @@ struct Batch {
 // ---- out ---------------------------------------------------------------------------------------------------
 
 // The record in shared memory to all ranks of `reached`, by `warps` warps of which this is `warp`.
-DEVICE void send_record(const Step& step, const u8* record, u64 records, u64 row, u32 reached, int rank, int warp,
-                        int warps) {
+DEVICE void send_record(const Step& step, const u8* record, u64 records, u64 row, u32 reached, int rank,
+                        int warp, int warps) {
   const int lane = threadIdx.x % 32;
   for (int sheet = warp; sheet < RECORD_SHEETS; sheet += warps) {
     const int at = SHEET_WORDS * sheet + lane, last = last_lane<RECORD_BYTES>(sheet);
@@ -79,8 +79,8 @@ DEVICE void count_slots(const int* slots, int entries, int size, int* table) {
   for (int i = 4 * wide + threadIdx.x; i < entries; i += THREADS) add(slots[i]);
 }
 
-// Tells all ranks the choices of rows first .. last - 1: slots, how many of the lane's rows go to each before,
-// weights. Who has the lane's last row tells the totals too. The block calls it.
+// Tells all ranks the choices of rows first .. last - 1: slots, how many of the lane's rows go to each
+// before, weights. Who has the lane's last row tells the totals too. The block calls it.
 DEVICE void tell_choices(const Step& step, const Sections& at, const Places& here, const Lane& mine, int rank,
                          u64 lane_start, int first, int last, int own_rows, int* table,
                          int (*positions)[TOP_K]) {
@@ -163,7 +163,8 @@ DEVICE void lay_out(int* starts, const Places& here, const Batch& batch, int row
   if (tells && lane == 0) batch.offsets[0] = 0;
 }
 
-// Where each lane's rows of each slot begin in the batch: `bases` [RANKS, slots], with `starts` [slots] behind.
+// Where each lane's rows of each slot begin in the slot's segment: `bases` [RANKS, slots]; behind them where
+// segments begin, [slots]. The block calls it.
 DEVICE void find_bases(const Step& step, const Watch& w, const Lanes& lanes, const Places& here, u64 totals,
                        int* bases, const Batch& batch, int row_align, bool tells) {
   const int words = TOTAL_WORDS(here.slots), slots = here.slots;
@@ -286,11 +287,12 @@ DEVICE void deliver(const Step& step, const Watch& w, const uint4* arrived, int 
   }
 }
 
-// The rows of this lane that a sending block has: each of its groups of warps makes and stores a row at a time.
-// Rows go in the order in which they are taken up there, `stretch` rows of all lanes' a warp: the first of each
-// stretch, then the second.
+// The rows of this lane that a sending block has: each of its groups of warps makes and stores a row at a
+// time. Rows go in the order in which they are taken up there, `stretch` rows of all lanes' a warp: the first
+// of each stretch, then the second.
 DEVICE void send_rows(const Step& step, const Places& here, const Lane& mine, const Lanes& lanes, int rank,
-                      u64 records, u64 lane_start, int stretch, int groups, int block, int senders, u8* record, u64* sent) {
+                      u64 records, u64 lane_start, int stretch, int groups, int block, int senders, u8* record,
+                      u64* sent) {
   const int lane = threadIdx.x % 32, warps = WARPS / groups, group = threadIdx.x / 32 / warps;
   const int warp = threadIdx.x / 32 % warps, own_rows = lanes.rows(rank);
   int before = 0;
@@ -304,7 +306,8 @@ DEVICE void send_rows(const Step& step, const Places& here, const Lane& mine, co
     const int t = (first + turn % stretches) * stretch + turn / stretches - before;
     if (t < 0 || t >= own_rows) continue;
     const int slot = lane < TOP_K ? mine.slots[(u64)t * TOP_K + lane] : -1;
-    make_record(mine.rows + (u64)t * mine.row_bytes, record, mine.factor, threadIdx.x % (32 * warps), 32 * warps);
+    make_record(mine.rows + (u64)t * mine.row_bytes, record, mine.factor, threadIdx.x % (32 * warps),
+                32 * warps);
     const u32 reached = __reduce_or_sync(ALL_LANES, here.holders(slot)) & step.reachable;
     sync();
     send_record(step, record, records, lane_start + t, reached, rank, warp, warps);
@@ -315,14 +318,15 @@ DEVICE void send_rows(const Step& step, const Places& here, const Lane& mine, co
 }
 
 // grid <= multiprocessors, so that all blocks run at once. `state`: epoch of the last dispatch, blocks that
-// have read it. `sent`: copies that dispatches sent to other ranks, and sums that combines did; the host reads
-// them as `told`.
+// have read it. `sent`: copies that dispatches sent to other ranks, and sums that combines did; the host
+// reads them as `told`.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) peer_dispatch(
     const u64* memory, u32* state, u32* live, u32* board, u64 patience, int rank, u64 at_greetings,
     u64 at_totals, u64 at_choices, u64 at_records, u64 parity_bytes, int lane_rows, u64 lanes_low,
     u64 lanes_high, int first_slot, int slots_here, int capacity, int row_align, int sliced, int senders,
-    int groups, const u8* rows, int row_bytes, const int* slots, const float* weights, float factor, u8* part0,
-    u8* part1, u8* part2, int* counts, int* offsets, int* places, float* place_weights, u32* ticket, u64* sent, u64* told) {
+    int groups, const u8* rows, int row_bytes, const int* slots, const float* weights, float factor,
+    u8* part0, u8* part1, u8* part2, int* counts, int* offsets, int* places, float* place_weights, u32* ticket,
+    u64* sent, u64* told) {
   extern __shared__ uint4 dynamic[];  // a record for each group, or [RANKS + 1, slots_here] int
   __shared__ Step step;
   __shared__ int row_places[AHEAD][TOP_K];
@@ -344,8 +348,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) peer_dispatch(
   const int run = fair > WARPS ? stretch * WARPS : max(fair, 1);
   if (block >= readers) {
     if (own_rows)
-      send_rows(step, here, mine, lanes, rank, at_records, lane_start, stretch, groups, block - readers, senders,
-                (u8*)dynamic, sent);
+      send_rows(step, here, mine, lanes, rank, at_records, lane_start, stretch, groups, block - readers,
+                senders, (u8*)dynamic, sent);
     return;
   }
   if (block == 0) {
@@ -376,8 +380,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) peer_dispatch(
       int source, row;
       lanes.find(from + i, source, row);
       const u64 sheet = ((u64)source * lane_rows + row) * RECORD_SHEETS;
-      deliver(step, w, (const uint4*)(step.memory[rank] + at_records) + sheet * SHEET, source, warp % team, team,
-              row_places[i], batch);
+      deliver(step, w, (const uint4*)(step.memory[rank] + at_records) + sheet * SHEET, source, warp % team,
+              team, row_places[i], batch);
     }
     __syncthreads();
   }

@@ -3,10 +3,10 @@
 A rank writes into sections of its own in every other's memory. All of it stands there twice, and a step uses
 the copy of its epoch's parity. What of epoch n is read, is read before its writer's epoch n + 2 arrives:
 
-* Choices and records. Rank s stores those of n + 2 after its dispatch n + 1, which waited for the greeting
-  n + 1 of reader d, and d sent that after its dispatch n had copied everything out. Every rank greets every
-  other, also when its lane has no rows. No combine takes part, so a step that was dispatched and then
-  abandoned changes nothing.
+* Choices, totals and records. Rank s stores those of n + 2 after its dispatch n + 1, which waited for the
+  greeting n + 1 of reader d, and d sent that after its dispatch n had copied everything out. Every rank
+  greets every other, also when its lane has no rows. No combine takes part, so a step that was dispatched
+  and then abandoned changes nothing.
 * Partial sums. Rank d stores those of n + 2 in its combine n + 2, so after its dispatch n + 2, which waited
   for the greeting n + 2 of s. Rank s adds up the sums of n before it dispatches n + 2: the carrier refuses a
   combine that comes later. A step that s abandoned is one whose sums it never reads.

@@ -1,8 +1,9 @@
 // What a dispatch and a combine share, one kernel each, in which nothing waits for a whole grid.
 // Given by -D beside what common.cu takes: TOP_K.
 //
-// Choices travel to all ranks, a row to each rank that needs it, a partial sum home. All of it tells by itself
-// that it is here, without fence or flag: choices in words of 12 bytes under a seal, rows and sums in sheets.
+// Choices travel to all ranks, a row to each rank that needs it, a partial sum home. All of it tells by
+// itself that it is here, without fence or flag: choices in words of 12 bytes under a seal, rows and sums in
+// sheets.
 // Seals and tags hold the epoch, and no epoch's words are written over before they are read: see layout.py.
 
 #define CHOICE_WORDS ((TOP_K + 2) / 3)  // of a row's slots, and as many of its weights
@@ -43,8 +44,8 @@ struct Places {  // of this rank's slots
   }
 };
 
-// What a block knows of its step, in shared memory: one warp asks for all, since words that every warp of a GPU
-// asks for come late.
+// What a block knows of its step, in shared memory: one warp asks for all, since words that every warp of a
+// GPU asks for come late.
 struct Step {
   u64 memory[RANKS];  // of all ranks, from the epoch's half on
   u32 epoch, reachable;
@@ -75,8 +76,8 @@ DEVICE uint4 received(const Watch& w, const uint4* at, int source, u32 epoch, ui
 // ---- sheets: rows whose lines tell by themselves that they are here ----------------------------------------
 
 // A sheet is what one store of a warp carries: 31 words of 16 bytes, and in each of its four lines of 128
-// bytes the epoch. A line arrives whole, so its epoch tells that it is here. The last sheet of a row has no more
-// lines than it needs.
+// bytes the epoch. A line arrives whole, so its epoch tells that it is here (NCCL's LL128 rests on the same).
+// The last sheet of a row has no more lines than it needs.
 #define SHEET 32  // words of 16 bytes it takes
 #define SHEET_WORDS 31
 #define WORDS_OF(BYTES) ((BYTES) / 16)

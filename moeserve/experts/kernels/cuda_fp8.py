@@ -1,7 +1,7 @@
 """Our own Hopper kernel for FP8 in steps of any size: many rows go through CUDA C++, few through Triton.
 
-Above some rows a slot the tensor cores are the limit, and `device/prefill.cu` shares tiles over a cluster,
-activates and rounds in the first GEMM; below, reading weights is, and `triton_fp8` is the faster one.
+From a few rows a step on, `device/prefill.cu` shares rows over a cluster, activates and rounds in the first
+GEMM; below, `triton_fp8` is the faster one.
 """
 
 from __future__ import annotations
