@@ -231,35 +231,43 @@ def test_ctrl_c_stops_head_and_ranks_without_a_traceback(
     assert "moeserve status: UNAVAILABLE: " in capsys.readouterr().err
 
 
-def children_of(pid: int) -> list[str]:
-    """Processes that any thread of `pid` has started."""
+def descendants_of(pid: int | str) -> list[str]:
+    """Processes that any thread of `pid` has started, and what these have."""
     found: list[str] = []
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the thread has ended; its children are another's now
-            found += (thread / "children").read_text().split()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it, or a thread of it, has ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in (thread / "children").read_text().split():
+                found += [child, *descendants_of(child)]
     return found
 
 
-def command_of(pid: str) -> str:
-    """Its command line, with zeros between the words."""
-    return Path(f"/proc/{pid}/cmdline").read_text()
+def is_forkserver(pid: str) -> bool:
+    """Whether it is what ranks are forked from, or a rank."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return "forkserver" in Path(f"/proc/{pid}/cmdline").read_text()
+    return False
 
 
-def test_sigterm_while_starting_ends_everything(checkpoint: Path) -> None:
+@pytest.mark.parametrize("after", [0.0, 1.0], ids=["at once", "a second later"])
+def test_sigterm_while_starting_ends_everything(checkpoint: Path, after: float) -> None:
     process = subprocess.Popen(
         [*SERVE, "--checkpoint", str(checkpoint), "--port", "0", "--data-parallel-size", "2"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    ranks: list[str] = []
+    started: list[str] = []
     deadline = time.monotonic() + START_SECONDS
-    while len(ranks) < 2 and time.monotonic() < deadline:  # the ranks are importing torch now
+    while not any(map(is_forkserver, started)) and time.monotonic() < deadline:
         time.sleep(0.05)
-        ranks = [pid for pid in children_of(process.pid) if "spawn_main" in command_of(pid)]
+        started = descendants_of(process.pid)
+    time.sleep(after)
+    started = descendants_of(process.pid)
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=30)
     assert process.returncode == 0
     assert printed.endswith("stopped while starting\n")
     assert "Traceback" not in printed
-    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+    while (left := [pid for pid in started if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
+        time.sleep(0.05)  # what ranks are forked from ends when it sees that its starter is gone
+    assert started and not left

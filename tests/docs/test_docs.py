@@ -10,11 +10,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from houses import WarmCluster
 
 from moeserve.cli import COMMANDS
 from moeserve.cli.configured import FLAGS, SERVE_FLAGS
 from moeserve.runtime.config import Config
+from moeserve.runtime.local_cluster import LocalCluster
 from moeserve.runtime.metrics import METRICS
 from moeserve.runtime.status import _TABLE as STATUSES
 
@@ -127,7 +127,7 @@ def test_the_quick_start_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "server.port": 0,
         "server.metrics_port": -1,
     }
-    with WarmCluster(Config().with_values(shown)) as house:
+    with LocalCluster(Config().with_values(shown)) as house:
         said: dict[str, Any] = {}
         exec(call.replace("127.0.0.1:50051", house.address), said)
         assert said["mixed"].shape == (5, 64) and abs(said["mixed"]).max() > 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
-from houses import EP4, Alone, WarmCluster, house_config
+from houses import EP4, Alone, house_config
 
 from moeserve.runtime.local_cluster import LocalCluster
 
@@ -32,5 +32,5 @@ def alone(checkpoint_path: Path) -> Alone:
 def house(checkpoint_path: Path) -> Iterator[LocalCluster]:
     """Four ranks, whole experts, small lanes so that splitting is seen."""
     config = house_config(checkpoint_path, step__lane_rows=LANE_ROWS, **EP4)
-    with WarmCluster(config) as cluster:
+    with LocalCluster(config) as cluster:
         yield cluster

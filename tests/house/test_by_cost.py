@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from houses import Alone, WarmCluster, house_config
+from houses import Alone, house_config
 
 from moeserve.dispatch.cost import CarrierCost, Costs, Point
 from moeserve.dispatch.cost_files import store_costs
 from moeserve.experts.machine import machine_named
 from moeserve.proto.client import MoeClient
+from moeserve.runtime.local_cluster import LocalCluster
 from moeserve.runtime.rank_process import served_from
 
 EP2 = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}
@@ -38,7 +39,7 @@ def test_small_and_large_steps_have_their_own_carriers(
     store_costs(Costs(config.costing.setting(plan, (socket.gethostname(),)), tuple(costs)), tmp_path)
     kept = [path.read_bytes() for path in tmp_path.iterdir()]
 
-    with WarmCluster(config) as house, MoeClient(house.address, timeout=30) as client:
+    with LocalCluster(config) as house, MoeClient(house.address, timeout=30) as client:
         assert {layer.carrier for layer in client.model().layers} == {f"{SMALL}+{LARGE}"}
         assert {layer.wire for layer in client.model().layers} == {wire}
         for layer in (0, 1):
@@ -65,7 +66,7 @@ def test_small_and_large_steps_have_their_own_carriers(
 def test_a_service_measures_what_it_does_not_know(checkpoint_path: Path, tmp_path: Path) -> None:
     by_cost = {"plan__measure": "always", "plan__costs": str(tmp_path / "costs")}
     config = house_config(checkpoint_path, step__lane_rows=4, server__metrics_port=-1, **by_cost, **EP2)
-    with WarmCluster(config) as house, MoeClient(house.address, timeout=30) as client:
+    with LocalCluster(config) as house, MoeClient(house.address, timeout=30) as client:
         names = {layer.carrier for layer in client.model().layers}
     assert len(names) == 1 and names.pop() in (SMALL, LARGE, f"{SMALL}+{LARGE}", f"{LARGE}+{SMALL}")
     assert len(list((tmp_path / "costs").iterdir())) == 1

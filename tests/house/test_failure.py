@@ -12,7 +12,7 @@ import grpc
 import pytest
 import torch
 from failures import HEARD_SECONDS, Callers, serve_again
-from houses import EP4, Alone, WarmCluster, house_config, request_of
+from houses import EP4, Alone, house_config, request_of
 
 from moeserve.proto import moe_pb2_grpc
 from moeserve.proto.client import MoeClient
@@ -24,7 +24,7 @@ EP2 = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": Tr
 @pytest.mark.timed
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_rank_is_named_and_replaced(checkpoint_path: Path, alone: Alone, victim: int) -> None:
-    with WarmCluster(house_config(checkpoint_path, **EP4)) as house:
+    with LocalCluster(house_config(checkpoint_path, **EP4)) as house:
         callers = Callers(house.address, alone)
         time.sleep(0.5)
         generation = serve_again(house.address)
@@ -48,7 +48,7 @@ def test_a_killed_rank_is_named_and_replaced(checkpoint_path: Path, alone: Alone
 def test_the_client_library_rides_over_a_killed_rank(checkpoint_path: Path, alone: Alone) -> None:
     """Forward is pure, so a call that met UNAVAILABLE is made again within its deadline."""
     with (
-        WarmCluster(house_config(checkpoint_path, **EP4)) as house,
+        LocalCluster(house_config(checkpoint_path, **EP4)) as house,
         MoeClient(house.address, timeout=60) as client,
     ):
         batches = [alone.batch(5, seed=at) for at in range(60)]
@@ -63,7 +63,9 @@ def test_the_client_library_rides_over_a_killed_rank(checkpoint_path: Path, alon
 def test_new_calls_are_refused_with_the_reason_while_the_group_forms(
     checkpoint_path: Path, alone: Alone
 ) -> None:
-    with LocalCluster(house_config(checkpoint_path, **EP2)) as house:  # spawned: it takes its time to be back
+    with LocalCluster(house_config(checkpoint_path, **EP2)) as house:
+        survivor = house.pid(0)
+        os.kill(survivor, signal.SIGSTOP)  # without it no group forms
         os.kill(house.pid(1), signal.SIGKILL)
         time.sleep(0.3)
         with grpc.insecure_channel(house.address) as channel, pytest.raises(grpc.RpcError) as failed:
@@ -72,4 +74,5 @@ def test_new_calls_are_refused_with_the_reason_while_the_group_forms(
         assert "rank 1" in failed.value.details()
         with MoeClient(house.address) as client:
             assert client.health() == "NOT_SERVING"
+        os.kill(survivor, signal.SIGCONT)
         serve_again(house.address)

@@ -12,10 +12,11 @@ import grpc
 import pytest
 import torch
 from failures import stand_still
-from houses import Alone, WarmCluster, house_config, request_of
+from houses import Alone, house_config, request_of
 
 from moeserve.proto import moe_pb2_grpc
 from moeserve.proto.client import MoeClient
+from moeserve.runtime.local_cluster import LocalCluster
 
 LATE_SECONDS = 1.0
 PATIENT_SECONDS = 60.0
@@ -34,7 +35,7 @@ def test_a_rank_that_stands_still_is_named_and_comes_back(checkpoint_path: Path,
         server__metrics_port=-1,
     )
     batch = alone.batch(6, seed=1)
-    with WarmCluster(config) as house, MoeClient(house.address, timeout=30) as client:
+    with LocalCluster(config) as house, MoeClient(house.address, timeout=30) as client:
         wanted = client.forward(0, *batch)
         torch.testing.assert_close(wanted, alone.forward(0, *batch))
         others = [lane.address for lane in client.topology().lanes if lane.rank != STILL]
@@ -59,7 +60,7 @@ def test_nobody_waits_for_a_dead_rank(carrier: str, checkpoint_path: Path, alone
         server__metrics_port=-1,
     )
     batch = alone.batch(6, seed=1)
-    with WarmCluster(config) as house, MoeClient(house.address, timeout=60) as client:
+    with LocalCluster(config) as house, MoeClient(house.address, timeout=60) as client:
         wanted = client.forward(0, *batch)
         stand_still(house.pid(STILL))  # a step begins that it never comes to
         waiting = threading.Thread(target=client.forward, args=(0, *batch), daemon=True)

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from houses import Alone, WarmCluster, house_config
+from houses import Alone, house_config
 from torch import Tensor
 
 from moeserve.experts.checkpoint import Checkpoint
 from moeserve.experts.machine import machine_named
 from moeserve.proto.client import MoeClient
 from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.local_cluster import LocalCluster
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.plan import Wanted
 from moeserve.runtime.rank import Rank, Served
@@ -59,7 +60,7 @@ def test_a_service_answers_bit_for_bit_as_such_a_checkpoint(path: Path, rank: Ra
     hidden, experts, weights = batch(path)
     rows = LaneInput(hidden, experts, weights, torch.ones(len(hidden), dtype=torch.bool))
     config = house_config(path, model__load_as=NAME, step__lane_rows=LANE_ROWS, cluster__threads_per_rank=1)
-    with WarmCluster(config) as house, MoeClient(house.address, timeout=30) as client:
+    with LocalCluster(config) as house, MoeClient(house.address, timeout=30) as client:
         assert {layer.scheme for layer in client.model().layers} == {SCHEME}
         for layer in rank.served.layers:
             wanted, _ = rank.step(layer, rows, (len(hidden),))

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_checkpoint, quantize_fp8_block
-from houses import DP2_TP2, EP4, TP4, Alone, WarmCluster, house_config
+from houses import DP2_TP2, EP4, TP4, Alone, house_config
 
 from moeserve.proto.client import MoeClient
 from moeserve.quant.formats import FP8_GROUP
+from moeserve.runtime.local_cluster import LocalCluster
 
 CASES = {
     "gpt-oss, TP4": ("gpt_oss", TP4, {}),
@@ -26,7 +27,7 @@ def test_a_mesh_answers_as_one(tmp_path: Path, case: str) -> None:
     make_checkpoint(family, tmp_path, **size)
     alone = Alone(tmp_path)
     with (
-        WarmCluster(house_config(tmp_path, **mesh)) as house,
+        LocalCluster(house_config(tmp_path, **mesh)) as house,
         MoeClient(house.address, timeout=30) as client,
     ):
         for layer in alone.checkpoint.layers:
@@ -44,7 +45,7 @@ def test_fp8_blocks_are_served_with_rounded_activations(tmp_path: Path, mesh: di
     alone = Alone(tmp_path)
     (layer,) = alone.checkpoint.layers
     with (
-        WarmCluster(house_config(tmp_path, **mesh)) as house,
+        LocalCluster(house_config(tmp_path, **mesh)) as house,
         MoeClient(house.address, timeout=30) as client,
     ):
         served = client.model().layers[0]
@@ -58,7 +59,7 @@ def test_a_narrower_wire_is_used_when_it_is_named(tmp_path: Path) -> None:
     make_checkpoint("qwen3_moe", tmp_path, hidden=256)
     alone = Alone(tmp_path)
     config = house_config(tmp_path, plan__wire="fp8_group128", plan__all2all_backend="all2allv", **EP4)
-    with WarmCluster(config) as house, MoeClient(house.address, timeout=30) as client:
+    with LocalCluster(config) as house, MoeClient(house.address, timeout=30) as client:
         served = client.model().layers[0]
         assert (served.carrier, served.wire) == ("all2allv", "fp8_group128")
         hidden, experts, weights = alone.batch(40, seed=2)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from failures import stand_still
-from houses import EP4, Alone, WarmCluster, house_config
+from houses import EP4, Alone, house_config
 
 from moeserve.experts.load import Load
 from moeserve.experts.placement import Placement
@@ -94,7 +94,7 @@ class Shuffle:
 
 @pytest.fixture
 def spare_house(checkpoint_path: Path) -> Iterator[LocalCluster]:
-    with WarmCluster(house_config(checkpoint_path, **EP4, **SPARE)) as house:
+    with LocalCluster(house_config(checkpoint_path, **EP4, **SPARE)) as house:
         yield house
 
 
@@ -146,7 +146,7 @@ def test_a_hot_rank_is_relieved_by_itself(checkpoint_path: Path, alone: Alone) -
     """All rows ask for the two experts of rank 0: the policy moves one of them away, and says so."""
     watched = {"balance__policy": "incremental", "balance__interval_seconds": 0.3, "balance__min_tokens": 32}
     cycles: list[Cycle] = []
-    with WarmCluster(house_config(checkpoint_path, **EP4, **SPARE, **watched)) as house:
+    with LocalCluster(house_config(checkpoint_path, **EP4, **SPARE, **watched)) as house:
         count = house.head.rebalancer.observe
 
         def observe(cycle: Cycle) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from houses import Alone, WarmCluster, house_config
+from houses import Alone, house_config
 from quantized import PRODUCERS
 from quantized_models import QuantizedModel, greedy, logits, random_tokens, write_gpt_oss, write_model
 
@@ -22,6 +22,7 @@ from moeserve.experts.checkpoint import Checkpoint
 from moeserve.proto.client import MoeClient
 from moeserve.proto.errors import MoeError
 from moeserve.proto.integrations.transformers import attach
+from moeserve.runtime.local_cluster import LocalCluster
 
 EP2 = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}
 TP2 = {"parallel__tensor_parallel_size": 2}
@@ -84,7 +85,7 @@ def assert_same_tokens(model: QuantizedModel, client: MoeClient, slices: int) ->
 def test_a_quantized_model_makes_the_tokens_of_one_process(case: Case, tmp_path: Path) -> None:
     model, mesh = case.write(tmp_path), TP2 if case.slices > 1 else EP2
     config = house_config(tmp_path, model__dtype="fp32", server__metrics_port=-1, **mesh)
-    with WarmCluster(config) as house, MoeClient(house.address, timeout=30) as client:
+    with LocalCluster(config) as house, MoeClient(house.address, timeout=30) as client:
         assert_same_tokens(model, client, case.slices)
         if case.slices == 1:
             alone = Alone(tmp_path)
@@ -134,7 +135,7 @@ def test_a_deepseek_v4_with_mxfp4_experts_is_served(tmp_path: Path) -> None:
     assert torch.equal(ids.long().gather(1, own), experts.gather(1, order))
     torch.testing.assert_close(shares.gather(1, own), weights.gather(1, order), rtol=0, atol=3e-7)
     config = house_config(tmp_path, server__metrics_port=-1, **TP2)
-    with WarmCluster(config) as house, MoeClient(house.address, timeout=30) as client:
+    with LocalCluster(config) as house, MoeClient(house.address, timeout=30) as client:
         assert_same_tokens(model, client, slices=2)
         routed = client.forward_logits(1, hidden, theirs)
         chosen = client.forward(1, hidden, experts.int(), weights)

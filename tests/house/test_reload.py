@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from failures import stand_still
-from houses import EP4, Alone, WarmCluster, house_config
+from houses import EP4, Alone, house_config
 from torch import Tensor
 
 from moeserve.proto.batch import Choice
@@ -122,7 +122,7 @@ def served(checkpoint_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             answers = {path: model.forward(layer, *batch) for path, model in models.items()}
             questions.append(Question(layer, batch, answers))
     spare = {"balance__redundant_experts": 4, "step__lane_rows": 16}
-    with WarmCluster(house_config(checkpoint_path, **EP4, **spare)) as house:
+    with LocalCluster(house_config(checkpoint_path, **EP4, **spare)) as house:
         yield Served(house, *paths, tuple(questions))
 
 

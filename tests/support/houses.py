@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from warm import WARM
 
 from moeserve.experts.checkpoint import Checkpoint
 from moeserve.proto import moe_pb2
@@ -15,19 +14,10 @@ from moeserve.proto.tensors import encode, plain
 from moeserve.quant.format import Format
 from moeserve.quant.formats.floats import FLOATS
 from moeserve.runtime.config import Config
-from moeserve.runtime.local_cluster import LocalCluster
 
 EP4 = {"parallel__data_parallel_size": 4, "parallel__enable_expert_parallel": True}
 TP4 = {"parallel__tensor_parallel_size": 4}
 DP2_TP2 = {"parallel__data_parallel_size": 2, "parallel__tensor_parallel_size": 2}
-
-
-class WarmCluster(LocalCluster):
-    """A `LocalCluster` whose ranks start warm; each saves the seconds of the imports."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self._context = WARM
 
 
 def house_config(path: Path, **values: Any) -> Config:
