@@ -196,8 +196,17 @@ class Member:
         """Everyone is prepared: joins the generation's process group and takes jobs."""
         if self._epoch is None:
             raise RuntimeError("commit came before prepare")
+        started = time.perf_counter()
         self._join(entry["store"], entry["generation"], self._epoch.mesh.ranks)
+        grouped = time.perf_counter()
         self._rank.join()
+        log.info(
+            "rank %d: joined generation %d, its process group in %.2f s, carriers in %.2f s",
+            self._rank.index,
+            entry["generation"],
+            grouped - started,
+            time.perf_counter() - grouped,
+        )
         self._lane.open()
         if entry["generation"] != self._generation:  # aborted while it joined
             self._lane.close("the group is forming again")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +94,7 @@ def run_rank(spec: RankSpec) -> None:
     coordinator.
     """
     _prepare_process(spec)
+    started = time.perf_counter()
     try:
         stream = connect(spec.coordinator, CONNECT_SECONDS)
     except StreamClosed as closed:
@@ -115,6 +117,7 @@ def run_rank(spec: RankSpec) -> None:
         )
         stream.close()
         raise
+    log.info("rank %d: its process is ready after %.2f s", spec.rank, time.perf_counter() - started)
     try:
         stream.send(
             hello
