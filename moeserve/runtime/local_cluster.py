@@ -21,6 +21,9 @@ from moeserve.runtime.rank_process import RankSpec, run_rank
 
 log = logging.getLogger(__name__)
 
+IMPORTED = (run_rank.__module__, "triton", "cuda.bindings.driver", "cuda.bindings.nvrtc")
+"""What ranks come with; the forkserver leaves out what is not installed."""
+
 STOP_SECONDS = 10.0
 WATCH_SECONDS = 0.1
 
@@ -33,7 +36,7 @@ class LocalCluster:
         self._ranks = config.parallel.mesh.ranks
         self._processes: dict[int, BaseProcess] = {}
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([run_rank.__module__])
+        self._context.set_forkserver_preload(list(IMPORTED))
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._host = _host_of(self._config)
