@@ -21,6 +21,7 @@ class Limits:
     hidden_multiple: int = 1  # of H itself, where nothing can be added
     one_host: bool = False  # every rank reaches every other's memory
     nccl: Version | None = None  # oldest NCCL at run time
+    api: frozenset[str] = frozenset()  # names that its package has in the generation meant; empty: any
     rdma: bool = False  # an RDMA adapter on every host
     waits: float | None = None  # seconds its kernels wait for a peer; None: as long as the plan says
 

@@ -157,7 +157,7 @@ def _peers(row: DispatchRow, spec: DispatchSpec, here: Surroundings, places: lis
 def _import(row: DispatchRow, spec: DispatchSpec, here: Surroundings, places: list[Place]) -> Any:
     for name in sorted(row.modules):
         try:
-            importlib.import_module(name)
+            package = importlib.import_module(name)
         except (ImportError, OSError, AssertionError) as error:
             reason = " ".join(str(error).split()) or "no reason given"
             return Finding(
@@ -165,6 +165,13 @@ def _import(row: DispatchRow, spec: DispatchSpec, here: Surroundings, places: li
                 f"{type(error).__name__}: {reason}",
                 "a build for this torch, CUDA and Python",
                 f"install or build {name} on every host",
+            )
+        if lacking := sorted(row.limits.api.difference(dir(package))):
+            return Finding(
+                f"package {name}",
+                f"one without {', '.join(lacking)}",
+                "the generation that has it",
+                f"install that generation of {name} on every host, or use another carrier",
             )
     return None
 

@@ -20,6 +20,7 @@ from moeserve.dispatch.permute import Homes, group_rows, weigh_rows
 from moeserve.dispatch.probe import probe
 from moeserve.dispatch.routing import Routing
 from moeserve.dispatch.travel import cropped, parts_arrived, parts_travelling, presented, widened
+from moeserve.experts.placement import EMPTY
 from moeserve.quant.format import Packed
 
 
@@ -94,6 +95,24 @@ class RowExchange(Dispatcher):
         nbytes = self._travelling * spec.dtype.itemsize
         self._traffic = self._traffic.plus(combined=_most_copies(spec, ticket.own) * nbytes)
         return Pending(lambda: answer)
+
+    def _warm(self) -> None:
+        """A step of a row a lane, for libraries that compile at first use. Collective.
+
+        The last thing of building: so callers do not wait for a compiler, and a carrier whose library cannot
+        make the step is refused, with RuntimeError, before it serves.
+        """
+        spec, rows = self._spec, min(1, self._spec.lane_rows)
+        hidden = torch.zeros((rows, spec.hidden), dtype=spec.dtype, device=spec.device)
+        slots = torch.full((rows, spec.top_k), EMPTY, dtype=torch.int32, device=spec.device)
+        slots[:, 0] = (spec.rank + 1) % spec.ranks * spec.slots
+        routing = Routing(slots, torch.zeros(slots.shape, device=spec.device), (rows,) * spec.ranks)
+        try:
+            arrived = self.dispatch(hidden, routing).wait()
+            self.combine(hidden.new_zeros(arrived.batch.tokens.shape), arrived.ticket).wait()
+        except Exception as error:  # libraries raise classes of their own
+            raise RuntimeError(f"its library's first step failed: {type(error).__name__}: {error}") from error
+        self._traffic = Traffic()
 
     @property
     def traffic(self) -> Traffic:

@@ -10,16 +10,18 @@ from math import inf
 import numpy as np
 import pytest
 import torch
-from adapter_ranks import refusals, run_over_stand_ins, unreachable
+from adapter_ranks import built, refusals, run_over_stand_ins, unreachable
 from carrier_cases import RANKS, Case, Outcome, cases_of, run_cases
 from deepep_rounding import rounded_by_deepep
 from parallel import parallel_launch
 
 from moeserve.dispatch.backends import DISPATCHERS, carrier_named
+from moeserve.dispatch.backends.deepep_v2 import DeepEPElastic
 from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.limits import Limits
 from moeserve.dispatch.probe import CHECKS, Place, nccl_at_run_time, rdma_adapters, surroundings
 from moeserve.dispatch.routing import Routing
+from moeserve.dispatch.row_exchange import Arrived
 from moeserve.dispatch.travel import only_first, parts_arrived, parts_travelling, presented, widened
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertShape
@@ -93,13 +95,14 @@ LACKING = [
     ("flashinfer", {"module": "flashinfer"}, "import of flashinfer: found ModuleNotFoundError: "),
     ("nccl_ep", {"nccl": (2, 28, 9)}, "NCCL at run time: found 2.28.9, required at least 2.30.4; install "),
     ("deepep_v2", {"nccl": None}, "NCCL at run time: found none, required at least 2.30.4; "),
+    ("deepep_v2", {"bare": "deep_ep"}, "package deep_ep: found one without ElasticBuffer, required "),
 ]
 """Carrier, what rank 1 alone lacks, and what is said of it."""
 
 
 def test_what_one_rank_lacks_makes_all_refuse() -> None:
     lacking = [(carrier, fields) for carrier, fields, _ in LACKING]
-    whole = [(carrier, {}) for carrier in ("deepep_ht", "nccl_ep", "nixl_ep")]
+    whole = [(carrier, {}) for carrier in ("deepep_ht", "deepep_v2", "nccl_ep", "nixl_ep")]
     by_rank = parallel_launch(2, refusals, lacking + whole, timeout=120)
     assert by_rank[0] == by_rank[1][: len(LACKING)] + [""] * len(whole), "all ranks hear the same"
     for said, (carrier, _, message) in zip(by_rank[0], LACKING, strict=False):
@@ -109,6 +112,27 @@ def test_what_one_rank_lacks_makes_all_refuse() -> None:
         there = ["rank 1"] if "peer memory: found ranks" not in message else ["rank 0", "rank 1"]
         assert [line.partition(":")[0] for line in theirs] == there
         assert message in theirs[-1]
+
+
+def test_what_compiles_at_first_use_has_done_so_when_it_is_built() -> None:
+    carriers = ["deepep_v2", "nccl_ep", "nccl_ep_ll", "deepep_ll"]
+    assert parallel_launch(RANKS, built, carriers, timeout=120) == [[(1, 0)] * 3 + [(0, 0)]] * RANKS
+
+
+class NoCompiler(Exception):
+    """Of a library: no RuntimeError."""
+
+
+class Uncompiled(DeepEPElastic):
+    def _send(self, hidden: torch.Tensor, routing: Routing) -> Arrived:
+        raise NoCompiler("nvcc is not there")
+
+
+def test_a_library_that_cannot_compile_is_refused_as_any_other() -> None:
+    carrier = object.__new__(Uncompiled)
+    carrier._spec = SPEC
+    with pytest.raises(RuntimeError, match="first step failed: NoCompiler: nvcc is not there"):
+        carrier._warm()
 
 
 def test_checks_stand_in_the_order_of_their_cost() -> None:

@@ -68,7 +68,8 @@ def run_over_stand_ins(rank: int, world: int, cases: list[Case]) -> list[Outcome
 def refusals(rank: int, world: int, lacking: list[tuple[str, dict[str, Any]]]) -> list[str]:
     """Worker: what each carrier says on this rank when rank 1 alone has a host that lacks something.
 
-    `lacking` are (carrier, fields of its surroundings); the field `module` is one that cannot be imported.
+    `lacking` are (carrier, fields of its surroundings); the field `module` is one that cannot be imported,
+    and `bare` one that can and has nothing in it.
     """
     said = []
     for carrier, fields in lacking:
@@ -76,7 +77,9 @@ def refusals(rank: int, world: int, lacking: list[tuple[str, dict[str, Any]]]) -
         lacks = fields if rank == 1 else {}
         if module := lacks.get("module"):
             sys.modules[module] = None  # type: ignore[assignment]
-        seen = {name: value for name, value in lacks.items() if name != "module"}
+        if bare := lacks.get("bare"):
+            sys.modules[bare] = ModuleType(bare)
+        seen = {name: value for name, value in lacks.items() if name not in ("module", "bare")}
         case = Case(carrier, "even", "bf16", torch.bfloat16, "holes", 1, ranks=world)
         spec = spec_of(case, rank)
         here = replace(a_gpu_host(spec, carrier), **seen)
@@ -87,6 +90,19 @@ def refusals(rank: int, world: int, lacking: list[tuple[str, dict[str, Any]]]) -
         except RuntimeError as error:
             said.append(str(error))
     return said
+
+
+def built(rank: int, world: int, carriers: list[str]) -> list[tuple[int, int]]:
+    """Worker: steps that each carrier's library has made when it is built, and bytes counted by then."""
+    found = []
+    for name in carriers:
+        install(name)
+        case = Case(name, "even", "bf16", torch.bfloat16, "holes", 1)
+        carrier = DISPATCHERS[name].build(spec_of(case, rank))
+        library = carrier._handle if name.startswith("nccl") else carrier._buffer
+        found.append((library.steps, carrier.traffic.dispatched + carrier.traffic.combined))
+        carrier.close()
+    return found
 
 
 def _given(here: Surroundings, spec: DispatchSpec) -> Surroundings:

@@ -4,8 +4,8 @@ Both algorithms carry one copy of a row to each rank that holds one of its slots
 are, and add the ranks' partial sums at home. `nccl_ep` takes the high-throughput one, whose rows arrive one
 after the other, and `nccl_ep_ll` the low-latency one, which gives every lane a block of places of its own.
 
-The library compiles its kernels at first use, 2 to 6 seconds for each shape and wire, with nvcc and the
-headers of the NCCL that is loaded: `NCCL_HOME` says where they are, `NCCL_EP_JIT_CACHE_DIR` keeps kernels.
+Building compiles the library's kernels, 2 to 6 seconds for each shape and wire, with nvcc and the headers of
+the NCCL that is loaded: `NCCL_HOME` says where they are, `NCCL_EP_JIT_CACHE_DIR` keeps kernels.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class NcclEP(RowExchange):
         self._group = self._ep.Group.create(self._communicator, self._settings())
         self._handle: Any = None
         self._bound: tuple[Any, ...] = ()
+        self._warm()
 
     def _settings(self) -> Any:
         spec, algorithm = self._spec, self._ep.Algorithm
