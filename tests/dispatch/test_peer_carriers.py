@@ -81,15 +81,15 @@ def test_sections_of_the_layout_do_not_overlap() -> None:
     ends = [
         late.FAREWELL_BYTES,
         made.greetings + 4 * 4,
-        made.totals + 4 * 16,
-        made.choices + 4 * 6 * 2 * 16,
+        made.choices + 4 * made.choice_words(6) * 16,
+        made.weights + 4 * 6 * made.weight_words * 16,
         made.records + 4 * 6 * sheets.SHEET,
         made.partials + 4 * 6 * 2 * sheets.SHEET,
     ]
     starts = [
         made.greetings,
-        made.totals,
         made.choices,
+        made.weights,
         made.records,
         made.partials,
         made.greetings + made.parity_bytes,
@@ -103,6 +103,9 @@ def test_the_kernels_and_the_layout_agree_on_their_constants() -> None:
     assert int(defined["FAREWELL_BYTES"]) == late.FAREWELL_BYTES
     assert int(defined["THREADS"]) == kernels.THREADS
     assert int(defined["COMBINE_THREADS"]) == kernels.COMBINE_THREADS
+    warps = kernels.THREADS // 32
+    assert 1 << int(defined["WARPS_LOG2"]) == warps
+    assert int(defined["LEAST_TEAM"]) * kernels.TEAMS == warps
     assert (int(defined["SHEET"]), int(defined["SHEET_WORDS"])) == (sheets.LANES, sheets.WORDS)
     numbers = {name: int(defined[f"WIRE_{name.removesuffix('_static').upper()}"]) for name in wires.FUSED}
     assert numbers == wires.FUSED and int(defined["WIRE_RECORDS"]) == wires.RECORDS
@@ -160,8 +163,8 @@ def test_only_the_rule_the_kernels_know_is_made_by_them() -> None:
         ({"lane_rows": 70000}, "lane_rows=70000 must lie between 1 and 65535"),
         ({"top_k": 33}, "top_k=33 must lie between 1 and 32"),
         ({"slots": 40000}, "80000 slots do not fit in 16 bits"),
-        ({"slots": 16000}, "2 x 16000 slots need 192000 bytes of a block's shared memory"),
-        ({"hidden": 65536}, "H=65536 and 2 x 3 slots need 262144 bytes of a block's shared memory"),
+        ({"slots": 23000}, "23000 slots need 184000 bytes of a block's shared memory"),
+        ({"hidden": 65536}, "H=65536 and 3 slots need 262144 bytes of a block's shared memory"),
     ],
 )
 def test_sizes_without_room_are_refused(change: dict[str, int], why: str) -> None:

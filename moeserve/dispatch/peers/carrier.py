@@ -1,8 +1,8 @@
 """`PeerCarrier`: ranks of one host store rows straight into one another's memory, and no host waits.
 
-A row goes once to each rank that needs it, quantized on the way out; its choices go to all ranks, with how
-many of the lane's rows go to each slot before it. So each rank knows where everything will stand before it
-arrives, and places rows by slot as they come, PADDED or RAGGED. On the way home a rank adds up its own
+A row goes once to each rank that needs it, quantized on the way out; its choices go to all ranks ahead of it.
+So each rank counts where everything will stand before it arrives, and places rows by slot as they come,
+PADDED or RAGGED. On the way home a rank adds up its own
 experts' weighted outputs of a row in float32, and stores that one partial sum into the row's home. Both
 phases are one kernel, for a CUDA graph too; two steps can be under way.
 
@@ -23,7 +23,14 @@ from moeserve.dispatch.dispatcher import Dispatched, Dispatcher, DispatchSpec, P
 from moeserve.dispatch.exchange import check_group
 from moeserve.dispatch.lane import check_lane, check_spec
 from moeserve.dispatch.peers.epochs import BUFFERS
-from moeserve.dispatch.peers.kernels import MOST_LANE_ROWS, MOST_RANKS, MOST_SHARED, Arrived, PeerKernels
+from moeserve.dispatch.peers.kernels import (
+    MOST_LANE_ROWS,
+    MOST_RANKS,
+    MOST_SHARED,
+    TABLES,
+    Arrived,
+    PeerKernels,
+)
 from moeserve.dispatch.peers.late import Attendance
 from moeserve.dispatch.peers.layout import NOWHERE, PeerLayout
 from moeserve.dispatch.peers.memory import PeerMemory
@@ -146,10 +153,10 @@ def check_sizes(spec: DispatchSpec) -> None:
     slots = spec.slots * (1 if spec.sliced else spec.ranks)
     if slots >= NOWHERE:
         raise ValueError(f"{slots} slots do not fit in 16 bits; peer memory numbers at most {NOWHERE - 1}")
-    room = max(RowRecord(spec.wire, spec.hidden).nbytes, 4 * (spec.ranks + 1) * spec.slots)
+    room = max(RowRecord(spec.wire, spec.hidden).nbytes, TABLES * spec.slots)
     if room > MOST_SHARED:
         raise ValueError(
-            f"a row of H={spec.hidden} and {spec.ranks} x {spec.slots} slots need {room} bytes of a block's "
+            f"a row of H={spec.hidden} and {spec.slots} slots need {room} bytes of a block's "
             f"shared memory, and {MOST_SHARED} are there"
         )
 

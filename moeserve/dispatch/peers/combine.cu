@@ -108,9 +108,10 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
   const Lanes lanes{lanes_low, lanes_high};
   const Places here{0, slots_here, 0, sliced};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own_rows = lanes.rows(rank);
-  const Watch w = watch(live, board, memory, rank, patience);
+  const Opening opening(memory, live, ticket, warp == COMBINE_WARPS - 1);
+  const Watch w{live, board, memory, rank, patience, 0};
   auto open = [&] {
-    if (warp == COMBINE_WARPS - 1) open_step(step, memory, live, *ticket, parity_bytes);
+    if (warp == COMBINE_WARPS - 1) opening.open(step, opening.last, parity_bytes);
     __syncthreads();
   };
 
@@ -185,13 +186,28 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
     next = find(unit + stride), next_holders = holders_of(unit + stride);
     const uint4 own = gather.sum(outputs, choice, sheet);
     gather.begin(outputs, next, (unit + stride) % PARTIAL_SHEETS);  // while others' sums are waited for
+    u32 missing = needed, gone = 0;
+    for (u32 polls = 1, lately = 0;; ++polls) {
+#pragma unroll
+      for (int r = 0; r < RANKS; ++r)
+        if ((missing >> r & 1u) && is_whole(words[r], step.epoch, last)) missing &= ~(1u << r);
+      if (!missing) break;
+      const u32 asked = to_ask(missing, lately);
+#pragma unroll
+      for (int r = 0; r < RANKS; ++r)
+        if (asked >> r & 1u) words[r] = load_sheet(arrived + r * rank_words, last);
+      lately = missing;
+      if (polls % 64) continue;
+#pragma unroll 1
+      for (int r = 0; r < RANKS; ++r)
+        if ((missing >> r & 1u) && __any_sync(ALL_LANES, lane == 0 && is_gone(w, r, step.epoch)))
+          gone |= 1u << r, missing &= ~(1u << r);
+    }
     float total[VECTOR] = {};
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) {
       if (r == rank) add_word(total, own, 1.0f);
-      if (!(needed >> r & 1u) || !receive_sheet(w, arrived + r * rank_words, r, step.epoch, last, words[r]))
-        continue;
-      add_word(total, untagged(words[r], last), 1.0f);
+      if ((needed & ~gone) >> r & 1u) add_word(total, untagged(words[r], last), 1.0f);
     }
     const int at = word_at(sheet);
     if (at >= 0) answer[(u64)row * ROW + at] = rounded(total);

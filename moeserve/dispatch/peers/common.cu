@@ -72,7 +72,7 @@ DEVICE uint4 sealed(u32 x, u32 y, u32 z, u32 epoch) { return make_uint4(x, y, z,
 
 DEVICE bool belongs(uint4 word, u32 epoch) { return (word.x ^ word.y ^ word.z ^ word.w) == epoch; }
 
-// ---- epochs, live ranks, and who is late -------------------------------------------------------------------
+// ---- epochs, live ranks, and who is late ------------------------------------------------------------------
 
 // Epochs count 1 .. 2^32 - 2 and start over; 0 is memory that nobody wrote. Parity alternates over the turn.
 DEVICE u32 next_epoch(u32 epoch) { return epoch == 0xFFFFFFFEu ? 1u : epoch + 1u; }
@@ -85,12 +85,9 @@ struct Watch {
   u32* board;  // [RANKS + 1] of the host: the epoch in which a rank was late; last, whether all is over
   const u64* memory;  // [RANKS] addresses of all ranks' peer memory, as mapped here
   int rank;
-  u64 deadline;  // nanoseconds()
+  u64 patience;          // nanoseconds
+  mutable u64 deadline;  // nanoseconds(); 0 before anybody was asked for
 };
-
-DEVICE Watch watch(u32* live, u32* board, const u64* memory, int rank, u64 patience) {
-  return Watch{live, board, memory, rank, nanoseconds() + patience};
-}
 
 DEVICE bool is_live(const Watch& w, int rank) { return *(volatile u32*)(w.live + rank) != 0; }
 
@@ -101,8 +98,8 @@ DEVICE void give_up(const Watch& w, int source, u32 epoch) {
   store_relaxed((u32*)w.memory[source] + w.rank, epoch);
 }
 
-// Whether the host has ended all of it: then nobody is live any more, and nobody late. One thread in a tick of
-// 2^17 ns asks, since the word lies behind a bus that many waiting threads would hold up.
+// Whether the host has ended all of it: then nobody is live any more, and nobody late. One thread in a tick
+// of 2^17 ns asks, since the word lies behind a bus that many waiting threads would hold up.
 DEVICE bool is_over(const Watch& w) {
   u32 tick = (u32)(nanoseconds() >> 17), *asked = w.live + RANKS;
   if (*(volatile u32*)asked == tick || atomicExch(asked, tick) == tick) return false;
@@ -116,6 +113,7 @@ DEVICE bool is_over(const Watch& w) {
 DEVICE bool is_gone(const Watch& w, int source, u32 epoch) {
   if (!is_live(w, source)) return true;
   if (is_over(w)) return true;
+  if (w.deadline == 0) w.deadline = nanoseconds() + w.patience;
   bool late = nanoseconds() > w.deadline || load_relaxed((const u32*)w.memory[w.rank] + source) != 0;
   if (late) give_up(w, source, epoch);
   return late;
@@ -130,7 +128,7 @@ DEVICE bool await(const Watch& w, int source, u32 epoch, Here here) {
   }
 }
 
-// ---- numbers -------------------------------------------------------------------------------------------------
+// ---- numbers ----------------------------------------------------------------------------------------------
 
 DEVICE float from_bits(u32 bits) { return __uint_as_float(bits); }
 
@@ -197,7 +195,14 @@ DEVICE u32 e2m1_code(float x) {
   return (steps + ((exponent - 127u) << 1)) | (x < 0.0f ? 8u : 0u);
 }
 
-// ---- one row to its record in the wire format ---------------------------------------------------------------
+// Some of a block's warps, with a row in common: which of them this is.
+struct Team {
+  int warp, warps;
+  DEVICE int thread() const { return 32 * warp + threadIdx.x % 32; }
+  DEVICE int threads() const { return 32 * warps; }
+};
+
+// ---- one row to its record in the wire format -------------------------------------------------------------
 
 #if SOURCE == 2
 typedef float Element;
@@ -205,25 +210,44 @@ typedef float Element;
 typedef u16 Element;
 #endif
 
-// 16 columns of a row from global memory (16-byte aligned).
-DEVICE void load_columns(const Element* at, float (&x)[16]) {
-  const uint4* words = (const uint4*)at;
+// What a thread takes of a row at a time, as it stands in global memory (16-byte aligned): 16 columns, or one
+// word of a row that comes as a record.
+#if WIRE == WIRE_RECORDS
+#define PIECES (RECORD_BYTES / 16)
+#define PIECE_WORDS 1
+#else
+#define PIECES (HIDDEN / 16)
+#define PIECE_WORDS ((int)sizeof(Element))
+#endif
+
+struct Piece {
+  uint4 words[PIECE_WORDS];
+
+  DEVICE void load(const u8* row, int at) {
+#pragma unroll
+    for (int i = 0; i < PIECE_WORDS; ++i)
+      words[i] = at < PIECES ? ((const uint4*)row)[at * PIECE_WORDS + i] : make_uint4(0u, 0u, 0u, 0u);
+  }
+};
+
+#if WIRE != WIRE_RECORDS
+DEVICE void widen_piece(const Piece& piece, float (&x)[16]) {
 #if SOURCE == 2
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    uint4 word = words[i];
-    x[4 * i] = from_bits(word.x), x[4 * i + 1] = from_bits(word.y);
-    x[4 * i + 2] = from_bits(word.z), x[4 * i + 3] = from_bits(word.w);
+    x[4 * i] = from_bits(piece.words[i].x), x[4 * i + 1] = from_bits(piece.words[i].y);
+    x[4 * i + 2] = from_bits(piece.words[i].z), x[4 * i + 3] = from_bits(piece.words[i].w);
   }
 #else
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    uint4 word = words[i];
+    const uint4 word = piece.words[i];
     widen(word.x, x[8 * i], x[8 * i + 1]), widen(word.y, x[8 * i + 2], x[8 * i + 3]);
     widen(word.z, x[8 * i + 4], x[8 * i + 5]), widen(word.w, x[8 * i + 6], x[8 * i + 7]);
   }
 #endif
 }
+#endif
 
 DEVICE float largest_of(const float (&x)[16]) {
   float amax = fabsf(x[0]);
@@ -291,19 +315,20 @@ DEVICE void encode_columns(float (&x)[16], int unit, bool valid, u8* record, flo
 }
 #endif
 
-// One row as its record: `record` RECORD_BYTES in shared memory, 16-byte aligned. `threads` threads call it
-// together, whole warps, of which this is `thread`; who reads the record synchronises them first. `row` is
-// HIDDEN elements, or with WIRE_RECORDS the record itself. `factor` matters to WIRE_NVFP4 alone.
-DEVICE void make_record(const void* row, u8* record, float factor, int thread, int threads) {
+// One row as its record: `record` RECORD_BYTES in shared memory, 16-byte aligned. A team calls it, each
+// thread with its first piece of the row; who reads the record synchronises them first. `row` is HIDDEN
+// elements, or with WIRE_RECORDS the record itself. `factor` matters to WIRE_NVFP4 alone.
+DEVICE void make_record(Piece piece, const u8* row, u8* record, float factor, Team team) {
+#pragma unroll 1
+  for (int at = team.thread(); at - (int)threadIdx.x % 32 < PIECES; at += team.threads()) {
+    const Piece now = piece;  // the next is under way meanwhile
+    piece.load(row, at + team.threads());
 #if WIRE == WIRE_RECORDS
-  for (int i = thread; i < RECORD_BYTES / 16; i += threads) ((uint4*)record)[i] = ((const uint4*)row)[i];
+    if (at < PIECES) ((uint4*)record)[at] = now.words[0];
 #else
-  constexpr int UNITS = HIDDEN / 16;
-  for (int first = thread - thread % 32; first < UNITS; first += threads) {
-    int unit = first + thread % 32;
-    float x[16] = {};
-    if (unit < UNITS) load_columns((const Element*)row + 16 * unit, x);
-    encode_columns(x, unit, unit < UNITS, record, factor);
-  }
+    float x[16];
+    widen_piece(now, x);
+    encode_columns(x, at, at < PIECES, record, factor);
 #endif
+  }
 }

@@ -1,14 +1,17 @@
 // Dispatch; behind step.cu. Given by -D: RAGGED, whether segments follow one another in the batch.
 //
-// The last `senders` blocks send rows, and the others tell choices and place what arrives: in a block that
-// does both, loads would wait behind stores to peers.
+// Some blocks read, some tell choices, some send rows: in a block that stores to peers, loads would wait
+// behind the stores.
 
 #define THREADS 512
 #define WARPS (THREADS / 32)
+#define WARPS_LOG2 4
+#define LEAST_TEAM 2  // warps that place a row together
 #define AHEAD (4096 / TOP_K)  // rows a block places at once
-#define AT_ONCE 4  // sheets a warp has under way
+#define AT_ONCE 8  // sheets a warp has under way
 #define RECORD_SHEETS SHEETS_OF(RECORD_BYTES)
-#define TOTAL_WORDS(SLOTS) (((SLOTS) + 5) / 6)  // six counts in a sealed word
+#define COUNT_WORDS(SLOTS) (((SLOTS) + 5) / 6)       // of counts, six in a sealed word
+#define SLOT_WORDS(ROWS) (((ROWS) * TOP_K + 5) / 6)  // of a lane's choices, six in a sealed word
 
 // The widest word that a part's bytes are whole words of.
 template <int BYTES>
@@ -23,7 +26,8 @@ template <>
 struct WordOf<16> { typedef uint4 type; };
 
 struct Sections {  // of every rank's memory
-  u64 greetings, totals, choices, records;
+  u64 greetings, choices, weights, records;
+  u64 lane_words;  // of choices that a lane has room for
 };
 
 struct Lane {  // what this rank brings
@@ -39,189 +43,250 @@ struct Batch {
   int *counts, *offsets;  // [slots], [slots + 1]
   int* places;            // [rows of all lanes, TOP_K]
   float* weights;
+  int row_align;
 };
 
-// ---- out ---------------------------------------------------------------------------------------------------
+// One dispatch as a block of it knows it.
+struct Exchange {
+  const Step& step;
+  const Watch& w;
+  Lanes lanes;
+  Places here;
+  Sections at;
+  Lane mine;
+  Batch batch;
+  uint4* shared_counts;  // [readers, COUNT_WORDS] of this GPU
+  int lane_rows;
 
-// The record in shared memory to all ranks of `reached`, by `warps` warps of which this is `warp`.
-DEVICE void send_record(const Step& step, const u8* record, u64 records, u64 row, u32 reached, int rank,
-                        int warp, int warps) {
+  // A row of rank `source` among all that a rank's memory has room for.
+  DEVICE u64 room(int source, int row) const { return (u64)source * lane_rows + row; }
+  DEVICE bool reaches(int rank) const { return step.reachable >> rank & 1u; }
+  DEVICE int own_rows() const { return lanes.rows(w.rank); }
+  DEVICE const uint4* arrived(u64 section) const { return (const uint4*)(step.memory[w.rank] + section); }
+};
+
+// ---- out --------------------------------------------------------------------------------------------------
+
+// The record of row `t` of this lane, in shared memory, to all ranks of `reached`.
+DEVICE void send_record(const Exchange& x, const u8* record, int t, u32 reached, Team team) {
   const int lane = threadIdx.x % 32;
-  for (int sheet = warp; sheet < RECORD_SHEETS; sheet += warps) {
+#pragma unroll 1
+  for (int sheet = team.warp; sheet < RECORD_SHEETS; sheet += team.warps) {
     const int at = SHEET_WORDS * sheet + lane, last = last_lane<RECORD_BYTES>(sheet);
     uint4 word = make_uint4(0u, 0u, 0u, 0u);
     if (lane < SHEET_WORDS && at < WORDS_OF(RECORD_BYTES)) word = ((const uint4*)record)[at];
-    word = tagged(word, step.epoch, last);
+    word = tagged(word, x.step.epoch, last);
+    const u64 to_word = (x.room(x.w.rank, t) * RECORD_SHEETS + sheet) * SHEET;
 #pragma unroll
     for (int turn = 1; turn <= RANKS; ++turn) {
-      const int to = (rank + turn) % RANKS;
-      if (reached >> to & 1u)
-        store_sheet((uint4*)(step.memory[to] + records) + (row * RECORD_SHEETS + sheet) * SHEET, word, last);
+      const int to = (x.w.rank + turn) % RANKS;
+      if (reached >> to & 1u) store_sheet((uint4*)(x.step.memory[to] + x.at.records) + to_word, word, last);
     }
   }
 }
 
-// Adds the first `entries` slots of a lane to the table, by the block.
-DEVICE void count_slots(const int* slots, int entries, int size, int* table) {
-  auto add = [&](int slot) {
-    if ((u32)slot < (u32)size) atomicAdd(table + slot, 1);
+// Tells all ranks what this lane's rows choose, and then by which weights: block `block` of `tellers`. Opens
+// the step once it has asked for the first.
+template <class Open>
+DEVICE void tell_choices(const Exchange& x, int block, int tellers, Open open) {
+  const int rows = x.own_rows(), words = SLOT_WORDS(rows), begin = (words + 31) / 32 * 32;
+  const int end = begin + rows * WEIGHT_WORDS, size = x.here.sliced ? x.here.slots : RANKS * x.here.slots;
+  u32 three[3];
+  auto fetch = [&](int i) {
+#pragma unroll
+    for (int j = 0; j < 3; ++j) three[j] = i < begin ? NOWHERE * 0x10001u : 0u;
+    if (i < words) {
+#pragma unroll
+      for (int j = 0; j < 6; ++j) {
+        const int slot = 6 * i + j < rows * TOP_K ? x.mine.slots[6 * i + j] : -1;
+        if ((u32)slot < (u32)size) three[j / 2] ^= (u32)(slot ^ NOWHERE) << 16 * (j % 2);
+      }
+    } else if (i >= begin && i < end) {
+      const int row = (i - begin) / WEIGHT_WORDS, k = (i - begin) % WEIGHT_WORDS * 3;
+#pragma unroll
+      for (int j = 0; j < 3; ++j)
+        if (k + j < TOP_K) three[j] = __float_as_uint(x.mine.weights[(u64)row * TOP_K + k + j]);
+    }
   };
-  const int wide = (u64)slots % 16 == 0 ? entries / 4 : 0;
-  for (int first = threadIdx.x; first < wide; first += 8 * THREADS) {
-    int4 found[8];
+  int i = (threadIdx.x / 32 * tellers + block) * 32 + threadIdx.x % 32;
+  fetch(i);
+  open();
+  const u64 choices = x.at.choices + x.w.rank * x.at.lane_words * 16;
+  const u64 weights = x.at.weights + x.room(x.w.rank, 0) * WEIGHT_WORDS * 16;
+  for (; i < end; i += tellers * THREADS) {
+    const uint4 word = sealed(three[0], three[1], three[2], x.step.epoch);
+    const u64 to_word = i < begin ? choices + 16 * (u64)i : weights + 16 * (u64)(i - begin);
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      found[i] =
-          first + i * THREADS < wide ? ((const int4*)slots)[first + i * THREADS] : make_int4(-1, -1, -1, -1);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) add(found[i].x), add(found[i].y), add(found[i].z), add(found[i].w);
+    for (int to = 0; to < RANKS; ++to)
+      if (x.reaches(to) && (i < words || i >= begin)) store_whole((u8*)x.step.memory[to] + to_word, word);
+    if (i + tellers * THREADS < end) fetch(i + tellers * THREADS);
   }
-  for (int i = 4 * wide + threadIdx.x; i < entries; i += THREADS) add(slots[i]);
 }
 
-// Tells all ranks the choices of rows first .. last - 1: slots, how many of the lane's rows go to each
-// before, weights. Who has the lane's last row tells the totals too. The block calls it.
-DEVICE void tell_choices(const Step& step, const Sections& at, const Places& here, const Lane& mine, int rank,
-                         u64 lane_start, int first, int last, int own_rows, int* table,
-                         int (*positions)[TOP_K]) {
-  const int thread = threadIdx.x;
-  const int size = here.sliced ? here.slots : RANKS * here.slots;
-  for (int i = thread; i < size; i += THREADS) table[i] = 0;
-  __syncthreads();
-  count_slots(mine.slots, first * TOP_K, size, table);
-  __syncthreads();
-  for (int begin = first; begin < last; begin += AHEAD) {
-    const int count = min(last - begin, AHEAD);
-    if (thread < 32)
-      for (int row = 0; row < count; ++row) {
-        const int slot = thread < TOP_K ? mine.slots[(u64)(begin + row) * TOP_K + thread] : -1;
-        if ((u32)slot < (u32)size) positions[row][thread] = table[slot]++;
-        __syncwarp();
-      }
-    __syncthreads();
-    for (int i = thread; i < count * CHOICE_WORDS * 2; i += THREADS) {
-      const int row = i / (CHOICE_WORDS * 2), word = i % (CHOICE_WORDS * 2);
-      u32 three[3];
+// ---- here -------------------------------------------------------------------------------------------------
+
+// Rows from .. from + count - 1 of all lanes', one lane's after the other's.
+struct Span {
+  int from, count;
+};
+
+// What a block counts and keeps of all lanes' choices, in shared memory.
+struct Tables {
+  int *before, *others;   // [slots]: rows of each slot that stand before the block's, and all other ones
+  int (*choices)[TOP_K];  // of the rows that it places at once: slots here, -1 for none; then places
+};
+
+// The word, of those that tell all lanes' choices, in which row `g` of all lanes' begins.
+DEVICE int word_of(const Lanes& lanes, int g) {
+  int source, row, before = 0;
+  lanes.find(g, source, row);
 #pragma unroll
-      for (int j = 0; j < 3; ++j) {
-        const int k = word % CHOICE_WORDS * 3 + j;
-        const u64 choice = (u64)(begin + row) * TOP_K + k;
-        three[j] = NOWHERE;
-        if (k >= TOP_K) continue;
-        if (word >= CHOICE_WORDS)
-          three[j] = __float_as_uint(mine.weights[choice]);
-        else if ((u32)mine.slots[choice] < (u32)size)
-          three[j] = mine.slots[choice] | positions[row][k] << 16;
-      }
-      const u64 to_word = (lane_start + begin + row) * (CHOICE_WORDS * 2) + word;
+  for (int r = 0; r < RANKS; ++r) before += r < source ? SLOT_WORDS(lanes.rows(r)) : 0;
+  return before + row * TOP_K / 6;
+}
+
+// Reads the choices of the rows of `scope`: counts them, if it `counts`, by whether they stand before `kept`,
+// and keeps those of `kept`. The block calls it.
+DEVICE void read_choices(const Exchange& x, Span scope, Span kept, bool counts, const Tables& t) {
+  const int upto = scope.from + scope.count;
+  int words = 0;
 #pragma unroll
-      for (int to = 0; to < RANKS; ++to)
-        if (step.reachable >> to & 1u)
-          store_whole((uint4*)(step.memory[to] + at.choices) + to_word,
-                      sealed(three[0], three[1], three[2], step.epoch));
+  for (int r = 0; r < RANKS; ++r) words += SLOT_WORDS(x.lanes.rows(r));
+  if (upto < x.lanes.all()) words = word_of(x.lanes, upto) + 1;
+  const int low = (scope.from - kept.from) * TOP_K, high = counts ? (upto - kept.from) * TOP_K : low;
+#pragma unroll 1
+  for (int i = word_of(x.lanes, scope.from) + threadIdx.x; i < words; i += THREADS) {
+    int source = 0, word = i, before = 0;
+#pragma unroll
+    for (int r = 0; r < RANKS - 1; ++r)
+      if (source == r && word >= SLOT_WORDS(x.lanes.rows(r)))
+        word -= SLOT_WORDS(x.lanes.rows(r)), before += x.lanes.rows(r), ++source;
+    const int first = (before - kept.from) * TOP_K + 6 * word;
+    const int end = min(kept.count, before - kept.from + x.lanes.rows(source)) * TOP_K;
+    const uint4* at = x.arrived(x.at.choices) + source * x.at.lane_words + word;
+    uint4 found = make_uint4(~0u, ~0u, ~0u, 0u);  // of no slot
+    if (x.reaches(source)) found = received(x.w, at, source, x.step.epoch, found);
+    const u32 three[3] = {found.x, found.y, found.z};
+#pragma unroll
+    for (int j = 0; j < 6; ++j) {
+      const int slot = x.here.local(three[j / 2] >> 16 * (j % 2) & 0xFFFFu), c = first + j;
+      if (slot >= 0 && c >= low && c < high) atomicAdd((c < 0 ? t.before : t.others) + slot, 1);
+      if (c >= 0 && c < end) (&t.choices[0][0])[c] = slot;
     }
-    __syncthreads();
-  }
-  if (last != own_rows) return;
-  const int words = TOTAL_WORDS(here.slots);
-  for (int i = thread; i < RANKS * words; i += THREADS) {
-    const int to = i / words, slot = i % words * 6;
-    u32 six[6];
-#pragma unroll
-    for (int j = 0; j < 6; ++j)
-      six[j] = slot + j < here.slots ? table[(here.sliced ? 0 : to * here.slots) + slot + j] : 0;
-    if (step.reachable >> to & 1u)
-      store_whole((uint4*)(step.memory[to] + at.totals) + rank * words + i % words,
-                  sealed(six[0] | six[1] << 16, six[2] | six[3] << 16, six[4] | six[5] << 16, step.epoch));
   }
 }
 
-// ---- here --------------------------------------------------------------------------------------------------
+// Of the block's counts, in `others`, and those of all reading blocks: what stands before the block's rows,
+// and the others. The block calls it.
+DEVICE void share_counts(const Exchange& x, const Tables& t, int block, int readers) {
+  const int slots = x.here.slots, words = COUNT_WORDS(slots);
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < words; i += THREADS) {
+    u32 three[3];
+#pragma unroll
+    for (int j = 0; j < 3; ++j) {
+      const int slot = 6 * i + 2 * j;
+      three[j] = slot < slots ? t.others[slot] : 0;
+      if (slot + 1 < slots) three[j] |= t.others[slot + 1] << 16;
+    }
+    store_whole(x.shared_counts + block * words + i, sealed(three[0], three[1], three[2], x.step.epoch));
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < slots; i += THREADS) t.others[i] = 0;
+  __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < readers * words; i += THREADS) {
+    const uint4* at = x.shared_counts + i;
+    uint4 word = load_whole(at);
+    while (!belongs(word, x.step.epoch)) word = load_whole(at);  // they wait for nobody but other ranks
+    const u32 three[3] = {word.x, word.y, word.z};
+    int* table = i / words < block ? t.before : t.others;
+#pragma unroll
+    for (int j = 0; j < 6; ++j) {
+      const int rows = three[j / 2] >> 16 * (j % 2) & 0xFFFFu;
+      if (rows) atomicAdd(table + i % words * 6 + j, rows);
+    }
+  }
+}
 
-// Where each slot's segment begins: into `starts` [slots], that has its rows. A warp calls it; the last block
-// tells the batch.
-DEVICE void lay_out(int* starts, const Places& here, const Batch& batch, int row_align, bool tells) {
+// Where segments begin: added to `before`, or told to the batch by a block without rows. A warp calls it.
+DEVICE void lay_out(const Exchange& x, const Tables& t, bool tells) {
   const int lane = threadIdx.x % 32;
   int end = 0;
-  for (int first = 0; first < here.slots; first += 32) {
-    const int slot = first + lane, rows = slot < here.slots ? starts[slot] : 0;
+#pragma unroll 1
+  for (int first = 0; first < x.here.slots; first += 32) {
+    const int slot = first + lane;
+    const bool mine = slot < x.here.slots;
+    const int before = mine ? t.before[slot] : 0, rows = before + (mine ? t.others[slot] : 0);
 #if RAGGED
-    const int room = (rows + row_align - 1) / row_align * row_align;
-#else
-    const int room = here.capacity;
-#endif
+    const int room = (rows + x.batch.row_align - 1) / x.batch.row_align * x.batch.row_align;
     int upto = room;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int left = __shfl_up_sync(ALL_LANES, upto, step);
       if (lane >= step) upto += left;
     }
-    if (slot < here.slots) starts[slot] = end + upto - room;
-    if (tells && slot < here.slots) batch.counts[slot] = rows, batch.offsets[slot + 1] = end + upto;
+#else
+    const int room = x.here.capacity, upto = room * (lane + 1);
+#endif
+    if (mine && tells)
+      x.batch.counts[slot] = rows, x.batch.offsets[slot + 1] = end + upto;
+    else if (mine)
+      t.before[slot] = before + end + upto - room;
     end += __shfl_sync(ALL_LANES, upto, 31);
   }
-  if (tells && lane == 0) batch.offsets[0] = 0;
+  if (tells && lane == 0) x.batch.offsets[0] = 0;
+  __syncwarp();
 }
 
-// Where each lane's rows of each slot begin in the slot's segment: `bases` [RANKS, slots]; behind them where
-// segments begin, [slots]. The block calls it.
-DEVICE void find_bases(const Step& step, const Watch& w, const Lanes& lanes, const Places& here, u64 totals,
-                       int* bases, const Batch& batch, int row_align, bool tells) {
-  const int words = TOTAL_WORDS(here.slots), slots = here.slots;
-  int* starts = bases + RANKS * slots;
-  for (int i = threadIdx.x; i < RANKS * words; i += THREADS) {
-    const int source = i / words, slot = i % words * 6;
-    uint4 word = make_uint4(0u, 0u, 0u, 0u);
-    if (lanes.rows(source) && (step.reachable >> source & 1u))
-      word = received(w, (const uint4*)(step.memory[w.rank] + totals) + i, source, step.epoch, word);
-    const u32 three[3] = {word.x, word.y, word.z};
-#pragma unroll
-    for (int j = 0; j < 6; ++j)
-      if (slot + j < slots) bases[source * slots + slot + j] = three[j / 2] >> 16 * (j % 2) & 0xFFFFu;
-  }
-  __syncthreads();
-  for (int slot = threadIdx.x; slot < slots; slot += THREADS) {
-    int sum = 0;
-#pragma unroll
-    for (int r = 0; r < RANKS; ++r) {
-      const int rows = bases[r * slots + slot];
-      bases[r * slots + slot] = sum, sum += rows;
-    }
-    starts[slot] = sum;
-  }
-  __syncthreads();
-  if (threadIdx.x < 32) lay_out(starts, here, batch, row_align, tells);
-  __syncthreads();
+// Choices that a warp places at once: those of whole rows.
+#define PLACED_AT_ONCE (32 / TOP_K * TOP_K)
+
+// The place of this lane's choice, of those of `span` from the `first` on; -1 for none. A warp calls it.
+DEVICE int place_of(const Exchange& x, Span span, int first, const Tables& t, bool counts) {
+  const int lane = threadIdx.x % 32;
+  const bool mine = lane < PLACED_AT_ONCE && first + lane < span.count * TOP_K;
+  const int slot = mine ? (&t.choices[0][0])[first + lane] : -1;
+  const u32 same = __match_any_sync(ALL_LANES, slot);
+  int place = -1;
+  if (slot >= 0) place = t.before[slot] + __popc(same & ((1u << lane) - 1u));
+  __syncwarp();
+  if (counts && slot >= 0 && same >> lane == 1u) t.before[slot] = place + 1;
+  __syncwarp();
+#if !RAGGED
+  if (slot >= 0) place += slot * x.here.capacity;
+#endif
+  return place;
 }
 
-// Places of the choices of rows block .. block + count - 1 of all lanes', and their weights.
-DEVICE void place_rows(const Step& step, const Watch& w, const Lanes& lanes, const Places& here, u64 choices,
-                       int lane_rows, int block, int count, const int* bases, int (*row_places)[TOP_K],
-                       const Batch& batch) {
-  const uint4* words = (const uint4*)(step.memory[w.rank] + choices);
-  const uint4 none = make_uint4(NOWHERE, NOWHERE, NOWHERE, 0u);
-  for (int i = threadIdx.x; i < count * CHOICE_WORDS; i += THREADS) {
+// The slots of the span's choices become places, in the rows' order. A warp calls it.
+DEVICE void place_rows(const Exchange& x, Span span, const Tables& t) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int first = 0; first < span.count * TOP_K; first += PLACED_AT_ONCE) {
+    const int place = place_of(x, span, first, t, true);
+    if (lane < PLACED_AT_ONCE && first + lane < span.count * TOP_K)
+      (&t.choices[0][0])[first + lane] = x.batch.places[(u64)span.from * TOP_K + first + lane] = place;
+  }
+}
+
+// The weights of the span's choices, by the block's threads from `first` on.
+DEVICE void keep_weights(const Exchange& x, Span span, int first) {
+#pragma unroll 1
+  for (int i = (int)threadIdx.x - first; i < span.count * WEIGHT_WORDS; i += THREADS - first) {
     int source, row;
-    const int at = i / CHOICE_WORDS, k = i % CHOICE_WORDS * 3;
-    lanes.find(block + at, source, row);
-    const uint4* from = words + ((u64)source * lane_rows + row) * (CHOICE_WORDS * 2) + i % CHOICE_WORDS;
-    const bool open = step.reachable >> source & 1u;
-    uint4 chosen = open ? load_whole(from) : none, weighed = open ? load_whole(from + CHOICE_WORDS) : none;
-    if (open && !(receive(w, from, source, step.epoch, chosen) &&
-                  receive(w, from + CHOICE_WORDS, source, step.epoch, weighed)))
-      chosen = none;
-    const u32 pairs[3] = {chosen.x, chosen.y, chosen.z}, weights[3] = {weighed.x, weighed.y, weighed.z};
+    const int at = span.from + i / WEIGHT_WORDS, k = i % WEIGHT_WORDS * 3;
+    x.lanes.find(at, source, row);
+    const uint4* word = x.arrived(x.at.weights) + x.room(source, row) * WEIGHT_WORDS + i % WEIGHT_WORDS;
+    if (!x.reaches(source)) continue;
+    uint4 found = load_whole(word);
+    if (!receive(x.w, word, source, x.step.epoch, found)) continue;
+    const u32 three[3] = {found.x, found.y, found.z};
 #pragma unroll
-    for (int j = 0; j < 3; ++j) {
-      if (k + j >= TOP_K) continue;
-      const int slot = here.local(pairs[j] & 0xFFFFu);
-      int place = -1;
-      if (slot >= 0)
-        place = bases[RANKS * here.slots + slot] + bases[source * here.slots + slot] + (int)(pairs[j] >> 16);
-      const u64 choice = (u64)(block + at) * TOP_K + k + j;
-      row_places[at][k + j] = batch.places[choice] = place;
-      batch.weights[choice] = from_bits(weights[j]);
-    }
+    for (int j = 0; j < 3; ++j)
+      if (k + j < TOP_K) x.batch.weights[(u64)at * TOP_K + k + j] = from_bits(three[j]);
   }
 }
 
@@ -258,63 +323,164 @@ DEVICE void put_word(const Batch& batch, int place, int byte, uint4 word) {
   put<PART0_BYTES>(batch.parts[0], place, byte, word);
 }
 
-// A row's sheets first, first + step, .. to its places, as they arrive; a warp calls it.
-DEVICE void deliver(const Step& step, const Watch& w, const uint4* arrived, int source, int first, int stride,
-                    const int* places, const Batch& batch) {
+// A team's sheets of row `g` of all lanes' to the row's places, one a lane, as they arrive. A warp calls it.
+DEVICE void deliver(const Exchange& x, int g, int place, Team team) {
+  int source, row;
+  x.lanes.find(g, source, row);
+  const uint4* arrived = x.arrived(x.at.records) + x.room(source, row) * RECORD_SHEETS * SHEET;
   const int lane = threadIdx.x % 32;
-  for (int sheet = first; sheet < RECORD_SHEETS; sheet += stride * AT_ONCE) {
+  const u32 hits = __ballot_sync(ALL_LANES, place >= 0);
+  for (int first = hits ? team.warp : RECORD_SHEETS; first < RECORD_SHEETS; first += team.warps * AT_ONCE) {
     uint4 words[AT_ONCE];
+    auto sheet = [&](int i) { return first + i * team.warps; };
+    auto at = [&](int i) { return arrived + sheet(i) * SHEET; };
+    auto last = [&](int i) { return last_lane<RECORD_BYTES>(sheet(i)); };
+    u32 missing = 0, lately = 0;
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const int s = sheet + i * stride;
-      if (s < RECORD_SHEETS) words[i] = load_sheet(arrived + s * SHEET, last_lane<RECORD_BYTES>(s));
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (sheet(i) < RECORD_SHEETS) missing |= 1u << i, words[i] = load_sheet(at(i), last(i));
+    for (u32 polls = 1;; ++polls) {
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i)
+        if ((missing >> i & 1u) && is_whole(words[i], x.step.epoch, last(i))) missing &= ~(1u << i);
+      if (!missing) break;
+      const u32 asked = to_ask(missing, lately);
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i)
+        if (asked >> i & 1u) words[i] = load_sheet(at(i), last(i));
+      lately = missing;
+      if (polls % 64 == 0 && __any_sync(ALL_LANES, lane == 0 && is_gone(x.w, source, x.step.epoch))) return;
     }
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const int s = sheet + i * stride, last = last_lane<RECORD_BYTES>(s);
-      if (s >= RECORD_SHEETS) continue;
-      if (!receive_sheet(w, arrived + s * SHEET, source, step.epoch, last, words[i])) return;
-      words[i] = untagged(words[i], last);
-    }
-    for (int k = 0; k < TOP_K; ++k) {
-      if (places[k] < 0) continue;
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (sheet(i) < RECORD_SHEETS) words[i] = untagged(words[i], last(i));
+#pragma unroll 1
+    for (u32 left = hits; left; left &= left - 1) {
+      const int to = __shfl_sync(ALL_LANES, place, __ffs(left) - 1);
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
-        const int byte = 16 * (SHEET_WORDS * (sheet + i * stride) + lane);
-        if (lane < SHEET_WORDS && byte < RECORD_BYTES) put_word(batch, places[k], byte, words[i]);
+        const int byte = 16 * (SHEET_WORDS * sheet(i) + lane);
+        if (lane < SHEET_WORDS && byte < RECORD_BYTES) put_word(x.batch, to, byte, words[i]);
       }
     }
   }
 }
 
-// The rows of this lane that a sending block has: each of its groups of warps makes and stores a row at a
-// time. Rows go in the order in which they are taken up there, `stretch` rows of all lanes' a warp: the first
-// of each stretch, then the second.
-DEVICE void send_rows(const Step& step, const Places& here, const Lane& mine, const Lanes& lanes, int rank,
-                      u64 records, u64 lane_start, int stretch, int groups, int block, int senders, u8* record,
-                      u64* sent) {
-  const int lane = threadIdx.x % 32, warps = WARPS / groups, group = threadIdx.x / 32 / warps;
-  const int warp = threadIdx.x / 32 % warps, own_rows = lanes.rows(rank);
+// ---- blocks -----------------------------------------------------------------------------------------------
+
+// How the step's work is divided among blocks: the first read, then some tell choices, the others send.
+struct Division {
+  int tellers, senders, groups_log2;  // a sending block has 1 << groups_log2 rows under way
+  int run, stretch;  // rows of a reading block; of each of its teams, where there are many
+  int shares;        // whether reading blocks count a run each and share what they counted
+};
+
+// What sending block `block` sends: each of its teams makes and stores a row at a time. Rows go in the
+// order in which they are taken up there: the first of each stretch, then the second. Opens the step once the
+// first are asked for. Returns how many copies a team sent to other ranks.
+template <class Open>
+DEVICE u32 send_rows(const Exchange& x, const Division& d, int block, u8* records, Open open) {
+  const int lane = threadIdx.x % 32, warps = WARPS >> d.groups_log2, own_rows = x.own_rows();
+  const Team team{(int)threadIdx.x / 32 & warps - 1, warps};
+  const int group = threadIdx.x / 32 >> WARPS_LOG2 - d.groups_log2;
   int before = 0;
 #pragma unroll
-  for (int r = 0; r < RANKS; ++r) before += r < rank ? lanes.rows(r) : 0;
-  const int first = before / stretch, stretches = (before + own_rows - 1) / stretch - first + 1;
-  u32 copies = 0;
-  record += group * RECORD_BYTES;
+  for (int r = 0; r < RANKS; ++r) before += r < x.w.rank ? x.lanes.rows(r) : 0;
+  int first = before, stretches = own_rows;
+  if (d.stretch > 1) first = before / d.stretch, stretches = (before + own_rows - 1) / d.stretch - first + 1;
+  int turn = (block << d.groups_log2) + group, row = -1, slot = -1;
+  Piece piece;
+  auto ask_next = [&] {  // row: -1 behind the last
+    row = -1;
+#pragma unroll 1
+    for (; row < 0 && turn < stretches * d.stretch; turn += d.senders << d.groups_log2) {
+      row = d.stretch > 1 ? (first + turn % stretches) * d.stretch + turn / stretches - before : turn;
+      if (row >= own_rows) row = -1;
+    }
+    if (row < 0) return;
+    piece.load(x.mine.rows + (u64)row * x.mine.row_bytes, team.thread());
+    slot = lane < TOP_K ? x.mine.slots[(u64)row * TOP_K + lane] : -1;
+  };
+  ask_next();
+  open();
+  u8* const record = records + group * RECORD_BYTES;
   auto sync = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "r"(32 * warps) : "memory"); };
-  for (int turn = block * groups + group; turn < stretches * stretch; turn += senders * groups) {
-    const int t = (first + turn % stretches) * stretch + turn / stretches - before;
-    if (t < 0 || t >= own_rows) continue;
-    const int slot = lane < TOP_K ? mine.slots[(u64)t * TOP_K + lane] : -1;
-    make_record(mine.rows + (u64)t * mine.row_bytes, record, mine.factor, threadIdx.x % (32 * warps),
-                32 * warps);
-    const u32 reached = __reduce_or_sync(ALL_LANES, here.holders(slot)) & step.reachable;
+  u32 copies = 0;
+#pragma unroll 1
+  while (row >= 0) {
+    const int t = row;
+    const u32 reached = __reduce_or_sync(ALL_LANES, x.here.holders(slot)) & x.step.reachable;
+    make_record(piece, x.mine.rows + (u64)t * x.mine.row_bytes, record, x.mine.factor, team);
     sync();
-    send_record(step, record, records, lane_start + t, reached, rank, warp, warps);
-    copies += __popc(reached & ~(1u << rank));
+    ask_next();
+    send_record(x, record, t, reached, team);
+    copies += __popc(reached & ~(1u << x.w.rank));
     sync();
   }
-  if (warp == 0 && lane == 0 && copies) atomicAdd(sent, (u64)copies);
+  return team.thread() == 0 ? copies : 0;
+}
+
+// The choices of a reading block's rows, from its first `span` on: counted among all lanes' choices, or among
+// the block's, whose counts it then shares; kept of `span`. The block calls it, and synchronises.
+DEVICE void count_choices(const Exchange& x, const Division& d, int block, Span span, const Tables& t) {
+  const int all = x.lanes.all(), readers = gridDim.x - d.senders - d.tellers;
+  const Span scope = d.shares ? Span{span.from, min(d.run, all - span.from)} : Span{0, all};
+  read_choices(x, scope, span, true, t);
+  if (d.shares) share_counts(x, t, block, readers);
+}
+
+// The span's rows to their places, each by a team: with few rows a team has one, with many a stretch.
+// `places`: of all choices, one a lane, if these are `few`; else they stand in the tables.
+DEVICE void deliver_rows(const Exchange& x, Span span, const Tables& t, bool few, int places) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = max(LEAST_TEAM, WARPS / span.count);
+  const int teams = WARPS / warps, length = (span.count + teams - 1) / teams;
+  const int upto = min((warp / warps + 1) * length, span.count);
+#pragma unroll 1
+  for (int i = warp / warps * length; i < upto; ++i) {
+    int place = few ? __shfl_sync(ALL_LANES, places, (i * TOP_K + lane) % 32) : -1;
+    if (!few && lane < TOP_K) place = t.choices[i][lane];
+    deliver(x, span.from + i, lane < TOP_K ? place : -1, Team{warp % warps, warps});
+  }
+}
+
+// What reading block `block` does: places its run of all lanes' rows; the last one has none, and tells the
+// batch. Opens the step before it reads.
+template <class Open>
+DEVICE void read_rows(const Exchange& x, const Division& d, int block, int* tables, Open open) {
+  __shared__ int choices[AHEAD][TOP_K];
+  const Tables t{tables, tables + x.here.slots, choices};
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, all = x.lanes.all();
+  const int begin = min(block * d.run, all), end = min(begin + d.run, all);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < 2 * x.here.slots; i += THREADS) tables[i] = 0;
+  open();
+#pragma unroll 1
+  for (Span span{begin, 0}; span.from < end || begin == end; span.from += AHEAD) {
+    span.count = min(end - span.from, AHEAD);
+    if (span.from == begin)
+      count_choices(x, d, block, span, t);
+    else
+      read_choices(x, span, span, false, t);
+    __syncthreads();
+    if (warp == 0 && (begin == end || RAGGED && span.from == begin)) lay_out(x, t, begin == end);
+    if (begin == end) return;
+    const bool few = span.count * TOP_K <= PLACED_AT_ONCE;
+    int places = -1;
+    if (few) {
+      if (RAGGED) __syncthreads();
+      places = place_of(x, span, 0, t, false);
+      if (warp == 0 && lane < span.count * TOP_K) x.batch.places[(u64)span.from * TOP_K + lane] = places;
+      if (warp == WARPS - 1) keep_weights(x, span, 32 * warp);
+    } else {
+      if (warp == 0)
+        place_rows(x, span, t);
+      else
+        keep_weights(x, span, 32);
+      __syncthreads();
+    }
+    deliver_rows(x, span, t, few, places);
+    __syncthreads();
+  }
 }
 
 // grid <= multiprocessors, so that all blocks run at once. `state`: epoch of the last dispatch, blocks that
@@ -322,70 +488,53 @@ DEVICE void send_rows(const Step& step, const Places& here, const Lane& mine, co
 // reads them as `told`.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) peer_dispatch(
     const u64* memory, u32* state, u32* live, u32* board, u64 patience, int rank, u64 at_greetings,
-    u64 at_totals, u64 at_choices, u64 at_records, u64 parity_bytes, int lane_rows, u64 lanes_low,
-    u64 lanes_high, int first_slot, int slots_here, int capacity, int row_align, int sliced, int senders,
-    int groups, const u8* rows, int row_bytes, const int* slots, const float* weights, float factor,
-    u8* part0, u8* part1, u8* part2, int* counts, int* offsets, int* places, float* place_weights, u32* ticket,
-    u64* sent, u64* told) {
-  extern __shared__ uint4 dynamic[];  // a record for each group, or [RANKS + 1, slots_here] int
+    u64 at_choices, u64 at_weights, u64 at_records, u64 parity_bytes, int lane_rows, u64 lanes_low,
+    u64 lanes_high, int first_slot, int slots_here, int capacity, int row_align, int sliced, int tellers,
+    int senders, int groups_log2, int run, int stretch, int shares, const u8* rows, int row_bytes,
+    const int* slots, const float* weights, float factor, u8* part0, u8* part1, u8* part2, int* counts,
+    int* offsets, int* places, float* place_weights, u32* ticket, u64* sent, u64* told,
+    uint4* shared_counts) {
+  extern __shared__ uint4 dynamic[];  // a record for each team, or [2, slots_here] int
   __shared__ Step step;
-  __shared__ int row_places[AHEAD][TOP_K];
-  const Lanes lanes{lanes_low, lanes_high};
-  const Places here{first_slot, slots_here, capacity, sliced};
-  const Sections at{at_greetings, at_totals, at_choices, at_records};
-  const Lane mine{rows, row_bytes, slots, weights, factor};
-  const Batch batch{{part0, part1, part2}, counts, offsets, places, place_weights};
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, block = blockIdx.x;
-  const int own_rows = lanes.rows(rank), all = lanes.all(), readers = gridDim.x - senders;
-  const u64 lane_start = (u64)rank * lane_rows;
-  const Watch w = watch(live, board, memory, rank, patience);
-  if (warp == 0) open_step(step, memory, live, next_epoch(*(volatile u32*)state), parity_bytes);
-  __syncthreads();
-  if (thread == 0 && atomicAdd(state + 1, 1u) == gridDim.x - 1) state[1] = 0, state[0] = step.epoch;
-
-  // Each reading block has a run of all lanes' rows, and with many rows each of its warps a stretch.
-  const int fair = (all + readers - 1) / readers, stretch = max(1, (fair + WARPS - 1) / WARPS);
-  const int run = fair > WARPS ? stretch * WARPS : max(fair, 1);
-  if (block >= readers) {
-    if (own_rows)
-      send_rows(step, here, mine, lanes, rank, at_records, lane_start, stretch, groups, block - readers,
-                senders, (u8*)dynamic, sent);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Opening opening(memory, live, state, warp == 0);
+  const Watch w{live, board, memory, rank, patience, 0};
+  const Exchange x{step,
+                   w,
+                   {lanes_low, lanes_high},
+                   {first_slot, slots_here, capacity, sliced},
+                   {at_greetings, at_choices, at_weights, at_records, (u64)SLOT_WORDS(lane_rows)},
+                   {rows, row_bytes, slots, weights, factor},
+                   {{part0, part1, part2}, counts, offsets, places, place_weights, row_align},
+                   shared_counts,
+                   lane_rows};
+  const Division d{tellers, senders, groups_log2, run, stretch, shares};
+  auto open = [&] {
+    if (warp == 0) opening.open(step, next_epoch(opening.last), parity_bytes);
+    if (threadIdx.x == 0) atomicAdd(state + 1, 1u);
+    __syncthreads();
+  };
+  const int block = blockIdx.x, readers = gridDim.x - senders - tellers;
+  if (block < readers) {
+    read_rows(x, d, block, (int*)dynamic, open);
     return;
   }
-  if (block == 0) {
-    if (thread == 0) *ticket = step.epoch;
-    if (thread < 2) *(volatile u64*)(told + thread) = sent[thread];
-    if (thread < RANKS && (step.reachable >> thread & 1u))
-      store_relaxed((u32*)(step.memory[thread] + at_greetings) + rank, step.epoch);
+  if (block >= readers + tellers) {
+    const u32 copies = send_rows(x, d, block - readers - tellers, (u8*)dynamic, open);
+    if (copies) atomicAdd(sent, (u64)copies);
+    return;
   }
-  int* const bases = (int*)dynamic;
-  const int share = (own_rows + readers - 1) / readers, first = min(block * share, own_rows);
-  const int last = min(first + share, own_rows);
-  if (first < last)
-    tell_choices(step, at, here, mine, rank, lane_start, first, last, own_rows, bases, row_places);
-  __syncthreads();
-
-  const int begin = min(block * run, all), end = min(begin + run, all);
-  if (begin == end && (all > 0 || block > 0)) return;
-  find_bases(step, w, lanes, here, at_totals, bases, batch, row_align, end == all);
-  for (int from = begin; from < end; from += AHEAD) {
-    const int count = min(end - from, AHEAD);
-    place_rows(step, w, lanes, here, at_choices, lane_rows, from, count, bases, row_places, batch);
-    __syncthreads();
-    // With few rows some warps share one; with many, each has a stretch.
-    const int team = max(1, WARPS / count), teams = WARPS / team, length = (count + teams - 1) / teams;
-    const int mine_from = warp / team * length, upto = min(mine_from + length, count);
-    for (int i = mine_from; i < upto; ++i) {
-      if (!__any_sync(ALL_LANES, lane < TOP_K && row_places[i][lane] >= 0)) continue;
-      int source, row;
-      lanes.find(from + i, source, row);
-      const u64 sheet = ((u64)source * lane_rows + row) * RECORD_SHEETS;
-      deliver(step, w, (const uint4*)(step.memory[rank] + at_records) + sheet * SHEET, source, warp % team,
-              team, row_places[i], batch);
-    }
-    __syncthreads();
+  tell_choices(x, block - readers, tellers, open);
+  if (block > readers) return;
+  if (warp == 0 && lane < RANKS && x.reaches(lane)) {  // also those whose lanes are empty
+    store_relaxed((u32*)(step.memory[lane] + at_greetings) + rank, step.epoch);
+    const u32* greeting = (const u32*)x.arrived(x.at.greetings) + lane;
+    await(w, lane, step.epoch, [&] { return load_acquire(greeting) == step.epoch; });
   }
-  if (end < all || thread >= RANKS || !(step.reachable >> thread & 1u)) return;
-  const u32* greeting = (const u32*)(step.memory[rank] + at_greetings) + thread;
-  await(w, thread, step.epoch, [&] { return load_acquire(greeting) == step.epoch; });  // of empty lanes too
+  if (warp == 1 && lane < 2) *(volatile u64*)(told + lane) = sent[lane];
+  if (warp == 2 && lane == 0) {
+    *ticket = step.epoch;
+    while (load_relaxed(state + 1) < gridDim.x) {}  // until all blocks have read the last epoch
+    state[1] = 0, state[0] = step.epoch;
+  }
 }

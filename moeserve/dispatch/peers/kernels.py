@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moeserve.dispatch.peers.late import Attendance
-from moeserve.dispatch.peers.layout import PeerLayout
+from moeserve.dispatch.peers.layout import WORD, PeerLayout
 from moeserve.dispatch.peers.memory import PeerMemory
 from moeserve.dispatch.peers.sources import source
 from moeserve.dispatch.peers.wires import wire_code
@@ -20,7 +20,22 @@ from moeserve.quant.format import Packed
 SOURCES = ("step.cu", "dispatch.cu", "combine.cu")
 THREADS = 512  # of a block of dispatch
 COMBINE_THREADS = 768  # of a block of combine
-SENDING = 0.5
+TEAMS = 8
+"""Of warps of a reading block, where it has many rows: each has a stretch of them."""
+
+TELLERS = 3
+"""Most of the blocks of dispatch that tell choices."""
+
+COUNTED_BY_ALL = 512
+"""Rows of all lanes up to which every reading block counts all choices by itself."""
+
+COUNTS = 6
+"""In a sealed word, of the rows of a slot that a block has: 16 bits each."""
+
+TABLES = 8
+"""Bytes of shared memory a slot that a block of dispatch counts with."""
+
+SENDING = 0.485
 """Most of the blocks of dispatch that send; the others place what arrives."""
 
 GROUPS = 2
@@ -51,6 +66,23 @@ class Arrived:
     epoch: Tensor  # [1] int32
 
 
+@dataclass(frozen=True)
+class Division:
+    """How a dispatch is divided among blocks."""
+
+    readers: int  # place what arrives
+    tellers: int  # tell choices
+    senders: int
+    groups_log2: int  # of the rows that a sending block has under way
+    run: int  # rows of each reader but the last, which tells the batch
+    stretch: int  # rows of each of its teams
+
+    @property
+    def blocks(self) -> int:
+        """All of them."""
+        return self.readers + self.tellers + self.senders
+
+
 class PeerKernels:
     """Both phases over `memory`. Buffers a caller gets are new each time, and belong to the caller."""
 
@@ -66,6 +98,8 @@ class PeerKernels:
         if not self._wire.fused:  # what a format keeps on the device is brought there now
             layout.record.pack(torch.zeros((1, spec.hidden), dtype=spec.dtype, device=spec.device))
         self._state = torch.zeros(2, dtype=torch.int32, device=spec.device)
+        counts = (self._blocks, -(-spec.slots // COUNTS), WORD // 4)
+        self._counts = torch.zeros(counts, dtype=torch.int32, device=spec.device)
         self._patience = U64(int(spec.patience * NANOSECONDS))
         self._sent = torch.zeros(2, dtype=torch.int64, device=spec.device)
         self.sent = torch.zeros(2, dtype=torch.int64, pin_memory=True)
@@ -81,10 +115,7 @@ class PeerKernels:
         else:
             sent, row_bytes = layout.record.pack(hidden), layout.record.nbytes
         none = arrived.counts
-        most = int(self._blocks * SENDING)
-        together = min(GROUPS, MOST_SHARED // layout.record.nbytes)
-        senders, groups = (own, 1) if own <= most else (most, together)
-        readers = min(self._blocks - senders, max(1, rows))
+        d = self._division(own, rows)
         args: list[Argument] = [
             self._memory.pointers,
             self._state,
@@ -92,8 +123,8 @@ class PeerKernels:
             self._patience,
             spec.rank,
             U64(layout.greetings),
-            U64(layout.totals),
             U64(layout.choices),
+            U64(layout.weights),
             U64(layout.records),
             U64(layout.parity_bytes),
             spec.lane_rows,
@@ -103,8 +134,12 @@ class PeerKernels:
             layout.capacity,
             spec.row_align,
             int(spec.sliced),
-            senders,
-            groups,
+            d.tellers,
+            d.senders,
+            d.groups_log2,
+            d.run,
+            d.stretch,
+            int(rows > COUNTED_BY_ALL),
             sent,
             row_bytes,
             routing.slots.contiguous(),
@@ -118,9 +153,10 @@ class PeerKernels:
             arrived.epoch,
             self._sent,
             self.sent,
+            self._counts,
         ]
-        shared = max(groups * layout.record.nbytes, 4 * (spec.ranks + 1) * spec.slots)
-        self._dispatch.launch(senders + readers, THREADS, args, shared=shared)
+        shared = max((1 << d.groups_log2) * layout.record.nbytes, TABLES * spec.slots)
+        self._dispatch.launch(d.blocks, THREADS, args, shared=shared)
         return arrived
 
     def combine(self, outputs: Tensor, arrived: Arrived, routing: Routing) -> Tensor:
@@ -154,6 +190,18 @@ class PeerKernels:
         ]
         self._combine.launch(blocks, COMBINE_THREADS, args)
         return answer
+
+    def _division(self, own: int, rows: int) -> Division:
+        """How `own` rows go out and `rows` of all lanes' come in."""
+        layout = self._layout
+        tellers = min(TELLERS, max(1, -(-(layout.choice_words(own) + own * layout.weight_words) // THREADS)))
+        most = int(self._blocks * SENDING)
+        together = min(GROUPS, MOST_SHARED // layout.record.nbytes).bit_length() - 1
+        senders, groups_log2 = (own, 0) if own <= most else (most, together)
+        fair = max(1, -(-rows // (self._blocks - senders - tellers - 1)))
+        stretch = -(-fair // TEAMS)
+        run = stretch * TEAMS if fair > TEAMS else fair
+        return Division(-(-rows // run) + 1, tellers, senders, groups_log2, run, stretch)
 
     def _arrival(self, rows: int) -> Arrived:
         spec, device = self._spec, self._spec.device

@@ -3,7 +3,7 @@
 A rank writes into sections of its own in every other's memory. All of it stands there twice, and a step uses
 the copy of its epoch's parity. What of epoch n is read, is read before its writer's epoch n + 2 arrives:
 
-* Choices, totals and records. Rank s stores those of n + 2 after its dispatch n + 1, which waited for the
+* Choices, weights and records. Rank s stores those of n + 2 after its dispatch n + 1, which waited for the
   greeting n + 1 of reader d, and d sent that after its dispatch n had copied everything out. Every rank
   greets every other, also when its lane has no rows. No combine takes part, so a step that was dispatched
   and then abandoned changes nothing.
@@ -33,11 +33,11 @@ ALIGN = 256
 WORD = 16
 """Bytes of a sealed word: 12 of content, and those four that make its exclusive-or the epoch."""
 
-CHOICES = 3
-"""Of a row, in a sealed word: each a slot and a position of 16 bits, or a float32 weight."""
+CHOICES = 6
+"""Slots in a sealed word, 16 bits each."""
 
-COUNTS = 6
-"""Of slots, 16 bits each, in a sealed word."""
+WEIGHTS = 3
+"""In a sealed word: float32."""
 
 NOWHERE = 0xFFFF
 """A choice of no slot, in 16 bits."""
@@ -48,9 +48,8 @@ class PeerLayout:
     """Byte offsets of epoch parity 0; parity 1 stands `parity_bytes` further.
 
     greetings [ranks] uint32, the epoch that a rank has begun
-    totals [ranks, total_words] sealed words: how many of a lane's rows go to each slot of the reader's
-    choices [ranks, lane_rows, 2, words] sealed words, to every rank: slots, with how many of the lane's rows
-        go there before; weights
+    choices [ranks, choice_words(lane_rows)] sealed words, to every rank: a lane's slots, row by row
+    weights [ranks, lane_rows, weight_words] sealed words, to every rank
     records [ranks, lane_rows, record_sheets] sheets
     partials [ranks, lane_rows, partial_sheets] sheets of H columns of the hidden dtype
 
@@ -65,23 +64,22 @@ class PeerLayout:
         """A row on its way out."""
         return RowRecord(self.spec.wire, self.spec.hidden)
 
-    @property
-    def words(self) -> int:
-        """Words of a row's slots, and as many of its weights."""
-        return -(-self.spec.top_k // CHOICES)
+    def choice_words(self, rows: int) -> int:
+        """Words of the choices of a lane of `rows`."""
+        return -(-rows * self.spec.top_k // CHOICES)
 
     @property
-    def total_words(self) -> int:
-        """Words of a lane's totals."""
-        return -(-self.spec.slots // COUNTS)
+    def weight_words(self) -> int:
+        """Words of a row's weights."""
+        return -(-self.spec.top_k // WEIGHTS)
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
         rows = self.spec.ranks * self.spec.lane_rows
         sizes = (
             4 * self.spec.ranks,
-            self.spec.ranks * self.total_words * WORD,
-            rows * self.words * 2 * WORD,
+            self.spec.ranks * self.choice_words(self.spec.lane_rows) * WORD,
+            rows * self.weight_words * WORD,
             rows * self.record_sheets * SHEET,
             rows * self.partial_sheets * SHEET,
         )
@@ -96,12 +94,12 @@ class PeerLayout:
         return self._ends[0]
 
     @property
-    def totals(self) -> int:
+    def choices(self) -> int:
         """Offset."""
         return self._ends[1]
 
     @property
-    def choices(self) -> int:
+    def weights(self) -> int:
         """Offset."""
         return self._ends[2]
 

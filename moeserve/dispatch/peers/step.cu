@@ -6,7 +6,7 @@
 // sheets.
 // Seals and tags hold the epoch, and no epoch's words are written over before they are read: see layout.py.
 
-#define CHOICE_WORDS ((TOP_K + 2) / 3)  // of a row's slots, and as many of its weights
+#define WEIGHT_WORDS ((TOP_K + 2) / 3)  // of a row
 #define NOWHERE 0xFFFFu
 #define ALL_LANES 0xFFFFFFFFu
 
@@ -51,15 +51,26 @@ struct Step {
   u32 epoch, reachable;
 };
 
-DEVICE void open_step(Step& step, const u64* memory, const u32* live, u32 epoch, u64 parity_bytes) {
-  const int lane = threadIdx.x % 32;
-  u64 at = 0;
-  u32 alive = 0;
-  if (lane < RANKS) at = memory[lane], alive = *(volatile const u32*)(live + lane);
-  const u32 reachable = __ballot_sync(ALL_LANES, alive != 0);
-  if (lane < RANKS) step.memory[lane] = at + epoch % 2 * parity_bytes;
-  if (lane == 0) step.epoch = epoch, step.reachable = reachable;
-}
+// What the asking warp has been told, a rank a lane; it has other work until it opens the step.
+struct Opening {
+  u64 at;
+  u32 live, last;
+
+  DEVICE Opening(const u64* memory, const u32* live_ranks, const u32* last_epoch, bool asks)
+      : at(0), live(0), last(0) {
+    const int lane = threadIdx.x % 32;
+    if (!asks) return;
+    last = *(volatile const u32*)last_epoch;
+    if (lane >= RANKS) return;
+    at = *(volatile const u64*)(memory + lane), live = *(volatile const u32*)(live_ranks + lane);
+  }
+  DEVICE void open(Step& step, u32 epoch, u64 parity_bytes) const {
+    const int lane = threadIdx.x % 32;
+    const u32 reachable = __ballot_sync(ALL_LANES, live != 0);
+    if (lane < RANKS) step.memory[lane] = at + epoch % 2 * parity_bytes;
+    if (lane == 0) step.epoch = epoch, step.reachable = reachable;
+  }
+};
 
 // A sealed word, when it is there; false when its source will not come.
 DEVICE bool receive(const Watch& w, const uint4* at, int source, u32 epoch, uint4& word) {
@@ -73,7 +84,7 @@ DEVICE uint4 received(const Watch& w, const uint4* at, int source, u32 epoch, ui
   return receive(w, at, source, epoch, word) ? word : empty;
 }
 
-// ---- sheets: rows whose lines tell by themselves that they are here ----------------------------------------
+// ---- sheets: rows whose lines tell by themselves that they are here ---------------------------------------
 
 // A sheet is what one store of a warp carries: 31 words of 16 bytes, and in each of its four lines of 128
 // bytes the epoch. A line arrives whole, so its epoch tells that it is here (NCCL's LL128 rests on the same).
@@ -116,12 +127,14 @@ DEVICE uint4 load_sheet(const uint4* at, int last) {
   return (int)(threadIdx.x % 32) <= last ? load_whole(at + threadIdx.x % 32) : make_uint4(0u, 0u, 0u, 0u);
 }
 
-// A sheet at `at`, loaded once before; false when its source will not come. A warp waits.
-DEVICE bool receive_sheet(const Watch& w, const uint4* at, int source, u32 epoch, int last, uint4& word) {
+// Whether all lines of a sheet are here; a warp asks.
+DEVICE bool is_whole(uint4 word, u32 epoch, int last) {
   const int lane = threadIdx.x % 32;
-  for (u32 polls = 1; !__all_sync(ALL_LANES, lane % 8 != 7 || lane > last || word.w == epoch); ++polls) {
-    if (polls % 64 == 0 && __any_sync(ALL_LANES, lane == 0 && is_gone(w, source, epoch))) return false;
-    word = load_sheet(at, last);
-  }
-  return true;
+  return __all_sync(ALL_LANES, lane % 8 != 7 || lane > last || word.w == epoch);
+}
+
+// Which of the `missing` sheets to ask for again: all, once some came, else the first, since those who wait
+// together ask for more than the memory gives.
+DEVICE u32 to_ask(u32 missing, u32 last) {
+  return missing == last ? missing & ~(missing - 1u) : missing;
 }

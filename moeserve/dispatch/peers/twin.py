@@ -20,7 +20,7 @@ from moeserve.dispatch.lane import local_slots
 from moeserve.dispatch.peers.epochs import NEVER, next_epoch, parity
 from moeserve.dispatch.peers.kernels import Arrived
 from moeserve.dispatch.peers.late import FAREWELL_BYTES, Attendance
-from moeserve.dispatch.peers.layout import CHOICES, COUNTS, NOWHERE, WORD, PeerLayout
+from moeserve.dispatch.peers.layout import CHOICES, NOWHERE, WORD, PeerLayout
 from moeserve.dispatch.peers.memory import PeerMemory
 from moeserve.dispatch.peers.sheets import LANES, from_sheets, tags, to_sheets
 from moeserve.dispatch.permute import Homes, take_rows, weigh_rows
@@ -47,14 +47,15 @@ class PeerTwin:
         self.epoch = next_epoch(self.epoch)
         self._send(self._layout.record.pack(hidden), routing)
         deadline = time.monotonic() + self._spec.patience
-        counts = self._counts(routing.lane_rows, deadline)
-        offsets = self._offsets(counts.sum(dim=0))
-        bases = offsets[:-1] + counts.cumsum(0) - counts
-        places, weights = self._places(routing.lane_rows, bases, deadline)
+        slots = self._choices(routing.lane_rows, deadline)
+        counts = torch.bincount(slots[slots >= 0], minlength=self._spec.slots)
+        offsets = self._offsets(counts)
+        places = torch.where(slots >= 0, offsets[slots.clamp(min=0)] + positions(slots), -1)
+        weights = self._weights(routing.lane_rows, deadline)
         records = self._records(places >= 0, routing.lane_rows, deadline)
         tokens = self._grouped(records, places)
         epoch = torch.tensor([_word(self.epoch)], dtype=torch.int32)
-        return Arrived(tokens, counts.sum(dim=0).int(), offsets.int(), places.int(), weights, epoch)
+        return Arrived(tokens, counts.int(), offsets.int(), places.int(), weights, epoch)
 
     def combine(self, outputs: Tensor, arrived: Arrived, routing: Routing) -> Tensor:
         """Sends weighted partial sums of `outputs [rows, H]` home, and adds up this lane's: `[T, H]`."""
@@ -85,63 +86,46 @@ class PeerTwin:
 
     def _send(self, records: Tensor, routing: Routing) -> None:
         spec, own = self._spec, records.shape[0]
-        words, reached = self._packed(routing), destinations(spec, routing.slots)
+        choices, weights = self._packed(routing.slots), sealed(_bits(routing.weights), self.epoch)
+        reached = destinations(spec, routing.slots)
         for to in filter(self._live, range(spec.ranks)):
             self._greetings(to)[spec.rank] = _word(self.epoch)
-            self._words(to)[spec.rank, :own] = words
-            self._totals(to)[spec.rank] = self._counted(routing.slots, to)
+            self._choice_words(to)[spec.rank, : choices.shape[0]] = choices
+            self._weight_words(to)[spec.rank, :own] = weights
             rows = reached[:, to].nonzero()[:, 0]
             _tell(self._rows(to)[spec.rank], rows, records[rows], self.epoch)
             self.sent[0] += rows.shape[0] if to != spec.rank else 0
 
-    def _packed(self, routing: Routing) -> Tensor:
-        """Choices of this lane's rows in sealed words: `[T, 2 * words, 4]` int32."""
-        rows, room = routing.slots.shape[0], CHOICES * self._layout.words
-        slots = routing.slots.new_full((rows, room), NOWHERE)
-        slots[:, : self._spec.top_k] = routing.slots & NOWHERE | positions(routing.slots) << 16
-        weights = routing.weights.new_zeros((rows, room))
-        weights[:, : self._spec.top_k] = routing.weights
-        return sealed(torch.cat((slots, weights.view(torch.int32)), dim=1), self.epoch)
-
-    def _counted(self, slots: Tensor, to: int) -> Tensor:
-        """How many of this lane's rows go to each slot of rank `to`: `[total_words, 4]` int32."""
-        spec, first = self._spec, 0 if self._spec.sliced else to * self._spec.slots
-        counts = torch.bincount(slots[slots >= 0], minlength=first + spec.slots)[first : first + spec.slots]
-        told = F.pad(counts, (0, -spec.slots % COUNTS)).int()
+    def _packed(self, slots: Tensor) -> Tensor:
+        """Choices `[T, K]` in sealed words: `[choice_words, 4]` int32."""
+        told = F.pad(slots.flatten(), (0, -slots.numel() % CHOICES), value=EMPTY) & NOWHERE
         return sealed((told[::2] | told[1::2] << 16)[None], self.epoch)[0]
 
-    def _counts(self, lane_rows: tuple[int, ...], deadline: float) -> Tensor:
-        """How many rows of each lane go to each slot here: `[ranks, e]`; none of one that does not come."""
-        spec, counts = self._spec, torch.zeros((self._spec.ranks, self._spec.slots), dtype=torch.int64)
+    def _choices(self, lane_rows: tuple[int, ...], deadline: float) -> Tensor:
+        """Slots here of all lanes' choices, `[N, K]` int64: -1 for none, and of a lane that does not come."""
+        spec, found = self._spec, []
         for source, rows in enumerate(lane_rows):
-            words, greeting = self._totals(spec.rank)[source], self._greetings(spec.rank)[source]
-            told = partial(_all_sealed, words, self.epoch)
+            words = self._choice_words(spec.rank)[source, : self._layout.choice_words(rows)]
+            greeting = self._greetings(spec.rank)[source]
             greeted = partial(torch.equal, greeting, torch.tensor(_word(self.epoch), dtype=torch.int32))
-            if self._await(source, greeted, deadline) and rows and self._await(source, told, deadline):
-                pairs = words[:, :3].flatten()
-                both = torch.stack((pairs & NOWHERE, pairs >> 16 & NOWHERE), dim=1)
-                counts[source] = both.flatten()[: spec.slots]
-        return counts
+            told = partial(_all_sealed, words, self.epoch)
+            came = self._await(source, greeted, deadline) and self._await(source, told, deadline)
+            pairs = words[:, :3].flatten()
+            slots = torch.stack((pairs & NOWHERE, pairs >> 16 & NOWHERE), dim=1).flatten()[
+                : rows * spec.top_k
+            ]
+            slots = torch.where((slots == NOWHERE) | (not came), EMPTY, slots)
+            found.append(local_slots(spec, slots.view(rows, spec.top_k)))
+        return torch.cat(found).long()
 
-    def _places(self, lane_rows: tuple[int, ...], bases: Tensor, deadline: float) -> tuple[Tensor, Tensor]:
-        """Rows of the batch `[N, K]` int64, -1 for none, and weights, of all lanes' choices.
-
-        `bases [ranks, e]`: where each lane's rows of each slot begin.
-        """
-        spec, words = self._spec, self._layout.words
-        all_places, all_weights = [], []
+    def _weights(self, lane_rows: tuple[int, ...], deadline: float) -> Tensor:
+        """Of all lanes' choices, `[N, K]` float32; of a lane that does not come, anything."""
+        found = []
         for source, rows in enumerate(lane_rows):
-            lane = self._words(spec.rank)[source, :rows]
-            came = self._await(source, partial(_all_sealed, lane, self.epoch), deadline)
-            chosen, weighed = (
-                half[..., :3].flatten(1)[:, : spec.top_k] for half in (lane[:, :words], lane[:, words:])
-            )
-            slots = chosen & NOWHERE
-            local = local_slots(spec, torch.where((slots == NOWHERE) | (not came), EMPTY, slots)).long()
-            position = bases[source][local.clamp(min=0)] + (chosen >> 16 & NOWHERE)
-            all_places.append(torch.where(local >= 0, position, -1))
-            all_weights.append(weighed.contiguous().view(torch.float32))
-        return torch.cat(all_places), torch.cat(all_weights)
+            lane = self._weight_words(self._spec.rank)[source, :rows]
+            self._await(source, partial(_all_sealed, lane, self.epoch), deadline)
+            found.append(lane[..., :3].flatten(1)[:, : self._spec.top_k])
+        return torch.cat(found).contiguous().view(torch.float32)
 
     def _records(self, here: Tensor, lane_rows: tuple[int, ...], deadline: float) -> Tensor:
         """Records `[N, nbytes]` of all lanes' rows; those with no choice `here [N, K]` hold anything."""
@@ -212,13 +196,13 @@ class PeerTwin:
     def _greetings(self, rank: int) -> Tensor:
         return self._section(rank, self.epoch, self._layout.greetings, (self._spec.ranks,), torch.int32)
 
-    def _words(self, rank: int) -> Tensor:
-        shape = (self._spec.ranks, self._spec.lane_rows, 2 * self._layout.words, WORD // 4)
+    def _choice_words(self, rank: int) -> Tensor:
+        shape = (self._spec.ranks, self._layout.choice_words(self._spec.lane_rows), WORD // 4)
         return self._section(rank, self.epoch, self._layout.choices, shape, torch.int32)
 
-    def _totals(self, rank: int) -> Tensor:
-        shape = (self._spec.ranks, self._layout.total_words, WORD // 4)
-        return self._section(rank, self.epoch, self._layout.totals, shape, torch.int32)
+    def _weight_words(self, rank: int) -> Tensor:
+        shape = (self._spec.ranks, self._spec.lane_rows, self._layout.weight_words, WORD // 4)
+        return self._section(rank, self.epoch, self._layout.weights, shape, torch.int32)
 
     def _rows(self, rank: int) -> Tensor:
         shape = (self._spec.ranks, self._spec.lane_rows, self._layout.record_sheets, LANES, 4)
@@ -235,6 +219,10 @@ class PeerTwin:
         start = offset + parity(epoch) * self._layout.parity_bytes
         size = torch.Size(shape).numel() * dtype.itemsize
         return self._memory.views[rank][start : start + size].view(dtype).view(shape)
+
+
+def _bits(weights: Tensor) -> Tensor:
+    return weights.contiguous().view(torch.int32)
 
 
 def sealed(content: Tensor, epoch: int) -> Tensor:
@@ -271,7 +259,7 @@ def _word(epoch: int) -> int:
 
 
 def positions(slots: Tensor) -> Tensor:
-    """Of each choice, how many rows of the lane before it chose the same slot: int32, as `slots [T, K]`."""
+    """Of each choice, how many rows before it chose the same slot: int32, as `slots [T, K]`."""
     flat = slots.flatten()
     ordered, order = torch.sort(flat, stable=True)
     first = torch.searchsorted(ordered, ordered)
