@@ -31,7 +31,7 @@ from torch import Tensor
 
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec
-from moeserve.dispatch.routing import Routing, merge_duplicates
+from moeserve.dispatch.routing import Desk, Routing, routed
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights
 from moeserve.experts.gate import Gate
@@ -92,12 +92,9 @@ class Layer:
 
     def run(self, last: str, hidden: Tensor, logits: Tensor, valid: Tensor) -> Tensor:
         """What the layer has made after its gate, its address book, or the whole of it."""
-        ids, weights = self.gate.route(logits)
         if last == "gate":
-            return weights
-        experts, weights = merge_duplicates(ids, weights, valid)
-        slots = self.book.resolve(0, experts, valid)
-        self.meter.count(0, experts, slots, len(hidden))
+            return self.gate.route(logits)[1]
+        slots, weights = routed(self.gate, logits, valid, Desk(0, self.book, self.meter, len(hidden)))
         if last == "address book":
             return slots
         routing = Routing(slots, weights, (len(hidden),) * self.ranks)
@@ -197,6 +194,7 @@ def phases(
     """Microseconds of each phase and of the whole `layer`; and how many experts are active on each rank.
 
     Dispatch and combine are timed together, since a carrier may wait for the way home of each step.
+    Gate and address book are one launch here: the book's time is what it adds to the gate's.
     """
     hidden, logits, valid = given
     gate = microseconds(lambda: layer.run("gate", *given), graphed=graphed)

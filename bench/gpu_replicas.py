@@ -29,11 +29,12 @@ import torch
 from record import Result, write
 from torch import Tensor
 
+from moeserve.experts import address_kernels
 from moeserve.experts.balance import balancer_named
 from moeserve.experts.balance.room import even_with_room
 from moeserve.experts.load import Load
 from moeserve.experts.placement import EMPTY, AddressBook, Placement
-from moeserve.experts.replicas import Gathered, kernels
+from moeserve.experts.replicas import Gathered
 
 EXPERTS, TOP_K = 256, 8
 CHOICES = ("hash", "waterfill", "lp")
@@ -129,7 +130,7 @@ def measured(case: Case) -> Result:
 
 def compiled() -> str:
     """Registers, spills and shared memory of the kernel compiled last."""
-    kernel = list(kernels.assign_rows.device_caches[torch.cuda.current_device()][0].values())[-1]
+    kernel = list(address_kernels.address_rows.device_caches[torch.cuda.current_device()][0].values())[-1]
     return f"{kernel.n_regs} registers, {kernel.n_spills} spilled, {kernel.metadata.shared} B shared"
 
 
@@ -137,9 +138,9 @@ def tune(case: Case) -> None:
     """Prints the time of lp by rounds, moves and warps."""
     experts = case.experts.cuda()
     valid = torch.ones(len(experts), dtype=torch.bool, device="cuda")
-    usual = (kernels.ROUNDS, kernels.MOVES)
+    usual = (address_kernels.ROUNDS, address_kernels.MOVES)
     for (rounds, moves), warps in itertools.product((usual, (8, 4), (6, 3), (0, 0)), (2, 4, 8, 16)):
-        kernels.ROUNDS, kernels.MOVES = rounds, moves
+        address_kernels.ROUNDS, address_kernels.MOVES = rounds, moves
         book = AddressBook(case.placement, "cuda", "lp", LANE)
         book._on_device.warps = warps
         spent, slots = microseconds(lambda book=book: book.resolve(0, experts, valid))
@@ -150,7 +151,7 @@ def tune(case: Case) -> None:
             f"largest/mean {even:.4f}  {compiled()}",
             flush=True,
         )
-    kernels.ROUNDS, kernels.MOVES = usual
+    address_kernels.ROUNDS, address_kernels.MOVES = usual
 
 
 def main() -> None:

@@ -15,14 +15,11 @@ from torch import Tensor
 
 from moeserve.experts.machine import kernels_serve
 from moeserve.experts.routing_methods import (
-    RENORMALIZE_EPSILON,
     ROUTINGS,
     SCORES,
     RoutingMethod,
     choose_by_score,
     method_of,
-    weigh_sigmoid,
-    weigh_softmax,
 )
 
 Config = Mapping[str, Any]
@@ -128,36 +125,31 @@ class Gate:
         ValueError: another shape, a correction bias that is still missing, or a layer that routes by token
         id.
         """
+        self.check(logits)
+        if self.in_one_launch(logits):
+            from moeserve.experts.choice_kernels import choose
+
+            chosen: tuple[Tensor, Tensor] = choose(self, logits.contiguous())  # type: ignore[no-untyped-call]
+            return chosen
+        row, scores = ROUTINGS[self.method], self._scores(logits)
+        experts = row.choose(scores, self)
+        return experts.int(), self._weights(scores.gather(-1, experts), logits.dtype)
+
+    def check(self, logits: Tensor) -> None:
+        """Raises ValueError as `route` does."""
         if self.by_token:
             raise ValueError("logits do not tell the experts of a layer that chooses them by token id")
         if self.biased and self.bias is None:
             raise ValueError(
                 f"routing {self.method} needs its correction bias [{self.experts}]: see with_bias"
             )
-        if self._in_one_launch(logits):
-            return self._chosen_by_kernel(logits)
-        row, scores = ROUTINGS[self.method], self._scores(logits)
-        experts = row.choose(scores, self)
-        return experts.int(), self._weights(scores.gather(-1, experts), logits.dtype)
+        self._check_logits(logits)
 
-    def _in_one_launch(self, logits: Tensor) -> bool:
+    def in_one_launch(self, logits: Tensor) -> bool:
         """Whether the GPU kernel serves this gate: it chooses by score, among groups of powers of two."""
         row, even = ROUTINGS[self.method], self.groups == 1 or (self.experts & -self.experts) == self.experts
         known = row.choose is choose_by_score and not self.logits_dtype_scores
         return kernels_serve(logits.device) and known and even and self.experts <= MOST_EXPERTS
-
-    def _chosen_by_kernel(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        from moeserve.experts.choice_kernels import choose
-
-        self._check_logits(logits)
-        weighing = "renormalize" if self.renormalize else "score"
-        for name, by in (("softmax", weigh_softmax), ("sigmoid", weigh_sigmoid)):
-            if ROUTINGS[self.method].weigh is by:
-                weighing = name
-        chosen: tuple[Tensor, Tensor] = choose(  # type: ignore[no-untyped-call]
-            self, logits.contiguous(), str(self.scoring), weighing, RENORMALIZE_EPSILON
-        )
-        return chosen
 
     def weigh(self, logits: Tensor, experts: Tensor) -> Tensor:
         """Weights [T, K] float32 of experts that something else chose: `logits [T, E]`, ids `experts [T, K]`.

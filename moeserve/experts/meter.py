@@ -119,8 +119,7 @@ class LoadMeter:
 
         `rows` is what the fullest lane brings to the step. Ids below 0 or out of range are not counted.
         """
-        phase = self.metering.phase(rows)
-        by_expert, by_slot = self._open[phase, layer], self._slots[phase, layer]
+        by_expert, by_slot = self.tables(layer, rows)
         if kernels_serve(experts.device):
             from moeserve.experts.choice_kernels import count
 
@@ -128,6 +127,11 @@ class LoadMeter:
             return
         _add(by_expert, experts)
         _add(by_slot, slots)
+
+    def tables(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Where such a step counts: `[E]` and `[S]` int64."""
+        phase = self.metering.phase(rows)
+        return self._open[phase, layer], self._slots[phase, layer]
 
     def moved(self, layer: int) -> None:
         """The layer's slots hold other experts from here on: what was counted by slot is forgotten."""

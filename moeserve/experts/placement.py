@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.experts.replicas import Gathered, Size, Splitter, choice_named, counted
-from moeserve.experts.replicas.on_device import MOST_ROWS, DeviceSplitter, served_on
+from moeserve.experts.replicas.on_device import DeviceSplitter, splitter_on
 
 EMPTY = -1
 """A slot that holds no expert, and an id that chooses none."""
@@ -158,10 +158,9 @@ class AddressBook:
         split, self._least_rows = row.split, row.least_rows
         lane %= placement.ranks
         self._splitter = None if split is None else Splitter(size, split, lane, device)
-        kernels = split if served_on(device, size) else None
-        if kernels is not None:
+        self._on_device = splitter_on(device, size, split, lane)
+        if self._on_device is not None:
             self._least_rows = 0  # one launch, faster than hashing
-        self._on_device = None if kernels is None else DeviceSplitter(size, kernels, lane, device)
         width = slots - placement.experts + 1  # every expert has a slot, so none has more
         self._replicas = torch.full(
             (layers, placement.experts, width), EMPTY, dtype=torch.int32, device=device
@@ -192,6 +191,11 @@ class AddressBook:
         """How often each logical expert is chosen, `[E]` int64: what lanes gather to split together."""
         return counted(self._wanted(experts, valid).reshape(-1), self.experts)
 
+    def on_device(self, shape: tuple[int, ...]) -> DeviceSplitter | None:
+        """The tables by which kernels resolve ids of `shape [T, K]`; None where tensor operations do."""
+        serves = self._on_device is not None and self._on_device.serves(shape)
+        return self._on_device if serves else None
+
     def resolve(self, layer: int, experts: Tensor, valid: Tensor, gathered: Gathered | None = None) -> Tensor:
         """Slots for the chosen experts.
 
@@ -201,12 +205,12 @@ class AddressBook:
         split the batch's rows, and those of all lanes together where counts were `gathered` (then each
         lane's book is built for lane 0, so that all split alike).
         """
-        enough = experts.shape[0] >= self._least_rows
-        if self._on_device is not None and enough and gathered is None and experts.numel() <= MOST_ROWS:
-            return self._on_device.choose(layer, experts, valid)
+        on_device = self.on_device(experts.shape) if gathered is None else None
+        if on_device is not None:
+            return on_device.choose(layer, experts, valid)
         wanted = self._wanted(experts, valid)
         known = wanted < self.experts
-        if self._splitter is not None and enough:
+        if self._splitter is not None and experts.shape[0] >= self._least_rows:
             slots = self._splitter.choose(layer, wanted.reshape(-1), gathered).reshape(experts.shape)
             return torch.where(known, slots, EMPTY)
         safe = torch.where(known, wanted, 0)

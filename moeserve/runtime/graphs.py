@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moeserve.runtime.step import LaneInput
+from moeserve.runtime.step import LaneRows
 
 log = logging.getLogger(__name__)
 
-Compute = Callable[[LaneInput, tuple[int, ...]], Tensor]
+Compute = Callable[[LaneRows, tuple[int, ...]], Tensor]
 """One layer's step: rows and how many each lane brings -> answer `[T, H]`; in a graph it reads no count."""
 
 Replay = Callable[[], None]
@@ -30,6 +30,7 @@ class Key(NamedTuple):
 
     layer: int
     rows: int
+    form: Hashable  # of the columns
     kind: Hashable
 
 
@@ -45,7 +46,7 @@ class StepGraphs:
         self.most_rows = most_rows
         self._device = device
         self._capture = capture or _CudaCapture()
-        self._inputs: dict[tuple[int, int], LaneInput] = {}  # by rows and width
+        self._inputs: dict[tuple[int, Hashable], LaneRows] = {}  # by rows and form
         self._answers: dict[Key, Tensor] = {}
         self._replays: dict[Key, Replay | None] = {}  # None: it could not be recorded
 
@@ -53,7 +54,7 @@ class StepGraphs:
         return sum(replay is not None for replay in self._replays.values())
 
     def run(
-        self, layer: int, kind: Hashable, rows: LaneInput, lane_rows: tuple[int, ...], compute: Compute
+        self, layer: int, kind: Hashable, rows: LaneRows, lane_rows: tuple[int, ...], compute: Compute
     ) -> Tensor:
         """The answer `[T, H]` of `rows`, as `compute` gives it for them; a new tensor.
 
@@ -61,8 +62,9 @@ class StepGraphs:
         on it is replayed. What cannot be recorded goes on running as it is, padded alike, with a warning.
         """
         own, padded = rows.hidden.shape[0], padded_rows(max(lane_rows))
-        key, lanes = Key(layer, padded, kind), (padded,) * len(lane_rows)
-        inputs = self._filled(rows, padded)
+        form = (type(rows), *((column.dtype, column.shape[1:]) for column in rows.columns()))
+        key, lanes = Key(layer, padded, form, kind), (padded,) * len(lane_rows)
+        inputs = self._filled(rows, padded, form)
         if key not in self._answers:
             self._answers[key] = compute(inputs, lanes)
             return self._answers[key][:own].clone()
@@ -74,8 +76,13 @@ class StepGraphs:
         replay()
         return self._answers[key][:own].clone()
 
+    def forget(self, layer: int) -> None:
+        """Drops the graphs of `layer`, for which what they recorded has changed."""
+        self._answers = {key: answer for key, answer in self._answers.items() if key.layer != layer}
+        self._replays = {key: replay for key, replay in self._replays.items() if key.layer != layer}
+
     def _recorded(
-        self, key: Key, inputs: LaneInput, lanes: tuple[int, ...], compute: Compute
+        self, key: Key, inputs: LaneRows, lanes: tuple[int, ...], compute: Compute
     ) -> Replay | None:
         def step() -> None:
             self._answers[key] = compute(inputs, lanes)
@@ -86,17 +93,14 @@ class StepGraphs:
             log.warning("layer %d, %d rows: no CUDA graph, steps are launched: %s", *key[:2], error)
             return None
 
-    def _filled(self, rows: LaneInput, padded: int) -> LaneInput:
+    def _filled(self, rows: LaneRows, padded: int, form: Hashable) -> LaneRows:
         """The fixed input of `padded` rows, holding `rows`; those past them are not valid."""
-        inputs = self._inputs.get((padded, rows.hidden.shape[1]))
+        inputs = self._inputs.get((padded, form))
         if inputs is None:
-            inputs = LaneInput(
-                *(
-                    torch.zeros((padded, *column.shape[1:]), dtype=column.dtype, device=self._device)
-                    for column in rows.columns()
-                )
+            inputs = rows.each(
+                lambda column: column.new_zeros((padded, *column.shape[1:]), device=self._device)
             )
-            self._inputs[padded, rows.hidden.shape[1]] = inputs
+            self._inputs[padded, form] = inputs
         inputs.valid.zero_()
         for into, column in zip(inputs.columns(), rows.columns(), strict=True):
             into[: column.shape[0]].copy_(column, non_blocking=True)

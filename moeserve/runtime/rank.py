@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.dispatcher import DispatchSpec
-from moeserve.dispatch.routing import Routing, merge_duplicates
+from moeserve.dispatch.routing import Choices, Desk, Routing, addressed, routed
 from moeserve.experts.bank import Bank
 from moeserve.experts.checkpoint import Checkpoint
 from moeserve.experts.checksum import Slot
@@ -35,7 +35,7 @@ from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.graphs import StepGraphs, padded_rows
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.plan import Plan, Span, Wanted, make_plan
-from moeserve.runtime.step import LaneInput, Phases
+from moeserve.runtime.step import LaneLogits, LaneRows, Phases
 from moeserve.runtime.warm import Arrivals, rooms, warm
 
 log = logging.getLogger(__name__)
@@ -154,6 +154,7 @@ class Rank:
         self._carriers = Carriers(CostBook(costing), self._dispatch_spec)
         self._graphs = StepGraphs(served.graph_rows, device)
         self._book: AddressBook | None = None
+        self._gates: dict[int, tuple[Gate, Gate]] = {}  # by layer: as it is stored, and on the device
 
     def load(self, epoch: Epoch, progress: Progress = iter) -> None:
         """Reads what `epoch` gives this rank and it does not hold, from disk, and prepares it.
@@ -204,8 +205,8 @@ class Rank:
         for rows in rooms(self.served.lane_rows):
             none = torch.full((rows, top_k), EMPTY, dtype=torch.int32, device=self.device)
             valid = torch.zeros(rows, dtype=torch.bool, device=self.device)
-            experts, _ = merge_duplicates(none, torch.zeros(none.shape, device=self.device), valid)
-            meter.count(0, experts, book.resolve(0, experts, valid), rows)
+            chosen = Choices(none, torch.zeros(none.shape, device=self.device), valid)
+            addressed(chosen, Desk(0, book, meter, rows))
 
     def _kernel_spec(self, plan: Plan) -> KernelSpec:
         return KernelSpec(plan.problem.scheme, plan.problem.shape, self.served.dtype)
@@ -297,14 +298,17 @@ class Rank:
         """
         return self._carriers.late(layer)
 
-    def step(self, layer: int, rows: LaneInput, lane_rows: tuple[int, ...]) -> tuple[Tensor, Phases]:
+    def step(self, layer: int, rows: LaneRows, lane_rows: tuple[int, ...]) -> tuple[Tensor, Phases]:
         """Runs one layer's step; collective over the group.
 
-        `rows` are this lane's, hidden states of the served dtype and final weights; `lane_rows` counts every
-        lane's. Returns the mixed expert output `[T, H]` of the served dtype, and what the step took.
+        `rows` are this lane's: hidden states of the served dtype, and final weights or what the layer's gate
+        takes; `lane_rows` counts every lane's. Returns the mixed expert output `[T, H]` of the served dtype,
+        and what the step took. Raises ValueError for logits as `Gate.route` does, before the others are met.
         """
         if self._book is None or self.meter is None:
             raise RuntimeError(f"rank {self.index} has loaded no experts; call load and join before step")
+        if isinstance(rows, LaneLogits):
+            self._gate_here(layer).check(rows.logits)
         self.meter.tick(time.monotonic())
         fullest = max(lane_rows)
         if self._recordable(layer, fullest):
@@ -317,12 +321,23 @@ class Rank:
         fits = rows <= min(self._graphs.most_rows, plan.problem.lane_rows)
         return self.device != "cpu" and fits and not plan.span(rows).carrier.host_sync
 
-    def _replayed(self, layer: int, rows: LaneInput, lane_rows: tuple[int, ...]) -> tuple[Tensor, Phases]:
+    def _gate_here(self, layer: int) -> Gate:
+        """`gate` with its bias on the device; graphs that hold one of other weights are dropped."""
+        stored = self.gate(layer)
+        source, here = self._gates.get(layer, (None, stored))
+        if source is not stored:
+            if source is not None:
+                self._graphs.forget(layer)
+            here = replace(stored, bias=None if stored.bias is None else stored.bias.to(self.device))
+            self._gates[layer] = stored, here
+        return here
+
+    def _replayed(self, layer: int, rows: LaneRows, lane_rows: tuple[int, ...]) -> tuple[Tensor, Phases]:
         """One step from its graph. What it took is told as one phase, and the bytes as they were recorded."""
         assert self.meter is not None
         lap, fullest = _stopwatch(), max(lane_rows)
 
-        def launched(inputs: LaneInput, lanes: tuple[int, ...]) -> Tensor:
+        def launched(inputs: LaneRows, lanes: tuple[int, ...]) -> Tensor:
             return self._launched(layer, inputs, lanes, fullest)[0]
 
         kind = self.meter.metering.phase(fullest)
@@ -331,16 +346,18 @@ class Rank:
         return answer, Phases(0.0, lap(), 0.0, -1, sent.dispatched, sent.combined, sent.carrier)
 
     def _launched(
-        self, layer: int, rows: LaneInput, lane_rows: tuple[int, ...], fullest: int
+        self, layer: int, rows: LaneRows, lane_rows: tuple[int, ...], fullest: int
     ) -> tuple[Tensor, Phases]:
         """One step, phase by phase; rows are metered as of a step whose fullest lane brings `fullest`."""
         assert self._book is not None and self.meter is not None
         position, carrier = self._position[layer], self._carriers[layer]
         lap = _stopwatch()
-        experts, weights = merge_duplicates(rows.experts, rows.weights, rows.valid)
-        hidden, weights = self._weigh_input(layer, rows.hidden, experts, weights)
-        slots = self._book.resolve(position, experts, rows.valid)
-        self.meter.count(position, experts, slots, fullest)
+        desk = Desk(position, self._book, self.meter, fullest)
+        if isinstance(rows, LaneLogits):
+            slots, weights = routed(self._gates[layer][1], rows.logits, rows.valid, desk)
+        else:
+            slots, weights = addressed(Choices(rows.experts, rows.weights, rows.valid), desk)
+        hidden, weights = self._weigh_input(layer, rows.hidden, slots, weights)
         routing = Routing(slots, weights, lane_rows)
         arrived = carrier.dispatch(hidden, routing).wait()
         dispatched = lap()
@@ -361,13 +378,13 @@ class Rank:
         return self.meter.snapshot(time.monotonic()).read()
 
     def _weigh_input(
-        self, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor
+        self, layer: int, hidden: Tensor, slots: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         """For models that weight the input (top-1), the lane does it here and sends weight 1."""
         if not self.served.checkpoint.gate(layer).weight_on_input:
             return hidden, weights
         scale = weights.sum(dim=1, keepdim=True)  # top-1 after merging: one weight a row
-        return hidden * scale.to(hidden.dtype), (experts >= 0).to(weights.dtype)
+        return hidden * scale.to(hidden.dtype), (slots != EMPTY).to(weights.dtype)
 
     def _dispatch_spec(self, plan: Plan, span: Span) -> DispatchSpec:
         slots = self.bank[self.served.layers[0]].slots  # every layer has as many

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -125,12 +125,42 @@ class StepRecord:
 
 
 @dataclass(frozen=True, eq=False)
-class LaneInput:
+class _Columns:
+    """Rows as tensors that have one entry a row each, in the order of the fields."""
+
+    hidden: Tensor  # [T, H]
+
+    def columns(self) -> tuple[Tensor, ...]:
+        """The tensors."""
+        return tuple(vars(self).values())
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Rows of the same kind, each column changed."""
+        return replace(self, **{name: change(column) for name, column in vars(self).items()})
+
+    def rows(self, index: slice) -> Self:
+        """Some of the rows."""
+        return self.each(lambda column: column[index])
+
+    def to(self, device: str) -> Self:
+        """The same rows on `device`."""
+        return self.each(lambda column: column.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class LaneLogits(_Columns):
+    """One lane's rows of a step that the layer's gate has yet to route; which rows are real."""
+
+    logits: Tensor  # [T, E]
+    valid: Tensor  # [T] bool
+
+
+@dataclass(frozen=True, eq=False)
+class LaneInput(_Columns):
     """One lane's rows of a step: `hidden [T, H]`, `experts [T, K]`, `weights [T, K]`, and which rows are
     real.
     """
 
-    hidden: Tensor
     experts: Tensor
     weights: Tensor
     valid: Tensor  # [T] bool
@@ -145,17 +175,9 @@ class LaneInput:
             else cls(*(torch.cat(column) for column in zip(*map(cls.columns, parts), strict=True)))
         )
 
-    def rows(self, index: slice) -> LaneInput:
-        """Some of the rows."""
-        return LaneInput(*(column[index] for column in self.columns()))
 
-    def to(self, device: str) -> LaneInput:
-        """The same rows on `device`."""
-        return LaneInput(*(column.to(device) for column in self.columns()))
-
-    def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Hidden states, experts, weights and validity."""
-        return self.hidden, self.experts, self.weights, self.valid
+LaneRows = LaneInput | LaneLogits
+"""What a lane brings to a step."""
 
 
 @cache

@@ -2,6 +2,7 @@
 
 rank = join_torchrun(config)                       # RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT from torchrun
 mixed, phases = rank.step(layer, rows, lane_rows)  # collective: every rank calls it in one order
+                                                   # rows: LaneInput, or LaneLogits for the layer's gate
 rank.late(layer)                                   # once `mixed` is on the host: raises where a peer was late
 """
 
@@ -18,7 +19,7 @@ from moeserve.runtime.config import Config, ConfigError
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.rank import Rank, torch_device
 from moeserve.runtime.rank_process import machine_for, served_from
-from moeserve.runtime.step import LaneInput
+from moeserve.runtime.step import LaneRows
 
 
 def join_torchrun(config: Config) -> Rank:
@@ -60,7 +61,7 @@ class SequenceParallel:
         groups = [dist.new_group(ranks) for ranks in engines]
         self._group = groups[rank.index // mesh.tp]
 
-    def step(self, layer: int, rows: LaneInput, engine_rows: tuple[int, ...]) -> Tensor:
+    def step(self, layer: int, rows: LaneRows, engine_rows: tuple[int, ...]) -> Tensor:
         """Runs one layer: `rows` are the same on an engine's ranks, `engine_rows` counts every engine's.
 
         Returns `[T, H]` for all of the engine's rows, on each of its ranks.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 
+from moeserve.experts.gate import Gate
 from moeserve.experts.machine import machine_named
 from moeserve.runtime.config import Config
 from moeserve.runtime.epoch import Epoch
@@ -16,7 +17,7 @@ from moeserve.runtime.graphs import StepGraphs
 from moeserve.runtime.plan import Wanted
 from moeserve.runtime.rank import Rank
 from moeserve.runtime.rank_process import served_from
-from moeserve.runtime.step import LaneInput
+from moeserve.runtime.step import LaneInput, LaneLogits
 
 SIZES = (3, 1, 3, 4, 0, 3, 1, 130, 2, 3)
 
@@ -82,3 +83,29 @@ def test_replayed_steps_are_those_that_are_launched(path: Path, monkeypatch: pyt
             assert len(one) == len(other)
         else:
             assert (one == other).all()
+
+
+def test_logits_are_routed_by_the_gate_held(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, routing, record = rank_of(path), rank_of(path), Recorder()
+    monkeypatch.setattr(routing, "_graphs", StepGraphs(64, "cpu", record))
+    monkeypatch.setattr(routing, "_recordable", lambda layer, fullest: True)
+    first = given.gate(0)
+    for gate in (first, Gate("SigmoidRenorm", first.experts, first.top_k)):  # as of weights loaded since
+        monkeypatch.setattr(routing, "gate", lambda layer, gate=gate: gate)
+        for seed in range(4):
+            rows = lane(given, 3, seed)
+            logits = torch.randn(3, first.experts, generator=torch.Generator().manual_seed(seed))
+            experts, weights = gate.route(logits)
+            wanted, _ = given.step(0, LaneInput(rows.hidden, experts, weights, rows.valid), (3,))
+            found, _ = routing.step(0, LaneLogits(rows.hidden, logits, rows.valid), (3,))
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert record.replays == 2 * 3
+    assert (given.load_reading().tokens == routing.load_reading().tokens).all()
+
+
+def test_logits_of_another_width_are_refused_before_the_step(path: Path) -> None:
+    rank = rank_of(path)
+    logits = torch.randn(2, rank.served.checkpoint.num_experts + 1)
+    rows = LaneLogits(torch.randn(2, rank.served.checkpoint.hidden), logits, torch.ones(2, dtype=torch.bool))
+    with pytest.raises(ValueError, match="router logits must be"):
+        rank.step(0, rows, (2,))

@@ -1,13 +1,20 @@
 """The kernels of choices beside the torch code: on a GPU, or under Triton's interpreter."""
 
-import torch
-from torch import Tensor
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from moeserve.dispatch.routing import merge_duplicates
+import numpy as np
+import pytest
+import torch
+
+from moeserve.dispatch.routing import Choices, Desk, addressed, merge_duplicates, routed
+from moeserve.experts import address_kernels
 from moeserve.experts import gate as gates
 from moeserve.experts.choice_kernels import choose, count, merge
 from moeserve.experts.gate import Gate
 from moeserve.experts.meter import LoadMeter
+from moeserve.experts.placement import EMPTY, AddressBook, Placement
+from moeserve.experts.replicas import on_device as replicas
 from moeserve.experts.routing_methods import ROUTINGS, choose_by_score
 
 INF = float("inf")
@@ -36,13 +43,15 @@ def every_gate() -> list[Gate]:
     return made
 
 
-def on_device(gate: Gate, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """`Gate.route` as it goes on a GPU."""
-    seen, gates.kernels_serve = gates.kernels_serve, lambda device: True
+@contextmanager
+def kernels_everywhere() -> Iterator[None]:
+    """Gates route, and address books resolve, as on a GPU."""
+    seen = gates.kernels_serve
+    gates.kernels_serve = replicas.kernels_serve = lambda device: True
     try:
-        return gate.route(logits)
+        yield
     finally:
-        gates.kernels_serve = seen
+        gates.kernels_serve = replicas.kernels_serve = seen
 
 
 def check_gate(gate: Gate, dtype: torch.dtype, device: str) -> None:
@@ -59,7 +68,8 @@ def check_gate(gate: Gate, dtype: torch.dtype, device: str) -> None:
         gate = gate.with_bias(torch.randn(gate.experts, generator=draw) / 4)
     wanted_ids, wanted = gate.route(logits)
     own = gate if gate.bias is None else gate.with_bias(gate.bias.to(device))
-    ids, weights = (found.cpu() for found in on_device(own, logits.to(device)))
+    with kernels_everywhere():
+        ids, weights = (found.cpu() for found in own.route(logits.to(device)))
     case = (gate.method, gate.experts, gate.groups, gate.scaling, dtype)
     assert ids.dtype == torch.int32 and weights.dtype == torch.float32, case
     assert torch.equal(ids, wanted_ids), (case, ids, wanted_ids)
@@ -92,6 +102,70 @@ def check_count(device: str) -> None:
     assert int(by_expert.sum()) > 0
 
 
+def check_address(placement: Placement, choice: str, rows: int, top: int, device: str) -> None:
+    """One launch gives what folding, resolving and counting do, one after another."""
+    draw = torch.Generator().manual_seed(rows + top)
+    experts = torch.randint(-1, placement.experts + 2, (rows, top), generator=draw, dtype=torch.int32)
+    weights = torch.randint(-4, 5, (rows, top), generator=draw).float()
+    weights = torch.where(experts < 0, float("nan"), weights)
+    chosen, layer = Choices(experts, weights, torch.arange(rows) % 4 != 2), 1
+    sizes, case = (*placement.slots.shape, placement.experts), (placement.slots.shape, choice, rows, top)
+    meter, counted = (LoadMeter((sizes[0], sizes[2], sizes[1]), there) for there in (device, "cpu"))
+    with kernels_everywhere():
+        book = AddressBook(placement, device, choice, 1)
+    given = Choices(*(column.to(device) for column in chosen))
+    slots, summed = addressed(given, Desk(layer, book, meter, rows))
+    kept, wanted = merge_duplicates(*chosen)
+    resolved = book.resolve(layer, kept.to(device), given.valid)
+    counted.count(layer, kept, resolved.cpu(), rows)
+    assert slots.dtype == torch.int32 and torch.equal(slots, resolved), (case, slots, resolved)
+    assert summed.dtype == torch.float32 and torch.equal(summed.cpu(), wanted), (case, summed, wanted)
+    held = torch.from_numpy(np.append(placement.slots[layer], EMPTY))[slots.cpu().long()]
+    assert torch.equal(held, torch.where(kept < placement.experts, kept, EMPTY)), case
+    found, load = (each.snapshot(0.0).read() for each in (meter, counted))
+    assert (found.tokens == load.tokens).all() and (found.slots == load.slots).all(), case
+
+
+def check_route(placement: Placement, choice: str, device: str) -> None:
+    """Logits give what the gate's choice does, in another launch."""
+    gate, rows = Gate("DeepSeekV3", placement.experts, 4, groups=4, topk_groups=2, scaling=2.5), 9
+    gate = gate.with_bias(torch.linspace(-0.1, 0.1, placement.experts, device=device))
+    logits = torch.randn(rows, placement.experts, device=device)
+    valid = torch.arange(rows, device=device) % 4 != 2
+    layers, slots = placement.slots.shape
+    meters = [LoadMeter((layers, placement.experts, slots), device) for _ in range(2)]
+    with kernels_everywhere():
+        book = AddressBook(placement, device, choice, 1)
+        assert gate.in_one_launch(logits)
+        desks = [Desk(1, book, meter, rows) for meter in meters]
+        found = routed(gate, logits, valid, desks[0])
+        wanted = addressed(Choices(*gate.route(logits), valid), desks[1])
+        with pytest.raises(ValueError, match="must be"):
+            routed(gate, logits[:, 1:], valid, desks[0])
+    assert all(map(torch.equal, found, wanted)), (choice, found, wanted)
+    assert int((found[0] == EMPTY).sum()) == 4 * int((~valid).sum())
+    one, other = (meter.snapshot(0.0).read() for meter in meters)
+    assert (one.tokens == other.tokens).all() and (one.slots == other.slots).all() and one.tokens.any()
+
+
+def check_addresses(device: str) -> None:
+    """Without and with room for replicas; where compiling takes no time, in all ranges of choices."""
+    even, random = Placement.even(2, 16, 4), np.random.default_rng(0)
+    slots = random.permuted([[*range(16), 3, 3, 7, EMPTY]] * 2, axis=1)
+    replicated = Placement(slots.astype(np.int32), 4, 16)
+    sizes = ((0, 8), (37, 8))
+    usual = address_kernels.WHOLE, address_kernels.CHUNK
+    if device == "cpu":
+        address_kernels.WHOLE, address_kernels.CHUNK = ((64, 16, 4), (256, 16, 4), (512, 32, 8)), 256
+        sizes = ((0, 4), (5, 3), (20, 8), (37, 8), (100, 6))
+    books = ((even, "hash"), (even, "lp"), (replicated, "lp"), (replicated, "waterfill"))
+    for placement, choice in books:
+        for rows, top in sizes:
+            check_address(placement, choice, rows, top, device)
+        check_route(placement, choice, device)
+    address_kernels.WHOLE, address_kernels.CHUNK = usual
+
+
 def check_all(device: str) -> None:
     """Every case, on tensors of `device`."""
     for number, gate in enumerate(every_gate()):
@@ -99,6 +173,7 @@ def check_all(device: str) -> None:
     for rows, top in ((0, 4), (1, 1), (5, 2), (37, 8), (16, 3)):
         check_merge(rows, top, device)
     check_count(device)
+    check_addresses(device)
     none = torch.empty(0, 16, device=device)
-    empty_ids, empty_weights = choose(Gate("Default", 16, 3), none, "softmax", "score", 1e-20)
+    empty_ids, empty_weights = choose(Gate("Default", 16, 3), none)
     assert empty_ids.shape == empty_weights.shape == (0, 3)

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moeserve.experts import address_kernels as kernels
 from moeserve.experts.placement import EMPTY, AddressBook, Placement
-from moeserve.experts.replicas import Size, choice_named, kernels
+from moeserve.experts.replicas import Size, choice_named
 from moeserve.experts.replicas.on_device import DeviceSplitter
 
 SIZES = [  # experts, ranks, slots a rank
@@ -111,7 +112,7 @@ def main() -> None:
                 beyond.append(check(placed(size, number), choice, experts, number % size[1]))
     check_an_expert_with_four_replicas()
     check_rewritten_tables()
-    kernels.SMALL, kernels.WHOLE, kernels.CHUNK = 256, 512, 256  # smaller than they are
+    kernels.WHOLE, kernels.CHUNK = ((256, 16, 4), (512, 32, 4)), 256  # smaller than they are
     for rows in (60, 100, 280):  # counted by every program at once, in wider ones, in a launch before
         beyond.append(check(placed((16, 4, 6), 3), "lp", chosen(16, rows, rows), 1))
     print(f"checked: on average {np.mean(beyond):.3f} rows beyond the torch path", file=sys.stderr)

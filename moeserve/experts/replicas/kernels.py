@@ -1,45 +1,30 @@
 # mypy: ignore-errors
-"""The choice of replicas on a GPU: counts a batch's rows, splits them, gives each row its slot.
+"""The choice of replicas on a GPU, as device functions: counts of choices, their split, each one's slot.
 
-One launch: every program makes the whole split for itself, which costs no time beside the others and needs
-no exchange, and then serves `SPAN * BLOCK` rows. More than `WHOLE` rows are counted in a launch before.
-The counts are of two kinds: by rank, of rows whose expert has one slot, and by replicated expert. A split
-`[X, N]` lives in registers. These kernels also run under Triton's interpreter.
+The counts are of two kinds: by rank, of choices whose expert has one slot, and by replicated expert. A split
+`[X, N]` lives in registers. `address_kernels` launches them.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from moeserve.experts.replicas import MOMENTUM
 
-BLOCK = 64  # rows that get their slots at a time
-SMALL, WHOLE = 1024, 4096  # rows that every program counts for itself
-CHUNK = 1024  # rows a program counts, of more than WHOLE
-ROUNDS, MOVES = 8, 4  # of `transport`; the torch path's 12 and 6 empty the fullest rank by 0.1 % at most
-SPAN = 4  # blocks of a program, of more than WHOLE rows
+@triton.jit
+def homes(ids, home, EXPERTS: tl.constexpr):
+    """Of each id its expert's only slot, or -1 - x of replicated expert x, or -2^30 where there is none."""
+    return tl.load(home + ids, mask=(ids >= 0) & (ids < EXPERTS), other=-(1 << 30))
 
 
 @triton.jit
-def _homes(experts, valid, home, index, rows, EXPERTS: tl.constexpr, TOP: tl.constexpr):
-    """Of each row its expert's only slot, or -1 - x of replicated expert x, or -2^30 where there is none."""
-    inside = index < rows
-    expert = tl.load(experts + index, mask=inside, other=-1)
-    known = inside & (expert >= 0) & (expert < EXPERTS)
-    known = known & (tl.load(valid + index // TOP, mask=inside, other=0) != 0)
-    return tl.load(home + expert, mask=known, other=-(1 << 30))
-
-
-@triton.jit
-def _by_rank(place, lane, WIDTH: tl.constexpr, RANKS: tl.constexpr, N: tl.constexpr):
-    """Rows of experts with one slot, by rank from `lane` on."""
+def by_rank(place, lane, WIDTH: tl.constexpr, RANKS: tl.constexpr, N: tl.constexpr):
+    """Choices of experts with one slot, of `homes` flat, by rank from `lane` on."""
     rank = (tl.maximum(place, 0) // WIDTH + RANKS - lane) % RANKS
     return tl.histogram(rank, N, mask=place >= 0)
 
 
 @triton.jit
-def _by_replicated(place, mask, X: tl.constexpr):
-    """Rows of replicated experts where `mask`."""
+def by_replicated(place, mask, X: tl.constexpr):
+    """Choices of replicated experts where `mask`."""
     there = mask & (place < 0) & (place >= -X)
     return tl.histogram(tl.where(there, -1 - place, 0), X, mask=there)
 
@@ -132,23 +117,9 @@ def _waterfill(fixed, shared, holds, X: tl.constexpr, N: tl.constexpr):
     return split
 
 
-@triton.jit(do_not_specialize=["rows", "lane"], do_not_specialize_on_alignment=["experts", "valid"])
-def count_rows(
-    experts, valid, home, parts, rows, lane,
-    EXPERTS: tl.constexpr, TOP: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
-    X: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Writes `parts [chunks, N + X]` int32: rows of a chunk by rank, and by replicated expert."""
-    at = tl.program_id(0) * (N + X)
-    index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    place = _homes(experts, valid, home, index, rows, EXPERTS, TOP)
-    tl.store(parts + at + tl.arange(0, N), _by_rank(place, lane, WIDTH, RANKS, N))
-    tl.store(parts + at + N + tl.arange(0, X), _by_replicated(place, place < 0, X))
-
-
 @triton.jit
-def _summed(parts, chunk, chunks, X: tl.constexpr, N: tl.constexpr):
-    """Rows by rank, by replicated expert, and the latter in the chunks before `chunk`."""
+def summed(parts, chunk, chunks, X: tl.constexpr, N: tl.constexpr):
+    """Of `parts`: choices by rank, by replicated expert, and the latter in the chunks before `chunk`."""
     g = tl.arange(0, 16)
     fixed = tl.zeros([N], tl.int32)
     shared = tl.zeros([X], tl.int32)
@@ -165,67 +136,34 @@ def _summed(parts, chunk, chunks, X: tl.constexpr, N: tl.constexpr):
     return fixed, shared, before
 
 
-@triton.jit(do_not_specialize=["rows", "lane", "chunks"], do_not_specialize_on_alignment=["experts", "valid"])
-def assign_rows(
-    experts, valid, home, cells, parts, ends, out, rows, lane, chunks,
-    EXPERTS: tl.constexpr, TOP: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
-    X: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr, ROUNDS: tl.constexpr, MOVES: tl.constexpr, MOMENTUM: tl.constexpr,
+@triton.jit
+def split_over_ranks(
+    fixed, shared, holds, X: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
+    ROUNDS: tl.constexpr, MOVES: tl.constexpr, MOMENTUM: tl.constexpr,
 ):  # fmt: skip
-    """Writes slots of `SPAN * BLOCK` rows to `out`; CHUNK covers all rows if SPAN is 1; `ends` as `cells`."""
-    first = tl.program_id(0) * SPAN * BLOCK
-    chunk = first // CHUNK
-    index = chunk * CHUNK + tl.arange(0, CHUNK)
-    place = _homes(experts, valid, home, index, rows, EXPERTS, TOP)
-    before = _by_replicated(place, index < first, X)
-    if SPAN > 1:
-        fixed, shared, ahead = _summed(parts, chunk, chunks, X, N)
-        before += ahead
-    else:
-        fixed = _by_rank(place, lane, WIDTH, RANKS, N)
-        shared = before + _by_replicated(place, index >= first, X)
-    n = tl.arange(0, N)
-    held = tl.load(cells + tl.arange(0, X)[:, None] * N + n[None, :])
+    """The split `[X, N]` int32 named SPLIT, of `fixed [N]` and `shared [X]` over what `holds [X, N]`."""
     if SPLIT == "lp":
-        split = _transport(fixed, shared[:, None], held >= 0, ROUNDS, MOMENTUM)
-        split = _levelled(_whole(split, shared[:, None], held >= 0), fixed, held >= 0, X, N, MOVES)
+        split = _transport(fixed, shared[:, None], holds, ROUNDS, MOMENTUM)
+        split = _levelled(_whole(split, shared[:, None], holds), fixed, holds, X, N, MOVES)
     else:
         tl.static_assert(SPLIT == "waterfill", "a split without device code")
-        split = _waterfill(fixed, shared, held >= 0, X, N)
-    tl.store(ends + tl.arange(0, X)[:, None] * N + n[None, :], tl.cumsum(split, 1))  # all write the same
-    tl.debug_barrier()
-    for block in range(SPAN):
-        row = first + block * BLOCK + tl.arange(0, BLOCK)
-        home_of = _homes(experts, valid, home, row, rows, EXPERTS, TOP)
-        several = (home_of < 0) & (home_of >= -X)
-        x = tl.where(several, -1 - home_of, 0)
-        earlier = (x[None, :] == x[:, None]) & (row[None, :] < row[:, None]) & several[None, :]
-        mine = x[:, None] == tl.arange(0, X)[None, :]
-        nth = tl.sum(tl.where(mine, before[None, :], 0), 1) + tl.sum(earlier.to(tl.int32), 1)
-        covered = tl.load(ends + x[:, None] * N + n[None, :]) <= nth[:, None]
-        rank = tl.minimum(tl.sum(covered.to(tl.int32), 1), N - 1)
-        slot = tl.load(cells + x * N + rank, mask=several, other=-1)
-        tl.store(out + row, tl.where(home_of >= 0, home_of, slot), mask=row < rows)
-        before += _by_replicated(home_of, several, X)
+        split = _waterfill(fixed, shared, holds, X, N)
+    return split
 
 
-def assign(tables, layer, experts, valid):
-    """Slots `[T, K]` int32 of `experts [T, K]`, by a `DeviceSplitter`; `valid [T]`, all of it contiguous."""
-    rows, top = experts.numel(), experts.shape[1]
-    out = torch.empty(experts.shape, dtype=torch.int32, device=experts.device)
-    if not rows:
-        return out
-    home, cells = tables.home[layer], tables.cells[layer]
-    x, n = cells.shape
-    sizes = (tables.size.experts, top, tables.size.slots // tables.size.ranks, tables.size.ranks, x, n)
-    ends = torch.empty_like(cells)
-    chunk, span, chunks, parts = SMALL if rows <= SMALL else WHOLE, 1, 0, out
-    if rows > WHOLE:
-        chunk, span, chunks = CHUNK, SPAN, triton.cdiv(rows, CHUNK)
-        parts = torch.empty((chunks, n + x), dtype=torch.int32, device=experts.device)
-        count_rows[(chunks,)](experts, valid, home, parts, rows, tables.lane, *sizes, chunk, num_warps=4)
-    assign_rows[(triton.cdiv(rows, BLOCK * span),)](
-        experts, valid, home, cells, parts, ends, out, rows, tables.lane, chunks, *sizes, chunk, span, BLOCK,
-        tables.split, ROUNDS, MOVES, MOMENTUM, num_warps=tables.warps,
-    )  # fmt: skip
-    return out
+@triton.jit
+def slots_in_turn(place, before, cells, ends, X: tl.constexpr, N: tl.constexpr):
+    """Slots of `homes` flat, -1 for none, in the batch's order after `before [X]` choices of each expert.
+
+    `ends [X, N]` are a split's sums over the ranks, in memory as `cells`.
+    """
+    several = (place < 0) & (place >= -X)
+    x = tl.where(several, -1 - place, 0)
+    index = tl.arange(0, place.shape[0])
+    earlier = (x[None, :] == x[:, None]) & (index[None, :] < index[:, None]) & several[None, :]
+    mine = x[:, None] == tl.arange(0, X)[None, :]
+    nth = tl.sum(tl.where(mine, before[None, :], 0), 1) + tl.sum(earlier.to(tl.int32), 1)
+    covered = tl.load(ends + x[:, None] * N + tl.arange(0, N)[None, :]) <= nth[:, None]
+    rank = tl.minimum(tl.sum(covered.to(tl.int32), 1), N - 1)
+    slot = tl.load(cells + x * N + rank, mask=several, other=-1)
+    return tl.where(place >= 0, place, slot)
