@@ -90,7 +90,8 @@ def cases(text: str) -> Iterator[Case]:
         yield Case(scheme, list(Grouping)[i % 2], "silu", ODD, FEW)
     names = (
         "bf16", "fp16", "fp8_channel x fp8_token", "fp8_block128 x fp8_group128", "int8_channel x int8_token",
-        "int4_asym_group64 x bf16", "int4_group128 x bf16", "mxfp4 x bf16", "nvfp4 x nvfp4_static", "mxfp8",
+        "int4_asym_group64 x bf16", "int4_group32 x bf16", "mxfp4 x bf16", "mxfp6_e3m2", "mxfp8",
+        "nvfp4 x nvfp4_static",
     )  # fmt: skip
     picked = [scheme for scheme in map(scheme_named, names) if scheme in schemes]
     for scheme, counts, grouping in itertools.product(picked, (SOME, MANY), Grouping):
@@ -176,12 +177,12 @@ class Timed:
         """Of the kernel and of the reference; and bytes of the weights."""
         weights, batch, spec = self.weights(), self.batch(), KernelSpec(self.scheme, SHAPE, torch.bfloat16)
         kernel, reference = TritonDequant(spec), TorchReference(spec)
-        prepared = kernel.prepare(weights)
+        prepared, plain = kernel.prepare(weights), reference.prepare(weights)
         own = medians({"": lambda: kernel.apply(prepared, batch)}, 13)[""]
-        reference.apply(prepared, batch)
+        reference.apply(plain, batch)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        reference.apply(prepared, batch)
+        reference.apply(plain, batch)
         torch.cuda.synchronize()
         return own, (time.perf_counter() - start) * 1e6, weights.nbytes
 

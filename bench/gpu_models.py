@@ -16,13 +16,14 @@ from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats import BF16, FP8_BLOCK
 from moeserve.quant.formats.fp8 import FP8_GROUP
 from moeserve.quant.formats.mx import MXFP4
-from moeserve.quant.formats.nvfp4 import NVFP4
+from moeserve.quant.formats.nvfp4 import NVFP4, NVFP4_E4M3
 
 SCHEMES = {
     "nvfp4": Scheme(NVFP4, BF16),
     "mxfp4": Scheme(MXFP4, BF16),
     "nvfp4_fp8": Scheme(NVFP4, FP8_GROUP),
     "mxfp4_fp8": Scheme(MXFP4, FP8_GROUP),
+    "nvfp4_e4m3_fp8": Scheme(NVFP4_E4M3, FP8_GROUP),
     "fp8": Scheme(FP8_BLOCK, FP8_GROUP),
     "bf16": Scheme(BF16, BF16),
 }
@@ -96,7 +97,8 @@ MODELS = {
     for model in (
         Held(
             "deepseek-v3", 64, 2, ExpertShape(7168, 2048, _SILU),
-            ("fp8", "nvfp4", "mxfp4", "mxfp4_fp8", "bf16", "nvfp4_fp8"), (1, 8, 32, 128, 512, 2048, 16384),
+            ("fp8", "nvfp4", "mxfp4", "mxfp4_fp8", "nvfp4_e4m3_fp8", "bf16", "nvfp4_fp8"),
+            (1, 8, 32, 128, 512, 2048, 16384),
         ),
         Held("qwen3-235b", 32, 2, ExpertShape(4096, 1536, _SILU), ("fp8", "nvfp4", "bf16")),
         Held(

@@ -207,7 +207,7 @@ def _marlin_operands(
         intermediate_size_per_partition=inner,
         params_dtype=torch.bfloat16,
     )
-    if few.gate_up.format.name == "nvfp4":
+    if few.gate_up.format.name.startswith("nvfp4"):
         (w1, s1, g1), (w2, s2, g2) = few.gate_up.parts, few.down.parts
         g1, g2 = (g.reshape(few.experts, -1)[:, 0].contiguous() for g in (g1, g2))
         found = convert.prepare_nvfp4_moe_layer_for_marlin(layer, w1, s1, g1, w2, s2, g2, True)
@@ -301,6 +301,7 @@ PEERS: dict[str, dict[str, Peer]] = {
     },
     "nvfp4_fp8": {"vLLM Marlin, bf16 rows": Peer(marlin)},
     "mxfp4_fp8": {"vLLM Marlin, bf16 rows": Peer(marlin)},
+    "nvfp4_e4m3_fp8": {"vLLM Marlin, bf16 rows": Peer(marlin)},
     "fp8": {
         "vLLM Triton": Peer(vllm_fp8),
         "vLLM DeepGEMM": Peer(vllm_deep_gemm, needs=("vllm", "deep_gemm"), least=ALIGNED),

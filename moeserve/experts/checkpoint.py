@@ -16,7 +16,7 @@ from moeserve.experts.dialects import DIALECTS, dialect_for, family_of
 from moeserve.experts.dialects.dialect import Quantization, Storage
 from moeserve.experts.dialects.family import EXPERT_COUNT_KEYS, TOP_K_KEYS, Config, required
 from moeserve.experts.dialects.layer import StoredLayer
-from moeserve.experts.dialects.load_as import scheme_to_load_as
+from moeserve.experts.dialects.load_as import keeps, scheme_to_load_as
 from moeserve.experts.dialects.names import LayerNames, correction_biases, expert_layers
 from moeserve.experts.dialects.reading import copy_expert
 from moeserve.experts.dialects.store import CheckpointError, TensorStore, read_json
@@ -109,7 +109,7 @@ class Checkpoint:
             raise ValueError(f"I={self.inner} must be a multiple of slices={slices}")
         inner = self.inner // slices
         spans = [(part.rows, part.columns) for part in form.parts]
-        if slices > 1 and form == storage.scheme.weights:
+        if slices > 1 and keeps(storage.scheme.weights, form):
             spans += [(tensor.rows, tensor.columns) for tensor in storage.tensors]
         rows = max(rows for rows, _ in spans)  # gate meets up within a block, however it is sliced
         columns = max(Fraction(columns).numerator for _, columns in spans) if slices > 1 else 1

@@ -83,12 +83,14 @@ class Function:
         shared: int = 0,
         cluster: int = 1,
         cooperative: bool = False,
+        overlapped: bool = False,
     ) -> None:
         """Queues the kernel on torch's current stream; under capture it becomes part of the graph.
 
         A tensor goes in as its address, an int as int32, a float as float32. `shared` is in bytes, beyond 48
-        KiB too; `cluster` counts blocks along x; `cooperative` promises that all blocks run at once.
-        Raises LaunchError.
+        KiB too; `cluster` counts blocks along x; `cooperative` promises that all blocks run at once;
+        `overlapped` that the kernel itself waits for the launches before it, so that it may begin before they
+        are over. Raises LaunchError.
         """
         driver = _driver()
         if shared > 48 << 10:
@@ -98,7 +100,7 @@ class Function:
         config.blockDimX, config.blockDimY, config.blockDimZ = _dim(block)
         config.sharedMemBytes = shared
         config.hStream = torch.cuda.current_stream().cuda_stream
-        attributes = _attributes(cluster, cooperative=cooperative)
+        attributes = _attributes(cluster, cooperative=cooperative, overlapped=overlapped)
         config.attrs, config.numAttrs = attributes, len(attributes)
         values = [_packed(argument) for argument in args]
         addresses = (ctypes.c_void_p * len(values))(*(address for _, address in values))
@@ -124,10 +126,11 @@ class Function:
         return [0]
 
 
-def tensor_map(tensor: Tensor, box: tuple[int, int], swizzle: int = 128) -> TensorMap:
+def tensor_map(tensor: Tensor, box: tuple[int, int], swizzle: int = 128, *, dense: bool = False) -> TensorMap:
     """How bulk tensor copies read `tensor [rows, columns]` (contiguous) in boxes of `(rows, columns)`.
 
     `swizzle` is 0, 32, 64 or 128 bytes, and as wide as a box's row; elements out of bounds read as zero.
+    A box that is `dense` in memory asks for no more than itself: others also for the rest of each 256 bytes.
     Raises ValueError for a tensor that such copies cannot read, LaunchError for the driver's refusal.
     """
     driver = _driver()
@@ -153,7 +156,9 @@ def tensor_map(tensor: Tensor, box: tuple[int, int], swizzle: int = 128) -> Tens
         [u32(1), u32(1)],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{name}"),
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        getattr(
+            driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{'NONE' if dense else 'L2_256B'}"
+        ),
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     return TensorMap(_check(made, f"tensor map of {list(tensor.shape)} in boxes of {list(box)}"), tensor)
@@ -225,7 +230,7 @@ def _driver() -> Any:
 
 
 @cache
-def _attributes(cluster: int, *, cooperative: bool) -> list[Any]:
+def _attributes(cluster: int, *, cooperative: bool, overlapped: bool) -> list[Any]:
     driver, attributes = _driver(), []
     if cluster > 1:
         size = driver.CUlaunchAttribute()
@@ -237,6 +242,11 @@ def _attributes(cluster: int, *, cooperative: bool) -> list[Any]:
         together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         together.value.cooperative = 1
         attributes.append(together)
+    if overlapped:
+        early = driver.CUlaunchAttribute()
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(early)
     return attributes
 
 

@@ -34,7 +34,7 @@ from moeserve.quant.formats.int8 import (
 )
 from moeserve.quant.formats.int8_grouped import INT8_ACT_ORDER, INT8_ASYMMETRIC, INT8_ASYMMETRIC_ACT_ORDER
 from moeserve.quant.formats.mx import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8, MXFP8_E5M2, MXINT8
-from moeserve.quant.formats.nvfp4 import NVFP4, NVFP4_STATIC
+from moeserve.quant.formats.nvfp4 import NVFP4, NVFP4_E4M3, NVFP4_STATIC
 
 OCP_MX: dict[str, Scheme] = {
     "w_mxfp4": Scheme(MXFP4, BF16),
@@ -113,6 +113,7 @@ _PAIRS: tuple[tuple[Format, Format], ...] = (
     (MXFP8, MXFP8),
     (NVFP4, NVFP4_STATIC),
     (NVFP4, FP8_GROUP),
+    (NVFP4_E4M3, FP8_GROUP),
 )
 
 SCHEMES: dict[str, Scheme] = {

@@ -23,12 +23,13 @@ from moeserve.cli.vllm.backends import (
 from moeserve.cli.vllm.reading import merged, read, toml
 from moeserve.cli.vllm.switches import ANY, CARRIERS, SWITCHES, Switch
 from moeserve.dispatch.backends import ELSEWHERE, carrier_named
+from moeserve.experts.dialects.load_as import KEPT
 from moeserve.experts.kernels import KERNELS
 from moeserve.quant.schemes import SCHEMES, scheme_named
 from moeserve.runtime.config import Config, ConfigError, from_mapping
 
-ONE_OF_EACH = {family_of(scheme): scheme for scheme in SCHEMES.values()}
-"""A scheme of each family."""
+ONE_OF_EACH = {family_of(scheme): scheme for scheme in SCHEMES.values() if scheme.weights not in KEPT}
+"""A scheme of each family that a file may hold."""
 
 
 @pytest.fixture(autouse=True)

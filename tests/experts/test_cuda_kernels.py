@@ -18,7 +18,7 @@ from made_experts import Arrival, activation_named, fresh_seed, make_scheme
 from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
 from moeserve.experts.kernel import Kernel, KernelSpec
 from moeserve.experts.kernels import cuda_bf16, cuda_fp8
-from moeserve.experts.kernels.device import prefill, prefill_wide, steps
+from moeserve.experts.kernels.device import panels, prefill, prefill_wide, steps
 from moeserve.experts.kernels.torch_reference import TorchReference
 from moeserve.experts.machine import this_machine
 from moeserve.quant.format import Format, Scheme
@@ -40,9 +40,9 @@ def test_the_list_of_groups_has_room(counts: tuple[int, ...], spare: int) -> Non
     capacity = sum(counts) + spare
     tokens = FP8_GROUP.empty((capacity, 128))
     batch = ExpertBatch(tokens, Grouping.RAGGED, torch.tensor(counts), torch.zeros(len(counts) + 1))
-    for module in (prefill, prefill_wide):
-        groups = sum(ceil(count / module.GROUP_ROWS) for count in counts)
-        assert groups <= module.Step(batch, capacity).limit
+    wide = (prefill_wide.Step(batch, capacity, width) for width in (prefill_wide.WIDE, prefill_wide.NARROW))
+    for step in (prefill.Step(batch, capacity), *wide):
+        assert sum(ceil(count / step.cut[1]) for count in counts) <= step.limit
 
 
 FORMS: list[dict[str, Any]] = [
@@ -69,7 +69,9 @@ def test_every_form_compiles(module: ModuleType, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
     for form in FORMS:
         text = steps.source(f"{module.__name__.rpartition('.')[2]}.cu")
-        assert nvrtc.compiled(text, "sm_90a", steps.Form(**form).options)
+        for rows in (prefill_wide.WIDE.rows, prefill_wide.NARROW.rows)[: 1 + (module is prefill_wide)]:
+            options = (*steps.Form(**form).options, *steps.defined({"MOST_ROWS": rows}))
+            assert nvrtc.compiled(text, "sm_90a", options)
     assert nvrtc.compiled(steps.source("prefill_rows.cu"), "sm_90a")
 
 
@@ -88,17 +90,23 @@ KERNELS: dict[Scheme, Callable[[KernelSpec], Kernel]] = {FP8: cuda_fp8.CudaFp8, 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("grouping", list(Grouping))
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "wide"),
+    [(case, wide) for case in CASES for wide in (True, False) if wide or case[0] == PLAIN],
+    ids=str,
+)
 def test_many_rows_agree_with_the_reference(
     case: tuple[Scheme, tuple[int, ...], tuple[int, int], str, Format],
+    wide: bool,
     grouping: Grouping,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ragged segments that begin anywhere, slots without rows, sizes over a tile's edge, NaN all around."""
     if not torch.cuda.is_available() or this_machine().arch != "sm90":
         pytest.skip("needs a Hopper GPU: CUDA C++ has no interpreter")
+    monkeypatch.setattr(cuda_bf16, "MANY_ROWS", 0 if wide else 1 << 30)
     for module in (cuda_fp8, cuda_bf16):
-        monkeypatch.setattr(module, "MANY_ROWS", 0)
+        monkeypatch.setattr(module, "few_form", lambda *_: None)
     scheme, counts, sizes, activation, wire = case
     generator = torch.Generator().manual_seed(fresh_seed())
     for bias, dtype in itertools.product((False, True), steps.OUTS):
@@ -116,3 +124,19 @@ def test_many_rows_agree_with_the_reference(
             for k in (kernel, reference)
         )
         assert float((found - wanted).norm() / wanted.norm()) <= 2e-2, (bias, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("sides", "rows", "k"), [(2, 72, 136), (1, 128, 256), (2, 64, 192), (1, 8, 16)])
+@pytest.mark.parametrize("slots", [0, 3])
+def test_panels_hold_every_weight_and_zeros_past_the_edges(
+    dtype: torch.dtype, sides: int, rows: int, k: int, slots: int
+) -> None:
+    weights = torch.randn(slots, sides * rows, k).to(dtype)
+    packed = panels.panels(weights, sides)
+    _, _, down, across, _, width = packed.shape
+    whole = packed.transpose(3, 4).reshape(slots, sides, down * panels.ROWS, across * width)
+    plain = weights.view(torch.uint8) if weights.itemsize == 1 else weights
+    assert width * packed.itemsize == panels.BYTES
+    assert torch.equal(whole[:, :, :rows, :k], plain.view(slots, sides, rows, k))
+    assert whole.count_nonzero() == plain.count_nonzero()

@@ -10,7 +10,7 @@ import torch
 from made_experts import Arrival, activation_named, fresh_seed, make_scheme
 from torch import Tensor
 
-from moeserve.experts.batch import ExpertShape, Grouping
+from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
 from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.kernels import cuda_fp4
 from moeserve.experts.kernels.device import decode_codes
@@ -46,6 +46,21 @@ def test_every_form_compiles(rows: int, tmp_path: Path, monkeypatch: pytest.Monk
     for bias, limited, out in ((False, False, torch.bfloat16), (True, True, torch.float32)):
         form = Form(rows, bias=bias, limited=limited, out=out)
         assert nvrtc.compiled(source("decode_codes.cu"), "sm_90a", form.options)
+
+
+@pytest.mark.parametrize(
+    ("rows", "few_takes", "some"),
+    [(8, True, False), (8, False, True), (13, True, True), (64 * 20, False, True), (64 * 21, False, False)],
+)
+def test_a_step_of_more_than_few_rows_and_less_than_many_is_its_own(
+    rows: int, few_takes: bool, some: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_fp4, "few_form", lambda *_: "a form" if few_takes else None)
+    shape = ExpertShape(64, 64, activation_named("silu"))
+    kernel = cuda_fp4.CudaFp4(KernelSpec(Scheme(NVFP4, BF16), shape, torch.bfloat16))
+    counts = torch.zeros(64, dtype=torch.int32)
+    batch = ExpertBatch(BF16.empty((rows, 64)), Grouping.RAGGED, counts, torch.zeros(65, dtype=torch.int32))
+    assert (kernel._some(batch) is not None) == some
 
 
 CASES: list[tuple[tuple[int, ...], tuple[int, int], str, Format]] = [

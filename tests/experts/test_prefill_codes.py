@@ -23,37 +23,46 @@ from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_GROUP
 from moeserve.quant.formats.mx import MXFP4
-from moeserve.quant.formats.nvfp4 import NVFP4
+from moeserve.quant.formats.nvfp4 import NVFP4, NVFP4_E4M3
 
 W4A8 = Scheme(MXFP4, FP8_GROUP)
+ROUNDED_W4A8 = Scheme(NVFP4_E4M3, FP8_GROUP)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def mxfp4(*shape: int, spread: float = 1.0) -> Packed:
+def four_bit(form: Format, *shape: int, spread: float = 1.0) -> Packed:
     """Weights whose blocks differ in scale by about 2^spread."""
     generator = torch.Generator().manual_seed(fresh_seed())
     blocks = torch.exp2(torch.randn(*shape[:-1], shape[-1] // 32, generator=generator) * spread)
-    return MXFP4.quantize(torch.randn(shape, generator=generator) * blocks.repeat_interleave(32, -1))
+    return form.quantize(torch.randn(shape, generator=generator) * blocks.repeat_interleave(32, -1))
 
 
 def in_e4m3(tensors: dict[str, Tensor], n: int, k: int) -> Tensor:
     """What `prefill_codes.cu` makes of codes and scales for E4M3 rows, byte by byte: `[e, n, k]` float32."""
     e, across, deep, _ = tensors["codes"].shape
-    words, scales = tensors["codes"].long().split((64 * 64, 64 * 4), dim=-1)
+    words, scales = tensors["codes"].long().split((64 * 64, tensors["codes"].shape[-1] - 64 * 64), dim=-1)
     codes = words.reshape(e, across, deep, 4, 2, 8, 4, 4, 4)
-    b = scales.reshape(e, across, deep, 4, 2, 8, 1, 4)
-    magnitudes = torch.stack((0 * b, b - 8, b, b + 4, b + 8, b + 12, b + 16, b + 20), -1)
+    s = scales.reshape(e, across, deep, 4, 2, 8, 1, 4, -1)  # one of 32 of K, or two
+    b = (s + ((s >> 7) * 0xFFFF << 16)) & 0xFFFFFFFF
+    low, high = (b * 0x01010100 + 0x04FFF800, b * 0x01010101 + 0x150D1008)
+    magnitudes = torch.stack([each >> 8 * i & 0xFF for each in (low, high) for i in range(4)], -1)
     nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
     signs = torch.cat((nibbles[..., 1::2], nibbles[..., 0::2]), -1) >> 3
-    picked = magnitudes.expand(*nibbles.shape).gather(-1, nibbles & 7) | signs << 7
+    both = magnitudes.expand(*codes.shape[:-1], -1, 8).repeat_interleave(2 // s.shape[-1], -2)
+    picked = both.gather(-1, (nibbles & 7).unflatten(-1, (2, 4))).flatten(-2) ^ signs << 7
     values = picked.to(torch.uint8).view(torch.float8_e4m3fn).float()
     # warp, row 3, row 0-2, lane % 4, 32 of K, half, code
     held = values.view(e, across, deep, 4, 2, 8, 4, 4, 2, 4).permute(0, 1, 3, 4, 5, 2, 7, 8, 6, 9)
     return held.reshape(e, across * 64, deep * 128)[:, :n, :k] * tensors["row_scale"][..., None]
 
 
-KEPT = 0x81C081C0
+KEPT, REST = 0x81C081C0, 0x06030603
+
+
+def turned(words: Tensor, bits: int) -> Tensor:
+    """32-bit words (in int64) turned left."""
+    return (words << bits | words >> 32 - bits) & 0xFFFFFFFF
 
 
 def halves(words: Tensor) -> Tensor:
@@ -67,10 +76,14 @@ def in_bf16(tensors: dict[str, Tensor], n: int, k: int) -> Tensor:
     e, across, deep = tensors["codes"].shape[:3]
     # column + 8, warp, row 0-2, lane % 4, row 3, half of K
     w = tensors["codes"].view(e, across, 2 * deep, 2, 4, 8, 4, 2, 2).long() & 0xFFFFFFFF
-    last = (w << 1 & 0x80008000) | (w >> 5 & 0x01000100) | (w >> 4 & 0x00C000C0)
-    values = halves(torch.stack((w & KEPT, w << 3 & KEPT, w << 6 & KEPT, last), -1))
+    first, second = w.unbind(-1)
+    rest = (first & REST) | (second & ~REST)
+    left = (first, 0), (first, 4), (first, 10), (rest, 8)
+    right = (second, 2), (second, 6), (second, 12), (rest, 14)
+    places = [torch.stack([turned(word, bits) & KEPT for word, bits in half], -1) for half in (left, right)]
+    values = halves(torch.stack(places, -2))
     s = tensors["scale"].view(e, across, 2 * deep, 1, 4, 8, 1, 2, 2).long() & 0xFFFFFFFF
-    even, odd = (s << 4 & 0x0FF00FF0) | 0x70007000, (s >> 4 & 0x0FF00FF0) | 0x70007000
+    even, odd = (s & 0x0FF00FF0) | 0x70007000, (turned(s, 24) & 0x0FF00FF0) | 0x70007000
     scales = torch.stack((halves(even), halves(odd)), -1).flatten(-2)
     scaled = values * scales[..., None]
     # warp, row 3, row 0-2, block of K, half of K, 16 of it, column + 8, lane % 4, side
@@ -79,9 +92,10 @@ def in_bf16(tensors: dict[str, Tensor], n: int, k: int) -> Tensor:
     return (matrix * tensors["row_scale"].double()[..., None]).float()
 
 
+@pytest.mark.parametrize("form", [MXFP4, NVFP4_E4M3], ids=str)
 @pytest.mark.parametrize(("n", "k"), [(128, 256), (200, 288), (64, 32), (16, 160)])
-def test_codes_decode_to_the_weights_bit_for_bit(n: int, k: int) -> None:
-    packed = mxfp4(2, n, k)
+def test_codes_decode_to_the_weights_bit_for_bit(form: Format, n: int, k: int) -> None:
+    packed = four_bit(form, 2, n, k)
     assert torch.equal(in_e4m3(cuda_w4a8.pack(packed), n, k), packed.dequantize())
 
 
@@ -96,15 +110,19 @@ def test_codes_for_bf16_rows_decode_to_the_weights_bit_for_bit(form: Format) -> 
         assert torch.equal(in_bf16(own, *packed.shape[1:]), packed.dequantize().float())
 
 
-def test_blocks_far_below_their_rows_largest_read_as_zero_and_nan_stays() -> None:
-    x = torch.ones(1, 2, 96)
+@pytest.mark.parametrize("form", [MXFP4, NVFP4_E4M3], ids=str)
+def test_blocks_far_below_their_rows_largest_read_as_zero_and_nan_stays(form: Format) -> None:
+    x = torch.ones(2, 2, 96)
     x[0, 0] *= torch.exp2(torch.tensor([0.0, -10.0, -11.0])).repeat_interleave(32)
-    x[0, 1, 40] = torch.nan
-    packed = MXFP4.quantize(x)
+    x[0, 1] = 0
+    x[1, 1, 40] = torch.nan
+    packed = form.quantize(x)
     found, wanted = in_e4m3(cuda_w4a8.pack(packed), 2, 96), packed.dequantize()
-    assert torch.equal(found[0, 0, :64], wanted[0, 0, :64])
-    assert found[0, 0, 64:].abs().max() == 0
-    assert bool(found[0, 1].isnan().all())
+    assert torch.equal(found[0, 0, :64], wanted[0, 0, :64]) and found[0, 0, 63] != 0
+    assert found[0, 0, 64:].abs().max() == 0 and wanted[0, 0, 64] != 0
+    assert found[0, 1].abs().max() == 0
+    assert torch.equal(found[1, 0], wanted[1, 0])
+    assert bool(found[1, 1].isnan().all())
 
 
 def test_an_expert_packed_alone_equals_its_slot_and_none_packs_to_the_same_shapes() -> None:
@@ -166,7 +184,7 @@ def test_every_form_compiles(
 SMALL, LARGE = (608, 192), (2048, 1024)
 CASES = [
     (scheme, counts, sizes, activation, wire)
-    for scheme in (W4A8, Scheme(NVFP4, BF16), Scheme(MXFP4, BF16), cuda_fp4.ROUNDED)
+    for scheme in (W4A8, ROUNDED_W4A8, Scheme(NVFP4, BF16), Scheme(MXFP4, BF16), cuda_fp4.ROUNDED)
     for counts, sizes, activation, wire in (
         ((300, 0, 129, 1, 33, 600), SMALL, "silu", BF16),
         ((3, 0, 1, 9, 0), (160, 64), "swigluoai", FP8_GROUP),
@@ -190,7 +208,7 @@ def test_any_rows_agree_with_the_reference(
     monkeypatch.setattr(cuda_fp4, "MANY_ROWS", 0)
     scheme, counts, sizes, activation, wire = case
     generator = torch.Generator().manual_seed(fresh_seed())
-    build = cuda_w4a8.CudaW4A8 if scheme == W4A8 else cuda_fp4.CudaFp4
+    build = cuda_w4a8.CudaW4A8 if scheme in cuda_w4a8.ROW.schemes else cuda_fp4.CudaFp4
     # rows between the GEMMs are bf16 before they are rounded to E4M3: some of their codes fall elsewhere
     bound = 3e-2 if scheme == cuda_fp4.ROUNDED else 2e-2
     for bias in (False, True):

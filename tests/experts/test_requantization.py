@@ -46,6 +46,14 @@ def test_weights_that_stay_lose_nothing(tmp_path: Path) -> None:
     assert (found.stored, found.loaded) == (("nvfp4 x nvfp4_static",), ("nvfp4 x bf16",))
 
 
+def test_nvfp4_read_with_e4m3s_precision_loses_what_its_products_round(tmp_path: Path) -> None:
+    write(tmp_path, PRODUCERS["ct NVFP4"])
+    found = compared(tmp_path, "nvfp4_e4m3 x fp8_group128")
+    assert 0.018 < found.gate_up.mean <= found.gate_up.max < 0.025
+    assert 0.018 < found.down.mean <= found.down.max < 0.025
+    assert found.loaded == ("nvfp4_e4m3 x fp8_group128",)
+
+
 def test_bytes_are_those_of_the_experts_when_loaded(tmp_path: Path) -> None:
     make_checkpoint("gpt_oss", tmp_path, experts=4)  # has biases
     loaded = Checkpoint(tmp_path, load_as="mxfp4 x bf16")

@@ -25,6 +25,9 @@ SETTLING = {
 what rounds to zero, and give an exact zero of either sign code 0. A power of two that was rounded up to hold
 the largest value is halved when that value was rounded down to the next power."""
 
+WRITTEN_FINER = {"nvfp4_e4m3"}
+"""Formats that keep what another one writes, and read it rounded: what was read is written otherwise."""
+
 SHAPES = [(1, 1), (3, 128), (129, 257), (256, 384), (2, 130, 140), (0, 128), (128, 0), (0, 5, 7), (2, 0, 128)]
 
 
@@ -79,7 +82,7 @@ def settled(form: Format, x: Tensor) -> Tensor:
     return torch.where(short.any(0), 1.0, x)
 
 
-@pytest.mark.parametrize("form", ALL)
+@pytest.mark.parametrize("form", [each for each in ALL if each.id not in WRITTEN_FINER])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_is_rounded_stays_as_it_is(form: Format, shape: tuple[int, ...]) -> None:
     """Codes repeat bit for bit; a scale may move by the last bit of the division that makes it."""

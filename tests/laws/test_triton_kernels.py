@@ -37,19 +37,13 @@ def decoded(slot: dict[str, Tensor], side: str, n: int, k: int) -> Tensor:
     # half, warp, row 1-2, row 0, lane % 4, row 3, word -> row 64, column of the operand 16
     held = words.view(nb, kb, 2, 2, 4, 4, 2, 4, 2, 2).permute(0, 1, 2, 4, 8, 5, 6, 3, 7, 9)
     held = held.reshape(nb, kb, 2, 64, 8, 2)  # .., block of K, row, column pair, word of the pair
-    found = torch.empty(nb, kb, 2, 64, 2, 4, 8, 2, dtype=torch.long)  # .., word, place, column pair, side
-    for place, (sign, high, middle, low) in enumerate(codes.BITS):
-        for half in (0, 1):
-            bits = held.transpose(-1, -2) >> (16 * half)
-            code = (
-                (bits >> sign & 1) << 3
-                | (bits >> high & 1) << 2
-                | (bits >> middle & 1) << 1
-                | (bits >> low & 1)
-            )
-            found[..., place, :, half] = code
+    found = torch.zeros(nb, kb, 2, 64, 2, 4, 8, 2, dtype=torch.long)  # .., word, place, column pair, half
+    for (word, place, half, bit), (held_by, at) in codes.BITS.items():
+        found[..., word, place, :, half] |= (held[..., held_by] >> at & 1).long() << bit
     values = VALUES[found].view(nb, kb, 2, 64, 8, 16)
-    scale = slot[f"{side}.scale"].view(torch.uint8).view(nb, kb, 2, 4, 8, 2, 8)  # warp, row 0-2, row 3, group
+    scales = slot[f"{side}.scale"]
+    turned = scales >> 4 & 0xFFFFFFF | scales << 28
+    scale = turned.view(torch.uint8).view(nb, kb, 2, 4, 8, 2, 8)  # warp, row 0-2, row 3, group
     scale = scale.permute(0, 1, 2, 3, 5, 4, 6).reshape(nb, kb, 2, 64, 8, 1).int()
     factor = (1 + (scale & 7) / 8) * torch.exp2((scale >> 3) - 29.0)
     matrix = (values * factor).permute(0, 3, 1, 2, 4, 5).reshape(nb * 64, kb * 256)[:n, :k]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moeserve.quant.format import Packed
-from moeserve.quant.formats.nvfp4 import NVFP4, NVFP4_STATIC, global_scale, nvfp4_given
+from moeserve.quant.formats.nvfp4 import NVFP4, NVFP4_E4M3, NVFP4_STATIC, global_scale, nvfp4_given
 
 ROW = torch.zeros(16)
 ROW[:8] = torch.tensor([0.1, 0.2, 0.3, 0.4, -0.5, 0.75, 1, 3])
@@ -61,6 +61,28 @@ def test_decoding_multiplies_all_scales() -> None:
     scale = torch.tensor([[2.0]]).to(torch.float8_e4m3fn)
     packed = Packed(NVFP4, torch.Size((1, 16)), (codes, scale, torch.tensor([[0.25]])))
     assert packed.dequantize()[0, :2].tolist() == [0.25, 0.5]
+
+
+def test_products_are_read_with_four_bits_each_code_under_each_scale() -> None:
+    codes = torch.arange(16).repeat_interleave(8).to(torch.uint8).view(8, 16) * 17
+    scale = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)  # the last is 448
+    x = torch.stack([codes.view(1, -1)] * 127)
+    parts = (x, scale[:, None, None].expand(127, 1, 16).contiguous(), torch.full((127, 1, 1), 0.5))
+    exact, found = (
+        Packed(form, torch.Size((127, 1, 256)), parts).dequantize() for form in (NVFP4, NVFP4_E4M3)
+    )
+    fraction, exponent = torch.frexp(exact.double())
+    assert torch.equal(found.double(), torch.ldexp((fraction * 16).round() / 16, exponent))
+    assert not torch.equal(found, exact) and NVFP4_E4M3 != NVFP4
+
+
+def test_what_nvfp4_wrote_is_written_the_same_to_be_read_in_e4m3() -> None:
+    x = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(7))
+    wanted, stored = NVFP4_E4M3.quantize(x), NVFP4.quantize(x)
+    again = NVFP4_E4M3.quantize(stored.dequantize())
+    assert torch.equal(again.dequantize(), wanted.dequantize())
+    loss = float((wanted.dequantize() - stored.dequantize()).norm() / stored.dequantize().norm())
+    assert 0.02 < loss < 0.0225
 
 
 def test_a_static_format_needs_its_constant() -> None:

@@ -22,15 +22,22 @@ from torch import Tensor
 from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
 from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.kernels import triton_dequant
-from moeserve.experts.kernels.device.dequant_gemm import weights_tile
-from moeserve.experts.kernels.device.dequant_step import CUTS, FINE, Rows, Side, Step, cut_for
+from moeserve.experts.kernels.device.decode import by_group, word_tile
+from moeserve.experts.kernels.device.dequant_gemm import stored_tile
+from moeserve.experts.kernels.device.dequant_step import CUTS, FINE, WORD_CUTS, Rows, Side, Step, cut_for
+from moeserve.experts.kernels.device.words import WORDS, holds, of_packed
 from moeserve.experts.kernels.stored import ROUNDINGS, Stored, product_dtype
 from moeserve.experts.kernels.torch_reference import TorchReference
+from moeserve.experts.kernels.triton_dequant import UNREAD
+from moeserve.quant.act_order import in_order
 from moeserve.quant.bits import pack_nibbles, pack_sextets
 from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats import FORMATS
 from moeserve.quant.formats.floats import BF16, FP16, FP32
 from moeserve.quant.schemes import SCHEMES, scheme_named
+
+IN_WORDS = frozenset({"e2m1", "e3m2", "e2m3", "e4m3", "signed_int4"})
+"""Elements that are read from words alone, as are integers of words that have zero points."""
 
 COUNTS = (3, 0, 1)
 N = K = 256
@@ -38,34 +45,41 @@ N = K = 256
 
 @triton.jit
 def decode_kernel(
-    codes, fine, zero, order, out, N, K, ELEMENT: tl.constexpr, FINE: tl.constexpr, ROWS: tl.constexpr,
-    SPAN: tl.constexpr, ZERO: tl.constexpr, ORDERED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    codes, fine, zero, out, N, K, width, ELEMENT: tl.constexpr, WORDS: tl.constexpr, FINE: tl.constexpr,
+    ROWS: tl.constexpr, SPAN: tl.constexpr, SUMS: tl.constexpr, ZERO: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     """One tile of weights, fine scales included, as float32."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k0 = tl.program_id(1) * BK
-    tile = weights_tile(
-        codes, fine, zero, order, n, k0, N, K, ELEMENT, FINE, ROWS, SPAN, ZERO, ORDERED, FINE != "none",
-        BN, BK,
-    )  # fmt: skip
+    SCALED: tl.constexpr = FINE != "none" and not SUMS
+    if WORDS:
+        tile = word_tile(codes, fine, zero, n, k0, N, width, ELEMENT, SCALED, SPAN, ZERO, tl.float32, BN, BK)
+    else:
+        tile = stored_tile(codes, fine, zero, n, k0, N, K, ELEMENT, FINE, ROWS, SPAN, ZERO, SCALED, BN, BK)
     k = k0 + tl.arange(0, BK)
+    if SUMS:
+        tile *= by_group(fine, n // ROWS, n < N, k0, K, FINE, SPAN, BN, BK)
     tl.store(out + n[:, None] * K + k[None, :], tile.to(tl.float32), mask=(n < N)[:, None] & (k < K)[None, :])
 
 
 def every_code(form: Format) -> Tensor:
-    """Codes `[N, K]` of which each row has every one."""
+    """Codes `[N, K]` of which each row has every one, but for NaN where a row is NaN with it."""
     column = torch.arange(K)[None, :] + torch.arange(N)[:, None]
     if form.bits == 4:
         return pack_nibbles(column % 16)
     if form.bits == 6:
         return pack_sextets(column % 64)
     if form.bits == 8:
-        return (column % 256).to(torch.uint8).view(form.dtype)
+        codes = (column % 256).to(torch.uint8)
+        if form.dtype == torch.float8_e4m3fn:
+            codes[1:] = codes[1:].masked_fill((codes[1:] & 127) == 127, 3)
+        return codes.view(form.dtype)
     return (torch.randn(N, K) * 8).to(form.dtype)
 
 
 def every_scale(form: Format) -> Packed:
-    """A matrix in which every code meets every byte that a scale can be; float32 scales are random."""
+    """A matrix in which every code meets every byte that a scale can be; float32 scales are random bf16."""
     parts = [every_code(form)]
     for part in form.parts[1:]:
         size = part.shape_of((N, K))
@@ -77,9 +91,10 @@ def every_scale(form: Format) -> Packed:
             low = 0 if part.dtype == torch.uint8 else -128
             parts.append((rows % (17 if low == 0 else 256) + low).to(part.dtype).contiguous())
         elif part.dtype == torch.float32:
-            parts.append(torch.randn(size).exp() * 1e-2)
+            parts.append((torch.randn(size).exp() * 1e-2).bfloat16().float())
         else:
-            parts.append(rows.to(torch.uint8).contiguous().view(part.dtype))
+            near = (rows + torch.arange(size[1]) % 3 * (rows < 250)).to(torch.uint8)
+            parts.append(near.contiguous().view(part.dtype))
     return Packed(form, torch.Size((N, K)), tuple(parts))
 
 
@@ -88,22 +103,53 @@ def same(found: Tensor, wanted: Tensor) -> bool:
     return torch.equal(found.nan_to_num(nan=12345.0), wanted.nan_to_num(nan=12345.0))
 
 
+def side_of(packed: Packed, *, words: bool) -> Side:
+    """A matrix as the only slot of a side."""
+    stored = Stored.of(packed.format)
+    stack = Packed(packed.format, torch.Size((1, *packed.shape)), tuple(part[None] for part in packed.parts))
+    if words:
+        return Side(stored, of_packed(stored, stack, torch.float32), words, None)
+    names = (part.name for part in packed.format.parts)
+    return Side(stored, dict(zip(names, stack.parts, strict=True)), words, None)
+
+
+def decoded(side: Side, bn: int, bk: int) -> Tensor:
+    """The values `[N, K]` of one matrix, tile by tile."""
+    out, stored = torch.full((N, K), 7.0), side.stored
+    fine = side.part(stored.fine.name if stored.fine else None)
+    zero = side.part("zero" if stored.zero else None)
+    decode_kernel[(N // bn, K // bk)](
+        side.part("codes"), fine, zero, out, N, K, side.parts["codes"].shape[-1],
+        WORDS[stored.element] if side.words else stored.element, side.words,
+        FINE[stored.fine.dtype] if stored.fine else "none", stored.fine.rows if stored.fine else 1,
+        stored.span, stored.blocks, stored.zero is not None, bn, bk,
+    )  # fmt: skip
+    if side.words:
+        return out * side.parts["outer"][0][:, None]
+    return out if stored.outer is None else out * side.parts[stored.outer.name][0]
+
+
 def check_decode() -> None:
-    """Every code of every format, with every scale, is what the format decodes it to; tiles by turns."""
-    for at, form in enumerate(form for form in FORMATS.values() if form != FP32):
-        packed, stored = every_scale(form), Stored.of(form)
-        named = dict(zip((part.name for part in form.parts), packed.parts, strict=True))
-        side, fine = Side(stored, named, None), stored.fine
-        bn, bk = ((64, 128), (128, 64))[at % 2]
-        out = torch.full((N, K), 7.0)
-        decode_kernel[(N // bn, K // bk)](
-            side.part("codes"), side.part(fine.name if fine else None),
-            side.part("zero" if stored.zero else None), side.part("order" if stored.ordered else None),
-            out, N, K, stored.element, FINE[fine.dtype] if fine else "none", fine.rows if fine else 1,
-            stored.span, stored.zero, stored.ordered, bn, bk,
-        )  # fmt: skip
-        found = out if stored.outer is None else out * named[stored.outer.name]
-        assert same(found, packed.dequantize()), (form, (found - packed.dequantize()).abs().max())
+    """Every code of every format, with every scale, is what the format decodes it to; tiles by turns.
+
+    Where words hold the codes, a row is NaN with any of them.
+    """
+    for at, form in enumerate(form for form in FORMATS.values() if form not in UNREAD):
+        packed = every_scale(form)
+        if any(part.name == "order" for part in form.parts):
+            packed, _ = in_order(packed)
+        stored = Stored.of(packed.format)
+        in_words = holds(stored, torch.float32)
+        as_stored = stored.element not in IN_WORDS and not (in_words and stored.zero is not None)
+        for words in [False] * as_stored + [True] * in_words:
+            found, wanted = (
+                decoded(side_of(packed, words=words), *((64, 128), (128, 64))[at % 2]),
+                packed.dequantize(),
+            )
+            if words:
+                for values in (found, wanted):
+                    values[values.isnan().any(1)] = torch.nan
+            assert same(found, wanted), (form, words, (found - wanted).abs().max())
 
 
 def ragged(rows: int, width: int) -> ExpertBatch:
@@ -164,9 +210,9 @@ def error_of_step(scheme: Scheme, shape: ExpertShape, grouping: Grouping, wire: 
 
 
 def interpreted_products(weights: Stored, activations: Format, fp8_products: frozenset[str]) -> torch.dtype:
-    """The shipped choice with float32 for bf16, whose products the interpreter gets wrong."""
+    """The shipped choice with float32 for bf16, whose products the interpreter gets wrong, and in words."""
     dtype = product_dtype(weights, activations, fp8_products)
-    return torch.float32 if dtype == torch.bfloat16 else dtype
+    return torch.float32 if dtype == torch.bfloat16 or holds(weights, dtype) else dtype
 
 
 def covering(schemes: list[Scheme]) -> Iterator[Scheme]:
@@ -216,7 +262,7 @@ def check_outside() -> None:
         batch = replace(ragged(12, 64), counts=torch.tensor([4, 2], dtype=torch.int32))
         step = Step(batch, 12, cut)
         x = torch.ones(12, 64, dtype=torch.bfloat16)
-        side = Side(Stored.of(BF16), {"codes": weights.gate_up.parts[0]}, None)
+        side = Side(Stored.of(BF16), {"codes": weights.gate_up.parts[0]}, words=False, bias=None)
         torch.use_deterministic_algorithms(mode=True)  # torch.empty is NaN then
         out = step.gemm(Rows(x), side, 64, torch.float32)
         torch.use_deterministic_algorithms(mode=False)
@@ -232,8 +278,8 @@ def main() -> None:
     torch.manual_seed(fresh_seed())
     for name in sys.argv[1:] or CHECKS:
         (CHECKS | EVERY_STEP)[name]()
-    assert cut_for(1.0) is CUTS[0]
-    assert cut_for(4096) is CUTS[-1]
+    for words, cuts in ((False, CUTS), (True, WORD_CUTS)):
+        assert (cut_for(1.0, words=words), cut_for(4096, words=words)) == (cuts[0], cuts[-1])
     print("checked", file=sys.stderr)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeserve.experts.activation import ACTIVATIONS, Activation
 from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights, Grouping
-from moeserve.quant.format import Format, Scheme
+from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats.floats import FP32
 
 NEEDED = {"limit": 1.5, "beta": 2.0}
@@ -40,7 +40,10 @@ STATIC_RANGE = 16.0
 def make_scheme(
     shape: ExpertShape, experts: int, scheme: Scheme, generator: torch.Generator
 ) -> ExpertWeights:
-    """Weights of a scheme, with static activation scales where it takes them, one value an expert."""
+    """Weights of a scheme, with static activation scales where it takes them, one value an expert.
+
+    Activation orders are random.
+    """
     form = scheme.weights
 
     def matrix(rows: int, columns: int) -> Tensor:
@@ -55,9 +58,17 @@ def make_scheme(
         largest = {"fp8_static": 448.0, "int8_static": 127.0, "nvfp4_static": 2688.0}[scheme.activations.name]
         return STATIC_RANGE * (1 + torch.rand(experts, generator=generator)) / largest
 
+    def packed(rows: int, columns: int) -> Packed:
+        made = form.quantize(matrix(rows, columns))
+        if form.parts[-1].name != "order":
+            return made
+        *parts, order = made.parts
+        places = torch.rand(order.shape, generator=generator).argsort(-1)
+        return made.with_parts((*parts, order.gather(-1, places)))
+
     return ExpertWeights(
-        gate_up=form.quantize(matrix(shape.gate_up_rows, shape.hidden)),
-        down=form.quantize(matrix(shape.hidden, shape.inner)),
+        gate_up=packed(shape.gate_up_rows, shape.hidden),
+        down=packed(shape.hidden, shape.inner),
         gate_up_bias=bias(shape.gate_up_rows),
         down_bias=bias(shape.hidden),
         input_scale=scale(),

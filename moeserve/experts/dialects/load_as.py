@@ -13,6 +13,7 @@ import torch
 from moeserve.experts.dialects.store import CheckpointError
 from moeserve.quant.format import WHOLE, Format, Packed, Scheme
 from moeserve.quant.formats import FORMATS
+from moeserve.quant.formats.nvfp4 import NVFP4, NVFP4_E4M3
 from moeserve.quant.schemes import OCP_MX, SCHEMES
 
 ALIASES: Mapping[str, str] = {
@@ -49,6 +50,15 @@ def _possible(scheme: Scheme) -> bool:
 
 def _parts(form: Format) -> tuple[str, ...]:
     return tuple(part.name for part in form.parts)
+
+
+KEPT: Mapping[Format, Format] = {NVFP4_E4M3: NVFP4}
+"""Formats that read another one's parts otherwise: those stay as they are stored."""
+
+
+def keeps(stored: Format, form: Format) -> bool:
+    """Whether weights stored in one format need no encoding to be held in the other."""
+    return stored in (form, KEPT.get(form))
 
 
 def requantized(gate_up: list[Packed], down: Packed, form: Format) -> tuple[Packed, Packed]:

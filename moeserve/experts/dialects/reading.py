@@ -24,8 +24,8 @@ def copy_expert(
     storage = stored.storage
     matrices = stored.expert(expert, inner)
     whole = stored.expert(expert, slice(0, stored.inner))
-    if stored.scheme.weights != storage.scheme.weights:
-        form = stored.scheme.weights
+    form = stored.scheme.weights
+    if not load_as.keeps(storage.scheme.weights, form):
         gate_up, down = _loaded_as(form, _gate_up(storage, whole), storage.read(whole.down), inner)
     elif storage.act_order and inner != slice(0, stored.inner):
         gate_up, down = act_order.cut(_gate_up(storage, whole), storage.read(whole.down), inner)

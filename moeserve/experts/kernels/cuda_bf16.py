@@ -1,16 +1,19 @@
-"""Our own Hopper kernel for bf16 in steps of any size: many rows go through CUDA C++, few through Gluon.
+"""Our own Hopper kernel for bf16 in steps of any size, in CUDA C++ that reads weights in panels.
 
-Above some rows a slot the tensor cores are the limit, and `device/prefill_wide.cu` shares rows over a
-cluster and activates in the first GEMM; below, reading weights is, and `triton_bf16` is as fast.
+A step of very few rows is one launch of `device/few.cu`. In others `device/prefill_wide.cu` shares rows over
+a cluster and activates in the first GEMM; how many rows stand in a tile depends on whether the tensor cores
+are the limit, or reading weights is. Experts with an activation that these do not compute are
+`triton_bf16`'s, weights and all.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from moeserve.experts.batch import ExpertBatch, Grouping
+from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
-from moeserve.experts.kernels.hopper import BySize, flat
+from moeserve.experts.kernels.hopper import few_form, flat, fused, in_panels
 from moeserve.experts.kernels.torch_reference import COMPUTED
 from moeserve.experts.kernels.triton_bf16 import TritonBf16
 from moeserve.experts.nvrtc import NEEDED_MODULE
@@ -18,28 +21,55 @@ from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_GROUP
 
-MANY_ROWS = 64
-"""Rows a slot from which on the CUDA kernel is the faster one on an H200."""
+MANY_ROWS = 26
+"""Rows a slot from which on wide tiles are the faster ones on an H200."""
 
 
-class CudaBf16(BySize):
+class CudaBf16:
     """Two grouped GEMMs in bf16 with float32 sums; between them the activation, rounded to bf16."""
 
     def __init__(self, spec: KernelSpec) -> None:
-        super().__init__(spec, TritonBf16(spec))
+        self._spec, self._other = spec, None if fused(spec) else TritonBf16(spec)
 
-    def _is_for(self, batch: ExpertBatch) -> bool:
-        from moeserve.experts.kernels.device.steps import FUSED_ACTIVATIONS
+    def prepare(self, weights: ExpertWeights) -> Prepared:
+        """Values in panels, and float32 biases if any. ValueError: the weights do not fit the spec."""
+        if self._other is not None:
+            return self._other.prepare(weights)
+        return in_panels(self._spec.fit(weights).tensors())
 
-        return batch.rows_a_slot >= MANY_ROWS and self._spec.shape.activation.name in FUSED_ACTIVATIONS
-
-    def _apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
-        from moeserve.experts.kernels.device.prefill_wide import Step, Weights
-
-        spec, slot, tokens = self._spec, prepared.per_slot, flat(batch.tokens)
+    def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
+        """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
+        if self._other is not None:
+            return self._other.apply(prepared, batch)
+        shape, spec, tokens = batch.tokens.shape, self._spec, flat(batch.tokens)
+        if batch.slots == 0 or tokens.shape[0] == 0:
+            return torch.empty(shape, dtype=spec.out_dtype, device=tokens.device)
         x = tokens.parts[0] if tokens.format == BF16 else tokens.dequantize().bfloat16()
-        step = Step(batch, tokens.shape[0])
-        gate_up, down = (Weights(slot[side], slot.get(f"{side}_bias")) for side in ("gate_up", "down"))
+        few = self._few(prepared, batch, x)
+        return (self._some(prepared, batch, x) if few is None else few).view(shape)
+
+    def _few(self, prepared: Prepared, batch: ExpertBatch, x: Tensor) -> Tensor | None:
+        from moeserve.experts.kernels.device import few
+        from moeserve.experts.kernels.device.grouped import Weights
+
+        spec, slot = self._spec, prepared.per_slot
+        form = few_form("bf16", spec, batch, batch.tokens)
+        if form is None:
+            return None
+        sides = [
+            Weights("bf16", slot[f"{side}.codes"], None, None, slot.get(f"{side}_bias"), n)
+            for side, n in (("gate_up", spec.shape.gate_up_rows), ("down", spec.shape.hidden))
+        ]
+        return few.step(form, (x, None), batch, sides, spec.shape)
+
+    def _some(self, prepared: Prepared, batch: ExpertBatch, x: Tensor) -> Tensor:
+        from moeserve.experts.kernels.device.prefill_wide import NARROW, WIDE, Step, Weights
+
+        spec, slot = self._spec, prepared.per_slot
+        step = Step(batch, x.shape[0], WIDE if batch.rows_a_slot >= MANY_ROWS else NARROW)
+        gate_up, down = (
+            Weights(slot[f"{side}.codes"], slot.get(f"{side}_bias")) for side in ("gate_up", "down")
+        )
         inner = step.gate_up(x, gate_up, spec.shape.activation, spec.shape.inner)
         return step.down(inner, down, spec.shape.hidden, spec.out_dtype)
 

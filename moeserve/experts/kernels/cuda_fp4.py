@@ -30,8 +30,11 @@ if TYPE_CHECKING:
 MANY_ROWS = 128
 """Rows a slot from which on the kernel for many is the faster one on an H200."""
 
-SOME_ROWS = 24.0
-"""Rows a slot up to which the kernel for some is, beyond the few that `few.cu` takes; 0 leaves it out."""
+SOME_ROWS = 20.0
+"""Rows a slot up to which the kernel for some is; 0 leaves it out."""
+
+FEW_ROWS = 12
+"""Rows of a step up to which `few.cu`, where it takes the step, is the faster one of the two."""
 
 ROUNDED = Scheme(NVFP4, FP8_GROUP)
 """Rows are rounded to E4M3 as the scheme says, and multiplied as what they then are, in bf16."""
@@ -61,8 +64,10 @@ class CudaFp4(BySize):
         spec = self._spec
         if spec.scheme == ROUNDED or batch.rows_a_slot > SOME_ROWS:
             return None
-        few = few_form("fp4", spec, batch, batch.tokens)
-        return decode_codes.form_for(spec, batch) if few is None else None
+        is_few = batch.rows_a_slot * batch.slots <= FEW_ROWS
+        if is_few and few_form("fp4", spec, batch, batch.tokens) is not None:
+            return None
+        return decode_codes.form_for(spec, batch)
 
     def _apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
         from moeserve.experts.kernels.device import decode_codes, prefill_codes, rounded
@@ -101,5 +106,6 @@ ROW = KernelRow(
     multiple_of=(32, 64),
     looser={Scheme(NVFP4, BF16): (32, 32), Scheme(MXFP4, BF16): (32, 32)},
     fewer_activations={ROUNDED: frozenset({"silu", "swigluoai", "swigluoai_uninterleave"})},
+    bf16_sums=True,
     verified=("sm90",),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,6 +52,21 @@ def few_form(kind: str, spec: KernelSpec, batch: ExpertBatch, tokens: Packed) ->
         out=spec.out_dtype,
         rounds=kind == "fp8" and tokens.format == BF16,
     )
+
+
+def fused(spec: KernelSpec) -> bool:
+    """Whether a first GEMM of our CUDA kernels computes the activation of `spec`."""
+    from moeserve.experts.kernels.device.steps import FUSED_ACTIVATIONS
+
+    return spec.shape.activation.name in FUSED_ACTIVATIONS
+
+
+def in_panels(tensors: Mapping[str, Tensor]) -> Prepared:
+    """Experts' canonical `tensors` with all codes in panels."""
+    from moeserve.experts.kernels.device.panels import panels
+
+    sides = {"gate_up.codes": 2, "down.codes": 1}
+    return Prepared({n: panels(t, sides[n]) if n in sides else t.contiguous() for n, t in tensors.items()})
 
 
 class BySize(ABC):

@@ -43,7 +43,7 @@ class Stored:
     element: str
     fine: Part | None = None  # a scale of some columns
     outer: Part | None = None  # float32, of an output row or of the matrix
-    zero: bool = False
+    zero: Part | None = None
     ordered: bool = False
 
     @classmethod
@@ -54,7 +54,7 @@ class Stored:
         fine = next((part for part in parts.values() if part.columns != WHOLE), None)
         outer = next((part for part in parts.values() if part.columns == WHOLE), None)
         element = ELEMENTS.get(form, ELEMENT_OF[form.dtype])
-        return cls(element, fine, outer, zero is not None, order is not None)
+        return cls(element, fine, outer, zero, order is not None)
 
     @property
     def span(self) -> int:
@@ -62,9 +62,14 @@ class Stored:
         return 0 if self.fine is None else int(self.fine.columns)
 
     @property
+    def blocks(self) -> bool:
+        """Whether a fine scale is of several rows."""
+        return self.fine is not None and self.fine.rows > 1
+
+    @property
     def sums_only(self) -> bool:
         """Whether elements multiply as they are: every scale multiplies a sum, and there is no zero point."""
-        return not self.zero and not self.ordered and self.span % SUMMED == 0
+        return self.zero is None and not self.ordered and self.span % SUMMED == 0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Our own Hopper kernels for bf16 weights and rows: a persistent grouped GEMM fed by bulk tensor copies.
-
-A step of very few rows is one launch of `device/few.cu`, where that was measured to be faster.
-"""
+"""Our own Hopper kernels for bf16 weights and rows: a persistent grouped GEMM fed by bulk tensor copies."""
 
 from __future__ import annotations
 
@@ -10,9 +7,8 @@ from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
-from moeserve.experts.kernels.hopper import few_form, flat, step_for
+from moeserve.experts.kernels.hopper import flat, step_for
 from moeserve.experts.kernels.torch_reference import COMPUTED
-from moeserve.experts.nvrtc import NEEDED_MODULE
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_GROUP
@@ -34,7 +30,6 @@ class TritonBf16:
 
     def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
         """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
-        from moeserve.experts.kernels.device import few
         from moeserve.experts.kernels.device.grouped import Rows, Weights
 
         shape, spec = batch.tokens.shape, self._spec
@@ -47,8 +42,6 @@ class TritonBf16:
             side: Weights("bf16", slot[side], None, None, slot.get(f"{side}_bias"), slot[side].shape[1])
             for side in ("gate_up", "down")
         }
-        if (form := few_form("bf16", spec, batch, tokens)) is not None:
-            return few.step(form, (x, None), batch, list(sides.values()), spec.shape).view(shape)
         step = step_for("bf16", batch, tokens)
         between = step.gemm(Rows(x), sides["gate_up"], torch.bfloat16)
         inner = step.activate(between, spec.shape, fp8=False)
@@ -63,7 +56,7 @@ ROW = KernelRow(
     groupings=frozenset(Grouping),
     activations=COMPUTED,
     archs=frozenset({"sm90"}),
-    modules=frozenset({"triton", NEEDED_MODULE}),
+    modules=frozenset({"triton"}),
     multiple_of=(8, 8),
     verified=("sm90",),
 )

@@ -1,4 +1,4 @@
-"""Our own portable kernel: weights of every format stay as they are stored and decode tile by tile.
+"""Our own portable kernel: weights of every format stay in their codes and decode tile by tile.
 
 It runs on any NVIDIA GPU that Triton compiles bf16 products for. Where a kernel of the table is written for
 one scheme and one architecture, that one is faster; this one is why every scheme has a kernel on a GPU.
@@ -14,12 +14,15 @@ from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import PLAIN, KernelRow, KernelSpec, Prepared
+from moeserve.experts.kernels.device import words as device_words
 from moeserve.experts.kernels.hopper import flat
 from moeserve.experts.kernels.stored import ROUNDINGS, Rounding, Stored, product_dtype
 from moeserve.experts.kernels.torch_reference import COMPUTED, ROW_WISE
+from moeserve.quant.act_order import in_order
 from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats import FORMATS
 from moeserve.quant.formats.floats import BF16, FP16, FP32
+from moeserve.quant.formats.nvfp4 import NVFP4_E4M3
 from moeserve.quant.schemes import SCHEMES
 
 if TYPE_CHECKING:
@@ -35,8 +38,33 @@ class TritonDequant:
         self._rounding = ROUNDINGS.get(spec.scheme.activations)
 
     def prepare(self, weights: ExpertWeights) -> Prepared:
-        """The canonical tensors, as they are stored. ValueError: they do not fit the kernel's spec."""
-        return Prepared({name: t.contiguous() for name, t in self._spec.fit(weights).tensors().items()})
+        """Codes in words where products take them so, see `device/words.py`, else as they are stored.
+
+        Columns with activation order are sorted by their groups, and `columns` has their places. ValueError:
+        the weights do not fit the kernel's spec, or groups with activation order are not all of one size.
+        """
+        fitted = self._spec.fit(weights)
+        tensors: dict[str, Tensor] = {}
+        for side, packed in (("gate_up", fitted.gate_up), ("down", fitted.down)):
+            tensors |= {f"{side}.{name}": t for name, t in self._prepared(packed).items()}
+        whole = ("gate_up_bias", "down_bias", "input_scale", "inner_scale")
+        return Prepared(tensors | {name: t for name, t in fitted.tensors().items() if name in whole})
+
+    def _prepared(self, packed: Packed) -> dict[str, Tensor]:
+        """One side's tensors."""
+        columns = {}
+        if self._stored.ordered:
+            packed, places = in_order(packed)
+            columns = {"columns": places.int()}
+        dtype = self._dtype(packed.device)
+        if device_words.holds(self._stored, dtype):
+            return device_words.of_packed(self._stored, packed, dtype) | columns
+        parts = zip(packed.format.parts, packed.parts, strict=True)
+        return {part.name: t.contiguous() for part, t in parts} | columns
+
+    def _dtype(self, device: torch.device) -> torch.dtype:
+        """What is multiplied."""
+        return product_dtype(self._stored, self._spec.scheme.activations, fp8_products(device))
 
     def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
         """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
@@ -47,15 +75,21 @@ class TritonDequant:
         capacity = tokens.shape[0]
         if batch.slots == 0 or capacity == 0:
             return torch.empty(shape, dtype=spec.out_dtype, device=tokens.device)
-        step = Step(batch, capacity, cut_for(batch.rows_a_slot))
-        dtype = product_dtype(self._stored, spec.scheme.activations, fp8_products(tokens.device))
-        x = self._rows(step, tokens, slot.get("input_scale"), dtype)
+        dtype = self._dtype(tokens.device)
+        words = device_words.holds(self._stored, dtype)
         rounding = self._rounding
+        scaled = self._stored.blocks or (rounding is not None and rounding.x_span > 0)  # sums, step by step
+        step = Step(
+            batch, capacity, cut_for(batch.rows_a_slot, words=words and not scaled and roomy(tokens.device))
+        )
+        x = self._rows(step, tokens, slot.get("input_scale"), dtype)
         plain = dtype if rounding is None else torch.float32  # what stands between GEMM and rounding
-        between = step.gemm(x, self._side(prepared, "gate_up"), spec.shape.gate_up_rows, plain)
+        between = step.gemm(x, self._side(prepared, "gate_up", words=words), spec.shape.gate_up_rows, plain)
         inner = step.activate(between, spec.shape, plain)
         y = Rows(inner) if rounding is None else step.round(inner, rounding, slot.get("inner_scale"), dtype)
-        return step.gemm(y, self._side(prepared, "down"), spec.shape.hidden, spec.out_dtype).view(shape)
+        return step.gemm(
+            y, self._side(prepared, "down", words=words), spec.shape.hidden, spec.out_dtype
+        ).view(shape)
 
     def _rows(self, step: Step, tokens: Packed, given: Tensor | None, dtype: torch.dtype) -> Rows:
         """Rows as the first GEMM reads them; those that travelled in the scheme's own format are not rounded
@@ -70,12 +104,12 @@ class TritonDequant:
             return _as_they_came(tokens, rounding, dtype)
         return step.round(_values(tokens), rounding, given, dtype)
 
-    def _side(self, prepared: Prepared, side: str) -> Side:
+    def _side(self, prepared: Prepared, side: str, *, words: bool) -> Side:
         from moeserve.experts.kernels.device.dequant_step import Side
 
-        names = [part.name for part in self._spec.scheme.weights.parts]
-        parts = {name: prepared.per_slot[f"{side}.{name}"] for name in names}
-        return Side(self._stored, parts, prepared.per_slot.get(f"{side}_bias"))
+        slot = prepared.per_slot
+        parts = {name.removeprefix(f"{side}."): t for name, t in slot.items() if name.startswith(f"{side}.")}
+        return Side(self._stored, parts, words, slot.get(f"{side}_bias"))
 
 
 def _values(tokens: Packed) -> Tensor:
@@ -99,11 +133,22 @@ def fp8_products(device: torch.device) -> frozenset[str]:
     return frozenset({"e4m3"} if able else ())
 
 
+ROOMY = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
+
+
+def roomy(device: torch.device) -> bool:
+    """Whether a block of `device` may have 160 KiB of shared memory."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in ROOMY
+
+
+UNREAD = frozenset({FP32, NVFP4_E4M3})
+"""Weights that it does not decode: the last are rounded for products in E4M3, and these are in bf16."""
+
 ROW = KernelRow(
     name="triton_dequant",
     build=TritonDequant,
-    schemes=frozenset(scheme for scheme in SCHEMES.values() if scheme.weights != FP32)
-    | {Scheme(w, a) for w, a in product(FORMATS.values(), (BF16, FP16)) if w not in PLAIN},
+    schemes=frozenset(scheme for scheme in SCHEMES.values() if scheme.weights not in UNREAD)
+    | {Scheme(w, a) for w, a in product(FORMATS.values(), (BF16, FP16)) if w not in PLAIN | UNREAD},
     eats=ROW_WISE,
     groupings=frozenset(Grouping),
     activations=COMPUTED,

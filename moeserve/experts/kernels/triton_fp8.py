@@ -1,7 +1,4 @@
-"""Our own Hopper kernels for FP8: E4M3 weights scaled by 128x128 blocks, rows rounded in groups of 128.
-
-A step of few rows is one launch of `device/few.cu`, where that was measured to be faster.
-"""
+"""Our own Hopper kernels for FP8: E4M3 weights scaled by 128x128 blocks, rows rounded in groups of 128."""
 
 from __future__ import annotations
 
@@ -10,9 +7,8 @@ from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
-from moeserve.experts.kernels.hopper import few_form, flat, step_for
+from moeserve.experts.kernels.hopper import flat, step_for
 from moeserve.experts.kernels.torch_reference import COMPUTED
-from moeserve.experts.nvrtc import NEEDED_MODULE
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
@@ -30,7 +26,6 @@ class TritonFp8:
 
     def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
         """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
-        from moeserve.experts.kernels.device import few
         from moeserve.experts.kernels.device.grouped import Rows, Weights, scale_storage
 
         shape, spec = batch.tokens.shape, self._spec
@@ -44,10 +39,6 @@ class TritonFp8:
             for side in ("gate_up", "down")
             for codes in (slot[f"{side}.codes"],)
         }
-        if (form := few_form("fp8", spec, batch, tokens)) is not None:
-            scales = tokens.parts[1] if tokens.format == FP8_GROUP else None
-            given = (tokens.parts[0], scales)
-            return few.step(form, given, batch, list(sides.values()), spec.shape).view(shape)
         step = step_for("fp8", batch, tokens)
         if tokens.format == FP8_GROUP:
             scale = scale_storage(width, rows, tokens.device)
@@ -68,7 +59,7 @@ ROW = KernelRow(
     groupings=frozenset(Grouping),
     activations=COMPUTED,
     archs=frozenset({"sm90"}),
-    modules=frozenset({"triton", NEEDED_MODULE}),
+    modules=frozenset({"triton"}),
     multiple_of=(16, 16),
     verified=("sm90",),
 )

@@ -43,6 +43,7 @@ FORMATS: dict[str, Format] = {
         mx.MXFP8_E5M2,
         mx.MXINT8,
         nvfp4.NVFP4,
+        nvfp4.NVFP4_E4M3,
     )
 }
 """Every format that stores its own scales, by name."""

@@ -5,6 +5,10 @@ All scales multiply on decode: value = code x scale x global. ModelOpt stores th
 2688 (6 x 448), so that the largest block scale is 448; block scales are clamped to [2^-9, 448], and a block
 of zeros has scale 1.
 
+A kernel that multiplies in E4M3 cannot hold code x scale, of up to five significant bits. NVFP4_E4M3 is NVFP4
+read so: value = code x scale rounded to four significant bits, ties to even, x global. It stores and writes
+what NVFP4 does.
+
 Activations take their global from the checkpoint (`input_scale`). It is then no part of the stored tensor,
 and rows can travel alone: `NVFP4_STATIC.given(scale)`.
 """
@@ -64,6 +68,22 @@ NVFP4 = Format(
     "nvfp4", 4, (CODES, SCALE, Part("global_scale", torch.float32, WHOLE, WHOLE)), _encode, _decode
 )
 """Codes uint8 `[N, K/2]`, low nibble first; scale E4M3 `[N, K/16]`, linear; global scale float32 `[1, 1]`."""
+
+
+E4M3_SPARE_BITS = 20
+"""Of a float32's mantissa, beyond what E4M3 keeps."""
+
+
+def _decode_e4m3(parts: Parts, shape: torch.Size) -> Tensor:
+    codes, scale, whole = parts
+    bits = _decode_codes(codes, scale, shape[-1]).view(torch.int32)
+    odd = bits >> E4M3_SPARE_BITS & 1
+    bits.add_(odd.add_((1 << E4M3_SPARE_BITS - 1) - 1)).bitwise_and_(-1 << E4M3_SPARE_BITS)
+    return bits.view(torch.float32).mul_(whole)
+
+
+NVFP4_E4M3 = replace(NVFP4, name="nvfp4_e4m3", decode=_decode_e4m3)
+"""NVFP4 whose products code x scale are read with E4M3's precision, as `cuda_w4a8` multiplies them."""
 
 
 def _encode_given(factor: Tensor, x: Tensor) -> Parts:

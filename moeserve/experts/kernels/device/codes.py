@@ -7,6 +7,8 @@ differ in nothing else, so one kernel serves both, and no value is rounded.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,8 +16,37 @@ from torch import Tensor
 ROWS, DEPTH, STAGE = 64, 128, 256
 """A block of codes is 64 rows x 128; a stage of the ring holds two of them."""
 
-BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
-"""Where sign and magnitude (high to low) of a half word's four codes stand; see `four_bit.SPREAD_WORD`."""
+KEPT = (15, 8, 7, 6)
+"""Where sign and magnitude (high to low) of a code stand in a half of a word when it is masked."""
+
+TURNS = ((0, 4, 10, 8), (2, 6, 12, 14))
+"""By how many bits a word is turned left before it is masked, by word of a pair and place in it.
+
+The first three places are whole in their word. Of what these leave in both a third word is made: the bits
+`REST` of the first word, the others of the second. It holds the last places.
+"""
+
+
+def _left_of(word: int) -> frozenset[int]:
+    """Bits of a half of a word, 0 or 1 of its pair, that hold no whole code."""
+    return frozenset(range(16)) - {(bit - turn) % 16 for turn in TURNS[word][:3] for bit in KEPT}
+
+
+REST = sum(0x10001 << bit for bit in _left_of(0))
+"""Bits that the first word of a pair gives for the fourth places of both; the others are the second's."""
+
+
+def _bits() -> Iterator[tuple[tuple[int, int, int, int], tuple[int, int]]]:
+    """Word of a pair, place, half and bit of a code -> the word and bit that hold it."""
+    for word, turns in enumerate(TURNS):
+        for place, turn in enumerate(turns):
+            for half in (0, 1):
+                for bit, kept in zip((3, 2, 1, 0), KEPT, strict=True):
+                    at = (16 * half + kept - turn) % 32
+                    yield (word, place, half, bit), (word if place < 3 else 1 - (REST >> at & 1), at)
+
+
+BITS = dict(_bits())
 
 
 def nibbles(codes: Tensor) -> Tensor:
@@ -28,15 +59,10 @@ def pack_codes(codes: Tensor) -> Tensor:
     e, n, k = codes.shape
     codes = F.pad(codes, (0, -k % STAGE, 0, -n % ROWS))
     blocks = codes.view(e, codes.shape[1] // ROWS, ROWS, codes.shape[2] // DEPTH, 2, 4, 8, 2)
-    # .., row, block of K, half word pair h, position i, column pair p, side: k = 64 h + 16 i + 2 p + side
-    words = torch.zeros((*blocks.shape[:5], 8), dtype=torch.int32, device=codes.device)
-    for i, (sign, *magnitude) in enumerate(BITS):
-        for side in (0, 1):
-            code = blocks[..., i, :, side].int()
-            word = (code >> 3 & 1) << sign
-            for bit, place in zip((2, 1, 0), magnitude, strict=True):
-                word |= (code >> bit & 1) << place
-            words |= word << (16 * side)
+    # .., row, block of K, word of a pair h, place i, column pair p, half: k = 64 h + 16 i + 2 p + half
+    words = torch.zeros((*blocks.shape[:4], 2, 8), dtype=torch.int32, device=codes.device)
+    for (h, i, half, bit), (word, at) in BITS.items():
+        words[..., word, :] |= (blocks[..., h, i, :, half].int() >> bit & 1) << at
     # words [e, nb, row, kb, h, p]: column of the operand = 2 p + h
     held = words.permute(0, 1, 3, 2, 5, 4).reshape(*words.shape[:2], words.shape[3], 4, 2, 4, 2, 2, 4, 2)
     # e, nb, kb, warp, row 3, row 1-2, row 0, half, lane % 4, word
@@ -46,13 +72,17 @@ def pack_codes(codes: Tensor) -> Tensor:
 
 
 def pack_scales(scales: Tensor) -> Tensor:
-    """`scales [e, N, K / 16]` bytes -> `[e, N / 64, K / 256, 8, 32]` int32, padded as the codes are."""
+    """`scales [e, N, K / 16]` bytes -> `[e, N / 64, K / 256, 8, 32]` int32, padded as the codes are.
+
+    A word is four bytes, turned left by four bits.
+    """
     e, n, groups = scales.shape
     scales = F.pad(scales, (0, -groups % 16, 0, -n % ROWS))
     nb, kb = scales.shape[1] // ROWS, scales.shape[2] // 16
     held = scales.view(e, nb, 4, 2, 8, kb, 2, 2, 4)  # warp, row 3, row 0-2, stage, block of K, word, byte
     held = held.permute(0, 1, 5, 6, 2, 4, 3, 7, 8)  # stage, block, warp, row 0-2, row 3, word, byte
-    return held.contiguous().view(torch.int32).reshape(e, nb, kb, 8, 32)
+    words = held.contiguous().view(torch.int32)
+    return (words << 4 | words >> 28 & 15).reshape(e, nb, kb, 8, 32)
 
 
 def from_e4m3(scales: Tensor) -> tuple[Tensor, Tensor, float]:

@@ -256,14 +256,26 @@ DEVICE u32 times_high(u32 codes, u32 scales) {
 }
 
 #define KEPT 0x81C081C0
+#define REST 0x06030603  // bits that the first word of a pair gives for the last places
 
-// Eight codes of a row to four pairs, 16 of K apart, times their scales: see `codes.py`. `even` has the scales of the
-// first and the third, `odd` those of the others.
-DEVICE void decode(u32 w, u32 even, u32 odd, u32 (&out)[4]) {
-  out[0] = times_low(w & KEPT, even);
-  out[1] = times_low(w << 3 & KEPT, odd);
-  out[2] = times_high(w << 6 & KEPT, even);
-  out[3] = times_high(and_or(w >> 4, 0x00C000C0, and_or(w >> 5, 0x01000100, w << 1 & 0x80008000)), odd);
+DEVICE u32 kept_of(u32 w, int turn) { return __funnelshift_l(w, w, turn) & KEPT; }
+
+// Of a pair of words of a row, those of 64 of K each, the four pairs of half h, 16 of K apart, times their scales: see
+// `codes.py`. `even` has the scales of the first and the third, `odd` those of the others. The first half leaves what
+// the second finds there of both.
+DEVICE void decode(u32& w0, u32 w1, u32 even, u32 odd, int h, u32 (&out)[4]) {
+  if (h == 0) {
+    out[0] = times_low(w0 & KEPT, even);
+    out[1] = times_low(w0 << 4 & KEPT, odd);
+    out[2] = times_high(kept_of(w0, 10), even);
+    asm("lop3.b32 %0, %1, %0, %2, 0xCA;" : "+r"(w0) : "n"(REST), "r"(w1));  // of the bits, REST ? w0 : w1
+    out[3] = times_high(kept_of(w0, 8), odd);
+  } else {
+    out[0] = times_low(w1 << 2 & KEPT, even);
+    out[1] = times_low(w1 << 6 & KEPT, odd);
+    out[2] = times_high(kept_of(w1, 12), even);
+    out[3] = times_high(kept_of(w0, 14), odd);
+  }
 }
 
 #define SUMS_OF_8 "%0, %1, %2, %3"
@@ -303,15 +315,16 @@ struct Worker {
 // One of four turns of a stage: the products of 64 rows of weights, block M of two, with 64 of K, half H. While the
 // tensor cores work on them the next are decoded.
 template <int N, int M, int H>
-DEVICE void turn(float (&acc)[2][N / 2], u32 (&a)[4][4], const uint4 (&codes)[2], const uint4& scales, u32 rows) {
+DEVICE void turn(float (&acc)[2][N / 2], u32 (&a)[4][4], uint4 (&codes)[2], const uint4& scales, u32 rows) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const u32 four = H ? (r ? scales.w : scales.y) : (r ? scales.z : scales.x);
-    const u32 even = and_or(four << 4, 0x0FF00FF0, 0x70007000), odd = and_or(four >> 4, 0x0FF00FF0, 0x70007000);
+    const u32 even = and_or(four, 0x0FF00FF0, 0x70007000);
+    const u32 odd = and_or(__funnelshift_r(four, four, 8), 0x0FF00FF0, 0x70007000);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       u32 pairs[4];
-      decode(H ? (r ? codes[c].w : codes[c].y) : (r ? codes[c].z : codes[c].x), even, odd, pairs);
+      decode(r ? codes[c].z : codes[c].x, r ? codes[c].w : codes[c].y, even, odd, H, pairs);
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[i][c * 2 + r] = pairs[i];
     }
@@ -425,9 +438,8 @@ DEVICE void store(const float (&sums)[2][N / 4], const Terms& terms, const Tile&
                         sums[1][n * 2 + j] * terms.scale[1] + terms.bias[1], t);
       store_pair<1>(t.inner, make_float2(v[0], v[1]), tile, n * 8 + lane % 4 * 2, terms.row[0], t.down.k);
     }
-    __threadfence();
     asm volatile("fence.proxy.async;" ::: "memory");
-    __syncwarp();
+    __syncwarp();  // so that lane 0 releases what all lanes stored
     if (lane == 0)
       asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(t.made + 1 + tile.slot) : "memory");
     return;

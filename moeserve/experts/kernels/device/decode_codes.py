@@ -30,7 +30,7 @@ MOST_SLOTS = 512
 INNER_MULTIPLE = 64
 """What the inner size must be a multiple of: a block of 64 rows of weights is gate's or up's."""
 
-ROWS = ((8.0, 16), (24.0, 24))
+ROWS = ((6.0, 16), (24.0, 24))
 """Likely rows of a slot up to which so many at once read weights least often; above, other kernels."""
 
 THREADS = 640

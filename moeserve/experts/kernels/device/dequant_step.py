@@ -13,8 +13,9 @@ from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertShape
 from moeserve.experts.kernels.device import dequant_gemm, rounding, rows
+from moeserve.experts.kernels.device.words import WORDS
 from moeserve.experts.kernels.device.work import most_groups, parameters, work_list
-from moeserve.experts.kernels.stored import Rounding, Stored
+from moeserve.experts.kernels.stored import SUMMED, Rounding, Stored
 
 FINE = {torch.float32: "f32", torch.float8_e4m3fn: "e4m3", torch.uint8: "e8m0"}
 """How fine scales are decoded, by what they are stored as."""
@@ -34,10 +35,14 @@ class Cut:
 CUTS = (Cut(16, 64, 128, 4, 3), Cut(64, 128, 64, 8, 3), Cut(128, 128, 64, 8, 2))
 """By the rows a slot has, few to many; powers of two that divide 128, all of them within 99 KiB."""
 
+WORD_CUTS = (Cut(16, 128, 256, 4, 3), Cut(64, 128, 128, 4, 3), Cut(128, 256, 64, 8, 3))
+"""The same, within 160 KiB, for weights in words whose sums are scaled at their end alone."""
 
-def cut_for(rows_per_slot: float) -> Cut:
+
+def cut_for(rows_per_slot: float, *, words: bool = False) -> Cut:
     """The cut for steps of at most `rows_per_slot` rows a slot on average."""
-    return next((cut for cut in CUTS if rows_per_slot <= 1.5 * cut.rows), CUTS[-1])
+    cuts = WORD_CUTS if words else CUTS
+    return next((cut for cut in cuts if rows_per_slot <= 1.5 * cut.rows), cuts[-1])
 
 
 @dataclass(frozen=True)
@@ -51,16 +56,27 @@ class Rows:
 
 @dataclass(frozen=True)
 class Side:
-    """One side's stored parts by name, `[e, ...]` each, and its float32 bias."""
+    """One side's tensors by name, `[e, ...]` each: parts as they are stored, or what `words.of_packed` makes.
+
+    With activation order, `columns [e, K]` int32 says where in a row each column of the sorted weights was.
+    """
 
     stored: Stored
     parts: Mapping[str, Tensor]
+    words: bool
     bias: Tensor | None
 
     def part(self, name: str | None) -> Tensor:
-        """A part, 8-bit floats as bytes; of a part that is not there, codes, which nothing reads."""
+        """A tensor, 8-bit floats as bytes; of one that is not there, codes, which nothing reads."""
         tensor = self.parts["codes" if name is None else name]
         return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+
+
+def _outer(stored: Stored, *, words: bool) -> str:
+    """What a scale of the whole sum is of."""
+    if words:
+        return "row"
+    return "none" if stored.outer is None else "row" if stored.outer.rows == 1 else "matrix"
 
 
 @dataclass(frozen=True)
@@ -99,6 +115,14 @@ class Step:
             )
         return Rows(values, scale, how.x_span)
 
+    def _in_order(self, x: Tensor, columns: Tensor) -> Tensor:
+        """Rows of `x [R, K]`, their columns as the weights of their slots have them."""
+        out = torch.empty_like(x)
+        rounding.gather_columns[(self.limit, self.cut.rows, triton.cdiv(x.shape[1], 1024))](
+            x, out, columns, self.tiles, x.shape[1], 1024
+        )
+        return out
+
     def activate(self, between: Tensor, shape: ExpertShape, dtype: torch.dtype) -> Tensor:
         """The activation of `between [R, 2I]`: `[R, I]` of `dtype`."""
         activation, inner = shape.activation, shape.inner
@@ -123,36 +147,43 @@ class Step:
 
     def gemm(self, x: Rows, side: Side, n: int, dtype: torch.dtype) -> Tensor:
         """`[R, n]`: each row times the weights of its slot, plus the bias; other rows are not written."""
-        cut, stored = self.cut, side.stored
+        cut, stored, words = self.cut, side.stored, side.words
         out = torch.empty((self.capacity, n), dtype=dtype, device=x.values.device)
         fp8_products = x.values.dtype == torch.float8_e4m3fn
-        fine, outer = stored.fine, stored.outer
+        depth = min(cut.depth, x.span if x.span > 0 else cut.depth, SUMMED if stored.blocks else cut.depth)
+        fine = side.part(stored.fine.name if stored.fine else None)
+        zero = side.part("zero" if stored.zero else None)
+        outer = "outer" if words else stored.outer.name if stored.outer else None
+        groups = (fine if stored.fine else zero).shape
+        values = self._in_order(x.values, side.parts["columns"]) if stored.ordered else x.values
         dequant_gemm.grouped_gemm[(self.limit, triton.cdiv(n, cut.outputs))](
-            x.values,
+            values,
             out if x.scale is None else x.scale,
             side.parts["codes"] if fp8_products else side.part("codes"),
-            side.part(fine.name if fine else None),
-            side.part("zero" if stored.zero else None),
-            side.part("order" if stored.ordered else None),
-            side.part(outer.name if outer else None),
+            fine,
+            zero,
+            side.part(outer),
             out if side.bias is None else side.bias,
             out,
             self.tiles,
             n,
             x.values.shape[1],
             side.parts["codes"].shape[-1],
-            ELEMENT=stored.element,
-            FINE=FINE[fine.dtype] if fine else "none",
-            ROWS=fine.rows if fine else 1,
+            groups[1] if words and not stored.blocks else groups[2],
+            ELEMENT=WORDS[stored.element] if words else stored.element,
+            WORDS=words,
+            FINE=FINE[stored.fine.dtype] if stored.fine else "none",
+            ROWS=stored.fine.rows if stored.fine else 1,
             SPAN=stored.span,
-            ZERO=stored.zero,
-            ORDERED=stored.ordered,
-            OUTER="none" if outer is None else "row" if outer.rows == 1 else "matrix",
+            SUMS=stored.blocks if words else stored.fine is not None and stored.span % depth == 0,
+            ZERO=stored.zero is not None,
+            OUTER=_outer(stored, words=words),
             X_SPAN=x.span,
             HAS_BIAS=side.bias is not None,
             BM=cut.rows,
             BN=cut.outputs,
-            BK=min(cut.depth, x.span) if x.span > 0 else cut.depth,
+            BK=depth,
+            STAGES=cut.stages,
             num_warps=cut.warps,
             num_stages=cut.stages,
         )

@@ -77,13 +77,13 @@ struct Side {
 };
 
 struct Task {
-  const TensorMap* gate_up_codes;  // four-bit: as below, in rows of 2048 bytes; else [e, n, k] by eights
+  const TensorMap* gate_up_codes;  // four-bit: as below, in rows of 2048 bytes; else panels by eights
 #if FP4
   const TensorMap* gate_up_scales;  // as below, in rows of 512 bytes
   const u8* down_codes;             // [e, blocks of 64 rows, pieces of 256, 8192]
   const u8* down_scales;            // [e, blocks, pieces, 1024]
 #else
-  const TensorMap* down_codes;  // [e n, k]
+  const TensorMap* down_codes;  // panels
 #endif
   Side gate_up, down;
   const int* counts;
@@ -212,8 +212,8 @@ DEVICE u64 streaming_policy() {
   return policy;
 }
 
-// What a copy reads: bytes; columns of 64 rows; or columns of gate rows and up rows by turns, eight of each, from
-// the eight `group` of both.
+// What a copy reads: bytes; columns of 64 rows; or half a panel of gate and its half of up by turns, eight rows of
+// each, from the eight `group` of both.
 struct Bytes {
   const void* from;
   u32 bytes;
@@ -226,7 +226,7 @@ struct Box {
 
 struct Eights {
   const TensorMap* map;
-  int column, group, slot;
+  int group, panel;
 };
 
 DEVICE void copy_stream(u32 to, const Bytes& c, u32 barrier, u64 policy) {
@@ -248,8 +248,8 @@ DEVICE void copy_stream(u32 to, const Box& c, u32 barrier, u64 policy) {
 DEVICE void copy_stream(u32 to, const Eights& c, u32 barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
-      "%3, %3, %4, %5}], [%6], %7;" ::"r"(to),
-      "l"((u64)c.map), "r"(c.column), "r"(0), "r"(c.group), "r"(c.slot), "r"(barrier), "l"(policy)
+      "%2, %2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"((u64)c.map), "r"(0), "r"(c.group), "r"(c.panel), "r"(barrier), "l"(policy)
       : "memory");
 }
 
@@ -336,11 +336,13 @@ DEVICE void copy_stage(const Stream& s, const Task& t, const Worker& w) {
   copy_word(scales + 4, s.scales[1]);
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
 #endif
-  const int k = s.piece * DEPTH;
+  const int own = s.c.phase ? (t.down.n + 63) / 64 : (t.gate_up.n / 2 + 63) / 64 * 2;  // panels of a slot, by K
+  const int first = s.c.slot * own + (s.c.phase ? s.unit : s.unit / 2);
+  const int panel = first * pieces_of(t, s.c.phase) + s.piece;
   if (s.c.phase)
-    copy_stream(to, Box{t.down_codes, k, s.c.slot * t.down.n + s.unit * 64}, ready, w.policy);
+    copy_stream(to, Box{t.down_codes, 0, panel * 64}, ready, w.policy);
   else
-    copy_stream(to, Eights{t.gate_up_codes, k, s.unit * 4, s.c.slot}, ready, w.policy);
+    copy_stream(to, Eights{t.gate_up_codes, s.unit % 2 * 4, panel}, ready, w.policy);
 #endif
 }
 
@@ -543,16 +545,28 @@ DEVICE u32 times_high(u32 codes, u32 scales) {
   return product;
 }
 
-// Four pairs of a row, 16 of K apart, from a word of codes (see `four_bit.py`) and the word of their scales.
-DEVICE void decode(u32 w, u32 scales, u32 (&out)[4]) {
-  const u32 even = and_or(scales << 4, 0x0FF00FF0, 0x70007000), odd = and_or(scales >> 4, 0x0FF00FF0, 0x70007000);
-  out[0] = times_low(w & 0x81C081C0, even);
-  out[1] = times_low(w << 3 & 0x81C081C0, odd);
-  out[2] = times_high(w << 6 & 0x81C081C0, even);
-  const u32 right = w >> 5;
-  u32 left;  // by one: a product, since the pipe of shifts is the busier one
-  asm("mul.lo.u32 %0, %1, 2;" : "=r"(left) : "r"(right));
-  out[3] = times_high(and_or(left, 0x00C000C0, and_or(right, 0x01000100, w << 1 & 0x80008000)), odd);
+#define KEPT 0x81C081C0
+#define REST 0x06030603  // bits that the first word of a pair gives for the last places
+
+DEVICE u32 kept_of(u32 w, int turn) { return __funnelshift_l(w, w, turn) & KEPT; }
+
+// Of a pair of words of a row, those of 64 of K each, the four pairs of half h, 16 of K apart, times their scales: see
+// `codes.py`. The first half leaves what the second finds there of both.
+DEVICE void decode(u32& w0, u32 w1, u32 scales, int h, u32 (&out)[4]) {
+  const u32 even = and_or(scales, 0x0FF00FF0, 0x70007000);
+  const u32 odd = and_or(__funnelshift_r(scales, scales, 8), 0x0FF00FF0, 0x70007000);
+  if (h == 0) {
+    out[0] = times_low(w0 & KEPT, even);
+    out[1] = times_low(w0 << 4 & KEPT, odd);
+    out[2] = times_high(kept_of(w0, 10), even);
+    asm("lop3.b32 %0, %1, %0, %2, 0xCA;" : "+r"(w0) : "n"(REST), "r"(w1));  // of the bits, REST ? w0 : w1
+    out[3] = times_high(kept_of(w0, 8), odd);
+  } else {
+    out[0] = times_low(w1 << 2 & KEPT, even);
+    out[1] = times_low(w1 << 6 & KEPT, odd);
+    out[2] = times_high(kept_of(w1, 12), even);
+    out[3] = times_high(kept_of(w0, 14), odd);
+  }
 }
 
 DEVICE uint2 load_shared_pair(u32 at) {
@@ -623,7 +637,7 @@ DEVICE void multiply_stage(float (&acc)[N / 2], const Held& held, u32 weights, u
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        decode(h ? codes[s][r][half].y : codes[s][r][half].x, h ? scales[s][r].y : scales[s][r].x, w[half * 2 + r]);
+        decode(codes[s][r][half].x, codes[s][r][half].y, h ? scales[s][r].y : scales[s][r].x, h, w[half * 2 + r]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const u32 chunk[4] = {w[0][i], w[1][i], w[2][i], w[3][i]};

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertShape
+from moeserve.experts.kernels.device.panels import map_by_eights, map_of
 from moeserve.experts.kernels.device.steps import (
     FUSED_ACTIVATIONS,
     OUTS,
-    by_eights,
     defined,
     numbers,
     source,
@@ -81,8 +81,8 @@ def step(
 ) -> Tensor:
     """`[R, H]` of `form.out`: rows `x` through gate and up `sides[0]`, and down `sides[1]`.
 
-    `x` is bf16 `[R, H]`, or E4M3 codes with scales `[R, H / 128]`. Rows outside the slots' segments are not
-    written. Nothing is read on the host.
+    `x` is bf16 `[R, H]`, or E4M3 codes with scales `[R, H / 128]`. Codes of FP8 and bf16 sides are panels.
+    Rows outside the slots' segments are not written. Nothing is read on the host.
     """
     codes, scale = x
     rows, device = codes.shape[0], codes.device
@@ -100,7 +100,7 @@ def step(
         arguments += [_halves(gate_up.codes, 4), _halves(gate_up.scale_words, 2)]
         arguments += [down.codes, down.scale_words]
     else:
-        arguments += [by_eights(_plain(gate_up.codes), 4), _by_blocks(_plain(down.codes))]
+        arguments += [map_by_eights(gate_up.codes, 4), map_of(down.codes)]
     for side in sides:
         some = inner if side.scale is None else side.scale
         arguments += [some, some if side.bias is None else side.bias]
@@ -115,11 +115,6 @@ def step(
 def _plain(codes: Tensor) -> Tensor:
     """Codes of a byte as bytes."""
     return codes.view(torch.uint8) if codes.itemsize == 1 else codes
-
-
-def _by_blocks(weights: Tensor) -> TensorMap:
-    """`weights [e, N, K]` in boxes of 64 rows."""
-    return tensor_map(weights.view(-1, weights.shape[-1]), (64, 128 // weights.itemsize))
 
 
 def _halves(packed: Tensor, parts: int) -> TensorMap:

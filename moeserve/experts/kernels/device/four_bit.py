@@ -4,57 +4,62 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from moeserve.experts.kernels.device.codes import REST
+
 # An E2M1 code becomes a bf16 of 2^-126 times its value by moving its bits: sign to 15, magnitude to 8..6.
-# A word holds four codes in each half, so that three of the four need one shift and one mask:
-# s0 ... at 15 8-6, s1 at 12 5-3, s2 at 9 2-0, s3 at 14 13 11 10. Two neighbouring words make eight registers.
-SPREAD_WORD = """
-    and.b32 {o0}, {w}, 0x81C081C0;
-    shl.b32 t, {w}, 3;
-    and.b32 {o1}, t, 0x81C081C0;
-    shl.b32 t, {w}, 6;
-    and.b32 {o2}, t, 0x81C081C0;
-    shl.b32 t, {w}, 1;
-    and.b32 u, t, 0x80008000;
-    shr.u32 t, {w}, 5;
-    lop3.b32 u, t, 0x01000100, u, 0xEA;
-    shr.u32 t, {w}, 4;
-    lop3.b32 {o3}, t, 0x00C000C0, u, 0xEA;
+# Of a half of a word three codes stand so that one turn and one mask do it; what they leave of two words
+# makes a third one with a code for each (`codes.TURNS`). Turns that wrap no bit that is kept are shifts,
+# which the FP32 pipe can do.
+SPREAD = """
+    and.b32 c0, $8, 0x81C081C0;
+    shl.b32 t, $8, 4;
+    and.b32 c1, t, 0x81C081C0;
+    shf.l.wrap.b32 t, $8, $8, 10;
+    and.b32 c2, t, 0x81C081C0;
+    shl.b32 t, $9, 2;
+    and.b32 c4, t, 0x81C081C0;
+    shl.b32 t, $9, 6;
+    and.b32 c5, t, 0x81C081C0;
+    shf.l.wrap.b32 t, $9, $9, 12;
+    and.b32 c6, t, 0x81C081C0;
+    lop3.b32 u, REST, $8, $9, 0xCA;
+    shf.l.wrap.b32 t, u, u, 8;
+    and.b32 c3, t, 0x81C081C0;
+    shf.l.wrap.b32 t, u, u, 14;
+    and.b32 c7, t, 0x81C081C0;
 """
 
 
 def _decode_asm() -> str:
-    """Eight chunks from a pair of words, times their scales: outputs $0-$7, words $8 $9, scales $10-$25."""
-    words = [
-        SPREAD_WORD.format(w=f"${8 + half}", **{f"o{i}": f"c{4 * half + i}" for i in range(4)})
-        for half in (0, 1)
-    ]
-    scaled = [f"mul.rn.bf16x2 ${j}, c{j}, ${10 + 2 * j};" for j in range(8)]
+    """Eight chunks $0-$7 from a pair of words $8 $9, times their scales, pairs of bf16 in $10-$17."""
+    lines = [SPREAD.replace("REST", hex(REST))]
+    for j in range(8):
+        scales, side = 10 + j // 4 * 4 + j % 2 * 2, "lh"[j % 4 // 2]
+        lines += [
+            f"mov.b32 {{l, h}}, ${scales};",
+            f"mov.b32 t, {{{side}, {side}}};",
+            f"mul.rn.bf16x2 ${j}, c{j}, t;",
+        ]
     codes = ", ".join(f"c{j}" for j in range(8))
-    return "{ .reg .b32 t, u, " + codes + ";" + "".join(words) + "\n".join(scaled) + "}"
+    return "{ .reg .b32 t, u, " + codes + "; .reg .b16 l, h;" + "\n".join(lines) + "}"
 
 
 def _scale_asm() -> str:
-    """Eight scale bytes (words $8 $9) to eight pairs of equal bf16, whose bits are b << 4 | 0x7000."""
+    """Scale bytes b of two words $4 $5, turned, to pairs of bf16 b << 4 | 0x7000: 0 and 2, then 1 and 3."""
     lines = []
     for half in (0, 1):
-        w, o = f"${8 + half}", 4 * half
         lines += [
-            f"shl.b32 t, {w}, 4;",
-            "lop3.b32 t, t, 0x0FF00FF0, 0x70007000, 0xEA;",
-            f"shr.u32 u, {w}, 4;",
-            "lop3.b32 u, u, 0x0FF00FF0, 0x70007000, 0xEA;",
-            f"prmt.b32 ${o}, t, t, 0x1010;",
-            f"prmt.b32 ${o + 1}, u, u, 0x1010;",
-            f"prmt.b32 ${o + 2}, t, t, 0x3232;",
-            f"prmt.b32 ${o + 3}, u, u, 0x3232;",
+            f"lop3.b32 ${2 * half}, ${4 + half}, 0x0FF00FF0, 0x70007000, 0xEA;",
+            f"shf.r.wrap.b32 t, ${4 + half}, ${4 + half}, 8;",
+            f"lop3.b32 ${2 * half + 1}, t, 0x0FF00FF0, 0x70007000, 0xEA;",
         ]
-    return "{ .reg .b32 t, u;" + "\n".join(lines) + "}"
+    return "{ .reg .b32 t;" + "\n".join(lines) + "}"
 
 
 DECODE = gl.constexpr(_decode_asm())
-DECODE_REGISTERS = gl.constexpr(",".join(["=r"] * 8 + ["r"] * 18))
+DECODE_REGISTERS = gl.constexpr(",".join(["=r"] * 8 + ["r"] * 10))
 SCALES = gl.constexpr(_scale_asm())
-SCALE_REGISTERS = gl.constexpr(",".join(["=r"] * 8 + ["r"] * 2))
+SCALE_REGISTERS = gl.constexpr(",".join(["=r"] * 4 + ["r"] * 2))
 
 
 @gluon.jit
@@ -102,13 +107,13 @@ def _row(words, A: gl.constexpr):
 @gluon.jit
 def operands(w, s0, s1, A: gl.constexpr):
     """Two operands `[64, 64]` bf16 of 64 x 128 codes; `w [64, 16]` words, `s0`, `s1 [64, 1]` scales."""
-    f0, f1, f2, f3, f4, f5, f6, f7 = gl.inline_asm_elementwise(
-        SCALES, SCALE_REGISTERS, [s0, s1], (gl.int32,) * 8, is_pure=True, pack=1
+    f0, f1, f2, f3 = gl.inline_asm_elementwise(
+        SCALES, SCALE_REGISTERS, [s0, s1], (gl.int32,) * 4, is_pure=True, pack=1
     )
     c0, c1, c2, c3, c4, c5, c6, c7 = gl.inline_asm_elementwise(
         DECODE,
         DECODE_REGISTERS,
-        [w, f0, f1, f2, f3, f4, f5, f6, f7],
+        [w, f0, f1, f2, f3],
         (gl.bfloat16,) * 8,
         is_pure=True,
         pack=2,

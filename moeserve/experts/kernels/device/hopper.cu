@@ -156,6 +156,14 @@ DEVICE void copy_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
 // Ordinary stores to shared memory, before the tensor cores read them.
 DEVICE void fence_for_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// ---- launches that overlap ---------------------------------------------------------------------------------
+
+// Until the launches before this one are over, and what they wrote is there.
+DEVICE void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Lets the next launch begin where there is room for it.
+DEVICE void grid_release() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // ---- shared memory -----------------------------------------------------------------------------------------
 
 DEVICE float load_shared(u32 at) {
@@ -193,6 +201,20 @@ DEVICE void store_shared4(u32 at, uint4 value) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(value.x), "r"(value.y), "r"(value.z),
                "r"(value.w)
                : "memory");
+}
+
+// What the cluster's first of `blocks` says, told to each other one at `at`, by a barrier of that one.
+DEVICE int told_by_first(int value, u32 rank, u32 blocks, u32 at, u32 barrier, u32 parity) {
+  if (rank) {
+    barrier_wait_cluster(barrier, parity);
+    return __float_as_int(load_shared(at));
+  }
+#pragma unroll
+  for (u32 r = 1; r < blocks; ++r) {
+    store_there(place_of(at, r), __int_as_float(value));
+    barrier_release_there(place_of(barrier, r));
+  }
+  return value;
 }
 
 // Four of the eight bytes of (low, high), each by a nibble below 8 of the lower half of `which`.
@@ -247,12 +269,12 @@ DEVICE void give_registers() {
 
 // ---- of bf16, the rows of x wide ---------------------------------------------------------------------------
 
-// Columns, eights of rows, gate and up: slab `group` of eight of both halves, from column `column` of `slot`.
-DEVICE void copy_box5(u32 to, const TensorMap* map, int column, int group, int slot, u32 barrier) {
+// Of panels by eights: all of gate panel `panel` and of its up panel.
+DEVICE void copy_eights(u32 to, const TensorMap* map, int panel, u32 barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4, %5}],"
-      " [%6];" ::"r"(to),
-      "l"((u64)map), "r"(column), "r"(0), "r"(group), "r"(slot), "r"(barrier)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %2, %2, %3}],"
+      " [%4];" ::"r"(to),
+      "l"((u64)map), "r"(0), "r"(panel), "r"(barrier)
       : "memory");
 }
 
@@ -266,10 +288,11 @@ DEVICE u32 transposed(u32 pair) {
 // Until only the products committed last may be unfinished.
 DEVICE void products_wait_for_older() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
 
-DEVICE void products_wait(float (&d)[128]) {
+template <int SUMS>
+DEVICE void products_wait(float (&d)[SUMS]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
-  for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 #define SUMS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -311,8 +334,8 @@ DEVICE void products_wait(float (&d)[128]) {
                  ", 1, 1, 1, 0, 0;" : HELD_##sums : "l"(w_tile), "l"(x_tile));
 
 // d [64 x N] += w [64 x 16] x [N x 16]^T of bf16.
-template <int N>
-DEVICE void product_wide(float (&d)[128], u64 w_tile, u64 x_tile) {
+template <int N, int SUMS>
+DEVICE void product_wide(float (&d)[SUMS], u64 w_tile, u64 x_tile) {
   PRODUCT_WIDE(16, 8, 8, 9)
   PRODUCT_WIDE(32, 16, 16, 17)
   PRODUCT_WIDE(48, 24, 24, 25)

@@ -1,4 +1,5 @@
-// One grouped GEMM for steps of many rows: out[m, n] = sum_k x[m, k] w[slot of m, n, k], x and w in E4M3.
+// One grouped GEMM for steps of many rows: out[m, n] = sum_k x[m, k] w[slot of m, n, k], x and w in E4M3, w in panels
+// (see `panels.py`).
 //
 // A cluster of blocks works on up to two units of 64 rows of one slot: each block reads 256 rows of the weights
 // of its own, and some of x, which it copies to all. Of a block's warp groups two multiply, a unit each by all
@@ -57,6 +58,12 @@ DEVICE int weight_row(const Task& t, int across, u32 rank, int q) {
   return across * COLUMNS + (int)rank * OWN + (FUSED ? q / 2 * UNIT + q % 2 * t.n : q * UNIT);
 }
 
+// The panel that quarter q of block `rank` starts with: panels of a slot's gate, then of its up.
+DEVICE int panel_of(const Task& t, int slot, int across, u32 rank, int q) {
+  const int column = across * COLUMNS + (int)rank * OWN + (FUSED ? q / 2 : q) * UNIT, panels = (t.n + UNIT - 1) / UNIT;
+  return ((FUSED ? 2 * slot + q % 2 : slot) * panels + column / UNIT) * t.k_blocks;
+}
+
 DEVICE int units_of(int rows) { return (rows + UNIT - 1) / UNIT; }
 
 // ---- the copying warp --------------------------------------------------------------------------------------
@@ -80,6 +87,10 @@ struct Maps {
   const TensorMap *x, *w;
 };
 
+DEVICE void copy_weights(u32 base, u32 s, const Maps& maps, int panel, int q) {
+  copy_box(base + W_AT + s * W_BYTES + q * (W_BYTES / 4), maps.w, 0, panel * UNIT, base + FULL(s));
+}
+
 struct Work {
   int4 group;
   int number, across;  // of the group, of the tile in the group's row of tiles
@@ -96,27 +107,22 @@ DEVICE Work work_of(const Task& t, int tile, int across) {
   return work;
 }
 
-// The tile that the cluster's first block asked for.
-DEVICE int next_tile(u32 base, u32 rank, int following, u32 count) {
-  const u32 i = count % NOTES, at = base + NEXT_AT + i * 4, barrier = base + NEXT(i);
-  if (rank) {
-    barrier_wait_cluster(barrier, count / NOTES & 1);
-    return __float_as_int(load_shared(at));
-  }
-#pragma unroll
-  for (u32 r = 1; r < CLUSTER; ++r) {
-    store_there(place_of(at, r), __int_as_float(following));
-    barrier_release_there(place_of(barrier, r));
-  }
-  return following;
-}
-
 // x_scale [groups, K / 128, 128]: row i of a group, not of x.
 DEVICE void produce(u32 base, u32 rank, const Maps& maps, const float* x_scale, const Task& t) {
   const int across = tiles_across(t), total = t.tiles[0] * across, rows = weight_rows(t);
   const int blocks = (rows + 127) / 128;
-  u32 step = 0, count = 0;
+  u32 step = 0, count = 0, begun = 0;
   int tile = blockIdx.x / CLUSTER;
+#if !FUSED
+  // the weights are there, and so is the list, which the launch before waited for
+  if (tile < total) {
+    const Work work = work_of(t, tile, across);
+    for (begun = 0; begun < min(STAGES, t.k_blocks); ++begun)
+      for (int q = 0; q < 4; ++q)
+        copy_weights(base, begun, maps, panel_of(t, work.group.x, work.across, rank, q) + begun, q);
+  }
+  grid_wait();
+#endif
   while (tile < total) {
     const Work work = work_of(t, tile, across);
     const int4 group = work.group;
@@ -125,9 +131,10 @@ DEVICE void produce(u32 base, u32 rank, const Maps& maps, const float* x_scale, 
     const int units = units_of(group.z);
     const float* row_scale = x_scale + (u64)work.number * t.k_blocks * (UNITS * UNIT);
     const float* slot_scale = t.w_scale + (u64)group.x * blocks * t.k_blocks;
-    int row[4], scale[4];
+    int row[4], scale[4], panel[4];
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
+      panel[q] = panel_of(t, group.x, work.across, rank, q);
       row[q] = weight_row(t, work.across, rank, q);
       scale[q] = min(row[q] / 128, blocks - 1) * t.k_blocks;
     }
@@ -137,10 +144,10 @@ DEVICE void produce(u32 base, u32 rank, const Maps& maps, const float* x_scale, 
 #pragma unroll
       for (int q = 0; q < 4; ++q) f[q] = __ldg(slot_scale + scale[q] + kb);
       barrier_wait(base + EMPTY(s), (step / STAGES & 1) ^ 1);
-      const u32 full = base + FULL(s), w = base + W_AT + s * W_BYTES;
+      const u32 full = base + FULL(s);
+      if (step >= begun)
 #pragma unroll
-      for (int q = 0; q < 4; ++q)
-        copy_box(w + q * (W_BYTES / 4), maps.w, kb * DEPTH, group.x * rows + row[q], full);
+        for (int q = 0; q < 4; ++q) copy_weights(base, s, maps, panel[q] + kb, q);
       for (int u = rank; u < units; u += CLUSTER) {
         const u32 at = base + X_AT + (s * UNITS + u) * X_BYTES;
         copy_box_to((1 << CLUSTER) - 1, at, maps.x, kb * DEPTH, group.y + u * UNIT, full);
@@ -157,7 +164,8 @@ DEVICE void produce(u32 base, u32 rank, const Maps& maps, const float* x_scale, 
       store_shared2(base + W_SCALE_AT + s * 16 + 8, f[2], f[3]);
       barrier_expect(full, W_BYTES + units * (X_BYTES + UNIT * 4) + columns);
     }
-    tile = next_tile(base, rank, following, count);
+    const u32 i = count % NOTES;
+    tile = told_by_first(following, rank, CLUSTER, base + NEXT_AT + i * 4, base + NEXT(i), count / NOTES & 1);
     ++count;
   }
   const u32 s = step % STAGES;
@@ -400,6 +408,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int number = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // known as the warp's own
   const Task t{tiles, w_scale, bias, out, out_scale, n, k_blocks, limit, alpha, beta};
   begin(base);
+#if FUSED
+  grid_wait();
+  grid_release();
+#endif
   if (number >= CONSUMER_WARPS) {
     give_registers<PRODUCER_REGISTERS>();
     if (number == CONSUMER_WARPS) {

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moeserve.experts.activation import Activation
+from moeserve.experts.kernels.device.panels import map_of
 from moeserve.experts.kernels.device.steps import NO_NUMBERS, OUTS, Block, Form, Groups, numbers, source
 from moeserve.experts.nvrtc import Argument, Function, Program, tensor_map
 
@@ -20,7 +21,7 @@ GROUP_ROWS = 128
 BLOCK_WEIGHTS = 256
 """Rows of the weights that a block multiplies them by."""
 
-BLOCK = Block(384, 208224)
+BLOCK = Block(384, 208224, waits=True)
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Weights:
-    """One side's weights: E4M3 codes `[e, N, K]`, scales of 128x128, and biases `[e, N]` if any."""
+    """One side's weights: panels of E4M3 codes, scales of 128x128, and biases `[e, N]` if any."""
 
     codes: Tensor
     scale: Tensor
@@ -72,11 +73,11 @@ class Step(Groups):
         self, form: Form, given: tuple[Rows, Weights], out: Rows, numbers: tuple[float, float, float]
     ) -> None:
         x, weights = given
-        n, codes = out.codes.shape[1], weights.codes
+        n = out.codes.shape[1]
         arguments: tuple[Argument, ...] = (
             tensor_map(x.codes.view(torch.uint8), (UNIT, DEPTH)),
             x.scale,
-            tensor_map(codes.view(torch.uint8).view(-1, codes.shape[-1]), (UNIT, DEPTH)),
+            map_of(weights.codes),
             weights.scale,
             weights.scale if weights.bias is None else weights.bias,
             out.codes,

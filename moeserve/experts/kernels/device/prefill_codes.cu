@@ -1,5 +1,5 @@
 // One grouped GEMM for steps of many rows: out[m, n] = sum_k x[m, k] w[slot of m, n, k], w in four-bit codes
-// with a scale for every 16 of K and x in bf16, or with a scale for every 32 and x in E4M3 with one for 128.
+// with a scale for every SPAN of K, and x in bf16, or in E4M3 with a scale for every 128.
 //
 // The tensor cores take the weights from registers, where the multiplying warps decode them, so that they are
 // the rows of a product and the rows of x its columns: any multiple of GRAIN up to MOST. A block has 128 rows
@@ -7,9 +7,9 @@
 // of x, of which each block copies some to all. With FUSED a block holds gate and up rows of 64 columns of the
 // inner rows, the two of one column in one thread, and writes them activated, and with EIGHT rounded again.
 //
-// Given by -D: EIGHT (x in E4M3), FUSED, BIAS, LIMITED (0 or 1), OUT (0 float32, 1 bfloat16, 2 float16), CLUSTER
-// (blocks; two), MOST (rows of x), GRAIN, BOX (rows of x by one copy), X_STAGES and W_STAGES (of the rings);
-// before it stand hopper.cu and a `Product<N>` for each N.
+// Given by -D: EIGHT (x in E4M3), SPAN (16 or 32; 16 for bf16), FUSED, BIAS, LIMITED (0 or 1), OUT (0 float32, 1
+// bfloat16, 2 float16), CLUSTER (blocks; two), MOST (rows of x), GRAIN, BOX (rows of x by one copy), X_STAGES and
+// W_STAGES (of the rings); before it stand hopper.cu and a `Product<N>` for each N.
 
 #define DEPTH 128  // of a step
 #define THREADS 384
@@ -18,13 +18,12 @@
 
 #if EIGHT
 #define X_STEPS 1  // copies of x in a step, each of 128 bytes a row
-#define SCALE_BYTES (64 * DEPTH / 32)  // of 64 rows of the weights
 #define X_SCALE_BYTES (MOST * 4)
 #else
 #define X_STEPS 2
-#define SCALE_BYTES (64 * DEPTH / 16)
 #define X_SCALE_BYTES 0
 #endif
+#define SCALE_BYTES (64 * DEPTH / SPAN)  // of 64 rows of the weights
 #define CODE_BYTES (64 * DEPTH / 2)
 #define BLOCK_BYTES (CODE_BYTES + SCALE_BYTES)
 #define X_COLUMNS (DEPTH / X_STEPS)
@@ -212,18 +211,32 @@ DEVICE void load_step(Held& held, const Place& p, u32 at, int step) {
   }
 }
 
-// Eight codes of one row to four pairs of bf16, by 16 of K: 2^-126 times their values.
-DEVICE void spread(u32 word, u32 (&pairs)[4]) {
-  const u32 kept = 0x81C081C0;
-  pairs[0] = word & kept;
-  pairs[1] = word << 3 & kept;
-  pairs[2] = word << 6 & kept;
-  pairs[3] = (word << 1 & 0x80008000) | (word >> 5 & 0x01000100) | (word >> 4 & 0x00C000C0);
+#define KEPT 0x81C081C0
+#define REST 0x06030603  // bits that the first word of a pair gives for the last places
+
+DEVICE u32 kept_of(u32 w, int turn) { return __funnelshift_l(w, w, turn) & KEPT; }
+
+// Of a pair of words of a row, those of 64 of K each, the eight codes of half h to four pairs of bf16, by 16 of K:
+// 2^-126 times their values, see `codes.py`. The first half leaves what the second finds there of both.
+DEVICE void spread(uint2& words, int h, u32 (&pairs)[4]) {
+  if (h == 0) {
+    pairs[0] = words.x & KEPT;
+    pairs[1] = words.x << 4 & KEPT;
+    pairs[2] = kept_of(words.x, 10);
+    asm("lop3.b32 %0, %1, %0, %2, 0xCA;" : "+r"(words.x) : "n"(REST), "r"(words.y));  // of the bits, REST ? x : y
+    pairs[3] = kept_of(words.x, 8);
+  } else {
+    pairs[0] = words.y << 2 & KEPT;
+    pairs[1] = words.y << 6 & KEPT;
+    pairs[2] = kept_of(words.y, 12);
+    pairs[3] = kept_of(words.x, 14);
+  }
 }
 
-// Four scale bytes to pairs of equal bf16, whose bits are b << 4 | 0x7000.
+// Four scale bytes b, turned, to pairs of equal bf16, whose bits are b << 4 | 0x7000.
 DEVICE void spread_scales(u32 bytes, u32 (&pairs)[4]) {
-  const u32 even = (bytes << 4 & 0x0FF00FF0) | 0x70007000, odd = (bytes >> 4 & 0x0FF00FF0) | 0x70007000;
+  const u32 even = (bytes & 0x0FF00FF0) | 0x70007000;
+  const u32 odd = (__funnelshift_r(bytes, bytes, 8) & 0x0FF00FF0) | 0x70007000;
   pairs[0] = __byte_perm(even, 0, 0x1010);
   pairs[1] = __byte_perm(odd, 0, 0x1010);
   pairs[2] = __byte_perm(even, 0, 0x3232);
@@ -237,7 +250,7 @@ DEVICE u32 times(u32 x, u32 y) {
 }
 
 // The operands of four products of 16 of K; a [i][row + 2 column].
-DEVICE void decode(const Held& held, int h, u32 (&a)[4][4]) {
+DEVICE void decode(Held& held, int h, u32 (&a)[4][4]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     u32 scales[4];
@@ -245,7 +258,7 @@ DEVICE void decode(const Held& held, int h, u32 (&a)[4][4]) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       u32 pairs[4];
-      spread(h ? held.words[r][c].y : held.words[r][c].x, pairs);
+      spread(held.words[r][c], h, pairs);
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[i][r + 2 * c] = times(pairs[i], scales[i]);
     }
@@ -254,10 +267,12 @@ DEVICE void decode(const Held& held, int h, u32 (&a)[4][4]) {
 
 #else
 
+#define SCALE_WORDS (DEPTH / SPAN / 4)  // of a row of the weights
+
 // A thread's codes of a step, eight of each 32 of K, and their scales.
 struct Held {
   uint4 words[2];
-  u32 scales[2];
+  u32 scales[2][SCALE_WORDS];
 };
 
 // Of a step of the stage that begins `at` bytes after the first.
@@ -267,19 +282,37 @@ DEVICE void load_step(Held& held, const Place& p, u32 at, int step) {
     const u32 block = at + (FUSED ? r * (W_BYTES / 2) : 0) + step * BLOCK_BYTES;
     const int eights = FUSED ? 0 : r;  // rows of the weights
     held.words[r] = load_shared4(p.codes + block + eights * 512);
-    held.scales[r] = load_shared_word(p.factors + block + eights * 32);
+    const u32 scales = p.factors + block + eights * 32 * SCALE_WORDS;
+#if SPAN == 16
+    const uint2 both = load_shared_words(scales);
+    held.scales[r][0] = both.x, held.scales[r][1] = both.y;
+#else
+    held.scales[r][0] = load_shared_word(scales);
+#endif
   }
 }
 
-// Eight codes under the scale in byte J to E4M3, whose byte of 1 is at least 16 and at most 96. A nibble holds a
-// magnitude; bit 7 of byte i is the sign of code i, bit 3 that of code 4 + i.
+// E4M3 of the magnitudes 0, 1/2, 1, 3/2; 2, 4, 3, 6 under a scale, rounded to nearest even. Byte AT of the scales
+// is that of 1 (16 to 103), and has bit 7 where that of 3/2 is four above it instead of five: then all signs here
+// are wrong, and so are those of the codes.
+struct Magnitudes {
+  u32 low, high;
+};
+
+template <int AT>
+DEVICE Magnitudes magnitudes(const u32 (&scales)[SCALE_WORDS]) {
+  const u32 scale = pick_bytes(scales[AT / 4], 0, 0x8840 + AT % 4 * 0x1101);  // byte, 0, and twice its bit 7
+  return {scale * 0x01010100 + 0x04FFF800, scale * 0x01010101 + 0x150D1008};
+}
+
+// Eight codes of the J-th 32 of K to E4M3. A nibble tells which magnitude; bit 7 of byte i is the sign of code i,
+// bit 3 that of code 4 + i.
 template <int J>
-DEVICE void spread(u32 word, u32 scales, u32& first, u32& second) {
-  const u32 scale = pick_bytes(scales, 0, 0x4440 + J);
-  const u32 low = scale * 0x01010100 + 0x03FFF800, high = scale * 0x01010101 + 0x14100C08;
-  const u32 magnitude = word & 0x77777777;
-  first = pick_bytes(low, high, magnitude) | (word & 0x80808080);
-  second = pick_bytes(low, high, magnitude >> 16) | (word << 4 & 0x80808080);
+DEVICE void spread(u32 word, const u32 (&scales)[SCALE_WORDS], u32& first, u32& second) {
+  const Magnitudes a = magnitudes<J * 32 / SPAN>(scales), b = magnitudes<(J * 32 + 16) / SPAN>(scales);
+  const u32 which = word & 0x77777777;
+  first = pick_bytes(a.low, a.high, which) ^ (word & 0x80808080);
+  second = pick_bytes(b.low, b.high, which >> 16) ^ (word << 4 & 0x80808080);
 }
 
 // The operands of four products of 32 of K; a [j][row + 2 column].
@@ -679,7 +712,7 @@ DEVICE Place place_in(u32 base, u32 rank, int group, int warp, int lane) {
   const u32 codes = base + W_AT + p.block(0) * (W_BYTES / 2);
   const int eight = p.warp_rows(0) * 2 + p.upper(0);  // rows of the weights
   p.codes = codes + (eight * 32 + lane) * 16;
-  p.factors = codes + CODE_BYTES + (eight * 8 + lane / 4) * 4;
+  p.factors = codes + CODE_BYTES + (eight * 8 + lane / 4) * 4 * SCALE_WORDS;
   p.x_scales = base + X_SCALE_AT + lane % 4 * 8;
   p.empty = place_of(base + X_EMPTY(0), lane % CLUSTER);
   p.first = lane == 0, p.shares = lane < CLUSTER;

@@ -28,6 +28,8 @@ class Plan:
 
     eight: bool
     """Whether rows are E4M3 codes with a scale for every 128, and not bf16."""
+    span: int
+    """Columns of the weights that share a scale: 16, or 32 where rows are E4M3."""
     most: int
     """Most rows of one slot that a cluster works on at once."""
     x_stages: int
@@ -41,24 +43,26 @@ class Plan:
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block."""
-        scales = 32 if self.eight else 16
         x = -(-self.most // BOX) * BOX * 128 + 4 * self.most * self.eight
-        w = 2 * 2 * (64 * DEPTH // 2 + 64 * DEPTH // scales)
+        w = 2 * 2 * (64 * DEPTH // 2 + 64 * DEPTH // self.span)
         peaks = (3 * 4 * self.most + 8) * self.eight
         return self.x_stages * (x + 16) + self.w_stages * (w + 16) + 8192 + peaks
 
 
 PLANS = {
     "bf16": (
-        Plan(eight=False, most=64, x_stages=12, w_stages=5),
-        Plan(eight=False, most=256, x_stages=5, w_stages=2),
+        Plan(eight=False, span=16, most=64, x_stages=12, w_stages=5),
+        Plan(eight=False, span=16, most=256, x_stages=5, w_stages=2),
     ),
-    "fp8": (
-        Plan(eight=True, most=64, x_stages=10, w_stages=6),
-        Plan(eight=True, most=192, x_stages=6, w_stages=2),
-    ),
+    **{
+        f"fp8_{span}": (
+            Plan(eight=True, span=span, most=64, x_stages=10, w_stages=6),
+            Plan(eight=True, span=span, most=192, x_stages=6, w_stages=2),
+        )
+        for span in (16, 32)
+    },
 }
-"""By what rows are: the plan of few rows a slot, and that of many."""
+"""By what rows are, with `span` for FP8: the plan of few rows a slot, and that of many."""
 
 FEW_ROWS = 64
 """Likely rows of a slot up to which the first plan is the faster one; either takes any number."""
@@ -106,7 +110,7 @@ class Form(steps.Form):
     def options(self) -> tuple[str, ...]:
         """What the compiler is told of it."""
         plan = self.plan
-        sizes = {"EIGHT": plan.eight, "MOST": plan.most, "GRAIN": plan.grain, "BOX": BOX}
+        sizes = {"EIGHT": plan.eight, "SPAN": plan.span, "MOST": plan.most, "GRAIN": plan.grain, "BOX": BOX}
         return super().options + defined(sizes | {"X_STAGES": plan.x_stages, "W_STAGES": plan.w_stages})
 
 

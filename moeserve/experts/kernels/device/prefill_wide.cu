@@ -1,4 +1,4 @@
-// One grouped GEMM for steps of many bf16 rows: out[m, n] = sum_k x[m, k] w[slot of m, n, k].
+// One grouped GEMM for steps of bf16 rows: out[m, n] = sum_k x[m, k] w[slot of m, n, k], w in panels (see `panels.py`).
 //
 // A cluster of blocks works on up to 256 rows of one slot. The weights are the side of 64 of a matrix
 // instruction and the rows its wide side, in steps of 16, so that few products are of rows that are not
@@ -6,13 +6,22 @@
 // block's warp groups two multiply, each 64 rows of the weights; one warp of the third copies. With FUSED
 // eight gate rows and their eight up rows follow each other, so that a thread has both of a pair.
 //
-// Given by -D: CLUSTER (blocks), FUSED, BIAS, LIMITED (0 or 1), OUT (0 float32, 1 bfloat16, 2 float16).
+// Given by -D: CLUSTER (blocks), FUSED, BIAS, LIMITED (0 or 1), OUT (0 float32, 1 bfloat16, 2 float16), and
+// MOST_ROWS of a group, 256, or 32: less room for rows of x is more for weights that are on their way.
 
 #define DEPTH 64  // of bf16: a row of a tile is 128 bytes
+#ifndef MOST_ROWS
 #define MOST_ROWS 256
+#endif
+#if MOST_ROWS == 256
 #define STAGES 4
-#define BOX 64   // rows of x by one copy
-#define NOTES 8  // more than tiles begin before the first of them is done
+#define BOX 64  // rows of x by one copy
+#else
+#define STAGES 10
+#define BOX 16
+#endif
+#define SUMS (MOST_ROWS / 2)
+#define NOTES 16  // more than tiles begin before the first of them is done
 #define THREADS 384
 #define PRODUCER_REGISTERS 40
 #define CONSUMER_REGISTERS 232
@@ -23,16 +32,18 @@
 #define X_AT 0
 #define W_AT (X_AT + STAGES * X_BYTES)
 #define NOTE_AT (W_AT + STAGES * W_BYTES)  // of a tile: slot, first row, rows, place across
-#define BARRIER_AT (NOTE_AT + NOTES * 16)
+#define NEXT_AT (NOTE_AT + NOTES * 16)  // numbers of tiles, from the cluster's first block
+#define BARRIER_AT (NEXT_AT + NOTES * 4)
 
 #define FULL(s) (BARRIER_AT + 8 * (s))
 #define EMPTY(s) (FULL(STAGES) + 8 * (s))
+#define NEXT(i) (EMPTY(STAGES) + 8 * (i))
 
 #define OWN (FUSED ? 64 : 128)  // columns of the output, by a block
 #define COLUMNS (CLUSTER * OWN)
 
 struct Task {
-  const int* tiles;  // groups of rows, then from 4 on of each its slot, first row and number of rows
+  int* tiles;  // as `prefill_rows.cu` lists them
   const float* bias;
   void* out;
   int n, k_blocks;
@@ -48,24 +59,36 @@ DEVICE int first_column(int across, u32 rank) { return across * COLUMNS + (int)r
 
 // The block's 128 rows of 64 weights: with FUSED by eights, gate rows at even places and up rows at odd ones.
 DEVICE void copy_weights(u32 base, int s, const TensorMap* w, const Task& t, int slot, int column, int kb) {
-  const u32 full = base + FULL(s);
+  const u32 full = base + FULL(s), to = base + W_AT + s * W_BYTES;
+  const int panels = (t.n + 63) / 64, panel = ((FUSED ? 2 : 1) * slot * panels + column / 64) * t.k_blocks + kb;
 #if FUSED
-  copy_box5(base + W_AT + s * W_BYTES, w, kb * DEPTH, column / 8, slot, full);
+  copy_eights(to, w, panel, full);
 #else
-  copy_box(base + W_AT + s * W_BYTES, w, kb * DEPTH, slot * t.n + column, full);
+  copy_box(to, w, 0, panel * 64, full);
+  copy_box(to + W_BYTES / 2, w, 0, (panel + t.k_blocks) * 64, full);
 #endif
 }
 
 DEVICE void produce(u32 base, u32 rank, const TensorMap* x, const TensorMap* w, const Task& t) {
   const int across = tiles_across(t), total = t.tiles[0] * across;
-  u32 step = 0, count = 0;
-  for (int tile = blockIdx.x / CLUSTER; tile < total; tile += gridDim.x / CLUSTER, ++count) {
+  u32 step = 0, count = 0, begun = 0;
+#if !FUSED
+  // the weights are there, and so is the list, which the launch before waited for
+  if (const int tile = blockIdx.x / CLUSTER; tile < total) {
+    const int slot = t.tiles[4 + tile / across * 4], column = first_column(tile % across, rank);
+    for (begun = 0; begun < min(STAGES, t.k_blocks); ++begun) copy_weights(base, begun, w, t, slot, column, begun);
+  }
+  grid_wait();
+#endif
+  for (int tile = blockIdx.x / CLUSTER; tile < total; ++count) {
+    int following = 0;
+    if (rank == 0) following = gridDim.x / CLUSTER + atomicAdd(t.tiles + (FUSED ? 1 : 2), 1);
     const int4 group = ((const int4*)(t.tiles + 4))[tile / across];
     const int boxes = (group.z + BOX - 1) / BOX, column = first_column(tile % across, rank);
     for (int kb = 0; kb < t.k_blocks; ++kb, ++step) {
       const u32 s = step % STAGES;
       barrier_wait(base + EMPTY(s), (step / STAGES & 1) ^ 1);
-      copy_weights(base, s, w, t, group.x, column, kb);
+      if (step >= begun) copy_weights(base, s, w, t, group.x, column, kb);
       for (int u = rank; u < boxes; u += CLUSTER) {
         const u32 at = base + X_AT + s * X_BYTES + u * (BOX * 128);
         copy_box_to((1 << CLUSTER) - 1, at, x, kb * DEPTH, group.y + u * BOX, base + FULL(s));
@@ -74,7 +97,13 @@ DEVICE void produce(u32 base, u32 rank, const TensorMap* x, const TensorMap* w, 
         store_shared4(base + NOTE_AT + count % NOTES * 16, make_uint4(group.x, group.y, group.z, tile % across));
       barrier_expect(base + FULL(s), W_BYTES + boxes * (BOX * 128));
     }
+    const u32 i = count % NOTES;
+    tile = told_by_first(following, rank, CLUSTER, base + NEXT_AT + i * 4, base + NEXT(i), count / NOTES & 1);
   }
+  const u32 s = step % STAGES;
+  barrier_wait(base + EMPTY(s), (step / STAGES & 1) ^ 1);
+  store_shared4(base + NOTE_AT + count % NOTES * 16, make_uint4(0, 0, 0, 0));
+  barrier_expect(base + FULL(s), 0);
 }
 
 // ---- the multiplying warps ---------------------------------------------------------------------------------
@@ -103,7 +132,7 @@ DEVICE void release(const Place& p, u32 step) {
 // The sums of this warp group's 64 rows of the weights and N rows of x; a step's products run while the
 // next one's are begun.
 template <int N>
-DEVICE void sum(float (&acc)[128], const Place& p, int k_blocks, u32 step) {
+DEVICE void sum(float (&acc)[SUMS], const Place& p, int k_blocks, u32 step) {
   for (int kb = 0; kb < k_blocks; ++kb, ++step) {
     wait_for(p, step);
     const u64 w = tile_descriptor(p.base + W_AT + step % STAGES * W_BYTES + p.group * (W_BYTES / 2));
@@ -122,12 +151,15 @@ DEVICE void sum(float (&acc)[128], const Place& p, int k_blocks, u32 step) {
 #define SUM(n) \
   case n: return sum<16 * n>(acc, p, k_blocks, step);
 
-DEVICE void sum_rows(float (&acc)[128], const Place& p, int rows, int k_blocks, u32 step) {
+DEVICE void sum_rows(float (&acc)[SUMS], const Place& p, int rows, int k_blocks, u32 step) {
 #pragma unroll
-  for (int i = 0; i < 128; ++i) acc[i] = 0;
+  for (int i = 0; i < SUMS; ++i) acc[i] = 0;
   switch ((rows + 15) / 16) {
-    SUM(1) SUM(2) SUM(3) SUM(4) SUM(5) SUM(6) SUM(7) SUM(8) SUM(9) SUM(10) SUM(11) SUM(12) SUM(13) SUM(14) SUM(15)
-    default: return sum<256>(acc, p, k_blocks, step);
+    SUM(1)
+#if MOST_ROWS == 256
+    SUM(2) SUM(3) SUM(4) SUM(5) SUM(6) SUM(7) SUM(8) SUM(9) SUM(10) SUM(11) SUM(12) SUM(13) SUM(14) SUM(15)
+#endif
+    default: return sum<MOST_ROWS>(acc, p, k_blocks, step);
   }
 }
 
@@ -152,11 +184,11 @@ DEVICE void store_eight(const Task& t, const Note& note, int row, int column, co
 #if FUSED
 
 // acc[4 j + b] is gate and acc[4 j + 2 + b] up of column lane / 4 of the warp's eight, row 8 j + 2 (lane % 4) + b.
-DEVICE void finish_tile(float (&acc)[128], const Place& p, const Task& t, const Note& note) {
+DEVICE void finish_tile(float (&acc)[SUMS], const Place& p, const Task& t, const Note& note) {
   const int column = first_column(note.across, p.rank) + (p.group * 4 + p.warp) * 8, own = column + p.lane / 4;
   const float gate = bias_of(t, note.slot, own), up = bias_of(t, note.slot, t.n + own);
 #pragma unroll
-  for (int j = 0; j < 32; j += 4) {
+  for (int j = 0; j < MOST_ROWS / 8; j += 4) {
     if (8 * j >= note.rows) continue;
     u32 words[4];
 #pragma unroll
@@ -175,12 +207,12 @@ DEVICE void finish_tile(float (&acc)[128], const Place& p, const Task& t, const 
 #else
 
 // acc[4 j + 2 h + b] is of column 8 h + lane / 4 of the warp's 16 and row 8 j + 2 (lane % 4) + b.
-DEVICE void finish_tile(float (&acc)[128], const Place& p, const Task& t, const Note& note) {
+DEVICE void finish_tile(float (&acc)[SUMS], const Place& p, const Task& t, const Note& note) {
   const int column = first_column(note.across, p.rank) + (p.group * 4 + p.warp) * 16, q = p.lane % 4;
   const int own = column + p.lane / 4;
   const float bias[2] = {bias_of(t, note.slot, own), bias_of(t, note.slot, own + 8)};
 #pragma unroll
-  for (int j = 0; j < 32; j += 2) {
+  for (int j = 0; j < MOST_ROWS / 8; j += 2) {
     if (8 * j >= note.rows) continue;
 #if OUT
     u32 words[4];
@@ -208,12 +240,11 @@ DEVICE void finish_tile(float (&acc)[128], const Place& p, const Task& t, const 
 #endif
 
 DEVICE void consume(const Place& p, const Task& t) {
-  const int total = t.tiles[0] * tiles_across(t);
-  u32 step = 0, count = 0;
-  for (int tile = blockIdx.x / CLUSTER; tile < total; tile += gridDim.x / CLUSTER, ++count, step += t.k_blocks) {
-    float acc[128];
+  for (u32 step = 0, count = 0;; ++count, step += t.k_blocks) {
+    float acc[SUMS];
     wait_for(p, step);
     const Note note = note_of(p, count);
+    if (!note.rows) break;
     sum_rows(acc, p, note.rows, t.k_blocks, step);
     finish_tile(acc, p, t, note);
   }
@@ -225,6 +256,7 @@ DEVICE void begin(u32 base) {
       barrier_init(base + FULL(s), 1);
       barrier_init(base + EMPTY(s), CLUSTER * 8);
     }
+    for (int i = 0; i < NOTES; ++i) barrier_init(base + NEXT(i), 1);
     barrier_init_done();
   }
   cluster_sync();
@@ -232,12 +264,16 @@ DEVICE void begin(u32 base) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prefill_wide(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* bias,
-                 void* out, const int* tiles, int n, int k_blocks, float limit, float alpha, float beta) {
+                 void* out, int* tiles, int n, int k_blocks, float limit, float alpha, float beta) {
   extern __shared__ __align__(1024) u8 memory[];
   const u32 base = shared_address(memory), rank = cluster_rank();
   const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const Task t{tiles, bias, out, n, k_blocks, limit, alpha, beta};
   begin(base);
+#if FUSED
+  grid_wait();
+  grid_release();
+#endif
   if (group >= 2) {
     give_registers<PRODUCER_REGISTERS>();
     if (threadIdx.x / 32 == 8) {

@@ -1,38 +1,48 @@
-"""A step of many bf16 rows on Hopper, launched: its groups of rows, and the GEMMs of `prefill_wide.cu`."""
+"""A step of bf16 rows on Hopper, launched: its groups of rows, and the GEMMs of `prefill_wide.cu`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moeserve.experts.activation import Activation
+from moeserve.experts.kernels.device.panels import map_by_eights, map_of
 from moeserve.experts.kernels.device.steps import (
     NO_NUMBERS,
     OUTS,
     Block,
     Form,
     Groups,
-    by_eights,
+    defined,
     numbers,
     source,
 )
 from moeserve.experts.nvrtc import Argument, Function, Program, tensor_map
 
-GROUP_ROWS = 256
-"""Most rows of one slot that a cluster works on at once."""
+UNIT, DEPTH = 16, 64
+"""Rows by which a group is wider or narrower, columns of a step of K."""
 
-UNIT, DEPTH, BOX = 16, 64, 64
-"""Rows by which a group is wider or narrower, columns of a step of K, rows of one copy."""
 
-BLOCK = Block(384, 196800)
+class Width(NamedTuple):
+    """One compiled width: most rows of one slot that a cluster works on at once, rows of one copy of them."""
+
+    rows: int
+    box: int
+    block: Block
+
+
+WIDE = Width(256, 64, Block(384, 197120, waits=True))
+NARROW = Width(32, 16, Block(384, 205408, waits=True))
+"""Where reading weights is the limit."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """One side's weights `[e, N, K]` bf16, and biases `[e, N]` float32 if any."""
+    """One side's weights in panels of bf16, and biases `[e, N]` float32 if any."""
 
     values: Tensor
     bias: Tensor | None
@@ -40,12 +50,14 @@ class Weights:
 
 @dataclass(frozen=True)
 class Step(Groups):
-    """A batch cut into groups of at most 256 rows of one slot; nothing is read on the host."""
+    """A batch cut into groups of at most `width.rows` rows of one slot; nothing is read on the host."""
+
+    width: Width = WIDE
 
     @property
     def cut(self) -> tuple[int, int]:
         """The rows by which a group grows, and the most it has."""
-        return UNIT, GROUP_ROWS
+        return UNIT, self.width.rows
 
     def gate_up(self, x: Tensor, weights: Weights, activation: Activation, inner: int) -> Tensor:
         """bf16 `[R, inner]`: rows `x [R, H]` bf16 after the first GEMM and one of `FUSED_ACTIVATIONS`."""
@@ -65,11 +77,10 @@ class Step(Groups):
         self, form: Form, given: tuple[Tensor, Weights], out: Tensor, numbers: tuple[float, float, float]
     ) -> None:
         x, weights = given
-        n, values = out.shape[1], weights.values
-        flat = values.view(-1, values.shape[-1])
+        n, values, width = out.shape[1], weights.values, self.width
         arguments: tuple[Argument, ...] = (
-            tensor_map(x, (BOX, DEPTH)),
-            by_eights(values, 8) if form.fused else tensor_map(flat, (128, DEPTH)),
+            tensor_map(x, (width.box, DEPTH)),
+            map_by_eights(values, 8) if form.fused else map_of(values),
             self.tiles if weights.bias is None else weights.bias,  # one that is not there is not read
             out,
             self.tiles,
@@ -77,9 +88,10 @@ class Step(Groups):
             -(-x.shape[1] // DEPTH),
             *numbers,
         )
-        self.launch(_function(form), BLOCK, arguments, form.tiles_across(n))
+        self.launch(_function(form, width.rows), width.block, arguments, form.tiles_across(n))
 
 
 @cache
-def _function(form: Form) -> Function:
-    return Program(source("prefill_wide.cu"), form.options).function("prefill_wide")
+def _function(form: Form, rows: int) -> Function:
+    options = (*form.options, *defined({"MOST_ROWS": rows}))
+    return Program(source("prefill_wide.cu"), options).function("prefill_wide")

@@ -198,3 +198,14 @@ def round_tokens(
                 else:
                     value = element_of(quotient, ELEMENT)
             tl.store(out + row * K + k, value.to(out.dtype.element_ty), mask=k < K)
+
+
+@triton.jit
+def gather_columns(x, out, columns, tiles, K: tl.constexpr, B: tl.constexpr):
+    """`out[row, k] = x[row, columns[slot, k]]`; grid (groups of rows, BM, K / B)."""
+    g, m = tl.program_id(0), tl.program_id(1)
+    if (g < tl.load(tiles)) & (m < tl.load(tiles + 6 + 4 * g)):
+        row = (tl.load(tiles + 5 + 4 * g) + m).to(tl.int64)
+        k = tl.program_id(2) * B + tl.arange(0, B)
+        column = tl.load(columns + tl.load(tiles + 4 + 4 * g).to(tl.int64) * K + k, mask=k < K, other=0)
+        tl.store(out + row * K + k, tl.load(x + row * K + column, mask=k < K), mask=k < K)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch
-from moeserve.experts.nvrtc import Argument, Function, LaunchError, Program, TensorMap
+from moeserve.experts.nvrtc import Argument, Function, LaunchError, Program
 
 FUSED_ACTIVATIONS = frozenset({"silu", "swigluoai", "swigluoai_uninterleave"})
 """What a first GEMM activates itself: gate x sigmoid(alpha gate) x (up + beta), both halves limited."""
@@ -23,9 +23,6 @@ OUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 CLUSTER = 2
 """Blocks that share rows, each with rows of the weights of its own."""
-
-EIGHT = 8
-"""Gate and up rows of the weights alternate by so many in shared memory."""
 
 ROWS_THREADS = 512
 
@@ -72,7 +69,7 @@ class Groups(ABC):
         """The list of groups, `[4 + 4 limit]` int32, as `prefill_rows.cu` writes it."""
         tiles = torch.empty(4 + 4 * self.limit, dtype=torch.int32, device=self.batch.counts.device)
         given = (self.batch.counts, self.batch.offsets, self.batch.slots, tiles)
-        _rows_function("list_groups", self.cut).launch(1, ROWS_THREADS, given)
+        _rows_function("list_groups", self.cut).launch(1, ROWS_THREADS, given, overlapped=True)
         return tiles
 
     def scale_storage(self, blocks: int) -> Tensor:
@@ -85,14 +82,21 @@ class Groups(ABC):
         blocks = scale.shape[1]
         grouped = self.scale_storage(blocks)
         given: list[Argument] = [scale, grouped, self.tiles, blocks, *scale.stride()]
-        _rows_function("group_scales", self.cut).launch(self.limit, ROWS_THREADS, given)
+        function = _rows_function("group_scales", self.cut)
+        function.launch(self.limit, ROWS_THREADS, given, overlapped=True)
         return grouped
 
     def launch(self, function: Function, block: Block, given: Sequence[Argument], across: int) -> None:
         """Runs a GEMM of `across` tiles a group, on clusters that are all resident."""
         clusters = min(resident_clusters(function, block), self.limit * across)
-        shared = block.shared_bytes
-        function.launch(clusters * CLUSTER, block.threads, given, shared=shared, cluster=CLUSTER)
+        function.launch(
+            clusters * CLUSTER,
+            block.threads,
+            given,
+            shared=block.shared_bytes,
+            cluster=CLUSTER,
+            overlapped=block.waits,
+        )
 
 
 class Block(NamedTuple):
@@ -100,6 +104,7 @@ class Block(NamedTuple):
 
     threads: int
     shared_bytes: int
+    waits: bool = False  # by itself for the launches before it
 
 
 def numbers(activation: Activation) -> tuple[float, float, float]:
@@ -110,38 +115,6 @@ def numbers(activation: Activation) -> tuple[float, float, float]:
 
 NO_NUMBERS = (0.0, 0.0, 0.0)
 """Where no activation is fused."""
-
-
-def by_eights(weights: Tensor, slabs: int) -> TensorMap:
-    """`weights [e, 2I, K]` of one or two bytes in boxes of `slabs` times eight gate rows and their up rows.
-
-    Raises LaunchError for the driver's refusal.
-    """
-    from cuda.bindings import driver
-
-    slots, rows, k = weights.shape
-    kinds = driver.CUtensorMapDataType
-    inner, row = rows // 2, k * weights.itemsize
-    sizes = (k, EIGHT, 2, inner // EIGHT, slots)
-    steps = (row, inner * row, EIGHT * row, rows * row)
-    box = (128 // weights.itemsize, EIGHT, 2, slabs, 1)
-    byte, pair = kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8, kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-    status, made = driver.cuTensorMapEncodeTiled(
-        byte if weights.itemsize == 1 else pair,
-        len(sizes),
-        weights.data_ptr(),
-        [driver.cuuint64_t(size) for size in sizes],
-        [driver.cuuint64_t(step) for step in steps],
-        [driver.cuuint32_t(size) for size in box],
-        [driver.cuuint32_t(1)] * len(sizes),
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise LaunchError(f"no tensor map of {list(weights.shape)} by eights: {status.name}")
-    return TensorMap(made, weights)
 
 
 def source(name: str, before: str = "") -> str:
@@ -164,7 +137,7 @@ def resident_clusters(function: Function, block: Block) -> int:
     """
     from cuda.bindings import driver
 
-    threads, shared = block
+    threads, shared, _ = block
     function.resident_blocks(threads, shared)  # allows so much shared memory
     size: Any = driver.CUlaunchAttribute()
     size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
