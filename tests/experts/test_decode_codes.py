@@ -45,7 +45,7 @@ def test_every_form_compiles(rows: int, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
     for bias, limited, out in ((False, False, torch.bfloat16), (True, True, torch.float32)):
         form = Form(rows, bias=bias, limited=limited, out=out)
-        assert nvrtc.compiled(source("decode_codes.cu"), "sm_90a", form.options)
+        assert nvrtc.compiled(source(*decode_codes.SOURCES), "sm_90a", form.options)
 
 
 @pytest.mark.parametrize(

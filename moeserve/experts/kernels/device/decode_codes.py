@@ -24,6 +24,8 @@ from moeserve.experts.kernels.device.steps import (
 )
 from moeserve.experts.nvrtc import Argument, Function, Program, tensor_map
 
+SOURCES = ("codes.cu", "decode_codes.cu")
+
 MOST_SLOTS = 512
 """Slots that the list in shared memory has room for."""
 
@@ -111,7 +113,7 @@ def step(form: Form, x: Tensor, batch: ExpertBatch, sides: Sequence[Weights], sh
 
 @cache
 def _function(form: Form) -> Function:
-    return Program(source("decode_codes.cu"), form.options).function("decode_codes")
+    return Program(source(*SOURCES), form.options).function("decode_codes")
 
 
 @cache

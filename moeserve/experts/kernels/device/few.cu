@@ -1,6 +1,6 @@
 // A whole step of few rows a slot in one launch: gate and up, the activation, a barrier of the grid, down.
 // Weights are the wide side of the matrix instruction and stream through a ring that each worker, a warp group,
-// has of its own; rows stand in a ring that the workers of a block share. `hopper.cu` precedes it.
+// has of its own; rows stand in a ring that the workers of a block share. `hopper.cu` and `codes.cu` precede it.
 //
 // Work is counted in units of 64 rows of weights by all of K, for one group of at most ROWS rows of a slot. A
 // block owns a run of units, and works on up to WORKERS of one group at once. Its workers share them, and K: worker
@@ -521,52 +521,11 @@ DEVICE void bring_rows(const Task& t, const TensorMap* (&maps)[2], u32 base, int
 // ---- products ----------------------------------------------------------------------------------------------
 
 #if FP4
-// (a & mask) | c
-DEVICE u32 and_or(u32 a, u32 mask, u32 c) {
-  u32 d;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(a), "r"(mask), "r"(c));
-  return d;
-}
-
-// Two bf16 codes times one of the scales in the halves of `scales`.
-DEVICE u32 times_low(u32 codes, u32 scales) {
-  u32 product;
-  asm("{\n.reg .b16 l, h;\n.reg .b32 p;\nmov.b32 {l, h}, %2;\nmov.b32 p, {l, l};\nmul.rn.bf16x2 %0, %1, p;\n}"
-      : "=r"(product)
-      : "r"(codes), "r"(scales));
-  return product;
-}
-
-DEVICE u32 times_high(u32 codes, u32 scales) {
-  u32 product;
-  asm("{\n.reg .b16 l, h;\n.reg .b32 p;\nmov.b32 {l, h}, %2;\nmov.b32 p, {h, h};\nmul.rn.bf16x2 %0, %1, p;\n}"
-      : "=r"(product)
-      : "r"(codes), "r"(scales));
-  return product;
-}
-
-#define KEPT 0x81C081C0
-#define REST 0x06030603  // bits that the first word of a pair gives for the last places
-
-DEVICE u32 kept_of(u32 w, int turn) { return __funnelshift_l(w, w, turn) & KEPT; }
-
-// Of a pair of words of a row, those of 64 of K each, the four pairs of half h, 16 of K apart, times their scales: see
-// `codes.py`. The first half leaves what the second finds there of both.
-DEVICE void decode(u32& w0, u32 w1, u32 scales, int h, u32 (&out)[4]) {
+// `decode` by a pair of scale bytes for each of `even` and `odd`.
+DEVICE void decode_scaled(u32& w0, u32 w1, u32 scales, int h, u32 (&out)[4]) {
   const u32 even = and_or(scales, 0x0FF00FF0, 0x70007000);
   const u32 odd = and_or(__funnelshift_r(scales, scales, 8), 0x0FF00FF0, 0x70007000);
-  if (h == 0) {
-    out[0] = times_low(w0 & KEPT, even);
-    out[1] = times_low(w0 << 4 & KEPT, odd);
-    out[2] = times_high(kept_of(w0, 10), even);
-    asm("lop3.b32 %0, %1, %0, %2, 0xCA;" : "+r"(w0) : "n"(REST), "r"(w1));  // of the bits, REST ? w0 : w1
-    out[3] = times_high(kept_of(w0, 8), odd);
-  } else {
-    out[0] = times_low(w1 << 2 & KEPT, even);
-    out[1] = times_low(w1 << 6 & KEPT, odd);
-    out[2] = times_high(kept_of(w1, 12), even);
-    out[3] = times_high(kept_of(w0, 14), odd);
-  }
+  decode(w0, w1, even, odd, h, out);
 }
 
 DEVICE uint2 load_shared_pair(u32 at) {
@@ -637,7 +596,8 @@ DEVICE void multiply_stage(float (&acc)[N / 2], const Held& held, u32 weights, u
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        decode(codes[s][r][half].x, codes[s][r][half].y, h ? scales[s][r].y : scales[s][r].x, h, w[half * 2 + r]);
+        decode_scaled(codes[s][r][half].x, codes[s][r][half].y, h ? scales[s][r].y : scales[s][r].x, h,
+                      w[half * 2 + r]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const u32 chunk[4] = {w[0][i], w[1][i], w[2][i], w[3][i]};

@@ -22,6 +22,8 @@ from moeserve.experts.kernels.device.steps import (
 from moeserve.experts.kernels.tiles import FewTile
 from moeserve.experts.nvrtc import Argument, Function, Program, TensorMap, tensor_map
 
+SOURCES = ("codes.cu", "few.cu")
+
 MOST_SLOTS = 512
 """Slots that the list in shared memory has room for."""
 
@@ -144,7 +146,7 @@ def options(form: Form) -> tuple[str, ...]:
 
 @cache
 def _function(form: Form) -> Function:
-    return Program(source("few.cu"), options(form)).function("few")
+    return Program(source(*SOURCES), options(form)).function("few")
 
 
 @cache

@@ -185,7 +185,7 @@ class Step(Groups):
 def source(plan: Plan) -> str:
     """The text of `prefill_codes.cu` with what it needs before it."""
     products = "".join(product(plan, n) for n in range(plan.grain, plan.most + 1, plan.grain))
-    return steps.source("prefill_codes.cu", "template <int N>\nstruct Product;\n" + products)
+    return steps.source("prefill_codes.cu", before="template <int N>\nstruct Product;\n" + products)
 
 
 def product(plan: Plan, n: int) -> str:

@@ -117,11 +117,11 @@ NO_NUMBERS = (0.0, 0.0, 0.0)
 """Where no activation is fused."""
 
 
-def source(name: str, before: str = "") -> str:
-    """The text of `name` beside this file, behind what all share and what else comes `before` it."""
+def source(*names: str, before: str = "") -> str:
+    """The texts of `names` beside this file, behind what all share and what else comes `before` them."""
     folder = files(__package__)
-    hopper, epilogue, own = ((folder / file).read_text() for file in ("hopper.cu", "epilogue.cu", name))
-    return hopper + epilogue + before + own
+    shared = [(folder / name).read_text() for name in ("hopper.cu", "epilogue.cu")]
+    return "".join((*shared, before, *((folder / name).read_text() for name in names)))
 
 
 def defined(flags: Mapping[str, int]) -> tuple[str, ...]:
