@@ -60,7 +60,8 @@ def _rank(index: int, path: Path, rows: int, store: str, pipe: Connection) -> No
     from moeserve.runtime.epoch import Epoch
     from moeserve.runtime.mesh import Mesh
     from moeserve.runtime.plan import Wanted
-    from moeserve.runtime.rank import Rank, Served
+    from moeserve.runtime.rank import Rank
+    from moeserve.runtime.served import Served
     from moeserve.runtime.step import LaneInput, empty_input
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))  # as a rank of the service

@@ -11,8 +11,8 @@ from moeserve.dispatch.cost import Costs, table
 from moeserve.experts.machine import Machine
 from moeserve.experts.requantization import Loss, Requantization
 from moeserve.runtime.plan import Plan
-from moeserve.runtime.rank import Served
 from moeserve.runtime.request import runs
+from moeserve.runtime.served import Served
 
 GIB = 1 << 30
 

@@ -148,7 +148,7 @@ class KernelRow:
     settings: Mapping[Scheme, frozenset[Activation]] = field(default_factory=dict)  # where fixed
     unbiased: frozenset[Scheme] = frozenset()  # schemes that it has no biases with
     most_slots: int = 0  # of a rank; 0: any number
-    bf16_sums: bool = False  # what the first GEMM leaves to be rounded again is bf16, activated or not
+    bf16_sums: bool = False  # of the first GEMM, before they are activated and rounded again
     fewer_schemes: Mapping[str, frozenset[Scheme]] = field(
         default_factory=dict
     )  # by arch, where not all of them

@@ -12,10 +12,10 @@ from moeserve.runtime.config import OFF, Config
 from moeserve.runtime.coordinator import Coordinator, Progress
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head_telemetry import CoordinatorTelemetry
-from moeserve.runtime.rank import Served
 from moeserve.runtime.rank_process import model_name, served_from
 from moeserve.runtime.rebalancer import Rebalancer
 from moeserve.runtime.sequencer import Pace
+from moeserve.runtime.served import Served
 from moeserve.runtime.server import Endpoint
 from moeserve.runtime.service import FrontDoor
 

@@ -10,8 +10,8 @@ from moeserve.experts.balance import balancer_named
 from moeserve.experts.placement import Move
 from moeserve.proto import moe_pb2
 from moeserve.runtime.lane import GroupUnavailable
-from moeserve.runtime.rank import Served
 from moeserve.runtime.rebalancer import Cycle, Plan, Rebalancer
+from moeserve.runtime.served import Served
 
 
 class BadRequest(ValueError):

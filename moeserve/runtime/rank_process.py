@@ -26,8 +26,9 @@ from moeserve.runtime.lane import Lane
 from moeserve.runtime.member import Member, Rendezvous
 from moeserve.runtime.messages import plans_message
 from moeserve.runtime.plan import AUTO
-from moeserve.runtime.rank import Rank, Served, torch_device
+from moeserve.runtime.rank import Rank, torch_device
 from moeserve.runtime.request import RequestReader
+from moeserve.runtime.served import Served
 from moeserve.runtime.server import Endpoint
 from moeserve.runtime.stream import Stream, StreamClosed, connect
 from moeserve.runtime.telemetry import RankTelemetry

@@ -13,7 +13,7 @@ from moeserve.experts.gate import Gate
 from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import TensorError
 from moeserve.runtime.lane import Batch
-from moeserve.runtime.rank import Served
+from moeserve.runtime.served import Served
 from moeserve.runtime.step import Stamp
 from moeserve.runtime.tensors import OpenRequest, Payloads
 

@@ -25,9 +25,9 @@ from moeserve.proto.tensors import FLOATS, INTEGERS, spec_of
 from moeserve.runtime.door import Observe
 from moeserve.runtime.lane import GroupUnavailable, one_version
 from moeserve.runtime.operations import Operations
-from moeserve.runtime.rank import Served
 from moeserve.runtime.rebalancer import Rebalancer
 from moeserve.runtime.reception import Seat
+from moeserve.runtime.served import Served
 from moeserve.runtime.status import Status, status_of
 
 T = TypeVar("T")

@@ -17,8 +17,9 @@ from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.local_cluster import LocalCluster
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.plan import Wanted
-from moeserve.runtime.rank import Rank, Served
+from moeserve.runtime.rank import Rank
 from moeserve.runtime.rank_process import served_from
+from moeserve.runtime.served import Served
 from moeserve.runtime.step import LaneInput
 
 NAME, SCHEME = "fp8_per_block", "fp8_block128 x fp8_group128"

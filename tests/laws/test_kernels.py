@@ -28,7 +28,7 @@ BOUNDS = {FP32: 1e-5, FP16: 1e-2, BF16: 1e-2}
 FP8_BOUND = 2e-2
 
 BF16_SUMS_BOUND = 3e-2
-"""Of narrow activations where what is rounded between the GEMMs was bf16: some codes then fall elsewhere."""
+"""Of narrow activations where the first GEMM's sums come in bf16: their codes then fall elsewhere."""
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
 

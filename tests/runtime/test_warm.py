@@ -23,7 +23,8 @@ from moeserve.quant.formats.floats import BF16
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.plan import Plan, Span, Wanted
-from moeserve.runtime.rank import Rank, Served
+from moeserve.runtime.rank import Rank
+from moeserve.runtime.served import Served
 from moeserve.runtime.warm import Arrivals, rooms, warm
 
 LANE_ROWS, EXPERTS = 48, 4

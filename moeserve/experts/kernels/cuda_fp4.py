@@ -37,7 +37,11 @@ FEW_ROWS = 12
 """Rows of a step up to which `few.cu`, where it takes the step, is the faster one of the two."""
 
 ROUNDED = Scheme(NVFP4, FP8_GROUP)
-"""Rows are rounded to E4M3 as the scheme says, and multiplied as what they then are, in bf16."""
+"""Rows are rounded to E4M3 as the scheme says, and multiplied as what they then are, in bf16.
+
+Inner rows are bf16 before they are rounded, so that some of their codes fall elsewhere: on an H200 two of the
+small random cases of the tests had errors of 0.020 and 0.022, over the laws' 0.02.
+"""
 
 INNER_MULTIPLE = 64
 """What the inner size must be a multiple of for gate and up columns to meet in one tile."""
@@ -106,6 +110,5 @@ ROW = KernelRow(
     multiple_of=(32, 64),
     looser={Scheme(NVFP4, BF16): (32, 32), Scheme(MXFP4, BF16): (32, 32)},
     fewer_activations={ROUNDED: frozenset({"silu", "swigluoai", "swigluoai_uninterleave"})},
-    bf16_sums=True,
     verified=("sm90",),
 )
