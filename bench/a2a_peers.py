@@ -1,4 +1,4 @@
-"""What carriers over peer memory are measured beside: plain stores to all peers, NCCL, FlashInfer."""
+"""What dispatchers over peer memory are measured beside: plain stores to all peers, NCCL, FlashInfer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from moeserve.device.nvrtc import U64, Program
 from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.peers.memory import PeerMemory
 from moeserve.dispatch.peers.wires import RowRecord
 from moeserve.dispatch.routing import Routing
-from moeserve.experts.nvrtc import U64, Program
 
 Step = Callable[[], object]
 
@@ -95,7 +95,7 @@ def flashinfer_step(spec: DispatchSpec, routing: Routing, hidden: torch.Tensor) 
         moe_tp_size=1,
     )
     config = MnnvlConfig(comm_backend=TorchDistBackend(dist.group.WORLD))
-    carrier = MoeAlltoAll(
+    dispatcher = MoeAlltoAll(
         mapping, tokens, spec.top_k, spec.slots * ranks, hidden_size=spec.hidden, mnnvl_config=config
     )
     parts = [part.view(torch.uint8) for part in spec.wire.quantize(hidden).parts]
@@ -103,7 +103,7 @@ def flashinfer_step(spec: DispatchSpec, routing: Routing, hidden: torch.Tensor) 
     outputs = torch.zeros((ranks, tokens, spec.hidden), dtype=spec.dtype, device="cuda")
 
     def step() -> object:
-        carrier.dispatch(routing.slots, payload, tokens)
-        return carrier.combine(outputs, tokens)
+        dispatcher.dispatch(routing.slots, payload, tokens)
+        return dispatcher.combine(outputs, tokens)
 
     return step

@@ -22,9 +22,9 @@ from multiprocessing.connection import Connection
 import grpc
 from record import Result, write
 
-from moeserve.runtime.messages import header_message
+from moeserve.runtime.control.messages import header_message
+from moeserve.runtime.control.stream import Message, Stream, StreamClosed, connect
 from moeserve.runtime.step import Header
-from moeserve.runtime.stream import Message, Stream, StreamClosed, connect
 
 METHOD = "/bench.Control/Echo"
 HEADER = header_message(Header(1, 1, 3, (8, 8, 8, 8), ((17, 8),)), 1)

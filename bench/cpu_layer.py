@@ -2,7 +2,7 @@
 
     python bench/cpu_layer.py [--tokens 1 32 512] [--dtypes fp32 bf16] [--ranks 4] [--seconds 15]
 
-64 experts, hidden 2048, inner 768, top-8. Two forms of ours: one rank in this process (carrier `local`),
+64 experts, hidden 2048, inner 768, top-8. Two forms of ours: one rank in this process (dispatcher `local`),
 and `--ranks` spawned ranks that share the cores, each with its part of the experts and of the tokens
 (`allgather_reducescatter` over gloo). The peers are `Qwen3MoeExperts` with experts_implementation `eager`
 and `grouped_mm`, in this process with all cores. All get the same weights, rows and routing, their answers
@@ -83,15 +83,15 @@ def expert_weights(first: int, count: int, form: Format) -> ExpertWeights:
 
 
 class OneRank:
-    """A rank's step without its control: carrier, kernel, carrier."""
+    """A rank's step without its control: dispatcher, kernel, dispatcher."""
 
     def __init__(self, rank: int, ranks: int, form: Format, lane_rows: int) -> None:
         slots = EXPERTS // ranks
         spec = DispatchSpec(rank, ranks, slots, SHAPE.hidden, TOP_K, lane_rows, form.dtype, form)
         self._rank, self._ranks = rank, ranks
-        self._carrier: Dispatcher = DISPATCHERS["local" if ranks == 1 else "allgather_reducescatter"].build(
-            spec
-        )
+        self._dispatcher: Dispatcher = DISPATCHERS[
+            "local" if ranks == 1 else "allgather_reducescatter"
+        ].build(spec)
         self._kernel: Kernel = KERNELS[KERNEL].build(KernelSpec(Scheme(form, form), SHAPE, form.dtype))
         self._bank = Bank()
         self._bank.load(0, self._kernel, expert_weights(rank * slots, slots, form), range(slots))
@@ -102,9 +102,9 @@ class OneRank:
         routing = Routing(lane.experts, lane.weights, rows)
 
         def run() -> Tensor:
-            arrived = self._carrier.dispatch(lane.hidden, routing).wait()
+            arrived = self._dispatcher.dispatch(lane.hidden, routing).wait()
             outputs = self._kernel.apply(self._bank[0], arrived.batch)
-            return self._carrier.combine(outputs, arrived.ticket).wait()
+            return self._dispatcher.combine(outputs, arrived.ticket).wait()
 
         return run
 

@@ -36,7 +36,7 @@ from record import Result, write
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moeserve.experts.checkpoint import Checkpoint
+from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.quant.elements import E2M1, E2M3, E3M2, FP8_LARGEST, decode_e8m0, decode_fp8, encode_fp8
 
 HIDDEN, INNER = 512, 768

@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM
 from moeserve.proto.client import MoeClient
 from moeserve.proto.integrations.transformers import attach, load
 from moeserve.runtime.config import Config
-from moeserve.runtime.local_cluster import LocalCluster
+from moeserve.runtime.launch.local_cluster import LocalCluster
 
 LOGIT_BOUND = 1e-4
 BF16_BOUND = 1.2
@@ -197,7 +197,7 @@ def launcher(name: str) -> Iterator[Any]:
         return
     import ray
 
-    from moeserve.runtime.cluster import RayCluster
+    from moeserve.runtime.launch.ray_cluster import RayCluster
 
     cpus = max(RANKS, os.cpu_count() or 1)
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.WARNING}

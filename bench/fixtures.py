@@ -18,7 +18,7 @@ import torch
 from formulas import KNOWN_ERROR, experts
 from torch import Tensor
 
-from moeserve.experts.checkpoint import Checkpoint, CheckpointError
+from moeserve.checkpoints.checkpoint import Checkpoint, CheckpointError
 
 GPTQ = 1.5
 """How much more a weight may move where GPTQ rounds: it keeps outputs, not weights."""

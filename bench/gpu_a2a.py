@@ -1,15 +1,17 @@
-"""Dispatch and combine of our carriers beside NCCL and FlashInfer, on the same work, as CUDA graphs.
+"""Dispatch and combine of our dispatchers beside NCCL and FlashInfer, on the same work, as CUDA graphs.
 
-    torchrun --nproc-per-node 4 bench/gpu_a2a.py [--carriers nvlink_ll nvlink_ht] [--wires fp8_group128 bf16]
+    torchrun --nproc-per-node 4 bench/gpu_a2a.py [--dispatchers nvlink_ll nvlink_ht] [--wires fp8_group128
+    bf16]
         [--tokens 1 16 128 256 1024 4096] [--counts FILE --layer 20] [--record]
 
-First the ceiling: every GPU stores to all its peers at once. Then each carrier dispatches and combines, with
-all that belongs to it: layout, quantization, grouping, weighted sums. Its answers are checked before it is
-timed. So is a library's carrier that our adapter makes whole (--libraries), where the library is installed.
-A carrier that reads counts on the host (all2allv) is launched instead, since no graph can hold it.
-Two peers do less: `NCCL, bytes only` moves the same bytes with split sizes known on the host; `FlashInfer,
-rows only` moves rows quantized before, leaves them as they came, and adds up sums weighed before.
-Microseconds a step, the slowest rank's. Routing is uniform, or drawn from a trace of expert loads with
+First the ceiling: every GPU stores to all its peers at once. Then each dispatcher dispatches and combines,
+with all that belongs to it: layout, quantization, grouping, weighted sums. Its answers are checked before it
+is timed. So is a library's dispatcher that our adapter makes whole (--libraries), where the library is
+installed. A dispatcher that reads counts on the host (all2allv) is launched instead, since no graph can hold
+it. Two peers do less: `NCCL, bytes only` moves the same bytes with split sizes known on the host;
+`FlashInfer, rows only` moves rows quantized before, leaves them as they came, and adds up sums weighed
+before. Microseconds a step, the slowest rank's. Routing is uniform, or drawn from a trace of expert loads
+with
 --counts. bfloat16 hidden states and answers.
 """
 
@@ -118,40 +120,40 @@ def work(spec: DispatchSpec, tokens: int, load: Tensor | None) -> Work:
 
 
 def ours(name: str, task: Work, *, parted: bool = True) -> tuple[float, float]:
-    """Dispatch alone, and dispatch with combine, of the carrier `name`, its answers checked first.
+    """Dispatch alone, and dispatch with combine, of the dispatcher `name`, its answers checked first.
 
     Not `parted`: the first is NaN, since some libraries refuse a dispatch that is not combined.
     """
     row = DISPATCHERS[name]
-    carrier, timed = row.build(task.spec), launched if row.host_sync else graphed
+    dispatcher, timed = row.build(task.spec), launched if row.host_sync else graphed
     try:
-        outputs = check(carrier, task)
+        outputs = check(dispatcher, task)
 
         def both() -> None:
-            arrived = carrier.dispatch(task.hidden, task.routing).wait()
-            carrier.combine(outputs, arrived.ticket).wait()
+            arrived = dispatcher.dispatch(task.hidden, task.routing).wait()
+            dispatcher.combine(outputs, arrived.ticket).wait()
 
         alone = math.nan
         if parted:
-            alone = timed(lambda: carrier.dispatch(task.hidden, task.routing).wait())
+            alone = timed(lambda: dispatcher.dispatch(task.hidden, task.routing).wait())
         return alone, timed(both)
     finally:
         dist.barrier()
-        carrier.close()
+        dispatcher.close()
 
 
-def check(carrier: Dispatcher, task: Work) -> Tensor:
+def check(dispatcher: Dispatcher, task: Work) -> Tensor:
     """Raises AssertionError unless experts that change nothing give back the rows; returns their outputs."""
-    arrived = carrier.dispatch(task.hidden, task.routing).wait()
+    arrived = dispatcher.dispatch(task.hidden, task.routing).wait()
     packed = arrived.batch.tokens
     outputs = (
         torch.stack([part.dequantize() for part in _slabs(packed)]).view(packed.shape).to(task.spec.dtype)
     )
-    answer = carrier.combine(outputs, arrived.ticket).wait()
+    answer = dispatcher.combine(outputs, arrived.ticket).wait()
     rows = task.spec.wire.quantize(task.hidden).dequantize().to(task.spec.dtype).float()
     expected = rows * task.routing.weights.sum(dim=1, keepdim=True)
     error = (answer.float() - expected).abs().max() / expected.abs().max()
-    late = carrier.late()
+    late = dispatcher.late()
     assert slowest(float(error)) < 2e-2 and not late, f"error {float(error):.3g}, late {late}"
     return outputs
 
@@ -164,12 +166,12 @@ def _slabs(packed: Packed) -> list[Packed]:
     return [packed.rows(slice(i, i + 1)) for i in rows]
 
 
-def measure(task: Work, carriers: list[str], libraries: list[str]) -> dict[str, tuple[float, float]]:
+def measure(task: Work, dispatchers: list[str], libraries: list[str]) -> dict[str, tuple[float, float]]:
     """Microseconds by contender: dispatch, and dispatch with combine."""
     spec, found = task.spec, {}
-    for name in (*carriers, *libraries):
+    for name in (*dispatchers, *libraries):
         try:
-            if name in carriers:
+            if name in dispatchers:
                 found[name] = ours(name, task)
             else:
                 found[f"{name}, whole"] = ours(name, task, parted=False)
@@ -188,7 +190,7 @@ def measure(task: Work, carriers: list[str], libraries: list[str]) -> dict[str, 
 
 
 def aimed(task: Work, ceiling: float) -> float | None:
-    """Microseconds that the best carrier of ours should take; `ceiling` in GB/s out of a GPU."""
+    """Microseconds that the best dispatcher of ours should take; `ceiling` in GB/s out of a GPU."""
     spec, tokens = task.spec, task.tokens
     if tokens < MANY:
         return AIMS.get(tokens)
@@ -220,7 +222,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument(
-        "--carriers", nargs="+", default=["nvlink_ll", "nvlink_ht", "allgather_reducescatter"]
+        "--dispatchers", nargs="+", default=["nvlink_ll", "nvlink_ht", "allgather_reducescatter"]
     )
     parser.add_argument("--libraries", nargs="*", default=["flashinfer"])
     parser.add_argument("--wires", nargs="+", default=["fp8_group128", "nvfp4_static", "bf16"])
@@ -257,13 +259,13 @@ def main() -> None:
                 patience=5.0,
             )
             task = work(spec, tokens, load)
-            found = measure(task, args.carriers, args.libraries)
+            found = measure(task, args.dispatchers, args.libraries)
             aim = aimed(task, top) if ranks == 4 and wire == "fp8_group128" and load is None else None
-            best = min((n for n in args.carriers if n in found), key=lambda n: found[n][1], default="")
+            best = min((n for n in args.dispatchers if n in found), key=lambda n: found[n][1], default="")
             cells = [f"{name} {both:.1f} ({alone:.1f} out)" for name, (alone, both) in found.items()]
             note(f"{wire}, {routing}, {tokens}: {' | '.join(cells)}")
             results = []
-            for name in args.carriers:
+            for name in args.dispatchers:
                 if name not in found:
                     continue
                 peers = {f"{name} dispatch": found[name][0]}

@@ -32,7 +32,8 @@ from moeserve.experts.batch import ExpertShape, ExpertWeights
 from moeserve.experts.kernel import Kernel, KernelSpec, Prepared
 from moeserve.experts.kernels import KERNELS
 from moeserve.experts.load import Load, read_trace
-from moeserve.experts.placement import AddressBook, Placement
+from moeserve.experts.placement import Placement
+from moeserve.experts.routing.address_book import AddressBook
 from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
 
@@ -47,7 +48,7 @@ class Layer:
     """One layer on this rank: the books, by choice, and what carries and computes."""
 
     books: dict[str, AddressBook]
-    carrier: Dispatcher
+    dispatcher: Dispatcher
     kernel: Kernel
     prepared: Prepared
 
@@ -57,8 +58,8 @@ class Layer:
         """One step of the layer."""
         valid = torch.ones(len(hidden), dtype=torch.bool, device="cuda")
         routing = Routing(self.books[choice].resolve(0, experts, valid), weights, lanes)
-        arrived = self.carrier.dispatch(hidden, routing).wait()
-        return self.carrier.combine(self.kernel.apply(self.prepared, arrived.batch), arrived.ticket).wait()
+        arrived = self.dispatcher.dispatch(hidden, routing).wait()
+        return self.dispatcher.combine(self.kernel.apply(self.prepared, arrived.batch), arrived.ticket).wait()
 
 
 def random_packed(form: Format, shape: tuple[int, ...]) -> Packed:
@@ -70,7 +71,7 @@ def random_packed(form: Format, shape: tuple[int, ...]) -> Packed:
     return packed
 
 
-def build(placement: Placement, carrier: str, rows: int) -> Layer:
+def build(placement: Placement, dispatcher: str, rows: int) -> Layer:
     """This rank's share of one layer."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     shape = ExpertShape(HIDDEN, INNER, Activation("silu"), bias=False)
@@ -94,7 +95,7 @@ def build(placement: Placement, carrier: str, rows: int) -> Layer:
         device="cuda",
     )
     books = {choice: AddressBook(placement, "cuda", choice, rank) for choice in CHOICES}
-    return Layer(books, DISPATCHERS[carrier].build(spec), kernel, kernel.prepare(weights))
+    return Layer(books, DISPATCHERS[dispatcher].build(spec), kernel, kernel.prepare(weights))
 
 
 def batch(load: np.ndarray, rows: int, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,7 +155,7 @@ def main() -> None:
     parser.add_argument("--layer", type=int, default=20, help="position among the layers of the file")
     parser.add_argument("--redundant-per-rank", type=int, default=2)
     parser.add_argument("--policy", default="flexible")
-    parser.add_argument("--carrier", default="all2allv")
+    parser.add_argument("--dispatcher", default="all2allv")
     args = parser.parse_args()
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # NVLink multicast stays off
     local = int(os.environ["LOCAL_RANK"])
@@ -164,7 +165,7 @@ def main() -> None:
     tokens = read_trace(args.counts).total.tokens[args.layer : args.layer + 1]
     room = even_with_room(1, tokens.shape[1], ranks, args.redundant_per_rank * ranks)
     placement = balancer_named(args.policy).first(room, Load(tokens))
-    layer = build(placement, args.carrier, max(ROWS))
+    layer = build(placement, args.dispatcher, max(ROWS))
     results = []
     for rows in ROWS:
         times = measure(layer, tokens[0], rows)

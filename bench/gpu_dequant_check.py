@@ -30,7 +30,7 @@ from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.kernels.torch_reference import COMPUTED, TorchReference
-from moeserve.experts.kernels.triton_dequant import ROW, TritonDequant
+from moeserve.experts.kernels.triton_dequant import ENTRY, TritonDequant
 from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats.floats import BF16, FP16, FP32
 from moeserve.quant.schemes import SCHEMES, scheme_named
@@ -85,7 +85,7 @@ def cases(text: str) -> Iterator[Case]:
 
     Schemes with fp16 rows are left to two: their kernels are those of bf16 rows but for one dtype.
     """
-    schemes = sorted((s for s in ROW.schemes if text in s.name), key=str)
+    schemes = sorted((s for s in ENTRY.schemes if text in s.name), key=str)
     for i, scheme in enumerate(s for s in schemes if s in SCHEMES.values()):
         yield Case(scheme, list(Grouping)[i % 2], "silu", ODD, FEW)
     names = (

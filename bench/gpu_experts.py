@@ -30,13 +30,13 @@ from gpu_lane import Failed, Lane, in_lanes, said, share
 from gpu_models import MODELS, SCHEMES, Held, Inputs
 from torch import Tensor
 
+from moeserve.device.machine import this_machine
 from moeserve.experts.bank import Bank
 from moeserve.experts.batch import ExpertBatch
-from moeserve.experts.kernel import Kernel, KernelRow, KernelSpec, Problem
+from moeserve.experts.kernel import Kernel, KernelEntry, KernelSpec, Problem
 from moeserve.experts.kernels import KERNELS, hopper
 from moeserve.experts.kernels.tiles import Tile
 from moeserve.experts.kernels.torch_reference import TorchReference
-from moeserve.experts.machine import this_machine
 from moeserve.quant.formats import BF16
 
 TABLE = record.ROOT / "moeserve" / "experts" / "kernels" / "tiles" / "h200.json"
@@ -88,7 +88,7 @@ def medians(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, f
     return found
 
 
-def row_for(held: Held, kind: str) -> KernelRow:
+def row_for(held: Held, kind: str) -> KernelEntry:
     """The kernel that a plan takes for `kind` on this machine. Raises LookupError where there is none."""
     problem = Problem(SCHEMES[kind], BF16, held.shape, held.experts, 1, held.top_k, lane_rows=4096)
     machine = this_machine()

@@ -1,6 +1,6 @@
 """The whole house on GPUs: ranks over NCCL, answers against float32 on one GPU, call times, a killed rank.
 
-    python bench/gpu_house.py [--launcher local|ray] [--weights bf16|fp8] [--ranks 4] [--carrier NAME]
+    python bench/gpu_house.py [--launcher local|ray] [--weights bf16|fp8] [--ranks 4] [--dispatcher NAME]
                               [--graph-rows N]
 
 Makes a Qwen3-MoE-shaped checkpoint of two layers with random weights. Writes bench/results/gpu_house.jsonl.
@@ -23,8 +23,8 @@ import torch
 from record import RESULTS, Result, write
 from safetensors.torch import save_file
 
+from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.experts.activation import Activation
-from moeserve.experts.checkpoint import Checkpoint
 from moeserve.proto.client import MoeClient
 from moeserve.quant.formats import FP8_BLOCK
 from moeserve.runtime.config import Config
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--launcher", choices=("local", "ray"), default="local")
     parser.add_argument("--weights", choices=tuple(ERROR_BOUNDS), default="bf16")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--carrier", default="auto", help="by name; auto: by measured cost")
+    parser.add_argument("--dispatcher", default="auto", help="by name; auto: by measured cost")
     parser.add_argument("--graph-rows", type=int, default=256, help="step.graph_rows; 0: no CUDA graphs")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -161,16 +161,16 @@ def main() -> None:
                 "parallel.data_parallel_size": args.ranks,
                 "parallel.enable_expert_parallel": True,
                 "plan.device": "cuda",
-                "plan.all2all_backend": args.carrier,
+                "plan.all2all_backend": args.dispatcher,
                 "step.graph_rows": args.graph_rows,
                 "server.port": 0,
                 "server.metrics_port": 0,
             }
         )
         if args.launcher == "local":
-            from moeserve.runtime.local_cluster import LocalCluster as Cluster
+            from moeserve.runtime.launch.local_cluster import LocalCluster as Cluster
         else:
-            from moeserve.runtime.cluster import RayCluster as Cluster
+            from moeserve.runtime.launch.ray_cluster import RayCluster as Cluster
         started = time.monotonic()
         with Cluster(config) as cluster, MoeClient(cluster.address, timeout=120) as client:
             print(f"serving after {time.monotonic() - started:.1f} s", flush=True)
@@ -178,7 +178,9 @@ def main() -> None:
             bound = ERROR_BOUNDS[args.weights]
             check(client, path, bound)
             graphs = "graphs" if args.graph_rows else "launched"
-            setting = f"{args.weights} weights, {args.ranks} ranks, {args.launcher}, {args.carrier}, {graphs}"
+            setting = (
+                f"{args.weights} weights, {args.ranks} ranks, {args.launcher}, {args.dispatcher}, {graphs}"
+            )
             results = [*time_calls(client, setting), kill_and_wait(cluster, client, path, bound)]
     write(results, RESULTS / f"gpu_house_{args.launcher}_{args.weights}.jsonl")
 

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 import torch
 from record import Result, write
 
-from moeserve.runtime.weights.cuda_ipc import opened, shared
+from moeserve.runtime.rank.weights.cuda_ipc import opened, shared
 
 BYTES = 1 << 30
 STORES = 200  # after the kill

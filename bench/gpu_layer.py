@@ -4,12 +4,12 @@
 
 DeepSeek-V3's sizes (256 experts of 7168 x 2048, top-8 of 8 groups), one copy of each expert; two ranks with
 128 experts hold as many each, and as many rows an expert, as four with 256. Each phase and
-the whole layer are CUDA graphs where the carrier reads nothing on the host; medians over replays, the slowest
-rank's. With few tokens that is the one with the most active experts, whose numbers are printed.
-Up to --most-low-latency tokens the first carrier of --carriers is used, beyond it the second.
-FlashInfer's fused layer runs beside with --fused-peer, its routing given; the fastest peers' experts and
-carrier stand beside it as gpu_experts and gpu_a2a recorded them. Writes bench/results/gpu_layer.jsonl; aims
-are for 64 experts a rank.
+the whole layer are CUDA graphs where the dispatcher reads nothing on the host; medians over replays, the
+slowest rank's. With few tokens that is the one with the most active experts, whose numbers are printed. Up to
+--most-low-latency tokens the first dispatcher of --dispatchers is used, beyond it the second. FlashInfer's
+fused layer runs beside with --fused-peer, its routing given; the fastest peers' experts and dispatcher stand
+beside it as gpu_experts and gpu_a2a recorded them. Writes bench/results/gpu_layer.jsonl; aims are for 64
+experts a rank.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from torch import Tensor
 
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec
-from moeserve.dispatch.routing import Desk, Routing, routed
+from moeserve.dispatch.routing import Routing
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights
-from moeserve.experts.gate import Gate
 from moeserve.experts.kernel import Kernel, KernelSpec, Prepared
 from moeserve.experts.kernels import KERNELS
-from moeserve.experts.meter import LoadMeter
-from moeserve.experts.placement import AddressBook, Placement
+from moeserve.experts.placement import Placement
+from moeserve.experts.routing.address_book import AddressBook
+from moeserve.experts.routing.choices import StepAddressing, routed
+from moeserve.experts.routing.gate import Gate
+from moeserve.experts.routing.meter import LoadMeter
 from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats import format_named
 
@@ -84,7 +86,7 @@ class Layer:
     gate: Gate
     book: AddressBook
     meter: LoadMeter
-    carrier: Dispatcher
+    dispatcher: Dispatcher
     kernel: Kernel
     prepared: Prepared
     ranks: int
@@ -94,20 +96,22 @@ class Layer:
         """What the layer has made after its gate, its address book, or the whole of it."""
         if last == "gate":
             return self.gate.route(logits)[1]
-        slots, weights = routed(self.gate, logits, valid, Desk(0, self.book, self.meter, len(hidden)))
+        slots, weights = routed(
+            self.gate, logits, valid, StepAddressing(0, self.book, self.meter, len(hidden))
+        )
         if last == "address book":
             return slots
         routing = Routing(slots, weights, (len(hidden),) * self.ranks)
-        arrived = self.carrier.dispatch(hidden, routing).wait()
+        arrived = self.dispatcher.dispatch(hidden, routing).wait()
         outputs = self.kernel.apply(self.prepared, self.likely(arrived.batch, len(hidden)))
-        return self.carrier.combine(outputs, arrived.ticket).wait()
+        return self.dispatcher.combine(outputs, arrived.ticket).wait()
 
     def likely(self, batch: ExpertBatch, tokens: int) -> ExpertBatch:
         """A batch with how many rows a slot likely has, as a rank says it."""
         return replace(batch, likely=tokens * self.ranks * TOP_K / self.experts)
 
 
-def build(scheme: str, carrier: str, rows: int, args: argparse.Namespace) -> Layer:
+def build(scheme: str, dispatcher: str, rows: int, args: argparse.Namespace) -> Layer:
     """Every rank builds its own; collective."""
     weights_name, activations_name, usual, wire = SCHEMES[scheme]
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -137,7 +141,7 @@ def build(scheme: str, carrier: str, rows: int, args: argparse.Namespace) -> Lay
         gate.with_bias(torch.zeros(experts, device="cuda")),
         AddressBook(Placement.even(1, experts, ranks), "cuda", "auto", rank),
         LoadMeter((1, experts, experts), "cuda"),
-        DISPATCHERS[carrier].build(spec),
+        DISPATCHERS[dispatcher].build(spec),
         kernel,
         prepared,
         ranks,
@@ -193,7 +197,7 @@ def phases(
 ) -> tuple[dict[str, float], list[int]]:
     """Microseconds of each phase and of the whole `layer`; and how many experts are active on each rank.
 
-    Dispatch and combine are timed together, since a carrier may wait for the way home of each step.
+    Dispatch and combine are timed together, since a dispatcher may wait for the way home of each step.
     Gate and address book are one launch here: the book's time is what it adds to the gate's.
     """
     hidden, logits, valid = given
@@ -202,16 +206,16 @@ def phases(
     whole = microseconds(lambda: layer.run("combine", *given), graphed=graphed)
     ids, weights = layer.gate.route(logits)
     routing = Routing(layer.book.resolve(0, ids, valid), weights, (len(hidden),) * layer.ranks)
-    arrived = layer.carrier.dispatch(hidden, routing).wait()
+    arrived = layer.dispatcher.dispatch(hidden, routing).wait()
     kept = layer.likely(arrived.batch, len(hidden))
     outputs = layer.kernel.apply(layer.prepared, kept)
-    layer.carrier.combine(outputs, arrived.ticket).wait()
+    layer.dispatcher.combine(outputs, arrived.ticket).wait()
     torch.cuda.synchronize()
     active = active_experts(kept)
 
     def carried() -> Tensor:
-        there = layer.carrier.dispatch(hidden, routing).wait()
-        return layer.carrier.combine(outputs, there.ticket).wait()
+        there = layer.dispatcher.dispatch(hidden, routing).wait()
+        return layer.dispatcher.combine(outputs, there.ticket).wait()
 
     carrying = microseconds(carried, graphed=graphed)
     experts = microseconds(lambda: layer.kernel.apply(layer.prepared, kept), graphed=graphed)
@@ -273,17 +277,17 @@ def _timed_fused(moe_ep: Any, layer: Any, tokens: int, experts: int) -> float:
 
 
 def best_phases(scheme: str, tokens: int, ranks: int) -> dict[str, float]:
-    """Microseconds of the fastest peer's experts and the fastest peer's carrier, as recorded.
+    """Microseconds of the fastest peer's experts and the fastest peer's dispatcher, as recorded.
 
     None where one of the two was not measured with as many rows an expert.
     """
     weights, wire = scheme, SCHEMES[scheme][3]
     experts = recorded("gpu_experts", f"{weights}, {SAME_ROWS.get(tokens)} tokens x 2, ", ", whole")
-    carriers = recorded(
+    dispatchers = recorded(
         "gpu_a2a", f"nvlink_ll, {wire}, uniform, {tokens} tokens a rank, EP{ranks}, ", "combine"
     )
     wholes = [value for name, value in experts.items() if "only" not in name]
-    moved = [value for name, value in carriers.items() if "only" in name]
+    moved = [value for name, value in dispatchers.items() if "only" in name]
     if not wholes or not moved:
         return {}
     return {"best peers' phases, other runs": round(min(wholes) + min(moved), 1)}
@@ -299,11 +303,11 @@ def recorded(bench: str, begin: str, end: str) -> dict[str, float]:
 
 def measure(scheme: str, tokens: int, args: argparse.Namespace) -> list[Result]:
     """One scheme at one size; the whole layer last."""
-    low, high = args.carriers.split(",")
-    carrier = low if tokens <= args.most_low_latency else high
-    layer = build(scheme, carrier, tokens, args)
-    found, active = phases(layer, inputs(tokens, args.experts), graphed=not DISPATCHERS[carrier].host_sync)
-    layer.carrier.close()
+    low, high = args.dispatchers.split(",")
+    dispatcher = low if tokens <= args.most_low_latency else high
+    layer = build(scheme, dispatcher, tokens, args)
+    found, active = phases(layer, inputs(tokens, args.experts), graphed=not DISPATCHERS[dispatcher].host_sync)
+    layer.dispatcher.close()
     ranks = dist.get_world_size()
     aim = AIMS.get(scheme, {}).get(tokens) if args.experts == AIMED_SLOTS * ranks else None
     beside = best_phases(scheme, tokens, ranks) if args.experts == AIMED_SLOTS * ranks else {}
@@ -311,7 +315,7 @@ def measure(scheme: str, tokens: int, args: argparse.Namespace) -> list[Result]:
     for part, value in found.items():
         kernel = args.kernel or SCHEMES[scheme][2]
         spread = f"EP{ranks}" if args.experts == 256 else f"EP{ranks} of {args.experts} experts"
-        case = f"{scheme}, {tokens} tokens a rank, {spread}, {carrier}, {kernel}: {part}"
+        case = f"{scheme}, {tokens} tokens a rank, {spread}, {dispatcher}, {kernel}: {part}"
         whole = part == "layer"
         results.append(
             Result(
@@ -327,7 +331,7 @@ def measure(scheme: str, tokens: int, args: argparse.Namespace) -> list[Result]:
     if not dist.get_rank():
         shown = ", ".join(f"{part} {value:.1f}" for part, value in found.items())
         rest = found["layer"] - sum(value for part, value in found.items() if part != "layer")
-        print(f"{scheme} {tokens} tokens, {carrier}: {shown}; beyond its phases {rest:.1f} us; {active=}")
+        print(f"{scheme} {tokens} tokens, {dispatcher}: {shown}; beyond its phases {rest:.1f} us; {active=}")
         sys.stdout.flush()
     return results
 
@@ -337,7 +341,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schemes", default="fp8,nvfp4")
     parser.add_argument("--tokens", default="1,16,128,4096")
-    parser.add_argument("--carriers", default="nvlink_ll,nvlink_ht")
+    parser.add_argument("--dispatchers", default="nvlink_ll,nvlink_ht")
     parser.add_argument("--kernel", default="", help="instead of the usual one of the scheme")
     parser.add_argument("--experts", type=int, default=256, help="of all ranks together")
     parser.add_argument("--most-low-latency", type=int, default=256)

@@ -19,12 +19,12 @@ import torch
 from gpu_lane import Failed, Lane, in_lanes, share
 from torch import Tensor
 
+from moeserve.device.machine import this_machine
+from moeserve.device.nvrtc import NEEDED_MODULE
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.kernels import KERNELS
-from moeserve.experts.machine import this_machine
-from moeserve.experts.nvrtc import NEEDED_MODULE
 from moeserve.quant.format import Format, Packed
 from moeserve.quant.formats import BF16
 from moeserve.quant.schemes import scheme_named

@@ -29,12 +29,13 @@ import torch
 from record import Result, write
 from torch import Tensor
 
-from moeserve.experts import address_kernels
 from moeserve.experts.balance import balancer_named
 from moeserve.experts.balance.room import even_with_room
 from moeserve.experts.load import Load
-from moeserve.experts.placement import EMPTY, AddressBook, Placement
-from moeserve.experts.replicas import Gathered
+from moeserve.experts.placement import EMPTY, Placement
+from moeserve.experts.routing import address_kernels
+from moeserve.experts.routing.address_book import AddressBook
+from moeserve.experts.routing.replicas import Gathered
 
 EXPERTS, TOP_K = 256, 8
 CHOICES = ("hash", "waterfill", "lp")

@@ -1,4 +1,4 @@
-"""Grouping rows by expert and summing them home with Triton: what a carrier does on one rank."""
+"""Grouping rows by expert and summing them home with Triton: what a dispatcher does on one rank."""
 
 import torch
 import triton

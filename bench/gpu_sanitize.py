@@ -5,7 +5,7 @@ biases and even ones, slots without rows, rows of NaN outside the segments. Ever
 its own, so that a read past its end is one past an allocation. Answers are also held to the reference,
 computed on the CPU. Each tool has a process for each kernel, all at once.
 usage: python bench/gpu_sanitize.py [--tools memcheck] [--rows triton_fp8] [--seconds 60] [--record]
-       python bench/gpu_sanitize.py --carriers         # over peer memory, two ranks on two GPUs, instead
+       python bench/gpu_sanitize.py --dispatchers         # over peer memory, two ranks on two GPUs, instead
        python bench/gpu_sanitize.py --plain            # the cases alone
 
 initcheck reports reads of memory that nothing wrote. A tile of rows is read whole, so it also reports the
@@ -45,11 +45,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 
 from made_experts import Arrival, activation_named, make_scheme
 
+from moeserve.device.machine import this_machine
 from moeserve.experts.batch import ExpertShape, Grouping
-from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
+from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
 from moeserve.experts.kernels import KERNELS
 from moeserve.experts.kernels.torch_reference import TorchReference
-from moeserve.experts.machine import this_machine
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import BF16, FP16, FP32
 
@@ -81,7 +81,7 @@ ODD = (290, 192, 130)
 OURS = frozenset({"triton", "cuda.bindings"})
 """Packages that our own kernels are compiled by; who needs another is a library."""
 
-CARRIERS = ("nvlink_ll", "nvlink_ht")
+DISPATCHERS = ("nvlink_ll", "nvlink_ht")
 """Whose kernels store into other ranks' memory."""
 
 SCHEMES_A_ROW = 6
@@ -93,7 +93,7 @@ FP8_BOUND = 2e-2
 class Case:
     """One step of one kernel."""
 
-    row: KernelRow
+    row: KernelEntry
     scheme: Scheme
     grouping: Grouping
     counts: tuple[int, ...]
@@ -151,7 +151,7 @@ def on_gpu(prepared: Prepared) -> Prepared:
     return Prepared(per_slot, shared)
 
 
-def rows_here(names: Sequence[str]) -> list[KernelRow]:
+def rows_here(names: Sequence[str]) -> list[KernelEntry]:
     """The rows `names`, or all of ours that run here."""
     machine = this_machine()
     if names:
@@ -205,7 +205,7 @@ class Run:
 
     def __init__(self, tool: str, row: str, folder: Path) -> None:
         self.tool, self.row, self._log = tool, row, folder / f"{tool}-{row}"
-        own = soak(row) if row in CARRIERS else [sys.executable, __file__, "--plain", "--rows", row]
+        own = soak(row) if row in DISPATCHERS else [sys.executable, __file__, "--plain", "--rows", row]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [*sanitizer(tool), *own], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -279,13 +279,13 @@ def dispatching(name: str) -> list[range]:
 DEVICE = record.ROOT / "moeserve" / "experts" / "kernels"
 
 
-def soak(carrier: str) -> list[str]:
-    """The command that has two ranks take some steps over `carrier`."""
+def soak(dispatcher: str) -> list[str]:
+    """The command that has two ranks take some steps over `dispatcher`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
-    steps = ["--watched", "--carrier", carrier, "--steps", "24", "--lane-rows", "24"]
-    return [sys.executable, *launch, str(Path(__file__).with_name("gpu_carrier_soak.py")), *steps]
+    steps = ["--watched", "--dispatcher", dispatcher, "--steps", "24", "--lane-rows", "24"]
+    return [sys.executable, *launch, str(Path(__file__).with_name("gpu_dispatcher_soak.py")), *steps]
 
 
 def sanitizer(tool: str) -> list[str]:
@@ -308,7 +308,7 @@ def sanitize(
             ended = run.wait(deadline)
             agree, differ, reports, aside = run.said()
             name = f"{run.tool}, {run.row}" + ("" if ended else ", stopped before its end")
-            of = "ranks" if run.row in CARRIERS else "steps"
+            of = "ranks" if run.row in DISPATCHERS else "steps"
             unit = f"reports in {agree + differ} {of}"
             unit += f", and {aside} of Triton's dispatch" if aside else ""
             print(f"== {name}: {reports} {unit}; {differ} answers differ", flush=True)
@@ -330,7 +330,9 @@ def main() -> int:
     )
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--rows", default="", help="names of kernel rows; all that run here")
-    parser.add_argument("--carriers", action="store_true", help="carriers over peer memory, not kernels")
+    parser.add_argument(
+        "--dispatchers", action="store_true", help="dispatchers over peer memory, not kernels"
+    )
     parser.add_argument("--plain", action="store_true", help="in this process, without a sanitizer")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile at first")
     parser.add_argument("--seconds", type=int, default=300, help="most that all of it may take")
@@ -340,8 +342,8 @@ def main() -> int:
     if arguments.plain:
         return int(run_cases(names) > 0)
     deadline = time.monotonic() + arguments.seconds
-    rows = list(CARRIERS)
-    if not arguments.carriers:
+    rows = list(DISPATCHERS)
+    if not arguments.dispatchers:
         rows = [row.name for row in rows_here(names)]
         compile_cases(rows, arguments.workers, deadline)
         print(f"compiled with {deadline - time.monotonic():.0f} s left", flush=True)

@@ -54,13 +54,14 @@ def _rank(index: int, path: Path, rows: int, store: str, pipe: Connection) -> No
     import torch
     import torch.distributed as dist
 
-    from moeserve.experts.checkpoint import Checkpoint
-    from moeserve.experts.machine import machine_named
+    from moeserve.checkpoints.checkpoint import Checkpoint
+    from moeserve.device.machine import machine_named
     from moeserve.proto.heap import keep_freed_memory
+    from moeserve.runtime.config import Wanted
     from moeserve.runtime.epoch import Epoch
     from moeserve.runtime.mesh import Mesh
-    from moeserve.runtime.plan import Wanted
-    from moeserve.runtime.rank import Rank
+    from moeserve.runtime.planning.layers import plans_for
+    from moeserve.runtime.rank.rank import Rank
     from moeserve.runtime.served import Served
     from moeserve.runtime.step import LaneInput, empty_input
 
@@ -69,7 +70,7 @@ def _rank(index: int, path: Path, rows: int, store: str, pipe: Connection) -> No
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=RANKS)
     mesh, checkpoint = Mesh.flatten(RANKS, 1, expert_parallel=True), Checkpoint(path)
     served = Served(checkpoint, checkpoint.layers, mesh, checkpoint.dtype, 4096)
-    rank = Rank(index, served, served.plans(machine_named("cpu", ()), Wanted()), "cpu")
+    rank = Rank(index, served, plans_for(served, machine_named("cpu", ()), Wanted()), "cpu")
     rank.load(Epoch.first(mesh, len(served.layers), checkpoint.num_experts))
     rank.join()
     lane = empty_input(checkpoint.hidden, checkpoint.top_k, served.dtype)

@@ -25,8 +25,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 FORMAT_LAWS, LAYOUT_LAWS = "tests/laws/test_formats.py", "tests/laws/test_layouts.py"
-DIALECTS, QUANTIZED = "tests/experts/test_dialects_errors.py", "tests/experts/test_dialects_quantized.py"
-DAMAGE, STACKED = "tests/experts/test_checkpoint_errors.py", "tests/experts/test_dialects_stacked.py"
+DIALECTS, QUANTIZED = (
+    "tests/checkpoints/test_dialects_errors.py",
+    "tests/checkpoints/test_dialects_quantized.py",
+)
+DAMAGE, STACKED = "tests/checkpoints/test_checkpoint_errors.py", "tests/checkpoints/test_dialects_stacked.py"
 REAL = "tests/laws/test_producers.py"
 
 
@@ -85,7 +88,7 @@ def layouts() -> list[str]:
 
 
 def dialects() -> list[str]:
-    from moeserve.experts.dialects import DIALECTS
+    from moeserve.checkpoints.dialects import DIALECTS
 
     return list(DIALECTS)
 

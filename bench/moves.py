@@ -31,16 +31,16 @@ import torch
 from record import Result, write
 from safetensors.torch import save_file
 
-from moeserve.experts.checkpoint import Checkpoint
+from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.experts.load import Load
 from moeserve.experts.placement import Placement
 from moeserve.proto.client import MoeClient
 from moeserve.quant.formats import FP8_BLOCK
 from moeserve.quant.formats.nvfp4 import NVFP4
 from moeserve.runtime.config import Config
-from moeserve.runtime.local_cluster import LocalCluster
-from moeserve.runtime.metrics import PHASES
-from moeserve.runtime.rebalancer import Cycle
+from moeserve.runtime.head.rebalancer import Cycle
+from moeserve.runtime.launch.local_cluster import LocalCluster
+from moeserve.runtime.telemetry.metrics import PHASES
 
 TOP_K = 4
 WARM = 20  # answers each caller has had before the first window

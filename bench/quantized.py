@@ -49,7 +49,7 @@ from record import Result, write
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moeserve.experts.checkpoint import Checkpoint
+from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.proto.client import MoeClient
 from moeserve.proto.integrations.transformers import attach
 

@@ -31,8 +31,9 @@ from record import Result, write
 from moeserve.experts.balance import balancer_named
 from moeserve.experts.balance.room import even_with_room
 from moeserve.experts.load import Load, read_trace
-from moeserve.experts.placement import AddressBook, Placement
-from moeserve.experts.replicas import REPLICA_CHOICES, Gathered
+from moeserve.experts.placement import Placement
+from moeserve.experts.routing.address_book import AddressBook
+from moeserve.experts.routing.replicas import REPLICA_CHOICES, Gathered
 
 TOP_K = 8
 AIM = 0.998

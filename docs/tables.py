@@ -17,7 +17,7 @@ from moeserve.cli.tables import table
 HERE = Path(__file__).resolve().parent
 PAGES = {
     "backends.md": ("machines", "vllm-members"),
-    "coming-from-vllm.md": ("vllm-switches", "vllm-backends", "vllm-carriers"),
+    "coming-from-vllm.md": ("vllm-switches", "vllm-backends", "vllm-dispatchers"),
 }
 
 

@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "MoeClient": "moeserve.proto.client",
     "AsyncMoeClient": "moeserve.proto.client",
-    "Checkpoint": "moeserve.experts.checkpoint",
+    "Checkpoint": "moeserve.checkpoints.checkpoint",
 }
 
 __all__ = ["AsyncMoeClient", "Checkpoint", "MoeClient", "__version__"]

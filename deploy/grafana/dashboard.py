@@ -39,7 +39,7 @@ FRONT = 'rank=""'  # series of the coordinator's process
 OF_RANKS = 'rank!=""'
 STEPS = rate("moe_group_steps_total")
 ANSWERED = rate("moe_requests_total", 'code="OK"')
-BY_CARRIER = rates("direction, carrier", "moe_wire_bytes_total")
+BY_DISPATCHER = rates("direction, all2all_backend", "moe_wire_bytes_total")
 BY_LAYER_AND_RANK = rates("layer, rank", "moe_routed_rows_total")
 
 
@@ -249,7 +249,12 @@ def balance() -> list[Panel]:
 def memory() -> list[Panel]:
     """What moves and what is held."""
     return [
-        lines("Bytes on the wire", "Bps", "To other ranks.", Query(BY_CARRIER, "{{direction}} {{carrier}}")),
+        lines(
+            "Bytes on the wire",
+            "Bps",
+            "To other ranks.",
+            Query(BY_DISPATCHER, "{{direction}} {{all2all_backend}}"),
+        ),
         lines(
             "Bytes on the wire by rank",
             "Bps",

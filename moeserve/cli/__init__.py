@@ -11,7 +11,7 @@ from moeserve import __version__
 
 COMMANDS: dict[str, str] = {
     "serve": "serve a checkpoint's experts until told to stop",
-    "plan": "show which kernel and carrier each layer gets, and why not the others",
+    "plan": "show which kernel and dispatcher each layer gets, and why not the others",
     "record": "record how many tokens each expert gets, for simulate to plan from",
     "simulate": "plan placement from recorded loads: balance, moves, memory, time a step",
     "inspect": "show layers, experts, shapes, scheme, routing and bytes of a checkpoint",

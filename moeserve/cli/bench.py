@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from moeserve.cli.remote import add_address, client_of
 from moeserve.proto import moe_pb2
 from moeserve.proto.client import MoeClient
+from moeserve.proto.client.payload import TRANSPORTS
 from moeserve.proto.errors import MoeError
-from moeserve.proto.payload import TRANSPORTS
 
 WARM_UP_CALLS = 5  # of each caller, not counted
 

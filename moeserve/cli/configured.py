@@ -15,7 +15,7 @@ FLAGS: dict[str, tuple[str, type, str]] = {
     "--load-as": ("model.load_as", str, "scheme to quantize experts to while they are loaded"),
     "--data-parallel-size": ("parallel.data_parallel_size", int, "groups of ranks with tokens of their own"),
     "--tensor-parallel-size": ("parallel.tensor_parallel_size", int, "ranks of one such group"),
-    "--all2all-backend": ("plan.all2all_backend", str, "carrier of tokens; auto lets the plan choose"),
+    "--all2all-backend": ("plan.all2all_backend", str, "dispatcher of tokens; auto lets the plan choose"),
     "--kernel": ("plan.kernel", str, "kernel of the experts; auto lets the plan choose"),
     "--device": ("plan.device", str, "auto, cpu or cuda"),
 }

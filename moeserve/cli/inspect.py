@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from moeserve.checkpoints.checkpoint import Checkpoint, CheckpointError
 from moeserve.cli.inspect_against import errors_against, errors_json, errors_rows
 from moeserve.cli.inspect_excluded import brief, excluded_modules
-from moeserve.experts.checkpoint import Checkpoint, CheckpointError
-from moeserve.experts.gate import Gate, gate_for
 from moeserve.experts.placement import EMPTY, Placement
+from moeserve.experts.routing.gate import Gate, gate_for
 from moeserve.quant.format import WHOLE, Format
 
 LAYER_COLUMNS = (

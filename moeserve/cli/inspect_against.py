@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from moeserve.experts.checkpoint import Checkpoint
-from moeserve.experts.fidelity import LayerError, SideError, check_comparable, layer_error
+from moeserve.checkpoints.checkpoint import Checkpoint
+from moeserve.checkpoints.fidelity import LayerError, SideError, check_comparable, layer_error
 
 COLUMNS = ("layer", "gate_up mean", "max", "worst expert", "down mean", "max", "worst expert")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from moeserve.experts.dialects.dialect import Quantization
+from moeserve.checkpoints.dialects.dialect import Quantization
 
 LISTS = ("ignore", "exclude_modules", "ignored_layers", "modules_to_not_convert", "exclude")
 SHOWN = 12

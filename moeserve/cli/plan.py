@@ -1,4 +1,4 @@
-"""`moeserve plan`: which kernel, carriers and wires each layer gets, and why not the others. Needs no GPU."""
+"""`moeserve plan`: which kernel, dispatchers and wires each layer gets, and why not others. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 MEASURE_SECONDS = 8.0
-"""Of `--measure`, for all carriers of a problem together."""
+"""Of `--measure`, for all dispatchers of a problem together."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the subcommand."""
-    about = "show which kernel and carrier each layer gets, and why not the others; needs no GPU"
+    about = "show which kernel and dispatcher each layer gets, and why not the others; needs no GPU"
     parser = subparsers.add_parser("plan", help=about, description=about)
     add_config_flags(parser, serving=False)
     parser.add_argument(
@@ -45,8 +45,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="time every carrier that fits, with a process a rank on this machine; print the table of times "
-        "and what it makes of the plan, and keep the times for services",
+        help="time every dispatcher that fits, with a process a rank on this machine; print the table of "
+        "times and what it makes of the plan, and keep the times for services",
     )
     parser.add_argument(
         "--ranks",
@@ -77,10 +77,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(args: argparse.Namespace) -> Planned:
-    """The plan by costs that are measured now; without carriers to choose from, the plan alone."""
+    """The plan by costs that are measured now; without dispatchers to choose from, the plan alone."""
     import socket
 
-    from moeserve.runtime.measuring import measured_here
+    from moeserve.runtime.launch.measuring import measured_here
+    from moeserve.runtime.planning.costing import costing_of
 
     if args.machine:
         raise ValueError(f"--machine {args.machine} may be another one: leave out that or --measure")
@@ -90,11 +91,11 @@ def _measured(args: argparse.Namespace) -> Planned:
     planned = _planned(args, config)
     if not any(plan.chooses for plan in planned.plans.values()):
         return planned
-    if not any(config.costing.counts(plan) for plan in planned.plans.values()):
+    if not any(costing_of(config).counts(plan) for plan in planned.plans.values()):
         print(f"services will not read these times: plan.measure = '{config.plan.measure}'", file=sys.stderr)
     found = {costs.setting: costs for costs in measured_here(config, MEASURE_SECONDS)}
     hosts = (socket.gethostname(),)
-    return planned.by_costs(lambda plan: found.get(config.costing.setting(plan, hosts)))
+    return planned.by_costs(lambda plan: found.get(costing_of(config).setting(plan, hosts)))
 
 
 def _groups(ranks: int, config: Config) -> int:
@@ -126,8 +127,8 @@ def _from_vllm(args: argparse.Namespace) -> None:
 
 def _findings(args: argparse.Namespace, path: str) -> list[Finding]:
     """What depends on the checkpoint's scheme is settled where all its layers have one."""
+    from moeserve.checkpoints.checkpoint import Checkpoint
     from moeserve.cli.vllm.reading import read
-    from moeserve.experts.checkpoint import Checkpoint
 
     if not path:
         return read(os.environ, args.moe_backend, None)
@@ -139,18 +140,20 @@ def _findings(args: argparse.Namespace, path: str) -> list[Finding]:
 def _planned(args: argparse.Namespace, config: Config) -> Planned:
     from tqdm import tqdm
 
+    from moeserve.checkpoints.checkpoint import Checkpoint
+    from moeserve.checkpoints.requantization import requantization
     from moeserve.cli.plan_shown import Planned
-    from moeserve.experts.checkpoint import Checkpoint
-    from moeserve.experts.machine import machine_named
-    from moeserve.experts.requantization import requantization
-    from moeserve.runtime.costing import recalled
-    from moeserve.runtime.rank_process import machine_for, served_from
+    from moeserve.device.machine import machine_named
+    from moeserve.runtime.launch.environment import machine_for
+    from moeserve.runtime.planning.costing import costing_of, recalled
+    from moeserve.runtime.planning.layers import plans_for
+    from moeserve.runtime.served import served_from
 
     served = served_from(config)
     machine = machine_named(args.machine) if args.machine else machine_for(config)
-    plans = served.plans(machine, config.plan.wanted)
+    plans = plans_for(served, machine, config.plan.wanted)
     if not (args.machine or args.measure):
-        plans = recalled(plans, config.costing)
+        plans = recalled(plans, costing_of(config))
     if not config.model.load_as:
         return Planned(served, machine, plans)
     shown = partial(tqdm, desc="reading experts of each layer", unit="layer", disable=None, leave=False)

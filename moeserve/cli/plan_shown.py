@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from moeserve.checkpoints.requantization import Loss, Requantization
 from moeserve.cli.inspect import human
-from moeserve.dispatch.cost import Costs, table
-from moeserve.experts.machine import Machine
-from moeserve.experts.requantization import Loss, Requantization
-from moeserve.runtime.plan import Plan
-from moeserve.runtime.request import runs
+from moeserve.device.machine import Machine
+from moeserve.dispatch.costs.costs import Costs, table
+from moeserve.runtime.doors.request import runs
+from moeserve.runtime.planning.plan import Plan
 from moeserve.runtime.served import Served
 
 GIB = 1 << 30
@@ -99,14 +99,14 @@ def _plan(layers: tuple[int, ...], plan: Plan) -> dict[str, Any]:
         "layers": layers,
         "scheme": str(plan.problem.scheme),
         "kernel": {"name": plan.kernel.name, "verified": plan.kernel.verified},
-        "carriers": [
+        "dispatchers": [
             {
                 "up_to": span.up_to,
-                "name": span.carrier.name,
+                "name": span.dispatcher.name,
                 "wire": str(span.wire),
-                "verified": span.carrier.verified,
+                "verified": span.dispatcher.verified,
             }
-            for span in plan.carriers
+            for span in plan.dispatchers
         ],
         "costs": plan.costs.json() if plan.costs else None,
         "refused": [{"name": name, "reason": reason} for name, reason in plan.refused],

@@ -8,10 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+from moeserve.checkpoints.checkpoint import Checkpoint
+from moeserve.checkpoints.writing.rewrite import Done, Rewrite
+from moeserve.checkpoints.writing.targets import TARGETS, target_named
 from moeserve.cli.inspect import human
-from moeserve.experts.checkpoint import Checkpoint
-from moeserve.experts.writing.rewrite import Done, Rewrite
-from moeserve.experts.writing.targets import TARGETS, target_named
 
 UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 SHARD_SIZE = "4GiB"

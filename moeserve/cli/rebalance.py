@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from moeserve.cli.remote import add_address, as_json, client_of, table
-from moeserve.proto.patience import OPERATION_SECONDS
+from moeserve.proto.client.patience import OPERATION_SECONDS
 
 MIB = 1 << 20
 DONE = ("planned", "moved", "even")

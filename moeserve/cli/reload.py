@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from moeserve.cli.remote import add_address, as_json, client_of
-from moeserve.proto.patience import OPERATION_SECONDS
+from moeserve.proto.client.patience import OPERATION_SECONDS
 
 MIB = 1 << 20
 

@@ -109,7 +109,9 @@ def _check_served(config: Config) -> None:
     import torch
 
     from moeserve.runtime.config import ConfigError
-    from moeserve.runtime.rank_process import machine_for, served_from
+    from moeserve.runtime.launch.environment import machine_for
+    from moeserve.runtime.planning.layers import plans_for
+    from moeserve.runtime.served import served_from
 
     served, ranks = served_from(config), config.parallel.mesh.ranks
     for layer in served.layers:
@@ -117,7 +119,7 @@ def _check_served(config: Config) -> None:
     if config.cluster.launcher == "ray":
         return  # its nodes may be of another kind than this machine
     machine = machine_for(config)
-    served.plans(machine, config.plan.wanted)
+    plans_for(served, machine, config.plan.wanted)
     if machine.device == "cuda" and ranks > torch.cuda.device_count():
         found = f"{ranks} ranks need a GPU each, and this machine has {torch.cuda.device_count()}"
         raise ConfigError(f"{found}; use fewer ranks, plan.device = 'cpu', or a Ray cluster with more nodes")
@@ -125,10 +127,10 @@ def _check_served(config: Config) -> None:
 
 def _cluster(config: Config) -> Cluster:
     if config.cluster.launcher == "local":
-        from moeserve.runtime.local_cluster import LocalCluster
+        from moeserve.runtime.launch.local_cluster import LocalCluster
 
         return LocalCluster(config)
-    from moeserve.runtime.cluster import RayCluster
+    from moeserve.runtime.launch.ray_cluster import RayCluster
 
     return RayCluster(config)
 

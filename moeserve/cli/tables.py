@@ -6,18 +6,19 @@ from collections.abc import Callable, Iterable, Sequence
 
 from moeserve.cli.vllm.backends import MEMBERS, MOE_BACKENDS
 from moeserve.cli.vllm.reading import shown, told
-from moeserve.cli.vllm.switches import CARRIERS, SWITCHES
-from moeserve.dispatch.backends import DISPATCHERS, carrier_named
+from moeserve.cli.vllm.switches import BACKEND_NAMES, SWITCHES
+from moeserve.device.machine import Machine, machine_named
+from moeserve.dispatch.backends import DISPATCHERS, dispatcher_named
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertShape
 from moeserve.experts.kernel import Problem
 from moeserve.experts.kernels import KERNELS
-from moeserve.experts.kernels.torch_reference import ROW as REFERENCE
-from moeserve.experts.machine import Machine, machine_named
+from moeserve.experts.kernels.torch_reference import ENTRY as REFERENCE
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import BF16, FLOATS
 from moeserve.quant.schemes import SCHEMES
-from moeserve.runtime.plan import NoPlan, Plan, Wanted, make_plan
+from moeserve.runtime.config import Wanted
+from moeserve.runtime.planning.plan import NoPlan, Plan, make_plan
 
 MACHINES = ("h100", "h200", "b200", "mi300x", "mi355x", "cpu")
 """Machines of the table, by the names that `--machine` takes."""
@@ -35,7 +36,7 @@ def machines() -> str:
     rows = []
     for scheme in SCHEMES.values():
         planned = [_planned(scheme, machine) for machine in named]
-        wires = dict.fromkeys(span.wire.name for plan, _ in planned for span in plan.carriers)
+        wires = dict.fromkeys(span.wire.name for plan, _ in planned for span in plan.dispatchers)
         rows.append((f"`{scheme}`", " or ".join(wires), *(cell for _, cell in planned)))
     return _markdown(("scheme", "wire", *(f"{machine.name} ({machine.arch})" for machine in named)), rows)
 
@@ -78,9 +79,9 @@ def backends() -> str:
     return _markdown(("name", "here"), rows)
 
 
-def carriers() -> str:
+def dispatchers() -> str:
     """Every name that vLLM's `--all2all-backend` takes."""
-    return _markdown(("name", "here"), ((f"`{name}`", _carrier(name)) for name in CARRIERS))
+    return _markdown(("name", "here"), ((f"`{name}`", _dispatcher(name)) for name in BACKEND_NAMES))
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -88,7 +89,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm-members": members,
     "vllm-switches": switches,
     "vllm-backends": backends,
-    "vllm-carriers": carriers,
+    "vllm-dispatchers": dispatchers,
 }
 """What `--table` takes."""
 
@@ -119,11 +120,11 @@ def _backend(name: str) -> str:
     return "<br>".join([*told(row), row.note] if row.note else told(row))
 
 
-def _carrier(name: str) -> str:
+def _dispatcher(name: str) -> str:
     try:
-        return f'`plan.all2all_backend = "{carrier_named(name).name}"`'
+        return f'`plan.all2all_backend = "{dispatcher_named(name).name}"`'
     except ValueError as error:
-        return str(error).partition(": ")[2].partition("; carriers here")[0]
+        return str(error).partition(": ")[2].partition("; dispatchers here")[0]
 
 
 def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

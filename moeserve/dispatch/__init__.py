@@ -1,1 +1,1 @@
-"""The carriers: they bring tokens to their experts' ranks and the weighted answers home."""
+"""The dispatchers: they bring tokens to their experts' ranks and the weighted answers home."""

@@ -1,4 +1,6 @@
-"""The carrier contract: `Dispatcher`, what it hands over, and the `DispatchRow` that says what it can do."""
+"""The dispatcher contract: `Dispatcher`, what it hands over, and the `DispatchEntry` that says what it can
+do.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from moeserve.device.machine import Machine
 from moeserve.dispatch.limits import Limits
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.batch import ExpertBatch, Grouping
 from moeserve.experts.kernel import Problem
-from moeserve.experts.machine import Machine
 from moeserve.quant.format import Format
 
 T_co = TypeVar("T_co", covariant=True)
@@ -33,7 +35,7 @@ class Pending(Generic[T_co]):
 
 @dataclass(frozen=True, eq=False)
 class Dispatched:
-    """What arrived on this rank, and the carrier's own ticket for the way home."""
+    """What arrived on this rank, and the dispatcher's own ticket for the way home."""
 
     batch: ExpertBatch
     ticket: Any
@@ -41,7 +43,7 @@ class Dispatched:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes this rank sent to other ranks over the carrier's life."""
+    """Bytes this rank sent to other ranks over the dispatcher's life."""
 
     dispatched: int = 0
     combined: int = 0
@@ -58,7 +60,7 @@ class Traffic:
 class Dispatcher(Protocol):
     """Carries rows to their slots' ranks and weighted sums home. Collective: all ranks call in one order.
 
-    A carrier inherits from it, for what it need not say itself.
+    A dispatcher inherits from it, for what it need not say itself.
     """
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
@@ -98,7 +100,7 @@ class Dispatcher(Protocol):
 
 @dataclass(frozen=True)
 class DispatchSpec:
-    """What a carrier is built for."""
+    """What a dispatcher is built for."""
 
     rank: int
     ranks: int
@@ -111,12 +113,12 @@ class DispatchSpec:
     sliced: bool = False  # every rank holds a slice of every slot: rows go to all ranks
     row_align: int = 1
     device: str = "cpu"
-    patience: float = 30.0  # seconds a carrier waits for a peer before it names it late
+    patience: float = 30.0  # seconds a dispatcher waits for a peer before it names it late
     on_late: str = "fail"  # "fail": the step fails naming the late; "drop": it goes on without their rows
 
 
 class Pace(Enum):
-    """What a carrier is made for."""
+    """What a dispatcher is made for."""
 
     LOW_LATENCY = "low_latency"
     HIGH_THROUGHPUT = "high_throughput"
@@ -124,8 +126,8 @@ class Pace(Enum):
 
 
 @dataclass(frozen=True)
-class DispatchRow:
-    """What one carrier can do, as data."""
+class DispatchEntry:
+    """What one dispatcher can do, as data."""
 
     name: str
     build: Callable[[DispatchSpec], Dispatcher]
@@ -147,7 +149,7 @@ class DispatchRow:
     verified: tuple[str, ...] = field(default=())
 
     def refuses(self, problem: Problem, machine: Machine) -> str | None:
-        """Why this carrier cannot serve `problem` on `machine`, or None."""
+        """Why this dispatcher cannot serve `problem` on `machine`, or None."""
         if machine.arch not in self.archs:
             return f"runs on {', '.join(sorted(self.archs))}, not on {machine.arch}"
         if missing := self.modules - machine.modules:

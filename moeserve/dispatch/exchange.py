@@ -1,4 +1,4 @@
-"""The collectives that carriers over torch.distributed share: gloo on the CPU, NCCL or RCCL on a GPU."""
+"""The collectives that dispatchers over torch.distributed share: gloo on the CPU, NCCL or RCCL on a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_group(spec: DispatchSpec) -> None:
     if (rank, ranks) != (spec.rank, spec.ranks):
         raise ValueError(
             f"the default group makes this rank {rank} of {ranks}; "
-            f"the carrier is built for rank {spec.rank} of {spec.ranks}"
+            f"the dispatcher is built for rank {spec.rank} of {spec.ranks}"
         )
 
 

@@ -1,4 +1,4 @@
-"""`Limits`: what a carrier's library serves, as data that a plan and a probe read alike."""
+"""`Limits`: what a dispatcher's library serves, as data that a plan and a probe read alike."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moeserve.device.machine import kernels_serve
 from moeserve.experts.batch import ExpertBatch, Grouping
-from moeserve.experts.machine import kernels_serve
 from moeserve.quant.format import Packed
 
 MOST_SLOTS = 1024

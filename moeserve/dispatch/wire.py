@@ -14,7 +14,7 @@ from moeserve.quant.format import Format, Packed
 from moeserve.quant.formats import WIRES
 
 ROW_WISE = frozenset(WIRES)
-"""Formats whose rows can travel alone: what a carrier that moves plain bytes takes."""
+"""Formats whose rows can travel alone: what a dispatcher that moves plain bytes takes."""
 
 ALIGN = 16
 """Fields of a record start at multiples of this many bytes, so that each can be viewed in its own dtype."""

@@ -1,4 +1,4 @@
-"""The expert kernel contract: `Kernel`, its `Prepared` weights, and `KernelRow`, what a kernel can do."""
+"""The expert kernel contract: `Kernel`, its `Prepared` weights, and `KernelEntry`, what a kernel can do."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moeserve.device.machine import Machine
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights, Grouping
-from moeserve.experts.machine import Machine
 from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats.floats import FLOATS
 
@@ -72,7 +72,7 @@ class Prepared:
 
 
 class Kernel(Protocol):
-    """Computes experts: row in, row out, unweighted (router weights belong to the carrier's combine)."""
+    """Computes experts: row in, row out, unweighted (router weights belong to the dispatcher's combine)."""
 
     def prepare(self, weights: ExpertWeights) -> Prepared:
         """Brings canonical weights into this kernel's form, on their device."""
@@ -130,7 +130,7 @@ class KernelSpec:
 
 
 @dataclass(frozen=True)
-class KernelRow:
+class KernelEntry:
     """What one kernel can do, as data. `refuses` is the join's condition, and says why in one line."""
 
     name: str

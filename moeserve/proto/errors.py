@@ -102,3 +102,10 @@ def _seconds(pushback: str | bytes | None) -> float | None:
     except ValueError:
         return None
     return milliseconds / 1000 if milliseconds >= 0 else None
+
+
+def outcome(reply: moe_pb2.ForwardStreamReply) -> moe_pb2.ForwardReply:
+    """The reply that one of a stream holds; raises MoeError when it holds an error."""
+    if reply.WhichOneof("outcome") == "error":
+        raise from_message(reply.error)
+    return reply.reply

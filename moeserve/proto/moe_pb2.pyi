@@ -147,7 +147,7 @@ class GetModelRequest(_message.Message):
     def __init__(self, placement: _Optional[bool] = ...) -> None: ...
 
 class LayerInfo(_message.Message):
-    __slots__ = ("layer", "experts", "top_k", "hidden", "inner", "activation", "routing", "scheme", "kernel", "carrier", "wire", "slots", "weights_version")
+    __slots__ = ("layer", "experts", "top_k", "hidden", "inner", "activation", "routing", "scheme", "kernel", "all2all_backend", "wire", "slots", "weights_version")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -157,7 +157,7 @@ class LayerInfo(_message.Message):
     ROUTING_FIELD_NUMBER: _ClassVar[int]
     SCHEME_FIELD_NUMBER: _ClassVar[int]
     KERNEL_FIELD_NUMBER: _ClassVar[int]
-    CARRIER_FIELD_NUMBER: _ClassVar[int]
+    ALL2ALL_BACKEND_FIELD_NUMBER: _ClassVar[int]
     WIRE_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -170,11 +170,11 @@ class LayerInfo(_message.Message):
     routing: str
     scheme: str
     kernel: str
-    carrier: str
+    all2all_backend: str
     wire: str
     slots: _containers.RepeatedScalarFieldContainer[int]
     weights_version: int
-    def __init__(self, layer: _Optional[int] = ..., experts: _Optional[int] = ..., top_k: _Optional[int] = ..., hidden: _Optional[int] = ..., inner: _Optional[int] = ..., activation: _Optional[str] = ..., routing: _Optional[str] = ..., scheme: _Optional[str] = ..., kernel: _Optional[str] = ..., carrier: _Optional[str] = ..., wire: _Optional[str] = ..., slots: _Optional[_Iterable[int]] = ..., weights_version: _Optional[int] = ...) -> None: ...
+    def __init__(self, layer: _Optional[int] = ..., experts: _Optional[int] = ..., top_k: _Optional[int] = ..., hidden: _Optional[int] = ..., inner: _Optional[int] = ..., activation: _Optional[str] = ..., routing: _Optional[str] = ..., scheme: _Optional[str] = ..., kernel: _Optional[str] = ..., all2all_backend: _Optional[str] = ..., wire: _Optional[str] = ..., slots: _Optional[_Iterable[int]] = ..., weights_version: _Optional[int] = ...) -> None: ...
 
 class GetModelReply(_message.Message):
     __slots__ = ("model", "architecture", "dtype", "layers", "epoch", "weights_version", "data_parallel_size", "tensor_parallel_size", "expert_parallel_size")

@@ -10,14 +10,27 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from moeserve.dispatch.backends import carrier_named
+from moeserve.checkpoints.load_as import scheme_to_load_as
+from moeserve.dispatch.backends import dispatcher_named
 from moeserve.experts.balance import BALANCERS
-from moeserve.experts.dialects.load_as import scheme_to_load_as
-from moeserve.experts.replicas import REPLICA_CHOICES
+from moeserve.experts.routing.replicas import REPLICA_CHOICES
 from moeserve.quant.formats import BF16
-from moeserve.runtime.costing import MEASURES, Costing
 from moeserve.runtime.mesh import Mesh
-from moeserve.runtime.plan import AUTO, Wanted
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the operator pinned by name; `auto` leaves the choice to the plan."""
+
+    kernel: str = AUTO
+    dispatcher: str = AUTO
+    wire: str = AUTO
+
+
+ALWAYS, NEVER = "always", "never"
+MEASURES = (AUTO, ALWAYS, NEVER)
 
 OFF = "off"
 FAIL, DROP = "fail", "drop"
@@ -62,16 +75,16 @@ class PlanConfig:
     all2all_backend: str = AUTO
     wire: str = AUTO
     device: str = AUTO  # auto, cpu, cuda
-    measure: str = AUTO  # carriers at start, where several fit: auto (on GPUs), always, never
+    measure: str = AUTO  # dispatchers at start, where several fit: auto (on GPUs), always, never
     costs: str = ""  # folder for what was measured; the user's cache folder when empty
 
     @property
     def wanted(self) -> Wanted:
-        """The pins, as the plan reads them; other systems' names of carriers are understood. Raises
+        """The pins, as the plan reads them; other systems' names of dispatchers are understood. Raises
         ValueError.
         """
         named = self.all2all_backend
-        return Wanted(self.kernel, named if named == AUTO else carrier_named(named).name, self.wire)
+        return Wanted(self.kernel, named if named == AUTO else dispatcher_named(named).name, self.wire)
 
 
 @dataclass(frozen=True)
@@ -83,13 +96,13 @@ class StepConfig:
     quiet_seconds: float = 0.0005  # a step with company waits until no job came for so long
     gather_seconds: float = 0.004  # but never longer than this after its oldest job
     timeout_seconds: float = 30.0  # of one collective; a rank that does not answer by then is lost
-    late_seconds: float = 0.0  # a carrier over peer memory waits so long for a rank; 0: timeout_seconds
+    late_seconds: float = 0.0  # a dispatcher over peer memory waits so long for a rank; 0: timeout_seconds
     on_late: str = FAIL  # what becomes of a step without a late rank's rows: fail, or drop them and go on
     graph_rows: int = 256  # of the fullest lane, up to which a GPU's steps are CUDA graphs; 0: none are
 
     @property
     def patience(self) -> float:
-        """Seconds a carrier waits for a rank before it names it late."""
+        """Seconds a dispatcher waits for a rank before it names it late."""
         return self.late_seconds or self.timeout_seconds
 
 
@@ -171,11 +184,6 @@ class Config:
                 },
             )
         return config
-
-    @property
-    def costing(self) -> Costing:
-        """How carriers are chosen by cost."""
-        return Costing(self.plan.measure, self.plan.costs, graph_rows=self.step.graph_rows)
 
     def checked(self) -> Config:
         """This configuration, when its values make sense together. Raises ConfigError."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.experts.balance.room import even_with_room
-from moeserve.experts.placement import EMPTY, Placement
+from moeserve.experts.placement import EMPTY, Move, Placement
 from moeserve.runtime.mesh import Mesh
 
 
@@ -137,3 +137,12 @@ def _fill(row: np.ndarray, experts: int, layer: int) -> np.ndarray:
     for slot, expert in zip(spare, missing, strict=False):
         row[slot] = expert
     return row
+
+
+@dataclass(frozen=True)
+class Change:
+    """One epoch to the next: one layer's slots, or its weights; and what has to be copied for it."""
+
+    epoch: Epoch  # the one to become
+    layer: int  # position among the served layers
+    moves: tuple[Move, ...]  # `source` EMPTY: from disk, in the version of the epoch

@@ -1,22 +1,19 @@
-"""`Served`: what a service serves, agreed by all ranks, and what follows of it for plans and carriers."""
+"""`Served`: what a service serves, agreed by all ranks, and the problem that each layer is for a plan."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from moeserve.dispatch.backends import DISPATCHERS
-from moeserve.dispatch.dispatcher import DispatchSpec
-from moeserve.experts.checkpoint import Checkpoint
+from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.experts.kernel import Problem
-from moeserve.experts.kernels import KERNELS
-from moeserve.experts.machine import Machine
 from moeserve.quant.format import Format, Scheme
+from moeserve.quant.formats import format_named
 from moeserve.quant.formats.floats import FLOATS
-from moeserve.runtime.config import FAIL
+from moeserve.runtime.config import AUTO, FAIL, Config, ConfigError
 from moeserve.runtime.mesh import Mesh
-from moeserve.runtime.plan import Plan, Span, Wanted, make_plan
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class Served:
     dtype: torch.dtype
     lane_rows: int
     replica_choice: str = "hash"  # of `REPLICA_CHOICES`
-    patience: float = 30.0  # seconds a carrier waits for a rank before it names it late
+    patience: float = 30.0  # seconds a dispatcher waits for a rank before it names it late
     on_late: str = FAIL  # or "drop": a step goes on without a late rank's rows
     graph_rows: int = 256  # of the fullest lane, up to which a GPU's steps are CUDA graphs; 0: none are
 
@@ -73,32 +70,29 @@ class Served:
             sliced=self.mesh.sliced,
         )
 
-    def plans(self, machine: Machine, wanted: Wanted) -> dict[int, Plan]:
-        """Each layer's plan; layers with the same problem share one. Raises NoPlan."""
-        made: dict[Problem, Plan] = {}
-        plans: dict[int, Plan] = {}
-        for layer in self.layers:
-            problem = self.problem(layer)
-            if problem not in made:
-                made[problem] = make_plan(problem, machine, KERNELS, DISPATCHERS, wanted)
-            plans[layer] = made[problem]
-        return plans
 
-    def dispatch_spec(self, plan: Plan, span: Span, rank: int, slots: int, device: str) -> DispatchSpec:
-        """What `rank`, with `slots` on `device`, builds the carrier of `span` for."""
-        problem = plan.problem
-        return DispatchSpec(
-            rank=rank,
-            ranks=problem.ranks,
-            slots=slots,
-            hidden=problem.shape.hidden,
-            top_k=problem.top_k,
-            lane_rows=span.up_to,
-            dtype=self.dtype,
-            wire=span.wire,
-            sliced=problem.sliced,
-            row_align=plan.kernel.row_align,
-            device=device,
-            patience=self.patience,
-            on_late=self.on_late,
+def served_from(config: Config) -> Served:
+    """What a configuration serves. Raises CheckpointError or ConfigError."""
+    checkpoint = Checkpoint(config.model.checkpoint, load_as=config.model.load_as or None)
+    layers = config.model.layers or checkpoint.layers
+    if unknown := sorted(set(layers) - set(checkpoint.layers)):
+        raise ConfigError(
+            f"model.layers: {unknown} have no experts in this checkpoint; {list(checkpoint.layers)} have"
         )
+    dtype = checkpoint.dtype if config.model.dtype == AUTO else format_named(config.model.dtype).dtype
+    return Served(
+        checkpoint,
+        tuple(sorted(layers)),
+        config.parallel.mesh,
+        dtype,
+        config.step.lane_rows,
+        config.balance.replica_choice,
+        config.step.patience,
+        config.step.on_late,
+        config.step.graph_rows,
+    )
+
+
+def model_name(config: Config) -> str:
+    """The name clients may give."""
+    return config.model.name or Path(config.model.checkpoint).resolve().name

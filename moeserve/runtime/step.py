@@ -108,7 +108,7 @@ class Phases:
     expert_rows: int  # (token, expert) rows this rank computed; -1 where only the device knows
     dispatched_bytes: int  # sent to other ranks
     combined_bytes: int
-    carrier: str  # that carried it
+    dispatcher: str  # that carried it
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from checkpoints import edit_config, make_checkpoint
 
 from moeserve.cli import main
-from moeserve.experts.machine import Machine
+from moeserve.device.machine import Machine
 
 SERVE = ("serve", "--launcher", "local", "--port", "0", "--metrics-port", "-1", "--device", "cpu")
 
@@ -40,8 +40,8 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("[server]\nport = '50051'\n", "server.port must be int, not '50051'"),
         ("[parallel]\ndata_parallel_size = 0\n", "0"),
         ("[cluster]\nlauncher = 'slurm'\n", "cluster.launcher = 'slurm'; known: ray, local"),
-        ("[plan]\nall2all_backend = 'fedex'\n", "unknown carrier 'fedex'; carriers here: all2allv"),
-        ("[plan]\nall2all_backend = 'pplx'\n", "carrier 'pplx' cannot serve: its library was withdrawn"),
+        ("[plan]\nall2all_backend = 'fedex'\n", "unknown dispatcher 'fedex'; dispatchers here: all2allv"),
+        ("[plan]\nall2all_backend = 'pplx'\n", "dispatcher 'pplx' cannot serve: its library was withdrawn"),
         ("[server\n", "is not TOML"),
     ],
 )
@@ -111,7 +111,7 @@ def test_fewer_gpus_than_ranks(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "moeserve.runtime.rank_process.this_machine", lambda: Machine("h200", "sm90", 141 << 30)
+        "moeserve.runtime.launch.environment.this_machine", lambda: Machine("h200", "sm90", 141 << 30)
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     words = ["serve", "--launcher", "local", "--data-parallel-size", "4", "--enable-expert-parallel"]

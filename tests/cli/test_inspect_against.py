@@ -11,10 +11,10 @@ import torch
 from checkpoints import make_checkpoint, rewrite
 from quantized import PRODUCERS, write
 
+from moeserve.checkpoints.checkpoint import Checkpoint
+from moeserve.checkpoints.fidelity import layer_error
 from moeserve.cli import main
 from moeserve.cli.inspect_excluded import brief, excluded_modules
-from moeserve.experts.checkpoint import Checkpoint
-from moeserve.experts.fidelity import layer_error
 
 SMALL = {"hidden": 64, "inner": 64, "experts": 3, "layers": 2}
 

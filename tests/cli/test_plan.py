@@ -46,7 +46,7 @@ def test_layers_with_one_plan_share_a_section(checkpoint: str, capsys: pytest.Ca
 
 def test_every_row_is_chosen_or_refused(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     (plan,) = planned(["--checkpoint", checkpoint, *EP4], capsys)["plans"]
-    chosen = {plan["kernel"]["name"], *(carrier["name"] for carrier in plan["carriers"])}
+    chosen = {plan["kernel"]["name"], *(dispatcher["name"] for dispatcher in plan["dispatchers"])}
     named = chosen | {row["name"] for row in plan["refused"]}
     assert named >= {*KERNELS, *DISPATCHERS}
     assert all(row["reason"] for row in plan["refused"])
@@ -68,11 +68,11 @@ def test_a_named_machine_needs_none(checkpoint: str, capsys: pytest.CaptureFixtu
     assert reasons["torch_reference"] == "a reference serves on a GPU only when named"
 
 
-def test_another_systems_name_of_a_carrier_is_understood(
+def test_another_systems_name_of_a_dispatcher_is_understood(
     checkpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (plan,) = planned(["--checkpoint", checkpoint, "--all2all-backend", "ag_rs", *EP4], capsys)["plans"]
-    assert [carrier["name"] for carrier in plan["carriers"]] == ["allgather_reducescatter"]
+    assert [dispatcher["name"] for dispatcher in plan["dispatchers"]] == ["allgather_reducescatter"]
 
 
 def test_an_unknown_machine_is_refused_with_those_known(
@@ -156,23 +156,23 @@ def measuring(checkpoint: str, tmp_path: Path) -> Path:
     return file
 
 
-def test_carriers_are_measured_and_the_plan_follows(
+def test_dispatchers_are_measured_and_the_plan_follows(
     measuring: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (plan,) = planned([str(measuring), "--measure"], capsys)["plans"]
-    measured = {carrier["carrier"]: carrier["points"] for carrier in plan["costs"]["carriers"]}
+    measured = {dispatcher["dispatcher"]: dispatcher["points"] for dispatcher in plan["costs"]["dispatchers"]}
     assert measured.keys() == BOTH
     for points in measured.values():
         assert points[0]["rows"] == 1 and [p["rows"] for p in points] == sorted(p["rows"] for p in points)
         assert all(point["dispatch"] > 0 and point["combine"] > 0 for point in points)
-    assert {carrier["name"] for carrier in plan["carriers"]} <= BOTH
-    assert plan["carriers"][-1]["up_to"] == plan["costs"]["setting"]["lane_rows"] == 16
+    assert {dispatcher["name"] for dispatcher in plan["dispatchers"]} <= BOTH
+    assert plan["dispatchers"][-1]["up_to"] == plan["costs"]["setting"]["lane_rows"] == 16
     assert (plan["costs"]["setting"]["ranks"], plan["costs"]["setting"]["device"]) == (2, "cpu")
     (kept,) = (measuring.parent / "costs").iterdir()
     assert json.loads(kept.read_text()) == plan["costs"]
 
     (again,) = planned([str(measuring)], capsys)["plans"]  # read again; nothing is measured
-    assert (again["costs"], again["carriers"]) == (plan["costs"], plan["carriers"])
+    assert (again["costs"], again["dispatchers"]) == (plan["costs"], plan["dispatchers"])
     assert main(["plan", str(measuring)]) == 0
     shown = capsys.readouterr().out
     assert "  cost     measured on " in shown
@@ -184,14 +184,16 @@ def test_carriers_are_measured_and_the_plan_follows(
     text = measuring.read_text().replace("'always'", "'never'")
     measuring.write_text(text)
     (told,) = planned([str(measuring)], capsys)["plans"]
-    assert told["costs"] is None and told["carriers"][0]["name"] == "allgather_reducescatter"
+    assert told["costs"] is None and told["dispatchers"][0]["name"] == "allgather_reducescatter"
 
 
 def test_ranks_of_a_measurement_replace_the_mesh(measuring: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned([str(measuring), "--measure", "--ranks", "3", "--all2all-backend", "all2allv"], capsys)
     assert found["mesh"] == {"dp": 3, "tp": 1, "ep": 3}
     (plan,) = found["plans"]
-    assert plan["costs"] is None and plan["carriers"][0]["name"] == "all2allv"  # pinned: nothing to measure
+    assert (
+        plan["costs"] is None and plan["dispatchers"][0]["name"] == "all2allv"
+    )  # pinned: nothing to measure
     assert not (measuring.parent / "costs").exists()
 
 

@@ -18,17 +18,17 @@ from checkpoints import edit_config, make_checkpoint, make_tokenizer, quantize_f
 from safetensors import safe_open
 from torch import Tensor
 
+from moeserve.checkpoints.checkpoint import Checkpoint, CheckpointError
+from moeserve.checkpoints.dialects.compressed_config import PRESETS
+from moeserve.checkpoints.requantization import relative_error
+from moeserve.checkpoints.store import INDEX
+from moeserve.checkpoints.writing import units
+from moeserve.checkpoints.writing.record import RECORD
+from moeserve.checkpoints.writing.rewrite import Rewrite
+from moeserve.checkpoints.writing.shards import ShardFile
+from moeserve.checkpoints.writing.targets import TARGETS, target_named
 from moeserve.cli import main
 from moeserve.cli.quantize import size_of
-from moeserve.experts.checkpoint import Checkpoint, CheckpointError
-from moeserve.experts.dialects.compressed_config import PRESETS
-from moeserve.experts.dialects.store import INDEX
-from moeserve.experts.requantization import relative_error
-from moeserve.experts.writing import units
-from moeserve.experts.writing.record import RECORD
-from moeserve.experts.writing.rewrite import Rewrite
-from moeserve.experts.writing.shards import ShardFile
-from moeserve.experts.writing.targets import TARGETS, target_named
 from moeserve.quant.formats.fp8 import FP8_BLOCK
 
 SCHEMES = {
@@ -277,7 +277,7 @@ def test_a_killed_run_goes_on(model: Path, tmp_path: Path) -> None:
     parts = tmp_path / "parts"
     slow = (
         "import sys, time\n"
-        "from moeserve.experts.writing import shards\n"
+        "from moeserve.checkpoints.writing import shards\n"
         "write = shards.ShardFile.write\n"
         "shards.ShardFile.write = lambda *a: (time.sleep(0.02), write(*a))[1]\n"
         "from moeserve.cli import main\n"

@@ -11,9 +11,9 @@ from checkpoints import experts_of, make_checkpoint
 from safetensors.torch import load_file
 from torch import Tensor
 
+from moeserve.checkpoints.checkpoint import Checkpoint
+from moeserve.checkpoints.writing.targets import TARGETS
 from moeserve.cli import main
-from moeserve.experts.checkpoint import Checkpoint
-from moeserve.experts.writing.targets import TARGETS
 
 compressed_tensors = pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from quantized import PRODUCERS, write
 
+from moeserve.checkpoints.load_as import KEPT
 from moeserve.cli import main
 from moeserve.cli.vllm.backends import (
     AUTO_MEMBER,
@@ -21,9 +22,8 @@ from moeserve.cli.vllm.backends import (
     family_of,
 )
 from moeserve.cli.vllm.reading import merged, read, toml
-from moeserve.cli.vllm.switches import ANY, CARRIERS, SWITCHES, Switch
-from moeserve.dispatch.backends import ELSEWHERE, carrier_named
-from moeserve.experts.dialects.load_as import KEPT
+from moeserve.cli.vllm.switches import ANY, BACKEND_NAMES, SWITCHES, Switch
+from moeserve.dispatch.backends import ELSEWHERE, dispatcher_named
 from moeserve.experts.kernels import KERNELS
 from moeserve.quant.schemes import SCHEMES, scheme_named
 from moeserve.runtime.config import Config, ConfigError, from_mapping
@@ -42,7 +42,7 @@ def no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
 def values(switch: Switch) -> list[str]:
     """What a switch may be set to."""
     if switch.name == "VLLM_ALL2ALL_BACKEND":
-        return list(CARRIERS)
+        return list(BACKEND_NAMES)
     return ["512"] if ANY in switch.answers else list(switch.answers)
 
 
@@ -89,10 +89,10 @@ def test_every_name_gives_a_kernel_or_a_reason(row: MoeBackend) -> None:
             assert found.why.startswith(("not built: ", "no row: "))
 
 
-@pytest.mark.parametrize("name", CARRIERS)
-def test_carriers_of_that_name_are_known(name: str) -> None:
+@pytest.mark.parametrize("name", BACKEND_NAMES)
+def test_dispatchers_of_that_name_are_known(name: str) -> None:
     try:
-        carrier_named(name)
+        dispatcher_named(name)
     except ValueError as error:
         assert any(reason in str(error) for reason in ELSEWHERE.values())
 

@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 import torch
 from adapter_ranks import built, refusals, run_over_stand_ins, unreachable
-from carrier_cases import RANKS, Case, Outcome, cases_of, run_cases
 from deepep_rounding import rounded_by_deepep
+from dispatcher_cases import RANKS, Case, Outcome, cases_of, run_cases
 from parallel import parallel_launch
 
-from moeserve.dispatch.backends import DISPATCHERS, carrier_named
+from moeserve.device.machine import machine_named, this_machine
+from moeserve.dispatch.backends import DISPATCHERS, dispatcher_named
 from moeserve.dispatch.backends.deepep_v2 import DeepEPElastic
 from moeserve.dispatch.dispatcher import DispatchSpec
+from moeserve.dispatch.libraries.probe import CHECKS, Place, nccl_at_run_time, rdma_adapters, surroundings
+from moeserve.dispatch.libraries.row_exchange import Arrived
+from moeserve.dispatch.libraries.travel import only_first, parts_arrived, parts_travelling, presented, widened
 from moeserve.dispatch.limits import Limits
-from moeserve.dispatch.probe import CHECKS, Place, nccl_at_run_time, rdma_adapters, surroundings
 from moeserve.dispatch.routing import Routing
-from moeserve.dispatch.row_exchange import Arrived
-from moeserve.dispatch.travel import only_first, parts_arrived, parts_travelling, presented, widened
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertShape
 from moeserve.experts.kernel import Problem
-from moeserve.experts.machine import machine_named, this_machine
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats import FORMATS
 
@@ -44,18 +44,18 @@ ADAPTERS = (
 FEW_WIRES = {"bf16", "fp8_group128", "fp8_group128_ue8m0", "mxfp4"}
 
 
-def chosen(carrier: str) -> list[Case]:
+def chosen(dispatcher: str) -> list[Case]:
     """A few wires in one step, every step and every placement in bf16."""
-    cases = [case for case in cases_of(DISPATCHERS[carrier]) if case.dtype == torch.bfloat16]
+    cases = [case for case in cases_of(DISPATCHERS[dispatcher]) if case.dtype == torch.bfloat16]
     wires = [c for c in cases if c.placement == "even" and c.step == "uneven_lanes" and c.wire in FEW_WIRES]
     steps = [c for c in cases if c.wire == "bf16" and (c.placement == "even" or c.step == "uneven_lanes")]
     return list(dict.fromkeys(wires + steps))
 
 
-LAW = [case for carrier in ADAPTERS for case in chosen(carrier)]
+LAW = [case for dispatcher in ADAPTERS for case in chosen(dispatcher)]
 FAULTS = [
-    Case(carrier, "even", "bf16", torch.bfloat16, "uneven_lanes", 8, fault)
-    for carrier, fault in zip(ADAPTERS, cycle(("rolled_weights", "lost_rank")), strict=False)
+    Case(dispatcher, "even", "bf16", torch.bfloat16, "uneven_lanes", 8, fault)
+    for dispatcher, fault in zip(ADAPTERS, cycle(("rolled_weights", "lost_rank")), strict=False)
 ]
 
 
@@ -97,17 +97,17 @@ LACKING = [
     ("deepep_v2", {"nccl": None}, "NCCL at run time: found none, required at least 2.30.4; "),
     ("deepep_v2", {"bare": "deep_ep"}, "package deep_ep: found one without ElasticBuffer, required "),
 ]
-"""Carrier, what rank 1 alone lacks, and what is said of it."""
+"""Dispatcher, what rank 1 alone lacks, and what is said of it."""
 
 
 def test_what_one_rank_lacks_makes_all_refuse() -> None:
-    lacking = [(carrier, fields) for carrier, fields, _ in LACKING]
-    whole = [(carrier, {}) for carrier in ("deepep_ht", "deepep_v2", "nccl_ep", "nixl_ep")]
+    lacking = [(dispatcher, fields) for dispatcher, fields, _ in LACKING]
+    whole = [(dispatcher, {}) for dispatcher in ("deepep_ht", "deepep_v2", "nccl_ep", "nixl_ep")]
     by_rank = parallel_launch(2, refusals, lacking + whole, timeout=120)
     assert by_rank[0] == by_rank[1][: len(LACKING)] + [""] * len(whole), "all ranks hear the same"
-    for said, (carrier, _, message) in zip(by_rank[0], LACKING, strict=False):
+    for said, (dispatcher, _, message) in zip(by_rank[0], LACKING, strict=False):
         first, *others = said.splitlines()
-        assert first == f"carrier {carrier} cannot serve"
+        assert first == f"dispatcher {dispatcher} cannot serve"
         theirs = [line.strip() for line in others]
         there = ["rank 1"] if "peer memory: found ranks" not in message else ["rank 0", "rank 1"]
         assert [line.partition(":")[0] for line in theirs] == there
@@ -115,8 +115,8 @@ def test_what_one_rank_lacks_makes_all_refuse() -> None:
 
 
 def test_what_compiles_at_first_use_has_done_so_when_it_is_built() -> None:
-    carriers = ["deepep_v2", "nccl_ep", "nccl_ep_ll", "deepep_ll"]
-    assert parallel_launch(RANKS, built, carriers, timeout=120) == [[(1, 0)] * 3 + [(0, 0)]] * RANKS
+    dispatchers = ["deepep_v2", "nccl_ep", "nccl_ep_ll", "deepep_ll"]
+    assert parallel_launch(RANKS, built, dispatchers, timeout=120) == [[(1, 0)] * 3 + [(0, 0)]] * RANKS
 
 
 class NoCompiler(Exception):
@@ -129,10 +129,10 @@ class Uncompiled(DeepEPElastic):
 
 
 def test_a_library_that_cannot_compile_is_refused_as_any_other() -> None:
-    carrier = object.__new__(Uncompiled)
-    carrier._spec = SPEC
+    dispatcher = object.__new__(Uncompiled)
+    dispatcher._spec = SPEC
     with pytest.raises(RuntimeError, match="first step failed: NoCompiler: nvcc is not there"):
-        carrier._warm()
+        dispatcher._warm()
 
 
 def test_checks_stand_in_the_order_of_their_cost() -> None:
@@ -147,7 +147,7 @@ def problem(**changed: object) -> Problem:
 
 
 @pytest.mark.parametrize(
-    ("carrier", "changed", "reason"),
+    ("dispatcher", "changed", "reason"),
     [
         ("deepep_ht", {"ranks": 3}, "joins 2, 4, 8 ranks, not 3"),
         ("deepep_ht", {"model_format": FORMATS["fp16"]}, "carries hidden states in bf16, not in fp16"),
@@ -158,22 +158,22 @@ def problem(**changed: object) -> Problem:
         ("nccl_ep", {"sliced": True}, "carries rows to whole experts only"),
     ],
 )
-def test_a_plan_hears_limits_as_data(carrier: str, changed: dict[str, object], reason: str) -> None:
-    row, machine = DISPATCHERS[carrier], machine_named("h200", DISPATCHERS[carrier].modules)
+def test_a_plan_hears_limits_as_data(dispatcher: str, changed: dict[str, object], reason: str) -> None:
+    row, machine = DISPATCHERS[dispatcher], machine_named("h200", DISPATCHERS[dispatcher].modules)
     assert row.refuses(problem(), machine) is None
     said = row.refuses(problem(**changed), machine)
     assert said is not None and said.startswith(reason)
 
 
 def test_a_package_that_is_missing_is_named() -> None:
-    for carrier in ADAPTERS:
-        arch = "mi300x" if carrier == "mori" else "h200"
-        said = DISPATCHERS[carrier].refuses(problem(), machine_named(arch, ()))
-        assert said == f"needs the package {', '.join(DISPATCHERS[carrier].modules)}"
+    for dispatcher in ADAPTERS:
+        arch = "mi300x" if dispatcher == "mori" else "h200"
+        said = DISPATCHERS[dispatcher].refuses(problem(), machine_named(arch, ()))
+        assert said == f"needs the package {', '.join(DISPATCHERS[dispatcher].modules)}"
 
 
 @pytest.mark.parametrize(
-    ("name", "carrier"),
+    ("name", "dispatcher"),
     [
         ("deepep_high_throughput", "deepep_ht"),
         ("deepep_low_latency", "deepep_ll"),
@@ -183,8 +183,8 @@ def test_a_package_that_is_missing_is_named() -> None:
         ("nixl_ep", "nixl_ep"),
     ],
 )
-def test_names_of_model_servers_find_their_adapter(name: str, carrier: str) -> None:
-    assert carrier_named(name).name == carrier
+def test_names_of_model_servers_find_their_adapter(name: str, dispatcher: str) -> None:
+    assert dispatcher_named(name).name == dispatcher
 
 
 def test_how_far_a_row_travels() -> None:
@@ -254,18 +254,18 @@ def test_deepep_rounds_by_one_true_quotient() -> None:
     assert torch.equal(scales, torch.from_numpy(largest[..., 0] * np.float32(1 / 448)))
 
 
-def installed(carrier: str) -> bool:
-    """Whether the carrier's library is on this machine and meant for its GPUs."""
-    row, machine = DISPATCHERS[carrier], this_machine()
+def installed(dispatcher: str) -> bool:
+    """Whether the dispatcher's library is on this machine and meant for its GPUs."""
+    row, machine = DISPATCHERS[dispatcher], this_machine()
     return machine.arch in row.archs and row.modules <= machine.modules
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("carrier", ADAPTERS)
-def test_two_gpus_answer_as_one(carrier: str) -> None:
-    if not installed(carrier):
-        pytest.skip(f"needs {', '.join(DISPATCHERS[carrier].modules)}")
-    cases = cases_of(DISPATCHERS[carrier], "cuda", 2)
+@pytest.mark.parametrize("dispatcher", ADAPTERS)
+def test_two_gpus_answer_as_one(dispatcher: str) -> None:
+    if not installed(dispatcher):
+        pytest.skip(f"needs {', '.join(DISPATCHERS[dispatcher].modules)}")
+    cases = cases_of(DISPATCHERS[dispatcher], "cuda", 2)
     by_case = zip(*parallel_launch(2, run_cases, cases, timeout=200, device="cuda"), strict=True)
     for case, outcomes in zip(cases, by_case, strict=True):
         assert max(outcome.worst for outcome in outcomes) <= 1.0, str(case)
@@ -308,10 +308,10 @@ def test_stand_ins_take_what_the_library_takes(module: str) -> None:
         assert taken[0] == taken[1], name
 
 
-@pytest.mark.parametrize("carrier", ADAPTERS)
-def test_how_long_a_rank_waits_is_the_plans_or_said(carrier: str) -> None:
-    row = DISPATCHERS[carrier]
-    module = "nccl_ep" if carrier.startswith("nccl_ep") else carrier
+@pytest.mark.parametrize("dispatcher", ADAPTERS)
+def test_how_long_a_rank_waits_is_the_plans_or_said(dispatcher: str) -> None:
+    row = DISPATCHERS[dispatcher]
+    module = "nccl_ep" if dispatcher.startswith("nccl_ep") else dispatcher
     source = inspect.getsource(import_module(f"moeserve.dispatch.backends.{module}"))
     assert ("spec.patience" in source) == (row.limits.waiting == "")
 

@@ -1,14 +1,14 @@
-"""The table of carriers, the carrier of one rank, and what is refused at the door."""
+"""The table of dispatchers, the dispatcher of one rank, and what is refused at the door."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from moeserve.dispatch.backends import ALIASES, DISPATCHERS, ELSEWHERE, carrier_named
+from moeserve.dispatch.backends import ALIASES, DISPATCHERS, ELSEWHERE, dispatcher_named
 from moeserve.dispatch.backends.all2allv import destinations
+from moeserve.dispatch.checks import check_lane, local_slots
 from moeserve.dispatch.dispatcher import DispatchSpec, Traffic
-from moeserve.dispatch.lane import check_lane, local_slots
 from moeserve.dispatch.routing import Routing
 from moeserve.quant.formats import FORMATS
 
@@ -25,7 +25,7 @@ ROUTING = Routing(
 
 def test_rows_are_found_by_their_own_name() -> None:
     assert set(DISPATCHERS) >= {"local", "naive", "allgather_reducescatter", "all2allv"}
-    assert all(carrier_named(name).name == name for name in DISPATCHERS)
+    assert all(dispatcher_named(name).name == name for name in DISPATCHERS)
 
 
 def test_no_name_is_both_here_and_elsewhere() -> None:
@@ -35,28 +35,31 @@ def test_no_name_is_both_here_and_elsewhere() -> None:
 
 @pytest.mark.parametrize("name", sorted(ELSEWHERE))
 def test_a_known_name_without_a_row_says_why(name: str) -> None:
-    with pytest.raises(ValueError, match=f"carrier '{name}' cannot serve: .*; carriers here: .*all2allv"):
-        carrier_named(name)
+    with pytest.raises(
+        ValueError, match=f"dispatcher '{name}' cannot serve: .*; dispatchers here: .*all2allv"
+    ):
+        dispatcher_named(name)
 
 
 def test_an_unknown_name_gets_the_list() -> None:
     with pytest.raises(
-        ValueError, match=r"unknown carrier 'fedex'; carriers here: all2allv, .*naive.*; also understood"
+        ValueError,
+        match=r"unknown dispatcher 'fedex'; dispatchers here: all2allv, .*naive.*; also understood",
     ):
-        carrier_named("fedex")
+        dispatcher_named("fedex")
 
 
 def test_one_rank_computes_by_itself() -> None:
-    carrier = DISPATCHERS["local"].build(SPEC)
-    arrived = carrier.dispatch(HIDDEN, ROUTING).wait()
+    dispatcher = DISPATCHERS["local"].build(SPEC)
+    arrived = dispatcher.dispatch(HIDDEN, ROUTING).wait()
     scale = torch.repeat_interleave(torch.tensor([1.0, 10.0, 100.0, 1000.0]), arrived.batch.counts)
-    answer = carrier.combine(arrived.batch.tokens.dequantize() * scale[:, None], arrived.ticket).wait()
+    answer = dispatcher.combine(arrived.batch.tokens.dequantize() * scale[:, None], arrived.ticket).wait()
     expected = HIDDEN * torch.tensor([[0.5 * 1000 + 2 * 10], [4 * 10], [0.0]])
     torch.testing.assert_close(answer, expected, rtol=1e-6, atol=0)
-    assert carrier.traffic == Traffic() and carrier.traffic.plus(dispatched=3).plus(combined=4) == Traffic(
-        3, 4
-    )
-    carrier.close()
+    assert dispatcher.traffic == Traffic() and dispatcher.traffic.plus(dispatched=3).plus(
+        combined=4
+    ) == Traffic(3, 4)
+    dispatcher.close()
 
 
 @pytest.mark.parametrize(
@@ -115,7 +118,7 @@ def test_a_bad_lane_is_named_at_the_door(
         ("allgather_reducescatter", SPEC, "no default group; call init_process_group"),
     ],
 )
-def test_a_carrier_that_cannot_be_built_says_why(name: str, spec: DispatchSpec, message: str) -> None:
+def test_a_dispatcher_that_cannot_be_built_says_why(name: str, spec: DispatchSpec, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DISPATCHERS[name].build(spec)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from by_rows_ranks import run_parted
-from carrier_cases import RANKS, law_cases
+from dispatcher_cases import RANKS, law_cases
 from parallel import parallel_launch
 from torch import Tensor
 
@@ -35,10 +35,10 @@ def test_parts_keep_the_law_together() -> None:
     alike = [
         case
         for case in law_cases()
-        if case.carrier == "all2allv" and (case.placement, case.wire, case.dtype) in INPUTS
+        if case.dispatcher == "all2allv" and (case.placement, case.wire, case.dtype) in INPUTS
     ]
     cases = [
-        replace(case, carrier=name)
+        replace(case, dispatcher=name)
         for name, parts in PARTS.items()
         for case in alike
         if case.placement != "sliced" or all(DISPATCHERS[part].sliced for part in parts)
@@ -55,7 +55,7 @@ def test_parts_keep_the_law_together() -> None:
 
 
 class Part(Dispatcher):
-    """A carrier that notes what is asked of it; its tickets are its own."""
+    """A dispatcher that notes what is asked of it; its tickets are its own."""
 
     def __init__(self, late: tuple[int, ...] = (), closing: Callable[[], None] = lambda: None) -> None:
         self.steps: list[tuple[int, ...]] = []
@@ -69,7 +69,7 @@ class Part(Dispatcher):
     def combine(self, outputs: Tensor, ticket: Any) -> Pending[Tensor]:
         owner, lane_rows = ticket
         if owner is not self:
-            raise AssertionError("a ticket came home to another carrier")
+            raise AssertionError("a ticket came home to another dispatcher")
         return Pending(lambda: torch.tensor(lane_rows))
 
     @property
@@ -85,28 +85,32 @@ class Part(Dispatcher):
         self._closing()
 
 
-def step(carrier: Dispatcher, *lane_rows: int) -> list[int]:
-    arrived = carrier.dispatch(torch.empty(0), Routing(torch.empty(0), torch.empty(0), lane_rows)).wait()
-    found: list[int] = carrier.combine(torch.empty(0), arrived.ticket).wait().tolist()
+def step(dispatcher: Dispatcher, *lane_rows: int) -> list[int]:
+    arrived = dispatcher.dispatch(torch.empty(0), Routing(torch.empty(0), torch.empty(0), lane_rows)).wait()
+    found: list[int] = dispatcher.combine(torch.empty(0), arrived.ticket).wait().tolist()
     return found
 
 
 def test_the_fullest_lane_decides_and_the_ticket_remembers() -> None:
     low, high = Part(), Part()
-    carrier = ByRows([(4, low), (64, high), (256, low)])
-    first = carrier.dispatch(torch.empty(0), Routing(torch.empty(0), torch.empty(0), (5, 0))).wait()
-    assert step(carrier, 0, 4) == [0, 4] and step(carrier, 0, 0) == [0, 0] and step(carrier, 65, 1) == [65, 1]
-    assert carrier.combine(torch.empty(0), first.ticket).wait().tolist() == [5, 0]  # of two in flight
+    dispatcher = ByRows([(4, low), (64, high), (256, low)])
+    first = dispatcher.dispatch(torch.empty(0), Routing(torch.empty(0), torch.empty(0), (5, 0))).wait()
+    assert (
+        step(dispatcher, 0, 4) == [0, 4]
+        and step(dispatcher, 0, 0) == [0, 0]
+        and step(dispatcher, 65, 1) == [65, 1]
+    )
+    assert dispatcher.combine(torch.empty(0), first.ticket).wait().tolist() == [5, 0]  # of two in flight
     assert (low.steps, high.steps) == ([(0, 4), (0, 0), (65, 1)], [(5, 0)])
-    assert carrier.traffic == Traffic(4, 40)  # one that serves two ranges counts once
-    with pytest.raises(ValueError, match="a lane brings 257 rows, and the carriers serve up to 256"):
-        step(carrier, 3, 257)
+    assert dispatcher.traffic == Traffic(4, 40)  # one that serves two ranges counts once
+    with pytest.raises(ValueError, match="a lane brings 257 rows, and the dispatchers serve up to 256"):
+        step(dispatcher, 3, 257)
 
 
 def test_late_ranks_are_those_of_any_part_once() -> None:
-    carrier = ByRows([(4, Part((3, 1))), (64, Part((1,)))])
-    assert carrier.late() == (1, 3)
-    assert carrier.late() == ()
+    dispatcher = ByRows([(4, Part((3, 1))), (64, Part((1,)))])
+    assert dispatcher.late() == (1, 3)
+    assert dispatcher.late() == ()
 
 
 def test_all_are_closed_when_one_fails_to() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeserve.dispatch.cost import CarrierCost, Costs, Fit, Point, Setting, cheapest, table
-from moeserve.dispatch.cost_files import costs_folder, costs_path, store_costs, stored_costs
-from moeserve.dispatch.measure import sizes
+from moeserve.dispatch.costs.costs import Costs, DispatcherCost, Fit, Point, Setting, cheapest, table
+from moeserve.dispatch.costs.files import costs_folder, costs_path, store_costs, stored_costs
+from moeserve.dispatch.costs.measure import sizes
 
 SETTING = Setting(
     hosts=("here",),
@@ -30,10 +30,10 @@ SETTING = Setting(
 MEASURED = (1, 16, 256, 4096)
 
 
-def cost(name: str, fixed: float, per_row: float) -> CarrierCost:
-    """A carrier that takes so many microseconds, and so many more a row; a third of it in combine."""
+def cost(name: str, fixed: float, per_row: float) -> DispatcherCost:
+    """A dispatcher that takes so many microseconds, and so many more a row; a third of it in combine."""
     times = [(rows, (fixed + per_row * rows) * 1e-6) for rows in MEASURED]
-    return CarrierCost(name, "bf16", tuple(Point(rows, time * 2 / 3, time / 3) for rows, time in times))
+    return DispatcherCost(name, "bf16", tuple(Point(rows, time * 2 / 3, time / 3) for rows, time in times))
 
 
 def at(fit: Fit, *rows: int) -> list[float]:
@@ -72,10 +72,10 @@ def test_ranges_change_where_the_lines_cross() -> None:
     assert ranges[0][0] == pytest.approx(500, abs=1) and ranges[1][0] == 4096
 
 
-def test_a_third_carrier_has_the_middle_where_it_wins() -> None:
+def test_a_third_dispatcher_has_the_middle_where_it_wins() -> None:
     low, middle, high = cost("ll", 5, 1.0), cost("agrs", 30, 0.25), cost("ht", 200, 0.05)
     ranges = cheapest([(high, 4096), (middle, 4096), (low, 4096)], 4096)
-    assert [entry.carrier for _, entry in ranges] == ["ll", "agrs", "ht"]
+    assert [entry.dispatcher for _, entry in ranges] == ["ll", "agrs", "ht"]
     assert [end for end, _ in ranges] == pytest.approx([33, 850, 4096], abs=2)
 
 
@@ -85,20 +85,20 @@ def test_what_saves_next_to_nothing_gets_no_range() -> None:
     assert len(cheapest([(one, 4096), (other, 4096)], 4096, margin=0.0)) == 2
 
 
-def test_a_carrier_serves_no_more_than_it_may_be_given() -> None:
+def test_a_dispatcher_serves_no_more_than_it_may_be_given() -> None:
     low, high = cost("ll", 1, 0.001), cost("ht", 100, 1.0)
     assert cheapest([(low, 64), (high, 512)], 512) == ((64, low), (512, high))
-    with pytest.raises(ValueError, match="no carrier with costs serves steps of 512 rows"):
+    with pytest.raises(ValueError, match="no dispatcher with costs serves steps of 512 rows"):
         cheapest([(low, 64)], 512)
 
 
-def test_carriers_are_compared_by_the_sizes_that_all_have() -> None:
+def test_dispatchers_are_compared_by_the_sizes_that_all_have() -> None:
     slow, fast = cost("slow", 60, 2.0), cost("fast", 5, 1.0)
     hasty = replace(slow, points=slow.points[:1])  # a single size, past which it would look free
     assert cheapest([(hasty, 4096), (fast, 4096)], 4096) == ((4096, fast),)
     low, high = cost("low", 10, 0.2), cost("high", 60, 0.1)
     ranges = cheapest([(low.up_to(256), 4096), (high.up_to(16), 4096)], 4096)
-    assert ranges[0][0] == pytest.approx(500, abs=1) and [c.carrier for _, c in ranges] == ["low", "high"]
+    assert ranges[0][0] == pytest.approx(500, abs=1) and [c.dispatcher for _, c in ranges] == ["low", "high"]
 
 
 def test_the_table_marks_the_fastest_and_leaves_gaps() -> None:
@@ -125,12 +125,12 @@ def test_costs_are_read_again_for_exactly_their_setting(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("damage", ["{", "{}", '{"setting": {}, "carriers": []}', "points"])
+@pytest.mark.parametrize("damage", ["{", "{}", '{"setting": {}, "dispatchers": []}', "points"])
 def test_a_damaged_file_is_as_none(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     path = store_costs(Costs(SETTING, (cost("ll", 10, 0.2),)), tmp_path)
     if damage == "points":
         document = json.loads(path.read_text())
-        document["carriers"][0]["points"] = []
+        document["dispatchers"][0]["points"] = []
         damage = json.dumps(document)
     path.write_text(damage)
     with caplog.at_level(logging.WARNING):

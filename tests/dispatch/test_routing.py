@@ -2,7 +2,7 @@
 
 import torch
 
-from moeserve.dispatch.routing import merge_duplicates
+from moeserve.experts.routing.choices import merge_duplicates
 
 NAN = float("nan")
 

@@ -14,9 +14,9 @@ import pytest
 from moeserve.cli import COMMANDS
 from moeserve.cli.configured import FLAGS, SERVE_FLAGS
 from moeserve.runtime.config import Config
-from moeserve.runtime.local_cluster import LocalCluster
-from moeserve.runtime.metrics import METRICS
-from moeserve.runtime.status import _TABLE as STATUSES
+from moeserve.runtime.doors.failures import _TABLE as STATUSES
+from moeserve.runtime.launch.local_cluster import LocalCluster
+from moeserve.runtime.telemetry.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

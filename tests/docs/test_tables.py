@@ -11,7 +11,7 @@ import pytest
 
 from moeserve.cli.tables import MACHINES, TABLES, table
 from moeserve.cli.vllm.backends import MEMBERS, MOE_BACKENDS
-from moeserve.cli.vllm.switches import CARRIERS, SWITCHES
+from moeserve.cli.vllm.switches import BACKEND_NAMES, SWITCHES
 from moeserve.quant.schemes import SCHEMES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -42,7 +42,7 @@ def test_every_table_has_its_place(tables: ModuleType) -> None:
         ("vllm-members", 1, [name for _, name in MEMBERS]),
         ("vllm-switches", 0, list(SWITCHES)),
         ("vllm-backends", 0, list(MOE_BACKENDS)),
-        ("vllm-carriers", 0, list(CARRIERS)),
+        ("vllm-dispatchers", 0, list(BACKEND_NAMES)),
     ],
 )
 def test_a_table_has_a_row_for_each_and_no_empty_end(name: str, column: int, rows: list[str]) -> None:

@@ -9,7 +9,8 @@ import torch
 from moeserve.experts.balance import balancer_named
 from moeserve.experts.balance.room import even_with_room
 from moeserve.experts.load import Load
-from moeserve.experts.placement import AddressBook, Placement
+from moeserve.experts.placement import Placement
+from moeserve.experts.routing.address_book import AddressBook
 
 EXPERTS, LAYERS = 64, 3
 

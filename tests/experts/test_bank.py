@@ -8,12 +8,12 @@ import torch
 from made_experts import activation_named, fresh_seed, make_weights
 from torch import Tensor
 
+from moeserve.device.machine import this_machine
 from moeserve.experts.bank import Bank, StagingFull
 from moeserve.experts.batch import ExpertShape, ExpertWeights
 from moeserve.experts.checksum import slot_checksum
-from moeserve.experts.kernel import Kernel, KernelRow, KernelSpec
+from moeserve.experts.kernel import Kernel, KernelEntry, KernelSpec
 from moeserve.experts.kernels import KERNELS
-from moeserve.experts.machine import this_machine
 from moeserve.experts.placement import EMPTY
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import BF16
@@ -38,7 +38,7 @@ def made(experts: int, scheme: Scheme = PLAIN, shape: ExpertShape = SHAPE) -> Ex
     return make_weights(shape, experts, scheme.weights, torch.Generator().manual_seed(fresh_seed()))
 
 
-def kernel_of(row: KernelRow, scheme: Scheme = PLAIN, shape: ExpertShape = SHAPE) -> Kernel:
+def kernel_of(row: KernelEntry, scheme: Scheme = PLAIN, shape: ExpertShape = SHAPE) -> Kernel:
     return row.build(KernelSpec(scheme, shape, torch.bfloat16))
 
 
@@ -59,7 +59,7 @@ def bank() -> Bank:
 
 
 @pytest.mark.parametrize(("row", "scheme"), ROWS)
-def test_slots_hold_what_prepare_makes_and_empty_ones_zeros(row: KernelRow, scheme: Scheme) -> None:
+def test_slots_hold_what_prepare_makes_and_empty_ones_zeros(row: KernelEntry, scheme: Scheme) -> None:
     weights, kernel = made(3, scheme), kernel_of(row, scheme)
     bank = Bank()
     bank.load(0, kernel, weights, np.array([7, EMPTY, 2, 5, EMPTY], dtype=np.int32))
@@ -196,7 +196,7 @@ def test_staging_what_does_not_fit_names_the_tensor(bank: Bank) -> None:
 
 
 @pytest.mark.parametrize(("row", "scheme"), ROWS)
-def test_checksums_cover_every_tensor(row: KernelRow, scheme: Scheme) -> None:
+def test_checksums_cover_every_tensor(row: KernelEntry, scheme: Scheme) -> None:
     """One flipped bit in codes, scales or biases changes it; the same expert elsewhere has the same one."""
     kernel, weights = kernel_of(row, scheme), made(3, scheme)
     expert = kernel.prepare(weights.rows(slice(1, 2))).slot(0)

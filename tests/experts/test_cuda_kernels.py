@@ -15,12 +15,12 @@ import pytest
 import torch
 from made_experts import Arrival, activation_named, fresh_seed, make_scheme
 
+from moeserve.device.machine import this_machine
 from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
 from moeserve.experts.kernel import Kernel, KernelSpec
 from moeserve.experts.kernels import cuda_bf16, cuda_fp8
-from moeserve.experts.kernels.device import panels, prefill, prefill_wide, steps
+from moeserve.experts.kernels.cuda import panels, prefill, prefill_wide, steps
 from moeserve.experts.kernels.torch_reference import TorchReference
-from moeserve.experts.machine import this_machine
 from moeserve.quant.format import Format, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
@@ -64,7 +64,7 @@ def test_sources_include_no_header() -> None:
 def test_every_form_compiles(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
         pytest.skip("needs the packages cuda-bindings and nvidia-cuda-nvrtc")
-    from moeserve.experts import nvrtc
+    from moeserve.device import nvrtc
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
     for form in FORMS:

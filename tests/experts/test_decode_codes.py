@@ -10,14 +10,14 @@ import torch
 from made_experts import Arrival, activation_named, fresh_seed, make_scheme
 from torch import Tensor
 
+from moeserve.device.machine import this_machine
 from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
 from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.kernels import cuda_fp4
-from moeserve.experts.kernels.device import decode_codes
-from moeserve.experts.kernels.device.decode_codes import Form
-from moeserve.experts.kernels.device.steps import source
+from moeserve.experts.kernels.cuda import decode_codes
+from moeserve.experts.kernels.cuda.decode_codes import Form
+from moeserve.experts.kernels.cuda.steps import source
 from moeserve.experts.kernels.torch_reference import TorchReference
-from moeserve.experts.machine import this_machine
 from moeserve.quant.format import Format, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_GROUP
@@ -40,7 +40,7 @@ def test_every_form_fits_a_multiprocessor_and_has_a_ring(rows: int) -> None:
 def test_every_form_compiles(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
         pytest.skip("needs the packages cuda-bindings and nvidia-cuda-nvrtc")
-    from moeserve.experts import nvrtc
+    from moeserve.device import nvrtc
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
     for bias, limited, out in ((False, False, torch.bfloat16), (True, True, torch.float32)):

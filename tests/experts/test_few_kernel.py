@@ -9,20 +9,20 @@ import pytest
 import torch
 from made_experts import Arrival, activation_named, fresh_seed, make_scheme
 
+from moeserve.device.machine import this_machine
 from moeserve.experts.batch import ExpertShape, Grouping
 from moeserve.experts.kernel import Kernel, KernelSpec
 from moeserve.experts.kernels import cuda_bf16, cuda_fp8, hopper
-from moeserve.experts.kernels.device import few
+from moeserve.experts.kernels.cuda import few
 from moeserve.experts.kernels.tiles import FewTile, few_tile_for
 from moeserve.experts.kernels.torch_reference import TorchReference
 from moeserve.experts.kernels.triton_fp4 import TritonFp4
-from moeserve.experts.machine import this_machine
 from moeserve.quant.format import Format, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
 from moeserve.quant.formats.mx import MXFP4
 from moeserve.quant.formats.nvfp4 import NVFP4
-from moeserve.runtime.warm import rooms
+from moeserve.runtime.rank.warm import rooms
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,7 +72,7 @@ def test_many_rows_a_slot_have_no_tile(kind: str) -> None:
 def test_every_form_compiles(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
         pytest.skip("needs the packages cuda-bindings and nvidia-cuda-nvrtc")
-    from moeserve.experts import nvrtc
+    from moeserve.device import nvrtc
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
     for tile in tiles(kind):

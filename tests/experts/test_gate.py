@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.experts.gate import Gate
-from moeserve.experts.routing_methods import ROUTINGS, SCORES, method_of, top
+from moeserve.experts.routing.gate import Gate
+from moeserve.experts.routing.methods import ROUTINGS, SCORES, method_of, top
 
 Z = torch.tensor([[1.0, 2.0, 3.0, 0.0]])
 GROUPED_Z = torch.tensor([[2, -1, 0.5, 0.4, 1, 1.2, -2, 3]])

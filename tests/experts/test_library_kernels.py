@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from made_experts import Arrival, activation_named, fresh_seed, make_scheme
 from torch import Tensor
 
+from moeserve.device.machine import machine_named
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertShape, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared, Problem
+from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared, Problem
 from moeserve.experts.kernels import KERNELS, deep_gemm
 from moeserve.experts.kernels.library import LibraryStep, biases
-from moeserve.experts.machine import machine_named
 from moeserve.quant.format import Format, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.mx import MXFP4, MXFP8
@@ -101,21 +101,21 @@ def test_torch_takes_the_call_that_its_stand_in_takes() -> None:
 REAL_SCALED_GROUPED_MM = F.scaled_grouped_mm
 
 
-def shape_of(row: KernelRow, scheme: Scheme, activation: Activation, *, bias: bool) -> ExpertShape:
+def shape_of(row: KernelEntry, scheme: Scheme, activation: Activation, *, bias: bool) -> ExpertShape:
     """Sizes with more than one tile of everything, as small as the row allows."""
     h, i = row.looser.get(scheme, row.multiple_of)
     hidden, inner = (-(-size // by) * by for size, by in ((144, h), (96, i)))
     return ExpertShape(hidden, inner, activation, bias=bias)
 
 
-def names_of(row: KernelRow, scheme: Scheme) -> list[str]:
+def names_of(row: KernelEntry, scheme: Scheme) -> list[str]:
     """A row's activations for a scheme: those that libraries compute; of ours, one of each kind."""
     names = row.fewer_activations.get(scheme, row.activations)
     few = {"silu", "swigluoai", "relu2_no_mul"}
     return sorted(names if len(names) < 6 else few)
 
 
-def wire_of(row: KernelRow, scheme: Scheme) -> Format:
+def wire_of(row: KernelEntry, scheme: Scheme) -> Format:
     """The scheme's own format where the row eats it."""
     return scheme.activations if scheme.activations in row.eats else BF16
 
@@ -125,7 +125,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def answers(
-    row: KernelRow, scheme: Scheme, weights: ExpertWeights, shape: ExpertShape, grouping: Grouping
+    row: KernelEntry, scheme: Scheme, weights: ExpertWeights, shape: ExpertShape, grouping: Grouping
 ) -> tuple[Tensor, Tensor]:
     """A row's answers, and what is expected of the same rows, which bf16 holds exactly."""
     arrival = Arrival(COUNTS, grouping, row.row_align, spare=2 * row.row_align + 1)
@@ -141,7 +141,9 @@ def answers(
     )
 
 
-def expected(row: KernelRow, scheme: Scheme, expert: ExpertWeights, shape: ExpertShape, x: Tensor) -> Tensor:
+def expected(
+    row: KernelEntry, scheme: Scheme, expert: ExpertWeights, shape: ExpertShape, x: Tensor
+) -> Tensor:
     """The definition, one expert at a time; the first GEMM's sums rounded to bf16 where the row says so."""
 
     def rounded(values: Tensor, scale: Tensor | None) -> Tensor:
@@ -161,7 +163,7 @@ def expected(row: KernelRow, scheme: Scheme, expert: ExpertWeights, shape: Exper
     return y if expert.down_bias is None else y + expert.down_bias
 
 
-def made(row: KernelRow, scheme: Scheme, shape: ExpertShape) -> ExpertWeights:
+def made(row: KernelEntry, scheme: Scheme, shape: ExpertShape) -> ExpertWeights:
     weights = make_scheme(shape, len(COUNTS), scheme, torch.Generator().manual_seed(fresh_seed()))
     if row.name == "flashinfer_cutedsl" and weights.inner_scale is not None:
         return replace(weights, inner_scale=torch.full((len(COUNTS),), float(weights.inner_scale[0])))
@@ -176,7 +178,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("row", "scheme"), CASES)
-def test_a_library_is_handed_what_it_computes_the_reference_from(row: KernelRow, scheme: Scheme) -> None:
+def test_a_library_is_handed_what_it_computes_the_reference_from(row: KernelEntry, scheme: Scheme) -> None:
     for name in names_of(row, scheme):
         for bias in {False, scheme not in row.unbiased}:
             shape = shape_of(row, scheme, activation_named(name), bias=bias)
@@ -187,7 +189,7 @@ def test_a_library_is_handed_what_it_computes_the_reference_from(row: KernelRow,
 
 
 @pytest.mark.parametrize(("row", "scheme"), CASES)
-def test_an_expert_prepared_alone_equals_its_slot(row: KernelRow, scheme: Scheme) -> None:
+def test_an_expert_prepared_alone_equals_its_slot(row: KernelEntry, scheme: Scheme) -> None:
     shape = shape_of(row, scheme, Activation("silu"), bias=scheme not in row.unbiased)
     weights = made(row, scheme, shape)
     kernel = row.build(KernelSpec(scheme, shape, torch.bfloat16))

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from moeserve.experts.load import PHASES
-from moeserve.experts.meter import LoadMeter, Metering, Reading
-from moeserve.experts.placement import EMPTY, AddressBook, Placement
-from moeserve.experts.replicas import REPLICA_CHOICES
+from moeserve.experts.placement import EMPTY, Placement
+from moeserve.experts.routing.address_book import AddressBook
+from moeserve.experts.routing.meter import LoadMeter, Metering, Reading
+from moeserve.experts.routing.replicas import REPLICA_CHOICES
 
 SLOTS = np.array([[0, 1, 2, 0, 3, 0], [3, 2, 1, 0, EMPTY, 1]])
 SIZES = (2, 4, 6)  # layers, experts, slots

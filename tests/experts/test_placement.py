@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from moeserve.experts.placement import EMPTY, AddressBook, Move, Placement
+from moeserve.experts.placement import EMPTY, Move, Placement
+from moeserve.experts.routing.address_book import AddressBook
 
 REPLICATED = np.array([[0, 1, 2, 0, 3, 0], [3, 2, 1, 0, EMPTY, 1]])
 

@@ -11,14 +11,14 @@ import torch
 from made_experts import Arrival, activation_named, fresh_seed, make_scheme
 from torch import Tensor
 
+from moeserve.device.machine import this_machine
 from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
 from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.kernels import cuda_fp4, cuda_w4a8
-from moeserve.experts.kernels.device import prefill_codes, rounded
-from moeserve.experts.kernels.device.prefill_codes import Form, Step
+from moeserve.experts.kernels.cuda import prefill_codes, rounded
+from moeserve.experts.kernels.cuda.prefill_codes import Form, Step
 from moeserve.experts.kernels.torch_reference import TorchReference
 from moeserve.experts.kernels.triton_fp4 import TritonFp4
-from moeserve.experts.machine import this_machine
 from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_GROUP
@@ -173,7 +173,7 @@ def test_every_form_compiles(
 ) -> None:
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
         pytest.skip("needs the packages cuda-bindings and nvidia-cuda-nvrtc")
-    from moeserve.experts import nvrtc
+    from moeserve.device import nvrtc
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
     for form in forms(plan):
@@ -208,7 +208,7 @@ def test_any_rows_agree_with_the_reference(
     monkeypatch.setattr(cuda_fp4, "MANY_ROWS", 0)
     scheme, counts, sizes, activation, wire = case
     generator = torch.Generator().manual_seed(fresh_seed())
-    build = cuda_w4a8.CudaW4A8 if scheme in cuda_w4a8.ROW.schemes else cuda_fp4.CudaFp4
+    build = cuda_w4a8.CudaW4A8 if scheme in cuda_w4a8.ENTRY.schemes else cuda_fp4.CudaFp4
     for bias in (False, True):
         shape = ExpertShape(*sizes, activation_named(activation), bias=bias)
         arrival = Arrival(counts, grouping, spare=3)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.experts.placement import EMPTY, AddressBook, Placement
-from moeserve.experts.replicas import REPLICA_CHOICES, Crowd, Gathered, choice_named
+from moeserve.experts.placement import EMPTY, Placement
+from moeserve.experts.routing.address_book import AddressBook
+from moeserve.experts.routing.replicas import REPLICA_CHOICES, Crowd, Gathered, choice_named
 
 SPLITS = [name for name, row in REPLICA_CHOICES.items() if row.split is not None and not row.least_rows]
 SIZES = [  # experts, ranks, slots a rank

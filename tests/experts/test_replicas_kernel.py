@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeserve.experts.replicas import Size, transport
-from moeserve.experts.replicas.on_device import DeviceSplitter, served_on
+from moeserve.experts.routing.device_splitter import DeviceSplitter, served_on
+from moeserve.experts.routing.replicas import Size, transport
 
 
 def test_tables_hold_every_slot_that_can_get_rows() -> None:

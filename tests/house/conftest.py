@@ -9,7 +9,7 @@ import pytest
 from checkpoints import make_checkpoint
 from houses import EP4, Alone, house_config
 
-from moeserve.runtime.local_cluster import LocalCluster
+from moeserve.runtime.launch.local_cluster import LocalCluster
 
 LANE_ROWS = 64
 

@@ -10,7 +10,7 @@ from houses import Alone, request_of
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.client import MoeClient
-from moeserve.runtime.local_cluster import LocalCluster
+from moeserve.runtime.launch.local_cluster import LocalCluster
 
 Spoil = Callable[[moe_pb2.ForwardRequest], None]
 

@@ -1,4 +1,4 @@
-"""A service whose carriers are chosen by cost: small and large steps travel differently and answer alike."""
+"""A service whose dispatchers are chosen by cost: steps travel differently and answer alike."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import pytest
 import torch
 from houses import Alone, house_config
 
-from moeserve.dispatch.cost import CarrierCost, Costs, Point
-from moeserve.dispatch.cost_files import store_costs
-from moeserve.experts.machine import machine_named
+from moeserve.device.machine import machine_named
+from moeserve.dispatch.costs.costs import Costs, DispatcherCost, Point
+from moeserve.dispatch.costs.files import store_costs
 from moeserve.proto.client import MoeClient
-from moeserve.runtime.local_cluster import LocalCluster
-from moeserve.runtime.rank_process import served_from
+from moeserve.runtime.launch.local_cluster import LocalCluster
+from moeserve.runtime.planning.costing import costing_of
+from moeserve.runtime.planning.layers import plans_for
+from moeserve.runtime.served import served_from
 
 EP2 = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}
 LANE_ROWS = 64
@@ -24,23 +26,23 @@ BOUND = 8
 """Rows of a lane where the two cost the same."""
 
 
-def test_small_and_large_steps_have_their_own_carriers(
+def test_small_and_large_steps_have_their_own_dispatchers(
     checkpoint_path: Path, alone: Alone, tmp_path: Path
 ) -> None:
     by_cost = {"plan__measure": "always", "plan__costs": str(tmp_path)}
     config = house_config(checkpoint_path, step__lane_rows=LANE_ROWS, **by_cost, **EP2)
-    (plan, *_) = served_from(config).plans(machine_named("cpu", ()), config.plan.wanted).values()
+    (plan, *_) = plans_for(served_from(config), machine_named("cpu", ()), config.plan.wanted).values()
     times = {SMALL: [(1, 1.0), (LANE_ROWS, 1.0 * LANE_ROWS)], LARGE: [(1, BOUND), (LANE_ROWS, BOUND)]}
-    wire = plan.carriers[0].wire.name
+    wire = plan.dispatchers[0].wire.name
     costs = [
-        CarrierCost(name, wire, tuple(Point(rows, seconds, 0.0) for rows, seconds in points))
+        DispatcherCost(name, wire, tuple(Point(rows, seconds, 0.0) for rows, seconds in points))
         for name, points in times.items()
     ]
-    store_costs(Costs(config.costing.setting(plan, (socket.gethostname(),)), tuple(costs)), tmp_path)
+    store_costs(Costs(costing_of(config).setting(plan, (socket.gethostname(),)), tuple(costs)), tmp_path)
     kept = [path.read_bytes() for path in tmp_path.iterdir()]
 
     with LocalCluster(config) as house, MoeClient(house.address, timeout=30) as client:
-        assert {layer.carrier for layer in client.model().layers} == {f"{SMALL}+{LARGE}"}
+        assert {layer.all2all_backend for layer in client.model().layers} == {f"{SMALL}+{LARGE}"}
         assert {layer.wire for layer in client.model().layers} == {wire}
         for layer in (0, 1):
             for rows in (1, 5, 100, 3):
@@ -56,7 +58,7 @@ def test_small_and_large_steps_have_their_own_carriers(
             line
             for text in read
             for line in text.splitlines()
-            if line.startswith("moe_wire_bytes_total") and f'carrier="{name}"' in line
+            if line.startswith("moe_wire_bytes_total") and f'dispatcher="{name}"' in line
         ]
         assert sum(float(line.rsplit(" ", 1)[1]) for line in lines) > 0, name
     assert [path.read_bytes() for path in tmp_path.iterdir()] == kept  # read, and nothing measured
@@ -67,6 +69,6 @@ def test_a_service_measures_what_it_does_not_know(checkpoint_path: Path, tmp_pat
     by_cost = {"plan__measure": "always", "plan__costs": str(tmp_path / "costs")}
     config = house_config(checkpoint_path, step__lane_rows=4, server__metrics_port=-1, **by_cost, **EP2)
     with LocalCluster(config) as house, MoeClient(house.address, timeout=30) as client:
-        names = {layer.carrier for layer in client.model().layers}
+        names = {layer.all2all_backend for layer in client.model().layers}
     assert len(names) == 1 and names.pop() in (SMALL, LARGE, f"{SMALL}+{LARGE}", f"{LARGE}+{SMALL}")
     assert len(list((tmp_path / "costs").iterdir())) == 1

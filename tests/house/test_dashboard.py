@@ -21,9 +21,9 @@ from prometheus_server import NoPrometheus, Prometheus, binary
 
 from moeserve.proto.client import MoeClient
 from moeserve.proto.errors import MoeError
-from moeserve.runtime.local_cluster import LocalCluster
-from moeserve.runtime.metrics import METRICS
-from moeserve.runtime.telemetry import write_scrape_targets
+from moeserve.runtime.launch.local_cluster import LocalCluster
+from moeserve.runtime.telemetry.exporter import write_scrape_targets
+from moeserve.runtime.telemetry.metrics import METRICS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "moeserve.json").read_text())

@@ -24,12 +24,13 @@ import yaml
 from houses import Alone, house_config
 from prometheus_server import NoPrometheus, promtool
 
-from moeserve.experts.machine import machine_named
+from moeserve.device.machine import machine_named
 from moeserve.proto.client import MoeClient
 from moeserve.proto.errors import MoeError
 from moeserve.runtime.config import Config
-from moeserve.runtime.metrics import METRICS
-from moeserve.runtime.rank_process import served_from
+from moeserve.runtime.planning.layers import plans_for
+from moeserve.runtime.served import served_from
+from moeserve.runtime.telemetry.metrics import METRICS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 EXAMPLES = sorted((DEPLOY / "examples").glob("*.toml"))
@@ -45,7 +46,7 @@ def test_an_example_is_a_configuration_that_can_be_planned(example: Path, checkp
     assert config.parallel.mesh.ranks >= 4 and config.parallel.enable_expert_parallel
     machine = machine_named("cpu" if config.plan.device == "cpu" else "h200", ())
     served = served_from(config.with_values({"model.checkpoint": str(checkpoint_path)}))
-    assert served.plans(machine, config.plan.wanted).keys() == {0, 1}
+    assert plans_for(served, machine, config.plan.wanted).keys() == {0, 1}
 
 
 def test_ray_accepts_the_cluster() -> None:

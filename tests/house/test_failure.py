@@ -16,7 +16,7 @@ from houses import EP4, Alone, house_config, request_of
 
 from moeserve.proto import moe_pb2_grpc
 from moeserve.proto.client import MoeClient
-from moeserve.runtime.local_cluster import LocalCluster
+from moeserve.runtime.launch.local_cluster import LocalCluster
 
 EP2 = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}
 

@@ -16,7 +16,7 @@ from houses import Alone, house_config, request_of
 
 from moeserve.proto import moe_pb2_grpc
 from moeserve.proto.client import MoeClient
-from moeserve.runtime.local_cluster import LocalCluster
+from moeserve.runtime.launch.local_cluster import LocalCluster
 
 LATE_SECONDS = 1.0
 PATIENT_SECONDS = 60.0
@@ -48,13 +48,13 @@ def test_a_rank_that_stands_still_is_named_and_comes_back(checkpoint_path: Path,
         assert torch.equal(client.forward(0, *batch), wanted)
 
 
-@pytest.mark.parametrize("carrier", ["nvlink_ll", "nvlink_ht"])
-def test_nobody_waits_for_a_dead_rank(carrier: str, checkpoint_path: Path, alone: Alone) -> None:
+@pytest.mark.parametrize("dispatcher", ["nvlink_ll", "nvlink_ht"])
+def test_nobody_waits_for_a_dead_rank(dispatcher: str, checkpoint_path: Path, alone: Alone) -> None:
     config = house_config(
         checkpoint_path,
         parallel__data_parallel_size=2,
         parallel__enable_expert_parallel=True,
-        plan__all2all_backend=carrier,
+        plan__all2all_backend=dispatcher,
         step__lane_rows=16,
         step__late_seconds=PATIENT_SECONDS,
         server__metrics_port=-1,

@@ -10,16 +10,16 @@ from checkpoints import make_checkpoint
 from houses import Alone, house_config
 from torch import Tensor
 
-from moeserve.experts.checkpoint import Checkpoint
-from moeserve.experts.machine import machine_named
+from moeserve.checkpoints.checkpoint import Checkpoint
+from moeserve.device.machine import machine_named
 from moeserve.proto.client import MoeClient
+from moeserve.runtime.config import Wanted
 from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.local_cluster import LocalCluster
+from moeserve.runtime.launch.local_cluster import LocalCluster
 from moeserve.runtime.mesh import Mesh
-from moeserve.runtime.plan import Wanted
-from moeserve.runtime.rank import Rank
-from moeserve.runtime.rank_process import served_from
-from moeserve.runtime.served import Served
+from moeserve.runtime.planning.layers import plans_for
+from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.served import Served, served_from
 from moeserve.runtime.step import LaneInput
 
 NAME, SCHEME = "fp8_per_block", "fp8_block128 x fp8_group128"
@@ -45,7 +45,7 @@ def rank(path: Path) -> Rank:
     served = Served(
         checkpoint, checkpoint.layers, Mesh.flatten(1, 1, expert_parallel=False), torch.bfloat16, LANE_ROWS
     )
-    rank = Rank(0, served, served.plans(machine_named("cpu"), Wanted()), "cpu")
+    rank = Rank(0, served, plans_for(served, machine_named("cpu"), Wanted()), "cpu")
     rank.load(Epoch.first(served.mesh, len(served.layers), checkpoint.num_experts))
     rank.join()
     return rank

@@ -11,7 +11,7 @@ from houses import DP2_TP2, EP4, TP4, Alone, house_config
 
 from moeserve.proto.client import MoeClient
 from moeserve.quant.formats import FP8_GROUP
-from moeserve.runtime.local_cluster import LocalCluster
+from moeserve.runtime.launch.local_cluster import LocalCluster
 
 CASES = {
     "gpt-oss, TP4": ("gpt_oss", TP4, {}),
@@ -61,7 +61,7 @@ def test_a_narrower_wire_is_used_when_it_is_named(tmp_path: Path) -> None:
     config = house_config(tmp_path, plan__wire="fp8_group128", plan__all2all_backend="all2allv", **EP4)
     with LocalCluster(config) as house, MoeClient(house.address, timeout=30) as client:
         served = client.model().layers[0]
-        assert (served.carrier, served.wire) == ("all2allv", "fp8_group128")
+        assert (served.all2all_backend, served.wire) == ("all2allv", "fp8_group128")
         hidden, experts, weights = alone.batch(40, seed=2)
         sent = FP8_GROUP.quantize(hidden).dequantize()
         wanted = alone.forward(0, sent, experts, weights)

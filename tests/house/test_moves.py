@@ -17,10 +17,10 @@ from houses import EP4, Alone, house_config
 
 from moeserve.experts.load import Load
 from moeserve.experts.placement import Placement
-from moeserve.proto.batch import Choice
 from moeserve.proto.client import MoeClient
-from moeserve.runtime.local_cluster import LocalCluster
-from moeserve.runtime.rebalancer import Cycle
+from moeserve.proto.client.batch import Choice
+from moeserve.runtime.head.rebalancer import Cycle
+from moeserve.runtime.launch.local_cluster import LocalCluster
 
 SPARE = {"balance__redundant_experts": 4, "balance__staging_slots": 2}
 LAYERS = (0, 1)

@@ -18,11 +18,11 @@ from quantized import PRODUCERS
 from quantized_models import QuantizedModel, greedy, logits, random_tokens, write_gpt_oss, write_model
 
 from moeserve import cli
-from moeserve.experts.checkpoint import Checkpoint
+from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.proto.client import MoeClient
 from moeserve.proto.errors import MoeError
 from moeserve.proto.integrations.transformers import attach
-from moeserve.runtime.local_cluster import LocalCluster
+from moeserve.runtime.launch.local_cluster import LocalCluster
 
 EP2 = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}
 TP2 = {"parallel__tensor_parallel_size": 2}

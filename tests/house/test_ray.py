@@ -19,8 +19,8 @@ from ray.util import placement_group_table
 
 from moeserve.proto import moe_pb2_grpc
 from moeserve.proto.client import MoeClient
-from moeserve.runtime.cluster import RayCluster
 from moeserve.runtime.config import ConfigError
+from moeserve.runtime.launch.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.ray
 

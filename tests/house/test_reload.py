@@ -19,12 +19,12 @@ from failures import stand_still
 from houses import EP4, Alone, house_config
 from torch import Tensor
 
-from moeserve.proto.batch import Choice
 from moeserve.proto.client import MoeClient
+from moeserve.proto.client.batch import Choice
 from moeserve.proto.errors import InvalidArgument, MoeError
-from moeserve.runtime.ballot import Outcome
-from moeserve.runtime.changes import Change
-from moeserve.runtime.local_cluster import LocalCluster
+from moeserve.runtime.epoch import Change
+from moeserve.runtime.head.pending_change import Outcome
+from moeserve.runtime.launch.local_cluster import LocalCluster
 
 LAYERS = (0, 1)
 ROWS = (7, 96)  # whole on one lane, and in parts on three

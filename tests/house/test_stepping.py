@@ -19,7 +19,7 @@ from houses import Alone, request_of
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.client import AsyncMoeClient, MoeClient
-from moeserve.runtime.local_cluster import LocalCluster
+from moeserve.runtime.launch.local_cluster import LocalCluster
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -274,6 +274,6 @@ def test_model_topology_and_health_say_what_is_served(client: MoeClient, house: 
     assert [layer.layer for layer in model.layers] == [0, 1]
     assert list(model.layers[0].slots) == list(range(8))
     assert (model.expert_parallel_size, model.layers[0].kernel) == (4, "torch_grouped_mm")
-    assert model.layers[0].carrier == "allgather_reducescatter"
+    assert model.layers[0].all2all_backend == "allgather_reducescatter"
     assert [lane.rank for lane in client.topology().lanes] == [0, 1, 2, 3]
     assert client.health() == "SERVING"

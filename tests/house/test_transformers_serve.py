@@ -23,7 +23,7 @@ from transformers.utils import import_utils
 from moeserve.proto.client import MoeClient
 from moeserve.proto.integrations import transformers_serve
 from moeserve.proto.integrations.transformers import experts_modules, load
-from moeserve.runtime.local_cluster import LocalCluster
+from moeserve.runtime.launch.local_cluster import LocalCluster
 
 PROMPT = "four ranks answer as one"
 NEW_TOKENS = 16

@@ -8,11 +8,11 @@ import torch
 from made_experts import Arrival, activation_named, fresh_seed, make_scheme, make_weights
 from torch import Tensor
 
+from moeserve.device.machine import machine_named, this_machine
 from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights, Grouping
-from moeserve.experts.kernel import Kernel, KernelRow, KernelSpec, Prepared, Problem
+from moeserve.experts.kernel import Kernel, KernelEntry, KernelSpec, Prepared, Problem
 from moeserve.experts.kernels import KERNELS
 from moeserve.experts.kernels.torch_reference import TorchReference
-from moeserve.experts.machine import machine_named, this_machine
 from moeserve.quant.format import Format, Scheme
 from moeserve.quant.formats import FORMATS
 from moeserve.quant.formats.floats import BF16, FLOATS, FP16, FP32
@@ -44,7 +44,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def computed(row: KernelRow, device: str, activation: str = "silu") -> list[Scheme]:
+def computed(row: KernelEntry, device: str, activation: str = "silu") -> list[Scheme]:
     """What a row computes with an activation on the machine the tests run on."""
     machine = this_machine()
     arch = "cpu" if device == "cpu" else machine.arch
@@ -75,12 +75,12 @@ def some(schemes: list[Scheme]) -> list[Scheme]:
     return plain + others[:: max(1, len(others) // FEW)]
 
 
-def biased(row: KernelRow, scheme: Scheme) -> bool:
+def biased(row: KernelEntry, scheme: Scheme) -> bool:
     """Whether a row adds biases to such experts."""
     return scheme not in row.unbiased
 
 
-def shape_for(row: KernelRow, activation: str = "silu", *, bias: bool = True) -> ExpertShape:
+def shape_for(row: KernelEntry, activation: str = "silu", *, bias: bool = True) -> ExpertShape:
     """Odd sizes as far as the row allows, H over the edge of a block of 128."""
     hidden, inner = (
         multiple * -(-size // multiple) for multiple, size in zip(row.multiple_of, (133, 19), strict=True)
@@ -91,7 +91,7 @@ def shape_for(row: KernelRow, activation: str = "silu", *, bias: bool = True) ->
 class Case:
     """Weights, rows and a kernel of one row for one scheme, all from one printed seed."""
 
-    def __init__(self, row: KernelRow, scheme: Scheme, shape: ExpertShape, device: str) -> None:
+    def __init__(self, row: KernelEntry, scheme: Scheme, shape: ExpertShape, device: str) -> None:
         self.row, self.shape, self.device = row, shape, device
         self.generator = torch.Generator().manual_seed(fresh_seed())
         self.spec = KernelSpec(scheme, shape, torch.float32)
@@ -110,7 +110,7 @@ class Case:
         return arrival.segments(outputs.cpu(), batch)
 
 
-def arrival_for(row: KernelRow, grouping: Grouping, poison: float = float("nan")) -> Arrival:
+def arrival_for(row: KernelEntry, grouping: Grouping, poison: float = float("nan")) -> Arrival:
     return Arrival(COUNTS, grouping, row.row_align, spare=2 * row.row_align + 1, poison=poison)
 
 
@@ -125,7 +125,7 @@ def wire_of(scheme: Scheme) -> Format:
     return scheme.activations if scheme.activations.given is None else FP32
 
 
-def bound_of(row: KernelRow, scheme: Scheme) -> float:
+def bound_of(row: KernelEntry, scheme: Scheme) -> float:
     return BOUNDS.get(scheme.activations, BF16_SUMS_BOUND if row.bf16_sums else FP8_BOUND)
 
 
@@ -139,7 +139,7 @@ CLAIMS = [
 
 @pytest.mark.parametrize(("row", "grouping", "activation"), CLAIMS)
 def test_kernel_computes_what_its_row_claims(
-    row: KernelRow, grouping: Grouping, activation: str, device: str
+    row: KernelEntry, grouping: Grouping, activation: str, device: str
 ) -> None:
     schemes = computed(row, device, activation)
     for scheme, bias in product(schemes if activation == "silu" else some(schemes), (False, True)):
@@ -193,7 +193,7 @@ WIRES = [
 
 
 @pytest.mark.parametrize(("row", "wire"), WIRES)
-def test_kernel_eats_every_wire_of_its_row(row: KernelRow, wire: str, device: str) -> None:
+def test_kernel_eats_every_wire_of_its_row(row: KernelEntry, wire: str, device: str) -> None:
     """A wire narrower than the scheme costs what the wire rounds away, and nothing more."""
     for scheme, grouping in product(some(computed(row, device)), row.groupings):
         case = Case(row, scheme, shape_for(row, bias=biased(row, scheme)), device)
@@ -209,7 +209,7 @@ ROWS = [pytest.param(row, id=row.name) for row in KERNELS.values()]
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_rows_outside_the_segments_never_leak(row: KernelRow, device: str) -> None:
+def test_rows_outside_the_segments_never_leak(row: KernelEntry, device: str) -> None:
     for scheme, grouping in product(computed(row, device), row.groupings):
         case = Case(row, scheme, shape_for(row, bias=biased(row, scheme)), device)
         rows = arrival_for(row, grouping).rows(case.shape.hidden, case.generator)
@@ -222,7 +222,7 @@ def test_rows_outside_the_segments_never_leak(row: KernelRow, device: str) -> No
 
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("counts", [(), (0, 0, 0), (0, 4)], ids=str)
-def test_no_slots_no_rows_and_slots_with_none(row: KernelRow, counts: tuple[int, ...], device: str) -> None:
+def test_no_slots_no_rows_and_slots_with_none(row: KernelEntry, counts: tuple[int, ...], device: str) -> None:
     for scheme, grouping in product(computed(row, device), row.groupings):
         shape = shape_for(row, bias=biased(row, scheme))
         generator = torch.Generator().manual_seed(fresh_seed())
@@ -240,7 +240,7 @@ def test_no_slots_no_rows_and_slots_with_none(row: KernelRow, counts: tuple[int,
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_an_expert_prepared_alone_equals_its_slot(row: KernelRow, device: str) -> None:
+def test_an_expert_prepared_alone_equals_its_slot(row: KernelEntry, device: str) -> None:
     for scheme, bias in product(computed(row, device), (False, True)):
         case = Case(row, scheme, shape_for(row, bias=bias and biased(row, scheme)), device)
         kernel = row.build(case.spec)
@@ -251,7 +251,7 @@ def test_an_expert_prepared_alone_equals_its_slot(row: KernelRow, device: str) -
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_zero_experts_prepare_to_the_shapes_of_some(row: KernelRow, device: str) -> None:
+def test_zero_experts_prepare_to_the_shapes_of_some(row: KernelEntry, device: str) -> None:
     for scheme in computed(row, device):
         case = Case(row, scheme, shape_for(row, bias=biased(row, scheme)), device)
         kernel = row.build(case.spec)
@@ -264,7 +264,7 @@ def test_zero_experts_prepare_to_the_shapes_of_some(row: KernelRow, device: str)
 @pytest.mark.parametrize(
     "row", [row for row in KERNELS.values() if not row.reference], ids=lambda row: row.name
 )
-def test_nothing_is_read_on_the_host(row: KernelRow) -> None:
+def test_nothing_is_read_on_the_host(row: KernelEntry) -> None:
     """The step is captured as a CUDA graph and replayed over other rows."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
@@ -320,7 +320,7 @@ def misfits(shape: ExpertShape, weights: ExpertWeights) -> dict[str, ExpertWeigh
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_weights_that_do_not_fit_are_named(row: KernelRow) -> None:
+def test_weights_that_do_not_fit_are_named(row: KernelEntry) -> None:
     shape = shape_for(row)
     weights = make_weights(shape, 2, BF16, torch.Generator().manual_seed(0))
     kernel = row.build(KernelSpec(Scheme(BF16, BF16), shape, torch.bfloat16))

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from moeserve.experts.checkpoint import Checkpoint
-from moeserve.experts.dialects import DIALECTS
+from moeserve.checkpoints.checkpoint import Checkpoint
+from moeserve.checkpoints.dialects import DIALECTS
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "producers"

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from carrier_cases import law_cases
+from dispatcher_cases import law_cases
 from made_experts import Arrival, fresh_seed, make_scheme
 from torch import Tensor
 
+from moeserve.device.machine import machine_named
 from moeserve.dispatch.backends import DISPATCHERS, local
 from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.routing import Routing
@@ -17,12 +18,11 @@ from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertShape, Grouping
 from moeserve.experts.kernel import KernelSpec, Problem
 from moeserve.experts.kernels import KERNELS
-from moeserve.experts.machine import machine_named
 from moeserve.quant.format import Format, Parts, Scheme
 from moeserve.quant.formats import WIRES
 from moeserve.quant.formats.floats import BF16, FLOATS, FP32
 from moeserve.quant.schemes import SCHEMES
-from moeserve.runtime.plan import make_plan
+from moeserve.runtime.planning.plan import make_plan
 
 SHAPE = ExpertShape(256, 128, Activation("silu"))
 COUNTS = (40, 0, 1, 25, 0)
@@ -41,7 +41,7 @@ def planned(scheme: Scheme, model: Format) -> tuple[Problem, str, Format]:
     """What an unpinned plan chooses on a CPU: problem, kernel and wire."""
     problem = Problem(scheme, model, SHAPE, experts=len(COUNTS), ranks=1, top_k=2, lane_rows=64)
     plan = make_plan(problem, machine_named("cpu"), KERNELS, DISPATCHERS)
-    return problem, plan.kernel.name, plan.carriers[0].wire
+    return problem, plan.kernel.name, plan.dispatchers[0].wire
 
 
 def counted(form: Format, calls: list[torch.Size]) -> Format:
@@ -75,7 +75,7 @@ def test_weights_are_decoded_once_for_each_active_expert(name: str) -> None:
 @pytest.mark.parametrize("model", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_rounding_before_dispatch_is_rounding_after(name: str, model: Format) -> None:
-    """One step through carrier and kernel, rows rounded by the sender or by the kernel: the same bits."""
+    """One step through dispatcher and kernel, rows rounded by the sender or by the kernel: the same bits."""
     scheme = ROUNDED[name]
     problem, kernel_name, wire = planned(scheme, model)
     assert wire == scheme.activations, "the plan sends what the scheme rounds to"
@@ -88,19 +88,19 @@ def test_rounding_before_dispatch_is_rounding_after(name: str, model: Format) ->
     answers = []
     for carried in (wire, model):
         spec = DispatchSpec(0, 1, len(COUNTS), SHAPE.hidden, problem.top_k, 64, model.dtype, carried)
-        carrier = local.ROW.build(spec)
-        arrived = carrier.dispatch(hidden, routing).wait()
+        dispatcher = local.ENTRY.build(spec)
+        arrived = dispatcher.dispatch(hidden, routing).wait()
         assert arrived.batch.tokens.format == carried
-        answers.append(carrier.combine(kernel.apply(prepared, arrived.batch), arrived.ticket).wait())
+        answers.append(dispatcher.combine(kernel.apply(prepared, arrived.batch), arrived.ticket).wait())
     assert torch.equal(*answers)
     assert answers[0].isfinite().all()
     assert answers[0].any()
 
 
-@pytest.mark.parametrize("carrier", [row.name for row in DISPATCHERS.values() if "cpu" in row.archs])
-def test_every_carrier_is_held_to_its_law_with_every_wire_of_a_scheme(carrier: str) -> None:
-    """What arrives is, bit for bit, what was rounded at home: `test_carriers` checks that for its cases."""
+@pytest.mark.parametrize("dispatcher", [row.name for row in DISPATCHERS.values() if "cpu" in row.archs])
+def test_every_dispatcher_is_held_to_its_law_with_every_wire_of_a_scheme(dispatcher: str) -> None:
+    """What arrives is, bit for bit, what was rounded at home: `test_dispatchers` checks that."""
     wires = {scheme.activations.name for scheme in TRAVELLING.values()}
-    assert wires <= DISPATCHERS[carrier].wires
-    if (DISPATCHERS[carrier].max_ranks or 2) > 1:
-        assert wires <= {case.wire for case in law_cases() if case.carrier == carrier}
+    assert wires <= DISPATCHERS[dispatcher].wires
+    if (DISPATCHERS[dispatcher].max_ranks or 2) > 1:
+        assert wires <= {case.wire for case in law_cases() if case.dispatcher == dispatcher}

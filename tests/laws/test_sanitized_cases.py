@@ -7,9 +7,9 @@ from types import ModuleType
 
 import pytest
 
+from moeserve.device.machine import machine_named
 from moeserve.experts.batch import Grouping
 from moeserve.experts.kernels import KERNELS
-from moeserve.experts.machine import machine_named
 
 BENCH = Path(__file__).parents[2] / "bench"
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 from made_experts import activation_named
 
+from moeserve.device.machine import machine_named
 from moeserve.experts.batch import ExpertShape
 from moeserve.experts.kernel import PLAIN, Problem
 from moeserve.experts.kernels import KERNELS
 from moeserve.experts.kernels.stored import ROUNDINGS, Stored, product_dtype
 from moeserve.experts.kernels.triton_dequant import UNREAD
-from moeserve.experts.machine import machine_named
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.schemes import SCHEMES, scheme_named
 
-ROW = KERNELS["triton_dequant"]
+ENTRY = KERNELS["triton_dequant"]
 E4M3 = frozenset({"e4m3"})
 
 
@@ -32,11 +32,11 @@ def test_every_scheme_it_reads_has_this_kernel_on_every_nvidia_gpu() -> None:
         (s, m) for s in SCHEMES.values() for m in ("a100", "l40s", "h200", "b200", "b300")
     ):
         problem = Problem(scheme, BF16, shape, experts=8, ranks=4, top_k=2, lane_rows=64)
-        refused = ROW.refuses(problem, machine_named(machine))
+        refused = ENTRY.refuses(problem, machine_named(machine))
         assert (refused is None) == (scheme.weights not in UNREAD), (scheme, machine, refused)
 
 
-@pytest.mark.parametrize("scheme", sorted(ROW.schemes, key=str), ids=str)
+@pytest.mark.parametrize("scheme", sorted(ENTRY.schemes, key=str), ids=str)
 def test_the_kernel_knows_every_part_of_its_formats(scheme: Scheme) -> None:
     """Elements, scales and zero points of the weights are named once each; rows round, or stay plain."""
     stored, form = Stored.of(scheme.weights), scheme.weights

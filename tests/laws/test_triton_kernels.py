@@ -13,13 +13,12 @@ import torch
 from made_experts import Arrival, activation_named, fresh_seed, make_weights
 from torch import Tensor
 
+from moeserve.device.machine import this_machine
 from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
 from moeserve.experts.kernel import KernelSpec
-from moeserve.experts.kernels import KERNELS, hopper
-from moeserve.experts.kernels.device import codes
+from moeserve.experts.kernels import KERNELS, codes, hopper
 from moeserve.experts.kernels.tiles import Tile, tile_for
 from moeserve.experts.kernels.torch_reference import TorchReference
-from moeserve.experts.machine import this_machine
 from moeserve.quant.format import Format, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP

@@ -6,10 +6,10 @@ import pytest
 import torch
 from proto_fake import FAR, FakeService, rows
 
-from moeserve.proto.batch import SPLIT_ROWS, Part, spread
 from moeserve.proto.client import Choice, Patience
+from moeserve.proto.client.batch import SPLIT_ROWS, Part, spread
+from moeserve.proto.client.payload import SHARE_BYTES
 from moeserve.proto.errors import NotFound, WeightsChanged
-from moeserve.proto.payload import SHARE_BYTES
 from moeserve.proto.tensors import TensorError
 
 

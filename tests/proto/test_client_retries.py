@@ -8,8 +8,8 @@ import pytest
 import torch
 from proto_fake import FakeLane, rows
 
-from moeserve.proto.batch import SPLIT_ROWS
 from moeserve.proto.client import MoeClient, Patience
+from moeserve.proto.client.batch import SPLIT_ROWS
 from moeserve.proto.errors import (
     PUSHBACK_KEY,
     REASON_KEY,

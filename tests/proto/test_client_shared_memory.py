@@ -51,9 +51,9 @@ def test_shared_memory_with_another_host_is_an_error_that_names_both(client_of, 
         with pytest.raises(MoeError, match="cannot share memory"):
             client.allocate(0, (2, 2))
     with pytest.raises(
-        ValueError, match="transport='carrier pigeon' is not one of auto, inline, shared_memory"
+        ValueError, match="transport='dispatcher pigeon' is not one of auto, inline, shared_memory"
     ):
-        client_of(far.address, transport="carrier pigeon")
+        client_of(far.address, transport="dispatcher pigeon")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -6,13 +6,13 @@ import torch
 from moeserve.quant.format import Packed
 from moeserve.quant.formats.nvfp4 import NVFP4, NVFP4_E4M3, NVFP4_STATIC, global_scale, nvfp4_given
 
-ROW = torch.zeros(16)
-ROW[:8] = torch.tensor([0.1, 0.2, 0.3, 0.4, -0.5, 0.75, 1, 3])
+ENTRY = torch.zeros(16)
+ENTRY[:8] = torch.tensor([0.1, 0.2, 0.3, 0.4, -0.5, 0.75, 1, 3])
 
 
 def test_worked_weights() -> None:
     x = torch.zeros(2, 32)
-    x[0, :16], x[1, 16] = ROW, -6
+    x[0, :16], x[1, 16] = ENTRY, -6
     packed = NVFP4.quantize(x)
     codes, scale, whole = packed.parts
     assert whole.tolist() == [[pytest.approx(0.002232143, rel=1e-6)]]

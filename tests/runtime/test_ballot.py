@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from moeserve.runtime.ballot import Ballot, Stage
-from moeserve.runtime.changes import Change
-from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.control.orders import Staged
+from moeserve.runtime.epoch import Change, Epoch
+from moeserve.runtime.head.pending_change import PendingChange, Stage
 from moeserve.runtime.mesh import Mesh
-from moeserve.runtime.weights.mover import Staged
 
 
-def ballot(mesh: Mesh | None = None) -> Ballot:
-    return Ballot(7, Change(Epoch.first(mesh or Mesh(2, 1, 2), 1, 4), 0, ()), 2)
+def ballot(mesh: Mesh | None = None) -> PendingChange:
+    return PendingChange(7, Change(Epoch.first(mesh or Mesh(2, 1, 2), 1, 4), 0, ()), 2)
 
 
 def copy(expert: int, checksum: str) -> Staged:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.bell import PACKET_BYTES, Bell
 from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, Unavailable
-from moeserve.proto.shared_memory import RemoteRegion
-from moeserve.runtime.tensors import Regions
+from moeserve.proto.transports.bell import PACKET_BYTES, Bell
+from moeserve.proto.transports.shared_memory import RemoteRegion
+from moeserve.runtime.doors.payloads import Regions
 
 Answer = Callable[[bytes], None]
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from moeserve.experts.placement import EMPTY, Placement
-from moeserve.runtime.changes import rebalance, reload
 from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.head.changes import rebalance, reload
 from moeserve.runtime.mesh import Mesh
 
 

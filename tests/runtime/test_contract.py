@@ -7,8 +7,8 @@ import inspect
 import pytest
 
 from moeserve.proto.moe_pb2_grpc import MoeServiceServicer
-from moeserve.runtime.door import Door
-from moeserve.runtime.service import FrontDoor
+from moeserve.runtime.doors.front_door import FrontDoor
+from moeserve.runtime.doors.lane_door import Door
 
 
 @pytest.mark.parametrize("server", [Door, FrontDoor], ids=lambda server: server.__name__)

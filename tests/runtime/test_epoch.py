@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from moeserve.experts.placement import EMPTY, Placement
+from moeserve.runtime.control.messages import epoch_from, epoch_message
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.mesh import Mesh
-from moeserve.runtime.messages import epoch_from, epoch_message
 
 
 def spare_epoch() -> Epoch:

@@ -5,7 +5,7 @@ import logging
 import torch
 from torch import Tensor
 
-from moeserve.runtime.graphs import StepGraphs, padded_rows
+from moeserve.runtime.rank.graphs import StepGraphs, padded_rows
 from moeserve.runtime.step import LaneInput
 
 H, K = 4, 2

@@ -2,8 +2,8 @@
 
 import math
 
-from moeserve.runtime.in_flight import MOST, StepsInFlight
-from moeserve.runtime.sequencer import Pace
+from moeserve.runtime.head.in_flight import MOST, StepsInFlight
+from moeserve.runtime.head.sequencer import Pace
 from moeserve.runtime.step import Announcement
 
 

@@ -11,28 +11,29 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 
+from moeserve.device.machine import machine_named
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.backends.local import Local
 from moeserve.dispatch.dispatcher import DispatchSpec
-from moeserve.experts.machine import machine_named
-from moeserve.runtime.carriers import PeersLate
-from moeserve.runtime.config import Config
+from moeserve.runtime.config import Config, Wanted
+from moeserve.runtime.control.messages import epoch_message, header_message
+from moeserve.runtime.control.stream import StreamClosed
+from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.lane import Batch, GroupUnavailable, Lane
-from moeserve.runtime.member import Member, Rendezvous
-from moeserve.runtime.messages import epoch_message, header_message
-from moeserve.runtime.plan import Wanted
-from moeserve.runtime.rank import Rank
-from moeserve.runtime.rank_process import served_from
-from moeserve.runtime.status import status_of
+from moeserve.runtime.errors import GroupUnavailable
+from moeserve.runtime.planning.layers import plans_for
+from moeserve.runtime.rank.all2all import PeersLate
+from moeserve.runtime.rank.lane import Batch, Lane
+from moeserve.runtime.rank.member import Member, Rendezvous
+from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.served import served_from
 from moeserve.runtime.step import Header, LaneInput, StepRecord
-from moeserve.runtime.stream import StreamClosed
 
 GENERATION = 1
 
 
 class Impatient(Local):
-    """A carrier that found ranks 2 and 5 late in its first step, and keeps what it was built for."""
+    """A dispatcher that found ranks 2 and 5 late in its first step, and keeps what it was built for."""
 
     built: list[DispatchSpec] = []  # noqa: RUF012
     patient = False
@@ -57,7 +58,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The carrier of one rank is impatient."""
+    """The dispatcher of one rank is impatient."""
     Impatient.built.clear()
     Impatient.patient = False
     monkeypatch.setitem(DISPATCHERS, "local", replace(DISPATCHERS["local"], build=Impatient))
@@ -67,7 +68,7 @@ def rank_of(path: Path, **step: Any) -> Rank:
     """One rank that has joined."""
     values = {f"step.{key}": value for key, value in step.items()}
     served = served_from(Config().with_values({"model.checkpoint": str(path)} | values).checked())
-    rank = Rank(0, served, served.plans(machine_named("cpu", ()), Wanted()), "cpu")
+    rank = Rank(0, served, plans_for(served, machine_named("cpu", ()), Wanted()), "cpu")
     rank.load(Epoch.first(served.mesh, len(served.layers), served.checkpoint.num_experts))
     rank.join()
     return rank
@@ -86,9 +87,9 @@ def stepped(rank: Rank) -> Rank:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_steps_fail_by_the_names_of_the_late_until_the_carriers_are_built_anew(path: Path) -> None:
+def test_steps_fail_by_the_names_of_the_late_until_the_dispatchers_are_built_anew(path: Path) -> None:
     rank = stepped(rank_of(path, late_seconds=1.5))
-    for layer in (0, 1, 0):  # the carrier names them once
+    for layer in (0, 1, 0):  # the dispatcher names them once
         with pytest.raises(PeersLate, match=rf"layer {layer}: no rows of ranks \[2, 5\] within 1.5 s"):
             rank.late(layer)
     rank.leave()
@@ -142,7 +143,7 @@ def served_once(path: Path, **step: Any) -> tuple[list[dict[str, Any]], Any, lis
     header = Header(1, epoch.number, 0, (3,), ((announced[0], 3),))
     prepare = {"kind": "prepare", "generation": GENERATION, "epoch": epoch_message(epoch)}
     wire = Wire([prepare, header_message(header, GENERATION)])
-    rank.leave = lambda: None  # type: ignore[method-assign]  # its carriers are there already
+    rank.leave = lambda: None  # type: ignore[method-assign]  # its dispatchers are there already
     member = Member(rank, lane, wire, Rendezvous("gloo", 5.0), records.append)  # type: ignore[arg-type]
     member.run()
     if not call.wait(5.0):

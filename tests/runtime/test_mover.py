@@ -21,9 +21,10 @@ from moeserve.experts.kernels import KERNELS
 from moeserve.experts.placement import EMPTY
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
-from moeserve.runtime.weights.copies import Copier
-from moeserve.runtime.weights.mover import Copy, Mover, Order, Place, Vote
-from moeserve.runtime.weights.peers import Peers, WeightsServer
+from moeserve.runtime.control.orders import Copy, Order, Vote
+from moeserve.runtime.rank.weights.copies import Copier
+from moeserve.runtime.rank.weights.mover import Mover, Place
+from moeserve.runtime.rank.weights.peers import Peers, WeightsServer
 
 SCHEME = Scheme(FP8_BLOCK, FP8_GROUP)
 SHAPE = ExpertShape(256, 128, activation_named("silu"), bias=False)

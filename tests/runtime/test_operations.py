@@ -14,18 +14,17 @@ from moeserve.experts.balance import Policy, balancer_named
 from moeserve.experts.load import Load
 from moeserve.experts.placement import EMPTY, Placement
 from moeserve.proto import moe_pb2
-from moeserve.runtime.ballot import Outcome
-from moeserve.runtime.changes import Change
 from moeserve.runtime.config import BalanceConfig
-from moeserve.runtime.coordinator import Progress
-from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.lane import GroupUnavailable
+from moeserve.runtime.control.orders import Staged
+from moeserve.runtime.doors.failures import status_of
+from moeserve.runtime.doors.operations import BadRequest, NothingToBalance, Operations
+from moeserve.runtime.epoch import Change, Epoch
+from moeserve.runtime.errors import GroupUnavailable
+from moeserve.runtime.head.coordinator import Progress
+from moeserve.runtime.head.pending_change import Outcome
+from moeserve.runtime.head.rebalancer import Cycle, Rebalancer
 from moeserve.runtime.mesh import Mesh
-from moeserve.runtime.operations import BadRequest, NothingToBalance, Operations
-from moeserve.runtime.rank_process import served_from
-from moeserve.runtime.rebalancer import Cycle, Rebalancer
-from moeserve.runtime.status import status_of
-from moeserve.runtime.weights.mover import Staged
+from moeserve.runtime.served import served_from
 
 LAYERS, EXPERTS, NBYTES = (1, 2), 8, 1000
 HOT = np.array([[8.0, 8, 1, 1, 1, 1, 1, 1], [1.0, 1, 1, 1, 1, 1, 1, 1]])  # both hot ones on rank 0

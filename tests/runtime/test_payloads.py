@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.shared_memory import RemoteRegion, SharedTensor
 from moeserve.proto.tensors import Spec, TensorError, encode, known, plain
-from moeserve.runtime.tensors import TRANSPORTS, Payloads, Regions
-from moeserve.runtime.tensors.errors import UnknownRegion
+from moeserve.proto.transports.shared_memory import RemoteRegion, SharedTensor
+from moeserve.runtime.doors.payloads import TRANSPORTS, Payloads, Regions
+from moeserve.runtime.doors.payloads.errors import UnknownRegion
 
 
 @pytest.fixture

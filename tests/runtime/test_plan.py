@@ -4,18 +4,19 @@ from dataclasses import replace
 
 import pytest
 
+from moeserve.device.machine import OPTIONAL_MODULES, Machine, machine_named
 from moeserve.dispatch.backends import DISPATCHERS
-from moeserve.dispatch.cost import CarrierCost, Costs, Point
-from moeserve.dispatch.dispatcher import DispatchRow
+from moeserve.dispatch.costs.costs import Costs, DispatcherCost, Point
+from moeserve.dispatch.dispatcher import DispatchEntry
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertShape, Grouping
 from moeserve.experts.kernel import Problem
 from moeserve.experts.kernels import KERNELS
-from moeserve.experts.machine import OPTIONAL_MODULES, Machine, machine_named
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats import BF16, FP8_BLOCK, FP8_GROUP, FP32
-from moeserve.runtime.costing import Costing
-from moeserve.runtime.plan import NoPlan, Plan, Wanted, make_plan
+from moeserve.runtime.config import Wanted
+from moeserve.runtime.planning.costing import Costing
+from moeserve.runtime.planning.plan import NoPlan, Plan, make_plan
 
 CPU = machine_named("cpu", ())
 
@@ -34,26 +35,26 @@ def plan(asked: Problem, machine: Machine = CPU, **wanted: str):
 
 def test_bf16_on_cpu_gets_the_grouped_kernel_and_the_plain_wire() -> None:
     made = plan(problem())
-    assert (made.kernel.name, made.carrier_names, made.wire_names) == (
+    assert (made.kernel.name, made.dispatcher_names, made.wire_names) == (
         "torch_grouped_mm",
         "allgather_reducescatter",
         "bf16",
     )
-    assert [span.up_to for span in made.carriers] == [64]
+    assert [span.up_to for span in made.dispatchers] == [64]
 
 
 def test_one_rank_needs_no_wire() -> None:
-    assert plan(problem(ranks=1)).carrier_names == "local"
+    assert plan(problem(ranks=1)).dispatcher_names == "local"
 
 
 def test_fp8_blocks_travel_as_the_groups_they_are_rounded_to_anyway() -> None:
     made = plan(problem(Scheme(FP8_BLOCK, FP8_GROUP)))
-    assert made.carriers[0].wire == FP8_GROUP
+    assert made.dispatchers[0].wire == FP8_GROUP
 
 
 def test_a_wire_that_loses_more_must_be_named() -> None:
-    assert plan(problem()).carriers[0].wire == BF16
-    assert plan(problem(), wire="fp8_group128", kernel="torch_reference").carriers[0].wire == FP8_GROUP
+    assert plan(problem()).dispatchers[0].wire == BF16
+    assert plan(problem(), wire="fp8_group128", kernel="torch_reference").dispatchers[0].wire == FP8_GROUP
 
 
 def test_a_reference_wins_on_a_gpu_only_when_named() -> None:
@@ -67,7 +68,7 @@ def test_a_reference_wins_on_a_gpu_only_when_named() -> None:
 def test_every_row_that_lost_says_why() -> None:
     made = plan(problem())
     told = dict(made.refused)
-    others = (KERNELS.keys() | DISPATCHERS.keys()) - {made.kernel.name, made.carriers[0].carrier.name}
+    others = (KERNELS.keys() | DISPATCHERS.keys()) - {made.kernel.name, made.dispatchers[0].dispatcher.name}
     assert others <= told.keys()
     assert all(told.values())
 
@@ -76,8 +77,8 @@ def test_every_row_that_lost_says_why() -> None:
     ("wanted", "message"),
     [
         ({"kernel": "marlin"}, "unknown kernel 'marlin'; known: "),
-        ({"carrier": "pigeon"}, "unknown carrier 'pigeon'; known: "),
-        ({"carrier": "local"}, "local: "),
+        ({"dispatcher": "pigeon"}, "unknown dispatcher 'pigeon'; known: "),
+        ({"dispatcher": "local"}, "local: "),
         ({"wire": "fp8_block128"}, "wire fp8_block128 was named"),
     ],
 )
@@ -120,51 +121,51 @@ HIGH = replace(DISPATCHERS["all2allv"], name="high")
 KERNELS_OF_BOTH = {"both": replace(KERNELS["torch_reference"], name="both", reference=False)}
 
 
-def ranged(carriers: list[DispatchRow], lane_rows: int = 4096, **wanted: str) -> Plan:
-    """The plan of lanes of so many rows with these carriers in table order."""
+def ranged(dispatchers: list[DispatchEntry], lane_rows: int = 4096, **wanted: str) -> Plan:
+    """The plan of lanes of so many rows with these dispatchers in table order."""
     asked = problem(lane_rows=lane_rows)
-    return make_plan(asked, CPU, KERNELS_OF_BOTH, {row.name: row for row in carriers}, Wanted(**wanted))
+    return make_plan(asked, CPU, KERNELS_OF_BOTH, {row.name: row for row in dispatchers}, Wanted(**wanted))
 
 
 def spans(plan: Plan) -> list[tuple[str, int]]:
-    return [(span.carrier.name, span.up_to) for span in plan.carriers]
+    return [(span.dispatcher.name, span.up_to) for span in plan.dispatchers]
 
 
 def costs_of(plan: Plan, **per_row: float) -> Costs:
-    """Made costs: so much a row, and 60 at once for a carrier that takes next to nothing a row."""
-    carriers = []
+    """Made costs: so much a row, and 60 at once for a dispatcher that takes next to nothing a row."""
+    dispatchers = []
     for name, slope in per_row.items():
         fixed = 60.0 if slope < 0.1 else 0.0
         points = (Point(rows, fixed + slope * rows, 0.0) for rows in (1, 64, plan.problem.lane_rows))
-        carriers.append(CarrierCost(name, "bf16", tuple(points)))
-    return Costs(Costing().setting(plan, ("here", "there")), tuple(carriers))
+        dispatchers.append(DispatcherCost(name, "bf16", tuple(points)))
+    return Costs(Costing().setting(plan, ("here", "there")), tuple(dispatchers))
 
 
-def test_a_padded_carrier_serves_small_steps_and_the_next_the_rest() -> None:
+def test_a_padded_dispatcher_serves_small_steps_and_the_next_the_rest() -> None:
     assert spans(ranged([LOW, HIGH])) == [("low", 256), ("high", 4096)]
     assert spans(ranged([LOW, HIGH], lane_rows=128)) == [("low", 128)]
     assert spans(ranged([HIGH, LOW])) == [("high", 4096)]
-    assert spans(ranged([LOW])) == spans(ranged([LOW, HIGH], carrier="low")) == [("low", 4096)]
+    assert spans(ranged([LOW])) == spans(ranged([LOW, HIGH], dispatcher="low")) == [("low", 4096)]
 
 
 def test_a_step_goes_by_its_fullest_lane() -> None:
     made = ranged([LOW, HIGH])
-    assert [made.span(rows).carrier.name for rows in (0, 256, 257, 4096)] == ["low", "low", "high", "high"]
-    assert (made.carrier_names, made.wire_names) == ("low+high", "bf16")
+    assert [made.span(rows).dispatcher.name for rows in (0, 256, 257, 4096)] == ["low", "low", "high", "high"]
+    assert (made.dispatcher_names, made.wire_names) == ("low+high", "bf16")
 
 
-def test_a_carrier_that_has_not_run_here_waits_until_it_is_named() -> None:
+def test_a_dispatcher_that_has_not_run_here_waits_until_it_is_named() -> None:
     untried = replace(HIGH, name="untried", verified=("sm90",))
     made = ranged([untried, HIGH])
     assert (
         spans(made) == [("high", 4096)]
         and "not run on cpu yet, and high has" in dict(made.refused)["untried"]
     )
-    assert spans(ranged([untried, HIGH], carrier="untried")) == [("untried", 4096)]
+    assert spans(ranged([untried, HIGH], dispatcher="untried")) == [("untried", 4096)]
     assert spans(ranged([untried])) == [("untried", 4096)]
 
 
-def test_costs_decide_where_which_carrier_serves() -> None:
+def test_costs_decide_where_which_dispatcher_serves() -> None:
     other = replace(HIGH, name="other")
     made = ranged([LOW, other, HIGH])
     chosen = made.by_cost(costs_of(made, low=0.5, high=0.02, other=0.9))
@@ -172,10 +173,10 @@ def test_costs_decide_where_which_carrier_serves() -> None:
     assert spans(chosen)[0][1] == pytest.approx(60 / 0.48, abs=3) and spans(chosen)[1][1] == 4096
     assert dict(chosen.refused)["other"] == "low+high costs less"
     assert "cost     measured on here, there" in chosen.lines()
-    assert any(line.startswith("carrier  low up to 1") for line in chosen.lines())
+    assert any(line.startswith("dispatcher  low up to 1") for line in chosen.lines())
 
 
-def test_a_padded_carrier_is_never_given_more_than_its_rows() -> None:
+def test_a_padded_dispatcher_is_never_given_more_than_its_rows() -> None:
     made = ranged([HIGH, LOW])
     assert spans(made.by_cost(costs_of(made, high=0.9, low=0.2))) == [("low", 256), ("high", 4096)]
 
@@ -190,6 +191,6 @@ def test_what_could_not_be_built_is_refused_with_its_reason() -> None:
     costs = replace(costs_of(made, high=0.9), refused=(("low", "bf16", "rank 2: no room"),))
     assert spans(made.by_cost(costs)) == [("high", 4096)]
     assert dict(made.by_cost(costs).refused)["low"] == "rank 2: no room"
-    nothing = replace(costs, carriers=(), refused=tuple((n, "bf16", "gone") for n in ("low", "high")))
-    with pytest.raises(NoPlan, match="no carrier can be built: low: gone; high: gone"):
+    nothing = replace(costs, dispatchers=(), refused=tuple((n, "bf16", "gone") for n in ("low", "high")))
+    with pytest.raises(NoPlan, match="no dispatcher can be built: low: gone; high: gone"):
         made.by_cost(nothing)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 
-from moeserve.experts.gate import Gate
-from moeserve.experts.machine import machine_named
-from moeserve.runtime.config import Config
+from moeserve.device.machine import machine_named
+from moeserve.experts.routing.gate import Gate
+from moeserve.runtime.config import Config, Wanted
 from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.graphs import StepGraphs
-from moeserve.runtime.plan import Wanted
-from moeserve.runtime.rank import Rank
-from moeserve.runtime.rank_process import served_from
+from moeserve.runtime.planning.layers import plans_for
+from moeserve.runtime.rank.graphs import StepGraphs
+from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.served import served_from
 from moeserve.runtime.step import LaneInput, LaneLogits
 
 SIZES = (3, 1, 3, 4, 0, 3, 1, 130, 2, 3)
@@ -45,7 +45,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rank_of(path: Path) -> Rank:
     served = served_from(Config().with_values({"model.checkpoint": str(path)}).checked())
-    rank = Rank(0, served, served.plans(machine_named("cpu", ()), Wanted()), "cpu")
+    rank = Rank(0, served, plans_for(served, machine_named("cpu", ()), Wanted()), "cpu")
     rank.load(Epoch.first(served.mesh, len(served.layers), served.checkpoint.num_experts))
     rank.join()
     return rank
@@ -73,7 +73,7 @@ def test_replayed_steps_are_those_that_are_launched(path: Path, monkeypatch: pyt
             found, told = replaying.step(layer, lane(replaying, rows, seed), (rows,))
             assert found.shape == wanted.shape
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-            assert told.carrier == phases.carrier
+            assert told.dispatcher == phases.dispatcher
     # sizes 3 and 4 share a graph of 4 rows, 0 and 1 one of 1, and 2 came once; each on two layers
     assert record.replays == 2 * (4 + 2)
     for one, other in zip(

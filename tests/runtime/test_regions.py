@@ -19,10 +19,10 @@ import torch
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.errors import Unavailable
-from moeserve.proto.shared_memory import RemoteRegion, socket_address
 from moeserve.proto.tensors import Spec, TensorError, known
-from moeserve.runtime.tensors import RegionLimits, Regions, regions
-from moeserve.runtime.tensors.errors import NamedRegionRefused, RegionLimit, UnknownRegion
+from moeserve.proto.transports.shared_memory import RemoteRegion, socket_address
+from moeserve.runtime.doors.payloads import RegionLimits, Regions, regions
+from moeserve.runtime.doors.payloads.errors import NamedRegionRefused, RegionLimit, UnknownRegion
 
 
 @pytest.fixture
@@ -310,7 +310,7 @@ def test_a_forged_key_or_range_is_refused(named, key, offset, size, kind, text):
 
 def test_a_process_that_exits_leaves_a_registered_object_alone(named):
     program = (
-        "from moeserve.runtime.tensors import Regions, RegionLimits\n"
+        "from moeserve.runtime.doors.payloads import Regions, RegionLimits\n"
         f"Regions(RegionLimits(allow_named=True)).register('r', {named.name!r}, 0, 4096)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -18,12 +18,12 @@ from prometheus_server import NoPrometheus, binary
 from moeserve.experts.load import Load
 from moeserve.experts.placement import Placement
 from moeserve.runtime.config import ConfigError
-from moeserve.runtime.coordinator import Progress
-from moeserve.runtime.head_telemetry import HOT_EXPERTS, HOT_LAYERS, CoordinatorTelemetry, LoadWindow
-from moeserve.runtime.metrics import COORDINATOR, METRICS, PROCESS, RANK, SECONDS, STATES, Metric
-from moeserve.runtime.rebalancer import OUTCOMES, Cycle
+from moeserve.runtime.head.coordinator import Progress
+from moeserve.runtime.head.rebalancer import OUTCOMES, Cycle
 from moeserve.runtime.step import Phases, StepRecord
-from moeserve.runtime.telemetry import RankTelemetry, Telemetry, write_scrape_targets
+from moeserve.runtime.telemetry.exporter import RankTelemetry, Telemetry, write_scrape_targets
+from moeserve.runtime.telemetry.head import HOT_EXPERTS, HOT_LAYERS, CoordinatorTelemetry, LoadWindow
+from moeserve.runtime.telemetry.metrics import COORDINATOR, METRICS, PROCESS, RANK, SECONDS, STATES, Metric
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 MOVED = Cycle("moved", "", moves=3, nbytes=4096, epochs=2, seconds=0.2, expected=0.25, corrupted=1)
@@ -126,8 +126,8 @@ def test_a_step_is_counted_once_in_every_metric() -> None:
     )  # there from the start, so that rates begin at 0
     assert seen[at("moe_tokens_total", layer="3", **own)] == 16
     assert seen[at("moe_expert_rows_total", layer="3", **own)] == 64
-    assert seen[at("moe_wire_bytes_total", direction="dispatch", carrier="all2allv", **own)] == 1000
-    assert seen[at("moe_wire_bytes_total", direction="combine", carrier="all2allv", **own)] == 500
+    assert seen[at("moe_wire_bytes_total", direction="dispatch", all2all_backend="all2allv", **own)] == 1000
+    assert seen[at("moe_wire_bytes_total", direction="combine", all2all_backend="all2allv", **own)] == 500
     for phase, seconds in {"wait": 7e-5, "dispatch": 1e-3, "compute": 2e-3, "combine": 4e-3}.items():
         assert seen[at("moe_step_phase_duration_seconds_sum", phase=phase, **own)] == pytest.approx(seconds)
     assert seen[at("moe_step_phase_duration_seconds_bucket", phase="wait", le="5e-05", **own)] == 0

@@ -13,19 +13,21 @@ import torch
 from checkpoints import make_checkpoint
 from torch import Tensor
 
+from moeserve.checkpoints.checkpoint import Checkpoint
+from moeserve.device.machine import machine_named
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.checkpoint import Checkpoint
 from moeserve.experts.kernel import KernelSpec, Prepared
 from moeserve.experts.kernels.tiles import tile_for
-from moeserve.experts.machine import machine_named
 from moeserve.quant.formats.floats import BF16
+from moeserve.runtime.config import Wanted
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.mesh import Mesh
-from moeserve.runtime.plan import Plan, Span, Wanted
-from moeserve.runtime.rank import Rank
+from moeserve.runtime.planning.layers import plans_for
+from moeserve.runtime.planning.plan import DispatchSpan, Plan
+from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.rank.warm import Arrivals, rooms, warm
 from moeserve.runtime.served import Served
-from moeserve.runtime.warm import Arrivals, rooms, warm
 
 LANE_ROWS, EXPERTS = 48, 4
 
@@ -54,10 +56,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served(checkpoint, checkpoint.layers, mesh, torch.bfloat16, LANE_ROWS)
 
 
-def spans(groupings: Sequence[Grouping]) -> tuple[Span, ...]:
-    """A carrier for each grouping; those of the table that are PADDED need not run here."""
+def spans(groupings: Sequence[Grouping]) -> tuple[DispatchSpan, ...]:
+    """A dispatcher for each grouping; those of the table that are PADDED need not run here."""
     local = DISPATCHERS["local"]
-    return tuple(Span(LANE_ROWS, replace(local, grouping=grouping), BF16) for grouping in groupings)
+    return tuple(DispatchSpan(LANE_ROWS, replace(local, grouping=grouping), BF16) for grouping in groupings)
 
 
 def loaded(
@@ -70,7 +72,7 @@ def loaded(
         row = replace(plan.kernel, build=lambda spec: Recorder(spec, applied))
         return replace(plan, kernel=row, fitting=spans(groupings))
 
-    plans = served.plans(machine_named("cpu"), Wanted())
+    plans = plans_for(served, machine_named("cpu"), Wanted())
     rank = Rank(0, served, {layer: noting(plan) for layer, plan in plans.items()}, device)
     rank.load(Epoch.first(served.mesh, len(served.layers), EXPERTS))
     return rank, applied

@@ -10,12 +10,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from carrier_cases import Case, Outcome, run_cases, spec_of
+from dispatcher_cases import Case, Outcome, run_cases, spec_of
 
-from moeserve.dispatch import probe
 from moeserve.dispatch.backends import DISPATCHERS, nccl_ep
 from moeserve.dispatch.dispatcher import DispatchSpec
-from moeserve.dispatch.probe import Place, Surroundings
+from moeserve.dispatch.libraries import probe
+from moeserve.dispatch.libraries.probe import Place, Surroundings
 
 STANDS_FOR = {
     "deep_ep": "fakes.deep_ep",
@@ -36,14 +36,14 @@ STANDS_FOR = {
 """Modules by the stand-in that answers for them."""
 
 
-def a_gpu_host(spec: DispatchSpec, carrier: str) -> Surroundings:
-    """What a rank sees of the best host for `carrier`."""
-    arch = max(DISPATCHERS[carrier].archs, key=lambda arch: (arch == "sm90", arch))
+def a_gpu_host(spec: DispatchSpec, dispatcher: str) -> Surroundings:
+    """What a rank sees of the best host for `dispatcher`."""
+    arch = max(DISPATCHERS[dispatcher].archs, key=lambda arch: (arch == "sm90", arch))
     place = Place("host0", f"GPU-{spec.rank}")
     return Surroundings(place, arch, lambda gpu: gpu != place.gpu, (2, 30, 7), ("mlx5_0",))
 
 
-def install(carrier: str) -> None:
+def install(dispatcher: str) -> None:
     """Puts the stand-ins in their places and this process on a GPU host."""
     for name, fake in STANDS_FOR.items():
         parent, _, child = name.rpartition(".")
@@ -52,7 +52,7 @@ def install(carrier: str) -> None:
         sys.modules[name] = import_module(fake)
         if parent:
             setattr(sys.modules[parent], child, sys.modules[name])
-    probe.surroundings = lambda spec: a_gpu_host(spec, carrier)
+    probe.surroundings = lambda spec: a_gpu_host(spec, dispatcher)
     nccl_ep._stream = lambda: 0
 
 
@@ -60,48 +60,48 @@ def run_over_stand_ins(rank: int, world: int, cases: list[Case]) -> list[Outcome
     """Worker: every case over its library's stand-in."""
     outcomes = []
     for case in cases:
-        install(case.carrier)
+        install(case.dispatcher)
         outcomes += run_cases(rank, world, [case])
     return outcomes
 
 
 def refusals(rank: int, world: int, lacking: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    """Worker: what each carrier says on this rank when rank 1 alone has a host that lacks something.
+    """Worker: what each dispatcher says on this rank when rank 1 alone has a host that lacks something.
 
-    `lacking` are (carrier, fields of its surroundings); the field `module` is one that cannot be imported,
+    `lacking` are (dispatcher, fields of its surroundings); the field `module` is one that cannot be imported,
     and `bare` one that can and has nothing in it.
     """
     said = []
-    for carrier, fields in lacking:
-        install(carrier)
+    for dispatcher, fields in lacking:
+        install(dispatcher)
         lacks = fields if rank == 1 else {}
         if module := lacks.get("module"):
             sys.modules[module] = None  # type: ignore[assignment]
         if bare := lacks.get("bare"):
             sys.modules[bare] = ModuleType(bare)
         seen = {name: value for name, value in lacks.items() if name not in ("module", "bare")}
-        case = Case(carrier, "even", "bf16", torch.bfloat16, "holes", 1, ranks=world)
+        case = Case(dispatcher, "even", "bf16", torch.bfloat16, "holes", 1, ranks=world)
         spec = spec_of(case, rank)
-        here = replace(a_gpu_host(spec, carrier), **seen)
+        here = replace(a_gpu_host(spec, dispatcher), **seen)
         probe.surroundings = partial(_given, here)
         try:
-            DISPATCHERS[carrier].build(spec).close()
+            DISPATCHERS[dispatcher].build(spec).close()
             said.append("")
         except RuntimeError as error:
             said.append(str(error))
     return said
 
 
-def built(rank: int, world: int, carriers: list[str]) -> list[tuple[int, int]]:
-    """Worker: steps that each carrier's library has made when it is built, and bytes counted by then."""
+def built(rank: int, world: int, dispatchers: list[str]) -> list[tuple[int, int]]:
+    """Worker: steps that each dispatcher's library has made when it is built, and bytes counted by then."""
     found = []
-    for name in carriers:
+    for name in dispatchers:
         install(name)
         case = Case(name, "even", "bf16", torch.bfloat16, "holes", 1)
-        carrier = DISPATCHERS[name].build(spec_of(case, rank))
-        library = carrier._handle if name.startswith("nccl") else carrier._buffer
-        found.append((library.steps, carrier.traffic.dispatched + carrier.traffic.combined))
-        carrier.close()
+        dispatcher = DISPATCHERS[name].build(spec_of(case, rank))
+        library = dispatcher._handle if name.startswith("nccl") else dispatcher._buffer
+        found.append((library.steps, dispatcher.traffic.dispatched + dispatcher.traffic.combined))
+        dispatcher.close()
     return found
 
 

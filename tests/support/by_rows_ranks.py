@@ -1,10 +1,10 @@
-"""`ByRows` of two carriers, as one more carrier for the cases of the law."""
+"""`ByRows` of two dispatchers, as one more dispatcher for the cases of the law."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from carrier_cases import Case, Outcome, run_cases
+from dispatcher_cases import Case, Outcome, run_cases
 
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.by_rows import ByRows
@@ -15,7 +15,7 @@ SMALL_ROWS = 4
 
 
 def parted(name: str, small: str, large: str) -> None:
-    """Adds to the table a carrier `name`: `small` up to SMALL_ROWS a lane, `large` above."""
+    """Adds to the table a dispatcher `name`: `small` up to SMALL_ROWS a lane, `large` above."""
 
     def build(spec: DispatchSpec) -> Dispatcher:
         first = DISPATCHERS[small].build(replace(spec, lane_rows=SMALL_ROWS))
@@ -25,7 +25,7 @@ def parted(name: str, small: str, large: str) -> None:
 
 
 def run_parted(rank: int, world: int, parts: dict[str, tuple[str, str]], cases: list[Case]) -> list[Outcome]:
-    """Worker: every case once, and once more for its bits; `parts` are the carriers by name."""
+    """Worker: every case once, and once more for its bits; `parts` are the dispatchers by name."""
     for name, (small, large) in parts.items():
         parted(name, small, large)
     return run_cases(rank, world, cases)

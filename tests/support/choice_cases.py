@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from moeserve.dispatch.routing import Choices, Desk, addressed, merge_duplicates, routed
-from moeserve.experts import address_kernels
-from moeserve.experts import gate as gates
-from moeserve.experts.choice_kernels import choose, count, merge
-from moeserve.experts.gate import Gate
-from moeserve.experts.meter import LoadMeter
-from moeserve.experts.placement import EMPTY, AddressBook, Placement
-from moeserve.experts.replicas import on_device as replicas
-from moeserve.experts.routing_methods import ROUTINGS, choose_by_score
+from moeserve.experts.placement import EMPTY, Placement
+from moeserve.experts.routing import address_kernels
+from moeserve.experts.routing import device_splitter as replicas
+from moeserve.experts.routing import gate as gates
+from moeserve.experts.routing.address_book import AddressBook
+from moeserve.experts.routing.choice_kernels import choose, count, merge
+from moeserve.experts.routing.choices import Choices, StepAddressing, addressed, merge_duplicates, routed
+from moeserve.experts.routing.gate import Gate
+from moeserve.experts.routing.meter import LoadMeter
+from moeserve.experts.routing.methods import ROUTINGS, choose_by_score
 
 INF = float("inf")
 SIMULATED = [name for name, row in ROUTINGS.items() if row.choose is not choose_by_score]
@@ -114,7 +115,7 @@ def check_address(placement: Placement, choice: str, rows: int, top: int, device
     with kernels_everywhere():
         book = AddressBook(placement, device, choice, 1)
     given = Choices(*(column.to(device) for column in chosen))
-    slots, summed = addressed(given, Desk(layer, book, meter, rows))
+    slots, summed = addressed(given, StepAddressing(layer, book, meter, rows))
     kept, wanted = merge_duplicates(*chosen)
     resolved = book.resolve(layer, kept.to(device), given.valid)
     counted.count(layer, kept, resolved.cpu(), rows)
@@ -137,7 +138,7 @@ def check_route(placement: Placement, choice: str, device: str) -> None:
     with kernels_everywhere():
         book = AddressBook(placement, device, choice, 1)
         assert gate.in_one_launch(logits)
-        desks = [Desk(1, book, meter, rows) for meter in meters]
+        desks = [StepAddressing(1, book, meter, rows) for meter in meters]
         found = routed(gate, logits, valid, desks[0])
         wanted = addressed(Choices(*gate.route(logits), valid), desks[1])
         with pytest.raises(ValueError, match="must be"):

@@ -9,20 +9,21 @@ from typing import Any
 
 import torch
 
-from moeserve.dispatch import measure as measuring
+from moeserve.device.machine import machine_named
 from moeserve.dispatch.backends import DISPATCHERS
-from moeserve.dispatch.dispatcher import Dispatcher, DispatchRow, DispatchSpec
-from moeserve.dispatch.measure import Candidate, Measured, measure
+from moeserve.dispatch.costs import measure as measuring
+from moeserve.dispatch.costs.measure import Candidate, Measured, measure
+from moeserve.dispatch.dispatcher import DispatchEntry, Dispatcher, DispatchSpec
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertShape
 from moeserve.experts.kernel import Problem
 from moeserve.experts.kernels import KERNELS
-from moeserve.experts.machine import machine_named
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats import BF16
-from moeserve.runtime import costing
-from moeserve.runtime.costing import ALWAYS, NEVER, CostBook, Costing
-from moeserve.runtime.plan import AUTO, NoPlan, Plan, Span, Wanted, make_plan
+from moeserve.runtime.config import ALWAYS, AUTO, NEVER, Wanted
+from moeserve.runtime.planning import costing
+from moeserve.runtime.planning.costing import CostBook, Costing
+from moeserve.runtime.planning.plan import DispatchSpan, NoPlan, Plan, make_plan
 
 LANE_ROWS = 20
 SHAPE = ExpertShape(64, 64, Activation("silu"))
@@ -32,13 +33,13 @@ SHAPE = ExpertShape(64, 64, Activation("silu"))
 class Choice:
     """What one rank chose."""
 
-    carriers: tuple[tuple[str, int], ...]  # (name, up to rows)
-    measured: tuple[str, ...]  # carriers that were measured for it
-    points: tuple[tuple[str, int], ...]  # (carrier, rows) that costs have
+    dispatchers: tuple[tuple[str, int], ...]  # (name, up to rows)
+    measured: tuple[str, ...]  # dispatchers that were measured for it
+    points: tuple[tuple[str, int], ...]  # (dispatcher, rows) that costs have
     refused: dict[str, str]
 
 
-def plan_of(ranks: int, wanted: Wanted, extra: DispatchRow | None = None) -> Plan:
+def plan_of(ranks: int, wanted: Wanted, extra: DispatchEntry | None = None) -> Plan:
     problem = Problem(Scheme(BF16, BF16), BF16, SHAPE, experts=8, ranks=ranks, top_k=2, lane_rows=LANE_ROWS)
     rows = DISPATCHERS | ({extra.name: extra} if extra else {})
     return make_plan(problem, machine_named("cpu", ()), KERNELS, rows, wanted)
@@ -54,7 +55,7 @@ def chosen(
         seen.extend(candidate.row.name for candidate in candidates)
         return monitor(candidates, seconds)
 
-    def spec_of(asked: Plan, span: Span) -> DispatchSpec:
+    def spec_of(asked: Plan, span: DispatchSpan) -> DispatchSpec:
         problem = asked.problem
         return DispatchSpec(
             rank, problem.ranks, 8 // problem.ranks, 64, 2, span.up_to, torch.bfloat16, span.wire
@@ -68,9 +69,13 @@ def chosen(
     if made[0] is not made[3]:
         raise AssertionError("layers that shared a plan must share the one by cost")
     costs = made[0].costs
-    points = [(cost.carrier, point.rows) for cost in costs.carriers for point in cost.points] if costs else []
-    carriers = tuple((span.carrier.name, span.up_to) for span in made[0].carriers)
-    return Choice(carriers, tuple(seen), tuple(points), dict(made[0].refused))
+    points = (
+        [(cost.dispatcher, point.rows) for cost in costs.dispatchers for point in cost.points]
+        if costs
+        else []
+    )
+    dispatchers = tuple((span.dispatcher.name, span.up_to) for span in made[0].dispatchers)
+    return Choice(dispatchers, tuple(seen), tuple(points), dict(made[0].refused))
 
 
 def choices(rank: int, world: int, folder: str) -> tuple[dict[str, Choice], dict[str, str]]:
@@ -80,7 +85,7 @@ def choices(rank: int, world: int, folder: str) -> tuple[dict[str, Choice], dict
     found = {"first": chosen(book, table, rank), "again": chosen(book, table, rank)}
     found["stored"] = chosen(CostBook(always), table, rank)
     found["anew"] = chosen(CostBook(replace(always, anew=True, seconds=0.1)), table, rank)
-    found["pinned"] = chosen(CostBook(always), plan_of(world, Wanted(carrier="all2allv")), rank)
+    found["pinned"] = chosen(CostBook(always), plan_of(world, Wanted(dispatcher="all2allv")), rank)
     for when in (NEVER, AUTO):
         found[when] = chosen(CostBook(replace(always, measure=when)), table, rank)
 
@@ -100,7 +105,7 @@ def choices(rank: int, world: int, folder: str) -> tuple[dict[str, Choice], dict
     with _room_on_rank_1_for(rank, 0):
         said["roomless"] = _refusal(replace(always, anew=True), plan_of(world, Wanted()), rank)
     said["halves"] = _refusal(always, plan_of(world, Wanted(), halves), rank)
-    told = plan_of(world, Wanted(carrier="all2allv" if rank == 1 else AUTO))
+    told = plan_of(world, Wanted(dispatcher="all2allv" if rank == 1 else AUTO))
     said["differing"] = _refusal(replace(always, measure=NEVER), told, rank)
     return found, said
 
@@ -137,19 +142,19 @@ def _room_on_rank_1_for(rank: int, most: int) -> Iterator[None]:
 
 def _broken_on_rank_1(spec: DispatchSpec) -> Dispatcher:
     """Rank 1 runs out of memory once its rows have arrived, when the others go on."""
-    carrier = DISPATCHERS["all2allv"].build(spec)
-    dispatch = carrier.dispatch
+    dispatcher = DISPATCHERS["all2allv"].build(spec)
+    dispatch = dispatcher.dispatch
 
     def broken(*args: Any) -> Any:
         dispatch(*args).wait()
         raise torch.OutOfMemoryError("out of memory on arrival")
 
     if spec.rank == 1:
-        carrier.dispatch = broken  # type: ignore[method-assign]
-    return carrier
+        dispatcher.dispatch = broken  # type: ignore[method-assign]
+    return dispatcher
 
 
 def _broken(spec: DispatchSpec) -> Dispatcher:
-    carrier = DISPATCHERS["all2allv"].build(spec)
-    carrier.combine = lambda outputs, ticket: (_ for _ in ()).throw(ValueError("a byte is wrong"))  # type: ignore[method-assign]
-    return carrier
+    dispatcher = DISPATCHERS["all2allv"].build(spec)
+    dispatcher.combine = lambda outputs, ticket: (_ for _ in ()).throw(ValueError("a byte is wrong"))  # type: ignore[method-assign]
+    return dispatcher

@@ -1,4 +1,4 @@
-"""How DeepEP's low-latency kernel rounds rows to FP8, in torch: what its carriers are judged by."""
+"""How DeepEP's low-latency kernel rounds rows to FP8, in torch: what its dispatchers are judged by."""
 
 import torch
 from torch import Tensor

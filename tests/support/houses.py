@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.experts.checkpoint import Checkpoint
+from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import encode, plain
 from moeserve.quant.format import Format

@@ -22,12 +22,12 @@ from torch import Tensor
 from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
 from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.kernels import triton_dequant
-from moeserve.experts.kernels.device.decode import by_group, word_tile
-from moeserve.experts.kernels.device.dequant_gemm import stored_tile
-from moeserve.experts.kernels.device.dequant_step import CUTS, FINE, WORD_CUTS, Rows, Side, Step, cut_for
-from moeserve.experts.kernels.device.words import WORDS, holds, of_packed
 from moeserve.experts.kernels.stored import ROUNDINGS, Stored, product_dtype
 from moeserve.experts.kernels.torch_reference import TorchReference
+from moeserve.experts.kernels.triton.decode import by_group, word_tile
+from moeserve.experts.kernels.triton.dequant_gemm import stored_tile
+from moeserve.experts.kernels.triton.dequant_step import CUTS, FINE, WORD_CUTS, Rows, Side, Step, cut_for
+from moeserve.experts.kernels.triton.words import WORDS, holds, of_packed
 from moeserve.experts.kernels.triton_dequant import UNREAD
 from moeserve.quant.act_order import in_order
 from moeserve.quant.bits import pack_nibbles, pack_sextets
@@ -227,13 +227,13 @@ def covering(schemes: list[Scheme]) -> Iterator[Scheme]:
 
 def check_steps() -> None:
     """Whole steps of schemes that have every format among them."""
-    own = sorted(triton_dequant.ROW.schemes & set(SCHEMES.values()), key=str)
+    own = sorted(triton_dequant.ENTRY.schemes & set(SCHEMES.values()), key=str)
     check_whole(list(covering(own)))
 
 
 def check_every_step() -> None:
     """Whole steps of every scheme, and of some with rows of fp16."""
-    own, more = triton_dequant.ROW.schemes & set(SCHEMES.values()), triton_dequant.ROW.schemes
+    own, more = triton_dequant.ENTRY.schemes & set(SCHEMES.values()), triton_dequant.ENTRY.schemes
     check_whole(sorted(own, key=str) + sorted(more - own, key=str)[::6])
 
 

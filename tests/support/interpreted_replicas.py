@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.experts import address_kernels as kernels
-from moeserve.experts.placement import EMPTY, AddressBook, Placement
-from moeserve.experts.replicas import Size, choice_named
-from moeserve.experts.replicas.on_device import DeviceSplitter
+from moeserve.experts.placement import EMPTY, Placement
+from moeserve.experts.routing import address_kernels as kernels
+from moeserve.experts.routing.address_book import AddressBook
+from moeserve.experts.routing.device_splitter import DeviceSplitter
+from moeserve.experts.routing.replicas import Size, choice_named
 
 SIZES = [  # experts, ranks, slots a rank
     (16, 4, 4),  # no replicas at all

@@ -10,8 +10,8 @@ import torch
 from made_experts import activation_named, fresh_seed
 
 from moeserve.experts.activation import Activation
-from moeserve.experts.kernels.device import rows
 from moeserve.experts.kernels.torch_reference import COMPUTED
+from moeserve.experts.kernels.triton import rows
 from moeserve.quant.formats.fp8 import FP8_GROUP
 
 COUNTS = (3, 0, 17, 1, 0, 16)

@@ -1,4 +1,4 @@
-"""Workers that put the twin of carriers over peer memory through its protocol, one function a launch."""
+"""Workers that put the twin of dispatchers over peer memory through its protocol, one function a launch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moeserve.dispatch.dispatcher import DispatchSpec
-from moeserve.dispatch.peers.carrier import PeerCarrier
-from moeserve.dispatch.peers.epochs import LAST
+from moeserve.dispatch.peers.dispatcher import PeerDispatcher
+from moeserve.dispatch.peers.sequence import LAST
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.batch import ExpertBatch, Grouping
 from moeserve.experts.placement import EMPTY
 from moeserve.quant.formats import FORMATS
 
-SLOTS, HIDDEN, TOP_K, LANE_ROWS = 3, 160, 3, 40  # a row takes two sheets
+SLOTS, HIDDEN, TOP_K, LANE_ROWS = 3, 160, 3, 40  # a row takes two packets
 PATIENCE = 1.0
 DELAY = 2.5
 
@@ -88,10 +88,10 @@ def compute(batch: ExpertBatch, rank: int) -> Tensor:
     return outputs
 
 
-def step(carrier: PeerCarrier, rank: int, given: Lanes) -> Tensor:
+def step(dispatcher: PeerDispatcher, rank: int, given: Lanes) -> Tensor:
     """One whole step."""
-    arrived = carrier.dispatch(given.hidden[rank], given.routing(rank)).wait()
-    return carrier.combine(compute(arrived.batch, rank), arrived.ticket).wait()
+    arrived = dispatcher.dispatch(given.hidden[rank], given.routing(rank)).wait()
+    return dispatcher.combine(compute(arrived.batch, rank), arrived.ticket).wait()
 
 
 def everything(
@@ -105,56 +105,56 @@ def everything(
 
 def protocol(rank: int, world: int, grouping: Grouping) -> dict[str, bool]:
     """What must hold when all ranks come, by name."""
-    carrier = PeerCarrier(spec(rank, world), grouping)
+    dispatcher = PeerDispatcher(spec(rank, world), grouping)
     return {
-        "over the turn of the epochs": _turn(carrier, rank, world),
-        "two under way": _under_way(carrier, rank, world),
-        "abandoned steps": _abandoned(carrier, rank, world),
-        "a stale step is refused": _stale(carrier, rank, world),
-        "random sizes": _random_sizes(carrier, rank, world),
-        "nobody was late": carrier.late() == (),
+        "over the turn of the sequence numbers": _turn(dispatcher, rank, world),
+        "two under way": _under_way(dispatcher, rank, world),
+        "abandoned steps": _abandoned(dispatcher, rank, world),
+        "a stale step is refused": _stale(dispatcher, rank, world),
+        "random sizes": _random_sizes(dispatcher, rank, world),
+        "nobody was late": dispatcher.late() == (),
     }
 
 
-def _turn(carrier: PeerCarrier, rank: int, world: int) -> bool:
-    assert carrier._twin is not None
-    carrier._twin.epoch = LAST - 3
+def _turn(dispatcher: PeerDispatcher, rank: int, world: int) -> bool:
+    assert dispatcher._twin is not None
+    dispatcher._twin.sequence = LAST - 3
     given = [lanes(seed, (3, 0, 6)[:world]) for seed in range(7)]
-    well = all(torch.equal(step(carrier, rank, each), each.expected(rank)) for each in given)
-    return well and carrier._twin.epoch == 4
+    well = all(torch.equal(step(dispatcher, rank, each), each.expected(rank)) for each in given)
+    return well and dispatcher._twin.sequence == 4
 
 
-def _under_way(carrier: PeerCarrier, rank: int, world: int) -> bool:
+def _under_way(dispatcher: PeerDispatcher, rank: int, world: int) -> bool:
     one, two = lanes(11, (4, 2, 5)[:world]), lanes(12, (6, 6, 1)[:world])
     well = True
     for turn in range(6):
-        arrived = [carrier.dispatch(each.hidden[rank], each.routing(rank)).wait() for each in (one, two)]
+        arrived = [dispatcher.dispatch(each.hidden[rank], each.routing(rank)).wait() for each in (one, two)]
         outputs = [compute(each.batch, rank) for each in arrived]
         answers = {}
         for at in (0, 1) if turn % 2 else (1, 0):
-            answers[at] = carrier.combine(outputs[at], arrived[at].ticket).wait()
+            answers[at] = dispatcher.combine(outputs[at], arrived[at].ticket).wait()
         well &= torch.equal(answers[0], one.expected(rank)) and torch.equal(answers[1], two.expected(rank))
     return well
 
 
-def _abandoned(carrier: PeerCarrier, rank: int, world: int) -> bool:
+def _abandoned(dispatcher: PeerDispatcher, rank: int, world: int) -> bool:
     given = lanes(21, (2, 3, 4)[:world])
     for _ in range(3):
-        carrier.dispatch(given.hidden[rank], given.routing(rank)).wait()
-    return torch.equal(step(carrier, rank, given), given.expected(rank))
+        dispatcher.dispatch(given.hidden[rank], given.routing(rank)).wait()
+    return torch.equal(step(dispatcher, rank, given), given.expected(rank))
 
 
-def _stale(carrier: PeerCarrier, rank: int, world: int) -> bool:
+def _stale(dispatcher: PeerDispatcher, rank: int, world: int) -> bool:
     given = lanes(22, (1, 1, 1)[:world])
-    arrived = [carrier.dispatch(given.hidden[rank], given.routing(rank)).wait() for _ in range(3)]
+    arrived = [dispatcher.dispatch(given.hidden[rank], given.routing(rank)).wait() for _ in range(3)]
     try:
-        carrier.combine(compute(arrived[0].batch, rank), arrived[0].ticket)
+        dispatcher.combine(compute(arrived[0].batch, rank), arrived[0].ticket)
     except ValueError as error:
         return "2 steps ago" in str(error)
     return False
 
 
-def _random_sizes(carrier: PeerCarrier, rank: int, world: int) -> bool:
+def _random_sizes(dispatcher: PeerDispatcher, rank: int, world: int) -> bool:
     random = torch.Generator().manual_seed(5)
     well = True
     for seed in range(30):
@@ -162,24 +162,24 @@ def _random_sizes(carrier: PeerCarrier, rank: int, world: int) -> bool:
         given = lanes(100 + seed, tuple(rows))
         if (seed + rank) % 5 == 0:
             time.sleep(0.003)  # out of step with the others
-        well &= torch.equal(step(carrier, rank, given), given.expected(rank))
+        well &= torch.equal(step(dispatcher, rank, given), given.expected(rank))
     return well
 
 
 def one_is_late(rank: int, world: int, late_rank: int) -> dict[str, Any]:
     """Steps in which one rank comes too late; what each rank saw."""
-    carrier = PeerCarrier(spec(rank, world, PATIENCE), Grouping.RAGGED)
+    dispatcher = PeerDispatcher(spec(rank, world, PATIENCE), Grouping.RAGGED)
     first, second, third = (lanes(seed, (3,) * world) for seed in (31, 32, 33))
-    whole = torch.equal(step(carrier, rank, first), first.expected(rank))
+    whole = torch.equal(step(dispatcher, rank, first), first.expected(rank))
     dist.barrier()
     if rank == late_rank:
         time.sleep(DELAY)
     began = time.monotonic()
-    answer = step(carrier, rank, second)
+    answer = step(dispatcher, rank, second)
     took = time.monotonic() - began
-    named, again = carrier.late(), carrier.late()
+    named, again = dispatcher.late(), dispatcher.late()
     began = time.monotonic()
-    after = step(carrier, rank, third)
+    after = step(dispatcher, rank, third)
     gone = tuple(other for other in range(world) if other != rank) if rank == late_rank else (late_rank,)
     return {
         "whole": whole,
@@ -194,14 +194,14 @@ def one_is_late(rank: int, world: int, late_rank: int) -> dict[str, Any]:
 
 def one_is_excluded(rank: int, world: int, dead_rank: int) -> tuple[bool, bool, float] | None:
     """A rank that never comes, and is known not to: right answers, nobody named, seconds."""
-    carrier = PeerCarrier(spec(rank, world, PATIENCE), Grouping.RAGGED)
+    dispatcher = PeerDispatcher(spec(rank, world, PATIENCE), Grouping.RAGGED)
     given = lanes(41, (3,) * world)
     dist.barrier()
     if rank == dead_rank:
         return None
-    carrier.exclude((dead_rank,))
+    dispatcher.exclude((dead_rank,))
     began = time.monotonic()
-    answers = [step(carrier, rank, given) for _ in range(4)]
+    answers = [step(dispatcher, rank, given) for _ in range(4)]
     took = time.monotonic() - began
     well = all(torch.equal(answer, given.expected(rank, (dead_rank,))) for answer in answers)
-    return well, carrier.late() == (), took
+    return well, dispatcher.late() == (), took

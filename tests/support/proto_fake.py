@@ -18,8 +18,8 @@ from moeserve.proto.channel import server_options
 from moeserve.proto.errors import CODE_OF_NAME, PUSHBACK_KEY, REASON_KEY
 from moeserve.proto.host import host_id
 from moeserve.proto.tensors import TensorError
-from moeserve.runtime.tensors import Payloads, Regions
-from moeserve.runtime.tensors.errors import RegionError
+from moeserve.runtime.doors.payloads import Payloads, Regions
+from moeserve.runtime.doors.payloads.errors import RegionError
 
 FAR = "another-host"
 """A host id that this process has not."""

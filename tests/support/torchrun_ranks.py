@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from houses import Alone, house_config
 
+from moeserve.runtime.launch.torchrun import SequenceParallel, join_torchrun
 from moeserve.runtime.step import LaneInput
-from moeserve.runtime.torchrun import SequenceParallel, join_torchrun
 
 
 def main(path: Path) -> None:

@@ -247,7 +247,7 @@ MOE_BACKENDS: dict[str, MoeBackend] = {
         MoeBackend(
             "triton",
             _same("TRITON", _U, _F8, _M4, _W, _I8) | {_M8: ("TRITON_MXFP8",)},
-            note="there is one row for batched and other carriers",
+            note="there is one row for batched and other dispatchers",
         ),
         MoeBackend("batched_triton", _same("BATCHED_TRITON", _U)),
         MoeBackend("triton_unfused", _same("TRITON_UNFUSED", _M4)),

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from moeserve.checkpoints.load_as import scheme_to_load_as
 from moeserve.cli.vllm.backends import (
     AUTO_MEMBER,
     MEMBERS,
@@ -15,13 +16,11 @@ from moeserve.cli.vllm.backends import (
     MoeBackend,
     family_of,
 )
-from moeserve.cli.vllm.switches import ANY, CARRIER, GIVEN, SWITCHES, WEIGHTS, Here, Switch, Value
-from moeserve.dispatch.backends import carrier_named
-from moeserve.experts.dialects.load_as import scheme_to_load_as
+from moeserve.cli.vllm.switches import ANY, DISPATCHER, GIVEN, SWITCHES, WEIGHTS, Here, Switch, Value
+from moeserve.dispatch.backends import dispatcher_named
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import BF16, FLOATS
-from moeserve.runtime.config import ConfigError
-from moeserve.runtime.plan import AUTO
+from moeserve.runtime.config import AUTO, ConfigError
 
 PREFIX = "VLLM_"
 
@@ -179,8 +178,8 @@ def _switch(switch: Switch, value: str, stored: Scheme | None) -> Finding:
     if here.backend:
         keys, why = of_backend(here.backend, stored)
         return Finding(said, keys, f"as --moe-backend {here.backend}: {why}")
-    if CARRIER in here.keys.values():
-        return _carrier(said, value)
+    if DISPATCHER in here.keys.values():
+        return _dispatcher(said, value)
     if stored is None and here.keys and switch.families != frozenset(Family):
         kinds = ", ".join(family.value for family in Family if family in switch.families)
         return Finding(said, why=f"for {kinds} experts {shown(here)}")
@@ -203,7 +202,7 @@ def shown(here: Here) -> str:
     """What one value of a switch comes to, for any checkpoint."""
     if here.backend:
         return f"as `--moe-backend {here.backend}`"
-    words = {GIVEN: "the same number", CARRIER: "the carrier of that name"}
+    words = {GIVEN: "the same number", DISPATCHER: "the dispatcher of that name"}
     keys = [
         f"`{key}`, {words[value]}" if value in words else f"`{key} = {json.dumps(value)}`"
         for key, value in here.keys.items()
@@ -211,9 +210,9 @@ def shown(here: Here) -> str:
     return ": ".join(part for part in (", ".join(keys), here.why) if part)
 
 
-def _carrier(said: str, value: str) -> Finding:
+def _dispatcher(said: str, value: str) -> Finding:
     try:
-        return Finding(said, {"plan.all2all_backend": carrier_named(value).name})
+        return Finding(said, {"plan.all2all_backend": dispatcher_named(value).name})
     except ValueError as error:
         return Finding(said, why=str(error))
 

@@ -12,8 +12,8 @@ Value = str | int
 GIVEN = "<given>"
 """As a key's value: the number that the switch was set to."""
 
-CARRIER = "<carrier>"
-"""As a key's value: the carrier here that the switch's value names."""
+DISPATCHER = "<dispatcher>"
+"""As a key's value: the dispatcher here that the switch's value names."""
 
 WEIGHTS = "<weights>"
 """Within a key's value: the format that the checkpoint's weights are stored in."""
@@ -299,7 +299,7 @@ CARRYING = (
         "VLLM_ALL2ALL_BACKEND",
         "allgather_reducescatter",
         "what carries tokens to experts, in releases without `--all2all-backend`",
-        {ANY: Here({"plan.all2all_backend": CARRIER})},
+        {ANY: Here({"plan.all2all_backend": DISPATCHER})},
     ),
     Switch(
         "VLLM_DEEPEPLL_NVFP4_DISPATCH",
@@ -330,7 +330,7 @@ SWITCHES: dict[str, Switch] = {
 }
 """Every switch by its name."""
 
-CARRIERS = (
+BACKEND_NAMES = (
     "naive",
     "allgather_reducescatter",
     "pplx",
@@ -345,4 +345,4 @@ CARRIERS = (
     "flashinfer_nvlink_two_sided",
     "flashinfer_nvlink_one_sided",
 )
-"""Every name that vLLM's `--all2all-backend` takes; `carrier_named` knows them all."""
+"""Every name that vLLM's `--all2all-backend` takes; `dispatcher_named` knows them all."""

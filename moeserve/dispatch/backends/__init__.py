@@ -1,4 +1,4 @@
-"""The table of carriers: one file a carrier, one line here; and the names other systems give them."""
+"""The table of dispatchers: one file a dispatcher, one line here; and the names other systems give them."""
 
 from moeserve.dispatch.backends import (
     all2allv,
@@ -16,26 +16,26 @@ from moeserve.dispatch.backends import (
     nvlink_ht,
     nvlink_ll,
 )
-from moeserve.dispatch.dispatcher import DispatchRow
+from moeserve.dispatch.dispatcher import DispatchEntry
 
-DISPATCHERS: dict[str, DispatchRow] = {
+DISPATCHERS: dict[str, DispatchEntry] = {
     row.name: row
     for row in (
-        local.ROW,
-        naive.ROW,
-        allgather_reducescatter.ROW,
-        all2allv.ROW,
-        nvlink_ll.ROW,
-        nvlink_ht.ROW,
-        deepep_ht.ROW,
-        deepep_ll.ROW,
-        deepep_v2.ROW,
-        flashinfer.ROW,
-        flashinfer_two_sided.ROW,
-        nccl_ep.ROW,
+        local.ENTRY,
+        naive.ENTRY,
+        allgather_reducescatter.ENTRY,
+        all2allv.ENTRY,
+        nvlink_ll.ENTRY,
+        nvlink_ht.ENTRY,
+        deepep_ht.ENTRY,
+        deepep_ll.ENTRY,
+        deepep_v2.ENTRY,
+        flashinfer.ENTRY,
+        flashinfer_two_sided.ENTRY,
+        nccl_ep.ENTRY,
         nccl_ep.ROW_LL,
-        nixl_ep.ROW,
-        mori.ROW,
+        nixl_ep.ENTRY,
+        mori.ENTRY,
     )
 }
 
@@ -50,16 +50,16 @@ ALIASES: dict[str, str] = {
     "ag_rs": "allgather_reducescatter",
     "broadcast": "naive",
 }
-"""What model servers call a carrier, by the name it has here."""
+"""What model servers call a dispatcher, by the name it has here."""
 
 ELSEWHERE: dict[str, str] = {
     "pplx": "its library was withdrawn by its makers; use allgather_reducescatter",
 }
-"""Carriers known by name that have no row, and why."""
+"""Dispatchers known by name that have no row, and why."""
 
 
-def carrier_named(name: str) -> DispatchRow:
-    """The carrier called `name`, here or in another system.
+def dispatcher_named(name: str) -> DispatchEntry:
+    """The dispatcher called `name`, here or in another system.
 
     Raises ValueError with the reason for a known name that has no row, with the list for any other.
     """
@@ -68,7 +68,8 @@ def carrier_named(name: str) -> DispatchRow:
         return DISPATCHERS[own]
     known = ", ".join(sorted(DISPATCHERS))
     if own in ELSEWHERE:
-        raise ValueError(f"carrier {name!r} cannot serve: {ELSEWHERE[own]}; carriers here: {known}")
+        raise ValueError(f"dispatcher {name!r} cannot serve: {ELSEWHERE[own]}; dispatchers here: {known}")
     raise ValueError(
-        f"unknown carrier {name!r}; carriers here: {known}; also understood: {', '.join(sorted(ALIASES))}"
+        f"unknown dispatcher {name!r}; dispatchers here: {known}; "
+        f"also understood: {', '.join(sorted(ALIASES))}"
     )

@@ -12,17 +12,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from moeserve.dispatch.checks import check_lane, check_spec, local_slots
 from moeserve.dispatch.dispatcher import (
     Dispatched,
+    DispatchEntry,
     Dispatcher,
-    DispatchRow,
     DispatchSpec,
     Pace,
     Pending,
     Traffic,
 )
 from moeserve.dispatch.exchange import PARTIAL_SUMS, TORCH_ARCHS, check_group, exchange
-from moeserve.dispatch.lane import check_lane, check_spec, local_slots
 from moeserve.dispatch.permute import Homes, group_rows, take_rows, weigh_rows
 from moeserve.dispatch.routing import Routing
 from moeserve.dispatch.wire import ROW_WISE, Record
@@ -39,7 +39,7 @@ class _Ticket:
 
 
 class AllToAllV(Dispatcher):
-    """The carrier over torch.distributed's default group."""
+    """The dispatcher over torch.distributed's default group."""
 
     def __init__(self, spec: DispatchSpec) -> None:
         check_spec(spec)
@@ -110,7 +110,7 @@ def destinations(spec: DispatchSpec, slots: Tensor) -> Tensor:
     return marked.scatter_(1, rank, value=True)[:, : spec.ranks]
 
 
-ROW = DispatchRow(
+ENTRY = DispatchEntry(
     name="all2allv",
     build=AllToAllV,
     wires=ROW_WISE,

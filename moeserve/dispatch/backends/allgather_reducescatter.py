@@ -1,6 +1,6 @@
 """Every rank gets every row, computes what its slots can, and sends each lane its partial sums.
 
-Moves more bytes than a carrier that picks destinations, but all sizes are known from the step's header:
+Moves more bytes than a dispatcher that picks destinations, but all sizes are known from the step's header:
 no counts are exchanged and, on a GPU, the host waits for nothing. At four ranks and top-8 a token reaches
 3.6 ranks on average, so little is wasted. Both ways are one exchange of uneven pieces: lanes differ in
 rows, and partial sums must be added in float32 and in rank order, which a reduce-scatter in the model's
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from moeserve.dispatch.checks import check_lane, check_spec, local_slots
 from moeserve.dispatch.dispatcher import (
     Dispatched,
+    DispatchEntry,
     Dispatcher,
-    DispatchRow,
     DispatchSpec,
     Pace,
     Pending,
     Traffic,
 )
 from moeserve.dispatch.exchange import PARTIAL_SUMS, TORCH_ARCHS, check_group, exchange, spread, sum_partials
-from moeserve.dispatch.lane import check_lane, check_spec, local_slots
 from moeserve.dispatch.permute import Homes, group_rows, weigh_rows
 from moeserve.dispatch.routing import Routing
 from moeserve.dispatch.wire import ROW_WISE, Record
@@ -39,7 +39,7 @@ class Ticket:
 
 
 class AllGatherReduceScatter(Dispatcher):
-    """The carrier over torch.distributed's default group."""
+    """The dispatcher over torch.distributed's default group."""
 
     def __init__(self, spec: DispatchSpec) -> None:
         check_spec(spec)
@@ -80,7 +80,7 @@ class AllGatherReduceScatter(Dispatcher):
         """Holds nothing; the process group stays its owner's."""
 
 
-ROW = DispatchRow(
+ENTRY = DispatchEntry(
     name="allgather_reducescatter",
     build=AllGatherReduceScatter,
     wires=ROW_WISE,

@@ -13,19 +13,19 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from moeserve.dispatch.dispatcher import DispatchRow, DispatchSpec, Pace
+from moeserve.dispatch.dispatcher import DispatchEntry, DispatchSpec, Pace
 from moeserve.dispatch.exchange import PARTIAL_SUMS
+from moeserve.dispatch.libraries.row_exchange import Arrived, RowExchange
 from moeserve.dispatch.limits import Limits
 from moeserve.dispatch.routing import Routing
-from moeserve.dispatch.row_exchange import Arrived, RowExchange
 from moeserve.experts.batch import Grouping
 
 
 class DeepEPHighThroughput(RowExchange):
-    """The carrier over `deep_ep.Buffer.dispatch` and `.combine`."""
+    """The dispatcher over `deep_ep.Buffer.dispatch` and `.combine`."""
 
     def __init__(self, spec: DispatchSpec) -> None:
-        super().__init__(spec, ROW)
+        super().__init__(spec, ENTRY)
         self._buffer = _opened(spec, self._travelling)
 
     def _send(self, hidden: Tensor, routing: Routing) -> Arrived:
@@ -61,7 +61,7 @@ def _opened(spec: DispatchSpec, travelling: int) -> Any:
     return Buffer(dist.group.WORLD, num_nvl_bytes=nbytes, explicitly_destroy=True)
 
 
-ROW = DispatchRow(
+ENTRY = DispatchEntry(
     name="deepep_ht",
     build=DeepEPHighThroughput,
     wires=frozenset({"bf16", "fp8_group128"}),

@@ -23,21 +23,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moeserve.dispatch.checks import check_lane, check_spec
 from moeserve.dispatch.dispatcher import (
     Dispatched,
+    DispatchEntry,
     Dispatcher,
-    DispatchRow,
     DispatchSpec,
     Pace,
     Pending,
     Traffic,
 )
 from moeserve.dispatch.exchange import check_group
-from moeserve.dispatch.lane import check_lane, check_spec
+from moeserve.dispatch.libraries.probe import probe
+from moeserve.dispatch.libraries.travel import cropped, parts_arrived, presented, widened
 from moeserve.dispatch.limits import Limits
-from moeserve.dispatch.probe import probe
 from moeserve.dispatch.routing import Routing
-from moeserve.dispatch.travel import cropped, parts_arrived, presented, widened
 from moeserve.experts.batch import ExpertBatch, Grouping
 from moeserve.quant.format import Packed
 
@@ -55,9 +55,9 @@ class _Ticket:
 
 
 class LowLatency(Dispatcher):
-    """The carrier over a buffer with `low_latency_dispatch` and `low_latency_combine`, of `row`'s library."""
+    """Dispatches over a buffer with `low_latency_dispatch` and `low_latency_combine` of `row`'s library."""
 
-    def __init__(self, spec: DispatchSpec, row: DispatchRow) -> None:
+    def __init__(self, spec: DispatchSpec, row: DispatchEntry) -> None:
         check_spec(spec)
         check_group(spec)
         probe(row, spec)
@@ -135,10 +135,10 @@ class LowLatency(Dispatcher):
 
 
 class DeepEPLowLatency(LowLatency):
-    """The carrier over `deep_ep.Buffer` in its low-latency mode."""
+    """Dispatches over `deep_ep.Buffer` in its low-latency mode."""
 
     def __init__(self, spec: DispatchSpec) -> None:
-        super().__init__(spec, ROW)
+        super().__init__(spec, ENTRY)
 
 
 def most_rows(spec: DispatchSpec) -> int:
@@ -150,7 +150,7 @@ def most_rows(spec: DispatchSpec) -> int:
     return rows
 
 
-ROW = DispatchRow(
+ENTRY = DispatchEntry(
     name="deepep_ll",
     build=DeepEPLowLatency,
     wires=frozenset({"bf16"}) | FP8,

@@ -1,7 +1,7 @@
 """DeepEP's elastic buffers, its second generation: NVLink and RDMA, by kernels compiled at first use.
 
 One copy of a row travels to each rank that holds one of its slots; partial sums come back and are added.
-The carrier takes the worst number of rows, so nothing is read on the host.
+The dispatcher takes the worst number of rows, so nothing is read on the host.
 
 Building compiles five kernels for the spec's sizes and wire, about 20 seconds, with nvcc and the headers of
 the NCCL that is loaded: `EP_NCCL_ROOT_DIR` says where they are, `EP_JIT_CACHE_DIR` keeps kernels. `verified`
@@ -19,21 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moeserve.dispatch.dispatcher import DispatchRow, DispatchSpec, Pace
+from moeserve.dispatch.dispatcher import DispatchEntry, DispatchSpec, Pace
 from moeserve.dispatch.exchange import PARTIAL_SUMS
+from moeserve.dispatch.libraries.probe import rdma_adapters
+from moeserve.dispatch.libraries.row_exchange import Arrived, RowExchange
+from moeserve.dispatch.libraries.travel import only_first
 from moeserve.dispatch.limits import Limits
-from moeserve.dispatch.probe import rdma_adapters
 from moeserve.dispatch.routing import Routing
-from moeserve.dispatch.row_exchange import Arrived, RowExchange
-from moeserve.dispatch.travel import only_first
 from moeserve.experts.batch import Grouping
 
 
 class DeepEPElastic(RowExchange):
-    """The carrier over `deep_ep.ElasticBuffer.dispatch` and `.combine`."""
+    """The dispatcher over `deep_ep.ElasticBuffer.dispatch` and `.combine`."""
 
     def __init__(self, spec: DispatchSpec) -> None:
-        super().__init__(spec, ROW)
+        super().__init__(spec, ENTRY)
         self._rows = max(spec.lane_rows, 1)
         self._buffer, self._id_dtype = _opened(spec, self._travelling, self._rows)
         self._warm()
@@ -83,7 +83,7 @@ def _opened(spec: DispatchSpec, travelling: int, rows: int) -> tuple[Any, torch.
     return buffer, library.topk_idx_t
 
 
-ROW = DispatchRow(
+ENTRY = DispatchEntry(
     name="deepep_v2",
     build=DeepEPElastic,
     wires=frozenset({"bf16", "fp8_group128"}),

@@ -14,11 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeserve.dispatch.dispatcher import DispatchRow, DispatchSpec, Pace
-from moeserve.dispatch.lane import local_slots
+from moeserve.dispatch.checks import local_slots
+from moeserve.dispatch.dispatcher import DispatchEntry, DispatchSpec, Pace
+from moeserve.dispatch.libraries.row_exchange import Arrived, RowExchange
 from moeserve.dispatch.limits import Limits
 from moeserve.dispatch.routing import Routing
-from moeserve.dispatch.row_exchange import Arrived, RowExchange
 from moeserve.dispatch.wire import ROW_WISE, Record
 from moeserve.experts.batch import Grouping
 from moeserve.experts.placement import EMPTY
@@ -28,17 +28,17 @@ TOP_K = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)
 
 
 class FlashInfer(RowExchange):
-    """The carrier over `flashinfer.comm.MoeAlltoAll`.
+    """The dispatcher over `flashinfer.comm.MoeAlltoAll`.
 
     Every lane has places for `lane_rows` rows, however few a step brings: so arriving rows and sums that are
     read never share a byte, when a rank that is done with one step starts on a larger one.
 
-    The library keeps workspaces by size for the life of the process, so carriers of the same sizes share one
-    and none is freed by `close`.
+    The library keeps workspaces by size for the life of the process, so dispatchers of the same sizes share
+    one and none is freed by `close`.
     """
 
     def __init__(self, spec: DispatchSpec) -> None:
-        super().__init__(spec, ROW)
+        super().__init__(spec, ENTRY)
         self._record = Record(spec.wire, spec.hidden, spec.top_k)
         self._top_k = next(k for k in TOP_K if k >= spec.top_k)
         self._row_bytes = self._record.nbytes + self._top_k * torch.int32.itemsize
@@ -69,7 +69,7 @@ class FlashInfer(RowExchange):
         return total
 
     def close(self) -> None:
-        """Leaves the workspace to the library, which hands it to the next carrier of its size."""
+        """Leaves the workspace to the library, which hands it to the next dispatcher of its size."""
 
 
 def _opened(spec: DispatchSpec, nbytes: int, top_k: int) -> Any:
@@ -114,7 +114,7 @@ def somewhere(spec: DispatchSpec, slots: Tensor) -> Tensor:
     return torch.where(slots >= 0, slots, torch.where(any_of >= 0, any_of, home))
 
 
-ROW = DispatchRow(
+ENTRY = DispatchEntry(
     name="flashinfer",
     build=FlashInfer,
     wires=ROW_WISE,

@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from moeserve.dispatch.backends.flashinfer import joined, somewhere
-from moeserve.dispatch.dispatcher import DispatchRow, DispatchSpec, Pace
-from moeserve.dispatch.lane import local_slots
+from moeserve.dispatch.checks import local_slots
+from moeserve.dispatch.dispatcher import DispatchEntry, DispatchSpec, Pace
+from moeserve.dispatch.libraries.row_exchange import Arrived, RowExchange
+from moeserve.dispatch.libraries.travel import presented
 from moeserve.dispatch.limits import Limits
 from moeserve.dispatch.routing import Routing
-from moeserve.dispatch.row_exchange import Arrived, RowExchange
-from moeserve.dispatch.travel import presented
 from moeserve.dispatch.wire import ROW_WISE, Record
 from moeserve.experts.batch import Grouping
 from moeserve.experts.placement import EMPTY
@@ -27,10 +27,10 @@ IDS = 4  # of a rank, that it is addressed by: the library wants a multiple of 4
 
 
 class FlashInferTwoSided(RowExchange):
-    """The carrier over `flashinfer.comm.trtllm_alltoall.MnnvlMoe`, whose queues all carriers share."""
+    """The dispatcher over `flashinfer.comm.trtllm_alltoall.MnnvlMoe`, whose queues all dispatchers share."""
 
     def __init__(self, spec: DispatchSpec) -> None:
-        super().__init__(spec, ROW)
+        super().__init__(spec, ENTRY)
         self._record = Record(spec.wire, spec.hidden, spec.top_k)
         self._row_bytes = self._record.nbytes
         self._library: Any = import_module("flashinfer.comm.trtllm_alltoall").MnnvlMoe
@@ -66,7 +66,7 @@ class FlashInferTwoSided(RowExchange):
         """Leaves the queues to the library, which keeps one set for the process."""
 
 
-ROW = DispatchRow(
+ENTRY = DispatchEntry(
     name="flashinfer_two_sided",
     build=FlashInferTwoSided,
     wires=ROW_WISE,

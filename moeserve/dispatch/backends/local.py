@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moeserve.dispatch.checks import check_lane, check_spec, local_slots
 from moeserve.dispatch.dispatcher import (
     Dispatched,
+    DispatchEntry,
     Dispatcher,
-    DispatchRow,
     DispatchSpec,
     Pace,
     Pending,
     Traffic,
 )
 from moeserve.dispatch.exchange import TORCH_ARCHS
-from moeserve.dispatch.lane import check_lane, check_spec, local_slots
 from moeserve.dispatch.permute import Homes, group_rows, weigh_rows
 from moeserve.dispatch.routing import Routing
 from moeserve.dispatch.wire import ROW_WISE
@@ -22,12 +22,14 @@ from moeserve.experts.batch import Grouping
 
 
 class Local(Dispatcher):
-    """The carrier of a single rank."""
+    """The dispatcher of a single rank."""
 
     def __init__(self, spec: DispatchSpec) -> None:
         check_spec(spec)
         if spec.ranks != 1:
-            raise ValueError(f"carrier local serves one rank, not {spec.ranks}; use allgather_reducescatter")
+            raise ValueError(
+                f"dispatcher local serves one rank, not {spec.ranks}; use allgather_reducescatter"
+            )
         self._spec = spec
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
@@ -54,7 +56,7 @@ class Local(Dispatcher):
         """Holds nothing."""
 
 
-ROW = DispatchRow(
+ENTRY = DispatchEntry(
     name="local",
     build=Local,
     wires=ROW_WISE,

@@ -13,20 +13,20 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from moeserve.dispatch.dispatcher import DispatchRow, DispatchSpec, Pace
-from moeserve.dispatch.lane import local_slots
+from moeserve.dispatch.checks import local_slots
+from moeserve.dispatch.dispatcher import DispatchEntry, DispatchSpec, Pace
+from moeserve.dispatch.libraries.row_exchange import Arrived, RowExchange
+from moeserve.dispatch.libraries.travel import only_first
 from moeserve.dispatch.limits import Limits
 from moeserve.dispatch.routing import Routing
-from moeserve.dispatch.row_exchange import Arrived, RowExchange
-from moeserve.dispatch.travel import only_first
 from moeserve.experts.batch import Grouping
 
 
 class Mori(RowExchange):
-    """The carrier over `mori.ops.EpDispatchCombineOp`. Its buffers are the next step's too."""
+    """The dispatcher over `mori.ops.EpDispatchCombineOp`. Its buffers are the next step's too."""
 
     def __init__(self, spec: DispatchSpec) -> None:
-        super().__init__(spec, ROW)
+        super().__init__(spec, ENTRY)
         self._exchange = _opened(spec)
 
     def _send(self, hidden: Tensor, routing: Routing) -> Arrived:
@@ -79,7 +79,7 @@ def _opened(spec: DispatchSpec) -> Any:
     return operations.EpDispatchCombineOp(config)
 
 
-ROW = DispatchRow(
+ENTRY = DispatchEntry(
     name="mori",
     build=Mori,
     wires=frozenset({"bf16", "fp8_token", "fp8_group128"}),

@@ -9,17 +9,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moeserve.dispatch.backends.allgather_reducescatter import Ticket
+from moeserve.dispatch.checks import check_lane, check_spec, local_slots
 from moeserve.dispatch.dispatcher import (
     Dispatched,
+    DispatchEntry,
     Dispatcher,
-    DispatchRow,
     DispatchSpec,
     Pace,
     Pending,
     Traffic,
 )
 from moeserve.dispatch.exchange import PARTIAL_SUMS, TORCH_ARCHS, check_group, sum_partials
-from moeserve.dispatch.lane import check_lane, check_spec, local_slots
 from moeserve.dispatch.permute import group_rows, weigh_rows
 from moeserve.dispatch.routing import Routing
 from moeserve.dispatch.wire import ROW_WISE, Record
@@ -27,7 +27,7 @@ from moeserve.experts.batch import Grouping
 
 
 class Naive(Dispatcher):
-    """The carrier over torch.distributed's default group that judges the others."""
+    """The dispatcher over torch.distributed's default group that judges the others."""
 
     def __init__(self, spec: DispatchSpec) -> None:
         check_spec(spec)
@@ -77,7 +77,7 @@ def _broadcast(tensors: Sequence[Tensor]) -> None:
             dist.broadcast(tensor, rank)
 
 
-ROW = DispatchRow(
+ENTRY = DispatchEntry(
     name="naive",
     build=Naive,
     wires=ROW_WISE,

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeserve.dispatch.dispatcher import Dispatcher, DispatchRow, DispatchSpec, Pace
+from moeserve.dispatch.dispatcher import DispatchEntry, Dispatcher, DispatchSpec, Pace
+from moeserve.dispatch.libraries.row_exchange import Arrived, RowExchange
+from moeserve.dispatch.libraries.travel import only_first
 from moeserve.dispatch.limits import Limits
 from moeserve.dispatch.routing import Routing
-from moeserve.dispatch.row_exchange import Arrived, RowExchange
-from moeserve.dispatch.travel import only_first
 from moeserve.experts.batch import Grouping
 from moeserve.experts.placement import EMPTY
 
@@ -33,9 +33,9 @@ HIDDEN_STEP = 512  # elements of a row that travels: the scales of so many fill 
 
 
 class NcclEP(RowExchange):
-    """The carrier over `nccl.ep.Group`, by the algorithm that `row` has the pace for."""
+    """The dispatcher over `nccl.ep.Group`, by the algorithm that `row` has the pace for."""
 
-    def __init__(self, spec: DispatchSpec, row: DispatchRow) -> None:
+    def __init__(self, spec: DispatchSpec, row: DispatchEntry) -> None:
         super().__init__(spec, row)
         self._rows = _stepped(max(spec.lane_rows, 1), COUNTS_STEP)
         self._held = _stepped(spec.slots, COUNTS_STEP // gcd(spec.ranks, COUNTS_STEP))
@@ -142,8 +142,8 @@ def _stepped(count: int, step: int) -> int:
     return -(-count // step) * step
 
 
-def _row(name: str, pace: Pace, build: Callable[[DispatchSpec], Dispatcher]) -> DispatchRow:
-    return DispatchRow(
+def _row(name: str, pace: Pace, build: Callable[[DispatchSpec], Dispatcher]) -> DispatchEntry:
+    return DispatchEntry(
         name=name,
         build=build,
         wires=frozenset({"bf16", "fp8_group128", "fp8_group128_ue8m0", "mxfp8"}),
@@ -158,5 +158,5 @@ def _row(name: str, pace: Pace, build: Callable[[DispatchSpec], Dispatcher]) -> 
     )
 
 
-ROW: DispatchRow = _row("nccl_ep", Pace.HIGH_THROUGHPUT, lambda spec: NcclEP(spec, ROW))
-ROW_LL: DispatchRow = _row("nccl_ep_ll", Pace.LOW_LATENCY, lambda spec: NcclEP(spec, ROW_LL))
+ENTRY: DispatchEntry = _row("nccl_ep", Pace.HIGH_THROUGHPUT, lambda spec: NcclEP(spec, ENTRY))
+ROW_LL: DispatchEntry = _row("nccl_ep_ll", Pace.LOW_LATENCY, lambda spec: NcclEP(spec, ROW_LL))

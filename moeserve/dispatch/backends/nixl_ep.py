@@ -15,10 +15,10 @@ from moeserve.dispatch.dispatcher import DispatchSpec
 
 
 class NixlLowLatency(deepep_ll.LowLatency):
-    """The carrier over `nixl_ep.Buffer` in its low-latency mode."""
+    """The dispatcher over `nixl_ep.Buffer` in its low-latency mode."""
 
     def __init__(self, spec: DispatchSpec) -> None:
-        super().__init__(spec, ROW)
+        super().__init__(spec, ENTRY)
 
     def _opened(self) -> Any:
         """The library's buffer, connected to all ranks. Collective."""
@@ -53,11 +53,11 @@ def _store(spec: DispatchSpec) -> Any:
     return store(*address[0], is_master=False) if mine is None else mine
 
 
-ROW = replace(
-    deepep_ll.ROW,
+ENTRY = replace(
+    deepep_ll.ENTRY,
     name="nixl_ep",
     build=NixlLowLatency,
     modules=frozenset({"nixl_ep"}),
-    limits=replace(deepep_ll.ROW.limits, waits=None),
+    limits=replace(deepep_ll.ENTRY.limits, waits=None),
     verified=(),
 )

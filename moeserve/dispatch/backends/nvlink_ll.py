@@ -1,26 +1,26 @@
 """Low latency over peer memory of one host's GPUs: PADDED, for kernels that read rows where a slot has them.
 
-What it is and does is `PeerCarrier`'s.
+What it is and does is `PeerDispatcher`'s.
 """
 
 from __future__ import annotations
 
-from moeserve.dispatch.dispatcher import DispatchRow, DispatchSpec, Pace
+from moeserve.dispatch.dispatcher import DispatchEntry, DispatchSpec, Pace
 from moeserve.dispatch.exchange import PARTIAL_SUMS
 from moeserve.dispatch.limits import Limits
-from moeserve.dispatch.peers.carrier import HIDDEN_MULTIPLE, MOST_CHOICES, PeerCarrier
-from moeserve.dispatch.peers.epochs import BUFFERS
+from moeserve.dispatch.peers.dispatcher import HIDDEN_MULTIPLE, MOST_CHOICES, PeerDispatcher
 from moeserve.dispatch.peers.kernels import MOST_RANKS
+from moeserve.dispatch.peers.sequence import BUFFERS
 from moeserve.dispatch.wire import ROW_WISE
 from moeserve.experts.batch import Grouping
 
 
-def build(spec: DispatchSpec) -> PeerCarrier:
-    """The carrier on GPUs, its twin on the CPU."""
-    return PeerCarrier(spec, Grouping.PADDED)
+def build(spec: DispatchSpec) -> PeerDispatcher:
+    """The dispatcher on GPUs, its twin on the CPU."""
+    return PeerDispatcher(spec, Grouping.PADDED)
 
 
-ROW = DispatchRow(
+ENTRY = DispatchEntry(
     name="nvlink_ll",
     build=build,
     wires=ROW_WISE,

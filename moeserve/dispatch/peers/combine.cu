@@ -1,6 +1,6 @@
 // Combine; behind step.cu.
 //
-// A warp makes one sheet of a row at a time. The first `homes` blocks work for this rank's own rows, the
+// A warp makes one packet of a row at a time. The first `homes` blocks work for this rank's own rows, the
 // others send partial sums to other ranks and wait for nobody.
 
 #define COMBINE_THREADS 768
@@ -10,8 +10,8 @@
 #else
 #define VECTOR 8
 #endif
-#define ROW (HIDDEN / VECTOR)  // words of 16 bytes
-#define PARTIAL_SHEETS SHEETS_OF(16 * ROW)
+#define ENTRY (HIDDEN / VECTOR)  // words of 16 bytes
+#define PARTIAL_PACKETS PACKETS_OF(16 * ENTRY)
 #define AT_A_TIME 4  // outputs whose loads are under way at once
 
 DEVICE void add_word(float (&sum)[VECTOR], uint4 word, float weight) {
@@ -54,13 +54,13 @@ DEVICE Choice choice_of(const int* places, const float* place_weights, int g) {
   return found;
 }
 
-// This lane's word of a sheet of a row, if it has one.
-DEVICE int word_at(int sheet) {
-  const int lane = threadIdx.x % 32, at = sheet * SHEET_WORDS + lane;
-  return lane < SHEET_WORDS && at < ROW ? at : -1;
+// This lane's word of a packet of a row, if it has one.
+DEVICE int word_at(int packet) {
+  const int lane = threadIdx.x % 32, at = packet * PACKET_WORDS + lane;
+  return lane < PACKET_WORDS && at < ENTRY ? at : -1;
 }
 
-// A sheet of a row's weighted outputs, in order of choice: loads of the first are begun, and added later.
+// A packet of a row's weighted outputs, in order of choice: loads of the first are begun, and added later.
 struct Gather {
   u32 hits;
   uint4 words[AT_A_TIME];
@@ -70,15 +70,15 @@ struct Gather {
 #pragma unroll
     for (int i = 0; i < AT_A_TIME; ++i) {
       const int from = __shfl_sync(ALL_LANES, choice.place, left ? __ffs(left) - 1 : 0);
-      if (left && at >= 0) words[i] = outputs[(u64)from * ROW + at];
+      if (left && at >= 0) words[i] = outputs[(u64)from * ENTRY + at];
       left &= left - (left ? 1u : 0u);
     }
   }
-  DEVICE void begin(const uint4* outputs, const Choice& choice, int sheet) {
+  DEVICE void begin(const uint4* outputs, const Choice& choice, int packet) {
     hits = __ballot_sync(ALL_LANES, choice.place >= 0);
-    load(outputs, choice, word_at(sheet));
+    load(outputs, choice, word_at(packet));
   }
-  DEVICE uint4 sum(const uint4* outputs, const Choice& choice, int sheet) {
+  DEVICE uint4 sum(const uint4* outputs, const Choice& choice, int packet) {
     float total[VECTOR] = {};
     while (hits) {
 #pragma unroll
@@ -87,20 +87,20 @@ struct Gather {
         add_word(total, words[i], __shfl_sync(ALL_LANES, choice.weight, __ffs(hits) - 1));
         hits &= hits - 1;
       }
-      if (hits) load(outputs, choice, word_at(sheet));
+      if (hits) load(outputs, choice, word_at(packet));
     }
     return rounded(total);
   }
 };
 
-// A sheet of a partial sum that this rank sends.
+// A packet of a partial sum that this rank sends.
 struct Away {
-  int source, row, sheet;
+  int source, row, packet;
   Choice choice;
 };
 
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
-    const u64* memory, u32* live, u32* board, u64 patience, int rank, u64 at_partials, u64 parity_bytes,
+    const u64* memory, u32* live, u32* host_flags, u64 patience, int rank, u64 at_partials, u64 parity_bytes,
     int lane_rows, u64 lanes_low, u64 lanes_high, int slots_here, int sliced, int homes, const uint4* outputs,
     const int* places, const float* place_weights, const u32* ticket, const int* slots, uint4* answer,
     u64* sent) {
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
   const Places here{0, slots_here, 0, sliced};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own_rows = lanes.rows(rank);
   const Opening opening(memory, live, ticket, warp == COMBINE_WARPS - 1);
-  const Watch w{live, board, memory, rank, patience, 0};
+  const Watch w{live, host_flags, memory, rank, patience, 0};
   auto open = [&] {
     if (warp == COMBINE_WARPS - 1) opening.open(step, opening.last, parity_bytes);
     __syncthreads();
@@ -121,11 +121,11 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) most = max(most, r == rank ? 0 : lanes.rows(r));
     const int blocks = gridDim.x - homes, stride = blocks * COMBINE_WARPS;
-    const int end = most * OTHERS * PARTIAL_SHEETS;
+    const int end = most * OTHERS * PARTIAL_PACKETS;
     // A row of every other lane in turn, so that no rank is stored to by all at once, and none waits long.
     auto find = [&](int unit) {
-      const int turn = unit / PARTIAL_SHEETS, source = (rank + 1 + turn % OTHERS) % RANKS;
-      Away found{source, turn / OTHERS, unit % PARTIAL_SHEETS, Choice{-1, 0.0f}};
+      const int turn = unit / PARTIAL_PACKETS, source = (rank + 1 + turn % OTHERS) % RANKS;
+      Away found{source, turn / OTHERS, unit % PARTIAL_PACKETS, Choice{-1, 0.0f}};
       if (unit >= end || found.row >= lanes.rows(source)) return found;
       int before = 0;
 #pragma unroll
@@ -136,20 +136,20 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
     int unit = (int)blockIdx.x - homes + blocks * warp;
     Away now = find(unit), next = find(unit + stride);
     Gather gather;
-    gather.begin(outputs, now.choice, now.sheet);
+    gather.begin(outputs, now.choice, now.packet);
     u32 sums = 0;
     open();
     for (; unit < end; unit += stride) {
       const Away after = find(unit + 2 * stride);
       const bool goes = gather.hits && (step.reachable >> now.source & 1u);
-      const uint4 sum = gather.sum(outputs, now.choice, now.sheet);
-      gather.begin(outputs, next.choice, next.sheet);
+      const uint4 sum = gather.sum(outputs, now.choice, now.packet);
+      gather.begin(outputs, next.choice, next.packet);
       if (goes) {
-        sums += now.sheet == 0;
-        const int last = last_lane<16 * ROW>(now.sheet);
-        const u64 to = ((u64)rank * lane_rows + now.row) * PARTIAL_SHEETS + now.sheet;
-        store_sheet((uint4*)(step.memory[now.source] + at_partials) + to * SHEET,
-                    tagged(sum, step.epoch, last), last);
+        sums += now.packet == 0;
+        const int last = last_lane<16 * ENTRY>(now.packet);
+        const u64 to = ((u64)rank * lane_rows + now.row) * PARTIAL_PACKETS + now.packet;
+        store_packet((uint4*)(step.memory[now.source] + at_partials) + to * PACKET,
+                    tagged(sum, step.sequence, last), last);
       }
       now = next, next = after;
     }
@@ -160,47 +160,47 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
   int before = 0;
 #pragma unroll
   for (int r = 0; r < RANKS; ++r) before += r < rank ? lanes.rows(r) : 0;
-  const int stride = homes * COMBINE_WARPS, end = own_rows * PARTIAL_SHEETS;
+  const int stride = homes * COMBINE_WARPS, end = own_rows * PARTIAL_PACKETS;
   int unit = blockIdx.x + homes * warp;
   auto find = [&](int at) {
-    return at < end ? choice_of(places, place_weights, before + at / PARTIAL_SHEETS) : Choice{-1, 0.0f};
+    return at < end ? choice_of(places, place_weights, before + at / PARTIAL_PACKETS) : Choice{-1, 0.0f};
   };
   auto holders_of = [&](int at) {  // of this lane's choice
-    return here.holders(at < end && lane < TOP_K ? slots[(u64)(at / PARTIAL_SHEETS) * TOP_K + lane] : -1);
+    return here.holders(at < end && lane < TOP_K ? slots[(u64)(at / PARTIAL_PACKETS) * TOP_K + lane] : -1);
   };
   Choice next = find(unit);
   u32 next_holders = holders_of(unit);
   open();
-  const u64 rank_words = (u64)lane_rows * PARTIAL_SHEETS * SHEET;
+  const u64 rank_words = (u64)lane_rows * PARTIAL_PACKETS * PACKET;
   Gather gather;
-  gather.begin(outputs, next, unit % PARTIAL_SHEETS);
+  gather.begin(outputs, next, unit % PARTIAL_PACKETS);
   for (; unit < end; unit += stride) {
     const Choice choice = next;
-    const int row = unit / PARTIAL_SHEETS, sheet = unit % PARTIAL_SHEETS, last = last_lane<16 * ROW>(sheet);
+    const int row = unit / PARTIAL_PACKETS, packet = unit % PARTIAL_PACKETS, last = last_lane<16 * ENTRY>(packet);
     const u32 needed = __reduce_or_sync(ALL_LANES, next_holders) & step.reachable & ~(1u << rank);
-    const uint4* arrived = (const uint4*)(step.memory[rank] + at_partials) + (u64)unit * SHEET;
+    const uint4* arrived = (const uint4*)(step.memory[rank] + at_partials) + (u64)unit * PACKET;
     uint4 words[RANKS];
 #pragma unroll
     for (int r = 0; r < RANKS; ++r)
-      if (needed >> r & 1u) words[r] = load_sheet(arrived + r * rank_words, last);
+      if (needed >> r & 1u) words[r] = load_packet(arrived + r * rank_words, last);
     next = find(unit + stride), next_holders = holders_of(unit + stride);
-    const uint4 own = gather.sum(outputs, choice, sheet);
-    gather.begin(outputs, next, (unit + stride) % PARTIAL_SHEETS);  // while others' sums are waited for
+    const uint4 own = gather.sum(outputs, choice, packet);
+    gather.begin(outputs, next, (unit + stride) % PARTIAL_PACKETS);  // while others' sums are waited for
     u32 missing = needed, gone = 0;
     for (u32 polls = 1, lately = 0;; ++polls) {
 #pragma unroll
       for (int r = 0; r < RANKS; ++r)
-        if ((missing >> r & 1u) && is_whole(words[r], step.epoch, last)) missing &= ~(1u << r);
+        if ((missing >> r & 1u) && is_whole(words[r], step.sequence, last)) missing &= ~(1u << r);
       if (!missing) break;
       const u32 asked = to_ask(missing, lately);
 #pragma unroll
       for (int r = 0; r < RANKS; ++r)
-        if (asked >> r & 1u) words[r] = load_sheet(arrived + r * rank_words, last);
+        if (asked >> r & 1u) words[r] = load_packet(arrived + r * rank_words, last);
       lately = missing;
       if (polls % 64) continue;
 #pragma unroll 1
       for (int r = 0; r < RANKS; ++r)
-        if ((missing >> r & 1u) && __any_sync(ALL_LANES, lane == 0 && is_gone(w, r, step.epoch)))
+        if ((missing >> r & 1u) && __any_sync(ALL_LANES, lane == 0 && is_gone(w, r, step.sequence)))
           gone |= 1u << r, missing &= ~(1u << r);
     }
     float total[VECTOR] = {};
@@ -209,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
       if (r == rank) add_word(total, own, 1.0f);
       if ((needed & ~gone) >> r & 1u) add_word(total, untagged(words[r], last), 1.0f);
     }
-    const int at = word_at(sheet);
-    if (at >= 0) answer[(u64)row * ROW + at] = rounded(total);
+    const int at = word_at(packet);
+    if (at >= 0) answer[(u64)row * ENTRY + at] = rounded(total);
   }
 }

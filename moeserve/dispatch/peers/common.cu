@@ -1,4 +1,4 @@
-// What every kernel over peer memory shares; a carrier's own source follows it in one text.
+// What every kernel over peer memory shares; a dispatcher's own source follows it in one text.
 //
 // Given by -D: RANKS, HIDDEN (columns), SOURCE (0 bfloat16, 1 float16, 2 float32: hidden states and answers),
 // WIRE (the WIRE_* below), TRUE_DIVISION (0 where this torch divides by a constant as a product),
@@ -45,7 +45,7 @@ DEVICE u32 load_relaxed(const u32* at) {
 }
 
 // 16 bytes in one piece: what is read is what one store wrote. The assembler reads only the components that
-// are used, and then one by one; a sealed word needs them all.
+// are used, and then one by one; a checked word needs them all.
 DEVICE void store_whole(void* at, uint4 value) {
   asm volatile(
       "{\n.reg .b128 word;\n.reg .b64 low, high;\n"
@@ -67,22 +67,22 @@ DEVICE uint4 load_whole(const void* at) {
   return value;
 }
 
-// 12 bytes under a seal that tells which epoch they belong to.
-DEVICE uint4 sealed(u32 x, u32 y, u32 z, u32 epoch) { return make_uint4(x, y, z, epoch ^ x ^ y ^ z); }
+// 12 bytes under a check that tells which sequence number they belong to.
+DEVICE uint4 checked(u32 x, u32 y, u32 z, u32 sequence) { return make_uint4(x, y, z, sequence ^ x ^ y ^ z); }
 
-DEVICE bool belongs(uint4 word, u32 epoch) { return (word.x ^ word.y ^ word.z ^ word.w) == epoch; }
+DEVICE bool belongs(uint4 word, u32 sequence) { return (word.x ^ word.y ^ word.z ^ word.w) == sequence; }
 
-// ---- epochs, live ranks, and who is late ------------------------------------------------------------------
+// ---- sequence numbers, live ranks, and who is late ------------------------------------------------------------------
 
-// Epochs count 1 .. 2^32 - 2 and start over; 0 is memory that nobody wrote. Parity alternates over the turn.
-DEVICE u32 next_epoch(u32 epoch) { return epoch == 0xFFFFFFFEu ? 1u : epoch + 1u; }
+// Sequence numbers count 1 .. 2^32 - 2 and start over; 0 is memory that nobody wrote. Parity alternates over the turn.
+DEVICE u32 next_sequence(u32 sequence) { return sequence == 0xFFFFFFFEu ? 1u : sequence + 1u; }
 
-// The first FAREWELL_BYTES of every rank's memory: word r is set once rank r has given this rank up.
-#define FAREWELL_BYTES 256
+// The first GIVEN_UP_BYTES of every rank's memory: word r is set once rank r has given this rank up.
+#define GIVEN_UP_BYTES 256
 
 struct Watch {
   u32* live;   // [RANKS + 1] of this GPU: 0 is never waited for nor stored to; last, when the host was asked
-  u32* board;  // [RANKS + 1] of the host: the epoch in which a rank was late; last, whether all is over
+  u32* host_flags;  // [RANKS + 1] of the host: the sequence number in which a rank was late; last, whether all is over
   const u64* memory;  // [RANKS] addresses of all ranks' peer memory, as mapped here
   int rank;
   u64 patience;          // nanoseconds
@@ -92,10 +92,10 @@ struct Watch {
 DEVICE bool is_live(const Watch& w, int rank) { return *(volatile u32*)(w.live + rank) != 0; }
 
 // From here on `source` is neither waited for nor stored to; the host and `source` itself can read it.
-DEVICE void give_up(const Watch& w, int source, u32 epoch) {
+DEVICE void give_up(const Watch& w, int source, u32 sequence) {
   *(volatile u32*)(w.live + source) = 0;
-  store_relaxed(w.board + source, epoch);
-  store_relaxed((u32*)w.memory[source] + w.rank, epoch);
+  store_relaxed(w.host_flags + source, sequence);
+  store_relaxed((u32*)w.memory[source] + w.rank, sequence);
 }
 
 // Whether the host has ended all of it: then nobody is live any more, and nobody late. One thread in a tick
@@ -103,28 +103,28 @@ DEVICE void give_up(const Watch& w, int source, u32 epoch) {
 DEVICE bool is_over(const Watch& w) {
   u32 tick = (u32)(nanoseconds() >> 17), *asked = w.live + RANKS;
   if (*(volatile u32*)asked == tick || atomicExch(asked, tick) == tick) return false;
-  bool over = load_relaxed(w.board + RANKS) != 0;
+  bool over = load_relaxed(w.host_flags + RANKS) != 0;
   if (over)
     for (int rank = 0; rank < RANKS; ++rank) *(volatile u32*)(w.live + rank) = 0;
   return over;
 }
 
 // Whether `source` will not come: it is not live, has given this rank up, its time is over, or all is.
-DEVICE bool is_gone(const Watch& w, int source, u32 epoch) {
+DEVICE bool is_gone(const Watch& w, int source, u32 sequence) {
   if (!is_live(w, source)) return true;
   if (is_over(w)) return true;
   if (w.deadline == 0) w.deadline = nanoseconds() + w.patience;
   bool late = nanoseconds() > w.deadline || load_relaxed((const u32*)w.memory[w.rank] + source) != 0;
-  if (late) give_up(w, source, epoch);
+  if (late) give_up(w, source, sequence);
   return late;
 }
 
 // Waits until `here()`; false when `source` will not come.
 template <class Here>
-DEVICE bool await(const Watch& w, int source, u32 epoch, Here here) {
+DEVICE bool await(const Watch& w, int source, u32 sequence, Here here) {
   for (u32 polls = 1;; ++polls) {
     if (here()) return true;
-    if (polls % 64 == 0 && is_gone(w, source, epoch)) return false;
+    if (polls % 64 == 0 && is_gone(w, source, sequence)) return false;
   }
 }
 

@@ -8,10 +8,10 @@
 #define WARPS_LOG2 4
 #define LEAST_TEAM 2  // warps that place a row together
 #define AHEAD (4096 / TOP_K)  // rows a block places at once
-#define AT_ONCE 8  // sheets a warp has under way
-#define RECORD_SHEETS SHEETS_OF(RECORD_BYTES)
-#define COUNT_WORDS(SLOTS) (((SLOTS) + 5) / 6)       // of counts, six in a sealed word
-#define SLOT_WORDS(ROWS) (((ROWS) * TOP_K + 5) / 6)  // of a lane's choices, six in a sealed word
+#define AT_ONCE 8  // packets a warp has under way
+#define RECORD_PACKETS PACKETS_OF(RECORD_BYTES)
+#define COUNT_WORDS(SLOTS) (((SLOTS) + 5) / 6)       // of counts, six in a checked word
+#define SLOT_WORDS(ROWS) (((ROWS) * TOP_K + 5) / 6)  // of a lane's choices, six in a checked word
 
 // The widest word that a part's bytes are whole words of.
 template <int BYTES>
@@ -26,7 +26,7 @@ template <>
 struct WordOf<16> { typedef uint4 type; };
 
 struct Sections {  // of every rank's memory
-  u64 greetings, choices, weights, records;
+  u64 begun, choices, weights, records;
   u64 lane_words;  // of choices that a lane has room for
 };
 
@@ -71,24 +71,24 @@ struct Exchange {
 DEVICE void send_record(const Exchange& x, const u8* record, int t, u32 reached, Team team) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int sheet = team.warp; sheet < RECORD_SHEETS; sheet += team.warps) {
-    const int at = SHEET_WORDS * sheet + lane, last = last_lane<RECORD_BYTES>(sheet);
+  for (int packet = team.warp; packet < RECORD_PACKETS; packet += team.warps) {
+    const int at = PACKET_WORDS * packet + lane, last = last_lane<RECORD_BYTES>(packet);
     uint4 word = make_uint4(0u, 0u, 0u, 0u);
-    if (lane < SHEET_WORDS && at < WORDS_OF(RECORD_BYTES)) word = ((const uint4*)record)[at];
-    word = tagged(word, x.step.epoch, last);
-    const u64 to_word = (x.room(x.w.rank, t) * RECORD_SHEETS + sheet) * SHEET;
+    if (lane < PACKET_WORDS && at < WORDS_OF(RECORD_BYTES)) word = ((const uint4*)record)[at];
+    word = tagged(word, x.step.sequence, last);
+    const u64 to_word = (x.room(x.w.rank, t) * RECORD_PACKETS + packet) * PACKET;
 #pragma unroll
     for (int turn = 1; turn <= RANKS; ++turn) {
       const int to = (x.w.rank + turn) % RANKS;
-      if (reached >> to & 1u) store_sheet((uint4*)(x.step.memory[to] + x.at.records) + to_word, word, last);
+      if (reached >> to & 1u) store_packet((uint4*)(x.step.memory[to] + x.at.records) + to_word, word, last);
     }
   }
 }
 
-// Tells all ranks what this lane's rows choose, and then by which weights: block `block` of `tellers`. Opens
+// Tells all ranks what this lane's rows choose, and then by which weights: block `block` of `choice_senders`. Opens
 // the step once it has asked for the first.
 template <class Open>
-DEVICE void tell_choices(const Exchange& x, int block, int tellers, Open open) {
+DEVICE void send_choices(const Exchange& x, int block, int choice_senders, Open open) {
   const int rows = x.own_rows(), words = SLOT_WORDS(rows), begin = (words + 31) / 32 * 32;
   const int end = begin + rows * WEIGHT_WORDS, size = x.here.sliced ? x.here.slots : RANKS * x.here.slots;
   u32 three[3];
@@ -108,25 +108,25 @@ DEVICE void tell_choices(const Exchange& x, int block, int tellers, Open open) {
         if (k + j < TOP_K) three[j] = __float_as_uint(x.mine.weights[(u64)row * TOP_K + k + j]);
     }
   };
-  int i = (threadIdx.x / 32 * tellers + block) * 32 + threadIdx.x % 32;
+  int i = (threadIdx.x / 32 * choice_senders + block) * 32 + threadIdx.x % 32;
   fetch(i);
   open();
   const u64 choices = x.at.choices + x.w.rank * x.at.lane_words * 16;
   const u64 weights = x.at.weights + x.room(x.w.rank, 0) * WEIGHT_WORDS * 16;
-  for (; i < end; i += tellers * THREADS) {
-    const uint4 word = sealed(three[0], three[1], three[2], x.step.epoch);
+  for (; i < end; i += choice_senders * THREADS) {
+    const uint4 word = checked(three[0], three[1], three[2], x.step.sequence);
     const u64 to_word = i < begin ? choices + 16 * (u64)i : weights + 16 * (u64)(i - begin);
 #pragma unroll
     for (int to = 0; to < RANKS; ++to)
       if (x.reaches(to) && (i < words || i >= begin)) store_whole((u8*)x.step.memory[to] + to_word, word);
-    if (i + tellers * THREADS < end) fetch(i + tellers * THREADS);
+    if (i + choice_senders * THREADS < end) fetch(i + choice_senders * THREADS);
   }
 }
 
 // ---- here -------------------------------------------------------------------------------------------------
 
 // Rows from .. from + count - 1 of all lanes', one lane's after the other's.
-struct Span {
+struct DispatchSpan {
   int from, count;
 };
 
@@ -147,7 +147,7 @@ DEVICE int word_of(const Lanes& lanes, int g) {
 
 // Reads the choices of the rows of `scope`: counts them, if it `counts`, by whether they stand before `kept`,
 // and keeps those of `kept`. The block calls it.
-DEVICE void read_choices(const Exchange& x, Span scope, Span kept, bool counts, const Tables& t) {
+DEVICE void read_choices(const Exchange& x, DispatchSpan scope, DispatchSpan kept, bool counts, const Tables& t) {
   const int upto = scope.from + scope.count;
   int words = 0;
 #pragma unroll
@@ -165,7 +165,7 @@ DEVICE void read_choices(const Exchange& x, Span scope, Span kept, bool counts, 
     const int end = min(kept.count, before - kept.from + x.lanes.rows(source)) * TOP_K;
     const uint4* at = x.arrived(x.at.choices) + source * x.at.lane_words + word;
     uint4 found = make_uint4(~0u, ~0u, ~0u, 0u);  // of no slot
-    if (x.reaches(source)) found = received(x.w, at, source, x.step.epoch, found);
+    if (x.reaches(source)) found = received(x.w, at, source, x.step.sequence, found);
     const u32 three[3] = {found.x, found.y, found.z};
 #pragma unroll
     for (int j = 0; j < 6; ++j) {
@@ -190,7 +190,7 @@ DEVICE void share_counts(const Exchange& x, const Tables& t, int block, int read
       three[j] = slot < slots ? t.others[slot] : 0;
       if (slot + 1 < slots) three[j] |= t.others[slot + 1] << 16;
     }
-    store_whole(x.shared_counts + block * words + i, sealed(three[0], three[1], three[2], x.step.epoch));
+    store_whole(x.shared_counts + block * words + i, checked(three[0], three[1], three[2], x.step.sequence));
   }
   __syncthreads();
 #pragma unroll 1
@@ -200,7 +200,7 @@ DEVICE void share_counts(const Exchange& x, const Tables& t, int block, int read
   for (int i = threadIdx.x; i < readers * words; i += THREADS) {
     const uint4* at = x.shared_counts + i;
     uint4 word = load_whole(at);
-    while (!belongs(word, x.step.epoch)) word = load_whole(at);  // they wait for nobody but other ranks
+    while (!belongs(word, x.step.sequence)) word = load_whole(at);  // they wait for nobody but other ranks
     const u32 three[3] = {word.x, word.y, word.z};
     int* table = i / words < block ? t.before : t.others;
 #pragma unroll
@@ -245,7 +245,7 @@ DEVICE void lay_out(const Exchange& x, const Tables& t, bool tells) {
 #define PLACED_AT_ONCE (32 / TOP_K * TOP_K)
 
 // The place of this lane's choice, of those of `span` from the `first` on; -1 for none. A warp calls it.
-DEVICE int place_of(const Exchange& x, Span span, int first, const Tables& t, bool counts) {
+DEVICE int place_of(const Exchange& x, DispatchSpan span, int first, const Tables& t, bool counts) {
   const int lane = threadIdx.x % 32;
   const bool mine = lane < PLACED_AT_ONCE && first + lane < span.count * TOP_K;
   const int slot = mine ? (&t.choices[0][0])[first + lane] : -1;
@@ -262,7 +262,7 @@ DEVICE int place_of(const Exchange& x, Span span, int first, const Tables& t, bo
 }
 
 // The slots of the span's choices become places, in the rows' order. A warp calls it.
-DEVICE void place_rows(const Exchange& x, Span span, const Tables& t) {
+DEVICE void place_rows(const Exchange& x, DispatchSpan span, const Tables& t) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int first = 0; first < span.count * TOP_K; first += PLACED_AT_ONCE) {
@@ -273,7 +273,7 @@ DEVICE void place_rows(const Exchange& x, Span span, const Tables& t) {
 }
 
 // The weights of the span's choices, by the block's threads from `first` on.
-DEVICE void keep_weights(const Exchange& x, Span span, int first) {
+DEVICE void keep_weights(const Exchange& x, DispatchSpan span, int first) {
 #pragma unroll 1
   for (int i = (int)threadIdx.x - first; i < span.count * WEIGHT_WORDS; i += THREADS - first) {
     int source, row;
@@ -282,7 +282,7 @@ DEVICE void keep_weights(const Exchange& x, Span span, int first) {
     const uint4* word = x.arrived(x.at.weights) + x.room(source, row) * WEIGHT_WORDS + i % WEIGHT_WORDS;
     if (!x.reaches(source)) continue;
     uint4 found = load_whole(word);
-    if (!receive(x.w, word, source, x.step.epoch, found)) continue;
+    if (!receive(x.w, word, source, x.step.sequence, found)) continue;
     const u32 three[3] = {found.x, found.y, found.z};
 #pragma unroll
     for (int j = 0; j < 3; ++j)
@@ -323,44 +323,44 @@ DEVICE void put_word(const Batch& batch, int place, int byte, uint4 word) {
   put<PART0_BYTES>(batch.parts[0], place, byte, word);
 }
 
-// A team's sheets of row `g` of all lanes' to the row's places, one a lane, as they arrive. A warp calls it.
+// A team's packets of row `g` of all lanes' to the row's places, one a lane, as they arrive. A warp calls it.
 DEVICE void deliver(const Exchange& x, int g, int place, Team team) {
   int source, row;
   x.lanes.find(g, source, row);
-  const uint4* arrived = x.arrived(x.at.records) + x.room(source, row) * RECORD_SHEETS * SHEET;
+  const uint4* arrived = x.arrived(x.at.records) + x.room(source, row) * RECORD_PACKETS * PACKET;
   const int lane = threadIdx.x % 32;
   const u32 hits = __ballot_sync(ALL_LANES, place >= 0);
-  for (int first = hits ? team.warp : RECORD_SHEETS; first < RECORD_SHEETS; first += team.warps * AT_ONCE) {
+  for (int first = hits ? team.warp : RECORD_PACKETS; first < RECORD_PACKETS; first += team.warps * AT_ONCE) {
     uint4 words[AT_ONCE];
-    auto sheet = [&](int i) { return first + i * team.warps; };
-    auto at = [&](int i) { return arrived + sheet(i) * SHEET; };
-    auto last = [&](int i) { return last_lane<RECORD_BYTES>(sheet(i)); };
+    auto packet = [&](int i) { return first + i * team.warps; };
+    auto at = [&](int i) { return arrived + packet(i) * PACKET; };
+    auto last = [&](int i) { return last_lane<RECORD_BYTES>(packet(i)); };
     u32 missing = 0, lately = 0;
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i)
-      if (sheet(i) < RECORD_SHEETS) missing |= 1u << i, words[i] = load_sheet(at(i), last(i));
+      if (packet(i) < RECORD_PACKETS) missing |= 1u << i, words[i] = load_packet(at(i), last(i));
     for (u32 polls = 1;; ++polls) {
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i)
-        if ((missing >> i & 1u) && is_whole(words[i], x.step.epoch, last(i))) missing &= ~(1u << i);
+        if ((missing >> i & 1u) && is_whole(words[i], x.step.sequence, last(i))) missing &= ~(1u << i);
       if (!missing) break;
       const u32 asked = to_ask(missing, lately);
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i)
-        if (asked >> i & 1u) words[i] = load_sheet(at(i), last(i));
+        if (asked >> i & 1u) words[i] = load_packet(at(i), last(i));
       lately = missing;
-      if (polls % 64 == 0 && __any_sync(ALL_LANES, lane == 0 && is_gone(x.w, source, x.step.epoch))) return;
+      if (polls % 64 == 0 && __any_sync(ALL_LANES, lane == 0 && is_gone(x.w, source, x.step.sequence))) return;
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i)
-      if (sheet(i) < RECORD_SHEETS) words[i] = untagged(words[i], last(i));
+      if (packet(i) < RECORD_PACKETS) words[i] = untagged(words[i], last(i));
 #pragma unroll 1
     for (u32 left = hits; left; left &= left - 1) {
       const int to = __shfl_sync(ALL_LANES, place, __ffs(left) - 1);
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
-        const int byte = 16 * (SHEET_WORDS * sheet(i) + lane);
-        if (lane < SHEET_WORDS && byte < RECORD_BYTES) put_word(x.batch, to, byte, words[i]);
+        const int byte = 16 * (PACKET_WORDS * packet(i) + lane);
+        if (lane < PACKET_WORDS && byte < RECORD_BYTES) put_word(x.batch, to, byte, words[i]);
       }
     }
   }
@@ -370,7 +370,7 @@ DEVICE void deliver(const Exchange& x, int g, int place, Team team) {
 
 // How the step's work is divided among blocks: the first read, then some tell choices, the others send.
 struct Division {
-  int tellers, senders, groups_log2;  // a sending block has 1 << groups_log2 rows under way
+  int choice_senders, senders, groups_log2;  // a sending block has 1 << groups_log2 rows under way
   int run, stretch;  // rows of a reading block; of each of its teams, where there are many
   int shares;        // whether reading blocks count a run each and share what they counted
 };
@@ -422,16 +422,16 @@ DEVICE u32 send_rows(const Exchange& x, const Division& d, int block, u8* record
 
 // The choices of a reading block's rows, from its first `span` on: counted among all lanes' choices, or among
 // the block's, whose counts it then shares; kept of `span`. The block calls it, and synchronises.
-DEVICE void count_choices(const Exchange& x, const Division& d, int block, Span span, const Tables& t) {
-  const int all = x.lanes.all(), readers = gridDim.x - d.senders - d.tellers;
-  const Span scope = d.shares ? Span{span.from, min(d.run, all - span.from)} : Span{0, all};
+DEVICE void count_choices(const Exchange& x, const Division& d, int block, DispatchSpan span, const Tables& t) {
+  const int all = x.lanes.all(), readers = gridDim.x - d.senders - d.choice_senders;
+  const DispatchSpan scope = d.shares ? DispatchSpan{span.from, min(d.run, all - span.from)} : DispatchSpan{0, all};
   read_choices(x, scope, span, true, t);
   if (d.shares) share_counts(x, t, block, readers);
 }
 
 // The span's rows to their places, each by a team: with few rows a team has one, with many a stretch.
 // `places`: of all choices, one a lane, if these are `few`; else they stand in the tables.
-DEVICE void deliver_rows(const Exchange& x, Span span, const Tables& t, bool few, int places) {
+DEVICE void deliver_rows(const Exchange& x, DispatchSpan span, const Tables& t, bool few, int places) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = max(LEAST_TEAM, WARPS / span.count);
   const int teams = WARPS / warps, length = (span.count + teams - 1) / teams;
   const int upto = min((warp / warps + 1) * length, span.count);
@@ -455,7 +455,7 @@ DEVICE void read_rows(const Exchange& x, const Division& d, int block, int* tabl
   for (int i = threadIdx.x; i < 2 * x.here.slots; i += THREADS) tables[i] = 0;
   open();
 #pragma unroll 1
-  for (Span span{begin, 0}; span.from < end || begin == end; span.from += AHEAD) {
+  for (DispatchSpan span{begin, 0}; span.from < end || begin == end; span.from += AHEAD) {
     span.count = min(end - span.from, AHEAD);
     if (span.from == begin)
       count_choices(x, d, block, span, t);
@@ -483,13 +483,13 @@ DEVICE void read_rows(const Exchange& x, const Division& d, int block, int* tabl
   }
 }
 
-// grid <= multiprocessors, so that all blocks run at once. `state`: epoch of the last dispatch, blocks that
+// grid <= multiprocessors, so that all blocks run at once. `state`: sequence number of the last dispatch, blocks that
 // have read it. `sent`: copies that dispatches sent to other ranks, and sums that combines did; the host
 // reads them as `told`.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) peer_dispatch(
-    const u64* memory, u32* state, u32* live, u32* board, u64 patience, int rank, u64 at_greetings,
+    const u64* memory, u32* state, u32* live, u32* host_flags, u64 patience, int rank, u64 at_begun,
     u64 at_choices, u64 at_weights, u64 at_records, u64 parity_bytes, int lane_rows, u64 lanes_low,
-    u64 lanes_high, int first_slot, int slots_here, int capacity, int row_align, int sliced, int tellers,
+    u64 lanes_high, int first_slot, int slots_here, int capacity, int row_align, int sliced, int choice_senders,
     int senders, int groups_log2, int run, int stretch, int shares, const u8* rows, int row_bytes,
     const int* slots, const float* weights, float factor, u8* part0, u8* part1, u8* part2, int* counts,
     int* offsets, int* places, float* place_weights, u32* ticket, u64* sent, u64* told,
@@ -498,43 +498,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) peer_dispatch(
   __shared__ Step step;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Opening opening(memory, live, state, warp == 0);
-  const Watch w{live, board, memory, rank, patience, 0};
+  const Watch w{live, host_flags, memory, rank, patience, 0};
   const Exchange x{step,
                    w,
                    {lanes_low, lanes_high},
                    {first_slot, slots_here, capacity, sliced},
-                   {at_greetings, at_choices, at_weights, at_records, (u64)SLOT_WORDS(lane_rows)},
+                   {at_begun, at_choices, at_weights, at_records, (u64)SLOT_WORDS(lane_rows)},
                    {rows, row_bytes, slots, weights, factor},
                    {{part0, part1, part2}, counts, offsets, places, place_weights, row_align},
                    shared_counts,
                    lane_rows};
-  const Division d{tellers, senders, groups_log2, run, stretch, shares};
+  const Division d{choice_senders, senders, groups_log2, run, stretch, shares};
   auto open = [&] {
-    if (warp == 0) opening.open(step, next_epoch(opening.last), parity_bytes);
+    if (warp == 0) opening.open(step, next_sequence(opening.last), parity_bytes);
     if (threadIdx.x == 0) atomicAdd(state + 1, 1u);
     __syncthreads();
   };
-  const int block = blockIdx.x, readers = gridDim.x - senders - tellers;
+  const int block = blockIdx.x, readers = gridDim.x - senders - choice_senders;
   if (block < readers) {
     read_rows(x, d, block, (int*)dynamic, open);
     return;
   }
-  if (block >= readers + tellers) {
-    const u32 copies = send_rows(x, d, block - readers - tellers, (u8*)dynamic, open);
+  if (block >= readers + choice_senders) {
+    const u32 copies = send_rows(x, d, block - readers - choice_senders, (u8*)dynamic, open);
     if (copies) atomicAdd(sent, (u64)copies);
     return;
   }
-  tell_choices(x, block - readers, tellers, open);
+  send_choices(x, block - readers, choice_senders, open);
   if (block > readers) return;
   if (warp == 0 && lane < RANKS && x.reaches(lane)) {  // also those whose lanes are empty
-    store_relaxed((u32*)(step.memory[lane] + at_greetings) + rank, step.epoch);
-    const u32* greeting = (const u32*)x.arrived(x.at.greetings) + lane;
-    await(w, lane, step.epoch, [&] { return load_acquire(greeting) == step.epoch; });
+    store_relaxed((u32*)(step.memory[lane] + at_begun) + rank, step.sequence);
+    const u32* greeting = (const u32*)x.arrived(x.at.begun) + lane;
+    await(w, lane, step.sequence, [&] { return load_acquire(greeting) == step.sequence; });
   }
   if (warp == 1 && lane < 2) *(volatile u64*)(told + lane) = sent[lane];
   if (warp == 2 && lane == 0) {
-    *ticket = step.epoch;
-    while (load_relaxed(state + 1) < gridDim.x) {}  // until all blocks have read the last epoch
-    state[1] = 0, state[0] = step.epoch;
+    *ticket = step.sequence;
+    while (load_relaxed(state + 1) < gridDim.x) {}  // until all blocks have read the last sequence number
+    state[1] = 0, state[0] = step.sequence;
   }
 }

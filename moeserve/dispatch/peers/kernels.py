@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeserve.dispatch.peers.late import Attendance
+from moeserve.device.nvrtc import U64, Argument, Program
 from moeserve.dispatch.peers.layout import WORD, PeerLayout
+from moeserve.dispatch.peers.liveness import PeerLiveness
 from moeserve.dispatch.peers.memory import PeerMemory
 from moeserve.dispatch.peers.sources import source
 from moeserve.dispatch.peers.wires import wire_code
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.batch import Grouping
-from moeserve.experts.nvrtc import U64, Argument, Program
 from moeserve.quant.format import Packed
 
 SOURCES = ("step.cu", "dispatch.cu", "combine.cu")
@@ -23,14 +23,14 @@ COMBINE_THREADS = 768  # of a block of combine
 TEAMS = 8
 """Of warps of a reading block, where it has many rows: each has a stretch of them."""
 
-TELLERS = 3
+CHOICE_SENDERS = 3
 """Most of the blocks of dispatch that tell choices."""
 
 COUNTED_BY_ALL = 512
 """Rows of all lanes up to which every reading block counts all choices by itself."""
 
 COUNTS = 6
-"""In a sealed word, of the rows of a slot that a block has: 16 bits each."""
+"""In a checked word, of the rows of a slot that a block has: 16 bits each."""
 
 TABLES = 8
 """Bytes of shared memory a slot that a block of dispatch counts with."""
@@ -63,7 +63,7 @@ class Arrived:
     offsets: Tensor  # [e + 1] int32
     places: Tensor  # [N, K] int32 row of the batch of each arrived choice, -1: not here; N rows of all lanes
     weights: Tensor  # [N, K] float32, meaningless where the place is -1
-    epoch: Tensor  # [1] int32
+    sequence: Tensor  # [1] int32
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Division:
     """How a dispatch is divided among blocks."""
 
     readers: int  # place what arrives
-    tellers: int  # tell choices
+    choice_senders: int  # tell choices
     senders: int
     groups_log2: int  # of the rows that a sending block has under way
     run: int  # rows of each reader but the last, which tells the batch
@@ -80,14 +80,14 @@ class Division:
     @property
     def blocks(self) -> int:
         """All of them."""
-        return self.readers + self.tellers + self.senders
+        return self.readers + self.choice_senders + self.senders
 
 
 class PeerKernels:
     """Both phases over `memory`. Buffers a caller gets are new each time, and belong to the caller."""
 
-    def __init__(self, layout: PeerLayout, memory: PeerMemory, attendance: Attendance) -> None:
-        self._layout, self._memory, self._attendance = layout, memory, attendance
+    def __init__(self, layout: PeerLayout, memory: PeerMemory, liveness: PeerLiveness) -> None:
+        self._layout, self._memory, self._liveness = layout, memory, liveness
         spec = self._spec = layout.spec
         self._wire = wire_code(spec)
         ragged = int(layout.grouping is Grouping.RAGGED)
@@ -119,10 +119,10 @@ class PeerKernels:
         args: list[Argument] = [
             self._memory.pointers,
             self._state,
-            *self._attendance.words(),
+            *self._liveness.words(),
             self._patience,
             spec.rank,
-            U64(layout.greetings),
+            U64(layout.begun),
             U64(layout.choices),
             U64(layout.weights),
             U64(layout.records),
@@ -134,7 +134,7 @@ class PeerKernels:
             layout.capacity,
             spec.row_align,
             int(spec.sliced),
-            d.tellers,
+            d.choice_senders,
             d.senders,
             d.groups_log2,
             d.run,
@@ -150,7 +150,7 @@ class PeerKernels:
             arrived.offsets,
             arrived.places,
             arrived.weights,
-            arrived.epoch,
+            arrived.sequence,
             self._sent,
             self.sent,
             self._counts,
@@ -164,13 +164,13 @@ class PeerKernels:
         spec, layout = self._spec, self._layout
         own, rows = routing.lane_rows[spec.rank], sum(routing.lane_rows)
         answer = outputs.new_empty((own, spec.hidden))
-        blocks = min(self._blocks, max(1, rows * layout.partial_sheets))
+        blocks = min(self._blocks, max(1, rows * layout.partial_packets))
         share = HOME * own
         homes = round(blocks * share / (share + rows - own)) if rows else blocks
         homes = min(max(homes, int(own > 0)), blocks - int(rows > own))
         args: list[Argument] = [
             self._memory.pointers,
-            *self._attendance.words(),
+            *self._liveness.words(),
             self._patience,
             spec.rank,
             U64(layout.partials),
@@ -183,7 +183,7 @@ class PeerKernels:
             outputs.contiguous(),
             arrived.places,
             arrived.weights,
-            arrived.epoch,
+            arrived.sequence,
             routing.slots.contiguous(),
             answer,
             self._sent,
@@ -194,14 +194,16 @@ class PeerKernels:
     def _division(self, own: int, rows: int) -> Division:
         """How `own` rows go out and `rows` of all lanes' come in."""
         layout = self._layout
-        tellers = min(TELLERS, max(1, -(-(layout.choice_words(own) + own * layout.weight_words) // THREADS)))
+        choice_senders = min(
+            CHOICE_SENDERS, max(1, -(-(layout.choice_words(own) + own * layout.weight_words) // THREADS))
+        )
         most = int(self._blocks * SENDING)
         together = min(GROUPS, MOST_SHARED // layout.record.nbytes).bit_length() - 1
         senders, groups_log2 = (own, 0) if own <= most else (most, together)
-        fair = max(1, -(-rows // (self._blocks - senders - tellers - 1)))
+        fair = max(1, -(-rows // (self._blocks - senders - choice_senders - 1)))
         stretch = -(-fair // TEAMS)
         run = stretch * TEAMS if fair > TEAMS else fair
-        return Division(-(-rows // run) + 1, tellers, senders, groups_log2, run, stretch)
+        return Division(-(-rows // run) + 1, choice_senders, senders, groups_log2, run, stretch)
 
     def _arrival(self, rows: int) -> Arrived:
         spec, device = self._spec, self._spec.device

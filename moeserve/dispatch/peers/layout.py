@@ -1,15 +1,16 @@
 """Where everything stands in a rank's peer memory, and why nothing is overwritten.
 
 A rank writes into sections of its own in every other's memory. All of it stands there twice, and a step uses
-the copy of its epoch's parity. What of epoch n is read, is read before its writer's epoch n + 2 arrives:
+the copy of its sequence number's parity. What of sequence number n is read, is read before its writer's
+sequence number n + 2 arrives:
 
 * Choices, weights and records. Rank s stores those of n + 2 after its dispatch n + 1, which waited for the
   greeting n + 1 of reader d, and d sent that after its dispatch n had copied everything out. Every rank
   greets every other, also when its lane has no rows. No combine takes part, so a step that was dispatched
   and then abandoned changes nothing.
 * Partial sums. Rank d stores those of n + 2 in its combine n + 2, so after its dispatch n + 2, which waited
-  for the greeting n + 2 of s. Rank s adds up the sums of n before it dispatches n + 2: the carrier refuses a
-  combine that comes later. A step that s abandoned is one whose sums it never reads.
+  for the greeting n + 2 of s. Rank s adds up the sums of n before it dispatches n + 2: the dispatcher refuses
+  a combine that comes later. A step that s abandoned is one whose sums it never reads.
 * A rank that was given up is waited for no longer, so neither argument holds for it: it is not stored to
   either, and nothing that it stores is read.
 
@@ -22,22 +23,22 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from moeserve.dispatch.dispatcher import DispatchSpec
-from moeserve.dispatch.peers.epochs import BUFFERS
-from moeserve.dispatch.peers.late import FAREWELL_BYTES
-from moeserve.dispatch.peers.sheets import SHEET, sheets_of
+from moeserve.dispatch.peers.liveness import GIVEN_UP_BYTES
+from moeserve.dispatch.peers.packets import PACKET, packets_of
+from moeserve.dispatch.peers.sequence import BUFFERS
 from moeserve.dispatch.peers.wires import RowRecord
 from moeserve.dispatch.permute import row_capacity
 from moeserve.experts.batch import Grouping
 
 ALIGN = 256
 WORD = 16
-"""Bytes of a sealed word: 12 of content, and those four that make its exclusive-or the epoch."""
+"""Bytes of a checked word: 12 of content, and those four that make its exclusive-or the sequence number."""
 
 CHOICES = 6
-"""Slots in a sealed word, 16 bits each."""
+"""Slots in a checked word, 16 bits each."""
 
 WEIGHTS = 3
-"""In a sealed word: float32."""
+"""In a checked word: float32."""
 
 NOWHERE = 0xFFFF
 """A choice of no slot, in 16 bits."""
@@ -45,15 +46,16 @@ NOWHERE = 0xFFFF
 
 @dataclass(frozen=True)
 class PeerLayout:
-    """Byte offsets of epoch parity 0; parity 1 stands `parity_bytes` further.
+    """Byte offsets of sequence number parity 0; parity 1 stands `parity_bytes` further.
 
-    greetings [ranks] uint32, the epoch that a rank has begun
-    choices [ranks, choice_words(lane_rows)] sealed words, to every rank: a lane's slots, row by row
-    weights [ranks, lane_rows, weight_words] sealed words, to every rank
-    records [ranks, lane_rows, record_sheets] sheets
-    partials [ranks, lane_rows, partial_sheets] sheets of H columns of the hidden dtype
+    begun [ranks] uint32, the sequence number that a rank has begun
+    choices [ranks, choice_words(lane_rows)] checked words, to every rank: a lane's slots, row by row
+    weights [ranks, lane_rows, weight_words] checked words, to every rank
+    records [ranks, lane_rows, record_packets] packets
+    partials [ranks, lane_rows, partial_packets] packets of H columns of the hidden dtype
 
-    Where sheets stand is never anything but sheets, so that no number is taken for another epoch's tag.
+    Where packets stand is never anything but packets, so that no number is taken for another sequence
+    number's tag.
     """
 
     spec: DispatchSpec
@@ -80,16 +82,16 @@ class PeerLayout:
             4 * self.spec.ranks,
             self.spec.ranks * self.choice_words(self.spec.lane_rows) * WORD,
             rows * self.weight_words * WORD,
-            rows * self.record_sheets * SHEET,
-            rows * self.partial_sheets * SHEET,
+            rows * self.record_packets * PACKET,
+            rows * self.partial_packets * PACKET,
         )
-        ends = [-(-FAREWELL_BYTES // ALIGN) * ALIGN]
+        ends = [-(-GIVEN_UP_BYTES // ALIGN) * ALIGN]
         for size in sizes:
             ends.append(ends[-1] + -(-size // ALIGN) * ALIGN)
         return tuple(ends)
 
     @property
-    def greetings(self) -> int:
+    def begun(self) -> int:
         """Offset."""
         return self._ends[0]
 
@@ -104,14 +106,14 @@ class PeerLayout:
         return self._ends[2]
 
     @property
-    def record_sheets(self) -> int:
+    def record_packets(self) -> int:
         """Of a row on its way out."""
-        return sheets_of(self.record.nbytes)
+        return packets_of(self.record.nbytes)
 
     @property
-    def partial_sheets(self) -> int:
+    def partial_packets(self) -> int:
         """Of a partial sum."""
-        return sheets_of(self.spec.hidden * self.spec.dtype.itemsize)
+        return packets_of(self.spec.hidden * self.spec.dtype.itemsize)
 
     @property
     def records(self) -> int:

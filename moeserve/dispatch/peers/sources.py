@@ -1,4 +1,4 @@
-"""The kernels' source text: one carrier's files behind the one that all share."""
+"""The kernels' source text: one dispatcher's files behind the one that all share."""
 
 from __future__ import annotations
 

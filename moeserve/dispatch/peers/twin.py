@@ -1,8 +1,9 @@
-"""Both phases of a carrier over peer memory on the CPU, over shared memory: the kernels' protocol and layout.
+"""Both phases of a dispatcher over peer memory on the CPU, over shared memory: the kernels' protocol and
+layout.
 
 Stores of one process are seen by another in the order they were made (x86; elsewhere each tensor operation
-ends with a barrier of the interpreter's lock), so an epoch stored after what it speaks for is enough. So are
-tags stored after their lines.
+ends with a barrier of the interpreter's lock), so a sequence number stored after what it speaks for is
+enough. So are tags stored after their lines.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moeserve.dispatch.checks import local_slots
 from moeserve.dispatch.dispatcher import DispatchSpec
-from moeserve.dispatch.lane import local_slots
-from moeserve.dispatch.peers.epochs import NEVER, next_epoch, parity
 from moeserve.dispatch.peers.kernels import Arrived
-from moeserve.dispatch.peers.late import FAREWELL_BYTES, Attendance
 from moeserve.dispatch.peers.layout import CHOICES, NOWHERE, WORD, PeerLayout
+from moeserve.dispatch.peers.liveness import GIVEN_UP_BYTES, PeerLiveness
 from moeserve.dispatch.peers.memory import PeerMemory
-from moeserve.dispatch.peers.sheets import LANES, from_sheets, tags, to_sheets
+from moeserve.dispatch.peers.packets import LANES, from_packets, tags, to_packets
+from moeserve.dispatch.peers.sequence import NEVER, next_sequence, parity
 from moeserve.dispatch.permute import Homes, take_rows, weigh_rows
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.batch import Grouping
@@ -36,15 +37,15 @@ BITS_32 = 2**32
 class PeerTwin:
     """Both phases over `memory`."""
 
-    def __init__(self, layout: PeerLayout, memory: PeerMemory, attendance: Attendance) -> None:
-        self._layout, self._memory, self._attendance = layout, memory, attendance
-        self._spec, self.epoch = layout.spec, NEVER
+    def __init__(self, layout: PeerLayout, memory: PeerMemory, liveness: PeerLiveness) -> None:
+        self._layout, self._memory, self._liveness = layout, memory, liveness
+        self._spec, self.sequence = layout.spec, NEVER
         self.sent = torch.zeros(2, dtype=torch.int64)
         """Copies that dispatches have sent to other ranks, and sums that combines did."""
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Arrived:
         """Sends this lane's rows and groups what arrives."""
-        self.epoch = next_epoch(self.epoch)
+        self.sequence = next_sequence(self.sequence)
         self._send(self._layout.record.pack(hidden), routing)
         deadline = time.monotonic() + self._spec.patience
         slots = self._choices(routing.lane_rows, deadline)
@@ -54,8 +55,8 @@ class PeerTwin:
         weights = self._weights(routing.lane_rows, deadline)
         records = self._records(places >= 0, routing.lane_rows, deadline)
         tokens = self._grouped(records, places)
-        epoch = torch.tensor([_word(self.epoch)], dtype=torch.int32)
-        return Arrived(tokens, counts.int(), offsets.int(), places.int(), weights, epoch)
+        sequence = torch.tensor([_word(self.sequence)], dtype=torch.int32)
+        return Arrived(tokens, counts.int(), offsets.int(), places.int(), weights, sequence)
 
     def combine(self, outputs: Tensor, arrived: Arrived, routing: Routing) -> Tensor:
         """Sends weighted partial sums of `outputs [rows, H]` home, and adds up this lane's: `[T, H]`."""
@@ -69,7 +70,7 @@ class PeerTwin:
             outputs.shape[0],
         )
         partials = weigh_rows(outputs, homes).to(spec.dtype)
-        epoch = int(arrived.epoch) % BITS_32
+        sequence = int(arrived.sequence) % BITS_32
         for to, (mine, wanted) in enumerate(
             zip(
                 partials.split_with_sizes(lane_rows),
@@ -79,36 +80,36 @@ class PeerTwin:
         ):
             if to != spec.rank and self._live(to):
                 rows = wanted.nonzero()[:, 0]
-                _tell(self._partials(to, epoch)[spec.rank], rows, mine[rows].view(torch.uint8), epoch)
+                _tell(self._partials(to, sequence)[spec.rank], rows, mine[rows].view(torch.uint8), sequence)
                 self.sent[1] += rows.shape[0]
         reached = destinations(spec, routing.slots)
-        return self._add_up(epoch, reached, partials.split_with_sizes(lane_rows)[spec.rank])
+        return self._add_up(sequence, reached, partials.split_with_sizes(lane_rows)[spec.rank])
 
     def _send(self, records: Tensor, routing: Routing) -> None:
         spec, own = self._spec, records.shape[0]
-        choices, weights = self._packed(routing.slots), sealed(_bits(routing.weights), self.epoch)
+        choices, weights = self._packed(routing.slots), checked(_bits(routing.weights), self.sequence)
         reached = destinations(spec, routing.slots)
         for to in filter(self._live, range(spec.ranks)):
-            self._greetings(to)[spec.rank] = _word(self.epoch)
+            self._begun(to)[spec.rank] = _word(self.sequence)
             self._choice_words(to)[spec.rank, : choices.shape[0]] = choices
             self._weight_words(to)[spec.rank, :own] = weights
             rows = reached[:, to].nonzero()[:, 0]
-            _tell(self._rows(to)[spec.rank], rows, records[rows], self.epoch)
+            _tell(self._rows(to)[spec.rank], rows, records[rows], self.sequence)
             self.sent[0] += rows.shape[0] if to != spec.rank else 0
 
     def _packed(self, slots: Tensor) -> Tensor:
-        """Choices `[T, K]` in sealed words: `[choice_words, 4]` int32."""
+        """Choices `[T, K]` in checked words: `[choice_words, 4]` int32."""
         told = F.pad(slots.flatten(), (0, -slots.numel() % CHOICES), value=EMPTY) & NOWHERE
-        return sealed((told[::2] | told[1::2] << 16)[None], self.epoch)[0]
+        return checked((told[::2] | told[1::2] << 16)[None], self.sequence)[0]
 
     def _choices(self, lane_rows: tuple[int, ...], deadline: float) -> Tensor:
         """Slots here of all lanes' choices, `[N, K]` int64: -1 for none, and of a lane that does not come."""
         spec, found = self._spec, []
         for source, rows in enumerate(lane_rows):
             words = self._choice_words(spec.rank)[source, : self._layout.choice_words(rows)]
-            greeting = self._greetings(spec.rank)[source]
-            greeted = partial(torch.equal, greeting, torch.tensor(_word(self.epoch), dtype=torch.int32))
-            told = partial(_all_sealed, words, self.epoch)
+            greeting = self._begun(spec.rank)[source]
+            greeted = partial(torch.equal, greeting, torch.tensor(_word(self.sequence), dtype=torch.int32))
+            told = partial(_all_checked, words, self.sequence)
             came = self._await(source, greeted, deadline) and self._await(source, told, deadline)
             pairs = words[:, :3].flatten()
             slots = torch.stack((pairs & NOWHERE, pairs >> 16 & NOWHERE), dim=1).flatten()[
@@ -123,7 +124,7 @@ class PeerTwin:
         found = []
         for source, rows in enumerate(lane_rows):
             lane = self._weight_words(self._spec.rank)[source, :rows]
-            self._await(source, partial(_all_sealed, lane, self.epoch), deadline)
+            self._await(source, partial(_all_checked, lane, self.sequence), deadline)
             found.append(lane[..., :3].flatten(1)[:, : self._spec.top_k])
         return torch.cat(found).contiguous().view(torch.float32)
 
@@ -132,9 +133,9 @@ class PeerTwin:
         spec, found, nbytes = self._spec, [], self._layout.record.nbytes
         for source, chosen in enumerate(here.split_with_sizes(lane_rows)):
             rows = chosen.any(dim=1).nonzero()[:, 0]
-            sheets = self._rows(spec.rank)[source]
-            self._await(source, partial(_all_told, sheets, rows, self.epoch), deadline)
-            found.append(from_sheets(sheets[: chosen.shape[0]], nbytes))
+            packets = self._rows(spec.rank)[source]
+            self._await(source, partial(_all_told, packets, rows, self.sequence), deadline)
+            found.append(from_packets(packets[: chosen.shape[0]], nbytes))
         return torch.cat(found)
 
     def _offsets(self, counts: Tensor) -> Tensor:
@@ -156,7 +157,7 @@ class PeerTwin:
             rows[target] = take_rows(arrived, source).view(torch.uint8)
         return tokens
 
-    def _add_up(self, epoch: int, reached: Tensor, own: Tensor) -> Tensor:
+    def _add_up(self, sequence: int, reached: Tensor, own: Tensor) -> Tensor:
         """Partial sums of this lane's rows, in float32 and in rank order; `own` are this rank's."""
         spec, deadline = self._spec, time.monotonic() + self._spec.patience
         total = torch.zeros((reached.shape[0], spec.hidden))
@@ -165,9 +166,9 @@ class PeerTwin:
             if source == spec.rank:
                 total[rows] += own[rows].float()
                 continue
-            sheets = self._partials(spec.rank, epoch)[source]
-            if self._await(source, partial(_all_told, sheets, rows, epoch), deadline):
-                partials = from_sheets(sheets[rows], spec.hidden * spec.dtype.itemsize)
+            packets = self._partials(spec.rank, sequence)[source]
+            if self._await(source, partial(_all_told, packets, rows, sequence), deadline):
+                partials = from_packets(packets[rows], spec.hidden * spec.dtype.itemsize)
                 total[rows] += partials.contiguous().view(spec.dtype).float()
         return total.to(spec.dtype)
 
@@ -183,40 +184,40 @@ class PeerTwin:
         return False
 
     def _give_up(self, source: int) -> None:
-        self._attendance.live[source] = 0
-        self._attendance.board[source] = _word(self.epoch)
-        self._farewells(source)[self._spec.rank] = _word(self.epoch)
+        self._liveness.live[source] = 0
+        self._liveness.host_flags[source] = _word(self.sequence)
+        self._farewells(source)[self._spec.rank] = _word(self.sequence)
 
     def _live(self, rank: int) -> bool:
-        return bool(self._attendance.live[rank])
+        return bool(self._liveness.live[rank])
 
     def _farewells(self, rank: int) -> Tensor:
-        return self._memory.views[rank][:FAREWELL_BYTES].view(torch.int32)
+        return self._memory.views[rank][:GIVEN_UP_BYTES].view(torch.int32)
 
-    def _greetings(self, rank: int) -> Tensor:
-        return self._section(rank, self.epoch, self._layout.greetings, (self._spec.ranks,), torch.int32)
+    def _begun(self, rank: int) -> Tensor:
+        return self._section(rank, self.sequence, self._layout.begun, (self._spec.ranks,), torch.int32)
 
     def _choice_words(self, rank: int) -> Tensor:
         shape = (self._spec.ranks, self._layout.choice_words(self._spec.lane_rows), WORD // 4)
-        return self._section(rank, self.epoch, self._layout.choices, shape, torch.int32)
+        return self._section(rank, self.sequence, self._layout.choices, shape, torch.int32)
 
     def _weight_words(self, rank: int) -> Tensor:
         shape = (self._spec.ranks, self._spec.lane_rows, self._layout.weight_words, WORD // 4)
-        return self._section(rank, self.epoch, self._layout.weights, shape, torch.int32)
+        return self._section(rank, self.sequence, self._layout.weights, shape, torch.int32)
 
     def _rows(self, rank: int) -> Tensor:
-        shape = (self._spec.ranks, self._spec.lane_rows, self._layout.record_sheets, LANES, 4)
-        return self._section(rank, self.epoch, self._layout.records, shape, torch.int32)
+        shape = (self._spec.ranks, self._spec.lane_rows, self._layout.record_packets, LANES, 4)
+        return self._section(rank, self.sequence, self._layout.records, shape, torch.int32)
 
-    def _partials(self, rank: int, epoch: int) -> Tensor:
-        shape = (self._spec.ranks, self._spec.lane_rows, self._layout.partial_sheets, LANES, 4)
-        return self._section(rank, epoch, self._layout.partials, shape, torch.int32)
+    def _partials(self, rank: int, sequence: int) -> Tensor:
+        shape = (self._spec.ranks, self._spec.lane_rows, self._layout.partial_packets, LANES, 4)
+        return self._section(rank, sequence, self._layout.partials, shape, torch.int32)
 
     def _section(
-        self, rank: int, epoch: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+        self, rank: int, sequence: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
         """A view of rank `rank`'s memory."""
-        start = offset + parity(epoch) * self._layout.parity_bytes
+        start = offset + parity(sequence) * self._layout.parity_bytes
         size = torch.Size(shape).numel() * dtype.itemsize
         return self._memory.views[rank][start : start + size].view(dtype).view(shape)
 
@@ -225,37 +226,37 @@ def _bits(weights: Tensor) -> Tensor:
     return weights.contiguous().view(torch.int32)
 
 
-def sealed(content: Tensor, epoch: int) -> Tensor:
-    """Rows of `content [N, W]` int32 in words of an epoch: `[N, ceil(W / 3), 4]`."""
+def checked(content: Tensor, sequence: int) -> Tensor:
+    """Rows of `content [N, W]` int32 in words of an sequence: `[N, ceil(W / 3), 4]`."""
     rows, width = content.shape
     words = F.pad(content, (0, -width % 3)).view(rows, -(-width // 3), 3)
-    seal = words[..., 0] ^ words[..., 1] ^ words[..., 2] ^ _word(epoch)
-    return torch.cat((words, seal[..., None]), dim=-1)
+    check = words[..., 0] ^ words[..., 1] ^ words[..., 2] ^ _word(sequence)
+    return torch.cat((words, check[..., None]), dim=-1)
 
 
 def seals(words: Tensor) -> Tensor:
-    """The epochs of sealed words `[..., 4]`, as int32."""
-    x, y, z, seal = words.unbind(-1)
-    return x ^ y ^ z ^ seal
+    """The sequence numbers of checked words `[..., 4]`, as int32."""
+    x, y, z, check = words.unbind(-1)
+    return x ^ y ^ z ^ check
 
 
-def _tell(there: Tensor, at: Tensor, rows: Tensor, epoch: int) -> None:
-    """Stores `rows [n, bytes]` uint8 as sheets into rows `at` of `there`, and then their tags."""
-    there[at] = to_sheets(rows)
-    there[at, :, 7::8, 3] = _word(epoch)
+def _tell(there: Tensor, at: Tensor, rows: Tensor, sequence: int) -> None:
+    """Stores `rows [n, bytes]` uint8 as packets into rows `at` of `there`, and then their tags."""
+    there[at] = to_packets(rows)
+    there[at, :, 7::8, 3] = _word(sequence)
 
 
-def _all_sealed(words: Tensor, epoch: int) -> bool:
-    return bool((seals(words) == _word(epoch)).all())
+def _all_checked(words: Tensor, sequence: int) -> bool:
+    return bool((seals(words) == _word(sequence)).all())
 
 
-def _all_told(sheets: Tensor, rows: Tensor, epoch: int) -> bool:
-    return bool((tags(sheets)[rows] == _word(epoch)).all())
+def _all_told(packets: Tensor, rows: Tensor, sequence: int) -> bool:
+    return bool((tags(packets)[rows] == _word(sequence)).all())
 
 
-def _word(epoch: int) -> int:
-    """An epoch as the int32 of the same bits."""
-    return epoch - BITS_32 if epoch >= BITS_32 // 2 else epoch
+def _word(sequence: int) -> int:
+    """A sequence number as the int32 of the same bits."""
+    return sequence - BITS_32 if sequence >= BITS_32 // 2 else sequence
 
 
 def positions(slots: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ Then come the libraries, each where the field's systems try it; what a GPU has n
 that a library does not take, our portable kernel computes. `docs/backends.md` has the times.
 """
 
-from moeserve.experts.kernel import KernelRow
+from moeserve.experts.kernel import KernelEntry
 from moeserve.experts.kernels import (
     aiter,
     cuda_bf16,
@@ -28,25 +28,25 @@ from moeserve.experts.kernels import (
     triton_kernels,
 )
 
-KERNELS: dict[str, KernelRow] = {
+KERNELS: dict[str, KernelEntry] = {
     row.name: row
     for row in (
-        cuda_fp4.ROW,
-        triton_fp4.ROW,
-        cuda_fp8.ROW,
-        cuda_w4a8.ROW,
-        cuda_bf16.ROW,
-        triton_fp8.ROW,
-        triton_bf16.ROW,
-        aiter.ROW,
-        flashinfer_trtllm.ROW,
-        torch_grouped_mm.ROW,
-        triton_kernels.ROW,
-        flashinfer_cutlass.ROW,
-        flashinfer_cutedsl.ROW,
-        deep_gemm.ROW,
-        torch_scaled_grouped_mm.ROW,
-        triton_dequant.ROW,
-        torch_reference.ROW,
+        cuda_fp4.ENTRY,
+        triton_fp4.ENTRY,
+        cuda_fp8.ENTRY,
+        cuda_w4a8.ENTRY,
+        cuda_bf16.ENTRY,
+        triton_fp8.ENTRY,
+        triton_bf16.ENTRY,
+        aiter.ENTRY,
+        flashinfer_trtllm.ENTRY,
+        torch_grouped_mm.ENTRY,
+        triton_kernels.ENTRY,
+        flashinfer_cutlass.ENTRY,
+        flashinfer_cutedsl.ENTRY,
+        deep_gemm.ENTRY,
+        torch_scaled_grouped_mm.ENTRY,
+        triton_dequant.ENTRY,
+        torch_reference.ENTRY,
     )
 }

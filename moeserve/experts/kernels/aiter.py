@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
+from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
 from moeserve.experts.kernels.library import LibraryStep
 from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats.floats import BF16
@@ -145,7 +145,7 @@ def _as_fnuz(form: Format, codes: Tensor) -> Tensor:
 
 GFX942 = frozenset(QUANT) - {FP4}
 
-ROW = KernelRow(
+ENTRY = KernelEntry(
     name="aiter",
     build=Aiter,
     schemes=frozenset(QUANT),

@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moeserve.device.nvrtc import NEEDED_MODULE
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
+from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
 from moeserve.experts.kernels.hopper import few_form, flat, fused, in_panels
 from moeserve.experts.kernels.torch_reference import COMPUTED
 from moeserve.experts.kernels.triton_bf16 import TritonBf16
-from moeserve.experts.nvrtc import NEEDED_MODULE
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_GROUP
@@ -49,8 +49,8 @@ class CudaBf16:
         return (self._some(prepared, batch, x) if few is None else few).view(shape)
 
     def _few(self, prepared: Prepared, batch: ExpertBatch, x: Tensor) -> Tensor | None:
-        from moeserve.experts.kernels.device import few
-        from moeserve.experts.kernels.device.grouped import Weights
+        from moeserve.experts.kernels.cuda import few
+        from moeserve.experts.kernels.triton.grouped import Weights
 
         spec, slot = self._spec, prepared.per_slot
         form = few_form("bf16", spec, batch, batch.tokens)
@@ -63,7 +63,7 @@ class CudaBf16:
         return few.step(form, (x, None), batch, sides, spec.shape)
 
     def _some(self, prepared: Prepared, batch: ExpertBatch, x: Tensor) -> Tensor:
-        from moeserve.experts.kernels.device.prefill_wide import NARROW, WIDE, Step, Weights
+        from moeserve.experts.kernels.cuda.prefill_wide import NARROW, WIDE, Step, Weights
 
         spec, slot = self._spec, prepared.per_slot
         step = Step(batch, x.shape[0], WIDE if batch.rows_a_slot >= MANY_ROWS else NARROW)
@@ -74,7 +74,7 @@ class CudaBf16:
         return step.down(inner, down, spec.shape.hidden, spec.out_dtype)
 
 
-ROW = KernelRow(
+ENTRY = KernelEntry(
     name="cuda_bf16",
     build=CudaBf16,
     schemes=frozenset({Scheme(BF16, BF16)}),

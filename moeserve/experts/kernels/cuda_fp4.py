@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from moeserve.device.nvrtc import NEEDED_MODULE
 from moeserve.experts.batch import ExpertBatch, Grouping
-from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
+from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
 from moeserve.experts.kernels.hopper import BySize, few_form, flat
 from moeserve.experts.kernels.torch_reference import COMPUTED
 from moeserve.experts.kernels.triton_fp4 import TritonFp4
-from moeserve.experts.nvrtc import NEEDED_MODULE
 from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_GROUP
@@ -25,7 +25,7 @@ from moeserve.quant.formats.mx import MXFP4
 from moeserve.quant.formats.nvfp4 import NVFP4
 
 if TYPE_CHECKING:
-    from moeserve.experts.kernels.device import decode_codes
+    from moeserve.experts.kernels.cuda import decode_codes
 
 MANY_ROWS = 128
 """Rows a slot from which on the kernel for many is the faster one on an H200."""
@@ -54,7 +54,7 @@ class CudaFp4(BySize):
         super().__init__(spec, TritonFp4(spec))
 
     def _is_for(self, batch: ExpertBatch) -> bool:
-        from moeserve.experts.kernels.device.steps import FUSED_ACTIVATIONS
+        from moeserve.experts.kernels.cuda.steps import FUSED_ACTIVATIONS
 
         shape = self._spec.shape
         fits = shape.activation.name in FUSED_ACTIVATIONS and shape.inner % INNER_MULTIPLE == 0
@@ -63,7 +63,7 @@ class CudaFp4(BySize):
 
     def _some(self, batch: ExpertBatch) -> decode_codes.Form | None:
         """How the kernel for some rows a slot computes `batch`; None where another one is faster."""
-        from moeserve.experts.kernels.device import decode_codes
+        from moeserve.experts.kernels.cuda import decode_codes
 
         spec = self._spec
         if spec.scheme == ROUNDED or batch.rows_a_slot > SOME_ROWS:
@@ -74,7 +74,7 @@ class CudaFp4(BySize):
         return decode_codes.form_for(spec, batch)
 
     def _apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
-        from moeserve.experts.kernels.device import decode_codes, prefill_codes, rounded
+        from moeserve.experts.kernels.cuda import decode_codes, prefill_codes, rounded
 
         spec, slot, tokens = self._spec, prepared.per_slot, flat(batch.tokens)
         if (form := self._some(batch)) is not None:
@@ -93,12 +93,12 @@ class CudaFp4(BySize):
 
 
 def _bf16(tokens: Packed) -> Tensor:
-    from moeserve.experts.kernels.device import rounded
+    from moeserve.experts.kernels.cuda import rounded
 
     return tokens.parts[0] if tokens.format == BF16 else rounded.widen(*tokens.parts)
 
 
-ROW = KernelRow(
+ENTRY = KernelEntry(
     name="cuda_fp4",
     build=CudaFp4,
     schemes=frozenset({Scheme(NVFP4, BF16), Scheme(MXFP4, BF16), ROUNDED}),

@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moeserve.device.nvrtc import NEEDED_MODULE
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
+from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
 from moeserve.experts.kernels.hopper import few_form, flat, fused, in_panels, step_for
 from moeserve.experts.kernels.torch_reference import COMPUTED
 from moeserve.experts.kernels.triton_fp8 import TritonFp8
-from moeserve.experts.nvrtc import NEEDED_MODULE
 from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
@@ -48,8 +48,8 @@ class CudaFp8:
         return (self._many(prepared, batch, tokens) if few is None else few).view(shape)
 
     def _few(self, prepared: Prepared, batch: ExpertBatch, tokens: Packed) -> Tensor | None:
-        from moeserve.experts.kernels.device import few
-        from moeserve.experts.kernels.device.grouped import Weights
+        from moeserve.experts.kernels.cuda import few
+        from moeserve.experts.kernels.triton.grouped import Weights
 
         spec, slot = self._spec, prepared.per_slot
         form = few_form("fp8", spec, batch, tokens)
@@ -63,7 +63,7 @@ class CudaFp8:
         return few.step(form, (tokens.parts[0], scales), batch, sides, spec.shape)
 
     def _many(self, prepared: Prepared, batch: ExpertBatch, tokens: Packed) -> Tensor:
-        from moeserve.experts.kernels.device.prefill import Step, Weights
+        from moeserve.experts.kernels.cuda.prefill import Step, Weights
 
         spec, slot = self._spec, prepared.per_slot
         step = Step(batch, tokens.shape[0])
@@ -81,7 +81,7 @@ class CudaFp8:
         return step.down(inner, down, spec.shape.hidden, spec.out_dtype)
 
 
-ROW = KernelRow(
+ENTRY = KernelEntry(
     name="cuda_fp8",
     build=CudaFp8,
     schemes=frozenset({Scheme(FP8_BLOCK, FP8_GROUP)}),

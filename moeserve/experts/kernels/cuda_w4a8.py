@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moeserve.device.nvrtc import NEEDED_MODULE
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
-from moeserve.experts.kernels.device import codes as device_codes
+from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
+from moeserve.experts.kernels import codes as device_codes
 from moeserve.experts.kernels.hopper import flat
-from moeserve.experts.nvrtc import NEEDED_MODULE
 from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_GROUP
@@ -48,7 +48,7 @@ class CudaW4A8:
 
     def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
         """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
-        from moeserve.experts.kernels.device.prefill_codes import Step, plan_for, weights_of
+        from moeserve.experts.kernels.cuda.prefill_codes import Step, plan_for, weights_of
 
         spec, slot, tokens = self._spec, prepared.per_slot, flat(batch.tokens)
         if batch.slots == 0 or tokens.shape[0] == 0:
@@ -125,7 +125,7 @@ def _bytes(eight: Tensor) -> Tensor:
     return low | high << 4
 
 
-ROW = KernelRow(
+ENTRY = KernelEntry(
     name="cuda_w4a8",
     build=CudaW4A8,
     schemes=frozenset({Scheme(MXFP4, FP8_GROUP), Scheme(NVFP4_E4M3, FP8_GROUP)}),

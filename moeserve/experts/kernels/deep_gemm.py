@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
+from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
 from moeserve.experts.kernels.library import LibraryStep, biases
 from moeserve.experts.kernels.torch_reference import COMPUTED
 from moeserve.quant.format import Scheme
@@ -153,7 +153,7 @@ EXPONENTS = Scheme(FP8_BLOCK_UE8M0, FP8_GROUP_UE8M0)
 HOPPER = frozenset({Scheme(FP8_BLOCK, FP8_GROUP), EXPONENTS, BF16_SCHEME})
 BLACKWELL = frozenset({EXPONENTS, Scheme(MXFP4, MXFP8), Scheme(MXFP8, MXFP8), BF16_SCHEME})
 
-ROW = KernelRow(
+ENTRY = KernelEntry(
     name="deep_gemm",
     build=DeepGemm,
     schemes=HOPPER | BLACKWELL,

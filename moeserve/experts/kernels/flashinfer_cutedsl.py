@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
+from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
 from moeserve.experts.kernels.flashinfer_shared import SwiGLU, static_scales
 from moeserve.experts.kernels.library import LibraryStep, laid_out
 from moeserve.quant.format import Scheme
@@ -148,7 +148,7 @@ def _inner_quant(weights: Mapping[str, Tensor], batch: ExpertBatch) -> Tensor:
     return torch.where(((quant == found) | ~used).all(), found, torch.nan)
 
 
-ROW = KernelRow(
+ENTRY = KernelEntry(
     name="flashinfer_cutedsl",
     build=FlashInferCuteDsl,
     schemes=frozenset(MODES),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
+from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
 from moeserve.experts.kernels.flashinfer_shared import SwiGLU, static_scales, up_first
 from moeserve.experts.kernels.library import LibraryStep, laid_out, padded, rounded_up
 from moeserve.quant.format import Scheme
@@ -168,7 +168,7 @@ HOPPER = frozenset({PLAIN, FP8, BLOCKS, W4A16})
 BLACKWELL = frozenset({PLAIN, FP8, W4A8, FP4})
 GATED = frozenset(ACTIVATIONS) - {"relu2_no_mul"}
 
-ROW = KernelRow(
+ENTRY = KernelEntry(
     name="flashinfer_cutlass",
     build=FlashInferCutlass,
     schemes=HOPPER | BLACKWELL,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
+from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
 from moeserve.experts.kernels.flashinfer_shared import SwiGLU, static_scales
 from moeserve.experts.kernels.library import LibraryStep, laid_out, padded, rounded_up
 from moeserve.quant.format import Format, Scheme
@@ -237,7 +237,7 @@ SCHEMES = frozenset({PLAIN, FP8, BLOCKS, MX8, W4A16, W4A8, FP4})
 GATED = frozenset({"silu", "swigluoai", "swigluoai_uninterleave"})
 STATIC = {"silu", "relu2_no_mul"}
 
-ROW = KernelRow(
+ENTRY = KernelEntry(
     name="flashinfer_trtllm",
     build=FlashInferTrtllm,
     schemes=SCHEMES,

@@ -16,8 +16,8 @@ from moeserve.quant.format import Packed
 from moeserve.quant.formats.floats import BF16
 
 if TYPE_CHECKING:
-    from moeserve.experts.kernels.device.few import Form
-    from moeserve.experts.kernels.device.grouped import Step
+    from moeserve.experts.kernels.cuda.few import Form
+    from moeserve.experts.kernels.triton.grouped import Step
 
 
 def flat(tokens: Packed) -> Packed:
@@ -29,7 +29,7 @@ def flat(tokens: Packed) -> Packed:
 
 def step_for(kind: str, batch: ExpertBatch, tokens: Packed) -> Step:
     """The step of `batch` on weights of `kind`, with the tile measured for this device and so many rows."""
-    from moeserve.experts.kernels.device.grouped import Step
+    from moeserve.experts.kernels.triton.grouped import Step
 
     device = torch.cuda.get_device_name(tokens.device)
     return Step(batch, tokens.shape[0], tile_for(device, kind, batch.rows_a_slot))
@@ -37,7 +37,7 @@ def step_for(kind: str, batch: ExpertBatch, tokens: Packed) -> Step:
 
 def few_form(kind: str, spec: KernelSpec, batch: ExpertBatch, tokens: Packed) -> Form | None:
     """How `few.cu` computes `batch` on weights of `kind`; None where it does not, or is slower."""
-    from moeserve.experts.kernels.device import few
+    from moeserve.experts.kernels.cuda import few
 
     shape, slots = spec.shape, batch.slots
     device = torch.cuda.get_device_name(tokens.device)
@@ -56,14 +56,14 @@ def few_form(kind: str, spec: KernelSpec, batch: ExpertBatch, tokens: Packed) ->
 
 def fused(spec: KernelSpec) -> bool:
     """Whether a first GEMM of our CUDA kernels computes the activation of `spec`."""
-    from moeserve.experts.kernels.device.steps import FUSED_ACTIVATIONS
+    from moeserve.experts.kernels.cuda.steps import FUSED_ACTIVATIONS
 
     return spec.shape.activation.name in FUSED_ACTIVATIONS
 
 
 def in_panels(tensors: Mapping[str, Tensor]) -> Prepared:
     """Experts' canonical `tensors` with all codes in panels."""
-    from moeserve.experts.kernels.device.panels import panels
+    from moeserve.experts.kernels.cuda.panels import panels
 
     sides = {"gate_up.codes": 2, "down.codes": 1}
     return Prepared({n: panels(t, sides[n]) if n in sides else t.contiguous() for n, t in tensors.items()})

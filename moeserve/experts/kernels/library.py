@@ -27,7 +27,7 @@ from moeserve.quant.layouts import layout_named
 from moeserve.quant.layouts.padding import RULES, Padded
 
 if TYPE_CHECKING:
-    from moeserve.experts.kernels.device.dequant_step import Step
+    from moeserve.experts.kernels.triton.dequant_step import Step
 
 ON_DEVICE = frozenset({FP8_TOKEN, FP8_STATIC, FP8_GROUP, FP8_GROUP_UE8M0})
 """Formats whose codes and float32 scales our device code writes."""
@@ -111,7 +111,7 @@ class LibraryStep:
     def _step(self) -> Step | None:
         if self.tokens.device.type != "cuda" or not _has_triton():
             return None
-        from moeserve.experts.kernels.device.dequant_step import Step, cut_for
+        from moeserve.experts.kernels.triton.dequant_step import Step, cut_for
 
         return Step(self.batch, self.capacity, cut_for(self.batch.rows_a_slot))
 

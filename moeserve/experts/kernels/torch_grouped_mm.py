@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
+from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
 from moeserve.experts.kernels.torch_reference import COMPUTED, ROW_WISE
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import BF16, FLOATS
@@ -75,7 +75,7 @@ def _slot_of_rows(batch: ExpertBatch) -> Tensor:
 PLAIN = frozenset(Scheme(form, form) for form in FLOATS.values())
 GPUS = frozenset({"sm90", "sm100", "sm103"})
 
-ROW = KernelRow(
+ENTRY = KernelEntry(
     name="torch_grouped_mm",
     build=TorchGroupedMM,
     schemes=PLAIN,

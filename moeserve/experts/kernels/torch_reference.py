@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moeserve.experts.activation import ACTIVATIONS
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
+from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
 from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats import FORMATS, WIRES
 from moeserve.quant.formats.floats import FLOATS
@@ -99,7 +99,7 @@ def _rounded(values: Tensor, form: Format, scale: Tensor | None) -> Tensor:
     return form.quantize(values).dequantize()
 
 
-ROW = KernelRow(
+ENTRY = KernelEntry(
     name="torch_reference",
     build=TorchReference,
     schemes=frozenset(SCHEMES.values())

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
+from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
 from moeserve.experts.kernels.library import LibraryStep, biases
 from moeserve.experts.kernels.torch_reference import COMPUTED
 from moeserve.quant.format import Packed, Scheme
@@ -81,7 +81,7 @@ def _by_rows(packed: Packed) -> dict[str, Tensor]:
     return {"codes": codes.contiguous(), "scale": scale.squeeze(-1).expand(codes.shape[:2]).contiguous()}
 
 
-ROW = KernelRow(
+ENTRY = KernelEntry(
     name="torch_scaled_grouped_mm",
     build=TorchScaledGroupedMM,
     schemes=frozenset(Scheme(w, a) for w in (FP8_CHANNEL, FP8_TENSOR) for a in (FP8_TOKEN, FP8_STATIC)),

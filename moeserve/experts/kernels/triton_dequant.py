@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.kernel import PLAIN, KernelRow, KernelSpec, Prepared
-from moeserve.experts.kernels.device import words as device_words
+from moeserve.experts.kernel import PLAIN, KernelEntry, KernelSpec, Prepared
 from moeserve.experts.kernels.hopper import flat
 from moeserve.experts.kernels.stored import ROUNDINGS, Rounding, Stored, product_dtype
 from moeserve.experts.kernels.torch_reference import COMPUTED, ROW_WISE
+from moeserve.experts.kernels.triton import words as device_words
 from moeserve.quant.act_order import in_order
 from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats import FORMATS
@@ -26,7 +26,7 @@ from moeserve.quant.formats.nvfp4 import NVFP4_E4M3
 from moeserve.quant.schemes import SCHEMES
 
 if TYPE_CHECKING:
-    from moeserve.experts.kernels.device.dequant_step import Rows, Side, Step
+    from moeserve.experts.kernels.triton.dequant_step import Rows, Side, Step
 
 
 class TritonDequant:
@@ -68,7 +68,7 @@ class TritonDequant:
 
     def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
         """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
-        from moeserve.experts.kernels.device.dequant_step import Rows, Step, cut_for
+        from moeserve.experts.kernels.triton.dequant_step import Rows, Step, cut_for
 
         shape, spec, slot = batch.tokens.shape, self._spec, prepared.per_slot
         tokens = flat(batch.tokens)
@@ -95,7 +95,7 @@ class TritonDequant:
         """Rows as the first GEMM reads them; those that travelled in the scheme's own format are not rounded
         again.
         """
-        from moeserve.experts.kernels.device.dequant_step import Rows
+        from moeserve.experts.kernels.triton.dequant_step import Rows
 
         rounding = self._rounding
         if rounding is None:
@@ -105,7 +105,7 @@ class TritonDequant:
         return step.round(_values(tokens), rounding, given, dtype)
 
     def _side(self, prepared: Prepared, side: str, *, words: bool) -> Side:
-        from moeserve.experts.kernels.device.dequant_step import Side
+        from moeserve.experts.kernels.triton.dequant_step import Side
 
         slot = prepared.per_slot
         parts = {name.removeprefix(f"{side}."): t for name, t in slot.items() if name.startswith(f"{side}.")}
@@ -119,7 +119,7 @@ def _values(tokens: Packed) -> Tensor:
 
 def _as_they_came(tokens: Packed, rounding: Rounding, dtype: torch.dtype) -> Rows:
     """Rows in the scheme's activation format: codes and scales, or values where block scales are in them."""
-    from moeserve.experts.kernels.device.dequant_step import Rows
+    from moeserve.experts.kernels.triton.dequant_step import Rows
 
     if rounding.x_span < 0:
         return Rows(_values(tokens).to(dtype))
@@ -144,7 +144,7 @@ def roomy(device: torch.device) -> bool:
 UNREAD = frozenset({FP32, NVFP4_E4M3})
 """Weights that it does not decode: the last are rounded for products in E4M3, and these are in bf16."""
 
-ROW = KernelRow(
+ENTRY = KernelEntry(
     name="triton_dequant",
     build=TritonDequant,
     schemes=frozenset(scheme for scheme in SCHEMES.values() if scheme.weights not in UNREAD)

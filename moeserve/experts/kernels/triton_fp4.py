@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moeserve.device.nvrtc import NEEDED_MODULE
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
-from moeserve.experts.kernels.device import codes as device_codes
+from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
+from moeserve.experts.kernels import codes as device_codes
 from moeserve.experts.kernels.hopper import few_form, flat, step_for
 from moeserve.experts.kernels.torch_reference import COMPUTED
-from moeserve.experts.nvrtc import NEEDED_MODULE
 from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_GROUP
@@ -41,8 +41,8 @@ class TritonFp4:
 
     def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
         """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
-        from moeserve.experts.kernels.device import few
-        from moeserve.experts.kernels.device.grouped import Rows, Weights
+        from moeserve.experts.kernels.cuda import few
+        from moeserve.experts.kernels.triton.grouped import Rows, Weights
 
         shape, spec = batch.tokens.shape, self._spec
         tokens = flat(batch.tokens)
@@ -88,7 +88,7 @@ def _pack(packed: Packed) -> dict[str, Tensor]:
     }
 
 
-ROW = KernelRow(
+ENTRY = KernelEntry(
     name="triton_fp4",
     build=TritonFp4,
     schemes=frozenset({Scheme(NVFP4, BF16), Scheme(MXFP4, BF16)}),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
+from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
 from moeserve.experts.kernels.hopper import flat, step_for
 from moeserve.experts.kernels.torch_reference import COMPUTED
 from moeserve.quant.format import Scheme
@@ -26,7 +26,7 @@ class TritonFp8:
 
     def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
         """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
-        from moeserve.experts.kernels.device.grouped import Rows, Weights, scale_storage
+        from moeserve.experts.kernels.triton.grouped import Rows, Weights, scale_storage
 
         shape, spec = batch.tokens.shape, self._spec
         tokens = flat(batch.tokens)
@@ -51,7 +51,7 @@ class TritonFp8:
         return step.gemm(inner, sides["down"], spec.out_dtype).view(shape)
 
 
-ROW = KernelRow(
+ENTRY = KernelEntry(
     name="triton_fp8",
     build=TritonFp8,
     schemes=frozenset({Scheme(FP8_BLOCK, FP8_GROUP)}),

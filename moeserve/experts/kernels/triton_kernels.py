@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelRow, KernelSpec, Prepared
+from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
 from moeserve.experts.kernels.library import LibraryStep, biases
 from moeserve.experts.kernels.torch_reference import COMPUTED
 from moeserve.quant.format import Packed, Scheme
@@ -141,7 +141,7 @@ def _gemm(x: Tensor, weights: Mapping[str, Tensor], side: str, size: tuple[int, 
     return outputs
 
 
-ROW = KernelRow(
+ENTRY = KernelEntry(
     name="triton_kernels",
     build=TritonKernels,
     schemes=frozenset({Scheme(MXFP4, BF16)}),

@@ -67,16 +67,16 @@ def _fp8(name: str, blocks: Blocks, rule: ScaleRule, dtype: torch.dtype = E4M3) 
     return Format(name, 8, parts, partial(_encode, blocks, rule, dtype), partial(_decode, blocks))
 
 
-TENSOR, ROW, GROUP, BLOCK = Blocks(WHOLE, WHOLE), Blocks(1, WHOLE), Blocks(1, 128), Blocks(128, 128)
+TENSOR, ENTRY, GROUP, BLOCK = Blocks(WHOLE, WHOLE), Blocks(1, WHOLE), Blocks(1, 128), Blocks(128, 128)
 
 _ROW_SCALE = partial(floored_scale, E4M3_MAX)
 _GROUP_SCALE = partial(floored_amax, GROUP_AMAX_FLOOR)
 _BLOCK_SCALE = partial(floored_amax, BLOCK_AMAX_FLOOR)
 
 FP8_TENSOR = _fp8("fp8_tensor", TENSOR, _ROW_SCALE)
-FP8_CHANNEL = _fp8("fp8_channel", ROW, _ROW_SCALE)
+FP8_CHANNEL = _fp8("fp8_channel", ENTRY, _ROW_SCALE)
 """Weights with a scale an output row."""
-FP8_TOKEN = _fp8("fp8_token", ROW, _ROW_SCALE)
+FP8_TOKEN = _fp8("fp8_token", ENTRY, _ROW_SCALE)
 """Activations with a scale a token: stored and rounded as `FP8_CHANNEL`, under the field's other name."""
 FP8_BLOCK = _fp8("fp8_block128", BLOCK, _BLOCK_SCALE)
 FP8_GROUP = _fp8("fp8_group128", GROUP, _GROUP_SCALE)

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: how experts are stored, read, written and re-quantized."""

@@ -1,0 +1,256 @@
+"""A model's checkpoint on disk, read expert by expert: `Checkpoint`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeserve.checkpoints.dialects import DIALECTS, dialect_for, family_of
+from moeserve.checkpoints.dialects.dialect import Quantization, Storage
+from moeserve.checkpoints.family import EXPERT_COUNT_KEYS, TOP_K_KEYS, Config, required
+from moeserve.checkpoints.layer import StoredLayer
+from moeserve.checkpoints.load_as import keeps, scheme_to_load_as
+from moeserve.checkpoints.names import LayerNames, correction_biases, expert_layers
+from moeserve.checkpoints.reading import copy_expert
+from moeserve.checkpoints.store import CheckpointError, TensorStore, read_json
+from moeserve.experts.batch import ExpertShape, ExpertWeights
+from moeserve.experts.routing.gate import Gate, gate_for
+from moeserve.quant.format import Scheme
+from moeserve.quant.formats.floats import FLOATS
+
+__all__ = ["Checkpoint", "CheckpointError"]
+
+QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Where producers put the quantization config when config.json has none."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Checkpoint:
+    """A Hugging Face checkpoint directory: its experts' shapes and routing, and their weights as slices are
+    asked for.
+
+    Opening reads config.json and the safetensors headers only, and compares the two. CheckpointError (a
+    ValueError) names what the directory, the config or a tensor lacks, or has otherwise than the model's
+    family and its quantization say. Weights are read through a memory map, and only those that are asked for.
+
+    `load_as` names the scheme that experts are quantized to while they are read, whatever they are stored as:
+    `fp8_per_block`, `mxfp4`, `nvfp4 x bf16`, ... ValueError: a scheme that weights cannot be brought to.
+    """
+
+    def __init__(self, path: str | Path, *, load_as: str | None = None) -> None:
+        self.path = Path(path)
+        self._load_as_name = load_as
+        whole = _config(self.path)
+        self.family, self.config = family_of(whole)
+        self.model_type = self.family.model_type
+        self.architecture = str((whole.get("architectures") or [self.model_type])[0])
+        self.quantization = _quantization(self.path, whole, self.config)
+        self.dialect = dialect_for(self.quantization)
+        self.dtype = _dtype(self.config, whole)  # of activations, and of weights that are not quantized
+        self._load_as = None if load_as is None else scheme_to_load_as(load_as, FLOATS[self.dtype])
+        self.num_experts = required(self.config, *EXPERT_COUNT_KEYS)
+        self.top_k = required(self.config, *TOP_K_KEYS)
+        self.hidden = required(self.config, "hidden_size")
+        self.inner = required(self.config, self.family.inner_key)
+        self.activation = self.family.activation(self.config)
+        self._store = TensorStore(self.path)
+        self._layers = self._stored_layers()
+        self._gates: dict[int, Gate] = {}
+
+    def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[Path]]:
+        """A checkpoint travels to another process as its path, and is opened again there."""
+        return partial(Checkpoint, load_as=self._load_as_name), (self.path,)
+
+    def sibling(self, path: str | Path) -> Checkpoint:
+        """The checkpoint in another folder, loaded as this one is. Raises CheckpointError."""
+        return Checkpoint(path, load_as=self._load_as_name)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of the decoder layers that have experts."""
+        return tuple(self._layers)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that this object has read so far."""
+        return self._store.bytes_read
+
+    def scheme(self, layer: int) -> Scheme:
+        """How the experts of `layer` are stored or loaded, and what their activations are rounded to."""
+        return self._stored(layer).scheme
+
+    def expert_nbytes(self, layer: int) -> int:
+        """Bytes that one whole expert of `layer` takes in the file, scales and biases included."""
+        return self._stored(layer).nbytes
+
+    def tensors(self, layer: int) -> tuple[str, ...]:
+        """Names of the expert tensors of `layer`, sorted."""
+        return tuple(sorted(self._stored(layer).names.tensors))
+
+    def tensor_nbytes(self, name: str) -> int:
+        """Bytes that the tensor called `name` takes in the file."""
+        return self._store.entries[name].nbytes
+
+    def shape(self, layer: int, slices: int = 1) -> ExpertShape:
+        """One expert of `layer`, or one of `slices` equal slices of it along I.
+
+        ValueError: I is no multiple of `slices`, or a slice would cut a block of the format.
+        """
+        stored = self._stored(layer)
+        storage, form = stored.storage, stored.scheme.weights
+        if slices < 1 or self.inner % slices:
+            raise ValueError(f"I={self.inner} must be a multiple of slices={slices}")
+        inner = self.inner // slices
+        spans = [(part.rows, part.columns) for part in form.parts]
+        if slices > 1 and keeps(storage.scheme.weights, form):
+            spans += [(tensor.rows, tensor.columns) for tensor in storage.tensors]
+        rows = max(rows for rows, _ in spans)  # gate meets up within a block, however it is sliced
+        columns = max(Fraction(columns).numerator for _, columns in spans) if slices > 1 else 1
+        for span, side in ((rows, "gate and up rows"), (columns, "down columns")):
+            if span > 1 and inner % span:
+                found = f"I={self.inner} over slices={slices} is {inner} {side} a slice"
+                raise ValueError(f"{found}, which must be a multiple of {span}, a block of {form}")
+        return ExpertShape(self.hidden, inner, self.activation, bias=self.family.bias)
+
+    def gate(self, layer: int) -> Gate:
+        """The routing of `layer`, with its correction bias where the family has one.
+
+        CheckpointError: no such bias, or another shape; ValueError: settings that the family's router cannot
+        have.
+        """
+        if layer not in self._gates:
+            self._stored(layer)
+            gate = replace(gate_for(self.config), by_token=self.family.by_token(self.config, layer))
+            self._gates[layer] = self._biased(gate, layer) if gate.biased and not gate.by_token else gate
+        return self._gates[layer]
+
+    def experts(self, layer: int, ids: Sequence[int], *, part: tuple[int, int] = (0, 1)) -> ExpertWeights:
+        """Reads the experts `ids` of `layer`, in that order, and nothing else.
+
+        `part` (index, of) takes slice `index` of `of` along I: rows of gate and of up, columns of down. The
+        down bias is in slice 0 and zero in the others, so that the slices' outputs add up to the expert's.
+        ValueError: no such layer, expert or slice; CheckpointError: a file that cannot be read, or a scale
+        that is NaN, infinite or negative.
+        """
+        stored, (index, of) = self._stored(layer), part
+        if not 0 <= index < of:
+            raise ValueError(f"part={part} must be (index, of) with 0 <= index < of")
+        shape, weights = self.shape(layer, of), stored.scheme.weights
+        inner = slice(index * shape.inner, (index + 1) * shape.inner)
+        scales = stored.static_scales
+        read = ExpertWeights(
+            weights.empty((len(ids), shape.gate_up_rows, shape.hidden)),
+            weights.empty((len(ids), shape.hidden, shape.inner)),
+            torch.zeros(len(ids), shape.gate_up_rows) if shape.bias else None,
+            torch.zeros(len(ids), shape.hidden) if shape.bias else None,
+            *(None if scales is None else torch.full((len(ids),), scale) for scale in scales or (0.0, 0.0)),
+        )
+        for position, expert in enumerate(ids):
+            if not 0 <= expert < self.num_experts:
+                raise ValueError(
+                    f"expert {expert} of layer {layer} must be between 0 and {self.num_experts - 1}"
+                )
+            copy_expert(stored, expert, inner, read, position)
+        return read
+
+    def _stored(self, layer: int) -> StoredLayer:
+        if layer not in self._layers:
+            raise ValueError(f"layer {layer} has no experts; layers with experts: {list(self._layers)}")
+        return self._layers[layer]
+
+    def _stored_layers(self) -> dict[int, StoredLayer]:
+        """The layers that the config gives experts, each checked against the file."""
+        depth = required(self.config, "num_hidden_layers")
+        found, layers = expert_layers(self._store.entries), {}
+        for layer in range(depth):
+            if not self.family.has_experts(self.config, layer):
+                if layer in found:
+                    raise CheckpointError(
+                        f"layer {layer} is dense by config.json, but has {min(found[layer].tensors)}"
+                    )
+                continue
+            if layer not in found:
+                raise CheckpointError(
+                    f"layer {layer} misses tensor {self._first_tensor(layer)}, and all its experts"
+                )
+            sizes = (self.num_experts, self.hidden, self.inner)
+            names = found[layer]
+            storage = self._storage(names).fitting(self.inner)
+            layers[layer] = StoredLayer(
+                self._store, names, self.family, storage, *sizes, load_as=self._load_as
+            )
+            layers[layer].check(layer)
+        if not layers:
+            raise CheckpointError(f"{self.path}: none of the {depth} layers has experts by config.json")
+        return layers
+
+    def _first_tensor(self, layer: int) -> str:
+        family, stem = self.family, f"model.layers.{layer}.{self.family.block}.experts"
+        return f"{stem}.gate_up_proj" if family.stacked else f"{stem}.0.{family.spelling[0]}.weight"
+
+    def _storage(self, names: LayerNames) -> Storage:
+        settings = self.quantization or {}
+        skipped = self.quantization is not None and self.dialect.skips(settings, names)
+        dialect = DIALECTS["plain"] if skipped else self.dialect
+        return dialect.storage(settings, self.dtype, names)
+
+    def _biased(self, gate: Gate, layer: int) -> Gate:
+        name = correction_biases(self._store.entries).get(layer)
+        if name is None:
+            raise CheckpointError(
+                f"layer {layer} misses tensor e_score_correction_bias, which its router needs"
+            )
+        shape = self._store.entries[name].shape
+        if shape != (self.num_experts,):
+            raise CheckpointError(f"tensor {name} must have shape {[self.num_experts]}, found {list(shape)}")
+        return gate.with_bias(self._store.read(name).clone())
+
+
+def _config(path: Path) -> dict[str, Any]:
+    if (path / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{path} is a LoRA adapter, which is not served: merge it into its base model first"
+        )
+    config = read_json(path / "config.json")
+    if config.get("zero_expert_num"):
+        raise CheckpointError(f"zero_expert_num={config['zero_expert_num']}: zero-experts are not served")
+    return config
+
+
+def _quantization(path: Path, *configs: Config) -> Quantization:
+    for config in configs:
+        for key in ("quantization_config", "compression_config"):
+            if config.get(key) is not None:
+                if not isinstance(config[key], dict):
+                    raise CheckpointError(f"config.json: {key} must be an object, found {config[key]!r}")
+                found: dict[str, Any] = config[key]
+                return found | _expert_dtype(found, config)
+    files = (path / name for name in QUANTIZATION_FILES)
+    return next((read_json(file) for file in files if file.is_file()), None)
+
+
+def _expert_dtype(quantization: Config, config: Config) -> dict[str, Any]:
+    """What DeepSeek-V4 says of its experts beside the quantization config, in the words of that config."""
+    default = "fp4" if config.get("model_type") == "deepseek_v4" else None
+    named = quantization.get("expert_dtype", config.get("expert_dtype", default))
+    if quantization.get("quant_method") != "fp8" or named in (None, "fp8"):
+        return {}
+    if named != "fp4":
+        raise CheckpointError(f"config.json: expert_dtype must be 'fp4' or 'fp8', found {named!r}")
+    return {"store_dtype": "mxfp4"}
+
+
+def _dtype(*configs: Config) -> torch.dtype:
+    named = [config[key] for config in configs for key in ("dtype", "torch_dtype") if config.get(key)]
+    if not named:
+        raise CheckpointError("config.json has no key dtype (or torch_dtype)")
+    if named[0] not in DTYPES:
+        raise CheckpointError(f"config.json: dtype must be one of {', '.join(DTYPES)}, found {named[0]!r}")
+    return DTYPES[named[0]]

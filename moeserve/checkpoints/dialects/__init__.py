@@ -1,0 +1,60 @@
+"""Two tables of what checkpoints look like: how projections are stored (`DIALECTS`), and `FAMILIES`.
+
+The two are independent: a quantized model is a family and a dialect.
+"""
+
+from __future__ import annotations
+
+from moeserve.checkpoints.dialects import (
+    awq,
+    compressed_tensors,
+    deepseek_fp4,
+    fp8_block,
+    fp8_tensor,
+    gptq,
+    modelopt,
+    mxfp4_blocks,
+    plain,
+    quark,
+)
+from moeserve.checkpoints.dialects.dialect import Dialect, Quantization
+from moeserve.checkpoints.family import FAMILIES, Family, family_of
+from moeserve.checkpoints.store import CheckpointError
+
+DIALECTS: dict[str, Dialect] = {
+    row.name: row
+    for row in (
+        plain.ENTRY,
+        fp8_block.ENTRY,
+        fp8_tensor.ENTRY,
+        compressed_tensors.ENTRY,
+        modelopt.ENTRY,
+        mxfp4_blocks.ENTRY,
+        gptq.ENTRY,
+        awq.ENTRY,
+        deepseek_fp4.ENTRY,
+        quark.ENTRY,
+    )
+}
+"""Every storage convention by name; a new one is one file and one line here. Exactly one claims a config."""
+
+
+def dialect_for(quantization: Quantization) -> Dialect:
+    """The dialect that claims a model's quantization config.
+
+    CheckpointError, with what is supported: none does.
+    """
+    claiming = [row for row in DIALECTS.values() if row.claims(quantization)]
+    if len(claiming) == 1:
+        return claiming[0]
+    if claiming:
+        names = ", ".join(row.name for row in claiming)
+        raise CheckpointError(f"dialects {names} all claim the quantization config {quantization}")
+    method = (quantization or {}).get("quant_method")
+    supported = "; ".join(row.reads for row in DIALECTS.values())
+    raise CheckpointError(
+        f"quantization quant_method={method!r} is not supported as configured; supported: {supported}"
+    )
+
+
+__all__ = ["DIALECTS", "FAMILIES", "Dialect", "Family", "dialect_for", "family_of"]

@@ -1,0 +1,153 @@
+"""Model families as rows: which layers have experts, their size, activation and orientation (`FAMILIES`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moeserve.checkpoints.store import CheckpointError
+from moeserve.experts.activation import Activation
+
+Config = Mapping[str, Any]
+
+EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+TOP_K_KEYS = ("num_experts_per_tok", "experts_per_token")
+
+
+def required(config: Config, *keys: str) -> int:
+    """The whole number under one of `keys`.
+
+    CheckpointError: none of them is there, two differ, or it is no count.
+    """
+    found = {key: config[key] for key in keys if config.get(key) is not None}
+    if not found:
+        raise CheckpointError(f"config.json of {config.get('model_type')} has no key {' or '.join(keys)}")
+    for key, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"config.json: {key} must be a positive whole number, found {value!r}")
+    if len(set(found.values())) > 1:
+        listed = " and ".join(f"{key}={value}" for key, value in found.items())
+        raise CheckpointError(f"config.json: {listed} differ, and mean the same")
+    return int(next(iter(found.values())))
+
+
+def _silu(config: Config) -> Activation:
+    return Activation(str(config.get("hidden_act", "silu")))
+
+
+def _swigluoai(config: Config) -> Activation:
+    return Activation("swigluoai", limit=config.get("swiglu_limit"), alpha=config.get("swiglu_alpha"))
+
+
+def _limited_silu(config: Config) -> Activation:
+    return Activation(str(config.get("hidden_act", "silu")), limit=config.get("swiglu_limit", 10.0))
+
+
+def _every(_: Config, __: int) -> bool:
+    return True
+
+
+def _none(_: Config, __: int) -> bool:
+    return False
+
+
+def _sparse_step(config: Config, layer: int) -> bool:
+    step = config.get("decoder_sparse_step", 1)
+    return layer not in (config.get("mlp_only_layers") or []) and (layer + 1) % step == 0
+
+
+def _after_dense(default: int) -> Callable[[Config, int], bool]:
+    def has_experts(config: Config, layer: int) -> bool:
+        dense = config.get("first_k_dense_replace", default) or 0
+        return bool(layer >= dense and layer % (config.get("moe_layer_freq") or 1) == 0)
+
+    return has_experts
+
+
+def _interleaved_layers(config: Config, layer: int) -> bool:
+    if config.get("moe_layers") is not None:
+        return layer in config["moe_layers"]
+    return bool((layer + 1) % config.get("interleave_moe_layer_step", 1) == 0)
+
+
+def _hash_layers(config: Config, layer: int) -> bool:
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return bool(layer < config.get("num_hash_layers", 3))
+    return bool(layer < len(kinds) and kinds[layer] == "hash_moe")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family: what its config and its experts' tensors mean, whatever stores them.
+
+    `block` and `spelling` (gate, up, down) are as transformers writes them; reading accepts every known one.
+    Defaults of absent config keys are those of transformers 5.23.
+    """
+
+    model_type: str
+    block: str = "mlp"
+    spelling: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    inner_key: str = "moe_intermediate_size"
+    has_experts: Callable[[Config, int], bool] = _every
+    by_token: Callable[[Config, int], bool] = _none  # a layer whose experts a table chooses by token id
+    activation: Callable[[Config], Activation] = _silu
+    stacked: bool = False  # transformers writes one tensor for all experts
+    transposed: bool = False  # stacked tensors are [E, H, 2I] and [E, I, H]
+    interleaved: bool = False  # stacked gate and up rows stand as g0, u0, g1, u1, ...
+    bias: bool = False
+
+
+_W = ("w1", "w3", "w2")
+
+FAMILIES: dict[str, Family] = {
+    row.model_type: row
+    for row in (
+        Family("deepseek_v2", has_experts=_after_dense(0)),
+        Family("deepseek_v3", has_experts=_after_dense(3)),
+        Family("deepseek_v4", block="ffn", spelling=_W, activation=_limited_silu, by_token=_hash_layers),
+        Family("glm4_moe", has_experts=_after_dense(1)),
+        Family(
+            "gpt_oss",
+            inner_key="intermediate_size",
+            activation=_swigluoai,
+            stacked=True,
+            transposed=True,
+            interleaved=True,
+            bias=True,
+        ),
+        Family("kimi_k2", has_experts=_after_dense(3)),
+        Family(
+            "llama4_text",
+            block="feed_forward",
+            inner_key="intermediate_size",
+            has_experts=_interleaved_layers,
+            stacked=True,
+            transposed=True,
+        ),
+        Family("minimax_m2", block="block_sparse_moe", spelling=_W, inner_key="intermediate_size"),
+        Family("mixtral", block="block_sparse_moe", spelling=_W, inner_key="intermediate_size"),
+        Family("olmoe", inner_key="intermediate_size"),
+        Family("qwen2_moe", has_experts=_sparse_step),
+        Family("qwen3_moe", has_experts=_sparse_step),
+    )
+}
+"""Every family by the `model_type` of its text config; a new one is one line here."""
+
+
+def family_of(config: Config) -> tuple[Family, Config]:
+    """The family of a model and the config of its text part.
+
+    CheckpointError, with what is supported: none known.
+    """
+    text = config.get("text_config")
+    if config.get("model_type") not in FAMILIES and isinstance(text, Mapping):
+        config = {"architectures": config.get("architectures")} | dict(text)
+    model_type, architectures = config.get("model_type"), config.get("architectures")
+    if model_type not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise CheckpointError(
+            f"unknown architecture {architectures} (model_type {model_type!r}); supported: {known}"
+        )
+    return FAMILIES[str(model_type)], config

@@ -1,0 +1,71 @@
+"""What a folder is being made of, and which of its files are whole: `Record`, kept in it as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moeserve.checkpoints.store import LENGTH_BYTES, CheckpointError, read_json
+from moeserve.checkpoints.writing.shards import Written, write_whole
+
+RECORD = "moeserve_quantize.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """The source by a fingerprint, the options, and every whole file by its digest."""
+
+    source: Mapping[str, Mapping[str, Any]]  # file: bytes, when it was modified, digest of its header
+    options: Mapping[str, Any]
+    shards: Mapping[str, Written] = field(default_factory=dict)
+
+    def save(self, folder: Path) -> None:
+        """Writes it into `folder`, whole or not at all."""
+        shards = {name: asdict(self.shards[name]) for name in sorted(self.shards)}
+        found = {"source": self.source, "options": self.options, "shards": shards}
+        write_whole(folder / RECORD, json.dumps(found, indent=2) + "\n")
+
+    def difference(self, other: Record) -> str | None:
+        """The first thing that `other` is made of or by otherwise, in words; None: nothing."""
+        for key in {**self.options, **other.options}:
+            mine, theirs = self.options.get(key), other.options.get(key)
+            if mine != theirs:
+                return f"{key}={theirs!r}, now {key}={mine!r}"
+        for file in sorted({**self.source, **other.source}):
+            if self.source.get(file) != other.source.get(file):
+                return f"another {file} of the source"
+        return None
+
+
+def load(folder: Path) -> Record | None:
+    """The record in `folder`, or None. CheckpointError: it is damaged."""
+    file = folder / RECORD
+    if not file.is_file():
+        return None
+    raw = read_json(file)
+    try:
+        shards = {
+            name: Written(int(made["nbytes"]), str(made["sha256"])) for name, made in raw["shards"].items()
+        }
+        return Record(dict(raw["source"]), dict(raw["options"]), shards)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file} is damaged ({error!r}): delete {folder} and start anew") from error
+
+
+def fingerprint(folder: Path) -> dict[str, dict[str, Any]]:
+    """What tells one source from another without reading its weights: of config.json, and of every header."""
+    found = {"config.json": {"sha256": hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()}}
+    return found | {path.name: _file(path) for path in sorted(folder.glob("*.safetensors"))}
+
+
+def _file(path: Path) -> dict[str, Any]:
+    about = path.stat()
+    with path.open("rb") as stream:
+        raw = stream.read(LENGTH_BYTES)
+        header = stream.read(int.from_bytes(raw, "little"))
+    digest = hashlib.sha256(header).hexdigest()
+    return {"nbytes": about.st_size, "modified": about.st_mtime_ns, "header": digest}

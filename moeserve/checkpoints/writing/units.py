@@ -1,0 +1,122 @@
+"""What is made at once while a checkpoint is written: one expert, or one tensor that goes along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moeserve.checkpoints.checkpoint import Checkpoint
+from moeserve.checkpoints.names import LayerNames
+from moeserve.checkpoints.store import DTYPES, CheckpointError, TensorStore
+from moeserve.checkpoints.stored import bias_name
+from moeserve.checkpoints.writing.shards import Declared
+from moeserve.checkpoints.writing.targets import Target
+from moeserve.quant.format import Packed
+from moeserve.quant.formats.fp8 import FP8_BLOCK
+
+PIECE_BYTES = 64 << 20
+INVERSE_SCALE = "_scale_inv"
+
+
+class Unit(Protocol):
+    """What is made at once."""
+
+    @property
+    def declared(self) -> Mapping[str, Declared]:
+        """Its tensors by their names in the new checkpoint."""
+
+    def pieces(self) -> Iterator[tuple[str, Tensor]]:
+        """Consecutive pieces of each tensor, in order."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A tensor that stays as it is."""
+
+    store: TensorStore
+    name: str
+
+    @property
+    def declared(self) -> Mapping[str, Declared]:
+        """The tensor as the source declares it."""
+        entry = self.store.entries[self.name]
+        return {self.name: Declared(DTYPES[entry.dtype], entry.shape)}
+
+    def pieces(self) -> Iterator[tuple[str, Tensor]]:
+        """Rows, as many as fit in a piece."""
+        entry = self.store.entries[self.name]
+        if not entry.shape:
+            yield self.name, self.store.read(self.name)
+            return
+        rows = max(1, PIECE_BYTES * entry.shape[0] // max(entry.nbytes, 1))
+        for start in range(0, entry.shape[0], rows):
+            yield self.name, self.store.read(self.name, slice(start, min(start + rows, entry.shape[0])))
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A matrix in FP8 blocks, written in the model's dtype."""
+
+    store: TensorStore
+    name: str
+    dtype: torch.dtype
+
+    @property
+    def declared(self) -> Mapping[str, Declared]:
+        """The same name and shape."""
+        return {self.name: Declared(self.dtype, self.store.entries[self.name].shape)}
+
+    def pieces(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole rows of blocks, as many as fit in a piece."""
+        height, columns = self.store.entries[self.name].shape
+        block = FP8_BLOCK.block[0]
+        rows = max(1, PIECE_BYTES // (4 * block * max(columns, 1))) * block
+        for start in range(0, height, rows):
+            stop = min(start + rows, height)
+            codes = self.store.read(self.name, slice(start, stop)).clone()
+            scale = self.store.read(self.name + INVERSE_SCALE, slice(start // block, -(-stop // block)))
+            matrix = Packed(FP8_BLOCK, codes.shape, (codes, scale.float()))
+            yield self.name, matrix.dequantize().to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Expert:
+    """One expert in its new format."""
+
+    source: Checkpoint
+    target: Target
+    names: LayerNames  # in the new checkpoint: each expert by itself
+    layer: int
+    expert: int
+    declared: Mapping[str, Declared]
+
+    def pieces(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor whole. CheckpointError: the source has a value that is no finite number."""
+        weights = self.source.experts(self.layer, [self.expert])
+        both, last = weights.gate_up.dequantize()[0], weights.down.dequantize()[0]
+        for side, values in (("gate and up", both), ("down", last)):
+            if not all(bound.isfinite() for bound in values.aminmax()):
+                where = f"layer {self.layer}, expert {self.expert}: {side}"
+                raise CheckpointError(f"{where} of {self.source.path} hold values that are not finite")
+        yield from expert_tensors(self.target, self.names.projections(self.expert), both, last)
+        if weights.gate_up_bias is None or weights.down_bias is None:
+            return
+        rows = (*weights.gate_up_bias[0].chunk(2), weights.down_bias[0])
+        for projection, bias in zip(self.names.projections(self.expert), rows, strict=True):
+            yield bias_name(projection, stacked=False), bias.to(self.source.dtype)
+
+
+def expert_tensors(
+    target: Target, projections: tuple[str, str, str], both: Tensor, last: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of gate, up and down; gate and up are encoded as one, and share what the format shares."""
+    packed, inner = target.form.quantize(both), both.shape[0] // 2
+    columns = slice(0, both.shape[1])
+    halves = (packed.cut(rows, columns) for rows in (slice(0, inner), slice(inner, 2 * inner)))
+    for projection, matrix in zip(projections, (*halves, target.form.quantize(last)), strict=True):
+        for suffix, tensor in target.tensors(matrix).items():
+            yield f"{projection}.{suffix}", tensor

@@ -1,0 +1,1 @@
+"""What a host and its GPU are, and compiling CUDA text for it."""

@@ -1,0 +1,1 @@
+"""What dispatchers cost by rows of a step: measured, kept and compared."""

@@ -1,0 +1,1 @@
+"""What adapters to libraries of all2all share."""

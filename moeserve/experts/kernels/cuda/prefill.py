@@ -1,0 +1,95 @@
+"""A step of many FP8 rows on Hopper, launched: its groups of rows, and the two GEMMs of `prefill.cu`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from moeserve.device.nvrtc import Argument, Function, Program, tensor_map
+from moeserve.experts.activation import Activation
+from moeserve.experts.kernels.cuda.panels import map_of
+from moeserve.experts.kernels.cuda.steps import NO_NUMBERS, OUTS, Block, Form, Groups, numbers, source
+
+UNIT, DEPTH = 64, 128
+
+GROUP_ROWS = 128
+"""Most rows of one slot that a cluster works on at once."""
+
+BLOCK_WEIGHTS = 256
+"""Rows of the weights that a block multiplies them by."""
+
+BLOCK = Block(384, 208224, waits=True)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """E4M3 codes `[R, K]`, and their scales `[groups, K / 128, 128]` float32, by row of a group."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One side's weights: panels of E4M3 codes, scales of 128x128, and biases `[e, N]` if any."""
+
+    codes: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class Step(Groups):
+    """A batch cut into groups of at most 128 rows of one slot; nothing is read on the host."""
+
+    @property
+    def cut(self) -> tuple[int, int]:
+        """The rows by which a group grows, and the most it has."""
+        return UNIT, GROUP_ROWS
+
+    def rows(self, codes: Tensor, scale: Tensor) -> Rows:
+        """Rows `codes [R, K]` and `scale [R, K / 128]`, of any strides, as the GEMM reads them."""
+        return Rows(codes, self.grouped(scale))
+
+    def gate_up(self, x: Rows, weights: Weights, activation: Activation, inner: int) -> Rows:
+        """Rows `[R, inner]` after the first GEMM and an activation of `FUSED_ACTIVATIONS`, rounded again."""
+        codes = torch.empty((self.capacity, inner), dtype=torch.float8_e4m3fn, device=x.codes.device)
+        inner_rows = Rows(codes, self.scale_storage(-(-inner // DEPTH)))
+        form = Form(weights.bias is not None, fused=True, limited=activation.limit is not None)
+        self._run(form, (x, weights), inner_rows, numbers(activation))
+        return inner_rows
+
+    def down(self, x: Rows, weights: Weights, hidden: int, out_dtype: torch.dtype) -> Tensor:
+        """`[R, hidden]`: rows times their slot's weights, plus the bias; other rows are not written."""
+        out = torch.empty((self.capacity, hidden), dtype=out_dtype, device=x.codes.device)
+        form = Form(weights.bias is not None, out=OUTS[out_dtype])
+        self._run(form, (x, weights), Rows(out, x.scale), NO_NUMBERS)
+        return out
+
+    def _run(
+        self, form: Form, given: tuple[Rows, Weights], out: Rows, numbers: tuple[float, float, float]
+    ) -> None:
+        x, weights = given
+        n = out.codes.shape[1]
+        arguments: tuple[Argument, ...] = (
+            tensor_map(x.codes.view(torch.uint8), (UNIT, DEPTH)),
+            x.scale,
+            map_of(weights.codes),
+            weights.scale,
+            weights.scale if weights.bias is None else weights.bias,
+            out.codes,
+            out.scale,
+            self.tiles,
+            n,
+            -(-x.codes.shape[1] // DEPTH),
+            *numbers,
+        )
+        self.launch(_function(form), BLOCK, arguments, form.tiles_across(n, BLOCK_WEIGHTS))
+
+
+@cache
+def _function(form: Form) -> Function:
+    return Program(source("prefill.cu"), form.options).function("prefill")

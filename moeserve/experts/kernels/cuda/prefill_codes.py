@@ -1,0 +1,215 @@
+"""A step of many rows on four-bit weights on Hopper, launched: the two GEMMs of `prefill_codes.cu`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from moeserve.device.nvrtc import Argument, Function, Program, tensor_map
+from moeserve.experts.activation import Activation
+from moeserve.experts.batch import ExpertBatch
+from moeserve.experts.kernels.cuda import rounded, steps
+from moeserve.experts.kernels.cuda.steps import NO_NUMBERS, OUTS, Block, Groups, defined, numbers
+
+DEPTH = 128
+BOX = 64
+"""Rows of a group are copied in multiples of it."""
+
+THREADS = 384
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes that `prefill_codes.cu` is compiled with."""
+
+    eight: bool
+    """Whether rows are E4M3 codes with a scale for every 128, and not bf16."""
+    span: int
+    """Columns of the weights that share a scale: 16, or 32 where rows are E4M3."""
+    most: int
+    """Most rows of one slot that a cluster works on at once."""
+    x_stages: int
+    w_stages: int
+
+    @property
+    def grain(self) -> int:
+        """Rows of a group are computed in multiples of it."""
+        return 8 if self.eight else 16
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block."""
+        x = -(-self.most // BOX) * BOX * 128 + 4 * self.most * self.eight
+        w = 2 * 2 * (64 * DEPTH // 2 + 64 * DEPTH // self.span)
+        peaks = (3 * 4 * self.most + 8) * self.eight
+        return self.x_stages * (x + 16) + self.w_stages * (w + 16) + 8192 + peaks
+
+
+PLANS = {
+    "bf16": (
+        Plan(eight=False, span=16, most=64, x_stages=12, w_stages=5),
+        Plan(eight=False, span=16, most=256, x_stages=5, w_stages=2),
+    ),
+    **{
+        f"fp8_{span}": (
+            Plan(eight=True, span=span, most=64, x_stages=10, w_stages=6),
+            Plan(eight=True, span=span, most=192, x_stages=6, w_stages=2),
+        )
+        for span in (16, 32)
+    },
+}
+"""By what rows are, with `span` for FP8: the plan of few rows a slot, and that of many."""
+
+FEW_ROWS = 64
+"""Likely rows of a slot up to which the first plan is the faster one; either takes any number."""
+
+
+def plan_for(kind: str, batch: ExpertBatch) -> Plan:
+    """The plan of `PLANS[kind]` that suits the batch; either computes any."""
+    few, many = PLANS[kind]
+    return few if batch.rows_a_slot <= FEW_ROWS else many
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows `[R, K]` bf16; or E4M3 codes, and their scales `[groups, K / 128, most]`, by row of a group."""
+
+    values: Tensor
+    scale: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One side's codes and scales in the plan's order, with a float32 a row `[e, N]`."""
+
+    codes: Tensor
+    scale: Tensor | None  # for E4M3 rows the codes hold them
+    row_scale: Tensor
+    bias: Tensor | None
+
+
+def weights_of(slot: Mapping[str, Tensor], side: str) -> Weights:
+    """The weights of `side` among tensors named `<side>.codes`, and so on."""
+    names = (f"{side}.codes", f"{side}.scale", f"{side}.row_scale", f"{side}_bias")
+    codes, scale, row_scale, bias = (slot.get(name) for name in names)
+    assert codes is not None and row_scale is not None
+    return Weights(codes, scale, row_scale, bias)
+
+
+@dataclass(frozen=True)
+class Form(steps.Form):
+    """One compiled form of `prefill_codes.cu`."""
+
+    plan: Plan = field(kw_only=True)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What the compiler is told of it."""
+        plan = self.plan
+        sizes = {"EIGHT": plan.eight, "SPAN": plan.span, "MOST": plan.most, "GRAIN": plan.grain, "BOX": BOX}
+        return super().options + defined(sizes | {"X_STAGES": plan.x_stages, "W_STAGES": plan.w_stages})
+
+
+@dataclass(frozen=True)
+class Step(Groups):
+    """A batch cut into groups of at most `plan.most` rows of one slot; nothing is read on the host."""
+
+    plan: Plan
+
+    @property
+    def cut(self) -> tuple[int, int]:
+        """The rows by which a group grows, and the most it has."""
+        return self.plan.grain, self.plan.most
+
+    def rows(self, codes: Tensor, scale: Tensor) -> Rows:
+        """Rows `codes [R, K]` E4M3 and `scale [R, K / 128]`, of any strides, as the GEMM reads them."""
+        return Rows(codes, self.grouped(scale))
+
+    def round(self, x: Tensor) -> Rows:
+        """Rows of `x [R, K]` bf16 in E4M3 with a scale for every 128."""
+        width = x.shape[1]
+        blocks = -(-width // DEPTH)
+        grouped = self.scale_storage(blocks)
+        codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+        grid = (self.limit, -(-blocks // 2), 1)
+        function = rounded.function("round_groups", self.plan.most)
+        function.launch(grid, rounded.THREADS, (x, codes, grouped, self.tiles, width, blocks))
+        return Rows(codes, grouped)
+
+    def gate_up(self, x: Rows, weights: Weights, activation: Activation, inner: int) -> Rows:
+        """Rows `[R, inner]` after the first GEMM and one of `FUSED_ACTIVATIONS`, rounded again as `x` is."""
+        eight = self.plan.eight
+        out_dtype = torch.float8_e4m3fn if eight else torch.bfloat16
+        values = torch.empty((self.capacity, inner), dtype=out_dtype, device=x.values.device)
+        rows = Rows(values, self.scale_storage(-(-inner // DEPTH)) if eight else None)
+        bias, limited = weights.bias is not None, activation.limit is not None
+        form = Form(bias, fused=True, limited=limited, out=OUTS[torch.bfloat16], plan=self.plan)
+        self._run(form, (x, weights), rows, numbers(activation))
+        return rows
+
+    def down(self, x: Rows, weights: Weights, hidden: int, out_dtype: torch.dtype) -> Tensor:
+        """`[R, hidden]`: rows times their slot's weights, plus the bias; other rows are not written."""
+        out = torch.empty((self.capacity, hidden), dtype=out_dtype, device=x.values.device)
+        form = Form(weights.bias is not None, out=OUTS[out_dtype], plan=self.plan)
+        self._run(form, (x, weights), Rows(out), NO_NUMBERS)
+        return out
+
+    def _run(
+        self, form: Form, given: tuple[Rows, Weights], out: Rows, numbers: tuple[float, float, float]
+    ) -> None:
+        (x, weights), plan, n = given, self.plan, out.values.shape[1]
+        values = x.values.view(torch.uint8) if plan.eight else x.values
+        absent = self.tiles  # an address that is not read
+        arguments: tuple[Argument, ...] = (
+            tensor_map(values, (BOX, 128 // values.itemsize)),
+            absent if x.scale is None else x.scale,
+            weights.codes,
+            absent if weights.scale is None else weights.scale,
+            weights.row_scale,
+            absent if weights.bias is None else weights.bias,
+            out.values,
+            absent if out.scale is None else out.scale,
+            self.tiles,
+            n,
+            -(-values.shape[1] // DEPTH),
+            *numbers,
+        )
+        block = Block(THREADS, plan.shared)
+        self.launch(_function(form), block, arguments, form.tiles_across(n))
+
+
+def source(plan: Plan) -> str:
+    """The text of `prefill_codes.cu` with what it needs before it."""
+    products = "".join(product(plan, n) for n in range(plan.grain, plan.most + 1, plan.grain))
+    return steps.source("prefill_codes.cu", before="template <int N>\nstruct Product;\n" + products)
+
+
+def product(plan: Plan, n: int) -> str:
+    """`Product<n>::add(d, a, b, more)`: d [64 x n] (+)= a b^T, a of 64 rows from registers, b of n rows."""
+    sums = n // 2
+    shape, ends = ("k32.f32.e4m3.e4m3", "1, 1") if plan.eight else ("k16.f32.bf16.bf16", "1, 1, 0")
+    names = ", ".join(f"%{i}" for i in range(sums))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(sums))
+    held = sums if plan.eight else plan.most // 2
+    return f"""
+template <>
+struct Product<{n}> {{
+  DEVICE static void add(float (&d)[{held}], const u32 (&a)[4], u64 b, int more) {{
+    asm volatile(
+        "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{sums + 5}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{n}{shape} {{{names}}}, "
+        "{{%{sums}, %{sums + 1}, %{sums + 2}, %{sums + 3}}}, %{sums + 4}, p, {ends};\\n}}"
+        : {outputs}
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));
+  }}
+}};
+"""
+
+
+@cache
+def _function(form: Form) -> Function:
+    return Program(source(form.plan), form.options).function("prefill_codes")

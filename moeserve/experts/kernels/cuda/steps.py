@@ -1,0 +1,158 @@
+"""What steps of our CUDA C++ kernels share on the host: groups of rows, compiled forms, clusters launched."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moeserve.device.nvrtc import Argument, Function, LaunchError, Program
+from moeserve.experts.activation import Activation
+from moeserve.experts.batch import ExpertBatch
+
+FUSED_ACTIVATIONS = frozenset({"silu", "swigluoai", "swigluoai_uninterleave"})
+"""What a first GEMM activates itself: gate x sigmoid(alpha gate) x (up + beta), both halves limited."""
+
+OUTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+CLUSTER = 2
+"""Blocks that share rows, each with rows of the weights of its own."""
+
+ROWS_THREADS = 512
+
+
+@dataclass(frozen=True)
+class Form:
+    """One compiled form of a grouped GEMM: with an activation fused, or with an output dtype of `OUTS`."""
+
+    bias: bool
+    fused: bool = False
+    limited: bool = False
+    out: int = 0
+
+    def tiles_across(self, columns: int, weights: int = 128) -> int:
+        """Tiles of a cluster that so many columns of the output make; a block has `weights` rows of these."""
+        return -(-columns // (CLUSTER * (weights // 2 if self.fused else weights)))
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What the compiler is told of it."""
+        flags = {"CLUSTER": CLUSTER, "FUSED": self.fused, "BIAS": self.bias, "LIMITED": self.limited}
+        return defined(flags | {"OUT": self.out})
+
+
+@dataclass(frozen=True)
+class Groups(ABC):
+    """A batch cut into groups of rows of one slot; nothing is read on the host."""
+
+    batch: ExpertBatch
+    capacity: int  # rows of the batch, PADDED ones flat
+
+    @property
+    @abstractmethod
+    def cut(self) -> tuple[int, int]:
+        """The rows by which a group grows, and the most it has."""
+
+    @property
+    def limit(self) -> int:
+        """Most groups there can be."""
+        return min(self.batch.slots, self.capacity) + self.capacity // self.cut[1]
+
+    @cached_property
+    def tiles(self) -> Tensor:
+        """The list of groups, `[4 + 4 limit]` int32, as `prefill_rows.cu` writes it."""
+        tiles = torch.empty(4 + 4 * self.limit, dtype=torch.int32, device=self.batch.counts.device)
+        given = (self.batch.counts, self.batch.offsets, self.batch.slots, tiles)
+        _rows_function("list_groups", self.cut).launch(1, ROWS_THREADS, given, overlapped=True)
+        return tiles
+
+    def scale_storage(self, blocks: int) -> Tensor:
+        """Room for scales by row of a group, `[limit, blocks, most rows]` float32."""
+        size = (self.limit, blocks, self.cut[1])
+        return torch.empty(size, dtype=torch.float32, device=self.batch.counts.device)
+
+    def grouped(self, scale: Tensor) -> Tensor:
+        """Scales `[R, K / 128]` of any strides by row of a group, as the GEMMs read them."""
+        blocks = scale.shape[1]
+        grouped = self.scale_storage(blocks)
+        given: list[Argument] = [scale, grouped, self.tiles, blocks, *scale.stride()]
+        function = _rows_function("group_scales", self.cut)
+        function.launch(self.limit, ROWS_THREADS, given, overlapped=True)
+        return grouped
+
+    def launch(self, function: Function, block: Block, given: Sequence[Argument], across: int) -> None:
+        """Runs a GEMM of `across` tiles a group, on clusters that are all resident."""
+        clusters = min(resident_clusters(function, block), self.limit * across)
+        function.launch(
+            clusters * CLUSTER,
+            block.threads,
+            given,
+            shared=block.shared_bytes,
+            cluster=CLUSTER,
+            overlapped=block.waits,
+        )
+
+
+class Block(NamedTuple):
+    """What a block of a launch takes of its multiprocessor."""
+
+    threads: int
+    shared_bytes: int
+    waits: bool = False  # by itself for the launches before it
+
+
+def numbers(activation: Activation) -> tuple[float, float, float]:
+    """Limit, alpha and beta of the fused form."""
+    limit, alpha, beta = activation.limit, activation.alpha, activation.beta
+    return float(limit or 0.0), 1.0 if alpha is None else float(alpha), float(beta or 0.0)
+
+
+NO_NUMBERS = (0.0, 0.0, 0.0)
+"""Where no activation is fused."""
+
+
+def source(*names: str, before: str = "") -> str:
+    """The texts of `names` beside this file, behind what all share and what else comes `before` them."""
+    folder = files(__package__)
+    shared = [(folder / name).read_text() for name in ("hopper.cu", "epilogue.cu")]
+    return "".join((*shared, before, *((folder / name).read_text() for name in names)))
+
+
+def defined(flags: Mapping[str, int]) -> tuple[str, ...]:
+    """Compiler options that define `flags`."""
+    return tuple(f"-D{name}={int(value)}" for name, value in flags.items())
+
+
+@cache
+def resident_clusters(function: Function, block: Block) -> int:
+    """Clusters that the device runs at once: not all its multiprocessors can be of one.
+
+    Raises LaunchError where it runs none.
+    """
+    from cuda.bindings import driver
+
+    threads, shared, _ = block
+    function.resident_blocks(threads, shared)  # allows so much shared memory
+    size: Any = driver.CUlaunchAttribute()
+    size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    size.value.clusterDim.x, size.value.clusterDim.y, size.value.clusterDim.z = CLUSTER, 1, 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = CLUSTER, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.attrs, config.numAttrs = shared, [size], 1
+    status, clusters = driver.cuOccupancyMaxActiveClusters(function.handle, config)
+    if status != driver.CUresult.CUDA_SUCCESS or clusters < 1:
+        raise LaunchError(f"no cluster of {CLUSTER} blocks with {shared} bytes each runs here: {status}")
+    return int(clusters)
+
+
+@cache
+def _rows_function(name: str, cut: tuple[int, int]) -> Function:
+    unit, most = cut
+    return Program(source("prefill_rows.cu"), defined({"UNIT": unit, "UNITS": most // unit})).function(name)

@@ -1,0 +1,1 @@
+"""Triton text of our expert kernels."""

@@ -1,0 +1,1 @@
+"""From router logits to slots: gates, routing methods, replica choice, load and the address book."""

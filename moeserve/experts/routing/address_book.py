@@ -1,0 +1,100 @@
+"""`AddressBook`: the one place where logical experts become slots."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moeserve.experts.placement import EMPTY, Placement
+from moeserve.experts.routing.device_splitter import DeviceSplitter, splitter_on
+from moeserve.experts.routing.replicas import Gathered, Size, Splitter, choice_named, counted
+
+_KNUTH = 2654435769  # 2^32 / golden ratio: consecutive tokens spread over replicas
+
+
+class AddressBook:
+    """The only door between logical experts and slots. A lane knows its own ids only.
+
+    `choice` names the row of `REPLICA_CHOICES` that picks among an expert's replicas, and `lane` is the rank
+    whose rows are resolved. Tables are allocated once and rewritten in place by `update` and `update_layer`,
+    so a captured CUDA graph stays valid.
+    """
+
+    def __init__(
+        self, placement: Placement, device: torch.device | str = "cpu", choice: str = "hash", lane: int = 0
+    ) -> None:
+        layers, slots = placement.slots.shape
+        self.experts, self.slots = placement.experts, slots
+        size = Size(layers, placement.experts, slots, placement.ranks)
+        row = choice_named(choice)
+        split, self._least_rows = row.split, row.least_rows
+        lane %= placement.ranks
+        self._splitter = None if split is None else Splitter(size, split, lane, device)
+        self._on_device = splitter_on(device, size, split, lane)
+        if self._on_device is not None:
+            self._least_rows = 0  # one launch, faster than hashing
+        width = slots - placement.experts + 1  # every expert has a slot, so none has more
+        self._replicas = torch.full(
+            (layers, placement.experts, width), EMPTY, dtype=torch.int32, device=device
+        )
+        self._copies = torch.zeros((layers, placement.experts), dtype=torch.int64, device=device)
+        self.update(placement)
+
+    def update(self, placement: Placement) -> None:
+        """Rewrites the tables for `placement`, of the same size."""
+        for layer, row in enumerate(placement.slots):
+            self.update_layer(layer, row)
+
+    def update_layer(self, layer: int, slots: NDArray[np.int32]) -> None:
+        """Rewrites one layer's tables for its `slots [S]`."""
+        table = np.full((self.experts, self._replicas.shape[2]), EMPTY, dtype=np.int32)
+        copies = np.zeros(self.experts, dtype=np.int64)
+        for slot, expert in enumerate(slots.tolist()):
+            if expert != EMPTY:
+                table[expert, copies[expert]] = slot
+                copies[expert] += 1
+        self._replicas[layer].copy_(torch.from_numpy(table))
+        self._copies[layer].copy_(torch.from_numpy(copies))
+        for splitter in (self._splitter, self._on_device):
+            if splitter is not None:
+                splitter.update_layer(layer, slots)
+
+    def counts(self, experts: Tensor, valid: Tensor) -> Tensor:
+        """How often each logical expert is chosen, `[E]` int64: what lanes gather to split together."""
+        return counted(self._wanted(experts, valid).reshape(-1), self.experts)
+
+    def on_device(self, shape: tuple[int, ...]) -> DeviceSplitter | None:
+        """The tables by which kernels resolve ids of `shape [T, K]`; None where tensor operations do."""
+        serves = self._on_device is not None and self._on_device.serves(shape)
+        return self._on_device if serves else None
+
+    def resolve(self, layer: int, experts: Tensor, valid: Tensor, gathered: Gathered | None = None) -> Tensor:
+        """Slots for the chosen experts.
+
+        `experts [T, K]` int, EMPTY for none; `valid [T]` bool, False for padding rows. Returns `[T, K]`
+        int32, EMPTY where the id is out of range or the row is not valid. The same batch gives the same
+        slots. By `hash` the row's index picks the replica, so all K of a row agree on it; the other choices
+        split the batch's rows, and those of all lanes together where counts were `gathered` (then each
+        lane's book is built for lane 0, so that all split alike).
+        """
+        on_device = self.on_device(experts.shape) if gathered is None else None
+        if on_device is not None:
+            return on_device.choose(layer, experts, valid)
+        wanted = self._wanted(experts, valid)
+        known = wanted < self.experts
+        if self._splitter is not None and experts.shape[0] >= self._least_rows:
+            slots = self._splitter.choose(layer, wanted.reshape(-1), gathered).reshape(experts.shape)
+            return torch.where(known, slots, EMPTY)
+        safe = torch.where(known, wanted, 0)
+        copies = self._copies[layer][safe]
+        row = torch.arange(experts.shape[0], device=experts.device)[:, None]
+        replica = (row * _KNUTH & 0xFFFFFFFF) % copies
+        slots = self._replicas[layer][safe, replica]
+        return torch.where(known, slots, EMPTY)
+
+    def _wanted(self, experts: Tensor, valid: Tensor) -> Tensor:
+        """The ids as int64, E where there is none."""
+        known = (experts >= 0) & (experts < self.experts) & valid[:, None]
+        return torch.where(known, experts, self.experts).long()

@@ -1,0 +1,287 @@
+"""The gate of a layer as a value: `Gate` turns router logits into chosen experts and weights.
+
+`gate_for` builds one from a model's Hugging Face config by its family (`FAMILIES`), to compute what
+that family's router in transformers computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.device.machine import kernels_serve
+from moeserve.experts.routing.methods import ROUTINGS, SCORES, RoutingMethod, choose_by_score, method_of
+
+Config = Mapping[str, Any]
+
+MOST_EXPERTS = 1024
+"""Of a layer, whose scores a program of the GPU kernel keeps in registers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Gate:
+    """How one layer routes: a method of `ROUTINGS` with this layer's numbers.
+
+    `scoring`, `renormalize` and `biased` are filled in from the method where it fixes them, and must be given
+    where it does not (Unspecified, DeepSeekV2). ValueError names the setting that the method cannot have.
+    """
+
+    method: str
+    experts: int  # E
+    top_k: int  # K
+    groups: int = 1  # equal runs of neighbouring experts; 1: no groups
+    topk_groups: int = 1  # groups a token may choose from
+    scaling: float = 1.0  # of the weights, after renormalizing
+    scoring: str | None = None  # a key of SCORES
+    renormalize: bool | None = None  # weights of a token sum to `scaling`
+    biased: bool | None = None  # a correction bias takes part in choosing; see with_bias
+    bias: Tensor | None = None  # [E] float32
+    logits_dtype_weights: bool = False  # weights are rounded to the dtype of the logits
+    logits_dtype_scores: bool = False  # scores and weights are computed in the dtype of the logits
+    by_token: bool = False  # a table chooses by token id (DeepSeek-V4's first layers): `weigh`, never `route`
+    weight_on_input: bool = False  # the weight multiplies the expert's input, and its output counts with 1
+
+    def __post_init__(self) -> None:
+        if self.method not in ROUTINGS:
+            raise ValueError(f"unknown routing method {self.method!r}; known: {', '.join(sorted(ROUTINGS))}")
+        row = ROUTINGS[self.method]
+        for setting in ("scoring", "renormalize", "biased"):
+            object.__setattr__(self, setting, self._resolved(setting, row))
+        if self.scoring not in SCORES:
+            raise ValueError(
+                f"unsupported scoring function {self.scoring!r}; known: {', '.join(sorted(SCORES))}"
+            )
+        self._check_counts(row)
+        self._check_groups(row)
+        self._check_bias()
+        if self.scaling != 1.0 and not row.scaled:
+            raise ValueError(f"routing {self.method} does not scale its weights, got scaling={self.scaling}")
+        if self.weight_on_input and self.top_k != 1:
+            raise ValueError(f"a weight on the input needs top_k=1, got top_k={self.top_k}")
+
+    def _resolved(self, setting: str, row: RoutingMethod) -> str | bool | None:
+        given: str | bool | None = getattr(self, setting)
+        fixed: str | bool | None = getattr(row, setting)
+        if fixed is None and given is None:
+            raise ValueError(f"routing {self.method} needs {setting} to be given")
+        if fixed is not None and given is not None and given != fixed:
+            raise ValueError(f"routing {self.method} has {setting}={fixed}, got {setting}={given}")
+        return given if fixed is None else fixed
+
+    def _check_counts(self, row: RoutingMethod) -> None:
+        if not 1 <= self.top_k <= self.experts:
+            raise ValueError(f"top_k={self.top_k} must be between 1 and experts={self.experts}")
+        if row.largest_top_k is not None and self.top_k > row.largest_top_k:
+            raise ValueError(f"routing {self.method} needs top_k={row.largest_top_k}, got top_k={self.top_k}")
+
+    def _check_groups(self, row: RoutingMethod) -> None:
+        groups, kept = self.groups, self.topk_groups
+        if not 1 <= kept <= groups:
+            raise ValueError(f"topk_groups={kept} must be between 1 and groups={groups}")
+        if groups == 1:
+            return
+        if not row.grouped:
+            raise ValueError(f"routing {self.method} has no groups, got groups={groups}")
+        if self.experts <= groups or self.experts % groups:
+            raise ValueError(
+                f"experts={self.experts} must be a multiple of groups={groups}, two or more in each"
+            )
+        if self.top_k > kept * self.experts // groups:
+            reach = f"{kept} groups of {self.experts // groups} experts"
+            raise ValueError(f"top_k={self.top_k} is more than the {reach} a token may choose from")
+
+    def _check_bias(self) -> None:
+        if self.bias is None:
+            return
+        if not self.biased:
+            raise ValueError(
+                f"routing {self.method} has no correction bias, got one of {list(self.bias.shape)}"
+            )
+        if self.bias.shape != (self.experts,) or self.bias.dtype != torch.float32:
+            got = f"{list(self.bias.shape)} {self.bias.dtype}"
+            raise ValueError(f"a correction bias must be [{self.experts}] torch.float32, got {got}")
+        if not self.bias.isfinite().all():
+            raise ValueError("a correction bias must be finite")
+
+    def with_bias(self, bias: Tensor) -> Gate:
+        """This gate with its correction bias [E], any float dtype, on the device of the logits."""
+        return replace(self, bias=bias.float())
+
+    def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Chooses experts for `logits [T, E]` (any float dtype) -> ids [T, K] int32, weights [T, K] float32.
+
+        Ids stand by falling score, equal scores by rising id. A NaN logit counts as -inf, +inf as the largest
+        float32, and every weight is finite: a token with no other logits gets ids 0, 1, ... and weights 0.
+        ValueError: another shape, a correction bias that is still missing, or a layer that routes by token
+        id.
+        """
+        self.check(logits)
+        if self.in_one_launch(logits):
+            from moeserve.experts.routing.choice_kernels import choose
+
+            chosen: tuple[Tensor, Tensor] = choose(self, logits.contiguous())  # type: ignore[no-untyped-call]
+            return chosen
+        row, scores = ROUTINGS[self.method], self._scores(logits)
+        experts = row.choose(scores, self)
+        return experts.int(), self._weights(scores.gather(-1, experts), logits.dtype)
+
+    def check(self, logits: Tensor) -> None:
+        """Raises ValueError as `route` does."""
+        if self.by_token:
+            raise ValueError("logits do not tell the experts of a layer that chooses them by token id")
+        if self.biased and self.bias is None:
+            raise ValueError(
+                f"routing {self.method} needs its correction bias [{self.experts}]: see with_bias"
+            )
+        self._check_logits(logits)
+
+    def in_one_launch(self, logits: Tensor) -> bool:
+        """Whether the GPU kernel serves this gate: it chooses by score, among groups of powers of two."""
+        row, even = ROUTINGS[self.method], self.groups == 1 or (self.experts & -self.experts) == self.experts
+        known = row.choose is choose_by_score and not self.logits_dtype_scores
+        return kernels_serve(logits.device) and known and even and self.experts <= MOST_EXPERTS
+
+    def weigh(self, logits: Tensor, experts: Tensor) -> Tensor:
+        """Weights [T, K] float32 of experts that something else chose: `logits [T, E]`, ids `experts [T, K]`.
+
+        For hash-routed layers (DeepSeek-V4), where a table gives each token id its experts; needs no bias.
+        """
+        return self._weights(self._scores(logits).gather(-1, experts.long()), logits.dtype)
+
+    def _check_logits(self, logits: Tensor) -> None:
+        if logits.ndim != 2 or logits.shape[1] != self.experts:
+            raise ValueError(f"router logits must be [T, {self.experts}], got {list(logits.shape)}")
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        self._check_logits(logits)
+        values = logits if self.logits_dtype_scores else logits.float()
+        lowest, highest = float("-inf"), torch.finfo(values.dtype).max
+        return SCORES[str(self.scoring)](values.nan_to_num(lowest, highest, lowest))
+
+    def _weights(self, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+        weights = ROUTINGS[self.method].weigh(chosen, self) * self.scaling
+        if self.logits_dtype_weights:
+            weights = weights.to(dtype)
+        return weights.float().nan_to_num(0.0, neginf=0.0)
+
+
+def gate_for(config: Config) -> Gate:
+    """The gate of a model's MoE layers by its Hugging Face config (`config.json`), without its bias yet.
+
+    A multimodal config is read at its `text_config`. ValueError: a family that is not in `FAMILIES`, a
+    missing key, a value that the family's router cannot have.
+    """
+    family = str(config.get("model_type"))
+    if family not in FAMILIES and isinstance(config.get("text_config"), Mapping):
+        return gate_for(config["text_config"])
+    if family not in FAMILIES:
+        raise ValueError(f"no router known for model_type {family!r}; known: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[family](config)
+
+
+def _counts(config: Config) -> tuple[int, int]:
+    experts = _required(config, "n_routed_experts", "num_local_experts", "num_experts")
+    return experts, _required(config, "num_experts_per_tok", "experts_per_token")
+
+
+def _required(config: Config, *keys: str) -> int:
+    for key in keys:
+        if config.get(key) is not None:
+            return int(config[key])
+    raise ValueError(f"the config of {config.get('model_type')} has none of the keys {', '.join(keys)}")
+
+
+def _expect(config: Config, key: str, *, only: str | bool) -> None:
+    got = config.get(key, only)
+    if got != only:
+        raise ValueError(
+            f"{config.get('model_type')} with {key}={got!r} is not supported, only {key}={only!r}"
+        )
+
+
+def _softmax(config: Config, *, renormalize: bool) -> Gate:
+    method = method_of("softmax", renormalize=renormalize, biased=False, groups=None, scaling=None)
+    return Gate(method, *_counts(config))
+
+
+def _mixtral(config: Config) -> Gate:
+    return _softmax(config, renormalize=True)
+
+
+def _qwen_moe(config: Config) -> Gate:
+    # absent, the key is false in transformers, although the published Qwen3-MoE files say true
+    gate = _softmax(config, renormalize=bool(config.get("norm_topk_prob", False)))
+    return replace(gate, logits_dtype_weights=True)
+
+
+def _deepseek_v2(config: Config) -> Gate:
+    _expect(config, "scoring_func", only="softmax")
+    # transformers ignores this key and others obey it, so a model that sets it has no one right answer
+    _expect(config, "norm_topk_prob", only=False)
+    scaling = float(config.get("routed_scaling_factor", 1.0))
+    if config.get("topk_method", "greedy") == "greedy":
+        return replace(_softmax(config, renormalize=False), scaling=scaling)
+    _expect(config, "topk_method", only="group_limited_greedy")
+    groups, kept = _required(config, "n_group"), _required(config, "topk_group")
+    return Gate("DeepSeekV2", *_counts(config), groups, kept, scaling, renormalize=False)
+
+
+def _deepseek_v3(config: Config) -> Gate:
+    return _grouped_sigmoid({"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, **config})
+
+
+def _glm4_moe(config: Config) -> Gate:
+    return _grouped_sigmoid({"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, **config})
+
+
+def _grouped_sigmoid(config: Config) -> Gate:
+    _expect(config, "scoring_func", only="sigmoid")
+    _expect(config, "topk_method", only="noaux_tc")
+    groups, kept = _required(config, "n_group"), _required(config, "topk_group")
+    scaling, renormalize = float(config["routed_scaling_factor"]), bool(config.get("norm_topk_prob", True))
+    method = method_of("sigmoid", renormalize=renormalize, biased=True, groups=groups, scaling=scaling)
+    numbers = (*_counts(config), groups, kept, scaling)
+    return Gate(method, *numbers, scoring="sigmoid", renormalize=renormalize, biased=True)
+
+
+def _deepseek_v4(config: Config) -> Gate:
+    _expect(config, "scoring_func", only="sqrtsoftplus")
+    # transformers renormalizes whatever this key says
+    _expect(config, "norm_topk_prob", only=True)
+    scaling = float(config.get("routed_scaling_factor", 1.5))
+    return Gate("DeepseekV4", *_counts(config), scaling=scaling, logits_dtype_scores=True)
+
+
+def _minimax_m2(config: Config) -> Gate:
+    _expect(config, "scoring_func", only="sigmoid")
+    _expect(config, "use_routing_bias", only=True)
+    return Gate("MiniMax2", *_counts(config))
+
+
+def _gpt_oss(config: Config) -> Gate:
+    return Gate("Renormalize", *_counts(config), logits_dtype_weights=True)
+
+
+def _llama4(config: Config) -> Gate:
+    return Gate("Llama4", *_counts(config), logits_dtype_weights=True, weight_on_input=True)
+
+
+FAMILIES: Mapping[str, Callable[[Config], Gate]] = {
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "deepseek_v4": _deepseek_v4,
+    "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
+    "kimi_k2": _deepseek_v3,
+    "llama4_text": _llama4,
+    "minimax_m2": _minimax_m2,
+    "mixtral": _mixtral,
+    "olmoe": _qwen_moe,
+    "qwen2_moe": _qwen_moe,
+    "qwen3_moe": _qwen_moe,
+}
+"""Router settings by `model_type`; defaults of absent keys are those of transformers 5.23."""

@@ -1,0 +1,129 @@
+"""The way to one address on asyncio: its channel, one stream for all calls, and its idle regions."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from moeserve.proto import moe_pb2, moe_pb2_grpc
+from moeserve.proto.channel import client_options
+from moeserve.proto.errors import DeadlineExceeded, MoeError, Unavailable, from_message, from_rpc
+from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion
+
+
+class AsyncForwardStream:
+    """One stream to one lane for any number of calls at once; replies find their call by job id."""
+
+    def __init__(self, stub: Any) -> None:
+        self._call = stub.ForwardStream()
+        self._waiting: dict[str, asyncio.Future[moe_pb2.ForwardStreamReply]] = {}
+        self._writing = asyncio.Lock()
+        self._reader = asyncio.create_task(self._read())
+
+    @property
+    def alive(self) -> bool:
+        """Whether another call may be made."""
+        return not self._reader.done()
+
+    async def ask(self, request: moe_pb2.ForwardRequest, timeout: float) -> moe_pb2.ForwardReply:
+        """Sends `request` and waits for its reply, `timeout` seconds at most. Raises MoeError."""
+        request.timeout_ms = max(1, int(timeout * 1000))
+        answer: asyncio.Future[moe_pb2.ForwardStreamReply] = asyncio.get_running_loop().create_future()
+        self._waiting[request.job_id] = answer
+        try:
+            async with asyncio.timeout(timeout):
+                async with self._writing:
+                    await self._call.write(request)
+                reply = await answer
+        except TimeoutError:
+            text = "the lane did not answer on its stream in time"
+            raise DeadlineExceeded("DEADLINE_EXCEEDED", "", text) from None
+        except grpc.RpcError as failed:
+            raise from_rpc(failed) from failed
+        except asyncio.InvalidStateError as over:
+            raise Unavailable("UNAVAILABLE", "", "the lane ended the stream") from over
+        finally:
+            self._waiting.pop(request.job_id, None)
+        if reply.WhichOneof("outcome") == "error":
+            raise from_message(reply.error)
+        return reply.reply
+
+    async def close(self) -> None:
+        """Ends the stream; calls that are on it end as Unavailable."""
+        self._call.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _read(self) -> None:
+        ended: MoeError = Unavailable("UNAVAILABLE", "", "the lane ended the stream")
+        try:
+            while isinstance(reply := await self._call.read(), moe_pb2.ForwardStreamReply):
+                answer = self._waiting.pop(reply.job_id, None)
+                if answer is not None and not answer.done():
+                    answer.set_result(reply)
+        except grpc.RpcError as failed:
+            ended = from_rpc(failed)
+        except asyncio.CancelledError:
+            ended = Unavailable("UNAVAILABLE", "", "the stream was closed")
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(ended)
+        self._waiting.clear()
+
+
+class AsyncLink:
+    """The way to one address. For one event loop."""
+
+    def __init__(self, address: str, max_message_bytes: int) -> None:
+        self.address = address
+        self.channel = aio.insecure_channel(address, options=client_options(max_message_bytes))
+        self.stub = moe_pb2_grpc.MoeServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        self.regions = RegionPool()
+        self.closed = False
+        self._stream: AsyncForwardStream | None = None
+
+    async def unary(self, name: str, request: Any, timeout: float) -> Any:
+        """Calls the method `name`; raises MoeError."""
+        try:
+            return await getattr(self.stub, name)(request, timeout=timeout)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self.closed and task is not None and not task.cancelling():
+                raise Unavailable("UNAVAILABLE", "", f"the lane at {self.address} left the group") from None
+            raise
+        except grpc.RpcError as failed:
+            raise self._known(from_rpc(failed)) from failed
+        except aio.UsageError as closed:
+            raise Unavailable("UNAVAILABLE", "", f"the channel to {self.address} is closed") from closed
+
+    async def ask(self, request: moe_pb2.ForwardRequest, timeout: float) -> moe_pb2.ForwardReply:
+        """Asks on the stream that all calls share; raises MoeError."""
+        if self._stream is None or not self._stream.alive:
+            self._stream = AsyncForwardStream(self.stub)
+        try:
+            return await self._stream.ask(request, timeout)
+        except MoeError as failed:
+            raise self._known(failed) from failed
+
+    async def region(self, size: int, timeout: float) -> RemoteRegion:
+        """An idle region of `size` bytes, or a new one. Raises MoeError."""
+        region = self.regions.take(size)
+        if region is not None:
+            return region
+        made = await self.unary("CreateRegion", moe_pb2.CreateRegionRequest(size=size), timeout)
+        return await asyncio.to_thread(RemoteRegion.open, made)
+
+    async def close(self) -> None:
+        """Closes the channel and gives back everything idle; calls that run here end as Unavailable."""
+        self.closed = True
+        self.regions.close()
+        if self._stream is not None:
+            await self._stream.close()
+        await self.channel.close(None)
+
+    def _known(self, failed: MoeError) -> MoeError:
+        if failed.code == "CANCELLED" and self.closed:
+            return Unavailable("UNAVAILABLE", "", f"the lane at {self.address} left the group")
+        return failed

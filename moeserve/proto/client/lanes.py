@@ -1,0 +1,89 @@
+"""The lanes a client knows, which of them takes the next rows, and the open way to each."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from moeserve.proto import moe_pb2
+from moeserve.proto.channel import MAX_MESSAGE_BYTES
+from moeserve.proto.client.payload import TRANSPORTS
+from moeserve.proto.errors import NotFound, Unavailable
+
+L = TypeVar("L")
+
+
+class Lanes(Generic[L]):
+    """What a client learned from GetTopology, until a call finds it is no longer so. Safe from any thread.
+
+    `connect(address, max_message_bytes)` makes the way to a lane; it is made when the lane is first used.
+    """
+
+    def __init__(self, connect: Callable[[str, int], L]) -> None:
+        self.current: moe_pb2.GetTopologyReply | None = None
+        self._connect = connect
+        self._links: dict[str, L] = {}
+        self._turns = itertools.count()
+        self._lock = threading.Lock()
+
+    def turn(self) -> int:
+        """Whose turn it is to take a call's first part: lanes take turns, so that small calls spread too."""
+        return next(self._turns)
+
+    def found(self, topology: moe_pb2.GetTopologyReply) -> list[L]:
+        """Takes note of `topology`, which serves; returns the ways to lanes that are gone, to be closed."""
+        there = {lane.address for lane in topology.lanes}
+        with self._lock:
+            self.current = topology
+            return [self._links.pop(address) for address in list(self._links) if address not in there]
+
+    def doubt(self, topology: moe_pb2.GetTopologyReply | None) -> None:
+        """A call on `topology` failed: the next one asks anew, unless somebody has already."""
+        with self._lock:
+            if self.current is topology:
+                self.current = None
+
+    def pick(self, topology: moe_pb2.GetTopologyReply, bound: int | None, turn: int) -> moe_pb2.Lane:
+        """The lane `bound`, or the one whose turn it is. NotFound when there is no lane `bound`."""
+        if bound is None:
+            return topology.lanes[turn % len(topology.lanes)]
+        for lane in topology.lanes:
+            if lane.rank == bound:
+                return lane
+        there = [lane.rank for lane in topology.lanes]
+        raise NotFound("NOT_FOUND", "no_lane", f"lane {bound} is not one of the lanes {there}")
+
+    def link(self, topology: moe_pb2.GetTopologyReply, lane: moe_pb2.Lane) -> L:
+        """The way to `lane`."""
+        with self._lock:
+            if lane.address not in self._links:
+                self._links[lane.address] = self._connect(lane.address, message_limit(topology))
+            return self._links[lane.address]
+
+    def clear(self) -> list[L]:
+        """Forgets everything; returns the ways, to be closed."""
+        with self._lock:
+            links, self._links, self.current = list(self._links.values()), {}, None
+        return links
+
+
+def message_limit(topology: moe_pb2.GetTopologyReply) -> int:
+    """Bytes of the largest message that the lanes take."""
+    return topology.max_message_bytes or MAX_MESSAGE_BYTES
+
+
+def check_serving(topology: moe_pb2.GetTopologyReply) -> moe_pb2.GetTopologyReply:
+    """`topology`, when it can be called; Unavailable with the service's reason otherwise."""
+    if not topology.serving or not topology.lanes:
+        reason = topology.reason or "the service has no lane"
+        raise Unavailable("UNAVAILABLE", "not_serving", f"the group does not serve now: {reason}")
+    return topology
+
+
+def check_transport(name: str) -> str:
+    """`name`, when it is one of the transports of a payload; ValueError otherwise."""
+    if name not in TRANSPORTS:
+        raise ValueError(f"transport={name!r} is not one of {', '.join(TRANSPORTS)}")
+    return name

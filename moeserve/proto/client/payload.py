@@ -1,0 +1,188 @@
+"""Where the hidden states of a part lie while it is asked for, and where its answer is looked for."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from moeserve.proto import moe_pb2
+from moeserve.proto.client.batch import Batch
+from moeserve.proto.errors import MoeError
+from moeserve.proto.tensors import Plain, TensorError, as_numpy, describe_into, encode_into, spec_of
+from moeserve.proto.transports.bell import Bell
+from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion, aligned, region_size
+
+TRANSPORTS = ("auto", "inline", "shared_memory")
+
+SHARE_BYTES = 1 << 15
+"""Hidden states from this size on are worth two copies through shared memory rather than two through gRPC."""
+
+
+class Payload(Protocol):
+    """The hidden states of one attempt at one part."""
+
+    @property
+    def bell(self) -> Bell | None:
+        """A short way to the lane that holds rows and answer, where there is one."""
+
+    def fill(self, request: moe_pb2.ForwardRequest) -> None:
+        """Puts the rows where the lane reads them, and says so in `request`."""
+
+    def answer(self, reply: moe_pb2.ForwardReply, into: NDArray[Any] | None) -> NDArray[Any]:
+        """The answer's rows in the storage type, `into` where that is given.
+
+        TensorError when not as asked for.
+        """
+
+    def done(self) -> None:
+        """The answer was read."""
+
+    def abandon(self) -> None:
+        """There was no answer, and one may still be written later."""
+
+
+class Inline:
+    """Rows in the message; the answer in the reply."""
+
+    bell = None
+
+    def __init__(self, rows: Plain) -> None:
+        self._rows = rows
+
+    def fill(self, request: moe_pb2.ForwardRequest) -> None:
+        """Copies the rows into the message."""
+        encode_into(request.hidden, self._rows)
+
+    def answer(self, reply: moe_pb2.ForwardReply, into: NDArray[Any] | None) -> NDArray[Any]:
+        """A view of the bytes that came, or a copy `into`."""
+        return moved(inline_answer(reply, self._rows), into)
+
+    def done(self) -> None:
+        """Nothing is held."""
+
+    def abandon(self) -> None:
+        """Nothing is held."""
+
+
+class Pooled:
+    """Rows and answer in a region of the lane that calls take turns with: one copy in, one out."""
+
+    def __init__(self, rows: Plain, region: RemoteRegion, pool: RegionPool) -> None:
+        self._rows = rows
+        self._region = region
+        self._pool = pool
+        self._output = aligned(rows.spec.nbytes)
+
+    @staticmethod
+    def size(nbytes: int) -> int:
+        """Bytes of the region for `nbytes` of rows and as many of answer."""
+        return region_size(2 * aligned(nbytes))
+
+    @property
+    def bell(self) -> Bell | None:
+        """The region's."""
+        return self._region.bell
+
+    def fill(self, request: moe_pb2.ForwardRequest) -> None:
+        """Copies the rows into the region."""
+        spec = self._rows.spec
+        self._region.view(0, spec).storage[:] = self._rows.storage
+        describe_into(request.hidden, spec)
+        request.hidden.region.CopyFrom(self._region.message(0, spec))
+        request.output.CopyFrom(self._region.message(self._output, spec))
+
+    def answer(self, reply: moe_pb2.ForwardReply, into: NDArray[Any] | None) -> NDArray[Any]:
+        """A copy, since the next call will write over the region."""
+        check_placed(reply, self._rows)
+        found = self._region.view(self._output, self._rows.spec).storage
+        return found.copy() if into is None else moved(found, into)
+
+    def done(self) -> None:
+        """Lets the next call have the region."""
+        self._pool.give(self._region)
+
+    def abandon(self) -> None:
+        """Gives the region back to the lane: a late answer must not land in another call's."""
+        self._region.close()
+
+
+class Placed:
+    """Rows, answer or both where the caller allocated them; what was not allocated rides inline."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    @property
+    def bell(self) -> Bell | None:
+        """The output's; an answer that rides inline is too long for it."""
+        return None if self._batch.output is None else self._batch.output.region.bell
+
+    def fill(self, request: moe_pb2.ForwardRequest) -> None:
+        """Names the places."""
+        batch = self._batch
+        for tensor in batch.placed:
+            if tensor is batch.like:
+                describe_into(request.hidden, tensor.spec)
+                request.hidden.region.CopyFrom(tensor.place)
+            if tensor is batch.output:
+                request.output.CopyFrom(tensor.place)
+        if not request.HasField("hidden"):
+            encode_into(request.hidden, batch.hidden)
+
+    def answer(self, reply: moe_pb2.ForwardReply, into: NDArray[Any] | None) -> NDArray[Any]:
+        """A view of the place, or of the bytes that came. A placed batch is one part: nothing is joined."""
+        if self._batch.output is None:
+            return inline_answer(reply, self._batch.hidden)
+        check_placed(reply, self._batch.hidden)
+        return self._batch.output.plain.storage
+
+    def done(self) -> None:
+        """The places are the caller's."""
+
+    def abandon(self) -> None:
+        """The places are the caller's."""
+
+
+def moved(found: NDArray[Any], into: NDArray[Any] | None) -> NDArray[Any]:
+    """`found`, or `into` filled with it."""
+    if into is None:
+        return found
+    into[:] = found
+    return into
+
+
+def inline_answer(reply: moe_pb2.ForwardReply, rows: Plain) -> NDArray[Any]:
+    """The answer in the reply's bytes; TensorError when it is not like `rows`."""
+    check_answer(reply, rows)
+    return as_numpy(reply.hidden.data, rows.spec, "reply.hidden").storage
+
+
+def check_placed(reply: moe_pb2.ForwardReply, rows: Plain) -> None:
+    """TensorError unless the reply says that the answer, like `rows`, was written where it was asked for."""
+    check_answer(reply, rows)
+    if reply.hidden.WhichOneof("payload") != "region":
+        raise TensorError("reply.hidden", "it rides inline, but was asked for in a region")
+
+
+def check_answer(reply: moe_pb2.ForwardReply, rows: Plain) -> None:
+    """TensorError unless dtype and shape of the answer are those of `rows`."""
+    found = spec_of(reply.hidden, "reply.hidden", rank=2, dtypes=(rows.dtype.name,))
+    if found != rows.spec:
+        raise TensorError("reply.hidden", f"it is {found}, but {rows.spec} was asked for")
+
+
+def shares(transport: str, nbytes: int, lane: moe_pb2.Lane, host: str) -> bool:
+    """Whether `nbytes` of hidden states go to `lane` through shared memory.
+
+    Raises MoeError when the caller insists on it and the lane runs where memory cannot be shared with it.
+    """
+    near = bool(host) and lane.host_id == host
+    if transport == "shared_memory" and not near:
+        text = (
+            f"lane {lane.rank} at {lane.address} cannot share memory with this process (host {host!r}, lane's"
+        )
+        raise MoeError(
+            "FAILED_PRECONDITION", "", f"{text} {lane.host_id!r}); use transport='auto' or 'inline'"
+        )
+    return transport != "inline" and near and (transport == "shared_memory" or nbytes >= SHARE_BYTES)

@@ -1,0 +1,1 @@
+"""How payloads travel between a client and a lane of one host."""

@@ -1,0 +1,174 @@
+"""What travels on the coordinator's streams, as JSON objects: steps, epochs, changes, votes, jobs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from moeserve.experts.placement import EMPTY, Placement
+from moeserve.runtime.control.orders import Copy, Order, Staged, Vote
+from moeserve.runtime.control.stream import Message
+from moeserve.runtime.epoch import Change, Epoch
+from moeserve.runtime.mesh import Mesh
+from moeserve.runtime.planning.plan import Plan
+from moeserve.runtime.step import Announcement, Header
+
+
+def header_message(header: Header, generation: int) -> Message:
+    """A step for one rank."""
+    return {
+        "kind": "step",
+        "generation": generation,
+        "number": header.number,
+        "epoch": header.epoch,
+        "layer": header.layer,
+        "sizes": header.lane_rows,
+        "jobs": header.jobs,
+    }
+
+
+def header_from(message: Message) -> Header:
+    """The step in a message."""
+    jobs = tuple((job, rows) for job, rows in message["jobs"])
+    return Header(message["number"], message["epoch"], message["layer"], tuple(message["sizes"]), jobs)
+
+
+def announcement_message(job: Announcement, generation: int) -> Message:
+    """A job for the sequencer. Time left travels and not a date, since hosts' clocks differ."""
+    left = None if math.isinf(job.deadline) else job.deadline - time.time()
+    return {
+        "kind": "announce",
+        "generation": generation,
+        "job": job.job,
+        "layer": job.layer,
+        "rows": job.rows,
+        "left": left,
+    }
+
+
+def announcement_from(message: Message, rank: int, now: float) -> Announcement:
+    """The job in a message from `rank`, its deadline on the clock that reads `now`."""
+    deadline = math.inf if message["left"] is None else now + float(message["left"])
+    return Announcement(rank, int(message["job"]), int(message["layer"]), int(message["rows"]), deadline)
+
+
+def epoch_message(epoch: Epoch) -> Message:
+    """An epoch, whole."""
+    mesh, placement = epoch.mesh, epoch.placement
+    return {
+        "kind": "epoch",
+        "number": epoch.number,
+        "mesh": [mesh.dp, mesh.tp, mesh.ep, mesh.pcp],
+        "versions": epoch.versions,
+        "weights": epoch.weights,
+        "slots": placement.slots.tolist(),
+        "owners": placement.ranks,
+        "experts": placement.experts,
+    }
+
+
+def epoch_from(message: Message) -> Epoch:
+    """The epoch in a message."""
+    slots = np.array(message["slots"], dtype=np.int32)
+    placement = Placement(slots, message["owners"], message["experts"])
+    mesh, versions, weights = Mesh(*message["mesh"]), tuple(message["versions"]), tuple(message["weights"])
+    return Epoch(message["number"], mesh, placement, versions, weights)
+
+
+def stage_message(number: int, change: Change, decoder_layer: int, rank: int) -> Message:
+    """What one rank has to stage for a change; `generation` and `peers` are added by the sender, who knows
+    them.
+    """
+    placement = change.epoch.placement
+    width = placement.slots_per_rank
+    owner = 0 if change.epoch.mesh.sliced else rank
+    copies = [
+        [move.slot % width, move.expert, *_source(move.source, width)]
+        for move in change.moves
+        if move.slot // width == owner
+    ]
+    return {
+        "kind": "stage",
+        "change": number,
+        "epoch": change.epoch.number,
+        "layer": decoder_layer,
+        "version": change.epoch.version(change.layer),
+        "weights": change.epoch.weights,
+        "copies": copies,
+    }
+
+
+def order_from(message: Message) -> Order:
+    """The order in a message."""
+    return Order(
+        message["generation"],
+        message["change"],
+        message["epoch"],
+        message["layer"],
+        message["version"],
+        tuple(message["weights"]),
+        tuple(Copy(slot, expert, (rank, at)) for slot, expert, rank, at in message["copies"]),
+        {int(rank): (address, host) for rank, (address, host) in message["peers"].items()},
+    )
+
+
+def _source(slot: int, width: int) -> tuple[int, int]:
+    return (EMPTY, EMPTY) if slot == EMPTY else divmod(slot, width)
+
+
+def plans_message(plans: Mapping[int, Plan]) -> list[list[Any]]:
+    """`[layer, kernel, dispatchers, wires]` of every layer, for those who ask what is served."""
+    return [
+        [layer, plan.kernel.name, plan.dispatcher_names, plan.wire_names] for layer, plan in plans.items()
+    ]
+
+
+def plans_from(message: Message) -> dict[int, tuple[str, str, str]]:
+    """Kernel, dispatchers and wires by layer, as a rank's message has them under `plans`."""
+    return {
+        int(layer): (kernel, dispatchers, wires)
+        for layer, kernel, dispatchers, wires in message.get("plans", [])
+    }
+
+
+def vote_message(vote: Vote) -> Message:
+    """A rank's vote."""
+    return {
+        "kind": "voted",
+        "generation": vote.order.generation,
+        "change": vote.order.change,
+        "staged": [list(vars(one).values()) for one in vote.staged],
+        "refused": vote.refused,
+    }
+
+
+def staged_from(message: Message) -> tuple[Staged, ...]:
+    """What a vote says was staged."""
+    return tuple(Staged(*one) for one in message["staged"])
+
+
+def commit_message(number: int, change: Change, generation: int) -> Message:
+    """The commit of a change, for every rank."""
+    return {
+        "kind": "commit",
+        "generation": generation,
+        "change": number,
+        "number": change.epoch.number,
+        "layer": change.layer,
+        "slots": change.epoch.placement.slots[change.layer].tolist(),
+        "versions": change.epoch.versions,
+        "weights": change.epoch.weights,
+    }
+
+
+def committed_epoch(message: Message, before: Epoch) -> Epoch:
+    """The epoch that a commit makes of the one before."""
+    epoch = before.moved(message["layer"], np.array(message["slots"], dtype=np.int32))
+    if epoch.number != message["number"]:
+        raise ValueError(f"epoch {message['number']} is committed after epoch {before.number}")
+    return replace(epoch, versions=tuple(message["versions"]), weights=tuple(message["weights"]))

@@ -1,0 +1,319 @@
+"""`Door`: a rank's own data endpoint. It checks requests, hands their rows to the lane, and answers."""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from moeserve.proto import moe_pb2, moe_pb2_grpc
+from moeserve.proto.tensors import TensorError
+from moeserve.runtime.doors.failures import Status, status_of
+from moeserve.runtime.doors.payloads.regions import Regions
+from moeserve.runtime.doors.request import Asked, RequestReader
+from moeserve.runtime.errors import CallerLeft, DeadlinePassed
+from moeserve.runtime.rank.lane import Call, Lane
+from moeserve.runtime.step import Stamp
+
+log = logging.getLogger(__name__)
+
+LONGEST_SECONDS = 1e8  # of a deadline; gRPC says centuries where the caller set none
+
+Observe = Callable[[str, str, str, float], None]
+"""`(method, transport, code, seconds)` of an ended request."""
+
+
+class Door(moe_pb2_grpc.MoeServiceServicer):
+    """Forward, ForwardStream and the regions of one rank; the front door answers everything else."""
+
+    def __init__(
+        self,
+        reader: RequestReader,
+        lane: Lane,
+        regions: Regions,
+        weights_version: Callable[[], int],
+        observe: Observe,
+    ) -> None:
+        self._reader = reader
+        self._lane = lane
+        self._regions = regions
+        self._weights_version = weights_version
+        self._observe = observe
+        regions.on_ring = self.rung
+
+    def Forward(self, request: moe_pb2.ForwardRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
+        """Runs one batch and waits for its answer."""
+        started, transport, code = time.perf_counter(), "inline", "OK"
+        remaining = context.time_remaining()
+        unlimited = remaining is None or remaining > LONGEST_SECONDS
+        deadline = math.inf if unlimited else time.time() + remaining
+        try:
+            asked = self._reader.read(request, deadline)
+            transport = asked.transport
+            try:
+                return self._run(asked, context)
+            finally:
+                asked.close()
+        except Exception as error:
+            status = _status(error)
+            code = status.code
+            status.abort(context)
+        finally:
+            self._observe("Forward", transport, code, time.perf_counter() - started)
+
+    def _run(self, asked: Asked, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
+        if not asked.batch.hidden.shape[0]:
+            return self._empty(asked)
+        call = self._lane.submit(asked.batch)
+        context.add_callback(lambda: self._left(call, context))
+        if not call.wait(asked.batch.deadline - time.time()):
+            self._lane.cancel(call)
+            raise DeadlinePassed(f"layer {asked.batch.layer}: no answer within the deadline")
+        return self._reply(asked, call)
+
+    def _left(self, call: Call, context: grpc.ServicerContext) -> None:
+        """The call's RPC is over. A thread must not wait for an answer that nobody takes."""
+        self._lane.cancel(call)
+        if context.time_remaining() == 0:
+            call.give_up(DeadlinePassed("no answer within the deadline"))
+        else:
+            call.give_up(CallerLeft("the caller left before its answer was there"))
+
+    def ForwardStream(
+        self, request_iterator: Iterator[moe_pb2.ForwardRequest], context: grpc.ServicerContext
+    ) -> Iterator[moe_pb2.ForwardStreamReply]:
+        """Runs batches as they arrive; replies come as they are ready, under their job ids."""
+        replies: queue.SimpleQueue[moe_pb2.ForwardStreamReply | None] = queue.SimpleQueue()
+        stream = _Stream(self, replies)
+        context.add_callback(stream.left)
+        threading.Thread(
+            target=stream.consume, args=(request_iterator,), name="forward-stream", daemon=True
+        ).start()
+        while (reply := replies.get()) is not None:
+            yield reply
+
+    def rung(self, packet: bytes, answer: Callable[[bytes], None]) -> Callable[[], None]:
+        """Starts a request that came over a region's lease; `answer` gets its ForwardStreamReply.
+
+        Returns what gives it up.
+        """
+
+        def ended(reply: moe_pb2.ForwardStreamReply) -> None:
+            answer(reply.SerializeToString())
+
+        try:
+            request = moe_pb2.ForwardRequest.FromString(packet)
+            if not request.HasField("output"):
+                raise TensorError("output", "a call over a region's lease needs a region for its answer")
+        except (DecodeError, TensorError) as error:
+            ended(moe_pb2.ForwardStreamReply(error=_status(error).as_message()))
+            return _nothing
+        call = self.begin(request, ended, "Bell")
+        return _nothing if call is None else lambda: self.leave(call)
+
+    def begin(
+        self,
+        request: moe_pb2.ForwardRequest,
+        ended: Callable[[moe_pb2.ForwardStreamReply], None],
+        method: str = "ForwardStream",
+    ) -> Call | None:
+        """Starts a request; `ended` gets its reply, from whichever thread ends it."""
+        started = time.perf_counter()
+        deadline = time.time() + request.timeout_ms / 1000 if request.timeout_ms else math.inf
+        transport = "inline"
+
+        def end(outcome: Callable[[], moe_pb2.ForwardReply]) -> None:
+            reply, code = moe_pb2.ForwardStreamReply(job_id=request.job_id), "OK"
+            try:
+                reply.reply.CopyFrom(outcome())
+            except Exception as error:
+                status = _status(error)
+                code = status.code
+                reply.error.CopyFrom(status.as_message())
+            seconds = time.perf_counter() - started
+            ended(reply)
+            self._observe(method, transport, code, seconds)  # after the answer has left
+
+        def fail(error: Exception) -> moe_pb2.ForwardReply:
+            raise error
+
+        try:
+            asked = self._reader.read(request, deadline)
+        except Exception as error:
+            end(lambda error=error: fail(error))  # type: ignore[misc]
+            return None
+        transport = asked.transport
+
+        def answer(call: Call) -> None:
+            end(lambda: self._reply(asked, call))
+            asked.close()
+
+        if not asked.batch.hidden.shape[0]:
+            end(lambda: self._empty(asked))
+            asked.close()
+            return None
+        try:
+            return self._lane.submit(asked.batch, answer)
+        except Exception as error:
+            asked.close()
+            end(lambda error=error: fail(error))  # type: ignore[misc]
+            return None
+
+    def leave(self, call: Call) -> None:
+        """The stream's caller is gone: the call ends, and with it the hold on the caller's memory."""
+        self._lane.cancel(call)
+        call.give_up(CallerLeft("the caller left before its answer was there"))
+
+    def _reply(self, asked: Asked, call: Call) -> moe_pb2.ForwardReply:
+        return asked.reply(*call.result())
+
+    def _empty(self, asked: Asked) -> moe_pb2.ForwardReply:
+        if self._lane.closed is not None:
+            raise self._lane.unavailable()
+        return asked.reply(asked.batch.hidden, Stamp(0, self._weights_version()))
+
+    # -- what only the front door knows
+
+    def GetTopology(
+        self, request: moe_pb2.GetTopologyRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.GetTopologyReply:
+        """The front door answers this."""
+        _not_the_front_door(context)
+
+    def GetModel(
+        self, request: moe_pb2.GetModelRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.GetModelReply:
+        """The front door answers this."""
+        _not_the_front_door(context)
+
+    def GetStatus(
+        self, request: moe_pb2.GetStatusRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.GetStatusReply:
+        """The front door answers this."""
+        _not_the_front_door(context)
+
+    def Rebalance(
+        self, request: moe_pb2.RebalanceRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.RebalanceReply:
+        """The front door answers this."""
+        _not_the_front_door(context)
+
+    def Reload(self, request: moe_pb2.ReloadRequest, context: grpc.ServicerContext) -> moe_pb2.ReloadReply:
+        """The front door answers this."""
+        _not_the_front_door(context)
+
+    # -- shared memory
+    # ----------------------------------------------------------------------------------------------
+
+    def CreateRegion(
+        self, request: moe_pb2.CreateRegionRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.CreateRegionReply:
+        """Makes a sealed region of this rank's host."""
+        name, size = _guarded(context, lambda: self._regions.create(request.size))
+        return moe_pb2.CreateRegionReply(name=name, size=size, socket=self._regions.socket)
+
+    def RegisterRegion(
+        self, request: moe_pb2.RegisterRegionRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.RegisterRegionReply:
+        """Registers an object by name, where the configuration allows it."""
+        _guarded(
+            context, lambda: self._regions.register(request.name, request.key, request.offset, request.size)
+        )
+        return moe_pb2.RegisterRegionReply()
+
+    def ListRegions(
+        self, request: moe_pb2.ListRegionsRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.ListRegionsReply:
+        """Every region of this rank."""
+        rows = [
+            moe_pb2.RegionInfo(name=r.name, size=r.size, in_use=r.in_use, named=r.named)
+            for r in self._regions.list()
+        ]
+        return moe_pb2.ListRegionsReply(regions=rows)
+
+    def ReleaseRegion(
+        self, request: moe_pb2.ReleaseRegionRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.ReleaseRegionReply:
+        """Forgets a region; calls that hold it finish."""
+        _guarded(context, lambda: self._regions.release(request.name))
+        return moe_pb2.ReleaseRegionReply()
+
+
+class _Stream:
+    """The requests of one ForwardStream and the calls they became."""
+
+    def __init__(self, door: Door, replies: queue.SimpleQueue[moe_pb2.ForwardStreamReply | None]) -> None:
+        self._door = door
+        self._replies = replies
+        self._calls: dict[int, Call] = {}
+        self._open = 1  # requests that have not ended, and the consumer
+        self._lock = threading.Lock()
+
+    def consume(self, requests: Iterator[moe_pb2.ForwardRequest]) -> None:
+        """Starts requests until the caller sends no more."""
+        try:
+            for number, request in enumerate(requests):
+                self._start(number, request)
+        except Exception as error:  # gRPC ends the iterator of a broken stream with one of several types
+            log.debug("a stream broke: %s", error)
+        self._ended()
+
+    def left(self) -> None:
+        """The stream is over, answered or not."""
+        with self._lock:
+            calls, self._calls = list(self._calls.values()), {}
+        for call in calls:
+            self._door.leave(call)
+        self._replies.put(None)
+
+    def _start(self, number: int, request: moe_pb2.ForwardRequest) -> None:
+        with self._lock:
+            self._open += 1
+
+        def ended(reply: moe_pb2.ForwardStreamReply) -> None:
+            with self._lock:
+                self._calls.pop(number, None)
+            self._replies.put(reply)
+            self._ended()
+
+        call = self._door.begin(request, ended)
+        if call is not None and not call.ended:
+            with self._lock:
+                self._calls[number] = call
+
+    def _ended(self) -> None:
+        with self._lock:
+            self._open -= 1
+            last = self._open == 0
+        if last:
+            self._replies.put(None)
+
+
+def _status(error: Exception) -> Status:
+    status = status_of(error)
+    if status.code == "INTERNAL":
+        log.error("a request failed unforeseen", exc_info=error)
+    return status
+
+
+def _guarded(context: grpc.ServicerContext, work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except Exception as error:
+        _status(error).abort(context)
+
+
+def _nothing() -> None:
+    """There is no call to give up."""
+
+
+def _not_the_front_door(context: grpc.ServicerContext) -> NoReturn:
+    text = "a lane runs experts; the service's own address (server.host and server.port) answers this"
+    Status("FAILED_PRECONDITION", "not_the_front_door", text).abort(context)

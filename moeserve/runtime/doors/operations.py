@@ -1,0 +1,116 @@
+"""`Operations`: what an operator asks of the running group through the front door: rebalance, and reload."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+import numpy as np
+
+from moeserve.experts.balance import balancer_named
+from moeserve.experts.placement import Move
+from moeserve.proto import moe_pb2
+from moeserve.runtime.errors import GroupUnavailable
+from moeserve.runtime.head.rebalancer import Cycle, RebalancePlan, Rebalancer
+from moeserve.runtime.served import Served
+
+
+class BadRequest(ValueError):
+    """A request that can never be carried out; names the field and the value."""
+
+
+class NothingToBalance(RuntimeError):
+    """Every rank holds a slice of every expert, so none can be elsewhere."""
+
+
+class Operations:
+    """Checks requests and has the rebalancer carry them out; each call blocks until it is done.
+
+    Raises BadRequest, NothingToBalance, or GroupUnavailable where the group does not serve. What goes wrong
+    later is told in the reply: its outcome and reason.
+    """
+
+    def __init__(self, served: Served, rebalancer: Rebalancer) -> None:
+        self._served = served
+        self._rebalancer = rebalancer
+
+    def rebalance(self, request: moe_pb2.RebalanceRequest) -> moe_pb2.RebalanceReply:
+        """Plans and moves, or with `dry_run` only plans."""
+        if self._served.mesh.sliced:
+            mesh = self._served.mesh
+            text = (
+                f"each of the {mesh.ranks} ranks holds a slice of every expert, so there is nothing to move"
+            )
+            raise NothingToBalance(f"{text}; parallel.enable_expert_parallel serves whole experts")
+        try:
+            policy = balancer_named(request.policy) if request.policy else None
+        except ValueError as error:
+            raise BadRequest(f"policy: {error}") from error
+        self._check_serving()
+        if request.dry_run:
+            plan = self._rebalancer.plan(policy, request.max_moves)
+            return self._rebalanced(plan, Cycle("planned"))
+        return self._rebalanced(*self._rebalancer.rebalance(policy, request.max_moves))
+
+    def reload(self, request: moe_pb2.ReloadRequest) -> moe_pb2.ReloadReply:
+        """Reloads every layer, once the checkpoint is seen to fit."""
+        if not PurePath(request.checkpoint).is_absolute():
+            given = f"checkpoint: {request.checkpoint!r}"
+            raise BadRequest(f"{given} must be an absolute path, which every host of the service knows")
+        try:
+            self._served.reloaded_from(request.checkpoint)
+        except ValueError as error:
+            raise BadRequest(f"checkpoint: {error}") from error
+        self._check_serving()
+        cycle = self._rebalancer.reload(request.checkpoint)
+        epoch = self._rebalancer.coordinator.epoch
+        return moe_pb2.ReloadReply(
+            outcome=cycle.outcome,
+            reason=cycle.reason,
+            weights_version=epoch.weights_version,
+            epochs=cycle.epochs,
+            nbytes=cycle.nbytes,
+            seconds=cycle.seconds,
+            epoch=epoch.number,
+            corrupted=cycle.corrupted,
+        )
+
+    def _check_serving(self) -> None:
+        state = self._rebalancer.coordinator.progress()
+        if state.state != "serving":
+            raise GroupUnavailable(state.reason or f"the group is {state.state}")
+
+    def _rebalanced(self, plan: RebalancePlan, cycle: Cycle) -> moe_pb2.RebalanceReply:
+        return moe_pb2.RebalanceReply(
+            outcome=cycle.outcome,
+            reason=cycle.reason,
+            epoch=self._rebalancer.coordinator.epoch.number,
+            moves=[self._move(move, plan.target.slots_per_rank) for move in plan.moves],
+            planned_bytes=plan.nbytes,
+            layers=self._gains(plan),
+            gain=plan.gain,
+            committed_moves=cycle.moves,
+            epochs=cycle.epochs,
+            moved_bytes=cycle.nbytes,
+            seconds=cycle.seconds,
+            corrupted=cycle.corrupted,
+        )
+
+    def _move(self, move: Move, width: int) -> moe_pb2.MoveInfo:
+        (from_rank, from_slot), (to_rank, to_slot) = divmod(move.source, width), divmod(move.slot, width)
+        return moe_pb2.MoveInfo(
+            layer=self._served.layers[move.layer],
+            expert=move.expert,
+            from_rank=from_rank,
+            from_slot=from_slot,
+            to_rank=to_rank,
+            to_slot=to_slot,
+        )
+
+    def _gains(self, plan: RebalancePlan) -> list[moe_pb2.LayerGain]:
+        """Of the layers that change."""
+        moves = np.bincount([move.layer for move in plan.moves], minlength=len(self._served.layers))
+        return [
+            moe_pb2.LayerGain(layer=layer, before=plan.before[at], after=plan.after[at], moves=int(moves[at]))
+            for at, layer in enumerate(self._served.layers)
+            if moves[at]
+        ]

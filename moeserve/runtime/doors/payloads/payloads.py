@@ -1,0 +1,116 @@
+"""A request's tensors as a door gives them to its rank, and the rank's answer as the door sends it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+
+from torch import Tensor
+
+from moeserve.proto import moe_pb2
+from moeserve.proto.tensors import FLOATS, INTEGERS, Spec, TensorError, spec_of
+from moeserve.runtime.doors.payloads import inline, shared_memory
+from moeserve.runtime.doors.payloads.regions import Regions
+from moeserve.runtime.doors.payloads.transport import Room, Transport
+
+TRANSPORTS = (inline.ENTRY, shared_memory.ENTRY)
+
+
+class OpenRequest:
+    """The tensors of one ForwardRequest; close it when the answer is sent, or when there will be none.
+
+    hidden: [T, H], may be the caller's own memory: read only. Either experts [T, K] (int32 or int64) and
+    weights [T, K] (fp32, bf16 or fp16), or logits [T, E], are set; these are copies, which the caller cannot
+    change after they are checked.
+    """
+
+    def __init__(self, hidden: Tensor, spec: Spec, room: Room) -> None:
+        self.hidden = hidden
+        self.experts: Tensor | None = None
+        self.weights: Tensor | None = None
+        self.logits: Tensor | None = None
+        self.held = ExitStack()
+        self._spec = spec
+        self._room = room
+
+    def reply(self, hidden: Tensor, epoch: int, weights_version: int) -> moe_pb2.ForwardReply:
+        """The reply for the answer `hidden` [T, H] of the request's dtype, on any device."""
+        if tuple(hidden.shape) != self._spec.shape or hidden.dtype != self.hidden.dtype:
+            raise ValueError(
+                f"the answer is {hidden.dtype} {list(hidden.shape)}, the request was {self._spec}"
+            )
+        reply = moe_pb2.ForwardReply(epoch=epoch, weights_version=weights_version)
+        self._room.put(hidden, reply.hidden)  # filled in place: a message set as a field is copied whole
+        return reply
+
+    def close(self) -> None:
+        """Lets go of the caller's regions; a second time does nothing."""
+        self.held.close()
+
+    def __enter__(self) -> OpenRequest:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Payloads:
+    """Opens requests with the transports of the table, over the regions of this process."""
+
+    def __init__(self, regions: Regions) -> None:
+        self._transports: dict[str, Transport] = {row.payload: row.build(regions) for row in TRANSPORTS}
+
+    def open(self, request: moe_pb2.ForwardRequest) -> OpenRequest:
+        """The request's tensors, checked against each other but not against a model.
+
+        Raises TensorError naming the field, its value and what it takes; UnknownRegion for a region that is
+        not there. Whatever was held before the error is let go.
+        """
+        with ExitStack() as held:
+            spec = spec_of(request.hidden, "hidden", rank=2, dtypes=FLOATS)
+            hidden = self._lend(held, request.hidden, spec, "hidden")
+            opened = OpenRequest(hidden, spec, self._room(held, request, spec))
+            route = request.WhichOneof("route")
+            if route == "choice":
+                opened.experts, opened.weights = self._choice(request.choice, spec)
+            elif route == "logits":
+                opened.logits = self._copy(request.logits, "logits", FLOATS, spec)
+            else:
+                raise TensorError(
+                    "route", "neither choice nor logits is set; one of them says which experts to run"
+                )
+            opened.held = held.pop_all()
+            return opened
+
+    def _choice(self, choice: moe_pb2.Choice, hidden: Spec) -> tuple[Tensor, Tensor]:
+        experts = self._copy(choice.ids, "choice.ids", INTEGERS, hidden)
+        weights = self._copy(choice.weights, "choice.weights", FLOATS, hidden)
+        if weights.shape != experts.shape:
+            text = (
+                f"shape {list(weights.shape)}, but choice.ids is {list(experts.shape)}: a weight for every id"
+            )
+            raise TensorError("choice.weights", text)
+        return experts, weights
+
+    def _copy(self, message: moe_pb2.Tensor, field: str, dtypes: tuple[str, ...], hidden: Spec) -> Tensor:
+        spec = spec_of(message, field, rank=2, dtypes=dtypes)
+        if spec.shape[0] != hidden.shape[0]:
+            raise TensorError(
+                field, f"shape {list(spec.shape)} has {spec.shape[0]} rows, but hidden has {hidden.shape[0]}"
+            )
+        with ExitStack() as held:
+            return self._lend(held, message, spec, field).clone()
+
+    def _lend(self, held: ExitStack, message: moe_pb2.Tensor, spec: Spec, field: str) -> Tensor:
+        payload = message.WhichOneof("payload")
+        lent = self._transports[str(payload)].lend(message, spec, field)
+        held.callback(lent.close)
+        return lent.tensor
+
+    def _room(self, held: ExitStack, request: moe_pb2.ForwardRequest, spec: Spec) -> Room:
+        payload = "region" if request.HasField("output") else "data"
+        room = self._transports[payload].room(request.output, spec)
+        held.callback(room.close)
+        return room

@@ -1,0 +1,272 @@
+"""The shared-memory regions of a rank's process: who may use them, and when their memory goes back.
+
+A region is a memfd that this process made and sealed: whoever holds its descriptor can write the bytes, and
+can neither shrink it (reading a truncated mapping would kill this process with SIGBUS), nor grow it, nor
+add seals.
+"""
+
+import mmap
+import os
+import re
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from moeserve.proto.tensors import TensorError
+from moeserve.runtime.doors.payloads.errors import NamedRegionRefused, RegionLimit, UnknownRegion
+from moeserve.runtime.doors.payloads.handover import Handover, Ring
+from moeserve.runtime.doors.payloads.memory import named_memory, sealed_memory
+
+CLAIM_SECONDS = 10.0
+NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+
+
+@dataclass(frozen=True)
+class RegionLimits:
+    """What the regions of a process may take, and whether clients may register objects by name: unsafe.
+
+    Whoever owns a named object can truncate it at any time, and the next access kills the rank with SIGBUS;
+    and a client can name any object of the rank's user.
+    """
+
+    max_bytes: int = 4 << 30
+    max_regions: int = 256
+    allow_named: bool = False
+
+
+@dataclass(frozen=True)
+class RegionStatus:
+    """One line of the list: `name` without its secret part, bytes, calls that hold it, and its sort."""
+
+    name: str
+    size: int
+    in_use: int
+    named: bool
+
+
+@dataclass
+class _Region:
+    name: str
+    public: str
+    memory: memoryview
+    descriptor: int | None
+    made: float = field(default_factory=time.monotonic)
+    claimed: bool = False
+    leases: int = 0
+    holds: int = 0
+    released: bool = False
+
+
+class Hold:
+    """Part of a region, kept mapped and listed as in use until closed. `memory` is writable bytes."""
+
+    def __init__(self, regions: "Regions", region: _Region, memory: memoryview) -> None:
+        self.memory = memory
+        self._regions = regions
+        self._region: _Region | None = region
+
+    def close(self) -> None:
+        """Ends the hold; a second time does nothing."""
+        region, self._region = self._region, None
+        if region is not None:
+            self._regions.unhold(region)
+
+    def __enter__(self) -> memoryview:
+        return self.memory
+
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Regions:
+    """All regions of this process. Every method may be called from any thread.
+
+    A region lives until it is released, or the last lease on it ends, or nobody fetched it within ten
+    seconds; its bytes count against the limit until no call holds it any more.
+    """
+
+    def __init__(self, limits: RegionLimits | None = None) -> None:
+        self.limits = limits or RegionLimits()
+        self._lock = threading.Lock()
+        self._regions: dict[str, _Region] = {}
+        self._bytes = 0
+        self._count = 0
+        self._made = 0
+        self._closed = False
+        self.on_ring: Ring | None = None  # takes calls over leases; set before the first region is made
+        self._handover = Handover(self)
+
+    @property
+    def socket(self) -> str:
+        """The Unix socket that hands out descriptors; `@` stands for the abstract namespace."""
+        return self._handover.address
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all regions, those that were released but are still held included."""
+        return self._bytes
+
+    def create(self, size: int) -> tuple[str, int]:
+        """Makes a sealed region of at least `size` bytes: its secret name, and its size in whole pages.
+
+        Raises TensorError for a size below 1 and RegionLimit when there is no room.
+        """
+        if size < 1:
+            raise TensorError("size", f"a region of {size} bytes cannot be made; it takes at least 1")
+        size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._reserve(size)
+        try:
+            descriptor, memory = sealed_memory(size)
+        except BaseException:
+            self._give_back(size)
+            raise
+        with self._lock:
+            self._made += 1
+            public = f"region-{self._made}"
+            name = f"{public}-{secrets.token_hex(16)}"
+            self._regions[name] = _Region(name, public, memory, descriptor)
+        return name, size
+
+    def register(self, name: str, key: str, offset: int, size: int) -> None:
+        """Maps `size` bytes at `offset` of the POSIX shared-memory object `key`, never to be unlinked here.
+
+        Raises NamedRegionRefused unless the limits allow it, TensorError for a bad name, key or range,
+        UnknownRegion when there is no such object, RegionLimit when there is no room.
+        """
+        if not self.limits.allow_named:
+            text = f"region {name!r}: registering by name is unsafe and off; use CreateRegion, or allow it"
+            raise NamedRegionRefused(text)
+        if not NAME.fullmatch(name):
+            raise TensorError("name", f"{name!r} must be 1 to 128 letters, digits, '_', '.' or '-'")
+        self._reserve(size)
+        try:
+            memory = named_memory(key, offset, size)
+            with self._lock:
+                taken = {other for region in self._regions.values() for other in (region.name, region.public)}
+                if name in taken:
+                    raise TensorError("name", f"{name!r} is registered already; release it first")
+                self._regions[name] = _Region(name, name, memory, None)
+        except BaseException:
+            self._give_back(size)
+            raise
+
+    def hold(self, name: str, offset: int, size: int, *, field: str = "region") -> Hold:
+        """Bytes [offset, offset + size) of region `name`, which stay mapped until the hold is closed.
+
+        Raises UnknownRegion, and TensorError naming `field` when the range leaves the region.
+        """
+        with self._lock:
+            region = self._regions.get(name)
+            if region is None:
+                raise UnknownRegion(f"{field}: this lane has no region {_without_secret(name)!r}")
+            length = region.memory.nbytes
+            if not 0 <= offset <= length or not 0 <= size <= length - offset:
+                text = f"{size} bytes at offset {offset} leave region {region.public!r} of {length} bytes"
+                raise TensorError(field, text)
+            region.holds += 1
+            return Hold(self, region, region.memory[offset : offset + size])
+
+    def unhold(self, region: _Region) -> None:
+        """Ends one hold; what `Hold.close` calls."""
+        with self._lock:
+            region.holds -= 1
+            self._reclaim_if_idle(region)
+
+    def release(self, name: str) -> None:
+        """Forgets the region, by its whole name or by the name that `list` shows; calls that hold it finish.
+
+        Raises UnknownRegion.
+        """
+        with self._lock:
+            named = [region for region in self._regions.values() if name in (region.name, region.public)]
+            if not named:
+                raise UnknownRegion(f"this lane has no region {_without_secret(name)!r}")
+            self._forget(named[0])
+
+    def list(self) -> tuple[RegionStatus, ...]:
+        """Every region that calls may use, oldest first."""
+        with self._lock:
+            return tuple(
+                RegionStatus(region.public, region.memory.nbytes, region.holds, region.descriptor is None)
+                for region in self._regions.values()
+            )
+
+    def close(self) -> None:
+        """Stops handing out descriptors and forgets every region."""
+        with self._lock:
+            self._closed = True
+            for region in [*self._regions.values()]:
+                self._forget(region)
+        self._handover.close()
+
+    def grant(self, name: str) -> int:
+        """A descriptor of `name`, the caller's to close, for one lease more; KeyError if none."""
+        with self._lock:
+            region = self._regions[name]
+            if region.descriptor is None:
+                raise KeyError(name)
+            region.claimed = True
+            region.leases += 1
+            return os.dup(region.descriptor)
+
+    def lease_ended(self, name: str) -> None:
+        """One lease on `name` ended; with the last one the region goes."""
+        with self._lock:
+            region = self._regions.get(name)
+            if region is not None:
+                region.leases -= 1
+                if region.leases == 0:
+                    self._forget(region)
+
+    def sweep(self) -> None:
+        """Forgets regions that were made but not fetched in time."""
+        latest = time.monotonic() - CLAIM_SECONDS
+        with self._lock:
+            for region in [*self._regions.values()]:
+                if region.descriptor is not None and not region.claimed and region.made < latest:
+                    self._forget(region)
+
+    def _reserve(self, size: int) -> None:
+        limits = self.limits
+        with self._lock:
+            if self._closed:
+                raise RegionLimit("this lane makes no more regions: it is shutting down")
+            if self._count >= limits.max_regions:
+                raise RegionLimit(f"{self._count} regions exist, as many as allowed; release some")
+            if self._bytes + size > limits.max_bytes:
+                text = (
+                    f"{size} bytes do not fit: {self._bytes} of {limits.max_bytes} bytes are taken by regions"
+                )
+                raise RegionLimit(text)
+            self._count += 1
+            self._bytes += size
+
+    def _give_back(self, size: int) -> None:
+        with self._lock:
+            self._count -= 1
+            self._bytes -= size
+
+    def _forget(self, region: _Region) -> None:
+        del self._regions[region.name]
+        region.released = True
+        if region.descriptor is not None:
+            os.close(region.descriptor)
+            self._handover.end(region.name)
+        self._reclaim_if_idle(region)
+
+    def _reclaim_if_idle(self, region: _Region) -> None:
+        """Drops the mapping by dropping the reference: a tensor that still views it keeps it mapped."""
+        if region.released and region.holds == 0:
+            self._count -= 1
+            self._bytes -= region.memory.nbytes
+            region.memory = memoryview(b"")
+
+
+def _without_secret(name: str) -> str:
+    """A name as far as it may stand in logs and messages."""
+    match = re.fullmatch(r"(region-\d+)-[0-9a-f]{32}", name)
+    return match.group(1) if match else name

@@ -1,0 +1,118 @@
+"""What a door checks of a request against what is served, and how it routes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeserve.experts.routing.gate import Gate
+from moeserve.proto import moe_pb2
+from moeserve.proto.tensors import TensorError
+from moeserve.runtime.doors.payloads import OpenRequest, Payloads
+from moeserve.runtime.rank.lane import Batch
+from moeserve.runtime.served import Served
+from moeserve.runtime.step import Stamp
+
+
+class NotServed(LookupError):
+    """A model or layer that is not served here; names what is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A checked and routed request. Close it when it is answered, or when it will not be."""
+
+    batch: Batch
+    transport: str  # inline, shared_memory
+    request: OpenRequest
+
+    def reply(self, answer: Tensor, stamp: Stamp) -> moe_pb2.ForwardReply:
+        """The reply, in the dtype that was asked in."""
+        return self.request.reply(answer.to(self.request.hidden.dtype), *stamp)
+
+    def close(self) -> None:
+        """Lets go of the caller's memory."""
+        self.request.close()
+
+
+class RequestReader:
+    """Reads requests against what is served. Safe from any thread.
+
+    NaN or infinite hidden states are computed as they are and stay in their own rows; NaN logits count as
+    minus
+    infinity; the weight of an id of -1 is ignored, even NaN. Hidden states in another float dtype than the
+    served one are converted, and the answer converted back.
+    """
+
+    def __init__(self, name: str, served: Served, gate: Callable[[int], Gate], payloads: Payloads) -> None:
+        self._name = name
+        self._served = served
+        self._layers = frozenset(served.layers)
+        self._gate = gate  # of a layer, by the weights that it holds now
+        self._payloads = payloads
+
+    def read(self, request: moe_pb2.ForwardRequest, deadline: float = math.inf) -> Asked:
+        """Checks and routes `request`. Raises NotServed, TensorError (naming the field) or RegionError."""
+        if request.model not in ("", self._name):
+            raise NotServed(f"model {request.model!r} is not served here; {self._name!r} is")
+        if request.layer not in self._layers:
+            raise NotServed(
+                f"layer {request.layer} has no experts served here; layers {runs(self._served.layers)} have"
+            )
+        opened = self._payloads.open(request)
+        try:
+            experts, weights = self._route(request.layer, opened)
+            hidden = opened.hidden.to(self._served.dtype)
+            self._check("hidden", hidden, self._served.checkpoint.hidden, "the model's hidden size")
+        except BaseException:
+            opened.close()
+            raise
+        shared = request.hidden.WhichOneof("payload") == "region" or request.HasField("output")
+        return Asked(
+            Batch(request.layer, hidden, experts, weights, deadline, request.weights_version),
+            "shared_memory" if shared else "inline",
+            opened,
+        )
+
+    def _route(self, layer: int, opened: OpenRequest) -> tuple[Tensor, Tensor]:
+        """Experts `[T, K]` int32 and final weights `[T, K]` float32."""
+        checkpoint = self._served.checkpoint
+        if opened.logits is not None:
+            self._check("logits", opened.logits, checkpoint.num_experts, "the layer's experts")
+            gate = self._gate(layer)
+            if gate.by_token:
+                wanted = "send choice, with the ids that the model's table gives the tokens"
+                raise TensorError("logits", f"layer {layer} chooses experts by token id; {wanted}")
+            return gate.route(opened.logits)
+        if opened.experts is None or opened.weights is None:
+            raise TensorError("route", "neither choice nor logits is set")
+        self._check("choice.ids", opened.experts, checkpoint.top_k, "the model's experts a token")
+        if opened.experts.numel():
+            low, high = (int(value) for value in torch.aminmax(opened.experts))
+            if low < -1 or high >= checkpoint.num_experts:
+                wrong = low if low < -1 else high
+                raise TensorError(
+                    "choice.ids",
+                    f"id {wrong} is out of range: experts are 0 to {checkpoint.num_experts - 1}, -1 is none",
+                )
+        return opened.experts.to(torch.int32), opened.weights.float()
+
+    @staticmethod
+    def _check(field: str, tensor: Tensor, width: int, what: str) -> None:
+        if tensor.shape[1] != width:
+            raise TensorError(field, f"rows of {tensor.shape[1]}, but {what} is {width}")
+
+
+def runs(numbers: tuple[int, ...]) -> str:
+    """Numbers as runs: `0-3, 7`."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)

@@ -1,0 +1,1 @@
+"""The head: it forms the group, orders its steps and changes its epoch."""

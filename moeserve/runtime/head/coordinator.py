@@ -1,0 +1,331 @@
+"""`Coordinator`: forms the group, orders its steps, and changes its epoch. It never sees a tensor.
+
+Ranks connect one stream each. A generation is one process group: prepared (every rank has its experts),
+committed, joined, serving. When a rank is lost or cannot run an entry, the generation aborts and, once all
+ranks are there again, a fresh one forms.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch forgets to export it
+
+from moeserve.experts.load import PHASES, Load
+from moeserve.runtime.control.messages import announcement_from, epoch_message, header_message, plans_from
+from moeserve.runtime.control.stream import Message
+from moeserve.runtime.epoch import Change, Epoch
+from moeserve.runtime.head.group import Group
+from moeserve.runtime.head.in_flight import StepsInFlight
+from moeserve.runtime.head.pending_change import Outcome
+from moeserve.runtime.head.reception import Reception, Seat
+from moeserve.runtime.head.sequencer import Pace
+from moeserve.runtime.head.two_phase_commit import TwoPhaseCommit
+
+log = logging.getLogger(__name__)
+
+FORM_ATTEMPTS = 3  # generations that may fail in a row before they serve once; then the service gives up
+SETTLE_SECONDS = 0.25  # after an abort, before the next generation: a killed rank's stream ends by then
+BLAME_SECONDS = 0.2  # after a rank failed an entry: a peer that died is found by then, and is the cause
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the group stands, for status and health."""
+
+    state: str  # forming, preparing, joining, serving, failed, stopped
+    reason: str
+    generation: int
+    steps: int
+    jobs: int
+    queued: int
+    in_flight: int
+
+
+@dataclass(eq=False)
+class _Votes:
+    prepared: set[int] = field(default_factory=set)
+    joined: set[int] = field(default_factory=set)
+
+
+class Coordinator:
+    """Threads: its reception's, one a rank, and one that keeps the pace. All state is under one lock.
+
+    `layers` are the decoder indices of the placement's layers.
+    """
+
+    def __init__(self, epoch: Epoch, layers: tuple[int, ...], pace: Pace, host: str, token: str) -> None:
+        self._group = Group(epoch, epoch.mesh.ranks)
+        self._lock, self._seats = self._group.lock, self._group.seats
+        self._changes = TwoPhaseCommit(self._group, layers)
+        self._ranks = epoch.mesh.ranks
+        self._steps = StepsInFlight(self._ranks, pace)
+        self._votes = _Votes()
+        self._state, self._reason = "forming", "waiting for ranks"
+        self._failures = 0
+        self._form_at = math.inf
+        # when to abort, unless a lost rank explains it before; why
+        self._failing: tuple[float, str] | None = None
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store_address = f"{host}:{self._store.port}"
+        self._reception = Reception(host, self._ranks, token, self)
+        self.address = self._reception.address
+        self.on_change: Callable[[Progress], None] = lambda progress: None
+        self.observe_step: Callable[[int, float], None] = lambda layer, seconds: None  # of the whole group
+
+    @property
+    def epoch(self) -> Epoch:
+        """The epoch that is served, or forms."""
+        return self._group.epoch
+
+    def start(self) -> None:
+        """Begins to accept ranks."""
+        self._reception.start()
+        threading.Thread(target=self._keep_pace, name="keep_pace", daemon=True).start()
+
+    def stop(self, reason: str = "the service is stopping") -> None:
+        """Ends the group: ranks are told to stop."""
+        with self._lock:
+            self._changes.abandon(reason)
+            self._set_state("stopped", reason)
+            self._group.broadcast({"kind": "stop"})
+            for seat in self._seats.values():
+                seat.stream.close()
+            self._seats.clear()
+            self._lock.notify_all()
+        self._reception.close()
+
+    def wait_serving(self, timeout: float) -> None:
+        """Returns once the group serves. Raises TimeoutError or RuntimeError, with the reason it does not."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._state in ("serving", "failed", "stopped"), timeout)
+            if self._state == "serving":
+                return
+            if self._state in ("failed", "stopped"):
+                raise RuntimeError(self._reason)
+            raise TimeoutError(f"the group did not serve within {timeout:.0f} s: {self._reason}")
+
+    def progress(self) -> Progress:
+        """Where the group stands."""
+        with self._lock:
+            return self._progress()
+
+    def seats(self) -> dict[int, Seat]:
+        """Connected ranks."""
+        with self._lock:
+            return dict(self._seats)
+
+    def load(self) -> Load:
+        """Tokens by served layer and logical expert, as far as ranks have reported."""
+        return Load(self.load_by_phase().sum(axis=0))
+
+    def load_by_phase(self) -> np.ndarray:
+        """The load of each of `PHASES`: `[phases, L, E]` float64."""
+        with self._lock:
+            loads = [seat.load for seat in self._seats.values() if seat.load is not None]
+        shape = (len(PHASES), self.epoch.placement.layers, self.epoch.placement.experts)
+        return np.asarray(np.sum(loads, axis=0) if loads else np.zeros(shape))
+
+    def change(self, change: Change, timeout: float) -> Outcome:
+        """Has every rank prepare `change` while steps run, and commits it when all have; blocks until then.
+
+        Abandoned, with the reason, when a rank cannot prepare it, copies of one expert differ, the group
+        aborts or `timeout` seconds pass; everything is then as it was. One change at a time.
+        """
+        with self._lock:
+            if self._state != "serving":
+                return Outcome(f"the group is {self._state}: {self._reason}")
+            return self._changes.run(change, timeout)
+
+    # -- ranks come and go ----------------------------------------------------------------------------------
+
+    def came(self, rank: int, seat: Seat, refused: str) -> None:
+        """A rank takes its seat; when all have, a generation forms. ValueError: it cannot, or no longer."""
+        with self._lock:
+            if refused:
+                self._fail(refused)
+                raise ValueError(refused)
+            if self._state in ("failed", "stopped"):
+                seat.stream.send({"kind": "stop"})
+                raise ValueError(f"rank {rank} came when the group had {self._state}")
+            if rank in self._seats:
+                self._abort(f"rank {rank} came again")
+            self._seats[rank] = seat
+            if missing := self._group.missing:
+                self._set_state(
+                    "forming", self._reason if self._group.generation else f"waiting for ranks {missing}"
+                )
+            else:
+                self._form_at = min(
+                    self._form_at, time.monotonic() + (SETTLE_SECONDS if self._group.generation else 0)
+                )
+                self._lock.notify_all()
+
+    def lost(self, rank: int, seat: Seat, why: str) -> None:
+        """A rank's stream ended: its generation does too."""
+        with self._lock:
+            if self._seats.get(rank) is not seat or self._state == "stopped":
+                return
+            del self._seats[rank]
+            self._abort(f"rank {rank} (pid {seat.pid}) is lost: {why}")
+
+    def hear(self, rank: int, seat: Seat, message: Message) -> None:
+        """What a rank says of its generation; of an older one it does not count."""
+        with self._lock:
+            if message.get("generation") != self._group.generation:
+                return  # from before an abort
+            match message["kind"]:
+                case "announce":
+                    if self._state in ("serving", "joining"):
+                        now = time.monotonic()
+                        self._steps.announce(announcement_from(message, rank, now), now)
+                        self._emit()
+                case "done":
+                    self._done(rank, message)
+                case "report":
+                    self._report(seat, message)
+                case "prepared":
+                    seat.bytes_read, seat.weight_bytes = (
+                        int(message["bytes_read"]),
+                        int(message["weight_bytes"]),
+                    )
+                    self._vote(self._votes.prepared, rank, self._join)
+                case "joined":
+                    seat.plans = plans_from(message)
+                    self._vote(self._votes.joined, rank, self._serve)
+                case "voted" | "adopted":
+                    self._changes.hear(rank, message)
+                case "failed":
+                    self._failing = self._failing or (
+                        time.monotonic() + BLAME_SECONDS,
+                        str(message["reason"]),
+                    )
+                    self._lock.notify_all()
+                case unknown:
+                    raise ValueError(f"unknown message {unknown!r} from rank {rank}")
+
+    # -- a generation ---------------------------------------------------------------------------------------
+
+    def _vote(self, votes: set[int], rank: int, passed: Callable[[], None]) -> None:
+        votes.add(rank)
+        if len(votes) == self._ranks:
+            passed()
+
+    def _form(self) -> None:
+        """All ranks are here: a fresh generation."""
+        self._form_at = math.inf
+        self._group.generation += 1
+        self._votes = _Votes()
+        self._set_state("preparing", f"generation {self._group.generation} is loading experts")
+        self._group.broadcast(
+            {"kind": "prepare", "generation": self._group.generation, "epoch": epoch_message(self.epoch)}
+        )
+
+    def _join(self) -> None:
+        self._set_state("joining", f"generation {self._group.generation} is joining")
+        self._group.broadcast(
+            {
+                "kind": "join",
+                "generation": self._group.generation,
+                "epoch": self.epoch.number,
+                "store": self._store_address,
+            }
+        )
+
+    def _serve(self) -> None:
+        self._failures = 0
+        self._set_state("serving", "")
+        log.info(
+            "generation %d serves epoch %d with %d ranks",
+            self._group.generation,
+            self.epoch.number,
+            self._ranks,
+        )
+        self._emit()
+
+    def _abort(self, reason: str) -> None:
+        """The generation ends: doors fail their jobs, and a fresh one forms when all ranks are there."""
+        log.warning("generation %d aborts: %s", self._group.generation, reason)
+        if self._state in ("preparing", "joining"):
+            self._failures += 1
+        self._changes.abandon(reason)
+        self._steps.clear()
+        self._failing = None
+        aborted, self._group.generation = self._group.generation, self._group.generation + 1
+        self._group.broadcast({"kind": "abort", "generation": aborted, "reason": reason})
+        if self._failures >= FORM_ATTEMPTS:
+            self._fail(reason)
+            return
+        self._set_state("forming", reason)
+        self._form_at = time.monotonic() + SETTLE_SECONDS if len(self._seats) == self._ranks else math.inf
+        self._lock.notify_all()
+
+    def _fail(self, reason: str) -> None:
+        """The service cannot start, or gives up."""
+        if self._steps.steps == 0 or self._failures >= FORM_ATTEMPTS:
+            self._set_state("failed", reason)
+
+    # -- steps ----------------------------------------------------------------------------------------------
+
+    def _emit(self) -> float | None:
+        """Sends steps that are due; returns when the next one is, or None."""
+        while self._state == "serving" and self._failing is None:
+            now = time.monotonic()
+            due = self._steps.due(now)
+            if due is None or due > now:
+                if due is not None:
+                    self._lock.notify_all()
+                return due
+            step = self._steps.start(self.epoch.number, now)
+            if step is None:
+                return None
+            for rank, seat in list(self._seats.items()):
+                self._group.send(seat, header_message(step.header(rank), self._group.generation))
+        return None
+
+    def _done(self, rank: int, message: Message) -> None:
+        finished = self._steps.finish(rank, int(message["step"]), time.monotonic())
+        if finished is not None:
+            self.observe_step(*finished)
+            self._emit()
+
+    def _report(self, seat: Seat, message: Message) -> None:
+        seat.steps, seat.expert_rows = int(message["steps"]), int(message["expert_rows"])
+        seat.load = np.asarray(message["load"], dtype=np.float64)
+
+    def _keep_pace(self) -> None:
+        """Starts what has to wait: steps that gather company, and the next generation."""
+        with self._lock:
+            while self._state not in ("stopped", "failed"):
+                now = time.monotonic()
+                if self._form_at <= now and len(self._seats) == self._ranks:
+                    self._form()
+                if self._failing is not None and self._failing[0] <= now:
+                    self._abort(self._failing[1])
+                due = self._emit() if self._failing is None else self._failing[0]
+                until = min(due if due is not None else math.inf, self._form_at)
+                self._lock.wait(None if math.isinf(until) else max(0.0, until - time.monotonic()))
+
+    # -- small things ---------------------------------------------------------------------------------------
+
+    def _set_state(self, state: str, reason: str) -> None:
+        self._state, self._reason = state, reason
+        self._lock.notify_all()
+        self.on_change(self._progress())
+
+    def _progress(self) -> Progress:
+        return Progress(
+            self._state,
+            self._reason,
+            self._group.generation,
+            self._steps.steps,
+            self._steps.jobs,
+            self._steps.queued,
+            self._steps.running,
+        )

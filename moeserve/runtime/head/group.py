@@ -1,0 +1,41 @@
+"""`Group`: the ranks that are connected, the epoch and generation they are in, and how they are told."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field
+
+from moeserve.runtime.control.stream import Message, StreamClosed
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.head.reception import Seat
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Group:
+    """What the coordinator and its election share. All of it is under `lock`, which whoever calls holds."""
+
+    epoch: Epoch
+    ranks: int
+    lock: threading.Condition = field(default_factory=threading.Condition)
+    seats: dict[int, Seat] = field(default_factory=dict)
+    generation: int = 0
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that are not here."""
+        return sorted(set(range(self.ranks)) - set(self.seats))
+
+    def send(self, seat: Seat, message: Message) -> None:
+        """A stream that fails here is seen as lost by the thread that receives from it."""
+        try:
+            seat.stream.send(message)
+        except StreamClosed as closed:
+            log.info("rank pid %d cannot be reached: %s", seat.pid, closed)
+
+    def broadcast(self, message: Message) -> None:
+        """Tells all who are here."""
+        for seat in list(self.seats.values()):
+            self.send(seat, message)

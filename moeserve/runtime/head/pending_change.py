@@ -1,0 +1,98 @@
+"""`PendingChange`: one change under way, from its preparation until every rank serves it. It decides, and no
+more.
+
+The owner sends messages and holds a lock; a pending change counts, so that its rules can be tested as a
+function.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from moeserve.runtime.control.orders import Staged
+from moeserve.runtime.epoch import Change
+
+
+class Stage(Enum):
+    """Where a change stands."""
+
+    PREPARING = "preparing"  # ranks copy, and vote; any failure abandons it
+    DECIDED = "decided"  # every rank had voted: it stands, whatever fails now
+    SERVED = "served"  # every rank serves it
+    ABANDONED = "abandoned"  # nothing has changed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a change ended: committed, or abandoned with nothing lost and why."""
+
+    abandoned: str  # why, or empty: committed
+    seconds: float = 0.0
+    staged: tuple[Staged, ...] = ()  # by all ranks
+
+
+@dataclass(eq=False)
+class PendingChange:
+    """Votes on one change. `number` is its own: what comes late of an earlier one, of the same epoch even,
+    does not count.
+    """
+
+    number: int
+    change: Change
+    ranks: int
+    stage: Stage = Stage.PREPARING
+    reason: str = ""  # of abandoning it
+    voted: dict[int, tuple[Staged, ...]] = field(default_factory=dict)
+    adopted: set[int] = field(default_factory=set)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more can come of it."""
+        return self.stage in (Stage.SERVED, Stage.ABANDONED)
+
+    @property
+    def staged(self) -> tuple[Staged, ...]:
+        """Every copy that was voted for."""
+        return tuple(one for votes in self.voted.values() for one in votes)
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not voted."""
+        return sorted(set(range(self.ranks)) - set(self.voted))
+
+    def vote(self, rank: int, staged: tuple[Staged, ...], refused: str) -> None:
+        """A rank's word: the last yes decides, a no abandons, and so do copies of one expert that differ."""
+        if self.stage is not Stage.PREPARING:
+            return
+        if refused:
+            self.abandon(f"rank {rank}: {refused}")
+            return
+        self.voted[rank] = staged
+        if self.missing:
+            return
+        if differing := self._differing():
+            self.abandon(f"copies of experts {differing} differ between ranks")
+        else:
+            self.stage = Stage.DECIDED
+
+    def adopt(self, rank: int) -> None:
+        """A rank serves it. Only when all do may its new experts be copied from them."""
+        self.adopted.add(rank)
+        if self.stage is Stage.DECIDED and len(self.adopted) == self.ranks:
+            self.stage = Stage.SERVED
+
+    def abandon(self, reason: str) -> None:
+        """It is not wanted any more; what was decided stands, and ranks load it when they form again."""
+        if self.stage is Stage.DECIDED:
+            self.stage = Stage.SERVED
+        elif self.stage is Stage.PREPARING:
+            self.stage, self.reason = Stage.ABANDONED, reason
+
+    def _differing(self) -> list[int]:
+        """Experts whose copies have not all the same checksum; slices of one always differ."""
+        checksums: dict[int, set[str]] = {}
+        for one in self.staged:
+            checksums.setdefault(one.expert, set()).add(one.checksum)
+        sliced = self.change.epoch.mesh.sliced
+        return [] if sliced else sorted(expert for expert, found in checksums.items() if len(found) > 1)

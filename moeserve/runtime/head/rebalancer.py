@@ -1,0 +1,226 @@
+"""`Rebalancer`: looks at the load, asks the policy, and leads the group from epoch to epoch while it serves.
+
+It lives beside the coordinator. Whatever goes wrong in a cycle is counted and said, and the next one comes;
+how long ago one completed is always known.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeserve.experts.balance import Policy
+from moeserve.experts.load import Load
+from moeserve.experts.placement import Move, Placement
+from moeserve.runtime.config import OFF, BalanceConfig
+from moeserve.runtime.epoch import Change, Epoch
+from moeserve.runtime.head.changes import rebalance, reload
+from moeserve.runtime.head.coordinator import Coordinator
+
+log = logging.getLogger(__name__)
+
+NO_LIMIT = 1 << 60  # of moves
+OUTCOMES = ("moved", "even", "idle", "abandoned", "failed")
+"""How a cycle ends: experts moved; none that pays; too little load to tell; a change abandoned; an error."""
+COMPLETED = frozenset({"moved", "even", "idle"})
+RELOADED = ("reloaded", "abandoned", "failed")
+"""How a reload ends."""
+
+
+@dataclass(frozen=True, eq=False)
+class RebalancePlan:
+    """What a rebalance would do: the placement it goes to, what is copied, and what that gains."""
+
+    epoch: Epoch
+    load: Load
+    target: Placement
+    moves: tuple[Move, ...]  # one for each slot that gets another expert
+    nbytes: int  # of the moves, as experts lie in the checkpoint
+    before: NDArray[np.float64]  # [L] largest over mean rank load, of the load
+    after: NDArray[np.float64]  # [L]
+
+    @property
+    def gain(self) -> float:
+        """Drop of largest over mean rank load, mean over layers."""
+        return float((self.before - self.after).mean())
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """One look at the load and what came of it."""
+
+    outcome: str  # of OUTCOMES
+    reason: str = ""
+    moves: int = 0  # experts copied and committed
+    nbytes: int = 0  # of them, as they were copied
+    epochs: int = 0
+    seconds: float = 0.0
+    expected: float = 0.0  # gain, by the load it was planned from
+    corrupted: int = 0  # copies fetched again because their checksum was wrong
+
+
+class Rebalancer:
+    """Plans and leads changes, one at a time; by itself every `interval_seconds`, unless its policy is off.
+
+    `policy` is what it plans with, also by hand. `expert_nbytes` are the bytes of one expert of each layer.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        settings: BalanceConfig,
+        policy: Policy,
+        expert_nbytes: tuple[int, ...],
+    ) -> None:
+        self._coordinator, self._settings, self._policy = coordinator, settings, policy
+        self._nbytes = expert_nbytes
+        self._leading = threading.Lock()  # one plan or reload at a time
+        self._stopping = threading.Event()
+        self._seen: NDArray[np.float64] | None = None  # load at the last look
+        self._last: tuple[Placement, Placement] | None = None  # before and after the last cycle that moved
+        self._completed_at = time.monotonic()
+        self.observe: Callable[[Cycle], None] = lambda cycle: None
+        self.observe_gain: Callable[[float], None] = lambda real: None
+        self.observe_reload: Callable[[Cycle], None] = lambda cycle: None
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """Whose group it leads."""
+        return self._coordinator
+
+    @property
+    def interval(self) -> float:
+        """Seconds between looks; 0 where it does not look by itself."""
+        return 0.0 if self._settings.policy == OFF else self._settings.interval_seconds
+
+    def start(self) -> None:
+        """Begins to look by itself, unless the policy is off."""
+        if self.interval:
+            threading.Thread(target=self._run, name="rebalancer", daemon=True).start()
+
+    def stop(self) -> None:
+        """No further cycle begins."""
+        self._stopping.set()
+
+    def age(self) -> float:
+        """Seconds since a cycle completed, or since the start."""
+        return time.monotonic() - self._completed_at
+
+    def plan(self, policy: Policy | None = None, max_moves: int | None = None) -> RebalancePlan:
+        """What a rebalance would do now, by the load since the last look; without any, since the start.
+
+        `policy` and `max_moves` (0: as many as pay) are the configured ones unless given.
+        """
+        total = self._coordinator.load().tokens
+        recent = self._recent(total)
+        return self._planned(recent if recent.any() else total, policy, max_moves)
+
+    def _planned(
+        self, tokens: NDArray[np.float64], policy: Policy | None = None, max_moves: int | None = None
+    ) -> RebalancePlan:
+        epoch, load = self._coordinator.epoch, Load(tokens)
+        budget = self._settings.max_moves if max_moves is None else max_moves
+        target = (policy or self._policy)(epoch.placement, load, budget or NO_LIMIT)
+        moves = epoch.placement.moves_to(target)
+        nbytes = sum(self._nbytes[move.layer] for move in moves)
+        before, after = (p.imbalance(tokens) for p in (epoch.placement, target))
+        return RebalancePlan(epoch, load, target, moves, nbytes, before, after)
+
+    def rebalance(
+        self, policy: Policy | None = None, max_moves: int | None = None
+    ) -> tuple[RebalancePlan, Cycle]:
+        """Plans as `plan` does and moves now, whatever the load; blocks. The plan, and what came of it."""
+        with self._leading:
+            plan = self.plan(policy, max_moves)
+            self._seen = self._coordinator.load().tokens
+            return plan, self._counted(self._moved(plan))
+
+    def reload(self, path: str) -> Cycle:
+        """Brings every layer to the weights in `path`, layer by layer while steps run; blocks.
+
+        The cycle's outcome is one of RELOADED. Layers that were reloaded before one is abandoned stay so.
+        """
+        with self._leading:
+            started = time.monotonic()
+            changes = reload(self._coordinator.epoch, path)
+            cycle = self._led(changes, started, expected=0.0)
+            cycle = cycle if cycle.reason else replace(cycle, outcome="reloaded")
+            self.observe_reload(cycle)
+            return cycle
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._settings.interval_seconds):
+            self.look()
+
+    def look(self) -> Cycle:
+        """One cycle: looks at the load since the last one, and moves what pays; blocks."""
+        with self._leading:
+            try:
+                return self._counted(self._cycle())
+            except Exception as error:  # said and counted, and the next cycle comes
+                log.exception("a rebalancing cycle failed")
+                return self._counted(Cycle("failed", f"{type(error).__name__}: {error}"))
+
+    def _cycle(self) -> Cycle:
+        state = self._coordinator.progress()
+        if state.state != "serving":
+            return Cycle("abandoned", f"the group is {state.state}: {state.reason}")
+        total = self._coordinator.load().tokens
+        recent, self._seen = self._recent(total), total
+        if recent.sum(axis=1).max(initial=0.0) < self._settings.min_tokens:
+            return Cycle("idle", "too few tokens since the last look")
+        if self._last is not None:
+            before, after = (p.imbalance(recent).mean() for p in self._last)
+            self.observe_gain(float(before - after))
+            self._last = None
+        if self._coordinator.epoch.placement.imbalance(recent).max() < 1 + self._settings.min_imbalance:
+            return Cycle("even", "every layer is within min_imbalance")
+        plan = self._planned(recent)
+        return self._moved(plan) if plan.moves else Cycle("even", "no move pays")
+
+    def _moved(self, plan: RebalancePlan) -> Cycle:
+        started, before = time.monotonic(), self._coordinator.epoch.placement
+        changes = rebalance(plan.epoch, plan.target, self._settings.staging_slots)
+        cycle = self._led(changes, started, expected=plan.gain)
+        if cycle.moves:
+            self._last = before, self._coordinator.epoch.placement
+        return cycle
+
+    def _led(self, changes: Iterable[Change], started: float, expected: float) -> Cycle:
+        """Carries out changes one after the other, until one is abandoned."""
+        moves = nbytes = epochs = corrupted = 0
+        name, reason = "even", ""
+        try:
+            for change in changes:
+                outcome = self._coordinator.change(change, self._settings.prepare_timeout_seconds)
+                corrupted += sum(one.corrupted for one in outcome.staged)
+                if reason := outcome.abandoned:
+                    name = "abandoned"
+                    break
+                name = "moved"
+                epochs += 1
+                moves += len(outcome.staged)
+                nbytes += sum(one.nbytes for one in outcome.staged)
+        except ValueError as error:  # no way there within the staging slots
+            name, reason = "failed", str(error)
+        seconds = time.monotonic() - started
+        log.info("experts %s: %d in %d epochs, %.2f s %s", name, moves, epochs, seconds, reason)
+        return Cycle(name, reason, moves, nbytes, epochs, seconds, expected, corrupted)
+
+    def _counted(self, cycle: Cycle) -> Cycle:
+        if cycle.outcome in COMPLETED:
+            self._completed_at = time.monotonic()
+        self.observe(cycle)
+        return cycle
+
+    def _recent(self, total: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Load since the last look; a rank that started again counts from zero."""
+        if self._seen is None or self._seen.shape != total.shape or (total < self._seen).any():
+            return total
+        return total - self._seen

@@ -1,0 +1,87 @@
+"""`TwoPhaseCommit`: changes of the epoch, one at a time; ranks prepare one while steps run and vote."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from moeserve.runtime.control.messages import commit_message, stage_message, staged_from
+from moeserve.runtime.control.stream import Message
+from moeserve.runtime.epoch import Change
+from moeserve.runtime.head.group import Group
+from moeserve.runtime.head.pending_change import Outcome, PendingChange, Stage
+
+log = logging.getLogger(__name__)
+
+
+class TwoPhaseCommit:
+    """Sends a change to every rank, counts the votes and tells the result. Called with the group's lock held.
+
+    `layers` are the decoder indices of the placement's layers.
+    """
+
+    def __init__(self, group: Group, layers: tuple[int, ...]) -> None:
+        self._group, self._layers = group, layers
+        self._pending: PendingChange | None = None  # the change under way
+        self._changes = 0
+
+    def run(self, change: Change, timeout: float) -> Outcome:
+        """Has `change` prepared and voted on; blocks until it has ended, and holds no lock meanwhile."""
+        started, group = time.monotonic(), self._group
+        if refused := self._refused(change):
+            return Outcome(refused)
+        self._changes += 1
+        pending = self._pending = PendingChange(self._changes, change, group.ranks)
+        peers = {rank: [seat.weights, seat.host_id] for rank, seat in group.seats.items()}
+        layer = self._layers[change.layer]
+        for rank, seat in list(group.seats.items()):
+            order = stage_message(pending.number, change, layer, rank)
+            group.send(seat, order | {"generation": group.generation, "peers": peers})
+        group.lock.wait_for(lambda: pending.stage is not Stage.PREPARING, timeout)
+        if pending.stage is Stage.PREPARING:
+            self.abandon(f"ranks {pending.missing} did not prepare it within {timeout:g} s")
+        group.lock.wait_for(lambda: pending.ended)
+        self._pending = None
+        return Outcome(pending.reason, time.monotonic() - started, pending.staged)
+
+    def abandon(self, reason: str) -> None:
+        """The change under way is dropped, unless it is decided; ranks keep serving the epoch they have."""
+        if self._pending is None or self._pending.ended:
+            return
+        self._pending.abandon(reason)
+        self._tell()
+
+    def hear(self, rank: int, message: Message) -> None:
+        """A rank's word on the change under way: it has staged it, it cannot, or it serves it."""
+        if self._pending is None or int(message["change"]) != self._pending.number:
+            return
+        if message["kind"] == "adopted":
+            self._pending.adopt(rank)
+            self._group.lock.notify_all()
+        elif self._pending.stage is Stage.PREPARING:
+            self._pending.vote(rank, staged_from(message), str(message["refused"]))
+            self._tell()
+
+    def _refused(self, change: Change) -> str:
+        """Why `change` cannot be put to the vote, or nothing."""
+        served = self._group.epoch.number
+        if self._pending is not None:
+            return f"epoch {self._pending.change.epoch.number} is still under way"
+        if change.epoch.number != served + 1:
+            return f"epoch {change.epoch.number} was planned, and epoch {served} is served now"
+        return ""
+
+    def _tell(self) -> None:
+        """Tells the ranks what has become of the change."""
+        if self._pending is None:
+            return
+        group = self._group
+        match self._pending.stage:
+            case Stage.DECIDED:
+                group.epoch = self._pending.change.epoch
+                group.broadcast(commit_message(self._pending.number, self._pending.change, group.generation))
+            case Stage.ABANDONED:
+                number = self._pending.change.epoch.number
+                log.warning("epoch %d is abandoned: %s", number, self._pending.reason)
+                group.broadcast({"kind": "abandon", "generation": group.generation})
+        group.lock.notify_all()

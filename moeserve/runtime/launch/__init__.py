@@ -1,0 +1,1 @@
+"""Processes of a service: who starts them, and what each consists of."""

@@ -1,0 +1,27 @@
+"""What a process of a service finds on its host: its machine, and what libraries read of it."""
+
+from __future__ import annotations
+
+import os
+
+from moeserve.device.machine import Machine, machine_named, this_machine
+from moeserve.runtime.config import Config, ConfigError
+
+
+def machine_for(config: Config) -> Machine:
+    """The machine ranks of `config` run on, seen from here."""
+    machine = machine_named("cpu", ()) if config.plan.device == "cpu" else this_machine()
+    if config.plan.device == "cuda" and machine.device != "cuda":
+        raise ConfigError("plan.device = 'cuda', and this process sees no CUDA device")
+    return machine
+
+
+def set_environment(host: str) -> None:
+    """What libraries of a rank on `host` read from the environment, unless it is set already."""
+    if host in ("127.0.0.1", "localhost"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast hangs on some hosts
+    os.environ.setdefault(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
+    )  # a timeout aborts the group, not the process

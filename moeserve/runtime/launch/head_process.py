@@ -1,0 +1,94 @@
+"""What the head's process consists of: the coordinator, the front door, and their metrics."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+
+from moeserve import __version__
+from moeserve.experts.balance import Policy, balancer_named
+from moeserve.proto.heap import keep_freed_memory
+from moeserve.runtime.config import OFF, Config
+from moeserve.runtime.doors.endpoint import Endpoint
+from moeserve.runtime.doors.front_door import FrontDoor
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.head.coordinator import Coordinator, Progress
+from moeserve.runtime.head.rebalancer import Rebalancer
+from moeserve.runtime.head.sequencer import Pace
+from moeserve.runtime.served import Served, model_name, served_from
+from moeserve.runtime.telemetry.head import CoordinatorTelemetry
+
+EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
+"""Hosts to listen on that no client can be told."""
+
+
+class HeadProcess:
+    """Starts the coordinator and the front door; launchers start the ranks."""
+
+    def __init__(self, config: Config, host: str) -> None:
+        served = served_from(config)
+        epoch = Epoch.first(
+            served.mesh, len(served.layers), served.checkpoint.num_experts, config.balance.redundant_experts
+        )
+        step, server = config.step, config.server
+        pace = Pace(step.lane_rows, step.max_step_tokens, step.quiet_seconds, step.gather_seconds)
+        self.token = secrets.token_hex(16)
+        self.coordinator = Coordinator(epoch, served.layers, pace, host, self.token)
+        self.rebalancer = Rebalancer(
+            self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
+        )
+        self._telemetry = CoordinatorTelemetry(model_name(config), __version__, served.layers)
+        self._telemetry.progress(self.coordinator.progress)
+        self._telemetry.seats(served.mesh.ranks, self.coordinator.seats)
+        self._telemetry.loads(lambda: (self.coordinator.epoch.placement, self.coordinator.load()))
+        self._telemetry.weights_version(lambda: self.coordinator.epoch.weights_version)
+        self._telemetry.watch(self.rebalancer.interval, self.rebalancer.age)
+        self.rebalancer.observe = self._telemetry.observe_cycle
+        self.rebalancer.observe_gain = self._telemetry.observe_gain
+        self.rebalancer.observe_reload = self._telemetry.observe_reload
+        front = FrontDoor(
+            model_name(config), served, self.rebalancer, server.max_message_bytes, self._telemetry.request
+        )
+        self._endpoint = Endpoint(front, server.max_concurrent_calls, server.max_message_bytes)
+        self.coordinator.on_change = self._changed
+        shown = host if server.host in EVERY_ADDRESS else server.host
+        self.address = f"{shown}:{self._endpoint.start(server.host, server.port).rsplit(':', 1)[1]}"
+        self.metrics_address = ""
+        if server.metrics_port >= 0:
+            self.metrics_address = f"{shown}:{self._telemetry.serve(server.host, server.metrics_port)}"
+        sys.setswitchinterval(0.0005)
+        keep_freed_memory()
+        self.coordinator.start()
+        self.rebalancer.start()
+
+    @property
+    def streams(self) -> str:
+        """Where ranks connect, `host:port`."""
+        return self.coordinator.address
+
+    def metrics_targets(self) -> list[str]:
+        """`host:port` of every exporter that is up."""
+        seats = self.coordinator.seats()
+        return [a for a in (self.metrics_address, *(seats[rank].metrics for rank in sorted(seats))) if a]
+
+    def stop(self) -> None:
+        """Refuses new calls, lets those under way finish, and ends the group."""
+        self.rebalancer.stop()
+        self._endpoint.stop(grace=2.0)
+        self.coordinator.stop()
+        self._telemetry.close()
+
+    def _changed(self, progress: Progress) -> None:
+        self._endpoint.set_serving(serving=progress.state == "serving")
+        self._telemetry.set_progress(progress)
+
+
+def policy_of(config: Config) -> Policy:
+    """The configured balancing policy; rebalancing by hand uses the incremental one where it is off."""
+    name = config.balance.policy
+    return balancer_named("incremental" if name == OFF else name)
+
+
+def expert_nbytes(served: Served) -> tuple[int, ...]:
+    """Bytes of one expert of each served layer, as it lies in the checkpoint."""
+    return tuple(served.checkpoint.expert_nbytes(layer) for layer in served.layers)

@@ -1,0 +1,133 @@
+"""`LocalCluster`: the service on this machine without Ray, each rank a process that is started again when it
+dies.
+
+Ranks come from a process that has imported everything and done nothing (multiprocessing's forkserver): it has
+no thread, socket or CUDA context to inherit, and a rank that is started again saves the seconds of imports.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
+
+from moeserve.runtime.config import Config
+from moeserve.runtime.launch.head_process import EVERY_ADDRESS, HeadProcess
+from moeserve.runtime.launch.rank_process import RankSpec, run_rank
+
+log = logging.getLogger(__name__)
+
+IMPORTED = (run_rank.__module__, "triton", "cuda.bindings.driver", "cuda.bindings.nvrtc")
+"""What ranks come with; the forkserver leaves out what is not installed."""
+
+STOP_SECONDS = 10.0
+WATCH_SECONDS = 0.1
+
+
+class LocalCluster:
+    """A context: ranks run inside it. Their processes have the environment of the first cluster here."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config.checked()
+        self._ranks = config.parallel.mesh.ranks
+        self._processes: dict[int, BaseProcess] = {}
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(IMPORTED))
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._host = _host_of(self._config)
+        self.head = HeadProcess(self._config, self._host)
+
+    @property
+    def address(self) -> str:
+        """Of the front door."""
+        return self.head.address
+
+    def start(self) -> LocalCluster:
+        """Starts the ranks and waits until the group serves. Raises RuntimeError or TimeoutError with the
+        reason.
+        """
+        try:
+            # A signal interrupts the main thread alone: not between a process' start and what it is told.
+            with ThreadPoolExecutor(1, "start-ranks") as starter:
+                list(starter.map(self._spawn, range(self._ranks)))
+            threading.Thread(target=self._watch, name="watch-ranks", daemon=True).start()
+            self.head.coordinator.wait_serving(self._config.cluster.start_timeout_seconds)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Ends every process that was started here."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        self.head.stop()
+        with self._lock:
+            processes = list(self._processes.values())
+        for process in processes:
+            process.join(STOP_SECONDS)
+            if process.is_alive():
+                log.warning("rank process %s does not stop; it is killed", process.pid)
+                process.kill()
+                process.join()
+
+    def state(self) -> tuple[str, str]:
+        """The group's state and reason."""
+        progress = self.head.coordinator.progress()
+        return progress.state, progress.reason
+
+    def metrics_targets(self) -> list[str]:
+        """`host:port` of every exporter that is up."""
+        return self.head.metrics_targets()
+
+    def pid(self, rank: int) -> int:
+        """The process of a rank."""
+        pid = self._processes[rank].pid
+        if pid is None:
+            raise RuntimeError(f"rank {rank} has not started")
+        return pid
+
+    def __enter__(self) -> LocalCluster:
+        return self.start()
+
+    def __exit__(self, *ended: object) -> None:
+        self.stop()
+
+    def _spawn(self, rank: int) -> None:
+        spec = RankSpec(self._config, rank, self.head.streams, self.head.token, self._host, self._ranks, rank)
+        process = self._context.Process(target=_run_rank, args=(spec,), name=f"rank-{rank}", daemon=True)
+        process.start()
+        with self._lock:
+            self._processes[rank] = process
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(WATCH_SECONDS):
+            if self.head.coordinator.progress().state in ("failed", "stopped"):
+                return
+            for rank, process in list(self._processes.items()):
+                if not process.is_alive() and not self._stopping.is_set():
+                    log.warning(
+                        "rank %d (pid %s) ended with %s; it is started again",
+                        rank,
+                        process.pid,
+                        process.exitcode,
+                    )
+                    self._spawn(rank)
+
+
+def _run_rank(spec: RankSpec) -> None:
+    """A terminal's Ctrl-C reaches every process of the service; the head alone decides when ranks stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    run_rank(spec)
+
+
+def _host_of(config: Config) -> str:
+    """Where lanes listen: the front door's host, or this machine's own address when that is every address."""
+    host = config.server.host
+    return socket.gethostbyname(socket.gethostname()) if host in EVERY_ADDRESS else host

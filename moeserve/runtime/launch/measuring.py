@@ -1,0 +1,138 @@
+"""Measuring the dispatchers of a configuration on this machine, with a process a rank and no service."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moeserve.device.machine import torch_device
+from moeserve.dispatch.costs.costs import Costs
+from moeserve.runtime.config import Config, ConfigError
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.launch.environment import machine_for, set_environment
+from moeserve.runtime.planning.costing import CostBook, costing_of
+from moeserve.runtime.planning.layers import dispatch_spec, plans_for
+from moeserve.runtime.planning.plan import DispatchSpan, Plan
+from moeserve.runtime.served import served_from
+
+LIMIT_SECONDS = 300.0  # for all of it: processes, libraries that compile, and the measuring
+LAST_WORDS_SECONDS = 2.0  # for the others once one rank has failed: theirs may be the cause
+
+
+class MeasuringFailed(RuntimeError):
+    """A rank could not measure; the text has what each said."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a process is told; picklable."""
+
+    config: Config
+    rank: int
+    store: str  # file where the group meets
+    seconds: float  # of measuring, for all dispatchers of a problem
+
+
+def measured_here(config: Config, seconds: float) -> list[Costs]:
+    """Costs of the dispatchers that could serve `config` with its ranks as processes of this host, by
+    setting.
+
+    No weights are loaded. Whatever was kept is measured again, and kept. Raises MeasuringFailed,
+    and ConfigError where the host has fewer GPUs than ranks.
+    """
+    ranks = config.parallel.mesh.ranks
+    machine = machine_for(config)
+    if machine.device == "cuda" and torch.cuda.device_count() < ranks:
+        raise ConfigError(
+            f"{ranks} ranks are to be measured, and this host has {torch.cuda.device_count()} GPUs; "
+            "use fewer (--ranks), or --device cpu"
+        )
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+        processes = [
+            context.Process(target=_measure, args=(_Job(config, rank, store, seconds), end), daemon=True)
+            for rank, (_, end) in enumerate(pipes)
+        ]
+        try:
+            for process, (_, end) in zip(processes, pipes, strict=True):
+                process.start()
+                end.close()  # so that a dead child reads as end of file
+            found: list[Costs] = _collected([mine for mine, _ in pipes], time.monotonic() + LIMIT_SECONDS)[0]
+            return found
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.join(timeout=LAST_WORDS_SECONDS)
+                    process.kill()
+                    process.join()
+
+
+def _collected(pipes: Sequence[Connection], deadline: float) -> list[Any]:
+    """What every rank sent. Raises MeasuringFailed with what failed, by rank."""
+    answers: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    waiting = dict(enumerate(pipes))
+    while waiting:
+        ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            failures |= dict.fromkeys(waiting, "did not finish in time")
+            break
+        for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+            try:
+                answers[rank], error = waiting.pop(rank).recv()
+            except EOFError:
+                error = "ended without a word"
+            if error:
+                failures[rank] = error
+                deadline = min(deadline, time.monotonic() + LAST_WORDS_SECONDS)
+    if failures:
+        raise MeasuringFailed("; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
+    return [answers[rank] for rank in range(len(pipes))]
+
+
+def _measure(job: _Job, pipe: Connection) -> None:
+    """One rank."""
+    config, ranks = job.config, job.config.parallel.mesh.ranks
+    set_environment("127.0.0.1")
+    torch.set_num_threads(config.cluster.threads_per_rank or max(1, (os.cpu_count() or 1) // ranks))
+    try:
+        served, machine = served_from(config), machine_for(config)
+        device = torch_device(machine, job.rank)
+        plans = plans_for(served, machine, config.plan.wanted)
+        placement = Epoch.first(
+            served.mesh, len(served.layers), served.checkpoint.num_experts, config.balance.redundant_experts
+        ).placement
+        if device != "cpu":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "gloo" if device == "cpu" else "nccl",
+            init_method=f"file://{job.store}",
+            rank=job.rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=config.step.timeout_seconds),
+        )
+
+        def spec_of(plan: Plan, span: DispatchSpan) -> Any:
+            return dispatch_spec(served, plan, span, (job.rank, placement.slots_per_rank, device))
+
+        book = CostBook(replace(costing_of(config), measure="always", anew=True, seconds=job.seconds))
+        book.choose(plans, spec_of)
+        pipe.send((list(book.known.values()), ""))
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        pipe.send((None, f"{type(error).__name__}: {first_line}"))

@@ -1,0 +1,187 @@
+"""What one rank's process consists of: its experts, lane, door, metrics and seat in the group.
+
+A launcher calls `run_rank` in a process of its own (a Ray actor, a spawned process, a torchrun worker).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+from moeserve import __version__
+from moeserve.device.machine import torch_device
+from moeserve.proto.heap import keep_freed_memory
+from moeserve.proto.host import host_id
+from moeserve.runtime.config import Config
+from moeserve.runtime.control.messages import plans_message
+from moeserve.runtime.control.stream import Stream, StreamClosed, connect
+from moeserve.runtime.doors.endpoint import Endpoint
+from moeserve.runtime.doors.lane_door import Door
+from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
+from moeserve.runtime.doors.request import RequestReader
+from moeserve.runtime.launch.environment import machine_for, set_environment
+from moeserve.runtime.planning.costing import costing_of
+from moeserve.runtime.planning.layers import plans_for
+from moeserve.runtime.rank.lane import Lane
+from moeserve.runtime.rank.member import Member, Rendezvous
+from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.rank.weights.copies import Copier
+from moeserve.runtime.rank.weights.mover import Mover, Place
+from moeserve.runtime.rank.weights.peers import Peers, WeightsServer
+from moeserve.runtime.served import model_name, served_from
+from moeserve.runtime.telemetry.exporter import RankTelemetry
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What a launcher tells a rank's process; picklable."""
+
+    config: Config
+    rank: int
+    coordinator: str  # host:port of its streams
+    token: str
+    host: str  # where this rank's door listens
+    ranks_on_host: int
+    gpu: int  # index among the host's GPUs, where ranks run on them
+
+
+def run_rank(spec: RankSpec) -> None:
+    """Runs one rank until its coordinator ends the stream. A rank that cannot start says why to the
+    coordinator.
+    """
+    _prepare_process(spec)
+    started = time.perf_counter()
+    try:
+        stream = connect(spec.coordinator, CONNECT_SECONDS)
+    except StreamClosed as closed:
+        log.warning("rank %d: no coordinator: %s", spec.rank, closed)
+        return
+    hello = {
+        "kind": "hello",
+        "rank": spec.rank,
+        "token": spec.token,
+        "pid": os.getpid(),
+        "host_id": host_id(),
+    }
+    try:
+        process = _RankProcess(spec, stream)
+    except Exception as error:
+        log.exception("rank %d cannot start", spec.rank)
+        stream.send(
+            hello
+            | {"address": "", "refused": f"rank {spec.rank} cannot start: {type(error).__name__}: {error}"}
+        )
+        stream.close()
+        raise
+    log.info("rank %d: its process is ready after %.2f s", spec.rank, time.perf_counter() - started)
+    try:
+        stream.send(
+            hello
+            | {
+                "address": process.address,
+                "metrics": process.metrics_address,
+                "weights": process.weights_address,
+                "plans": plans_message(process.rank.plans),
+            }
+        )
+        process.member.run()
+    except StreamClosed as closed:
+        log.warning("rank %d: the coordinator is gone: %s", spec.rank, closed)
+    finally:
+        process.close()
+
+
+class _RankProcess:
+    """The parts of a rank's process, wired."""
+
+    def __init__(self, spec: RankSpec, stream: Stream) -> None:
+        config, served = spec.config, served_from(spec.config)
+        machine = machine_for(config)
+        name = model_name(config)
+        device = torch_device(machine, spec.gpu)
+        if device != "cpu":
+            torch.cuda.set_device(device)  # of this thread, which runs the steps
+        plans = plans_for(served, machine, config.plan.wanted)
+        rank = self.rank = Rank(spec.rank, served, plans, device, costing_of(config))
+        self._regions = Regions(
+            RegionLimits(max_bytes=config.server.region_bytes, allow_named=config.server.allow_named_regions)
+        )
+        lane = Lane(spec.rank, config.step.lane_rows, config.server.max_concurrent_calls)
+        dispatchers = {
+            layer: [span.dispatcher.name for span in plan.dispatchers] for layer, plan in plans.items()
+        }
+        self._telemetry = RankTelemetry(name, spec.rank, __version__, dispatchers)
+        self._telemetry.in_flight(lambda: lane.in_flight)
+        self._telemetry.weights(lambda: (rank.bank.nbytes, rank.bytes_read))
+        self._telemetry.regions(lambda: (len(self._regions.list()), self._regions.bytes))
+        meeting = Rendezvous("nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds)
+        self.member = Member(rank, lane, stream, meeting, self._telemetry.observe_step)
+        lane.announce = self.member.announce
+        self._weights = WeightsServer(spec.host, spec.token, device, rank.bank)
+        self._mover = self._mover_of(spec, rank, device)
+        self.member.mover = self._mover
+        reader = RequestReader(name, served, rank.gate, Payloads(self._regions))
+        door = Door(reader, lane, self._regions, self.member.weights_version, self._telemetry.request)
+        self._endpoint = Endpoint(door, config.server.max_concurrent_calls, config.server.max_message_bytes)
+        self.member.on_serving = self._serving
+        self.member.on_epoch = self._telemetry.set_group
+        self.metrics_address = self._serve_metrics(spec)
+        self.address = self._endpoint.start(spec.host, 0)
+
+    def _mover_of(self, spec: RankSpec, rank: Rank, device: str) -> Mover:
+        balance = spec.config.balance
+        place = Place(
+            spec.rank,
+            host_id(),
+            device,
+            rank.bank,
+            balance.staging_slots,
+            Peers(spec.token, device),
+            rank.use_weights,
+            rank.read_expert,
+        )
+        copier = Copier(balance.move_bytes_per_second, device)
+        return Mover(place, copier, self.member.voted, self.member.wrong)
+
+    @property
+    def weights_address(self) -> str:
+        """Where peers copy this rank's experts."""
+        return self._weights.address
+
+    def close(self) -> None:
+        """Ends doors, the mover, regions and metrics."""
+        self._mover.close()
+        self._weights.close()
+        self._endpoint.stop(grace=0.5)
+        self._regions.close()
+        self._telemetry.close()
+
+    def _serving(self, generation: int, epoch: int) -> None:
+        """Called by the member when its group begins (generation > 0) or stops to serve."""
+        self._endpoint.set_serving(serving=generation > 0)
+        self._telemetry.set_group(generation, epoch)
+
+    def _serve_metrics(self, spec: RankSpec) -> str:
+        port = spec.config.server.metrics_port
+        if port < 0:
+            return ""
+        return f"{spec.host}:{self._telemetry.serve(spec.host, port + 1 + spec.rank if port else 0)}"
+
+
+def _prepare_process(spec: RankSpec) -> None:
+    """Threads, sockets and interpreter settings of a rank's process."""
+    threads = spec.config.cluster.threads_per_rank or max(1, (os.cpu_count() or 1) // spec.ranks_on_host)
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+    sys.setswitchinterval(0.0005)  # doors' threads must not hold the step thread back for 5 ms
+    set_environment(spec.host)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {spec.rank} %(levelname)s %(message)s")

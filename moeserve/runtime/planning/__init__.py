@@ -1,0 +1,1 @@
+"""Which kernels and dispatchers serve a layer, and by which costs."""

@@ -1,0 +1,161 @@
+"""Choosing dispatchers by cost when a group has come together: what is known, and what is measured."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from moeserve import __version__
+from moeserve.dispatch.costs.costs import Costs, Setting, table
+from moeserve.dispatch.costs.files import costs_folder, store_costs, stored_costs
+from moeserve.dispatch.costs.measure import Candidate, gathered, measure
+from moeserve.dispatch.dispatcher import DispatchSpec
+from moeserve.runtime.config import ALWAYS, AUTO, NEVER, Config
+from moeserve.runtime.planning.plan import DispatchSpan, Plan
+
+log = logging.getLogger(__name__)
+
+
+SECONDS = {"cpu": 0.8, "cuda": 1.6}
+"""Of measuring at start, by torch device, for all dispatchers of a problem together."""
+
+SpecOf = Callable[[Plan, DispatchSpan], DispatchSpec]
+"""What this rank builds a dispatcher for."""
+
+Key = tuple[str, str]
+"""Of a dispatcher and its wire."""
+
+
+@dataclass(frozen=True)
+class Costing:
+    """When dispatchers are measured, and where costs are kept; what is kept is not measured again."""
+
+    measure: str = NEVER  # auto: on GPUs
+    folder: str = ""  # the user's cache folder when empty
+    anew: bool = False  # whatever was kept
+    seconds: float = 0.0  # of measuring; 0: what a start may take
+    graph_rows: int = 0  # steps of up to so many rows a lane are replayed from CUDA graphs
+
+    def counts(self, plan: Plan) -> bool:
+        """Whether cost has a say in `plan`: dispatchers to choose from, on a device where it is asked."""
+        asked = self.measure == ALWAYS or (self.measure == AUTO and plan.machine.device != "cpu")
+        return asked and plan.chooses
+
+    def setting(self, plan: Plan, hosts: tuple[str, ...]) -> Setting:
+        """What costs of the dispatchers of `plan` hold for, between ranks on `hosts`."""
+        problem = plan.problem
+        versions = {"moeserve": __version__, "torch": torch.__version__}
+        if platform := torch.version.cuda or torch.version.hip:
+            versions["cuda"] = platform
+        return Setting(
+            hosts=hosts,
+            device=plan.machine.name,
+            ranks=problem.ranks,
+            hidden=problem.shape.hidden,
+            top_k=problem.top_k,
+            experts=problem.experts,
+            lane_rows=problem.lane_rows,
+            dtype=problem.model_format.name,
+            sliced=problem.sliced,
+            graph_rows=0 if plan.machine.device == "cpu" else self.graph_rows,
+            versions=tuple(versions.items()),
+        )
+
+
+def costing_of(config: Config) -> Costing:
+    """How dispatchers are chosen by cost under `config`."""
+    return Costing(config.plan.measure, config.plan.costs, graph_rows=config.step.graph_rows)
+
+
+TABLE_ORDER = Costing()
+"""Nothing is measured, and what was kept has no say."""
+
+
+class CostBook:
+    """What one rank knows of costs, over the generations of its group."""
+
+    def __init__(self, costing: Costing) -> None:
+        self._costing = costing
+        self.known: dict[Setting, Costs] = {}
+
+    def choose(self, plans: Mapping[int, Plan], spec_of: SpecOf) -> dict[int, Plan]:
+        """`plans` by layer with dispatchers chosen by cost where that counts, alike on all ranks.
+
+        Collective over torch.distributed's default group. Raises RuntimeError when ranks would choose
+        differently, and when a dispatcher fails while it is measured.
+        """
+        made = {id(plan): plan for plan in plans.values()}
+        if any(plan.problem.ranks > 1 for plan in made.values()):
+            offers = [self._offers(plan) for plan in made.values()]
+            everyone = gathered((socket.gethostname(), offers))
+            hosts = tuple(sorted({host for host, _ in everyone}))
+            for at, plan in enumerate(list(made.values())):
+                keys = [key for key in everyone[0][1][at] if all(key in found[at] for _, found in everyone)]
+                if len(keys) > 1:
+                    made[id(plan)] = plan.by_cost(self._costs(plan, hosts, keys, spec_of))
+            _check_alike(list(made.values()))
+        return {layer: made[id(plan)] for layer, plan in plans.items()}
+
+    def _offers(self, plan: Plan) -> list[Key]:
+        return [span.key for span in plan.fitting] if self._costing.counts(plan) else []
+
+    def _costs(self, plan: Plan, hosts: tuple[str, ...], keys: Sequence[Key], spec_of: SpecOf) -> Costs:
+        """Of every dispatcher in `keys`: those that rank 0 knows, and the others measured by all."""
+        costs = self._recalled(self._costing.setting(plan, hosts))
+        spans = {span.key: span for span in plan.fitting}
+        missing = [spans[key] for key in keys if not costs.tried(*key)]
+        if missing:
+            began, seconds = time.perf_counter(), self._costing.seconds or SECONDS[plan.machine.device]
+            graph_rows = self._costing.graph_rows
+            candidates = [Candidate(span.dispatcher, spec_of(plan, span), graph_rows) for span in missing]
+            measured = measure(candidates, seconds)
+            costs = costs.plus(measured.costs, measured.refused)
+            if dist.get_rank() == 0:
+                self._keep(costs, time.perf_counter() - began)
+        self.known[costs.setting] = costs
+        return costs
+
+    def _recalled(self, setting: Setting) -> Costs:
+        """What rank 0 knows or has kept, the same on every rank."""
+        box: list[Costs | None] = [None]
+        if dist.get_rank() == 0:
+            kept = None if self._costing.anew else stored_costs(setting, costs_folder(self._costing.folder))
+            box = [self.known.get(setting) or kept or Costs(setting)]
+        dist.broadcast_object_list(box, src=0)
+        assert box[0] is not None
+        return box[0]
+
+    def _keep(self, costs: Costs, seconds: float) -> None:
+        log.info("measured dispatchers in %.2f s:\n%s", seconds, "\n".join(table(costs)))
+        try:
+            log.info("kept in %s", store_costs(costs, costs_folder(self._costing.folder)))
+        except OSError as error:
+            log.warning("costs are not kept, and are measured at the next start: %s", error)
+
+
+def recalled(plans: Mapping[int, Plan], costing: Costing) -> dict[int, Plan]:
+    """`plans` as ranks of this host alone would serve them by costs that were kept; nothing is measured."""
+    made = {id(plan): plan for plan in plans.values()}
+    for at, plan in list(made.items()):
+        if costing.counts(plan):
+            kept = stored_costs(costing.setting(plan, (socket.gethostname(),)), costs_folder(costing.folder))
+            made[at] = plan if kept is None else plan.by_cost(kept)
+    return {layer: made[id(plan)] for layer, plan in plans.items()}
+
+
+def _check_alike(plans: Sequence[Plan]) -> None:
+    """Raises RuntimeError, on every rank, when one would carry differently from rank 0. Collective."""
+    found = gathered(["; ".join(map(str, plan.dispatchers)) for plan in plans])
+    for rank, theirs in enumerate(found):
+        for first, other in zip(found[0], theirs, strict=True):
+            if first != other:
+                raise RuntimeError(
+                    f"ranks chose different dispatchers: rank 0 {first}; rank {rank} {other}; "
+                    "install the same packages on all hosts, or name a dispatcher (plan.all2all_backend)"
+                )

@@ -1,0 +1,1 @@
+"""One rank: its experts, lane, dispatchers and its part in the group."""

@@ -1,0 +1,122 @@
+"""`RankDispatchers`: what carries every layer's rows on one rank, in one generation of its group."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from moeserve.dispatch.by_rows import ByRows
+from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec, Traffic
+from moeserve.runtime.config import FAIL
+from moeserve.runtime.planning.costing import CostBook
+from moeserve.runtime.planning.plan import DispatchSpan, Plan
+
+log = logging.getLogger(__name__)
+
+Key = tuple[str, str]
+"""Names of a dispatcher and its wire."""
+
+SpecOf = Callable[[Plan, DispatchSpan], DispatchSpec]
+"""What this rank builds the dispatcher of a plan's range for."""
+
+
+class PeersLate(RuntimeError):
+    """A step has no right answer: ranks were late for it, and their rows were not waited for; names them."""
+
+
+class Sent(NamedTuple):
+    """Who carried a step, and the bytes that left for other ranks."""
+
+    dispatcher: str
+    dispatched: int
+    combined: int
+
+
+class RankDispatchers:
+    """Built by `join` over the process group that is up then, closed by `leave`."""
+
+    def __init__(self, costs: CostBook, spec_of: SpecOf) -> None:
+        self._costs, self._spec_of = costs, spec_of
+        self._built: dict[tuple[str, DispatchSpec], Dispatcher] = {}
+        self._of_layer: dict[int, Dispatcher] = {}
+        self._parts: dict[tuple[int, Key], Dispatcher] = {}  # by layer, and dispatcher and wire
+        self._specs: dict[int, DispatchSpec] = {}  # of each layer's last range
+        self._plans: dict[int, Plan] = {}
+        self._told: dict[Dispatcher, Traffic] = {}  # what each had sent when last asked
+        self._launched: dict[tuple[int, int], Sent] = {}  # by layer and rows, the last
+        self._late: set[int] = set()  # ranks that these dispatchers do not wait for any more
+
+    def __getitem__(self, layer: int) -> Dispatcher:
+        """What carries the rows of `layer` (decoder index). KeyError before `join`."""
+        return self._of_layer[layer]
+
+    def join(self, planned: dict[int, Plan]) -> dict[int, Plan]:
+        """Builds them; layers of the same sizes share one. Collective. The plans as they are served.
+
+        Where several dispatchers could serve and the configuration asks for it, they are measured first.
+        """
+        self.leave()
+        self._plans = self._costs.choose(planned, self._spec_of)
+        for layer, plan in self._plans.items():
+            for span in plan.dispatchers:
+                self._parts[layer, span.key] = self._part(plan, span)
+            self._specs[layer] = self._spec_of(plan, plan.dispatchers[-1])
+            ranges = [(span.up_to, self._parts[layer, span.key]) for span in plan.dispatchers]
+            self._of_layer[layer] = ranges[0][1] if len(ranges) == 1 else ByRows(ranges)
+        return self._plans
+
+    def _part(self, plan: Plan, span: DispatchSpan) -> Dispatcher:
+        """The dispatcher of one range, built for the most rows of any range that it serves."""
+        fullest = {other.key: other for other in plan.dispatchers}[span.key]  # the last range of each
+        spec = self._spec_of(plan, fullest)
+        key = (span.dispatcher.name, spec)
+        if key not in self._built:
+            self._built[key] = span.dispatcher.build(spec)
+        return self._built[key]
+
+    def leave(self) -> None:
+        """Closes them."""
+        for dispatcher in self._built.values():
+            dispatcher.close()
+        self._built, self._of_layer, self._parts, self._specs = {}, {}, {}, {}
+        self._told, self._launched, self._late = {}, {}, set()
+
+    def interrupt(self) -> None:
+        """None of them waits for another rank any more: the group has ended. From any thread."""
+        for dispatcher in list(self._built.values()):
+            dispatcher.interrupt()
+
+    def late(self, layer: int) -> tuple[int, ...]:
+        """Ranks whose rows the last steps of `layer` went without; to be asked once an answer is on the host.
+
+        Raises PeersLate, naming them, where the configuration says that a step fails without them, and from
+        then on for every step until the dispatchers are built anew: nobody waits for those ranks any more.
+        """
+        late = self._of_layer[layer].late()
+        self._late.update(late)
+        spec = self._specs[layer]
+        waited = f"within {spec.patience:g} s"
+        if self._late and spec.on_late == FAIL:
+            raise PeersLate(f"layer {layer}: no rows of ranks {sorted(self._late)} {waited}")
+        if late:
+            log.warning("layer %d: goes on without rows of ranks %s, none %s", layer, list(late), waited)
+        return late
+
+    def sent(self, layer: int, rows: int) -> Sent:
+        """What a step of `layer` sent that was launched, and whose fullest lane brought `rows`.
+
+        What a dispatcher counts on the device may come with a later step.
+        """
+        span = self._plans[layer].span(rows)
+        dispatcher = self._parts[layer, span.key]
+        now = dispatcher.traffic
+        dispatched, combined = now.since(self._told.get(dispatcher, Traffic()))
+        self._told[dispatcher] = now
+        self._launched[layer, rows] = Sent(span.dispatcher.name, dispatched, combined)
+        return self._launched[layer, rows]
+
+    def sent_again(self, layer: int, rows: int) -> Sent:
+        """What a replayed step sent: as much as when its size was launched, where only a launch counts."""
+        counted = self._parts[layer, self._plans[layer].span(rows).key].counts_on_device
+        return self.sent(layer, rows) if counted else self._launched[layer, rows]

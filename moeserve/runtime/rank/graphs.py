@@ -1,0 +1,124 @@
+"""`StepGraphs`: small steps of a GPU rank as CUDA graphs; launching them one by one costs more than they do.
+
+A step of up to `most_rows` rows a lane is padded to the next power of two and replayed from a graph of its
+layer and size. Every rank sees the same row counts in a step's header, so all take the same graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moeserve.runtime.step import LaneRows
+
+log = logging.getLogger(__name__)
+
+Compute = Callable[[LaneRows, tuple[int, ...]], Tensor]
+"""One layer's step: rows and how many each lane brings -> answer `[T, H]`; in a graph it reads no count."""
+
+Replay = Callable[[], None]
+Capture = Callable[[Callable[[], None]], Replay]
+"""Records what a function queues, without running it, and gives what runs it."""
+
+
+class Key(NamedTuple):
+    """Which graph: the decoder layer, rows of a lane, and whatever else the recorded work depends on."""
+
+    layer: int
+    rows: int
+    form: Hashable  # of the columns
+    kind: Hashable
+
+
+def padded_rows(rows: int) -> int:
+    """Rows of every lane in the graph of a step to whose fullest lane `rows` come; at least 1."""
+    return 1 << (max(rows, 1) - 1).bit_length()
+
+
+class StepGraphs:
+    """Graphs of one rank in one generation of its group; dropped when the dispatchers are closed."""
+
+    def __init__(self, most_rows: int, device: str, capture: Capture | None = None) -> None:
+        self.most_rows = most_rows
+        self._device = device
+        self._capture = capture or _CudaCapture()
+        self._inputs: dict[tuple[int, Hashable], LaneRows] = {}  # by rows and form
+        self._answers: dict[Key, Tensor] = {}
+        self._replays: dict[Key, Replay | None] = {}  # None: it could not be recorded
+
+    def __len__(self) -> int:
+        return sum(replay is not None for replay in self._replays.values())
+
+    def run(
+        self, layer: int, kind: Hashable, rows: LaneRows, lane_rows: tuple[int, ...], compute: Compute
+    ) -> Tensor:
+        """The answer `[T, H]` of `rows`, as `compute` gives it for them; a new tensor.
+
+        The first step of a size runs as it is and warms its kernels, the second is recorded, and from then
+        on it is replayed. What cannot be recorded goes on running as it is, padded alike, with a warning.
+        """
+        own, padded = rows.hidden.shape[0], padded_rows(max(lane_rows))
+        form = (type(rows), *((column.dtype, column.shape[1:]) for column in rows.columns()))
+        key, lanes = Key(layer, padded, form, kind), (padded,) * len(lane_rows)
+        inputs = self._filled(rows, padded, form)
+        if key not in self._answers:
+            self._answers[key] = compute(inputs, lanes)
+            return self._answers[key][:own].clone()
+        if key not in self._replays:
+            self._replays[key] = self._recorded(key, inputs, lanes, compute)
+        replay = self._replays[key]
+        if replay is None:
+            return compute(inputs, lanes)[:own].clone()
+        replay()
+        return self._answers[key][:own].clone()
+
+    def forget(self, layer: int) -> None:
+        """Drops the graphs of `layer`, for which what they recorded has changed."""
+        self._answers = {key: answer for key, answer in self._answers.items() if key.layer != layer}
+        self._replays = {key: replay for key, replay in self._replays.items() if key.layer != layer}
+
+    def _recorded(
+        self, key: Key, inputs: LaneRows, lanes: tuple[int, ...], compute: Compute
+    ) -> Replay | None:
+        def step() -> None:
+            self._answers[key] = compute(inputs, lanes)
+
+        try:
+            return self._capture(step)
+        except RuntimeError as error:
+            log.warning("layer %d, %d rows: no CUDA graph, steps are launched: %s", *key[:2], error)
+            return None
+
+    def _filled(self, rows: LaneRows, padded: int, form: Hashable) -> LaneRows:
+        """The fixed input of `padded` rows, holding `rows`; those past them are not valid."""
+        inputs = self._inputs.get((padded, form))
+        if inputs is None:
+            inputs = rows.each(
+                lambda column: column.new_zeros((padded, *column.shape[1:]), device=self._device)
+            )
+            self._inputs[padded, form] = inputs
+        inputs.valid.zero_()
+        for into, column in zip(inputs.columns(), rows.columns(), strict=True):
+            into[: column.shape[0]].copy_(column, non_blocking=True)
+        return inputs
+
+
+class _CudaCapture:
+    """Graphs that share one memory pool: they run one after another, and answers are copied out at once."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None  # torch names no public type for its handle
+
+    def __call__(self, work: Callable[[], None]) -> Replay:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # other threads go on: experts are copied in while steps are recorded
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        replay: Replay = graph.replay
+        return replay

@@ -1,0 +1,194 @@
+"""`Lane`: a rank's jobs between its doors and its step thread; `Call`: one caller's batch on it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeserve.runtime.errors import DeadlinePassed, GroupUnavailable, Overloaded, one_version
+from moeserve.runtime.step import Announcement, Job, Stamp
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One call's rows: what a door has checked and routed."""
+
+    layer: int
+    hidden: Tensor  # [T, H] of the served dtype
+    experts: Tensor  # [T, K] int32, EMPTY = none
+    weights: Tensor  # [T, K] float32, final
+    deadline: float = math.inf  # time.time() seconds
+    weights_version: int = 0  # demanded; 0: none
+
+
+class Call:
+    """A batch under way. It ends once: answered whole, or failed with the first failure of its parts."""
+
+    def __init__(self, ended: Callable[[Call], None] = lambda call: None) -> None:
+        self.jobs: list[Job] = []
+        self.error: Exception | None = None
+        self._ended = ended
+        self._left = 0
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+
+    def expect(self, jobs: list[Job]) -> None:
+        """The parts that have to end."""
+        self.jobs, self._left = jobs, len(jobs)
+
+    def part_ended(self, job: Job) -> None:
+        """One part is there, or failed."""
+        with self._lock:
+            if self._done.is_set():
+                return
+            self._left -= 1
+            self.error = self.error or job.error
+            if self._left and self.error is None:
+                return
+            self._done.set()
+        self._ended(self)
+
+    def give_up(self, error: Exception) -> None:
+        """Lets its waiter go with `error`, unless it has ended; parts that still end are nobody's."""
+        with self._lock:
+            if self._done.is_set():
+                return
+            self.error = error
+            self._done.set()
+        self._ended(self)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return self._done.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it ended within `seconds`."""
+        return self._done.wait(None if math.isinf(seconds) else max(0.0, seconds))
+
+    def result(self) -> tuple[Tensor, Stamp]:
+        """The answer `[T, H]` and the oldest of its parts' stamps. Raises what the call failed with.
+
+        Parts that saw different weights give no answer: GroupUnavailable, and the call may be made again.
+        """
+        if self.error is not None:
+            raise self.error
+        one_version(job.stamp.weights_version for job in self.jobs)
+        outputs = [job.output for job in self.jobs if job.output is not None]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs), min(job.stamp for job in self.jobs)
+
+
+class Lane:
+    """Jobs of one rank. Doors submit; the step thread takes what a header names and finishes it.
+
+    A job stays here until it ends or its caller leaves. A header may name a job that is gone: its rows still
+    travel, as rows without experts.
+    """
+
+    def __init__(self, rank: int, capacity: int, queue_limit: int) -> None:
+        self.rank = rank
+        self.capacity = capacity
+        self.announce: Callable[[Announcement], None] = _nobody
+        self._queue_limit = queue_limit
+        self._jobs: dict[int, Job] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._closed: str | None = "the group is forming"
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs now."""
+        return len(self._jobs)
+
+    @property
+    def closed(self) -> str | None:
+        """Why no job is taken now, or None."""
+        return self._closed
+
+    def unavailable(self) -> GroupUnavailable:
+        """The failure that a call gets now."""
+        return GroupUnavailable(self._closed or "the group is forming")
+
+    def open(self) -> None:
+        """The group serves: jobs are taken."""
+        with self._lock:
+            self._closed = None
+
+    def close(self, reason: str) -> None:
+        """The group stopped serving: waiting jobs fail with GroupUnavailable, and so do new ones."""
+        with self._lock:
+            self._closed = reason
+            jobs, self._jobs = list(self._jobs.values()), {}
+        for job in jobs:
+            job.fail(GroupUnavailable(reason))
+
+    def submit(self, batch: Batch, ended: Callable[[Call], None] = lambda call: None) -> Call:
+        """Starts a batch of at least one row; one over the lane's capacity is split and answered whole.
+
+        `ended` is called once, by the thread that ends the call. Raises GroupUnavailable or Overloaded.
+        """
+
+        def leave(done: Call) -> None:
+            self._forget(done)
+            ended(done)
+
+        call = Call(leave)
+        columns = (batch.hidden, batch.experts, batch.weights)
+        starts = range(0, batch.hidden.shape[0], self.capacity)
+        parts = ([column[at : at + self.capacity] for column in columns] for at in starts)
+        call.expect(
+            [
+                Job(
+                    next(self._numbers),
+                    batch.layer,
+                    hidden,
+                    experts,
+                    weights,
+                    batch.deadline,
+                    call.part_ended,
+                    batch.weights_version,
+                )
+                for hidden, experts, weights in parts
+            ]
+        )
+        with self._lock:
+            if self._closed is not None:
+                raise GroupUnavailable(self._closed)
+            if len(self._jobs) + len(call.jobs) > self._queue_limit:
+                text = f"lane {self.rank} holds {len(self._jobs)} jobs and takes {self._queue_limit} at most"
+                raise Overloaded(text, pushback=0.05)
+            self._jobs.update({job.number: job for job in call.jobs})
+        for job in call.jobs:
+            self.announce(Announcement(self.rank, job.number, job.layer, job.hidden.shape[0], job.deadline))
+        return call
+
+    def cancel(self, call: Call) -> None:
+        """The caller has left."""
+        self._forget(call)
+
+    def take(self, named: tuple[tuple[int, int], ...]) -> list[Job | None]:
+        """The jobs of a header, in its order; None for one that is gone."""
+        with self._lock:
+            return [self._jobs.get(number) for number, _ in named]
+
+    def expire(self, now: float) -> None:
+        """Fails jobs whose deadline passed; the sequencer drops such jobs without a word."""
+        with self._lock:
+            late = [job for job in self._jobs.values() if job.deadline < now]
+        for job in late:
+            job.fail(DeadlinePassed(f"layer {job.layer}: no answer within the deadline"))
+
+    def _forget(self, call: Call) -> None:
+        with self._lock:
+            for job in call.jobs:
+                self._jobs.pop(job.number, None)
+
+
+def _nobody(job: Announcement) -> None:
+    raise GroupUnavailable("the rank is not connected to its coordinator")

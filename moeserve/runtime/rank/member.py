@@ -1,0 +1,361 @@
+"""`Member`: a rank's seat in the group. It follows the coordinator's ordered stream and alone issues
+collectives.
+
+Two threads: one receives (so that an abort is seen while a step runs), one executes entries in their order.
+Doors have threads of their own, and so has the mover, which prepares the next epoch beside them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not exported
+
+from moeserve.runtime.control.messages import (
+    announcement_message,
+    committed_epoch,
+    epoch_from,
+    header_from,
+    order_from,
+    plans_message,
+    vote_message,
+)
+from moeserve.runtime.control.orders import Order, Vote
+from moeserve.runtime.control.stream import Message, Stream, StreamClosed
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.errors import WrongVersion
+from moeserve.runtime.rank.lane import Lane
+from moeserve.runtime.rank.rank import Progress, Rank
+from moeserve.runtime.rank.weights.mover import Mover
+from moeserve.runtime.step import Announcement, Header, Job, LaneInput, Stamp, StepRecord, empty_input
+
+log = logging.getLogger(__name__)
+
+REPORT_SECONDS = 1.0  # between reports of load to the coordinator
+JOIN_SECONDS = 20.0  # for a process group to come together
+ABORTED = -1  # as a member's generation: none is live
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How a generation's process group comes together."""
+
+    backend: str  # gloo, nccl
+    timeout: float  # seconds of one collective
+
+
+class Member:
+    """Runs one rank's entries. `run` returns when the coordinator ends the stream or says stop."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        lane: Lane,
+        stream: Stream,
+        meeting: Rendezvous,
+        observe: Callable[[StepRecord], None],
+    ) -> None:
+        self._rank = rank
+        self._lane = lane
+        self._stream = stream
+        self._meeting = meeting
+        self._observe = observe
+        self._entries: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._generation = 0  # newest that was announced; entries of older ones are dropped
+        self._epoch: Epoch | None = None
+        self.steps = 0
+        self.expert_rows = 0
+        self._reported = 0  # steps in the last report
+        self._reported_at = 0.0
+        self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
+        self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
+        self.on_epoch: Callable[[int, int], None] = lambda generation, epoch: None  # between two steps
+
+    def weights_version(self) -> int:
+        """Of the weights this rank holds; 0 before they are loaded."""
+        return self._epoch.weights_version if self._epoch is not None else 0
+
+    def announce(self, job: Announcement) -> None:
+        """Tells the coordinator of a job; called by doors."""
+        self._stream.send(announcement_message(job, self._generation))
+
+    def run(self) -> None:
+        """Executes entries until the stream ends."""
+        threading.Thread(target=self._receive, name="stream", daemon=True).start()
+        while (entry := self._next())["kind"] != "stop":
+            if entry.get("generation") != self._generation and entry["kind"] != "abort":
+                continue  # of a generation that was aborted
+            try:
+                self._execute(entry)
+            except StreamClosed:
+                break
+            except Exception as error:
+                self._give_up(entry, error)
+        self._lane.close("the rank is stopping")
+        self._leave()
+
+    def _next(self) -> Message:
+        """The next entry; while none comes, what was counted is reported."""
+        while True:
+            try:
+                return self._entries.get(timeout=REPORT_SECONDS)
+            except queue.Empty:
+                self._lane.expire(time.time())
+                self._report()
+
+    def _receive(self) -> None:
+        """Sees aborts at once; hands every entry to the executing thread."""
+        try:
+            while True:
+                message = self._stream.receive()
+                if message["kind"] in ("stage", "abandon"):
+                    self._change(message)
+                    continue
+                if message["kind"] == "abort":
+                    self._generation = ABORTED
+                    self._lane.close(message["reason"])  # after the generation: a commit under way sees it
+                    self._interrupt()
+                    if self.mover is not None:
+                        self.mover.abandon()
+                elif message["kind"] == "prepare":
+                    self._generation = message["generation"]
+                self._entries.put(message)
+        except StreamClosed as closed:
+            self._lane.close(f"the coordinator is gone: {closed}")
+            self._entries.put({"kind": "stop"})
+
+    def _interrupt(self) -> None:
+        """Ends the step under way, whose callers have been told: nothing waits for a dead rank.
+
+        gloo sees a dead peer by itself; a NCCL kernel waits for ever, and peer memory until patience ends.
+        """
+        self._rank.interrupt()
+        if self._meeting.backend == "nccl" and dist.is_initialized():
+            try:
+                dist.distributed_c10d._get_default_group().abort()
+            except RuntimeError as error:
+                log.info("rank %d: the process group was gone already: %s", self._rank.index, error)
+
+    def _execute(self, entry: Message) -> None:
+        match entry["kind"]:
+            case "step":
+                self._step(header_from(entry), entry["generation"])
+            case "prepare":
+                self._prepare(entry)
+            case "join":
+                self._join_generation(entry)
+            case "commit":
+                self._adopt(entry)
+            case "abort":
+                self.on_serving(0, 0)
+                self._leave()
+            case unknown:
+                raise ValueError(f"unknown entry {unknown!r}")
+
+    def _give_up(self, entry: Message, error: Exception) -> None:
+        """A rank never skips an entry: if it cannot run one, the generation aborts."""
+        first_line = (str(error).splitlines() or [""])[0]
+        reason = f"rank {self._rank.index}: {entry['kind']} failed: {type(error).__name__}: {first_line}"
+        if entry.get("generation") != self._generation:
+            log.info("%s (its generation was aborted)", reason)
+            return
+        log.error("%s", reason, exc_info=error)
+        self._stream.send({"kind": "failed", "generation": entry["generation"], "reason": reason})
+
+    def _prepare(self, entry: Message) -> None:
+        """Loads what the epoch gives this rank, unless it has it, and votes."""
+        self._leave()
+        if self.mover is not None:
+            self.mover.release()
+        epoch = epoch_from(entry["epoch"])
+        self._rank.use_weights(epoch.weights)
+        if self._epoch is None or (self._epoch.placement, self._epoch.versions) != (
+            epoch.placement,
+            epoch.versions,
+        ):
+            self._load(epoch)
+        self._epoch = epoch
+        self._stream.send(
+            {
+                "kind": "prepared",
+                "generation": entry["generation"],
+                "bytes_read": self._rank.bytes_read,
+                "weight_bytes": self._rank.bank.nbytes,
+            }
+        )
+
+    def _join_generation(self, entry: Message) -> None:
+        """Everyone is prepared: joins the generation's process group and takes jobs."""
+        if self._epoch is None:
+            raise RuntimeError("join came before prepare")
+        started = time.perf_counter()
+        self._join(entry["store"], entry["generation"], self._epoch.mesh.ranks)
+        grouped = time.perf_counter()
+        self._rank.join()
+        log.info(
+            "rank %d: joined generation %d, its process group in %.2f s, dispatchers in %.2f s",
+            self._rank.index,
+            entry["generation"],
+            grouped - started,
+            time.perf_counter() - grouped,
+        )
+        self._lane.open()
+        if entry["generation"] != self._generation:  # aborted while it joined
+            self._lane.close("the group is forming again")
+            return
+        self.on_serving(entry["generation"], self._epoch.number)
+        joined = {"kind": "joined", "generation": entry["generation"]}
+        self._stream.send(joined | {"plans": plans_message(self._rank.plans)})
+
+    def _change(self, message: Message) -> None:
+        """The next epoch is to be prepared, or not any more; steps go on."""
+        if self.mover is None:
+            if message["kind"] == "stage":
+                vote = {"kind": "voted", "generation": message["generation"], "change": message["change"]}
+                self._stream.send(vote | {"staged": [], "refused": "this rank was started without a mover"})
+        elif message["kind"] == "stage":
+            self.mover.stage(order_from(message))
+        else:
+            self.mover.abandon()
+
+    def voted(self, vote: Vote) -> None:
+        """Tells the coordinator of the mover's vote."""
+        self._stream.send(vote_message(vote))
+
+    def wrong(self, order: Order, what: str) -> None:
+        """A slot does not hold what was staged: its layer is read from disk before this rank serves again."""
+        self._rank.disown(order.layer)
+        self._epoch = None
+        self._stream.send({"kind": "failed", "generation": order.generation, "reason": what})
+
+    def _adopt(self, entry: Message) -> None:
+        """Every rank had voted: what was staged is served from the next step on."""
+        if self._epoch is None or self.mover is None:
+            raise RuntimeError("commit came before prepare")
+        epoch, layer = committed_epoch(entry, self._epoch), int(entry["layer"])
+        try:
+            self.mover.commit(entry["change"])
+        except BaseException:
+            self._rank.disown(self._rank.served.layers[layer])
+            self._epoch = None
+            raise
+        self._rank.adopt(epoch, layer)
+        self._epoch = epoch
+        self.on_epoch(entry["generation"], epoch.number)
+        adopted = {"kind": "adopted", "generation": entry["generation"], "change": entry["change"]}
+        self._stream.send(adopted)
+
+    def _report(self) -> None:
+        """Sends what was counted since the start, when it changed."""
+        if self.steps == self._reported or self._generation == ABORTED:
+            return
+        self._reported, self._reported_at = self.steps, time.monotonic()
+        self._stream.send(
+            {
+                "kind": "report",
+                "generation": self._generation,
+                "steps": self.steps,
+                "expert_rows": self.expert_rows,
+                "load": self._rank.load_reading().tokens.tolist(),
+            }
+        )
+
+    def _load(self, epoch: Epoch) -> None:
+        started = time.perf_counter()
+        self._rank.load(epoch, progress_bar(self._rank.index))
+        log.info(
+            "rank %d: read %.1f MB of expert weights for %d layers in %.2f s",
+            self._rank.index,
+            self._rank.bytes_read / 1e6,
+            len(self._rank.served.layers),
+            time.perf_counter() - started,
+        )
+
+    def _join(self, store: str, generation: int, ranks: int) -> None:
+        host, port = store.rsplit(":", 1)
+        limit = timedelta(seconds=self._meeting.timeout)
+        shared = TCPStore(host, int(port), is_master=False, timeout=limit, wait_for_workers=False)
+        dist.init_process_group(
+            self._meeting.backend,
+            store=PrefixStore(f"generation-{generation}", shared),
+            rank=self._rank.index,
+            world_size=ranks,
+            timeout=limit,
+        )
+
+    def _leave(self) -> None:
+        self._rank.leave()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _version(self, header: Header) -> int:
+        """Of the weights of a step's layer."""
+        if self._epoch is None or self._epoch.number != header.epoch:
+            found = "none" if self._epoch is None else str(self._epoch.number)
+            raise RuntimeError(f"step {header.number} is of epoch {header.epoch}; this rank holds {found}")
+        return self._epoch.version(self._rank.served.layers.index(header.layer))
+
+    def _step(self, header: Header, generation: int) -> None:
+        started = time.time()
+        version = self._version(header)
+        jobs = [wanted_in(job, version) for job in self._lane.take(header.jobs)]
+        served, top_k = self._rank.served, self._rank.plans[header.layer].problem.top_k
+        rows = LaneInput.gather(header, jobs, empty_input(served.checkpoint.hidden, top_k, served.dtype))
+        answer, phases = self._rank.step(header.layer, rows, header.lane_rows)
+        answer, at = on_host(answer), 0
+        late = self._rank.late(header.layer)
+        for (_, size), job in zip(header.jobs, jobs, strict=True):
+            if job is not None:
+                job.finish(answer[at : at + size], Stamp(header.epoch, version))
+            at += size
+        self.steps += 1
+        self.expert_rows += max(0, phases.expert_rows)
+        self._stream.send({"kind": "done", "generation": generation, "step": header.number})
+        if time.monotonic() - self._reported_at > REPORT_SECONDS:
+            self._lane.expire(time.time())
+            self._report()
+        wait = max((started - job.created for job in jobs if job is not None), default=0.0)
+        self._observe(StepRecord(header.number, header.layer, len(jobs), at, wait, phases, late))
+
+
+def on_host(answer: Tensor) -> Tensor:
+    """`answer` in host memory, complete; it is copied to pinned memory, of which torch keeps used blocks.
+
+    A copy to pageable memory would hold up the copies of all other threads as long as it waits.
+    """
+    if answer.device.type == "cpu":
+        return answer
+    home = torch.empty(answer.shape, dtype=answer.dtype, pin_memory=True)
+    home.copy_(answer, non_blocking=True)
+    torch.cuda.current_stream(answer.device).synchronize()
+    return home
+
+
+def wanted_in(job: Job | None, version: int) -> Job | None:
+    """The job, unless it demands other weights: then it fails, and its rows travel without experts."""
+    if job is None or job.weights_version in (0, version):
+        return job
+    job.fail(
+        WrongVersion(
+            f"layer {job.layer} is served with weights version {version}, and {job.weights_version} is "
+            "demanded; begin the pass again with the served one"
+        )
+    )
+    return None
+
+
+def progress_bar(rank: int) -> Progress:
+    """A bar over layers while experts are read, on the standard error of rank 0 only."""
+    from tqdm import tqdm
+
+    return lambda layers: tqdm(layers, desc="experts", unit="layer", disable=rank != 0 or not os.isatty(2))

@@ -1,0 +1,315 @@
+"""`Rank`: one rank's experts, dispatcher and step, as a plain class without Ray or gRPC.
+
+A launcher gives it a seat in a group; a model server may as well host it in its own process (torchrun) and
+call `step` directly, with no hop at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moeserve.checkpoints.checkpoint import Checkpoint
+from moeserve.dispatch.dispatcher import DispatchSpec
+from moeserve.dispatch.routing import Routing
+from moeserve.experts.bank import Bank
+from moeserve.experts.checksum import Slot
+from moeserve.experts.kernel import Kernel, KernelSpec
+from moeserve.experts.placement import EMPTY
+from moeserve.experts.routing.address_book import AddressBook
+from moeserve.experts.routing.choices import Choices, StepAddressing, addressed, routed
+from moeserve.experts.routing.gate import Gate
+from moeserve.experts.routing.meter import LoadMeter, Reading
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.planning.costing import TABLE_ORDER, CostBook, Costing
+from moeserve.runtime.planning.layers import dispatch_spec
+from moeserve.runtime.planning.plan import DispatchSpan, Plan
+from moeserve.runtime.rank.all2all import RankDispatchers
+from moeserve.runtime.rank.graphs import StepGraphs, padded_rows
+from moeserve.runtime.rank.warm import Arrivals, rooms, warm
+from moeserve.runtime.served import Served
+from moeserve.runtime.step import LaneLogits, LaneRows, Phases
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[Iterable[int]], Iterable[int]]
+
+
+class Rank:
+    """One rank. `load` reads its experts, `join` builds its dispatchers once the process group is up, `step`
+    runs.
+    """
+
+    def __init__(
+        self, index: int, served: Served, plans: dict[int, Plan], device: str, costing: Costing = TABLE_ORDER
+    ) -> None:
+        self.index = index
+        self.served = served
+        self.plans = plans  # as they are served: by cost from `join` on, where `costing` asks for it
+        self.device = device
+        self._planned = plans
+        self.bank = Bank()
+        self.meter: LoadMeter | None = None
+        self.bytes_read = 0
+        self._position = {layer: at for at, layer in enumerate(served.layers)}
+        self._weights: tuple[str, ...] = ("",)  # checkpoint folders by weights version, the first is 1
+        self._opened: dict[int, Checkpoint] = {}  # by weights version, from 2 on
+        self._held: dict[int, tuple[tuple[int, ...], int]] = {}  # layer -> experts by slot, weights version
+        self._built: dict[KernelSpec, Kernel] = {}
+        self._kernels: dict[int, Kernel] = {}
+        self._warm: set[tuple[KernelSpec, Arrivals]] = set()
+        self._dispatchers = RankDispatchers(CostBook(costing), self._dispatch_spec)
+        self._graphs = StepGraphs(served.graph_rows, device)
+        self._book: AddressBook | None = None
+        self._gates: dict[int, tuple[Gate, Gate]] = {}  # by layer: as it is stored, and on the device
+
+    def load(self, epoch: Epoch, progress: Progress = iter) -> None:
+        """Reads what `epoch` gives this rank and it does not hold, from disk, and prepares it.
+
+        At first that is its experts of every layer, and only those; after a change, the slots that differ.
+        """
+        for layer in progress(self.served.layers):
+            position = self._position[layer]
+            wanted = self._held_in(epoch, position)
+            held = self._held.pop(layer, None)
+            if held is None or held[1] != wanted[1]:
+                self._load_layer(layer, wanted)
+            else:
+                for slot, (old, new) in enumerate(zip(held[0], wanted[0], strict=True)):
+                    if new not in (old, EMPTY):
+                        self.bank.write(layer, slot, self.read_expert(layer, new, wanted[1]))
+            self._held[layer] = wanted
+        if self._book is None or self.meter is None:
+            self._book = AddressBook(epoch.placement, self.device, self.served.replica_choice, self.index)
+            sizes = (len(self.served.layers), epoch.placement.experts, epoch.placement.slots.shape[1])
+            self.meter = LoadMeter(sizes, self.device)
+        self._book.update(epoch.placement)
+        for position in range(epoch.placement.layers):
+            self.meter.moved(position)
+        self.warm()
+
+    def warm(self) -> None:
+        """Runs what a step runs alone, once for every size it may have, so that no step waits for a compiler.
+
+        On the CPU there is nothing to compile. `load` ends with it: no other rank is waited for.
+        """
+        if self.device == "cpu" or self._book is None or self.meter is None:
+            return
+        started, before = time.perf_counter(), len(self._warm)
+        for layer, plan in self._planned.items():
+            for arrivals in {Arrivals.over(span, plan, self.bank[layer].slots) for span in plan.fitting}:
+                key = (self._kernel_spec(plan), arrivals)
+                if key not in self._warm:
+                    warm(self._kernels[layer], self.bank[layer], arrivals)
+                    self._warm.add(key)
+        if len(self._warm) > before:
+            self._warm_choices(self._book, self.meter)
+            log.info("rank %d: its kernels are warm in %.1f s", self.index, time.perf_counter() - started)
+
+    def _warm_choices(self, book: AddressBook, meter: LoadMeter) -> None:
+        """What a step does with its rows' choices, for rows that choose nothing."""
+        top_k = self.served.checkpoint.top_k
+        for rows in rooms(self.served.lane_rows):
+            none = torch.full((rows, top_k), EMPTY, dtype=torch.int32, device=self.device)
+            valid = torch.zeros(rows, dtype=torch.bool, device=self.device)
+            chosen = Choices(none, torch.zeros(none.shape, device=self.device), valid)
+            addressed(chosen, StepAddressing(0, book, meter, rows))
+
+    def _kernel_spec(self, plan: Plan) -> KernelSpec:
+        return KernelSpec(plan.problem.scheme, plan.problem.shape, self.served.dtype)
+
+    def adopt(self, epoch: Epoch, position: int) -> None:
+        """The layer at `position` has been committed: from the next step on it is `epoch`'s."""
+        if self._book is None or self.meter is None:
+            raise RuntimeError(f"rank {self.index} has loaded no experts")
+        self._held[self.served.layers[position]] = self._held_in(epoch, position)
+        self._book.update_layer(position, epoch.placement.slots[position])
+        self.meter.moved(position)
+
+    def disown(self, layer: int) -> None:
+        """What `layer` (decoder index) holds is not sure any more: it is read again at the next load."""
+        self._held.pop(layer, None)
+
+    def read_expert(self, layer: int, expert: int, version: int) -> Slot:
+        """One expert of `layer` (decoder index) from the checkpoint of a version, as a slot holds it."""
+        checkpoint, before = self._checkpoint(version), self._checkpoint(version).bytes_read
+        weights = checkpoint.experts(layer, [expert], part=self._part)
+        self.bytes_read += checkpoint.bytes_read - before
+        return self._kernels[layer].prepare(weights.to(self.device)).slot(0)
+
+    def gate(self, layer: int) -> Gate:
+        """How `layer` (decoder index) routes, by the checkpoint of the version it holds now."""
+        held = self._held.get(layer)
+        return self._checkpoint(1 if held is None else held[1]).gate(layer)
+
+    def use_weights(self, paths: Sequence[str]) -> None:
+        """Where the checkpoint of every version lies; each is opened when it is first read from.
+
+        Those that no layer holds are closed: a version that was abandoned may come again from another folder.
+        """
+        held = {version for _, version in list(self._held.values())}
+        self._opened = {version: opened for version, opened in self._opened.items() if version in held}
+        self._weights = tuple(paths)
+
+    def _load_layer(self, layer: int, wanted: tuple[tuple[int, ...], int]) -> None:
+        slots, version = wanted
+        checkpoint, before = self._checkpoint(version), self._checkpoint(version).bytes_read
+        plan = self.plans[layer]
+        spec = self._kernel_spec(plan)
+        if spec not in self._built:
+            self._built[spec] = plan.kernel.build(spec)
+        self._kernels[layer] = self._built[spec]
+        weights = checkpoint.experts(layer, [e for e in slots if e != EMPTY], part=self._part)
+        self.bank.load(layer, self._kernels[layer], weights.to(self.device), slots)
+        self.bytes_read += checkpoint.bytes_read - before
+
+    def _held_in(self, epoch: Epoch, position: int) -> tuple[tuple[int, ...], int]:
+        owner = 0 if self.served.mesh.sliced else self.index
+        slots = epoch.placement.of_rank(position, owner)
+        return tuple(slots.tolist()), epoch.version(position)
+
+    def _checkpoint(self, version: int) -> Checkpoint:
+        """Of a version. Raises ValueError for one that is not of the same shapes."""
+        if version == 1:
+            return self.served.checkpoint
+        if version not in self._opened:
+            self._opened[version] = self.served.reloaded_from(self._weights[version - 1])
+        return self._opened[version]
+
+    @property
+    def _part(self) -> tuple[int, int]:
+        mesh = self.served.mesh
+        return (self.index, mesh.slices) if mesh.sliced else (0, 1)
+
+    def join(self) -> None:
+        """Builds the dispatchers over the process group that is up now; layers of the same sizes share one.
+
+        Collective. Where several could serve and the configuration asks for it, they are measured first.
+        """
+        self.leave()
+        self.plans = self._dispatchers.join(self._planned)
+
+    def leave(self) -> None:
+        """Closes the dispatchers, and drops the graphs that use them."""
+        self._graphs = StepGraphs(self.served.graph_rows, self.device)
+        self._dispatchers.leave()
+
+    def interrupt(self) -> None:
+        """No dispatcher waits for another rank any more: the group has ended. From any thread."""
+        self._dispatchers.interrupt()
+
+    def late(self, layer: int) -> tuple[int, ...]:
+        """Ranks whose rows the last steps of `layer` went without; to be asked once an answer is on the host.
+
+        Raises PeersLate as `RankDispatchers.late` does.
+        """
+        return self._dispatchers.late(layer)
+
+    def step(self, layer: int, rows: LaneRows, lane_rows: tuple[int, ...]) -> tuple[Tensor, Phases]:
+        """Runs one layer's step; collective over the group.
+
+        `rows` are this lane's: hidden states of the served dtype, and final weights or what the layer's gate
+        takes; `lane_rows` counts every lane's. Returns the mixed expert output `[T, H]` of the served dtype,
+        and what the step took. Raises ValueError for logits as `Gate.route` does, before the others are met.
+        """
+        if self._book is None or self.meter is None:
+            raise RuntimeError(f"rank {self.index} has loaded no experts; call load and join before step")
+        if isinstance(rows, LaneLogits):
+            self._gate_here(layer).check(rows.logits)
+        self.meter.tick(time.monotonic())
+        fullest = max(lane_rows)
+        if self._recordable(layer, fullest):
+            return self._replayed(layer, rows, lane_rows)
+        return self._launched(layer, rows.to(self.device), lane_rows, fullest)
+
+    def _recordable(self, layer: int, fullest: int) -> bool:
+        """Whether a step of these rows is a graph: small, on a GPU, with a dispatcher that reads no count."""
+        plan, rows = self.plans[layer], padded_rows(fullest)
+        fits = rows <= min(self._graphs.most_rows, plan.problem.lane_rows)
+        return self.device != "cpu" and fits and not plan.span(rows).dispatcher.host_sync
+
+    def _gate_here(self, layer: int) -> Gate:
+        """`gate` with its bias on the device; graphs that hold one of other weights are dropped."""
+        stored = self.gate(layer)
+        source, here = self._gates.get(layer, (None, stored))
+        if source is not stored:
+            if source is not None:
+                self._graphs.forget(layer)
+            here = replace(stored, bias=None if stored.bias is None else stored.bias.to(self.device))
+            self._gates[layer] = stored, here
+        return here
+
+    def _replayed(self, layer: int, rows: LaneRows, lane_rows: tuple[int, ...]) -> tuple[Tensor, Phases]:
+        """One step from its graph. What it took is told as one phase, and the bytes as they were recorded."""
+        assert self.meter is not None
+        lap, fullest = _stopwatch(), max(lane_rows)
+
+        def launched(inputs: LaneRows, lanes: tuple[int, ...]) -> Tensor:
+            return self._launched(layer, inputs, lanes, fullest)[0]
+
+        kind = self.meter.metering.phase(fullest)
+        answer = self._graphs.run(layer, kind, rows, lane_rows, launched)
+        sent = self._dispatchers.sent_again(layer, padded_rows(fullest))
+        return answer, Phases(0.0, lap(), 0.0, -1, sent.dispatched, sent.combined, sent.dispatcher)
+
+    def _launched(
+        self, layer: int, rows: LaneRows, lane_rows: tuple[int, ...], fullest: int
+    ) -> tuple[Tensor, Phases]:
+        """One step, phase by phase; rows are metered as of a step whose fullest lane brings `fullest`."""
+        assert self._book is not None and self.meter is not None
+        position, dispatcher = self._position[layer], self._dispatchers[layer]
+        lap = _stopwatch()
+        desk = StepAddressing(position, self._book, self.meter, fullest)
+        if isinstance(rows, LaneLogits):
+            slots, weights = routed(self._gates[layer][1], rows.logits, rows.valid, desk)
+        else:
+            slots, weights = addressed(Choices(rows.experts, rows.weights, rows.valid), desk)
+        hidden, weights = self._weigh_input(layer, rows.hidden, slots, weights)
+        routing = Routing(slots, weights, lane_rows)
+        arrived = dispatcher.dispatch(hidden, routing).wait()
+        dispatched = lap()
+        batch = replace(arrived.batch, likely=sum(lane_rows) * slots.shape[1] / self._book.slots)
+        outputs = self._kernels[layer].apply(self.bank[layer], batch)
+        computed = lap()
+        answer = dispatcher.combine(outputs, arrived.ticket).wait()
+        combined = lap()
+        expert_rows = int(arrived.batch.counts.sum()) if self.device == "cpu" else -1
+        sent = self._dispatchers.sent(layer, max(lane_rows))
+        bytes_sent = (sent.dispatched, sent.combined)
+        return answer, Phases(dispatched, computed, combined, expert_rows, *bytes_sent, sent.dispatcher)
+
+    def load_reading(self) -> Reading:
+        """What this rank's lane sent, by phase, served layer, expert and slot; waits for steps under way."""
+        if self.meter is None:
+            raise RuntimeError(f"rank {self.index} has loaded no experts")
+        return self.meter.snapshot(time.monotonic()).read()
+
+    def _weigh_input(
+        self, layer: int, hidden: Tensor, slots: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """For models that weight the input (top-1), the lane does it here and sends weight 1."""
+        if not self.served.checkpoint.gate(layer).weight_on_input:
+            return hidden, weights
+        scale = weights.sum(dim=1, keepdim=True)  # top-1 after merging: one weight a row
+        return hidden * scale.to(hidden.dtype), (slots != EMPTY).to(weights.dtype)
+
+    def _dispatch_spec(self, plan: Plan, span: DispatchSpan) -> DispatchSpec:
+        slots = self.bank[self.served.layers[0]].slots  # every layer has as many
+        return dispatch_spec(self.served, plan, span, (self.index, slots, self.device))
+
+
+def _stopwatch() -> Callable[[], float]:
+    """Seconds since the last call. It never waits for a device."""
+    last = [time.perf_counter()]
+
+    def lap() -> float:
+        now = time.perf_counter()
+        last[0], lapsed = now, now - last[0]
+        return lapsed
+
+    return lap

@@ -1,0 +1,201 @@
+"""`WeightsServer` gives peers the experts this rank holds; `Peers` are the links to theirs.
+
+A copy is asked for on a stream of its own: the answer names the expert's tensors and its checksum, taken by
+the owner, and then come the bytes, or, where both are GPUs of one host, what maps the owner's storage. The
+tensors of one expert travel together: codes, scales, zero points, biases.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import socket
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.experts.bank import Bank
+from moeserve.experts.checksum import Slot
+from moeserve.runtime.control.stream import Message, Stream, StreamClosed, connect
+from moeserve.runtime.rank.weights.copies import PIECE, Copier
+from moeserve.runtime.rank.weights.cuda_ipc import opened, shared
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 5.0
+
+
+class PeerRefused(RuntimeError):
+    """A peer does not give an expert, and says why."""
+
+
+class WeightsServer:
+    """Listens for peers. Every tensor it names is read as it stands: only slots no epoch under way writes to
+    may be asked for, which is what an epoch's vote is for.
+    """
+
+    def __init__(self, host: str, token: str, device: str, bank: Bank) -> None:
+        self._token, self._device, self._bank = token, device, bank
+        self._listener = socket.create_server((host, 0))
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._streams: set[Stream] = set()
+        self._handles: dict[tuple[int, int], dict[str, object]] = {}
+        threading.Thread(target=self._accept, name="weights", daemon=True).start()
+
+    def close(self) -> None:
+        """Refuses peers from now on."""
+        self._listener.shutdown(socket.SHUT_RDWR)  # closing alone leaves a waiting accept one more peer
+        self._listener.close()
+        for stream in list(self._streams):
+            stream.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, peer = self._listener.accept()
+            except OSError:
+                return  # closed
+            stream = Stream(connection)
+            self._streams.add(stream)
+            threading.Thread(
+                target=self._serve, args=(stream, peer), name=f"weights {peer}", daemon=True
+            ).start()
+
+    def _serve(self, stream: Stream, peer: object) -> None:
+        try:
+            hello = stream.receive()
+            if hello["kind"] != "weights" or not hmac.compare_digest(str(hello["token"]), self._token):
+                raise ValueError("a peer must begin with weights and the group's token")
+            copier = Copier(0, self._device)
+            while True:
+                self._answer(stream, stream.receive(), copier)
+        except StreamClosed:
+            return  # the peer has what it wanted
+        except (KeyError, TypeError, ValueError) as error:
+            log.warning("refused weights to %s: %s", peer, error)
+        finally:
+            self._streams.discard(stream)
+            stream.close()
+
+    def _answer(self, stream: Stream, asked: Message, copier: Copier) -> None:
+        layer, slots = int(asked["layer"]), [int(slot) for slot in asked["slots"]]
+        try:
+            held = [self._bank.slot(layer, slot) for slot in slots]
+        except (KeyError, ValueError) as error:
+            stream.send({"kind": "refused", "reason": str(error)})
+            return
+        copier.after_commit(self._bank)
+        with copier.stream():
+            reply: Message = {"kind": "slots", "checksums": self._bank.checksums(layer, slots)}
+            if asked["how"] == "cuda_ipc":
+                unknown = [int(slot) for slot in asked["unknown"]]
+                stream.send(reply | {"shared": [[slot, self._shared(layer, slot)] for slot in unknown]})
+                return
+            stream.send(reply | {"tensors": [[[n, one[n].nbytes] for n in sorted(one)] for one in held]})
+            for one in held:
+                for name in sorted(one):
+                    stream.send_bytes(_host_bytes(one[name]))
+
+    def _shared(self, layer: int, slot: int) -> dict[str, object]:
+        """What maps a slot's tensors; they stay where they are as long as this process lives."""
+        if (layer, slot) not in self._handles:
+            tensors = self._bank.slot(layer, slot)
+            self._handles[layer, slot] = {name: shared(tensor) for name, tensor in tensors.items()}
+        return self._handles[layer, slot]
+
+
+def _host_bytes(tensor: Tensor) -> memoryview:
+    data: Any = tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    return memoryview(data)
+
+
+class Peers:
+    """Links to other ranks' `WeightsServer`s, made when first used. One thread uses them."""
+
+    def __init__(self, token: str, device: str) -> None:
+        self._token = token
+        self._device = torch.device(device)
+        self._links: dict[str, Stream] = {}
+        self._mapped: dict[tuple[str, int, int], dict[str, Tensor]] = {}
+
+    def fetch(
+        self, address: str, layer: int, slots: list[int], rooms: list[Slot], copier: Copier
+    ) -> list[str]:
+        """Copies the peer's experts in its `slots` of `layer` (decoder index) into `rooms` over its stream.
+
+        Returns the owner's checksums. Raises StreamClosed, PeerRefused or Abandoned.
+        """
+        reply = self._ask(address, {"layer": layer, "slots": slots, "how": "stream"})
+        stream = self._links[address]
+        for given, room in zip(reply["tensors"], rooms, strict=True):
+            sizes = {str(name): int(size) for name, size in given}
+            if sizes != _sizes(room):
+                self._drop(address)
+                raise PeerRefused(f"{address} holds tensors {sizes}, and this rank's slot is of another form")
+            for name in sizes:
+                self._receive(stream, address, room[name], copier)
+        return [str(checksum) for checksum in reply["checksums"]]
+
+    def map(self, address: str, layer: int, slots: list[int], rooms: list[Slot], copier: Copier) -> list[str]:
+        """The same between GPUs of one host: the peer's storage is mapped, and copied by this GPU."""
+        unknown = [slot for slot in slots if (address, layer, slot) not in self._mapped]
+        asked = {"layer": layer, "slots": slots, "how": "cuda_ipc", "unknown": unknown}
+        reply = self._ask(address, asked)
+        index = self._device.index or 0
+        forms = dict(zip(slots, rooms, strict=True))
+        for slot, handles in reply["shared"]:
+            found, room = {name: opened(one, index) for name, one in handles.items()}, forms[slot]
+            if _sizes(found) != _sizes(room):
+                raise PeerRefused(f"{address} holds {_sizes(found)}, and this rank's slot is of another form")
+            self._mapped[address, layer, slot] = {
+                name: found[name].view(own.dtype).view(own.shape) for name, own in room.items()
+            }
+        copier.copy([(self._mapped[address, layer, slot], room) for slot, room in forms.items()])
+        return [str(checksum) for checksum in reply["checksums"]]
+
+    def close(self) -> None:
+        """Ends every link, and forgets what was mapped: the owners may be gone."""
+        for address in list(self._links):
+            self._drop(address)
+        self._mapped = {}
+
+    def _ask(self, address: str, asked: Message) -> Message:
+        if address not in self._links:
+            link = connect(address, CONNECT_SECONDS)
+            link.send({"kind": "weights", "token": self._token})
+            self._links[address] = link
+        try:
+            self._links[address].send({"kind": "slots"} | asked)
+            reply = self._links[address].receive()
+        except StreamClosed:
+            self._drop(address)
+            raise
+        if reply["kind"] == "refused":
+            raise PeerRefused(f"{address}: {reply['reason']}")
+        return reply
+
+    def _receive(self, stream: Stream, address: str, target: Tensor, copier: Copier) -> None:
+        own = target.view(-1).view(torch.uint8)
+        data: Any = own if own.device.type == "cpu" else torch.empty(own.shape, dtype=torch.uint8)
+        view = memoryview(data.numpy())
+        try:
+            for at in range(0, len(view), PIECE):
+                stream.receive_bytes(view[at : at + PIECE])
+                copier.spent(len(view[at : at + PIECE]))
+        except BaseException:
+            self._drop(address)  # what is still on its way cannot be told from the next answer
+            raise
+        if data is not own:
+            with copier.stream():
+                own.copy_(data)
+            copier.wait()
+
+    def _drop(self, address: str) -> None:
+        if link := self._links.pop(address, None):
+            link.close()
+
+
+def _sizes(tensors: Slot) -> dict[str, int]:
+    return {name: tensor.nbytes for name, tensor in tensors.items()}

@@ -1,0 +1,1 @@
+"""Metrics: their table and exporters."""

@@ -1,0 +1,179 @@
+"""What each process tells Prometheus: exporters of the table of metrics, each on a port of its own.
+
+`RankTelemetry` is fed by a rank's steps and door; the head's is in head_telemetry.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    start_http_server,
+)
+
+from moeserve.runtime.config import ConfigError
+from moeserve.runtime.step import StepRecord
+from moeserve.runtime.telemetry.metrics import DIRECTIONS, PHASES, PROCESS, RANK, Metric
+
+
+class Telemetry:
+    """One process's metrics: those of every process, and the `rows` of its kind; `own` labels are on each."""
+
+    def __init__(self, rows: tuple[Metric, ...], own: Mapping[str, str], version: str) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the series of counters
+        self._own = dict(own)
+        self._registry = CollectorRegistry()
+        self._server: tuple[WSGIServer, threading.Thread] | None = None
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._histograms: dict[str, Histogram] = {}
+        for row in (*PROCESS, *rows):
+            if not row.computed:
+                self._build(row)
+        ProcessCollector(registry=self._registry)
+        self._gauge("moe_build_info", version=version).set(1)
+
+    def request(self, method: str, transport: str, code: str, seconds: float) -> None:
+        """One call ended. `code` is a gRPC status code's name, `transport` a payload transport's."""
+        self._counter("moe_requests_total", method=method, transport=transport, code=code).inc()
+        self._histogram("moe_request_duration_seconds", method=method, transport=transport).observe(seconds)
+
+    def in_flight(self, read: Callable[[], int]) -> None:
+        """Calls under way are read when scraped."""
+        self._gauge("moe_requests_in_flight").set_function(read)
+
+    def set_group(self, generation: int, epoch: int) -> None:
+        """The process group's generation and the epoch served."""
+        self._gauge("moe_group_generation").set(generation)
+        self._gauge("moe_epoch").set(epoch)
+
+    def serve(self, host: str, port: int) -> int:
+        """Starts to answer scrapes at `http://host:port/metrics`; 0 picks a free port. Returns the port.
+
+        Raises ConfigError when the address cannot be had.
+        """
+        try:
+            server, thread = start_http_server(port, host, self._registry)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot serve metrics on {host}:{port}: {error.strerror or error}; set server.metrics_port "
+                "to another port (the coordinator's; rank r takes it + 1 + r), 0 for free ones, -1 for none"
+            ) from error
+        self._server = server, thread
+        return int(server.server_port)
+
+    def close(self) -> None:
+        """Stops to answer scrapes."""
+        if self._server is not None:
+            server, thread = self._server
+            self._server = None
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    def _build(self, row: Metric) -> None:
+        labels, registry = (*self._own, *row.labels), self._registry
+        match row.kind:
+            case "counter":
+                self._counters[row.name] = Counter(row.name, row.help, labels, registry=registry)
+            case "gauge":
+                self._gauges[row.name] = Gauge(row.name, row.help, labels, registry=registry)
+            case "histogram":
+                histogram = Histogram(row.name, row.help, labels, registry=registry, buckets=row.buckets)
+                self._histograms[row.name] = histogram
+            case kind:
+                raise ValueError(f"{row.name} is of kind {kind!r}; known: counter, gauge, histogram")
+
+    def _counter(self, name: str, **labels: str) -> Counter:
+        return self._counters[name].labels(**self._own, **labels)
+
+    def _gauge(self, name: str, **labels: str) -> Gauge:
+        return self._gauges[name].labels(**self._own, **labels)
+
+    def _histogram(self, name: str, **labels: str) -> Histogram:
+        return self._histograms[name].labels(**self._own, **labels)
+
+
+@dataclass(frozen=True, eq=False)
+class _LayerCounters:
+    """A layer's counters of one rank, bound once: finding a child by its labels costs more than counting."""
+
+    steps: Counter
+    tokens: Counter
+    expert_rows: Counter
+
+
+class RankTelemetry(Telemetry):
+    """A rank's metrics. `dispatchers` names the dispatchers of each served layer, by decoder index."""
+
+    def __init__(self, model: str, rank: int, version: str, dispatchers: Mapping[int, Iterable[str]]) -> None:
+        super().__init__(RANK, {"model_name": model, "rank": str(rank)}, version)
+        self._layers = {layer: self._bind(str(layer)) for layer in dispatchers}
+        names = {name for planned in dispatchers.values() for name in planned}
+        self._wires = {name: self._bind_wire(name) for name in names}
+        phases = [self._histogram("moe_step_phase_duration_seconds", phase=phase) for phase in PHASES]
+        self._wait, self._dispatch, self._compute, self._combine = phases
+
+    def observe_step(self, record: StepRecord) -> None:
+        """One step this rank took part in."""
+        layer, phases = self._layers[record.layer], record.phases
+        layer.steps.inc()
+        layer.tokens.inc(record.lane_rows)
+        layer.expert_rows.inc(max(0, phases.expert_rows))
+        if phases.dispatcher not in self._wires:  # chosen by cost, after the plan was made
+            self._wires[phases.dispatcher] = self._bind_wire(phases.dispatcher)
+        dispatched, combined = self._wires[phases.dispatcher]
+        dispatched.inc(phases.dispatched_bytes)
+        combined.inc(phases.combined_bytes)
+        for peer in record.late:
+            self._counter("moe_late_peers_total", peer=str(peer)).inc()
+        if record.jobs:
+            self._wait.observe(record.wait)
+        self._dispatch.observe(phases.dispatch)
+        self._compute.observe(phases.compute)
+        self._combine.observe(phases.combine)
+
+    def regions(self, read: Callable[[], tuple[int, int]]) -> None:
+        """Shared-memory regions, (count, bytes), are read when scraped."""
+        self._gauge("moe_shared_memory_regions").set_function(lambda: read()[0])
+        self._gauge("moe_shared_memory_bytes").set_function(lambda: read()[1])
+
+    def weights(self, read: Callable[[], tuple[int, int]]) -> None:
+        """Bytes this rank holds, and has read from the checkpoint, are read when scraped."""
+        self._gauge("moe_weights_bytes").set_function(lambda: read()[0])
+        self._gauge("moe_checkpoint_read_bytes").set_function(lambda: read()[1])
+
+    def _bind(self, layer: str) -> _LayerCounters:
+        by_layer = ("moe_steps_total", "moe_tokens_total", "moe_expert_rows_total")
+        return _LayerCounters(*(self._counter(name, layer=layer) for name in by_layer))
+
+    def _bind_wire(self, dispatcher: str) -> tuple[Counter, Counter]:
+        """Bytes dispatched and combined by a dispatcher."""
+        dispatch, combine = DIRECTIONS
+        return (
+            self._counter("moe_wire_bytes_total", direction=dispatch, all2all_backend=dispatcher),
+            self._counter("moe_wire_bytes_total", direction=combine, all2all_backend=dispatcher),
+        )
+
+
+def write_scrape_targets(path: Path, addresses: Mapping[str, str]) -> None:
+    """Writes a service's scrape targets for Prometheus' file_sd, replacing the file in one go.
+
+    `addresses` maps a process ("coordinator", "rank-0") to the "host:port" of its metrics.
+    """
+    groups = [{"targets": [address], "labels": {"process": name}} for name, address in addresses.items()]
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(groups, indent=2) + "\n")
+    os.replace(beside, path)

@@ -1,0 +1,194 @@
+"""`CoordinatorTelemetry`: what the head tells Prometheus of the group, its load and its rebalancing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from moeserve.experts.load import Load
+from moeserve.experts.placement import Placement
+from moeserve.runtime.head.coordinator import Progress
+from moeserve.runtime.head.rebalancer import OUTCOMES, RELOADED, Cycle
+from moeserve.runtime.telemetry.exporter import Telemetry
+from moeserve.runtime.telemetry.metrics import COORDINATOR, METRICS, STATES
+
+BALANCE_SECONDS = 60.0  # the window balancedness is taken over
+SNAPSHOT_SECONDS = 5.0  # between the loads remembered in that window, however often it is scraped
+HOT_LAYERS, HOT_EXPERTS = 5, 4  # that are shown: of the layers, and of each of them
+
+
+class CoordinatorTelemetry(Telemetry):
+    """The coordinator's metrics. `layers` are the decoder indices served, in the placement's order."""
+
+    def __init__(self, model: str, version: str, layers: tuple[int, ...]) -> None:
+        super().__init__(COORDINATOR, {"model_name": model}, version)
+        self._layers = tuple(map(str, layers))
+        self._states = {state: self._gauge("moe_service_state", state=state) for state in STATES}
+        self._reforms = self._counter("moe_group_reforms_total")
+        self._state, self._has_served = "", False
+        self._ranks = 0
+        self._up: Callable[[], Iterable[int]] = tuple
+        self._progress: Callable[[], Progress] | None = None
+        self._loads: Callable[[], tuple[Placement, Load]] | None = None
+        self._window = LoadWindow(BALANCE_SECONDS, SNAPSHOT_SECONDS)
+        self._cycles = {end: self._counter("moe_balance_cycles_total", outcome=end) for end in OUTCOMES}
+        self._reloads = {end: self._counter("moe_reloads_total", outcome=end) for end in RELOADED}
+        self._moves = self._counter("moe_balance_moves_total")
+        self._moved_bytes = self._counter("moe_balance_moved_bytes_total")
+        self._epochs = self._counter("moe_balance_epochs_total")
+        self._corrupted = self._counter("moe_balance_corrupted_copies_total")
+        self._cycle_seconds = self._histogram("moe_balance_cycle_duration_seconds")
+        self._expected = self._gauge("moe_balance_expected_gain")
+        self._real = self._gauge("moe_balance_real_gain")
+        self.watch(0.0, float)
+        self._registry.register(_Computed(self._compute))
+
+    def set_progress(self, progress: Progress) -> None:
+        """The group's state changed; for `Coordinator.on_change`."""
+        for state, gauge in self._states.items():
+            gauge.set(state == progress.state)
+        self._gauge("moe_group_generation").set(progress.generation)
+        if progress.state == "serving" and self._state != "serving":
+            self._reforms.inc(self._has_served)
+            self._has_served = True
+        self._state = progress.state
+
+    def progress(self, read: Callable[[], Progress]) -> None:
+        """Steps, jobs and queue are read when scraped."""
+        self._progress = read
+
+    def seats(self, ranks: int, read: Callable[[], Iterable[int]]) -> None:
+        """Which of `ranks` ranks are connected is read when scraped."""
+        self._ranks, self._up = ranks, read
+
+    def loads(self, read: Callable[[], tuple[Placement, Load]]) -> None:
+        """The placement that is served, and the load since the start, are read when scraped."""
+        self._loads = read
+
+    def weights_version(self, read: Callable[[], int]) -> None:
+        """The oldest version of the weights that a layer is served with is read when scraped."""
+        self._gauge("moe_weights_version").set_function(read)
+
+    def watch(self, interval: float, age: Callable[[], float]) -> None:
+        """Seconds between looks at the load, 0 for none; and since a cycle completed, read when scraped."""
+        self._gauge("moe_balance_interval_seconds").set(interval)
+        self._gauge("moe_balance_cycle_age_seconds").set_function(age if interval else float)
+
+    def observe_cycle(self, cycle: Cycle) -> None:
+        """A rebalancing cycle ended; for `Rebalancer.observe`."""
+        self._cycles[cycle.outcome].inc()
+        self._moves.inc(cycle.moves)
+        self._moved_bytes.inc(cycle.nbytes)
+        self._epochs.inc(cycle.epochs)
+        self._corrupted.inc(cycle.corrupted)
+        if cycle.seconds:
+            self._cycle_seconds.observe(cycle.seconds)
+        if cycle.outcome == "moved":
+            self._expected.set(cycle.expected)
+
+    def observe_gain(self, real: float) -> None:
+        """What the last cycle that moved has gained, by the load since; for `Rebalancer.observe_gain`."""
+        self._real.set(real)
+
+    def observe_reload(self, cycle: Cycle) -> None:
+        """A reload of weights ended; for `Rebalancer.observe_reload`."""
+        self._reloads[cycle.outcome].inc()
+        self._corrupted.inc(cycle.corrupted)
+
+    def _compute(self) -> Iterator[Family]:
+        up = set(self._up())
+        yield self._family("moe_rank_up", [((str(rank),), rank in up) for rank in range(self._ranks)])
+        if self._progress is not None:
+            progress = self._progress()
+            yield self._family("moe_group_steps_total", [((), progress.steps)])
+            yield self._family("moe_group_jobs_total", [((), progress.jobs)])
+            yield self._family("moe_jobs_queued", [((), progress.queued)])
+            yield self._family("moe_steps_in_flight", [((), progress.in_flight)])
+        if self._loads is not None:
+            yield from self._balance(*self._loads())
+
+    def _balance(self, placement: Placement, load: Load) -> Iterator[Family]:
+        recent, routed = self._window.add(time.monotonic(), placement, load)
+        balance = zip(self._layers, 1 / placement.imbalance(recent), recent.sum(axis=1), strict=True)
+        by_layer = [((layer,), float(value)) for layer, value, tokens in balance if tokens > 0]
+        yield self._family("moe_balancedness", by_layer)
+        rows = zip(self._layers, routed.tolist(), strict=True)
+        by_rank = [((layer, str(rank)), count) for layer, row in rows for rank, count in enumerate(row)]
+        yield self._family("moe_routed_rows_total", by_rank)
+        yield self._family("moe_expert_load_ratio", self._hottest(placement, recent))
+
+    def _hottest(
+        self, placement: Placement, recent: NDArray[np.float64]
+    ) -> Iterator[tuple[tuple[str, ...], float]]:
+        """The hottest experts of the least balanced layers, over their layer's mean."""
+        uneven = np.where(recent.any(axis=1), placement.imbalance(recent), 0.0)
+        for layer in np.argsort(-uneven, kind="stable")[:HOT_LAYERS].tolist():
+            tokens = recent[layer]
+            for expert in np.argsort(-tokens, kind="stable")[:HOT_EXPERTS].tolist():
+                if tokens[expert] > 0:
+                    yield (self._layers[layer], str(expert)), float(tokens[expert] / tokens.mean())
+
+    def _family(self, name: str, samples: Iterable[tuple[tuple[str, ...], float]]) -> Family:
+        row = METRICS[name]
+        kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
+        family = kind(name, row.help, labels=(*self._own, *row.labels))
+        for labels, value in samples:
+            family.add_metric((*self._own.values(), *labels), value)
+        return family
+
+
+class _Computed(Collector):
+    """Metrics computed when scraped."""
+
+    def __init__(self, compute: Callable[[], Iterable[Family]]) -> None:
+        self._compute = compute
+
+    def collect(self) -> Iterable[Family]:
+        return self._compute()
+
+
+class LoadWindow:
+    """Expert load of the last `seconds`, from readings of a load that only grows while its ranks live.
+
+    A reading below the one before (a rank started again) and a new placement both begin the window anew.
+    """
+
+    def __init__(self, seconds: float, step: float) -> None:
+        self._seconds = seconds
+        self._step = step  # between remembered readings
+        self._readings: deque[tuple[float, NDArray[np.float64]]] = deque()
+        self._last = np.zeros((0, 0))
+        self._routed = np.zeros((0, 0))
+        self._placement: Placement | None = None
+        self._lock = threading.Lock()
+
+    def add(
+        self, now: float, placement: Placement, load: Load
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Takes a reading at `now` seconds: the window's load `[L, E]`, all rows routed `[L, ranks]`."""
+        with self._lock:
+            tokens = load.tokens
+            last = self._last if self._last.shape == tokens.shape else np.zeros_like(tokens)
+            grown = np.maximum(tokens - last, 0.0)
+            rows = placement.rank_load(grown)
+            self._routed = self._routed + rows if self._routed.shape == rows.shape else rows
+            if placement != self._placement or (tokens < last).any():
+                self._readings = deque([(now, tokens - grown)])
+            self._placement, self._last = placement, tokens
+            return self._recent(now, tokens), self._routed
+
+    def _recent(self, now: float, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        while len(self._readings) > 1 and self._readings[1][0] <= now - self._seconds:
+            self._readings.popleft()
+        recent = tokens - self._readings[0][1]
+        if now - self._readings[-1][0] >= self._step:
+            self._readings.append((now, tokens))
+        return recent

@@ -1,0 +1,201 @@
+"""Dispatchers over peer memory: their protocol on the CPU twin, late peers, and what they refuse."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parallel import parallel_launch
+from peer_ranks import DELAY, PATIENCE, everything, spec
+
+from moeserve.device.machine import machine_named
+from moeserve.dispatch.backends import DISPATCHERS
+from moeserve.dispatch.peers import kernels, layout, sources, twin, wires
+from moeserve.dispatch.peers import liveness as late
+from moeserve.dispatch.peers import packets as packets
+from moeserve.dispatch.peers import sequence as sequences
+from moeserve.dispatch.peers.dispatcher import bytes_needed, check_sizes, lacks_room
+from moeserve.experts.activation import Activation
+from moeserve.experts.batch import ExpertShape, Grouping
+from moeserve.experts.kernel import Problem
+from moeserve.experts.kernels import KERNELS
+from moeserve.quant.format import Scheme
+from moeserve.quant.formats import BF16, FORMATS, STATIC, WIRES
+from moeserve.runtime.config import Wanted
+from moeserve.runtime.planning.plan import make_plan
+
+pytestmark = pytest.mark.timed  # one launch shows all, patience included
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[tuple[Any, ...]]:
+    """What each rank saw: the protocol, a late rank, an excluded one."""
+    return parallel_launch(RANKS, everything, timeout=150)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "over the turn of the sequence numbers",
+        "two under way",
+        "abandoned steps",
+        "a stale step is refused",
+        "random sizes",
+        "nobody was late",
+    ],
+)
+def test_the_protocol_holds(what: str, seen: list[tuple[Any, ...]]) -> None:
+    assert [held[what] for held, _, _ in seen] == [True] * RANKS
+
+
+def test_a_late_rank_is_named_by_all_others_and_nobody_hangs(seen: list[tuple[Any, ...]]) -> None:
+    first, late_one, last = (found for _, found, _ in seen)
+    for other in (first, last):
+        assert other["whole"] and other["named"] == (1,) and other["again"] == ()
+        assert PATIENCE <= other["took"] < DELAY, "it waits as long as it is told, not for the late rank"
+        assert other["answer"], "the step goes on with what the others brought"
+        assert other["after"] and other["then"] < PATIENCE, "nobody waits for it again"
+    assert late_one["named"] == (0, 2), "the late rank learns that it was given up"
+    assert late_one["took"] < PATIENCE and late_one["then"] < PATIENCE, "and waits for nobody who has gone on"
+
+
+def test_an_excluded_rank_is_not_waited_for(seen: list[tuple[Any, ...]]) -> None:
+    *others, excluded = (found for _, _, found in seen)
+    assert excluded is None
+    assert [(well, unnamed) for well, unnamed, _ in others] == [(True, True)] * 2
+    assert all(took < PATIENCE for _, _, took in others)
+
+
+def test_sequences_alternate_in_parity_over_the_turn_and_skip_what_memory_holds() -> None:
+    at, seen = sequences.LAST - 2, []
+    for _ in range(5):
+        at = sequences.next_sequence(at)
+        seen.append(at)
+    assert seen == [sequences.LAST - 1, sequences.LAST, 1, 2, 3] and sequences.NEVER not in seen
+    assert [sequences.parity(sequence) for sequence in seen] == [1, 0, 1, 0, 1]
+
+
+def test_sections_of_the_layout_do_not_overlap() -> None:
+    given = replace(spec(0, 4), wire=FORMATS["mxfp8"], row_align=8, lane_rows=6)
+    made = layout.PeerLayout(given, Grouping.PADDED)
+    ends = [
+        late.GIVEN_UP_BYTES,
+        made.begun + 4 * 4,
+        made.choices + 4 * made.choice_words(6) * 16,
+        made.weights + 4 * 6 * made.weight_words * 16,
+        made.records + 4 * 6 * packets.PACKET,
+        made.partials + 4 * 6 * 2 * packets.PACKET,
+    ]
+    starts = [
+        made.begun,
+        made.choices,
+        made.weights,
+        made.records,
+        made.partials,
+        made.begun + made.parity_bytes,
+    ]
+    assert all(end <= start for end, start in zip(ends, starts, strict=True))
+    assert made.nbytes == made.begun + 2 * made.parity_bytes and made.capacity == 24
+
+
+def test_the_kernels_and_the_layout_agree_on_their_constants() -> None:
+    defined = dict(re.findall(r"#define (\w+) +\(?(\w+)", sources.source(*kernels.SOURCES)))
+    assert int(defined["GIVEN_UP_BYTES"]) == late.GIVEN_UP_BYTES
+    assert int(defined["THREADS"]) == kernels.THREADS
+    assert int(defined["COMBINE_THREADS"]) == kernels.COMBINE_THREADS
+    warps = kernels.THREADS // 32
+    assert 1 << int(defined["WARPS_LOG2"]) == warps
+    assert int(defined["LEAST_TEAM"]) * kernels.TEAMS == warps
+    assert (int(defined["PACKET"]), int(defined["PACKET_WORDS"])) == (packets.LANES, packets.WORDS)
+    numbers = {name: int(defined[f"WIRE_{name.removesuffix('_static').upper()}"]) for name in wires.FUSED}
+    assert numbers == wires.FUSED and int(defined["WIRE_RECORDS"]) == wires.RECORDS
+    assert "0xFFFFFFFEu" in sources.source(*kernels.SOURCES) and sequences.LAST == 0xFFFFFFFE
+
+
+@pytest.mark.parametrize("words", [1, 7, 31, 32, 93])
+def test_rows_come_out_of_their_packets(words: int) -> None:
+    rows = torch.randint(0, 256, (5, 16 * words), dtype=torch.uint8)
+    made = packets.to_packets(rows)
+    assert made.shape == (5, packets.packets_of(16 * words), 32, 4) and not packets.tags(made).any()
+    packets.tags(made).fill_(7)
+    assert torch.equal(packets.from_packets(made, 16 * words), rows)
+    lines = made.view(5, -1, 32)  # of 128 bytes
+    assert (lines[..., -1] == 7).all(), "each line ends with its tag"
+
+
+def test_positions_count_the_rows_of_a_slot_before() -> None:
+    slots = torch.tensor([[3, 1], [1, -1], [3, 0], [1, 3]], dtype=torch.int32)
+    assert twin.positions(slots)[slots >= 0].tolist() == [0, 0, 1, 1, 0, 2, 2]
+
+
+def test_sources_include_no_header() -> None:
+    folder = Path(layout.__file__).parent
+    assert not [path.name for path in folder.glob("*.cu") if "#include" in path.read_text()]
+
+
+@pytest.mark.parametrize("name", sorted(WIRES))
+def test_a_record_holds_a_row_of_any_wire(name: str) -> None:
+    record, rows = wires.RowRecord(WIRES[name], 160), torch.randn(5, 160)
+    packed = record.pack(rows)
+    assert packed.shape == (5, record.nbytes) and record.nbytes % 16 == 0
+    for got, want in zip(record.parts(packed), WIRES[name].quantize(rows).parts, strict=True):
+        assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+def test_only_the_rule_the_kernels_know_is_made_by_them() -> None:
+    from moeserve.quant.formats.mx import mxfp8
+
+    made = replace(spec(0, 2), dtype=torch.bfloat16)
+    assert wires.wire_code(replace(made, wire=FORMATS["mxfp8"])).fused
+    assert not wires.wire_code(replace(made, wire=mxfp8("even_e2m1"))).fused
+    assert not wires.wire_code(replace(made, wire=FORMATS["bf16"])).fused
+    given = STATIC["nvfp4_static"].given
+    assert given is not None
+    code = wires.wire_code(replace(made, wire=given(torch.tensor(0.25))))
+    assert code.fused and code.factor == 4.0
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"ranks": 9}, "at most 8 ranks, not 9"),
+        ({"hidden": 72}, "H=72 must be a multiple of 16"),
+        ({"lane_rows": 70000}, "lane_rows=70000 must lie between 1 and 65535"),
+        ({"top_k": 33}, "top_k=33 must lie between 1 and 32"),
+        ({"slots": 40000}, "80000 slots do not fit in 16 bits"),
+        ({"slots": 23000}, "23000 slots need 184000 bytes of a block's shared memory"),
+        ({"hidden": 65536}, "H=65536 and 3 slots need 262144 bytes of a block's shared memory"),
+    ],
+)
+def test_sizes_without_room_are_refused(change: dict[str, int], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        check_sizes(replace(spec(0, 2), **change))  # type: ignore[arg-type]
+
+
+def test_what_does_not_fit_is_refused_with_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = replace(spec(0, 2), lane_rows=4096, slots=128, hidden=7168, device="cuda")
+    padded = layout.PeerLayout(large, Grouping.PADDED)
+    needed = bytes_needed(padded)
+    assert needed > 2 * 128 * 2 * 4096 * 7168 * 4  # two batches of float32
+    assert bytes_needed(layout.PeerLayout(large, Grouping.RAGGED)) < needed / 16
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed, 2 * needed))
+    check_sizes(large)
+    assert lacks_room(padded) == ""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed - 1, 2 * needed))
+    assert f"needs {needed} bytes for 4096 rows a lane" in lacks_room(padded)
+    assert f"{needed - 1} are free" in lacks_room(padded)
+
+
+def test_on_a_cpu_it_serves_only_when_named() -> None:
+    shape = ExpertShape(256, 256, Activation("silu"))
+    asked = Problem(Scheme(BF16, BF16), BF16, shape, experts=8, ranks=4, top_k=2, lane_rows=64)
+    cpu = machine_named("cpu", ())
+    alone = {name: DISPATCHERS[name] for name in ("nvlink_ll", "all2allv")}
+    assert make_plan(asked, cpu, KERNELS, alone, Wanted()).dispatcher_names == "all2allv"
+    assert (
+        make_plan(asked, cpu, KERNELS, alone, Wanted(dispatcher="nvlink_ll")).dispatcher_names == "nvlink_ll"
+    )
