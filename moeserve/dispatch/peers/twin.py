@@ -25,6 +25,7 @@ from moeserve.dispatch.peers.memory import PeerMemory
 from moeserve.dispatch.peers.sheets import LANES, from_sheets, tags, to_sheets
 from moeserve.dispatch.permute import Homes, take_rows, weigh_rows
 from moeserve.dispatch.routing import Routing
+from moeserve.dispatch.wire import row_bytes
 from moeserve.experts.batch import Grouping
 from moeserve.experts.placement import EMPTY
 from moeserve.quant.format import Packed
@@ -79,7 +80,7 @@ class PeerTwin:
         ):
             if to != spec.rank and self._live(to):
                 rows = wanted.nonzero()[:, 0]
-                _tell(self._partials(to, epoch)[spec.rank], rows, mine[rows].view(torch.uint8), epoch)
+                _tell(self._partials(to, epoch)[spec.rank], rows, row_bytes(mine[rows]), epoch)
                 self.sent[1] += rows.shape[0]
         reached = destinations(spec, routing.slots)
         return self._add_up(epoch, reached, partials.split_with_sizes(lane_rows)[spec.rank])
@@ -153,7 +154,7 @@ class PeerTwin:
         tokens = spec.wire.empty(self._layout.batch_shape(places.shape[0]))
         for part, arrived in zip(tokens.parts, self._layout.record.parts(records), strict=True):
             rows = part.view(torch.uint8).flatten(0, -2)
-            rows[target] = take_rows(arrived, source).view(torch.uint8)
+            rows[target] = row_bytes(take_rows(arrived, source))
         return tokens
 
     def _add_up(self, epoch: int, reached: Tensor, own: Tensor) -> Tensor:
