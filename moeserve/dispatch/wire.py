@@ -67,7 +67,7 @@ class Record:
 
 
 def row_bytes(table: Tensor) -> Tensor:
-    """Bytes of `table [R, C]`, of any dtype and strides, as uint8 `[R, bytes of a row]`; a view where it can be.
+    """Bytes of `table [R, C]`, of any dtype and strides, as uint8 `[R, nbytes]`; a view where it can be.
 
     Torch calls a table contiguous whatever the stride of a dimension of one element, and every stride where
     there is no row; but it takes the bytes of a dtype only where the last stride is 1. A lane without rows in

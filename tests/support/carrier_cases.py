@@ -361,8 +361,7 @@ def no_host_waits(active: bool) -> Iterator[None]:
 
 TOP_1_PLACEMENTS = {"even", "idle_rank", "sliced"}
 TOP_1_WIRES = {"fp32", "bf16", "fp8_group128"}
-"""Placements and wires that a top-1 model's steps are held to, with lanes that bring rows and lanes that do not.
-"""
+"""Placements and wires that a top-1 model's steps are held to, with idle lanes and without."""
 
 USUAL_WIRES = {*(form.name for form in FLOATS.values()), "fp8_group128", "mxfp4"}
 """Wires that meet every placement; carriers see bytes, so the others meet one."""
