@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +46,16 @@ def doors(house: LocalCluster) -> Iterator[Doors]:
 
 def _soon(call: Callable[[], Any]) -> Any:
     """What `call` returns or raises; a call that hangs fails the test."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(call).result(SECONDS)
+    ended: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(call())
+        except BaseException as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return ended.result(SECONDS)
 
 
 def _hidden(reply: moe_pb2.ForwardReply) -> torch.Tensor:

@@ -24,6 +24,7 @@ from moeserve.dispatch.dispatcher import (
     Traffic,
 )
 from moeserve.dispatch.routing import Routing
+from moeserve.dispatch.wire import row_bytes
 from moeserve.experts.batch import ExpertBatch
 from moeserve.experts.placement import EMPTY, AddressBook, Placement
 from moeserve.quant.format import Packed
@@ -269,7 +270,7 @@ def arrived_exactly(case: Case, rank: int, batch: ExpertBatch) -> bool:
 
 def _row_bytes(parts: Sequence[Tensor]) -> list[bytes]:
     """Each row's bytes, part after part."""
-    raw = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1).cpu()
+    raw = torch.cat([row_bytes(part) for part in parts], dim=1).cpu()
     return [row.numpy().tobytes() for row in raw]
 
 
