@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moeserve.device.machine import kernels_serve
+from moeserve.dispatch.wire import row_bytes
 from moeserve.experts.batch import ExpertBatch, Grouping
 from moeserve.quant.format import Packed
 
@@ -101,13 +102,13 @@ def _grouped_by_kernels(
 
 
 def take_rows(table: Tensor, index: Tensor) -> Tensor:
-    """Rows `index [N]` of `table [R, C]`, of any dtype and row stride, as a new contiguous `[N, C]`."""
+    """Rows `index [N]` of `table [R, C]`, of any dtype and strides, as a new contiguous `[N, C]`."""
     return _words(table).index_select(0, index).view(table.dtype)
 
 
 def _words(table: Tensor) -> Tensor:
     """`table [R, C]` as the widest integers that its rows and their stride are made of."""
-    raw = table.view(torch.uint8)
+    raw = table.view(torch.uint8) if table.stride(1) == 1 else row_bytes(table)
     for word in (torch.int64, torch.int32, torch.int16):
         if all(size % word.itemsize == 0 for size in (raw.shape[1], raw.stride(0), raw.storage_offset())):
             return raw.view(word)

@@ -53,7 +53,7 @@ class Record:
         records = torch.empty((hidden.shape[0], self.nbytes), dtype=torch.uint8, device=hidden.device)
         sources = (*self.wire.quantize(hidden).parts, routing.slots, routing.weights)
         for (_, at, width), source in zip(self._fields, sources, strict=True):
-            records[:, at : at + width] = source.contiguous().view(torch.uint8)
+            records[:, at : at + width] = row_bytes(source)
         return records
 
     def unpack(self, records: Tensor) -> tuple[Packed, Tensor, Tensor]:
@@ -64,6 +64,17 @@ class Record:
     def _views(self, records: Tensor) -> Iterator[Tensor]:
         for dtype, at, width in self._fields:
             yield records[:, at : at + width].view(dtype)
+
+
+def row_bytes(table: Tensor) -> Tensor:
+    """Bytes of `table [R, C]`, of any dtype and strides, as uint8 `[R, nbytes]`; a view where it can be.
+
+    Torch calls a table contiguous whatever the stride of a dimension of one element, and every stride where
+    there is no row; but it takes the bytes of a dtype only where the last stride is 1. A lane without rows in
+    a top-1 model's step has such a table, so its strides are set here.
+    """
+    dense = table.contiguous()
+    return dense.as_strided(dense.shape, (dense.shape[1], 1)).view(torch.uint8)
 
 
 def _aligned(nbytes: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import pytest
@@ -10,6 +11,7 @@ from houses import Alone, request_of
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.client import MoeClient
+from moeserve.proto.errors import REASON_KEY
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
 Spoil = Callable[[moe_pb2.ForwardRequest], None]
@@ -124,6 +126,83 @@ def test_bad_requests_are_named_and_disturb_nothing(
             failed.value.details()
         )
         assert client.status().steps == steps  # no step was spent on it
+
+
+Said = tuple[str, str, str]
+
+
+def _refusal(stub: Any, request: moe_pb2.ForwardRequest) -> Said:
+    """Code, reason and text of a call without a deadline."""
+    with pytest.raises(grpc.RpcError) as failed:
+        stub.Forward.future(request).result(30)
+    trailing = dict(failed.value.trailing_metadata())
+    return failed.value.code().name, trailing.get(REASON_KEY, ""), failed.value.details()
+
+
+def _streamed_refusal(stub: Any, request: moe_pb2.ForwardRequest) -> Said:
+    """The same of a stream's only request."""
+    (reply,) = stub.ForwardStream(iter([request]), timeout=30)
+    code = next(code.name for code in grpc.StatusCode if code.value[0] == reply.error.code)
+    return code, reply.error.reason, reply.error.message
+
+
+def _id_out_of_range(request: moe_pb2.ForwardRequest) -> None:
+    ids = bytearray(request.choice.ids.data)
+    ids[:4], ids[-4:] = (9).to_bytes(4, "little"), (-5).to_bytes(4, "little", signed=True)
+    request.choice.ids.data = bytes(ids)
+
+
+def _half_the_bytes(request: moe_pb2.ForwardRequest) -> None:
+    request.hidden.data = request.hidden.data[: len(request.hidden.data) // 2]
+
+
+def _half_the_weights(request: moe_pb2.ForwardRequest) -> None:
+    request.choice.weights.shape[1] = 1
+    request.choice.weights.data = request.choice.weights.data[: len(request.choice.weights.data) // 2]
+
+
+def _logits_of_half_the_bytes(request: moe_pb2.ForwardRequest) -> None:
+    request.logits.CopyFrom(request.choice.weights)
+    request.logits.data = request.logits.data[: len(request.logits.data) // 2]
+
+
+def _logits_of_integers(request: moe_pb2.ForwardRequest) -> None:
+    request.logits.CopyFrom(request.choice.ids)
+
+
+def _ids_of_floats(request: moe_pb2.ForwardRequest) -> None:
+    request.choice.ids.dtype = moe_pb2.DTYPE_FP32
+
+
+LARGE = (
+    _id_out_of_range,
+    _half_the_bytes,
+    _half_the_weights,
+    _logits_of_half_the_bytes,
+    _logits_of_integers,
+    _ids_of_floats,
+)
+"""What is wrong with a batch that the front door would split."""
+
+
+@pytest.mark.parametrize("case", [*CASES, *(f"large: {spoil.__name__[1:]}" for spoil in LARGE)])
+def test_the_front_door_refuses_in_a_lanes_words(house: LocalCluster, alone: Alone, case: str) -> None:
+    """Without a deadline, as gRPC calls by default, and on a stream."""
+    if case in CASES:
+        request = request_of(0, alone.batch(3, seed=1))
+        CASES[case][0](request)
+    else:
+        request = request_of(0, alone.batch(200, seed=1))  # four lanes share so many
+        next(spoil for spoil in LARGE if case.endswith(spoil.__name__[1:]))(request)
+    with MoeClient(house.address) as client:
+        address = client.topology().lanes[0].address
+    with grpc.insecure_channel(house.address) as near, grpc.insecure_channel(address) as far:
+        front, lane = moe_pb2_grpc.MoeServiceStub(near), moe_pb2_grpc.MoeServiceStub(far)
+        said = _refusal(lane, request)
+        assert said[1], "a lane gives a reason"
+        assert _refusal(front, request) == said
+        assert _streamed_refusal(lane, request) == said
+        assert _streamed_refusal(front, request) == said
 
 
 def test_an_oversize_message_is_refused_by_its_size(house: LocalCluster, alone: Alone) -> None:

@@ -24,6 +24,7 @@ from moeserve.dispatch.dispatcher import (
     Traffic,
 )
 from moeserve.dispatch.routing import Routing
+from moeserve.dispatch.wire import row_bytes
 from moeserve.experts.batch import ExpertBatch
 from moeserve.experts.placement import EMPTY, Placement
 from moeserve.experts.routing.address_book import AddressBook
@@ -34,12 +35,13 @@ from moeserve.quant.formats.floats import FLOATS
 RANKS = 4
 HIDDEN = 256
 TOP_K = 3
+NARROW = 128  # one group of fp8_group128: a row has one scale
 LANE_ROWS = 9
 TERMS = 4  # of an expert's sum; the slices of a sliced expert compute equal parts of them
 
 
-Inputs = tuple[str, str, torch.dtype, str, int]
-"""Placement, wire, dtype, step and ranks of a case."""
+Inputs = tuple[str, str, torch.dtype, str, int, int, int]
+"""Placement, wire, dtype, step, ranks, experts a row and elements a row of a case."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Case:
     mutation: str | None = None
     device: str = "cpu"  # or "cuda": GPU r for rank r
     ranks: int = RANKS
+    top_k: int = TOP_K
+    hidden: int = HIDDEN
 
     def __str__(self) -> str:
         parts = (
@@ -64,12 +68,14 @@ class Case:
             str(self.dtype).removeprefix("torch."),
             self.step,
         )
-        return "-".join((*parts, self.mutation or "true"))
+        sizes = () if self.top_k == TOP_K else (f"top{self.top_k}", f"H{self.hidden}")
+        return "-".join((*parts, *sizes, self.mutation or "true"))
 
     @property
     def inputs(self) -> Inputs:
         """What the step computes, whoever carries it."""
-        return (self.placement, self.wire, self.dtype, self.step, self.ranks)
+        sizes = (self.ranks, self.top_k, self.hidden)
+        return (self.placement, self.wire, self.dtype, self.step, *sizes)
 
     @property
     def row(self) -> DispatchEntry:
@@ -118,14 +124,14 @@ def _random(ids: Tensor, lane: int) -> Tensor:
 
 def _one_expert(ids: Tensor, lane: int) -> Tensor:
     ids = torch.full_like(ids, EMPTY)
-    ids[:, 1] = 1
+    ids[:, -1] = 1
     return ids
 
 
 def _holes(ids: Tensor, lane: int) -> Tensor:
     ids = ids.clone()
     ids[0] = EMPTY
-    ids[1:, lane % TOP_K] = EMPTY
+    ids[1:, lane % ids.shape[1]] = EMPTY
     return ids
 
 
@@ -164,17 +170,17 @@ class Lanes:
 @cache
 def lanes(case_inputs: Inputs, device: str) -> Lanes:
     """The same inputs in every process."""
-    placement_name, _, dtype, step, ranks = case_inputs
+    placement_name, _, dtype, step, ranks, top_k, width = case_inputs
     placement = placements(ranks)[placement_name]
     counts, choose = STEPS[step]
     counts = counts[-ranks:]
     random = torch.Generator().manual_seed(7)
     hidden, experts, weights = [], [], []
     for lane, rows in enumerate(counts):
-        hidden.append(torch.randn(rows, HIDDEN, generator=random).to(dtype))
+        hidden.append(torch.randn(rows, width, generator=random).to(dtype))
         order = torch.rand(rows, placement.experts, generator=random).argsort(dim=1)
-        experts.append(choose(order[:, :TOP_K].int(), lane))
-        weight = torch.rand(rows, TOP_K, generator=random)
+        experts.append(choose(order[:, :top_k].int(), lane))
+        weight = torch.rand(rows, top_k, generator=random)
         weights.append(torch.where(experts[-1] < 0, float("nan"), weight))
     book = AddressBook(placement)
     slots = [book.resolve(0, e, torch.ones(e.shape[0], dtype=torch.bool)).int() for e in experts]
@@ -210,8 +216,8 @@ def spec_of(case: Case, rank: int) -> DispatchSpec:
         rank=rank,
         ranks=case.ranks,
         slots=placement.slots_per_rank,
-        hidden=HIDDEN,
-        top_k=TOP_K,
+        hidden=case.hidden,
+        top_k=case.top_k,
         lane_rows=LANE_ROWS,
         dtype=case.dtype,
         wire=FORMATS[case.wire],
@@ -273,7 +279,7 @@ def arrived_exactly(case: Case, rank: int, batch: ExpertBatch) -> bool:
 
 def _row_bytes(parts: Sequence[Tensor]) -> list[bytes]:
     """Each row's bytes, part after part."""
-    raw = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1).cpu()
+    raw = torch.cat([row_bytes(part) for part in parts], dim=1).cpu()
     return [row.numpy().tobytes() for row in raw]
 
 
@@ -363,6 +369,10 @@ def no_host_waits(active: bool) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
+TOP_1_PLACEMENTS = {"even", "idle_rank", "sliced"}
+TOP_1_WIRES = {"fp32", "bf16", "fp8_group128"}
+"""Placements and wires that a top-1 model's steps are held to, with idle lanes and without."""
+
 USUAL_WIRES = {*(form.name for form in FLOATS.values()), "fp8_group128", "mxfp4"}
 """Wires that meet every placement; dispatchers see bytes, so the others meet one."""
 
@@ -391,7 +401,16 @@ def cases_of(row: DispatchEntry, device: str = "cpu", ranks: int = RANKS) -> lis
                 cases += [
                     Case(row.name, placement, wire, dtype, step, align, None, device, ranks) for step in STEPS
                 ]
-    return cases
+    return cases + [one for case in cases if (one := _of_one_choice(case)) is not None]
+
+
+def _of_one_choice(case: Case) -> Case | None:
+    """The same step of a top-1 model, where it tells more: a row has one choice, one weight and one scale."""
+    tells = case.placement in TOP_1_PLACEMENTS and case.wire in TOP_1_WIRES
+    name = FLOATS[case.dtype].name
+    if not tells or case.row.limits.refuses(case.ranks, 1, NARROW, name):
+        return None
+    return replace(case, top_k=1, hidden=NARROW)
 
 
 def fault_cases() -> list[Case]:

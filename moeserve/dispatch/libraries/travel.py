@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.routing import Routing
+from moeserve.dispatch.wire import row_bytes
 from moeserve.experts.placement import EMPTY
 from moeserve.quant.format import Packed
 
@@ -31,8 +32,7 @@ def widened(table: Tensor, columns: int) -> Tensor:
     extra = (columns - table.shape[1]) * table.dtype.itemsize
     if not extra:
         return table.contiguous()
-    raw = table.contiguous().view(dtype=torch.uint8)
-    return F.pad(raw, (0, extra)).view(table.dtype)
+    return F.pad(row_bytes(table), (0, extra)).view(table.dtype)
 
 
 def cropped(table: Tensor, columns: int) -> Tensor:

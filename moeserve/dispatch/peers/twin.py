@@ -26,6 +26,7 @@ from moeserve.dispatch.peers.packets import LANES, from_packets, tags, to_packet
 from moeserve.dispatch.peers.sequence import NEVER, next_sequence, parity
 from moeserve.dispatch.permute import Homes, take_rows, weigh_rows
 from moeserve.dispatch.routing import Routing
+from moeserve.dispatch.wire import row_bytes
 from moeserve.experts.batch import Grouping
 from moeserve.experts.placement import EMPTY
 from moeserve.quant.format import Packed
@@ -80,7 +81,7 @@ class PeerTwin:
         ):
             if to != spec.rank and self._live(to):
                 rows = wanted.nonzero()[:, 0]
-                _tell(self._partials(to, sequence)[spec.rank], rows, mine[rows].view(torch.uint8), sequence)
+                _tell(self._partials(to, sequence)[spec.rank], rows, row_bytes(mine[rows]), sequence)
                 self.sent[1] += rows.shape[0]
         reached = destinations(spec, routing.slots)
         return self._add_up(sequence, reached, partials.split_with_sizes(lane_rows)[spec.rank])
@@ -154,7 +155,7 @@ class PeerTwin:
         tokens = spec.wire.empty(self._layout.batch_shape(places.shape[0]))
         for part, arrived in zip(tokens.parts, self._layout.record.parts(records), strict=True):
             rows = part.view(torch.uint8).flatten(0, -2)
-            rows[target] = take_rows(arrived, source).view(torch.uint8)
+            rows[target] = row_bytes(take_rows(arrived, source))
         return tokens
 
     def _add_up(self, sequence: int, reached: Tensor, own: Tensor) -> Tensor:

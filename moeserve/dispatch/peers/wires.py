@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moeserve.dispatch.dispatcher import DispatchSpec
+from moeserve.dispatch.wire import row_bytes
 from moeserve.quant.format import Format
 from moeserve.quant.formats import STATIC, WIRES
 
@@ -51,10 +52,10 @@ class RowRecord:
         """Quantizes `hidden [T, H]` by the format's own rule: records uint8 `[T, nbytes]`."""
         parts = self.wire.quantize(hidden).parts
         if self.widths == (self.nbytes,):
-            return parts[0].contiguous().view(torch.uint8)
+            return row_bytes(parts[0])
         records = torch.zeros((hidden.shape[0], self.nbytes), dtype=torch.uint8, device=hidden.device)
         for start, width, part in zip(self.starts, self.widths, parts, strict=True):
-            records[:, start : start + width] = part.contiguous().view(torch.uint8)
+            records[:, start : start + width] = row_bytes(part)
         return records
 
     def parts(self, records: Tensor) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ simple clients.
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
 import threading
 import time
@@ -20,17 +21,22 @@ from moeserve.experts.load import PHASES
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.channel import connect
 from moeserve.proto.client.batch import SPLIT_ROWS
-from moeserve.proto.errors import from_rpc
-from moeserve.proto.tensors import FLOATS, INTEGERS, spec_of
+from moeserve.proto.errors import InvalidArgument, from_rpc
+from moeserve.proto.tensors import FLOATS, INTEGERS, TensorError, spec_of
 from moeserve.runtime.doors.failures import Status, status_of
-from moeserve.runtime.doors.lane_door import Observe
+from moeserve.runtime.doors.lane_door import Observe, seconds_left
 from moeserve.runtime.doors.operations import Operations
-from moeserve.runtime.errors import GroupUnavailable, one_version
+from moeserve.runtime.errors import CallerLeft, DeadlinePassed, GroupUnavailable, one_version
 from moeserve.runtime.head.rebalancer import Rebalancer
 from moeserve.runtime.head.reception import Seat
 from moeserve.runtime.served import Served
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+STREAM_CALLS = 16
+"""Calls of one stream that lanes run at once; its next request is read when one of them has ended."""
 
 _DTYPES = {"fp32": moe_pb2.DTYPE_FP32, "bf16": moe_pb2.DTYPE_BF16, "fp16": moe_pb2.DTYPE_FP16}
 
@@ -60,7 +66,7 @@ class FrontDoor(moe_pb2_grpc.MoeServiceServicer):
         """Spreads a large batch's rows over the lanes; a small one goes to one lane, in turn."""
         started, code = time.perf_counter(), "OK"
         try:
-            return self._forward(request, context.time_remaining())
+            return self._forward(request, seconds_left(context), _Caller(context))
         except Exception as error:
             status = _status(error)
             code = status.code
@@ -71,40 +77,59 @@ class FrontDoor(moe_pb2_grpc.MoeServiceServicer):
     def ForwardStream(
         self, request_iterator: Iterator[moe_pb2.ForwardRequest], context: grpc.ServicerContext
     ) -> Iterator[moe_pb2.ForwardStreamReply]:
-        """Forward for many calls on one stream."""
-        replies: queue.SimpleQueue[moe_pb2.ForwardStreamReply] = queue.SimpleQueue()
-        with ThreadPoolExecutor(16, thread_name_prefix="front-stream") as pool:
-            open_calls = 0
-            for request in request_iterator:
-                pool.submit(lambda request=request: replies.put(self._stream_reply(request)))  # type: ignore[misc]
-                open_calls += 1
-                while not replies.empty():
-                    open_calls -= 1
-                    yield replies.get()
-            for _ in range(open_calls):
-                yield replies.get()
+        """Forward for many calls on one stream; replies come as they are ready, under their job ids."""
+        caller = _Caller(context)
+        stream = _Stream(lambda request: self._stream_reply(request, caller))
+        threading.Thread(
+            target=stream.consume, args=(request_iterator,), name="front-stream", daemon=True
+        ).start()
+        yield from stream.replies()
 
-    def _stream_reply(self, request: moe_pb2.ForwardRequest) -> moe_pb2.ForwardStreamReply:
+    def _stream_reply(self, request: moe_pb2.ForwardRequest, caller: _Caller) -> moe_pb2.ForwardStreamReply:
         timeout = request.timeout_ms / 1000 if request.timeout_ms else None
         try:
-            return moe_pb2.ForwardStreamReply(job_id=request.job_id, reply=self._forward(request, timeout))
+            reply = self._forward(request, timeout, caller)
+            return moe_pb2.ForwardStreamReply(job_id=request.job_id, reply=reply)
         except Exception as error:
             return moe_pb2.ForwardStreamReply(job_id=request.job_id, error=_status(error).as_message())
 
-    def _forward(self, request: moe_pb2.ForwardRequest, timeout: float | None) -> moe_pb2.ForwardReply:
+    def _forward(
+        self, request: moe_pb2.ForwardRequest, timeout: float | None, caller: _Caller
+    ) -> moe_pb2.ForwardReply:
+        """The answer within `timeout` seconds, or whenever it comes. Raises what the lanes said."""
         lanes = self._lanes()
         parts = _split(request, len(lanes))
-        first = next(self._turns)
-        calls = [
-            self._stub(lanes[(first + at) % len(lanes)].address).Forward.future(part, timeout=timeout)
-            for at, part in enumerate(parts)
-        ]
         try:
-            replies = [call.result() for call in calls]
+            return self._ask(parts, lanes, timeout, caller)
+        except InvalidArgument:
+            if len(parts) == 1:
+                raise
+            # A lane that saw a part named the part's shape; one that sees the whole names the caller's.
+            return self._ask([request], lanes, timeout, caller)
+
+    def _ask(
+        self, parts: list[moe_pb2.ForwardRequest], lanes: list[Seat], timeout: float | None, caller: _Caller
+    ) -> moe_pb2.ForwardReply:
+        """The joined answers of `parts`, one lane each, the next lane in turn first."""
+        first, layer = next(self._turns), parts[0].layer
+        calls: list[grpc.Future] = []
+        try:
+            for at, part in enumerate(parts):
+                stub = self._stub(lanes[(first + at) % len(lanes)].address)
+                calls.append(stub.Forward.future(part, timeout=timeout))
+                caller.waits_for(calls[-1])
+            return _join([call.result() for call in calls])
+        except grpc.FutureCancelledError as cancelled:
+            raise caller.gone(layer) from cancelled
+        except grpc.RpcError as failed:
+            said = from_rpc(failed)
+            if said.code == "DEADLINE_EXCEEDED" and not said.reason:  # said by gRPC, before the lane could
+                raise _too_late(layer) from failed
+            raise said from failed
         finally:
             for call in calls:
+                caller.waits_no_more(call)
                 call.cancel()  # nothing happens to one that has ended
-        return _join(replies)
 
     def _lanes(self) -> list[Seat]:
         progress = self._coordinator.progress()
@@ -256,6 +281,79 @@ class FrontDoor(moe_pb2_grpc.MoeServiceServicer):
         _not_a_lane(context)
 
 
+class _Caller:
+    """One RPC's caller, and the calls that lanes run for it: they end with the RPC."""
+
+    def __init__(self, context: grpc.ServicerContext) -> None:
+        self._context = context
+        self._calls: list[grpc.Future] = []
+        self._left = False
+        self._lock = threading.Lock()
+        if not context.add_callback(self._leave):  # the RPC is over already
+            self._leave()
+
+    def waits_for(self, call: grpc.Future) -> None:
+        """Cancels `call` when the caller leaves, or now if it has left."""
+        with self._lock:
+            left = self._left
+            self._calls.append(call)
+        if left:
+            call.cancel()
+
+    def waits_no_more(self, call: grpc.Future) -> None:
+        """`call` has ended."""
+        with self._lock:
+            self._calls.remove(call)
+
+    def gone(self, layer: int) -> Exception:
+        """Why a call of `layer` ended without an answer: the caller's deadline, or the caller itself."""
+        if self._context.time_remaining() == 0:
+            return _too_late(layer)
+        return CallerLeft("the caller left before its answer was there")
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._left, calls = True, list(self._calls)
+        for call in calls:
+            call.cancel()
+
+
+class _Stream:
+    """The requests of one ForwardStream, each answered by a thread, and their replies as they are ready."""
+
+    def __init__(self, answer: Callable[[moe_pb2.ForwardRequest], moe_pb2.ForwardStreamReply]) -> None:
+        self._answer = answer
+        self._ready: queue.SimpleQueue[moe_pb2.ForwardStreamReply | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(STREAM_CALLS)
+
+    def replies(self) -> Iterator[moe_pb2.ForwardStreamReply]:
+        """Every reply, until the last request is answered."""
+        while (reply := self._ready.get()) is not None:
+            yield reply
+
+    def consume(self, requests: Iterator[moe_pb2.ForwardRequest]) -> None:
+        """Reads requests until the caller sends no more, and returns when all are answered."""
+        try:
+            with ThreadPoolExecutor(STREAM_CALLS, thread_name_prefix="front-stream") as pool:
+                for request in requests:
+                    self._room.acquire()
+                    pool.submit(self._run, request)
+        except Exception as error:  # gRPC ends the iterator of a broken stream with one of several types
+            log.debug("a stream broke: %s", error)
+        finally:
+            self._ready.put(None)
+
+    def _run(self, request: moe_pb2.ForwardRequest) -> None:
+        try:
+            self._ready.put(self._answer(request))
+        finally:
+            self._room.release()
+
+
+def _too_late(layer: int) -> DeadlinePassed:
+    return DeadlinePassed(f"layer {layer}: no answer within the deadline")
+
+
 def _rank_status(rank: int, seat: Seat | None) -> moe_pb2.RankStatus:
     if seat is None:
         return moe_pb2.RankStatus(rank=rank, up=False)
@@ -281,9 +379,12 @@ def _split(request: moe_pb2.ForwardRequest, lanes: int) -> list[moe_pb2.ForwardR
         or request.HasField("output")
     ):
         return [request]
-    for field, tensor in zip(("hidden", "choice.ids", "choice.weights"), _tensors(request), strict=False):
-        spec_of(tensor, field, rank=2, dtypes=(*FLOATS, *INTEGERS))
-        if tensor.shape[0] != rows or len(tensor.data) % rows:
+    for tensor in _tensors(request):
+        try:
+            spec = spec_of(tensor, "", rank=2, dtypes=(*FLOATS, *INTEGERS))
+        except TensorError:
+            return [request]
+        if spec.shape[0] != rows or len(tensor.data) != spec.nbytes:
             return [request]
     bounds = [rows * at // count for at in range(count + 1)]
     parts = []

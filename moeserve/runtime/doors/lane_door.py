@@ -51,9 +51,8 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
     def Forward(self, request: moe_pb2.ForwardRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
         """Runs one batch and waits for its answer."""
         started, transport, code = time.perf_counter(), "inline", "OK"
-        remaining = context.time_remaining()
-        unlimited = remaining is None or remaining > LONGEST_SECONDS
-        deadline = math.inf if unlimited else time.time() + remaining
+        remaining = seconds_left(context)
+        deadline = math.inf if remaining is None else time.time() + remaining
         try:
             asked = self._reader.read(request, deadline)
             transport = asked.transport
@@ -294,6 +293,15 @@ class _Stream:
             last = self._open == 0
         if last:
             self._replies.put(None)
+
+
+def seconds_left(context: grpc.ServicerContext) -> float | None:
+    """Seconds until the caller's deadline; None where it set none, for which gRPC says centuries.
+
+    No clock takes that number: handed on as a timeout it has passed before the call begins.
+    """
+    remaining: float | None = context.time_remaining()
+    return None if remaining is None or remaining > LONGEST_SECONDS else remaining
 
 
 def _status(error: Exception) -> Status:
