@@ -45,16 +45,17 @@ class Stored:
     outer: Part | None = None  # float32, of an output row or of the matrix
     zero: Part | None = None
     ordered: bool = False
+    exact: bool = False  # scales multiply sums where they can: elements times scales lose bits in products
 
     @classmethod
-    def of(cls, form: Format) -> Stored:
+    def of(cls, form: Format, *, exact: bool = False) -> Stored:
         """What `form` stores."""
         parts = {part.name: part for part in form.parts[1:]}
         zero, order = parts.pop("zero", None), parts.pop("order", None)
         fine = next((part for part in parts.values() if part.columns != WHOLE), None)
         outer = next((part for part in parts.values() if part.columns == WHOLE), None)
         element = ELEMENTS.get(form, ELEMENT_OF[form.dtype])
-        return cls(element, fine, outer, zero, order is not None)
+        return cls(element, fine, outer, zero, order is not None, exact)
 
     @property
     def span(self) -> int:
@@ -63,8 +64,10 @@ class Stored:
 
     @property
     def blocks(self) -> bool:
-        """Whether a fine scale is of several rows."""
-        return self.fine is not None and self.fine.rows > 1
+        """Whether fine scales multiply sums of words too: those of several rows; float32 if `exact`."""
+        if self.fine is None:
+            return False
+        return self.fine.rows > 1 or (self.exact and self.sums_only and self.fine.dtype == torch.float32)
 
     @property
     def sums_only(self) -> bool:
@@ -85,7 +88,7 @@ class Rounding:
         """Columns of the rounded values that share a scale kept beside them: 0 all, -1 there is none."""
         if self.rule == "nvfp4":
             return 0  # the constant; block scales are in the values
-        return -1 if self.rule in {"even", "ceil", "range"} else self.span
+        return -1 if self.rule in {"even", "ceil"} else self.span
 
 
 ROUNDINGS: dict[Format, Rounding] = {
@@ -117,7 +120,8 @@ def product_dtype(weights: Stored, activations: Format, fp8_products: frozenset[
     if rounding is None:
         half = activations.dtype == torch.float16 and weights.element in INTEGERS | {"float"}
         return torch.float16 if half else torch.bfloat16
-    codes_alone = weights.sums_only and rounding.x_span >= 0
+    eight_bits = rounding.x_span >= 0 and rounding.rule != "range"  # a code less its zero point needs nine
+    codes_alone = weights.sums_only and eight_bits
     if codes_alone and rounding.element == "int8" and weights.element in INTEGERS:
         return torch.int8
     if codes_alone and rounding.element == weights.element and weights.element in fp8_products:

@@ -34,8 +34,8 @@ class TritonDequant:
 
     def __init__(self, spec: KernelSpec) -> None:
         self._spec = spec
-        self._stored = Stored.of(spec.scheme.weights)
         self._rounding = ROUNDINGS.get(spec.scheme.activations)
+        self._stored = Stored.of(spec.scheme.weights, exact=self._rounding is not None)
 
     def prepare(self, weights: ExpertWeights) -> Prepared:
         """Codes in words where products take them so, see `device/words.py`, else as they are stored.
@@ -123,8 +123,8 @@ def _as_they_came(tokens: Packed, rounding: Rounding, dtype: torch.dtype) -> Row
 
     if rounding.x_span < 0:
         return Rows(_values(tokens).to(dtype))
-    codes, scale = tokens.parts
-    return Rows(codes.to(dtype), scale, rounding.x_span)
+    codes, scale, *zero = tokens.parts
+    return Rows((codes.float() - zero[0] if zero else codes).to(dtype), scale, rounding.x_span)
 
 
 def fp8_products(device: torch.device) -> frozenset[str]:

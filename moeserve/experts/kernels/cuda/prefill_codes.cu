@@ -1,15 +1,17 @@
 // One grouped GEMM for steps of many rows: out[m, n] = sum_k x[m, k] w[slot of m, n, k], w in four-bit codes
-// with a scale for every SPAN of K, and x in bf16, or in E4M3 with a scale for every 128.
+// with a scale for every SPAN of K, and x in bf16, or E4M3 codes, also as bf16, with a scale for every 128.
 //
 // The tensor cores take the weights from registers, where the multiplying warps decode them, so that they are
 // the rows of a product and the rows of x its columns: any multiple of GRAIN up to MOST. A block has 128 rows
 // of the weights, half of them for each of its two multiplying warp groups; a cluster of blocks shares the rows
 // of x, of which each block copies some to all. With FUSED a block holds gate and up rows of 64 columns of the
-// inner rows, the two of one column in one thread, and writes them activated, and with EIGHT rounded again.
+// inner rows, the two of one column in one thread, and writes them activated, and with SCALED rounded again, from
+// float32.
 //
-// Given by -D: EIGHT (x in E4M3), SPAN (16 or 32; 16 for bf16), FUSED, BIAS, LIMITED (0 or 1), OUT (0 float32, 1
-// bfloat16, 2 float16), CLUSTER (blocks; two), MOST (rows of x), GRAIN, BOX (rows of x by one copy), X_STAGES and
-// W_STAGES (of the rings); before it stand hopper.cu and a `Product<N>` for each N.
+// Given by -D: EIGHT (products in E4M3, else in bf16), SCALED (x has scales; always with EIGHT), SPAN (16 or 32; 16
+// for bf16), FUSED, BIAS, LIMITED (0 or 1), OUT (0 float32, 1 bfloat16, 2 float16), CLUSTER (blocks; two), MOST (rows
+// of x), GRAIN, BOX (rows of x by one copy), X_STAGES and W_STAGES (of the rings); before it stand hopper.cu and a
+// `Product<N>` for each N.
 
 #define DEPTH 128  // of a step
 #define THREADS 384
@@ -18,11 +20,11 @@
 
 #if EIGHT
 #define X_STEPS 1  // copies of x in a step, each of 128 bytes a row
-#define X_SCALE_BYTES (MOST * 4)
 #else
 #define X_STEPS 2
-#define X_SCALE_BYTES 0
 #endif
+#define X_SCALE_BYTES (SCALED * MOST * 4)
+#define RATIOS (SCALED && !EIGHT)  // sums stay in the tensor cores, in units of the scale at hand
 #define SCALE_BYTES (64 * DEPTH / SPAN)  // of 64 rows of the weights
 #define CODE_BYTES (64 * DEPTH / 2)
 #define BLOCK_BYTES (CODE_BYTES + SCALE_BYTES)
@@ -32,7 +34,7 @@
 #define W_BYTES (W_STEPS * 2 * BLOCK_BYTES)
 #define OUT_BYTES 4096  // of a warp group: OUT_ROWS rows of its columns
 #define OUT_ROWS (FUSED ? 64 : 32)
-#define ROUNDED (EIGHT && FUSED)  // the output is E4M3, with a scale for every 128 columns
+#define ROUNDED (SCALED && FUSED)  // the output is E4M3 codes, as x is, with a scale for every 128 columns
 #define PEAK_BUFFERS 3  // buffers of peaks, for a tile that is finished, one that others finish, and one to come
 
 #define X_AT 0
@@ -40,7 +42,7 @@
 #define W_AT (OUT_AT + 2 * OUT_BYTES)
 #define X_SCALE_AT (W_AT + W_STAGES * W_BYTES)
 #define PEAK_AT (X_SCALE_AT + X_STAGES * X_SCALE_BYTES)  // largest magnitudes of rows of x
-#define BARRIER_AT (PEAK_AT + EIGHT * PEAK_BUFFERS * MOST * 4)
+#define BARRIER_AT (PEAK_AT + SCALED * PEAK_BUFFERS * MOST * 4)
 
 #define X_FULL(s) (BARRIER_AT + 8 * (s))
 #define X_EMPTY(s) (X_FULL(X_STAGES) + 8 * (s))
@@ -50,7 +52,7 @@
 
 struct Task {
   const int* tiles;  // groups of rows, then from 4 on of each its slot, first row and number of rows
-  const float* x_scale;  // EIGHT: [groups, K / 128, MOST], by row of a group
+  const float* x_scale;  // SCALED: [groups, K / 128, MOST], by row of a group
   const u8* codes;       // EIGHT: [e, rows / 64, K / 128, BLOCK_BYTES], scales after the codes
   const u8* scales;      // else [e, rows / 64, K / 256, 2 SCALE_BYTES], and codes likewise
   const float* row_scale;
@@ -147,6 +149,32 @@ DEVICE void produce_scales(u32 base, const Task& t) {
       barrier_wait(base + X_EMPTY(xs.stage), xs.parity ^ 1);
       barrier_expect(full, bytes);
       copy_bytes(base + X_SCALE_AT + xs.stage * X_SCALE_BYTES, scale, bytes, full);
+    }
+  }
+}
+#elif SCALED
+// A scale as a unit of sums, none of which is 0: what a row of zeros may have, and nothing else has.
+DEVICE float unit_of(float scale) { return scale < 1e-20f ? 1e-20f : scale; }
+
+// With each first half of a step of 128 but a tile's first, what brings sums in units of the scale before to those of
+// this one. By one warp.
+DEVICE void produce_ratios(u32 base, const Task& t, int lane) {
+  const int across = tiles_across(t), total = t.tiles[0] * across;
+  Turn<X_STAGES> xs;
+  for (int tile = blockIdx.x / CLUSTER; tile < total; tile += gridDim.x / CLUSTER) {
+    const float* scale = t.x_scale + (u64)(tile / across) * t.k_blocks * MOST;
+    const int rows = t.tiles[4 + tile / across * 4 + 2];
+    for (int step = 0; step < t.k_blocks * X_STEPS; ++step, xs.next()) {
+      barrier_wait(base + X_EMPTY(xs.stage), xs.parity ^ 1);
+      if (step && step % X_STEPS == 0) {
+        const float* own = scale + step / X_STEPS * MOST;
+        const u32 to = base + X_SCALE_AT + xs.stage * X_SCALE_BYTES;
+#pragma unroll 4
+        for (int row = lane; row < rows; row += 32)
+          store_shared1(to + row * 4, __fdividef(unit_of(__ldg(own + row - MOST)), unit_of(__ldg(own + row))));
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(base + X_FULL(xs.stage));
     }
   }
 }
@@ -364,6 +392,35 @@ DEVICE void add_products(float (&acc)[MOST / 2], const u32 (&a)[4][4], u64 b, in
   products_wait_until<1>();
 }
 
+#if RATIOS
+// Brings sums to the units of the scales at hand, when no product is under way.
+DEVICE void change_units(float (&acc)[MOST / 2], const Place& p, int stage, int rows) {
+  const u32 ratios = p.base + X_SCALE_AT + stage * X_SCALE_BYTES + p.lane % 4 * 8;
+  products_wait_until<0>();
+#pragma unroll
+  for (int i = 0; i < MOST / 2; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+#pragma unroll
+  for (int i = 0; i < MOST / 8; ++i) {
+    if (8 * i >= rows) break;
+    const float2 own = load_shared2(ratios + i * 32);
+    acc[4 * i] *= own.x, acc[4 * i + 1] *= own.y;
+    acc[4 * i + 2] *= own.x, acc[4 * i + 3] *= own.y;
+  }
+}
+
+// Sums in units of the last scales to numbers.
+DEVICE void leave_units(float (&acc)[MOST / 2], const Place& p, const Task& t, int4 group) {
+  const float* last = t.x_scale + ((u64)group.w * t.k_blocks + t.k_blocks - 1) * MOST + p.lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < MOST / 8; ++i) {
+    if (8 * i >= group.z) break;
+    const float2 both = __ldg((const float2*)(last + 8 * i)), own = make_float2(unit_of(both.x), unit_of(both.y));
+    acc[4 * i] *= own.x, acc[4 * i + 1] *= own.y;
+    acc[4 * i + 2] *= own.x, acc[4 * i + 3] *= own.y;
+  }
+}
+#endif
+
 // Sums of this warp group's 64 rows of the weights and so many rows of x. While the tensor cores work on 64
 // of K the next are decoded.
 DEVICE void sum(float (&acc)[MOST / 2], const Place& p, int rows, int k_blocks, Turn<X_STAGES>& xs,
@@ -379,6 +436,9 @@ DEVICE void sum(float (&acc)[MOST / 2], const Place& p, int rows, int k_blocks, 
       decode(held, h, a[h]);
       if (h == 0) end_step(p, ws, step);
       barrier_wait(p.base + X_FULL(xs.stage), xs.parity);
+#if RATIOS
+      if (h == 0 && kb > 0) change_units(acc, p, xs.stage, rows);
+#endif
       const u64 b = tile_descriptor(p.base + X_AT + xs.stage * X_BYTES);
       add_products<MOST>(acc, a[h], b, rows);
       if (kb + h > 0) release(p, before);
@@ -530,6 +590,24 @@ DEVICE u32 piece_at(int row, int piece) {
   return FUSED ? row * 64 + (piece ^ row / 2 % 4) * 16 : row * 128 + (piece ^ row % 8) * 16;
 }
 
+#if OUT
+
+// OUT_ROWS rows of 16 bits that this warp group staged, of x from `first` on, to where they belong.
+DEVICE void write_rows(const Place& p, const Task& t, int4 group, int column, int first) {
+  const u32 from = p.base + OUT_AT + p.group * OUT_BYTES;
+  const int thread = p.warp * 32 + p.lane, pieces = FUSED ? 4 : 8;
+  group_sync(p.group);
+#pragma unroll
+  for (int pass = 0; pass < 2; ++pass) {
+    const int i = pass * 128 + thread, row = first + i / pieces, c = column + i % pieces * 8;
+    const uint4 value = load_shared4(from + piece_at(i / pieces, i % pieces));
+    if (row < group.z && c < t.n) *(uint4*)((u16*)t.out + (u64)(group.y + row) * t.n + c) = value;
+  }
+  group_sync(p.group);
+}
+
+#endif
+
 #if ROUNDED
 
 DEVICE void raise(u32 there, float value) {
@@ -578,6 +656,8 @@ DEVICE void store_shared_half(u32 at, u32 value) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"((u16)value) : "memory");
 }
 
+#if EIGHT
+
 // Sixteen rows of x, rounded, to their place: two neighbouring columns of one row from each lane.
 DEVICE void stage_codes(const float (&acc)[MOST / 2], const Place& p, u32 to, u32 peaks, int first) {
   const bool odd = p.lane >> 2 & 1;
@@ -595,22 +675,11 @@ DEVICE void stage_codes(const float (&acc)[MOST / 2], const Place& p, u32 to, u3
   store_shared_half(at + 8 * 32, codes >> 16);
 }
 
-// Rounds with the peaks of both blocks, which share 128 columns. Peaks of the next turn are made zero before
-// this one's are told to be there: no one writes them until then, and no one reads them any more.
-DEVICE void finish_tile(float (&acc)[MOST / 2], const Place& p, const Task& t, const Factors& f, int4 group,
-                        int column, int turn) {
-  const u32 peaks = p.base + PEAK_AT + turn % PEAK_BUFFERS * (MOST * 4);
+// Rounds an activated tile, and writes it.
+DEVICE void write_codes(const float (&acc)[MOST / 2], const Place& p, const Task& t, u32 peaks, int4 group,
+                        int column) {
   const u32 from = p.base + OUT_AT + p.group * OUT_BYTES;
-  const int thread = p.warp * 32 + p.lane, whole = p.group * 128 + thread;
-  if (whole < MOST) store_shared1(p.base + PEAK_AT + (turn + 1) % PEAK_BUFFERS * (MOST * 4) + whole * 4, 0);
-  activate_tile(acc, p, t, f, peaks, column < t.n);
-  __syncwarp();
-  if (p.lane < 2) barrier_release_there(place_of(p.base + PEAKS, p.lane));
-  barrier_wait_cluster(p.base + PEAKS, turn & 1);
-  if (p.rank == 0 && whole < group.z) {
-    const u64 block = (u64)group.w * ((t.n + 127) / 128) + column / 128;
-    t.out_scale[block * MOST + whole] = scale_of(load_shared(peaks + whole * 4));
-  }
+  const int thread = p.warp * 32 + p.lane;
 #pragma unroll
   for (int first = 0; first < MOST; first += 128) {
     if (first >= group.z) break;
@@ -625,6 +694,65 @@ DEVICE void finish_tile(float (&acc)[MOST / 2], const Place& p, const Task& t, c
     }
     group_sync(p.group);
   }
+}
+
+#else
+
+// Two E4M3 codes as bf16, which has all of them.
+DEVICE u32 wide_pair(u32 codes) {
+  u32 halves;
+  float low, high;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)codes));
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
+      : "=f"(low), "=f"(high)
+      : "r"(halves));
+  return half_pair(low, high);
+}
+
+// The codes of 32 rows of x from `first` on, as bf16, to their place.
+DEVICE void stage_codes(const float (&acc)[MOST / 2], const Place& p, u32 to, u32 peaks, int first) {
+  u32 words[4];
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+    const int i = (first / 8 + m) * 4;
+    const float2 peak = load_shared2(peaks + (first + 8 * m + p.lane % 4 * 2) * 4);
+    const float low = __fdividef(acc[i], scale_of(peak.x)), high = __fdividef(acc[i + 1], scale_of(peak.y));
+    words[m] = wide_pair(e4m3_pair(low, high));
+  }
+  store_transposed(to + piece_at(first % OUT_ROWS + p.lane, p.warp), words);
+}
+
+// Rounds an activated tile, and writes it.
+DEVICE void write_codes(const float (&acc)[MOST / 2], const Place& p, const Task& t, u32 peaks, int4 group,
+                        int column) {
+  const u32 to = p.base + OUT_AT + p.group * OUT_BYTES;
+#pragma unroll
+  for (int first = 0; first < MOST; first += OUT_ROWS) {
+    if (first >= group.z) break;
+#pragma unroll
+    for (int some = first; some < first + OUT_ROWS; some += 32) stage_codes(acc, p, to, peaks, some);
+    write_rows(p, t, group, column, first);
+  }
+}
+
+#endif
+
+// Rounds with the peaks of both blocks, which share 128 columns. Peaks of the next turn are made zero before
+// this one's are told to be there: no one writes them until then, and no one reads them any more.
+DEVICE void finish_tile(float (&acc)[MOST / 2], const Place& p, const Task& t, const Factors& f, int4 group,
+                        int column, int turn) {
+  const u32 peaks = p.base + PEAK_AT + turn % PEAK_BUFFERS * (MOST * 4);
+  const int thread = p.warp * 32 + p.lane, whole = p.group * 128 + thread;
+  if (whole < MOST) store_shared1(p.base + PEAK_AT + (turn + 1) % PEAK_BUFFERS * (MOST * 4) + whole * 4, 0);
+  activate_tile(acc, p, t, f, peaks, column < t.n);
+  __syncwarp();
+  if (p.lane < 2) barrier_release_there(place_of(p.base + PEAKS, p.lane));
+  barrier_wait_cluster(p.base + PEAKS, turn & 1);
+  if (p.rank == 0 && whole < group.z) {
+    const u64 block = (u64)group.w * ((t.n + 127) / 128) + column / 128;
+    t.out_scale[block * MOST + whole] = scale_of(load_shared(peaks + whole * 4));
+  }
+  write_codes(acc, p, t, peaks, group, column);
 }
 
 #elif OUT
@@ -655,21 +783,12 @@ DEVICE void stage_rows(const float (&acc)[MOST / 2], const Place& p, const Task&
 
 DEVICE void finish_tile(const float (&acc)[MOST / 2], const Place& p, const Task& t, const Factors& f, int4 group,
                         int column, int) {
-  const u32 from = p.base + OUT_AT + p.group * OUT_BYTES;
-  const int thread = p.warp * 32 + p.lane, pieces = FUSED ? 4 : 8;
 #pragma unroll
   for (int first = 0; first < MOST; first += OUT_ROWS) {
     if (first >= group.z) break;
 #pragma unroll
     for (int some = 0; some < OUT_ROWS; some += 32) stage_rows(acc, p, t, f, first + some);
-    group_sync(p.group);
-#pragma unroll
-    for (int pass = 0; pass < 2; ++pass) {
-      const int i = pass * 128 + thread, row = first + i / pieces, c = column + i % pieces * 8;
-      const uint4 value = load_shared4(from + piece_at(i / pieces, i % pieces));
-      if (row < group.z && c < t.n) *(uint4*)((u16*)t.out + (u64)(group.y + row) * t.n + c) = value;
-    }
-    group_sync(p.group);
+    write_rows(p, t, group, column, first);
   }
 }
 
@@ -700,6 +819,9 @@ DEVICE void consume(const Place& p, const Task& t) {
 #pragma unroll
     for (int i = 0; i < MOST / 2; ++i) acc[i] = 0;
     sum(acc, p, group.z, t.k_blocks, xs, ws);
+#if RATIOS
+    leave_units(acc, p, t, group);
+#endif
     const Factors f = factors_of(p, t, group.x, column + p.own_column() + p.lane / 4);
     finish_tile(acc, p, t, f, group, column + p.group * (OWN / 2), turn);
   }
@@ -724,14 +846,14 @@ DEVICE Place place_in(u32 base, u32 rank, int group, int warp, int lane) {
 DEVICE void begin(u32 base) {
   if (threadIdx.x == 0) {
     for (int s = 0; s < X_STAGES; ++s) {
-      barrier_init(base + X_FULL(s), 1 + EIGHT);
+      barrier_init(base + X_FULL(s), 1 + SCALED);
       barrier_init(base + X_EMPTY(s), CLUSTER * 8);
     }
     for (int s = 0; s < W_STAGES; ++s) {
       barrier_init(base + W_FULL(s), 1);
       barrier_init(base + W_EMPTY(s), 8);
     }
-#if EIGHT
+#if SCALED
     barrier_init(base + PEAKS, 16);
     for (int i = 0; i < PEAK_BUFFERS * MOST; ++i) store_shared1(base + PEAK_AT + i * 4, 0);
 #endif
@@ -759,6 +881,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
     }
     __syncwarp();
+#if RATIOS
+    if (warp == 2) produce_ratios(base, t, lane);
+#endif
   } else {
     take_registers<CONSUMER_REGISTERS>();
     consume(place_in(base, rank, group, warp, lane), t);

@@ -27,13 +27,20 @@ class Plan:
     """Sizes that `prefill_codes.cu` is compiled with."""
 
     eight: bool
-    """Whether rows are E4M3 codes with a scale for every 128, and not bf16."""
+    """Whether products are of E4M3, and not of bf16."""
+    scaled: bool
+    """Whether rows are E4M3 codes with a scale for every 128; those that meet bf16 are bf16 themselves."""
     span: int
-    """Columns of the weights that share a scale: 16, or 32 where rows are E4M3."""
+    """Columns of the weights that share a scale: 16, or 32 where products are of E4M3."""
     most: int
     """Most rows of one slot that a cluster works on at once."""
     x_stages: int
     w_stages: int
+
+    @property
+    def codes(self) -> torch.dtype:
+        """What rows are multiplied as."""
+        return torch.float8_e4m3fn if self.eight else torch.bfloat16
 
     @property
     def grain(self) -> int:
@@ -43,26 +50,32 @@ class Plan:
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block."""
-        x = -(-self.most // BOX) * BOX * 128 + 4 * self.most * self.eight
+        x = -(-self.most // BOX) * BOX * 128 + 4 * self.most * self.scaled
         w = 2 * 2 * (64 * DEPTH // 2 + 64 * DEPTH // self.span)
-        peaks = (3 * 4 * self.most + 8) * self.eight
+        peaks = (3 * 4 * self.most + 8) * self.scaled
         return self.x_stages * (x + 16) + self.w_stages * (w + 16) + 8192 + peaks
 
 
 PLANS = {
-    "bf16": (
-        Plan(eight=False, span=16, most=64, x_stages=12, w_stages=5),
-        Plan(eight=False, span=16, most=256, x_stages=5, w_stages=2),
-    ),
+    **{
+        kind: (
+            Plan(eight=False, scaled=scaled, span=16, most=64, x_stages=12, w_stages=5),
+            Plan(eight=False, scaled=scaled, span=16, most=256, x_stages=5, w_stages=2),
+        )
+        for kind, scaled in (("bf16", False), ("scaled", True))
+    },
     **{
         f"fp8_{span}": (
-            Plan(eight=True, span=span, most=64, x_stages=10, w_stages=6),
-            Plan(eight=True, span=span, most=192, x_stages=6, w_stages=2),
+            Plan(eight=True, scaled=True, span=span, most=64, x_stages=10, w_stages=6),
+            Plan(eight=True, scaled=True, span=span, most=192, x_stages=6, w_stages=2),
         )
         for span in (16, 32)
     },
 }
-"""By what rows are, with `span` for FP8: the plan of few rows a slot, and that of many."""
+"""By what rows are: the plan of few rows a slot, and that of many.
+
+Rows of `scaled` and of `fp8_<span>` are E4M3 codes with scales, multiplied as bf16 and as they are.
+"""
 
 FEW_ROWS = 64
 """Likely rows of a slot up to which the first plan is the faster one; either takes any number."""
@@ -76,7 +89,10 @@ def plan_for(kind: str, batch: ExpertBatch) -> Plan:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows `[R, K]` bf16; or E4M3 codes, and their scales `[groups, K / 128, most]`, by row of a group."""
+    """Rows `[R, K]` bf16; or E4M3 codes, as what is multiplied, and their scales.
+
+    Scales are `[groups, K / 128, most]`, by row of a group.
+    """
 
     values: Tensor
     scale: Tensor | None = None
@@ -110,8 +126,10 @@ class Form(steps.Form):
     def options(self) -> tuple[str, ...]:
         """What the compiler is told of it."""
         plan = self.plan
-        sizes = {"EIGHT": plan.eight, "SPAN": plan.span, "MOST": plan.most, "GRAIN": plan.grain, "BOX": BOX}
-        return super().options + defined(sizes | {"X_STAGES": plan.x_stages, "W_STAGES": plan.w_stages})
+        kind = {"EIGHT": plan.eight, "SCALED": plan.scaled}
+        sizes = {"SPAN": plan.span, "MOST": plan.most, "GRAIN": plan.grain, "BOX": BOX}
+        stages = {"X_STAGES": plan.x_stages, "W_STAGES": plan.w_stages}
+        return super().options + defined(kind | sizes | stages)
 
 
 @dataclass(frozen=True)
@@ -127,27 +145,26 @@ class Step(Groups):
 
     def rows(self, codes: Tensor, scale: Tensor) -> Rows:
         """Rows `codes [R, K]` E4M3 and `scale [R, K / 128]`, of any strides, as the GEMM reads them."""
-        return Rows(codes, self.grouped(scale))
+        return Rows(codes.to(self.plan.codes), self.grouped(scale))
 
     def round(self, x: Tensor) -> Rows:
         """Rows of `x [R, K]` bf16 in E4M3 with a scale for every 128."""
         width = x.shape[1]
         blocks = -(-width // DEPTH)
         grouped = self.scale_storage(blocks)
-        codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+        codes = torch.empty(x.shape, dtype=self.plan.codes, device=x.device)
         grid = (self.limit, -(-blocks // 2), 1)
-        function = rounded.function("round_groups", self.plan.most)
+        function = rounded.function("round_groups", self.plan.most, wide=not self.plan.eight)
         function.launch(grid, rounded.THREADS, (x, codes, grouped, self.tiles, width, blocks))
         return Rows(codes, grouped)
 
     def gate_up(self, x: Rows, weights: Weights, activation: Activation, inner: int) -> Rows:
         """Rows `[R, inner]` after the first GEMM and one of `FUSED_ACTIVATIONS`, rounded again as `x` is."""
-        eight = self.plan.eight
-        out_dtype = torch.float8_e4m3fn if eight else torch.bfloat16
-        values = torch.empty((self.capacity, inner), dtype=out_dtype, device=x.values.device)
-        rows = Rows(values, self.scale_storage(-(-inner // DEPTH)) if eight else None)
+        plan = self.plan
+        values = torch.empty((self.capacity, inner), dtype=plan.codes, device=x.values.device)
+        rows = Rows(values, self.scale_storage(-(-inner // DEPTH)) if plan.scaled else None)
         bias, limited = weights.bias is not None, activation.limit is not None
-        form = Form(bias, fused=True, limited=limited, out=OUTS[torch.bfloat16], plan=self.plan)
+        form = Form(bias, fused=True, limited=limited, out=OUTS[torch.bfloat16], plan=plan)
         self._run(form, (x, weights), rows, numbers(activation))
         return rows
 

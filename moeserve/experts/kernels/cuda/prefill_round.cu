@@ -1,6 +1,13 @@
 // Rows and the E4M3 codes that they are rounded to, with a scale for every 128 columns.
 //
-// Given by -D: MOST (rows of a group, where scales are in the order of a list of groups).
+// Given by -D: MOST (rows of a group, where scales are in the order of a list of groups), and WIDE: whether codes are
+// written as bf16, which has all of them, for products of bf16.
+
+#if WIDE
+typedef u16 Code;
+#else
+typedef u8 Code;
+#endif
 
 #define THREADS 256
 
@@ -53,10 +60,14 @@ DEVICE uint4 values(uint2 codes, float scale) {
   return make_uint4(out[0], out[1], out[2], out[3]);
 }
 
+// Eight codes, as they are written.
+DEVICE void store_codes(u8* at, uint2 codes) { *(uint2*)at = codes; }
+DEVICE void store_codes(u16* at, uint2 codes) { *(uint4*)at = values(codes, 1); }
+
 // x [R, width] bf16 to codes [R, width] and scale [groups, blocks, MOST]; block (g, b) of the grid takes columns
 // 256 b.. of group g, half a warp 128 of a row. A width is a multiple of 8.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    round_groups(const u16* x, u8* codes, float* scale, const int* tiles, int width, int blocks) {
+    round_groups(const u16* x, Code* codes, float* scale, const int* tiles, int width, int blocks) {
   if ((int)blockIdx.x >= tiles[0]) return;
   const int4 group = ((const int4*)(tiles + 4))[blockIdx.x];
   const int lane = threadIdx.x % 32, block = blockIdx.y * 2 + lane / 16, column = block * 128 + lane % 16 * 8;
@@ -65,21 +76,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const u64 at = (u64)(group.y + row) * width + column;
     const Eight eight(column < width ? *(const uint4*)(x + at) : make_uint4(0, 0, 0, 0));
     const float factor = eight.scale();
-    if (column < width) *(uint2*)(codes + at) = eight.codes(factor);
+    if (column < width) store_codes(codes + at, eight.codes(factor));
     if (block < blocks && lane % 16 == 0) own[row] = factor;
-  }
-}
-
-// x [rows, width] bf16 to what it is in E4M3 with its scales; block b of the grid takes rows 8 b.. of it.
-extern "C" __global__ void __launch_bounds__(THREADS) through(const u16* x, u16* out, int rows, int width) {
-  const int row = blockIdx.x * (THREADS / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (row >= rows) return;
-  const u64 at = (u64)row * width;
-  for (int column = lane * 8; column - lane * 8 < width; column += 256) {
-    const bool there = column < width;
-    const Eight eight(there ? *(const uint4*)(x + at + column) : make_uint4(0, 0, 0, 0));
-    const float factor = eight.scale();
-    if (there) *(uint4*)(out + at + column) = values(eight.codes(factor), factor);
   }
 }
 

@@ -1,4 +1,4 @@
-"""Rows rounded to E4M3 with a scale for every 128, and back in bf16: `prefill_round.cu` launched."""
+"""Rows rounded to E4M3 with a scale for every 128, and read as bf16: `prefill_round.cu` launched."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moeserve.device.nvrtc import Argument, Function, Program
-from moeserve.experts.kernels.cuda.steps import source
+from moeserve.experts.kernels.cuda.steps import defined, source
 
 THREADS = 256
 ROWS = THREADS // 32
@@ -16,14 +16,6 @@ ROWS = THREADS // 32
 
 MOST_ROWS = 256
 """Of a group, where the scales are for rows in a list's order and nothing else is said."""
-
-
-def through_e4m3(x: Tensor) -> Tensor:
-    """bf16 rows `x [R, K]` after E4M3 with a scale for every 128 of a row, in bf16; K a multiple of 8."""
-    rows, width = x.shape
-    out = torch.empty_like(x)
-    function("through").launch(-(-rows // ROWS), THREADS, (x, out, rows, width))
-    return out
 
 
 def widen(codes: Tensor, scale: Tensor) -> Tensor:
@@ -36,6 +28,6 @@ def widen(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 @cache
-def function(name: str, most: int = MOST_ROWS) -> Function:
-    """A kernel of `prefill_round.cu`, with groups of at most `most` rows."""
-    return Program(source("prefill_round.cu"), (f"-DMOST={most}",)).function(name)
+def function(name: str, most: int = MOST_ROWS, *, wide: bool = False) -> Function:
+    """A kernel of `prefill_round.cu`, with groups of at most `most` rows; `wide`: codes are bf16."""
+    return Program(source("prefill_round.cu"), defined({"MOST": most, "WIDE": wide})).function(name)

@@ -153,8 +153,8 @@ def round_tokens(
 ):
     """Formats with a scale a row, `scale [R]`; grid (groups of rows, BM).
 
-    RULE: "static", whose scales are `given [slots]`; "amax"; "range", which has a zero point, and writes
-    values as they are.
+    RULE: "static", whose scales are `given [slots]`; "amax"; "range", which has a zero point and writes codes
+    less that: of eight bits and a sign where a row's range holds 0.
     """
     g, m = tl.program_id(0), tl.program_id(1)
     if (g < tl.load(tiles)) & (m < tl.load(tiles + 6 + 4 * g)):
@@ -182,8 +182,7 @@ def round_tokens(
             else:
                 s = tl.maximum(tl.div_rn(amax, 448.0), FP8_FLOOR)
             s = tl.where(tl.max(bad, 0) > 0, float("nan"), s)
-        if RULE != "range":
-            tl.store(scale + row, s)
+        tl.store(scale + row, s)
         for k0 in range(0, K, B):
             k = k0 + tl.arange(0, B)
             v = tl.load(x + row * K + k, mask=k < K, other=0.0).to(tl.float32)
@@ -192,7 +191,7 @@ def round_tokens(
             else:
                 quotient = tl.div_rn(v, tl.zeros(v.shape, tl.float32) + s)
                 if RULE == "range":
-                    value = (_int8(_half_even(quotient) + zero, "even") - zero) * s
+                    value = _int8(_half_even(quotient) + zero, "even") - zero
                 elif ELEMENT == "int8":
                     value = _int8(quotient, "away")
                 else:
