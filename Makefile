@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/python bench/demo.py
+	$(BIN)/python -m bench.service.demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -28,8 +28,8 @@ proto: $(STAMP)
 	$(BIN)/python -m moeserve.proto.generate
 
 bench: $(STAMP)
-	$(BIN)/python bench/hop.py
-	$(BIN)/python bench/cpu_layer.py
+	$(BIN)/python -m bench.service.hop
+	$(BIN)/python -m bench.experts.cpu_layer
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

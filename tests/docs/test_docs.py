@@ -30,9 +30,9 @@ page = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """bench/table.py, as a script sees it."""
+    """bench/lib/table.py, as a script sees it."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    return importlib.import_module("table")
+    return importlib.import_module("bench.lib.table")
 
 
 def keys(config: Config) -> dict[str, Any]:
