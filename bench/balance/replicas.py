@@ -136,11 +136,12 @@ def evaluated(
     spare = base.slots.shape[1] - base.experts
     head = f"EP{base.ranks} +{spare}, plans of {policy}"
     worst = min(wrong, key=lambda pair: wrong[pair]["lp"])
+    print(f"{head}: the worst pair is {worst[0]}, then {worst[1]}", flush=True)
     for title, many in (
         ("right workload, mean of files", right),
         ("right workload, worst file", [min(right, key=lambda one: one["lp"])]),
         ("wrong workload, mean of pairs", list(wrong.values())),
-        (f"wrong workload, worst pair ({worst[0]} then {worst[1]})", [wrong[worst]]),
+        ("wrong workload, worst pair", [wrong[worst]]),
     ):
         values = {name: round(statistics.mean(one[name] for one in many), 5) for name in many[0]}
         ours = values.pop("lp")

@@ -4,7 +4,7 @@
         [--dispatcher NAME] [--graph-rows N]
 
 Makes a Qwen3-MoE-shaped checkpoint of two layers with random weights. Writes
-bench/results/gpu_service_<launcher>_<weights>.jsonl.
+bench/results/gpu_service.jsonl.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from bench.lib.record import RESULTS, Result, write
+from bench.lib.record import Result, write
 from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.experts.activation import Activation
 from moeserve.proto.client import MoeClient
@@ -125,13 +125,13 @@ def time_calls(client: MoeClient, setting: str) -> list[Result]:
             seconds.append(time.perf_counter() - started)
         median = statistics.median(seconds[20:]) * 1e3
         print(f"{rows} rows x {HIDDEN}: {median:.2f} ms a call", flush=True)
-        case = f"{rows} rows x {HIDDEN}, {EXPERTS} experts, {setting}"
+        case = f"{rows} rows x {HIDDEN}, {setting}"
         results.append(Result("gpu_service", case, median, "ms", "lower"))
     return results
 
 
-def kill_and_wait(cluster: Any, client: MoeClient, path: Path, bound: float) -> Result:
-    """Kills a rank and waits until the group answers again, rightly."""
+def kill_and_wait(cluster: Any, client: MoeClient, path: Path, bound: float) -> float:
+    """Kills a rank; seconds until the group answers again, rightly."""
     victim, started = cluster.pid(1), time.monotonic()
     os.kill(victim, signal.SIGKILL)
     batch = make_batch(64, 7)
@@ -141,11 +141,11 @@ def kill_and_wait(cluster: Any, client: MoeClient, path: Path, bound: float) -> 
     print(f"rank 1 killed: right again after {seconds:.1f} s (relative error {error:.2e})", flush=True)
     if not error < bound:
         raise SystemExit(f"relative error {error} after a rank was replaced")
-    return Result("gpu_service", f"rank killed, back after, {type(cluster).__name__}", seconds, "s", "lower")
+    return seconds
 
 
 def main() -> None:
-    """Runs the house and asks it."""
+    """Runs the service and asks it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--launcher", choices=("local", "ray"), default="local")
     parser.add_argument("--weights", choices=tuple(ERROR_BOUNDS), default="bf16")
@@ -179,11 +179,14 @@ def main() -> None:
             bound = ERROR_BOUNDS[args.weights]
             check(client, path, bound)
             graphs = "graphs" if args.graph_rows else "launched"
-            setting = (
-                f"{args.weights} weights, {args.ranks} ranks, {args.launcher}, {args.dispatcher}, {graphs}"
+            setting = f"{EXPERTS} experts, {args.weights} weights, {args.ranks} ranks, {args.launcher}"
+            setting += f", {args.dispatcher}, {graphs}"
+            results = time_calls(client, setting)
+            seconds = kill_and_wait(cluster, client, path, bound)
+            results.append(
+                Result("gpu_service", f"killed rank, right again, {setting}", seconds, "s", "lower")
             )
-            results = [*time_calls(client, setting), kill_and_wait(cluster, client, path, bound)]
-    write(results, RESULTS / f"gpu_service_{args.launcher}_{args.weights}.jsonl")
+    write(results)
 
 
 if __name__ == "__main__":

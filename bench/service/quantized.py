@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"
 
 import torch
 import transformers
-from houses import WarmCluster, house_config
+from houses import house_config
 from quantized import PRODUCERS
 from quantized_models import (
     QuantizedModel,
@@ -52,6 +52,7 @@ from bench.numbers.formulas import experts, formula
 from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.proto.client import MoeClient
 from moeserve.proto.integrations.transformers import attach
+from moeserve.runtime.launch.local_cluster import LocalCluster
 
 LOGIT_BOUND = 1e-4
 DEVIATION = 0.15  # of weights that are drawn
@@ -234,7 +235,7 @@ def run(case: Case, meshes: Mapping[str, tuple[dict[str, Any], int]]) -> Iterato
                 unrounded = logits(model.alone(slices, activations="fp32"), tokens)
                 loose = float((unrounded - wanted).abs().max())
             config = house_config(model.path, model__dtype="fp32", server__metrics_port=-1, **sizes)
-            with WarmCluster(config) as house, MoeClient(house.address, timeout=60) as client:
+            with LocalCluster(config) as house, MoeClient(house.address, timeout=60) as client:
                 remote = model.without_experts()
                 attach(remote, client)
                 found, given = greedy(remote, prompts, NEW_TOKENS), logits(remote, tokens)

@@ -1,4 +1,4 @@
-"""`bench/lib/record.py`: a record names the command that made it as one types it, and replaces its own case."""
+"""`bench/lib/record.py`: a record names the command that made it, and replaces its own case."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""`bench/experts/gpu_sanitize.py`: all kernels of ours, groupings and odd sizes run under compute-sanitizer."""
+"""`bench/experts/gpu_sanitize.py`: every kernel of ours, grouping and odd size runs under the sanitizer."""
 
 import importlib
 from types import ModuleType
