@@ -57,9 +57,9 @@ def first_plans(loads: dict[str, Load], base: Placement, case: str) -> Iterator[
         lead = min(a - b for a, b in zip(each["ours"], each[DEEPSEEK], strict=True))
         values = {name: round(statistics.mean(many), 5) for name, many in each.items()}
         title = f"{case}, first plan, {which}"
-        yield Result("balance", title, values.pop("ours"), "mean/max", "higher", None, values)
+        yield Result("placement", title, values.pop("ours"), "mean/max", "higher", None, values)
         title = f"{title}, least lead over {DEEPSEEK} of a file"
-        yield Result("balance", title, round(lead, 5), "mean/max", "higher", slack)
+        yield Result("placement", title, round(lead, 5), "mean/max", "higher", slack)
 
 
 def shifts(loads: dict[str, Load], base: Placement, case: str) -> Iterator[Result]:
@@ -85,13 +85,13 @@ def shifts(loads: dict[str, Load], base: Placement, case: str) -> Iterator[Resul
     ):
         peers = {DEEPSEEK: 1.0, "not moving": round(float(unmoved), 5)}
         yield Result(
-            "balance", f"{case}, shift, {title}", round(float(value), 5), "of EPLB", "higher", aim, peers
+            "placement", f"{case}, shift, {title}", round(float(value), 5), "of EPLB", "higher", aim, peers
         )
     peers = {DEEPSEEK: round(float(theirs.mean()), 2)}
     aim = 6.0 if base.ranks == 4 else None
     for title, value in (("mean of pairs", moved.mean()), ("worst pair", moved.max())):
         yield Result(
-            "balance",
+            "placement",
             f"{case}, shift, moves a layer, {title}",
             round(float(value), 2),
             "moves",
@@ -99,10 +99,12 @@ def shifts(loads: dict[str, Load], base: Placement, case: str) -> Iterator[Resul
             aim,
             peers,
         )
-    yield Result("balance", f"{case}, shift, moves of one layer, worst", float(most.max()), "moves", "lower")
+    yield Result(
+        "placement", f"{case}, shift, moves of one layer, worst", float(most.max()), "moves", "lower"
+    )
     gigabytes = CostModel().expert_bytes * base.layers / 1e9
     yield Result(
-        "balance",
+        "placement",
         f"{case}, shift, DeepSeek-V3 FP8 experts moved, mean of pairs",
         round(float(moved.mean()) * gigabytes, 2),
         "GB",
@@ -128,8 +130,8 @@ def planning(loads: dict[str, Load], base: Placement, case: str) -> Iterator[Res
         best, median = timed(plan)
         name = f"{case}, {slots} slots, planning, {title}"
         peers = published if (base.ranks, slots) == (32, 288) and title.startswith("eplb") else {}
-        yield Result("balance", name, round(best, 3), "ms", "lower", aim, peers)
-        yield Result("balance", f"{name}, median", round(median, 3), "ms", "lower")
+        yield Result("placement", name, round(best, 3), "ms", "lower", aim, peers)
+        yield Result("placement", f"{name}, median", round(median, 3), "ms", "lower")
 
 
 def timed(plan: Callable[[], object], seconds: float = 2.0) -> tuple[float, float]:
