@@ -76,8 +76,8 @@ def build(placement: Placement, dispatcher: str, rows: int) -> Layer:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     shape = ExpertShape(HIDDEN, INNER, Activation("silu"), bias=False)
     scheme = Scheme(FP8_BLOCK, FP8_GROUP)
-    row, slots = KERNELS["triton_fp8"], placement.slots_per_rank
-    kernel = row.build(KernelSpec(scheme, shape, torch.bfloat16))
+    entry, slots = KERNELS["triton_fp8"], placement.slots_per_rank
+    kernel = entry.build(KernelSpec(scheme, shape, torch.bfloat16))
     weights = ExpertWeights(
         random_packed(FP8_BLOCK, (slots, shape.gate_up_rows, HIDDEN)),
         random_packed(FP8_BLOCK, (slots, HIDDEN, INNER)),
@@ -91,7 +91,7 @@ def build(placement: Placement, dispatcher: str, rows: int) -> Layer:
         lane_rows=rows,
         dtype=torch.bfloat16,
         wire=FP8_GROUP,
-        row_align=row.row_align,
+        row_align=entry.row_align,
         device="cuda",
     )
     books = {choice: AddressBook(placement, "cuda", choice, rank) for choice in CHOICES}

@@ -123,8 +123,8 @@ def ours(name: str, task: Work, *, parted: bool = True) -> tuple[float, float]:
 
     Not `parted`: the first is NaN, since some libraries refuse a dispatch that is not combined.
     """
-    row = DISPATCHERS[name]
-    dispatcher, timed = row.build(task.spec), launched if row.host_sync else graphed
+    entry = DISPATCHERS[name]
+    dispatcher, timed = entry.build(task.spec), launched if entry.host_sync else graphed
     try:
         outputs = check(dispatcher, task)
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from bench.lib.quiet import idle
 from bench.lib.record import Result, write
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec
@@ -199,10 +200,10 @@ def alternate(runs: dict[str, Callable[[], object]], seconds: float, patience: f
                 break
             found = f"{rounds} quiet rounds of 5 in {patience:.0f} s"
             raise RuntimeError(f"other processes keep the machine busy: {found}; give more --patience")
-        if not idle():
+        if not idle(0.1):
             continue
         taken = {name: timed(run) for name, run in runs.items()}
-        if idle():
+        if idle(0.1):
             for name, value in taken.items():
                 times[name].append(value)
             spent, rounds = spent + sum(taken.values()) / 1e3, rounds + 1
@@ -215,22 +216,6 @@ def timed(run: Callable[[], object]) -> float:
     begin = time.perf_counter()
     run()
     return (time.perf_counter() - begin) * 1e3
-
-
-def idle(sample: float = 0.1, share: float = 0.15) -> bool:
-    """Whether all cores together were busy for at most `share` of the next `sample` seconds."""
-    time.sleep(0.005)
-    before = _processor_ticks()
-    time.sleep(sample)
-    busy, total = (now - then for now, then in zip(_processor_ticks(), before, strict=True))
-    return busy <= share * total
-
-
-def _processor_ticks() -> tuple[int, int]:
-    """Busy ticks and all ticks of all cores since boot."""
-    with open("/proc/stat") as lines:
-        ticks = [int(field) for field in lines.readline().split()[1:9]]
-    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # without idle and waiting for disks
 
 
 def check(name: str, found: Tensor, expected: Tensor, bound: float) -> None:

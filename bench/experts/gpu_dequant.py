@@ -1,4 +1,4 @@
-"""The portable kernel on a CUDA machine: every scheme of its row against the reference, then its times.
+"""The portable kernel on a CUDA machine: every scheme of its entry against the reference, then its times.
 
 A line a case; a case that raises is reported and the next one runs. Exit status 1 when one failed. Times are
 medians of a CUDA graph behind a flush of the L2 cache, 64 experts of 7168 x 2048 with 16 rows each, beside

@@ -87,28 +87,30 @@ def medians(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, f
     return found
 
 
-def row_for(held: Held, kind: str) -> KernelEntry:
+def entry_for(held: Held, kind: str) -> KernelEntry:
     """The kernel that a plan takes for `kind` on this machine. Raises LookupError where there is none."""
     problem = Problem(SCHEMES[kind], BF16, held.shape, held.experts, 1, held.top_k, lane_rows=4096)
     machine = this_machine()
-    able = (row for row in KERNELS.values() if not row.reference and row.refuses(problem, machine) is None)
-    if (row := next(able, None)) is None:
+    able = (
+        entry for entry in KERNELS.values() if not entry.reference and entry.refuses(problem, machine) is None
+    )
+    if (entry := next(able, None)) is None:
         raise LookupError(f"no kernel computes {SCHEMES[kind]} on {machine.name}")
-    return row
+    return entry
 
 
 class Experts:
     """One kind's kernel with its weights in a bank."""
 
     def __init__(self, held: Held, kind: str) -> None:
-        self.held, self.scheme, self.row = held, SCHEMES[kind], row_for(held, kind)
-        self.kernel: Kernel = self.row.build(KernelSpec(self.scheme, held.shape, torch.bfloat16))
+        self.held, self.scheme, self.entry = held, SCHEMES[kind], entry_for(held, kind)
+        self.kernel: Kernel = self.entry.build(KernelSpec(self.scheme, held.shape, torch.bfloat16))
         self.weights = held.weights(kind)
         self.bank = Bank()
         self.bank.load(0, self.kernel, self.weights, range(held.experts))
 
     def group(self, inputs: Inputs) -> tuple[ExpertBatch, Tensor]:
-        wire = self.scheme.activations if self.scheme.activations in self.row.eats else BF16
+        wire = self.scheme.activations if self.scheme.activations in self.entry.eats else BF16
         return gpu_rows.group(inputs.hidden, inputs.ids, self.held.experts, wire)
 
     def run(self, inputs: Inputs) -> Tensor:
@@ -236,7 +238,7 @@ def side(case: Case, with_peers: bool) -> tuple[Experts, dict[str, gpu_peers.Mad
     """Ours and the peers with their weights on the GPU; says how far ours is from the reference."""
     held, experts = case.held, Experts(case.held, case.kind)
     error = experts.error(held.inputs(32))
-    print(f"{case.model} {case.kind} on {experts.row.name}: error {error:.2e}", flush=True)
+    print(f"{case.model} {case.kind} on {experts.entry.name}: error {error:.2e}", flush=True)
     made = {}
     for name, peer in gpu_peers.peers_for(held, case.kind).items() if with_peers else ():
         try:
@@ -297,7 +299,7 @@ def line(
     flops = 2 * pairs * held.shape.hidden * (held.shape.gate_up_rows + held.shape.inner)
     peers = ", ".join(f"{name} {other:.1f} ({times['whole'] / other:.2f}x)" for name, other in beside.items())
     return (
-        f"{case.model} {case.kind} on {experts.row.name} {len(inputs.hidden):6d} rows, {active:3d} active: "
+        f"{case.model} {case.kind} on {experts.entry.name} {len(inputs.hidden):6d} rows, {active:3d} active: "
         f"{times['whole']:8.1f} us, kernel alone {times['kernel']:8.1f} us, "
         f"{nbytes / times['whole'] / 1e6:5.2f} TB/s, {flops / times['whole'] / 1e6:7.1f} TFLOP/s; {peers}"
     )

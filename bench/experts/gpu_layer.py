@@ -118,8 +118,8 @@ def build(scheme: str, dispatcher: str, rows: int, args: argparse.Namespace) -> 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     weights, activations = format_named(weights_name), format_named(activations_name)
     experts = args.experts
-    row, slots = KERNELS[args.kernel or usual], experts // ranks
-    kernel = row.build(KernelSpec(Scheme(weights, activations), SHAPE, torch.bfloat16))
+    entry, slots = KERNELS[args.kernel or usual], experts // ranks
+    kernel = entry.build(KernelSpec(Scheme(weights, activations), SHAPE, torch.bfloat16))
     spec = DispatchSpec(
         rank=rank,
         ranks=ranks,
@@ -129,7 +129,7 @@ def build(scheme: str, dispatcher: str, rows: int, args: argparse.Namespace) -> 
         lane_rows=rows,
         dtype=torch.bfloat16,
         wire=format_named(wire),
-        row_align=row.row_align,
+        row_align=entry.row_align,
         device="cuda",
     )
     gate = Gate("DeepSeekV3", experts, TOP_K, groups=8, topk_groups=4, scaling=2.5)

@@ -1,6 +1,6 @@
-"""Rows for kernel libraries beside our own rows on one GPU: both GEMMs and the activation, medians.
+"""Kernels of libraries beside our own on one GPU: both GEMMs and the activation, medians.
 
-64 experts of 7168 x 2048 with so many bf16 rows each, a CUDA graph, L2 flushed between replays. Rows
+64 experts of 7168 x 2048 with so many bf16 rows each, a CUDA graph, L2 flushed between replays. Entries
 whose package is not importable are left out; a library's first call may compile for a while, so
 `--workers` runs everything once before, in processes of their own.
 usage: python -m bench.experts.gpu_libraries [--rows 16,512] [--padded 512] [--only "mxfp4 x bf16"]
@@ -36,7 +36,7 @@ LIBRARIES = {
     "mxfp4 x bf16": ("triton_kernels", "flashinfer_cutlass"),
     "fp8_channel x fp8_token": ("torch_scaled_grouped_mm",),
 }
-"""By scheme, the rows of libraries that ours is compared with."""
+"""By scheme, the entries of libraries that ours is compared with."""
 OURS = frozenset({"triton", NEEDED_MODULE})
 """Packages that our own kernels are compiled by."""
 FLUSHED = 256 << 20
@@ -89,58 +89,58 @@ def weights_of(name: str) -> ExpertWeights:
     return ExpertWeights(matrix(form, 4096, 7168), matrix(form, 7168, 2048))
 
 
-def step_of(name: str, row_name: str, count: int, padded: int) -> Callable[[], Tensor]:
-    """One step of a row, `count` rows in each slot."""
-    row, scheme = KERNELS[row_name], scheme_named(name)
+def step_of(name: str, entry_name: str, count: int, padded: int) -> Callable[[], Tensor]:
+    """One step of an entry, `count` rows in each slot."""
+    entry, scheme = KERNELS[entry_name], scheme_named(name)
     there = torch.Generator("cuda").manual_seed(count)
     rows = torch.randn(EXPERTS, count, 7168, device="cuda", generator=there).bfloat16()
-    kernel = row.build(KernelSpec(scheme, SHAPE, torch.bfloat16))
+    kernel = entry.build(KernelSpec(scheme, SHAPE, torch.bfloat16))
     prepared = kernel.prepare(weights_of(name))
-    segment = padded or -(-count // row.row_align) * row.row_align
+    segment = padded or -(-count // entry.row_align) * entry.row_align
     batch = batch_of(rows, segment, Grouping.PADDED if padded else Grouping.RAGGED)
     return lambda: kernel.apply(prepared, batch)
 
 
-def run_once(name: str, row_name: str, count: int, padded: int) -> None:
-    """Has a row compiled what it needs."""
-    step_of(name, row_name, count, padded)()
+def run_once(name: str, entry_name: str, count: int, padded: int) -> None:
+    """Has an entry compiled what it needs."""
+    step_of(name, entry_name, count, padded)()
     torch.cuda.synchronize()
 
 
-def timed(name: str, row_name: str, count: int, padded: int) -> float:
-    """Microseconds of a row's step."""
-    return median(step_of(name, row_name, count, padded))
+def timed(name: str, entry_name: str, count: int, padded: int) -> float:
+    """Microseconds of an entry's step."""
+    return median(step_of(name, entry_name, count, padded))
 
 
-def rows_here(name: str, padded: int) -> list[str]:
-    """Our own row that a plan takes, and the libraries' that take such batches and are importable."""
+def entries_here(name: str, padded: int) -> list[str]:
+    """Our own entry that a plan takes, and the libraries' that take such batches and are importable."""
     here, grouping = this_machine(), Grouping.PADDED if padded else Grouping.RAGGED
     libraries = [KERNELS[library] for library in LIBRARIES[name]]
-    own = [row for row in KERNELS.values() if row.modules and row.modules <= OURS]
+    own = [entry for entry in KERNELS.values() if entry.modules and entry.modules <= OURS]
     able = [
-        row
-        for row in (*own, *libraries)
-        if here.arch in row.archs
-        and row.modules <= here.modules
-        and grouping in row.groupings
-        and scheme_named(name) in row.schemes
+        entry
+        for entry in (*own, *libraries)
+        if here.arch in entry.archs
+        and entry.modules <= here.modules
+        and grouping in entry.groupings
+        and scheme_named(name) in entry.schemes
     ]
-    return [row.name for row in able if row in libraries or row is able[0]]
+    return [entry.name for entry in able if entry in libraries or entry is able[0]]
 
 
 def compare(name: str, count: int, padded: int, worker: Worker, deadline: float) -> list[record.Result]:
-    """Prints a line a row of the table of kernels, with the ratio to the first; what is to be recorded."""
+    """Prints a line an entry of the table of kernels, with the ratio to the first; what is to be recorded."""
     times: dict[str, float] = {}
     case = f"{name}, {count} rows a slot" + (f", padded to {padded}" if padded else "")
-    for row_name in rows_here(name, padded):
+    for entry_name in entries_here(name, padded):
         try:
-            found = worker.run(deadline - time.monotonic(), timed, name, row_name, count, padded)
+            found = worker.run(deadline - time.monotonic(), timed, name, entry_name, count, padded)
         except Failed as failed:
-            print(f"{case}, {row_name}: {failed}", flush=True)
+            print(f"{case}, {entry_name}: {failed}", flush=True)
             continue
-        times[row_name] = round(found, 1)
+        times[entry_name] = round(found, 1)
         first = next(iter(times.values()))
-        print(f"{case}, {row_name}: {found:.0f} us, {found / first:.2f}", flush=True)
+        print(f"{case}, {entry_name}: {found:.0f} us, {found / first:.2f}", flush=True)
     ours, *others = times or [""]
     if ours in LIBRARIES[name] or not others:
         return []
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument(
         "--workers", type=int, default=0, help="processes that compile before anything is timed"
     )
-    parser.add_argument("--seconds", type=float, default=600, help="no row is begun after so long")
+    parser.add_argument("--seconds", type=float, default=600, help="no entry is begun after so long")
     parser.add_argument("--record", action="store_true", help="write the times into bench/results")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
@@ -170,7 +170,9 @@ def main() -> None:
         for padded in arguments.padded.split(",")
         for count in arguments.rows.split(",")
     ]
-    tasks = [(name, row, count, padded) for name, count, padded in cases for row in rows_here(name, padded)]
+    tasks = [
+        (name, entry, count, padded) for name, count, padded in cases for entry in entries_here(name, padded)
+    ]
     compiling = time.monotonic() + 0.6 * arguments.seconds
     worker = on_workers(run_once, tasks, arguments.workers, compiling) if arguments.workers else Worker()
     for name, count, padded in cases:

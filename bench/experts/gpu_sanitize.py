@@ -1,10 +1,11 @@
 """Every expert kernel that runs here, small and under compute-sanitizer: what its tools find is recorded.
 
-Each row of the table with some of its schemes, its groupings, few rows a slot, some and many, odd sizes with
-biases and even ones, slots without rows, rows of NaN outside the segments. Every tensor has an allocation of
-its own, so that a read past its end is one past an allocation. Answers are also held to the reference,
-computed on the CPU. Each tool has a process for each kernel, all at once.
-usage: python -m bench.experts.gpu_sanitize [--tools memcheck] [--rows triton_fp8] [--seconds 60] [--record]
+Each entry of the table runs with some of its schemes and groupings, with few rows a slot, some and many, with
+odd sizes and biases and with even ones, with slots without rows and rows of NaN outside the segments. Every
+tensor has an allocation of its own, so that a read past its end is one past an allocation. Answers are also
+held to the reference, computed on the CPU. Each tool has a process for each kernel, all at once.
+usage: python -m bench.experts.gpu_sanitize [--tools memcheck] [--kernels triton_fp8] [--seconds 60]
+       [--record]
        python -m bench.experts.gpu_sanitize --dispatchers   # over peer memory, two ranks on two GPUs, instead
        python -m bench.experts.gpu_sanitize --plain         # the cases alone
 
@@ -94,7 +95,7 @@ FP8_BOUND = 2e-2
 class Case:
     """One step of one kernel."""
 
-    row: KernelEntry
+    entry: KernelEntry
     scheme: Scheme
     grouping: Grouping
     counts: tuple[int, ...]
@@ -102,32 +103,32 @@ class Case:
 
     def __str__(self) -> str:
         rows, sizes = max(self.counts), "odd sizes" if self.odd else "even sizes"
-        return f"{self.row.name}, {self.scheme}, {self.grouping.value}, {sizes}, at most {rows} rows"
+        return f"{self.entry.name}, {self.scheme}, {self.grouping.value}, {sizes}, at most {rows} rows"
 
     @property
     def shape(self) -> ExpertShape:
-        """Odd sizes as far as the row allows, over the edge of a tile."""
+        """Odd sizes as far as the entry allows, over the edge of a tile."""
         hidden, inner, any_inner = ODD
-        wanted = (hidden, any_inner if self.row.multiple_of[1] == 1 else inner) if self.odd else (512, 256)
-        fitted = (m * -(-size // m) for m, size in zip(self.row.multiple_of, wanted, strict=True))
+        wanted = (hidden, any_inner if self.entry.multiple_of[1] == 1 else inner) if self.odd else (512, 256)
+        fitted = (m * -(-size // m) for m, size in zip(self.entry.multiple_of, wanted, strict=True))
         return ExpertShape(*fitted, activation_named(self.activation), bias=self.odd)
 
     @property
     def activation(self) -> str:
-        """Another one for odd sizes, where the row has it."""
-        able = self.row.fewer_activations.get(self.scheme, self.row.activations)
+        """Another one for odd sizes, where the entry has it."""
+        able = self.entry.fewer_activations.get(self.scheme, self.entry.activations)
         return "swigluoai" if self.odd and "swigluoai" in able else "silu"
 
     def error(self) -> float:
         """RMS error against the reference on the CPU, relative to the reference's RMS."""
         generator = torch.Generator().manual_seed(crc32(str(self).encode()))
         weights = make_scheme(self.shape, len(self.counts), self.scheme, generator)
-        align = self.row.row_align
+        align = self.entry.row_align
         arrival = Arrival(self.counts, self.grouping, align, spare=2 * align + 1)
-        wire = self.scheme.activations if self.scheme.activations in self.row.eats else BF16
+        wire = self.scheme.activations if self.scheme.activations in self.entry.eats else BF16
         batch = arrival.batch(arrival.rows(self.shape.hidden, generator), self.shape.hidden, wire)
         spec = KernelSpec(self.scheme, self.shape, torch.float32)
-        kernel, reference = self.row.build(spec), TorchReference(spec)
+        kernel, reference = self.entry.build(spec), TorchReference(spec)
         tokens, counts, offsets = (t.to("cuda") for t in (batch.tokens, batch.counts, batch.offsets))
         there = replace(batch, tokens=tokens, counts=counts, offsets=offsets)
         found = kernel.apply(on_gpu(kernel.prepare(weights)), there)
@@ -152,35 +153,35 @@ def on_gpu(prepared: Prepared) -> Prepared:
     return Prepared(per_slot, shared)
 
 
-def rows_here(names: Sequence[str]) -> list[KernelEntry]:
-    """The rows `names`, or all of ours that run here."""
+def entries_here(names: Sequence[str]) -> list[KernelEntry]:
+    """The kernels `names`, or all of ours that run here."""
     machine = this_machine()
     if names:
         return [KERNELS[name] for name in names]
     return [
-        row
-        for row in KERNELS.values()
-        if machine.arch in row.archs
-        and row.modules <= machine.modules
-        and row.modules
-        and row.modules <= OURS
+        entry
+        for entry in KERNELS.values()
+        if machine.arch in entry.archs
+        and entry.modules <= machine.modules
+        and entry.modules
+        and entry.modules <= OURS
     ]
 
 
 def cases(names: Sequence[str]) -> Iterator[Case]:
-    """For each row every grouping with every of `COUNTS`, its schemes by turns."""
-    for row in rows_here(names):
-        schemes = sorted((s for s in row.schemes if s.weights != FP32), key=str)
+    """For each entry every grouping with every of `COUNTS`, its schemes by turns."""
+    for entry in entries_here(names):
+        schemes = sorted((s for s in entry.schemes if s.weights != FP32), key=str)
         schemes = schemes[:: -(-len(schemes) // SCHEMES_A_ROW)]
-        ways = product(sorted(row.groupings, key=lambda g: g.value), COUNTS)
+        ways = product(sorted(entry.groupings, key=lambda g: g.value), COUNTS)
         for at, (grouping, counts) in enumerate(ways):
             turn = at + at // len(COUNTS) if len(schemes) == len(COUNTS) else at
-            yield Case(row, schemes[turn % len(schemes)], grouping, counts, odd=(at + at // 2) % 2 == 0)
+            yield Case(entry, schemes[turn % len(schemes)], grouping, counts, odd=(at + at // 2) % 2 == 0)
 
 
-def agrees(row: str, number: int) -> bool:
-    """Prints a line for a case of a row: whether its answer is the reference's."""
-    case = list(cases([row]))[number]
+def agrees(entry: str, number: int) -> bool:
+    """Prints a line for a case of an entry: whether its answer is the reference's."""
+    case = list(cases([entry]))[number]
     found = case.error()
     good = found <= case.bound
     print(f"{'ok  ' if good else 'FAIL'} {case}: {found:.2e} of {case.bound:.0e}", flush=True)
@@ -190,26 +191,26 @@ def agrees(row: str, number: int) -> bool:
 def run_cases(names: Sequence[str]) -> int:
     """How many cases disagree with the reference; prints a line for each."""
     torch.set_num_threads(1)
-    numbers = {row.name: len(list(cases([row.name]))) for row in rows_here(names)}
-    return sum(not agrees(row, number) for row, count in numbers.items() for number in range(count))
+    numbers = {entry.name: len(list(cases([entry.name]))) for entry in entries_here(names)}
+    return sum(not agrees(entry, number) for entry, count in numbers.items() for number in range(count))
 
 
-def compile_cases(rows: Sequence[str], workers: int, deadline: float) -> None:
+def compile_cases(entries: Sequence[str], workers: int, deadline: float) -> None:
     """All cases once, in processes of their own, so that compilers' caches hold what they need."""
     share("triton", "moeserve.experts.kernels")
-    tasks = [(row, number) for row in rows for number in range(len(list(cases([row]))))]
+    tasks = [(entry, number) for entry in entries for number in range(len(list(cases([entry]))))]
     on_workers(agrees, tasks, workers, deadline).close()
 
 
 class Run:
-    """The cases of one row under one tool, in a process or its children, and what is printed there."""
+    """The cases of one entry under one tool, in a process or its children, and what is printed there."""
 
-    def __init__(self, tool: str, row: str, folder: Path) -> None:
-        self.tool, self.row, self._log = tool, row, folder / f"{tool}-{row}"
+    def __init__(self, tool: str, entry: str, folder: Path) -> None:
+        self.tool, self.entry, self._log = tool, entry, folder / f"{tool}-{entry}"
         own = (
-            soak(row)
-            if row in DISPATCHERS
-            else [sys.executable, "-m", __spec__.name, "--plain", "--rows", row]
+            soak(entry)
+            if entry in DISPATCHERS
+            else [sys.executable, "-m", __spec__.name, "--plain", "--kernels", entry]
         )
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -246,7 +247,7 @@ class Run:
             print(f"{self.tool}: {text}", flush=True)
         others = [report for report in reports if not is_dispatch(report)]
         if found - aside or self._process.returncode:
-            print(f"{self.tool}, {self.row}: exit status {self._process.returncode}")
+            print(f"{self.tool}, {self.entry}: exit status {self._process.returncode}")
             print(*(report[:SHOWN] for report in others[:3]) if others else printed[-SHOWN:], flush=True)
         return agree, len(lines) - agree, found - aside, aside
 
@@ -307,17 +308,17 @@ def sanitizer(tool: str) -> list[str]:
 
 
 def sanitize(
-    tools: Sequence[str], rows: Sequence[str], deadline: float, *, keep: bool
+    tools: Sequence[str], entries: Sequence[str], deadline: float, *, keep: bool
 ) -> list[record.Result]:
-    """Every row under every tool at once: a line a case, a verdict a pair, recorded as it comes if `keep`."""
+    """Runs all entries under all tools at once: a line a case, a verdict a pair, recorded if `keep`."""
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        runs = [Run(tool, row, Path(folder)) for tool in tools for row in rows]
+        runs = [Run(tool, entry, Path(folder)) for tool in tools for entry in entries]
         for run in runs:
             ended = run.wait(deadline)
             agree, differ, reports, aside = run.said()
-            name = f"{run.tool}, {run.row}" + ("" if ended else ", stopped before its end")
-            of = "ranks" if run.row in DISPATCHERS else "steps"
+            name = f"{run.tool}, {run.entry}" + ("" if ended else ", stopped before its end")
+            of = "ranks" if run.entry in DISPATCHERS else "steps"
             unit = f"reports in {agree + differ} {of}"
             unit += f", and {aside} of Triton's dispatch" if aside else ""
             print(f"== {name}: {reports} {unit}; {differ} answers differ", flush=True)
@@ -338,7 +339,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tools", default=",".join(TOOLS))
-    parser.add_argument("--rows", default="", help="names of kernel rows; all that run here")
+    parser.add_argument("--kernels", default="", help="names of kernels; all that run here")
     parser.add_argument(
         "--dispatchers", action="store_true", help="dispatchers over peer memory, not kernels"
     )
@@ -347,16 +348,16 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=300, help="most that all of it may take")
     parser.add_argument("--record", action="store_true", help="write what was found into bench/results")
     arguments = parser.parse_args()
-    names = [name for name in arguments.rows.split(",") if name]
+    names = [name for name in arguments.kernels.split(",") if name]
     if arguments.plain:
         return int(run_cases(names) > 0)
     deadline = time.monotonic() + arguments.seconds
-    rows = list(DISPATCHERS)
+    entries = list(DISPATCHERS)
     if not arguments.dispatchers:
-        rows = [row.name for row in rows_here(names)]
-        compile_cases(rows, arguments.workers, deadline)
+        entries = [entry.name for entry in entries_here(names)]
+        compile_cases(entries, arguments.workers, deadline)
         print(f"compiled with {deadline - time.monotonic():.0f} s left", flush=True)
-    results = sanitize(arguments.tools.split(","), rows, deadline, keep=arguments.record)
+    results = sanitize(arguments.tools.split(","), entries, deadline, keep=arguments.record)
     return int(any(r.aim is not None and r.ours > r.aim for r in results))
 
 

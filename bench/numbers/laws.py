@@ -1,12 +1,12 @@
 """The law table: formats, layouts and dialects against the laws that hold for them.
 
-    python -m bench.numbers.laws              # all three tables; exit status 1 when a cell failed
-    python -m bench.numbers.laws layout       # one of format, layout, dialect
+    python -m bench.numbers.laws          # all three tables; exit status 1 when a cell failed
+    python -m bench.numbers.laws layout   # one of format, layout, dialect
 
 Nothing is computed here a second time: a column is a set of tests, a cell the outcome of those that were
-parametrised with its row. `ok 19` are nineteen tests that passed; `FAIL 2/19`; `skip` with a reason below;
-`-` where a law does not concern a row (rows of a per-tensor format do not travel alone); `none` where there
-should be a test and is none, which counts as a failure. Each run's counts go to `bench/results/laws.jsonl`.
+parametrised with its entry. `ok 19` are nineteen tests that passed; `FAIL 2/19`; `skip` with a reason below;
+`-` where a law does not concern an entry (rows of a per-tensor format do not travel alone); `none` where a
+test should be and is none, which counts as a failure. Each run's counts go to `bench/results/laws.jsonl`.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class Law:
 
 @dataclass(frozen=True)
 class Table:
-    """One kind of row: their names, the laws, and to which row a test belongs (None: to no one row)."""
+    """A kind of entry: their names, the laws, and which entry a test is about (None: no single one)."""
 
     kind: str
-    rows: Callable[[], Iterable[str]]
+    entries: Callable[[], Iterable[str]]
     laws: tuple[Law, ...]
-    row_of: Callable[[Any], str | None]
-    concerns: Callable[[str, str], bool] = lambda row, law: True
+    entry_of: Callable[[Any], str | None]
+    concerns: Callable[[str, str], bool] = lambda entry, law: True
 
 
 @dataclass
 class Cell:
-    """Outcomes of the tests of one row and law."""
+    """Outcomes of the tests of one entry and law."""
 
     passed: int = 0
     failed: list[str] = field(default_factory=list)
@@ -73,11 +73,11 @@ def formats() -> list[str]:
     return [*FORMATS, *STATIC]
 
 
-def rows_alone_concerns(row: str, law: str) -> bool:
+def rows_alone_concerns(entry: str, law: str) -> bool:
     """Whether a law says anything of a format: only rows without shared scales travel alone."""
     from moeserve.quant.formats import FORMATS, STATIC
 
-    return law != "rows alone" or (FORMATS | STATIC)[row].row_wise
+    return law != "rows alone" or (FORMATS | STATIC)[entry].row_wise
 
 
 def layouts() -> list[str]:
@@ -95,11 +95,11 @@ def dialects() -> list[str]:
 def of_parameter(name: str) -> Callable[[Any], str | None]:
     """Rows by the `name` of a parameter's value."""
 
-    def row(item: Any) -> str | None:
+    def found(item: Any) -> str | None:
         value = item.callspec.params.get(name)
         return None if value is None else str(value.name)
 
-    return row
+    return found
 
 
 def of_dialect(item: Any) -> str | None:
@@ -187,7 +187,7 @@ ADDOPTS = "--import-mode=importlib --strict-markers"
 """The project's own, but for its summary of skips: each is under its table."""
 
 Cells = dict[str, dict[str, dict[str, Cell]]]
-"""Table -> row -> law -> cell."""
+"""Table -> entry -> law -> cell."""
 
 
 class Collector:
@@ -196,7 +196,8 @@ class Collector:
     def __init__(self, tables: Iterable[Table]) -> None:
         self._tables = tuple(tables)
         self.cells: Cells = {
-            t.kind: {row: {law.name: Cell() for law in t.laws} for row in t.rows()} for t in self._tables
+            t.kind: {entry: {law.name: Cell() for law in t.laws} for entry in t.entries()}
+            for t in self._tables
         }
         self._of: dict[str, Cell] = {}
 
@@ -210,9 +211,9 @@ class Collector:
     def _place(self, item: Any) -> bool:
         for table, law in self._laws(item):
             parametrised = item.get_closest_marker("parametrize") is not None
-            row = table.row_of(item) if parametrised else OF_FUNCTION.get(item.originalname)
-            if row in self.cells[table.kind]:
-                self._of[item.nodeid] = self.cells[table.kind][row][law.name]
+            entry = table.entry_of(item) if parametrised else OF_FUNCTION.get(item.originalname)
+            if entry in self.cells[table.kind]:
+                self._of[item.nodeid] = self.cells[table.kind][entry][law.name]
                 return True
         return False
 
@@ -249,10 +250,10 @@ def rendered(table: Table, cells: Mapping[str, Mapping[str, Cell]]) -> tuple[str
     """One table as text, and how many of its cells are not held."""
     head = [table.kind, *(law.name for law in table.laws)]
     lines, bad = [], 0
-    for row, own in cells.items():
-        shown = [str(own[law.name]) if table.concerns(row, law.name) else "-" for law in table.laws]
+    for entry, own in cells.items():
+        shown = [str(own[law.name]) if table.concerns(entry, law.name) else "-" for law in table.laws]
         bad += sum(text == "none" or text.startswith("FAIL") for text in shown)
-        lines.append([row, *shown])
+        lines.append([entry, *shown])
     widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
     rows = [
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True))

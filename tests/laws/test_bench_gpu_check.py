@@ -30,6 +30,8 @@ def tree(folder: Path, where: str, ours: float, then: str = "") -> Path:
     path = folder / "bench" / where
     path.parent.mkdir(parents=True)
     path.write_text(PRETENDED.format(ours=ours, then=then))
+    for room in {path.parent, folder / "bench"}:
+        (room / "__init__.py").touch()
     (folder / "moeserve").mkdir()
     (folder / "bench" / "results").mkdir()
     (folder / "bench" / "results" / "gpu_experts.jsonl").write_text("not to be read")

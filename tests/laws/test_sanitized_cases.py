@@ -21,20 +21,20 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_every_kernel_of_ours_is_met_with_every_grouping_and_both_sizes(bench: ModuleType) -> None:
     cases = list(bench.cases([]))
-    ours = {name for name, row in KERNELS.items() if "sm90" in row.archs and row.modules & bench.OURS}
-    found = {case.row.name for case in cases}
+    ours = {name for name, entry in KERNELS.items() if "sm90" in entry.archs and entry.modules & bench.OURS}
+    found = {case.entry.name for case in cases}
     assert found == ours
     for name in found:
-        own = [case for case in cases if case.row.name == name]
+        own = [case for case in cases if case.entry.name == name]
         assert {case.grouping for case in own} == set(KERNELS[name].groupings) <= set(Grouping)
         assert {case.odd for case in own} == {True, False}
         assert {0 in case.counts for case in own} == {True}
-    assert all(case.shape.hidden % case.row.multiple_of[0] == 0 for case in cases)
+    assert all(case.shape.hidden % case.entry.multiple_of[0] == 0 for case in cases)
 
 
-def test_rows_can_be_named_and_a_case_has_a_line_of_its_own(bench: ModuleType) -> None:
+def test_kernels_can_be_named_and_a_case_has_a_line_of_its_own(bench: ModuleType) -> None:
     cases = list(bench.cases(["triton_fp4"]))
-    assert {case.row.name for case in cases} == {"triton_fp4"}
+    assert {case.entry.name for case in cases} == {"triton_fp4"}
     assert len({str(case) for case in cases}) == len(cases)
 
 
