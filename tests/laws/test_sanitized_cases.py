@@ -1,8 +1,6 @@
-"""What `bench/gpu_sanitize.py` runs under compute-sanitizer: all kernels of ours, groupings and odd sizes."""
+"""`bench/experts/gpu_sanitize.py`: every kernel of ours, grouping and odd size runs under the sanitizer."""
 
-import importlib.util
-import sys
-from pathlib import Path
+import importlib
 from types import ModuleType
 
 import pytest
@@ -11,19 +9,12 @@ from moeserve.device.machine import machine_named
 from moeserve.experts.batch import Grouping
 from moeserve.experts.kernels import KERNELS
 
-BENCH = Path(__file__).parents[2] / "bench"
-
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The bench, as on an H200 with everything installed."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    spec = importlib.util.spec_from_file_location("gpu_sanitize", BENCH / "gpu_sanitize.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gpu_sanitize", module)
     monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # which the bench would set for good
-    spec.loader.exec_module(module)
+    module = importlib.import_module("bench.experts.gpu_sanitize")
     monkeypatch.setattr(module, "this_machine", lambda: machine_named("h200"))
     return module
 
