@@ -146,7 +146,7 @@ def _broken_on_rank_1(spec: DispatchSpec) -> Dispatcher:
     dispatch = dispatcher.dispatch
 
     def broken(*args: Any) -> Any:
-        dispatch(*args).wait()
+        dispatch(*args)
         raise torch.OutOfMemoryError("out of memory on arrival")
 
     if spec.rank == 1:

@@ -30,7 +30,6 @@ from moeserve.dispatch.dispatcher import (
     Dispatcher,
     DispatchSpec,
     Pace,
-    Pending,
     Traffic,
 )
 from moeserve.dispatch.exchange import check_group
@@ -81,7 +80,7 @@ class LowLatency(Dispatcher):
             explicitly_destroy=True,
         )
 
-    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """Sends each row to each of its slots, rounded to the wire on the way: `[e, C, H]`."""
         spec = self._spec
         check_lane(spec, hidden, routing)
@@ -107,9 +106,9 @@ class LowLatency(Dispatcher):
         sent = hidden.shape[0] * spec.top_k * spec.wire.nbytes((1, self._travelling))
         self._traffic = self._traffic.plus(dispatched=sent)
         ticket = _Ticket(ids, weights, handle, hidden.shape[0])
-        return Pending(lambda: Dispatched(batch, ticket))
+        return Dispatched(batch, ticket)
 
-    def combine(self, outputs: Tensor, ticket: _Ticket) -> Pending[Tensor]:
+    def combine(self, outputs: Tensor, ticket: _Ticket) -> Tensor:
         """Sends outputs `[e, C, H]` home pair by pair, where they are weighed and added: `[T, H]`."""
         spec, capacity = self._spec, self._spec.ranks * self._rows
         wide = widened(outputs.reshape(spec.slots * capacity, spec.hidden), self._travelling)
@@ -119,7 +118,7 @@ class LowLatency(Dispatcher):
         answer = cropped(total[: ticket.own], spec.hidden).contiguous()
         received = ticket.own * spec.top_k * self._travelling * spec.dtype.itemsize
         self._traffic = self._traffic.plus(combined=received)
-        return Pending(lambda: answer)
+        return answer
 
     def _id_dtype(self) -> torch.dtype:
         return torch.int64

@@ -232,7 +232,7 @@ class _Rounds:
             words.agreed(self._combine)
 
     def _dispatch(self) -> Dispatched:
-        self._arrived = self._dispatcher.dispatch(self._hidden, self._routing).wait()
+        self._arrived = self._dispatcher.dispatch(self._hidden, self._routing)
         return self._arrived
 
     def _made(self) -> Tensor:
@@ -241,7 +241,7 @@ class _Rounds:
         return torch.zeros(size, dtype=self._spec.dtype, device=self._spec.device)
 
     def _combine(self) -> Tensor:
-        return self._dispatcher.combine(self._outputs, self._arrived.ticket).wait()
+        return self._dispatcher.combine(self._outputs, self._arrived.ticket)
 
     def time(self, rounds: int) -> list[tuple[float, float]]:
         """Seconds of dispatch and combine of each round, one right after the other."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moeserve.dispatch.checks import check_lane, check_spec
-from moeserve.dispatch.dispatcher import Dispatched, DispatchEntry, Dispatcher, DispatchSpec, Pending, Traffic
+from moeserve.dispatch.dispatcher import Dispatched, DispatchEntry, Dispatcher, DispatchSpec, Traffic
 from moeserve.dispatch.exchange import check_group
 from moeserve.dispatch.libraries.probe import probe
 from moeserve.dispatch.libraries.travel import cropped, parts_arrived, parts_travelling, presented, widened
@@ -72,7 +72,7 @@ class RowExchange(Dispatcher):
         leaves it alone.
         """
 
-    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """Sends rows on the wire to each rank that needs them, and groups those that came here."""
         spec = self._spec
         check_lane(spec, hidden, routing)
@@ -83,19 +83,19 @@ class RowExchange(Dispatcher):
         batch, homes = group_rows(tokens, arrived.slots.int(), arrived.weights, sizes)
         ticket = Ticket(homes, arrived.handle, hidden.shape[0])
         self._traffic = self._traffic.plus(dispatched=_most_copies(spec, ticket.own) * self._row_bytes)
-        return Pending(lambda: Dispatched(batch, ticket))
+        return Dispatched(batch, ticket)
 
-    def combine(self, outputs: Tensor, ticket: Ticket) -> Pending[Tensor]:
+    def combine(self, outputs: Tensor, ticket: Ticket) -> Tensor:
         """Sends this rank's weighted sums to the rows' own ranks, and takes this lane's: `[T, H]`."""
         spec = self._spec
         partials = weigh_rows(outputs, ticket.homes, spec.dtype)
         if ticket.handle is None:
-            return Pending(lambda: partials)
+            return partials
         total = self._bring_home(widened(partials, self._travelling), ticket.handle)
         answer = cropped(total[: ticket.own], spec.hidden).contiguous()
         nbytes = self._travelling * spec.dtype.itemsize
         self._traffic = self._traffic.plus(combined=_most_copies(spec, ticket.own) * nbytes)
-        return Pending(lambda: answer)
+        return answer
 
     def _warm(self) -> None:
         """A step of a row a lane, for libraries that compile at first use. Collective.
@@ -109,8 +109,8 @@ class RowExchange(Dispatcher):
         slots[:, 0] = (spec.rank + 1) % spec.ranks * spec.slots
         routing = Routing(slots, torch.zeros(slots.shape, device=spec.device), (rows,) * spec.ranks)
         try:
-            arrived = self.dispatch(hidden, routing).wait()
-            self.combine(hidden.new_zeros(arrived.batch.tokens.shape), arrived.ticket).wait()
+            arrived = self.dispatch(hidden, routing)
+            self.combine(hidden.new_zeros(arrived.batch.tokens.shape), arrived.ticket)
         except Exception as error:  # libraries raise classes of their own
             raise RuntimeError(f"its library's first step failed: {type(error).__name__}: {error}") from error
         self._traffic = Traffic()

@@ -63,7 +63,7 @@ def epoch_message(epoch: Epoch) -> Message:
     return {
         "kind": "epoch",
         "number": epoch.number,
-        "mesh": [mesh.dp, mesh.tp, mesh.ep, mesh.pcp],
+        "mesh": [mesh.dp, mesh.tp, mesh.ep],
         "versions": epoch.versions,
         "weights": epoch.weights,
         "slots": placement.slots.tolist(),
