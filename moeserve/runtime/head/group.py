@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Group:
-    """What the coordinator and its election share. All of it is under `lock`, which whoever calls holds."""
+    """What the coordinator and its changes of the epoch share; the caller of any method holds `lock`."""
 
     epoch: Epoch
     ranks: int

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from dataclasses import dataclass
 
@@ -15,7 +14,6 @@ import torch
 
 from moeserve import __version__
 from moeserve.device.machine import torch_device
-from moeserve.proto.heap import keep_freed_memory
 from moeserve.proto.host import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.control.messages import plans_message
@@ -24,7 +22,7 @@ from moeserve.runtime.doors.endpoint import Endpoint
 from moeserve.runtime.doors.lane_door import Door
 from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
 from moeserve.runtime.doors.request import RequestReader
-from moeserve.runtime.launch.environment import machine_for, set_environment
+from moeserve.runtime.launch.environment import machine_for, set_environment, tune_process
 from moeserve.runtime.planning.costing import costing_of
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.rank.lane import Lane
@@ -181,7 +179,6 @@ def _prepare_process(spec: RankSpec) -> None:
     """Threads, sockets and interpreter settings of a rank's process."""
     threads = spec.config.cluster.threads_per_rank or max(1, (os.cpu_count() or 1) // spec.ranks_on_host)
     torch.set_num_threads(threads)
-    keep_freed_memory()
-    sys.setswitchinterval(0.0005)  # doors' threads must not hold the step thread back for 5 ms
+    tune_process()
     set_environment(spec.host)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {spec.rank} %(levelname)s %(message)s")
