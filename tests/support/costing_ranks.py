@@ -52,7 +52,7 @@ def chosen(
     seen: list[str] = []
 
     def watched(candidates: list[Candidate], seconds: float) -> Measured:
-        seen.extend(candidate.row.name for candidate in candidates)
+        seen.extend(candidate.entry.name for candidate in candidates)
         return monitor(candidates, seconds)
 
     def spec_of(asked: Plan, span: DispatchSpan) -> DispatchSpec:

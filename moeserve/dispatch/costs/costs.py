@@ -18,10 +18,13 @@ from numpy.typing import NDArray
 MARGIN = 0.05
 """A dispatcher that saves no more than this at any size is not worth its buffers beside the others."""
 
+FAR, TELLING = 2.0, 3
+"""How many times as long, and at how many sizes, a dispatcher takes that is not measured at larger ones."""
+
 
 @dataclass(frozen=True)
 class Point:
-    """Seconds of the two phases, medians of rounds, on the slowest rank."""
+    """Seconds of the two phases; together those of the slowest rank, by the median of rounds."""
 
     rows: int  # of every lane
     dispatch: float
@@ -116,6 +119,20 @@ class DispatcherCost:
         return self.dispatch.seconds(rows) + self.combine.seconds(rows)
 
 
+def hopeless(points: Sequence[Point], rival: Sequence[Point]) -> bool:
+    """Whether a dispatcher need not be measured further, by what it and a rival cost at the sizes both have.
+
+    It takes more than FAR times as long at each of TELLING sizes or more, and grows more than FAR times as
+    much from the first to the last: no larger size can turn that.
+    """
+    seconds = {point.rows: point.dispatch + point.combine for point in rival}
+    both = [(p.dispatch + p.combine, seconds[p.rows]) for p in points if p.rows in seconds]
+    if len(both) < TELLING or any(own <= FAR * other for own, other in both):
+        return False
+    grown, rivals = both[-1][0] - both[0][0], both[-1][1] - both[0][1]
+    return grown > FAR * max(rivals, 0.0)
+
+
 @dataclass(frozen=True)
 class Setting:
     """What costs hold for; others are measured anew."""
@@ -190,11 +207,12 @@ def cheapest(
     """Which of `offers`, (cost, most rows it serves), is cheapest up to how many rows a lane.
 
     Gives `(up to, cost)`, rising, the last up to `rows`. One whose absence would cost no more than `margin`
-    anywhere is left out, the least useful first. Where some were measured at fewer sizes than others, all are
-    compared by those sizes. Raises ValueError when none serves `rows`.
+    anywhere is left out, the least useful first; hopeless ones are left out before. Where some were measured
+    at fewer sizes than others, all are compared by those sizes. Raises ValueError when none serves `rows`.
     """
     if all(most < rows for _, most in offers):
         raise ValueError(f"no dispatcher with costs serves steps of {rows} rows a lane")
+    offers = _hopeful(offers)
     sizes = np.arange(1, rows + 1)
     short = [cost.points[-1].rows for cost, most in offers if cost.points[-1].rows < most]
     alike = [cost.up_to(min(short, default=rows)).seconds(sizes) for cost, _ in offers]
@@ -213,6 +231,16 @@ def cheapest(
     winners = np.array(kept)[seconds[kept].argmin(axis=0)]
     ends = [*(np.flatnonzero(np.diff(winners)) + 1).tolist(), rows]
     return tuple((end, offers[int(winners[end - 1])][0]) for end in ends)
+
+
+def _hopeful(offers: Sequence[tuple[DispatcherCost, int]]) -> list[tuple[DispatcherCost, int]]:
+    """Those that no other offer for as many rows makes hopeless."""
+
+    def beaten(cost: DispatcherCost, most: int) -> bool:
+        rivals = [other for other, others_most in offers if others_most >= most]
+        return any(hopeless(cost.points, rival.points) for rival in rivals)
+
+    return [offer for offer in offers if not beaten(*offer)]
 
 
 def table(costs: Costs) -> list[str]:
