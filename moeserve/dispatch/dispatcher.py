@@ -124,6 +124,7 @@ class DispatchEntry:
     pace: Pace
     archs: frozenset[str]
     in_flight: int = 1  # batches between dispatch and combine
+    buffer_bytes: Callable[[DispatchSpec], int] | None = None  # of a rank's device; None: its library's own
     modules: frozenset[str] = frozenset()
     max_ranks: int | None = None
     sliced: bool = False  # carries rows to all ranks for sliced experts

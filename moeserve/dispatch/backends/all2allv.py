@@ -116,6 +116,7 @@ ENTRY = DispatchEntry(
     grouping=Grouping.RAGGED,
     pace=Pace.HIGH_THROUGHPUT,
     archs=TORCH_ARCHS,
+    buffer_bytes=lambda spec: 0,
     sliced=True,
     partial_sums=PARTIAL_SUMS,
     host_sync=True,

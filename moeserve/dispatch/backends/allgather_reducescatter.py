@@ -85,6 +85,7 @@ ENTRY = DispatchEntry(
     grouping=Grouping.RAGGED,
     pace=Pace.ANY,
     archs=TORCH_ARCHS,
+    buffer_bytes=lambda spec: 0,
     sliced=True,
     partial_sums=PARTIAL_SUMS,
     verified=("cpu", "sm90"),

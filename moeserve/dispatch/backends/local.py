@@ -61,6 +61,7 @@ ENTRY = DispatchEntry(
     grouping=Grouping.RAGGED,
     pace=Pace.ANY,
     archs=TORCH_ARCHS,
+    buffer_bytes=lambda spec: 0,
     max_ranks=1,
     sliced=True,
     verified=("cpu", "sm90"),

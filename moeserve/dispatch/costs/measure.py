@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+METHOD = "2"
+"""How times are taken; those taken another way are not compared with, and are measured anew."""
+
 WARM_ROUNDS = 2
 ROUNDS = (3, 25)
 """Fewest and most rounds of a size."""

@@ -120,6 +120,7 @@ class _RankProcess:
         self._telemetry = RankTelemetry(name, spec.rank, __version__, dispatchers)
         self._telemetry.in_flight(lambda: lane.in_flight)
         self._telemetry.weights(lambda: (rank.bank.nbytes, rank.bytes_read))
+        self._telemetry.device_bytes(rank.held_bytes)
         self._telemetry.regions(lambda: (len(self._regions.list()), self._regions.bytes))
         meeting = Rendezvous("nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds)
         self.member = Member(rank, lane, stream, meeting, self._telemetry.observe_step)

@@ -39,6 +39,7 @@ class RankDispatchers:
     def __init__(self, costs: CostBook, spec_of: SpecOf) -> None:
         self._costs, self._spec_of = costs, spec_of
         self._built: dict[tuple[str, DispatchSpec], Dispatcher] = {}
+        self.buffer_bytes = 0  # of the device, that those built hold, as far as it is known
         self._of_layer: dict[int, Dispatcher] = {}
         self._parts: dict[tuple[int, Key], Dispatcher] = {}  # by layer, and dispatcher and wire
         self._specs: dict[int, DispatchSpec] = {}  # of each layer's last range
@@ -73,6 +74,8 @@ class RankDispatchers:
         key = (span.dispatcher.name, spec)
         if key not in self._built:
             self._built[key] = span.dispatcher.build(spec)
+            if span.dispatcher.buffer_bytes is not None:
+                self.buffer_bytes += span.dispatcher.buffer_bytes(spec)
         return self._built[key]
 
     def leave(self) -> None:
@@ -80,6 +83,7 @@ class RankDispatchers:
         for dispatcher in self._built.values():
             dispatcher.close()
         self._built, self._of_layer, self._parts, self._specs = {}, {}, {}, {}
+        self.buffer_bytes = 0
         self._told, self._launched, self._late = {}, {}, set()
 
     def interrupt(self) -> None:

@@ -31,6 +31,7 @@ from moeserve.runtime.planning.layers import dispatch_spec
 from moeserve.runtime.planning.plan import DispatchSpan, Plan
 from moeserve.runtime.rank.all2all import RankDispatchers
 from moeserve.runtime.rank.graphs import StepGraphs, padded_rows
+from moeserve.runtime.rank.memory import held_bytes, release_cached
 from moeserve.runtime.rank.warm import Arrivals, rooms, warm
 from moeserve.runtime.served import Served
 from moeserve.runtime.step import LaneLogits, LaneRows, Phases
@@ -92,6 +93,7 @@ class Rank:
         for position in range(epoch.placement.layers):
             self.meter.moved(position)
         self.warm()
+        release_cached(self.device)  # what loading and the largest warm batch took
 
     def warm(self) -> None:
         """Runs what a step runs alone, once for every size it may have, so that no step waits for a compiler.
@@ -165,7 +167,7 @@ class Rank:
             self._built[spec] = plan.kernel.build(spec)
         self._kernels[layer] = self._built[spec]
         weights = checkpoint.experts(layer, [e for e in slots if e != EMPTY], part=self._part)
-        self.bank.load(layer, self._kernels[layer], weights.to(self.device), slots)
+        self.bank.load(layer, self._kernels[layer], weights, slots, self.device)
         self.bytes_read += checkpoint.bytes_read - before
 
     def _held_in(self, epoch: Epoch, position: int) -> tuple[tuple[int, ...], int]:
@@ -193,6 +195,7 @@ class Rank:
         """
         self.leave()
         self.plans = self._dispatchers.join(self._planned)
+        release_cached(self.device)
 
     def leave(self) -> None:
         """Closes the dispatchers, and drops the graphs that use them."""
@@ -282,6 +285,10 @@ class Rank:
         sent = self._dispatchers.sent(layer, max(lane_rows))
         bytes_sent = (sent.dispatched, sent.combined)
         return answer, Phases(dispatched, computed, combined, expert_rows, *bytes_sent, sent.dispatcher)
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of its device by each of `PURPOSES`; from any thread."""
+        return held_bytes(self.bank, self._dispatchers.buffer_bytes, self.device, self._graphs.pool)
 
     def load_reading(self) -> Reading:
         """What this rank's lane sent, by phase, served layer, expert and slot; waits for steps under way."""

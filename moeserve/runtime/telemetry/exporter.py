@@ -1,6 +1,6 @@
 """What each process tells Prometheus: exporters of the table of metrics, each on a port of its own.
 
-`RankTelemetry` is fed by a rank's steps and door; the head's is in head_telemetry.py.
+`RankTelemetry` is fed by a rank's steps and door; the head's exporter is in head.py beside this file.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from wsgiref.simple_server import WSGIServer
 
@@ -24,6 +25,7 @@ from prometheus_client import (
 )
 
 from moeserve.runtime.config import ConfigError
+from moeserve.runtime.planning.memory import PURPOSES
 from moeserve.runtime.step import StepRecord
 from moeserve.runtime.telemetry.metrics import DIRECTIONS, PHASES, PROCESS, RANK, Metric
 
@@ -155,6 +157,11 @@ class RankTelemetry(Telemetry):
         self._gauge("moe_weights_bytes").set_function(lambda: read()[0])
         self._gauge("moe_checkpoint_read_bytes").set_function(lambda: read()[1])
 
+    def device_bytes(self, read: Callable[[], Mapping[str, int]]) -> None:
+        """Bytes of this rank's device, by each of `PURPOSES`, are read when scraped."""
+        for what in PURPOSES:
+            self._gauge("moe_device_bytes", what=what).set_function(partial(_entry, read, what))
+
     def _bind(self, layer: str) -> _LayerCounters:
         by_layer = ("moe_steps_total", "moe_tokens_total", "moe_expert_rows_total")
         return _LayerCounters(*(self._counter(name, layer=layer) for name in by_layer))
@@ -166,6 +173,10 @@ class RankTelemetry(Telemetry):
             self._counter("moe_wire_bytes_total", direction=dispatch, all2all_backend=dispatcher),
             self._counter("moe_wire_bytes_total", direction=combine, all2all_backend=dispatcher),
         )
+
+
+def _entry(read: Callable[[], Mapping[str, int]], name: str) -> int:
+    return read()[name]
 
 
 def write_scrape_targets(path: Path, addresses: Mapping[str, str]) -> None:
