@@ -16,9 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not exported
 
 from moeserve.runtime.control.messages import (
@@ -34,6 +32,7 @@ from moeserve.runtime.control.orders import Order, Vote
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.errors import WrongVersion
+from moeserve.runtime.rank.answers import on_host
 from moeserve.runtime.rank.lane import Lane
 from moeserve.runtime.rank.rank import Progress, Rank
 from moeserve.runtime.rank.weights.mover import Mover
@@ -326,19 +325,6 @@ class Member:
             self._report()
         wait = max((started - job.created for job in jobs if job is not None), default=0.0)
         self._observe(StepRecord(header.number, header.layer, len(jobs), at, wait, phases, late))
-
-
-def on_host(answer: Tensor) -> Tensor:
-    """`answer` in host memory, complete; it is copied to pinned memory, of which torch keeps used blocks.
-
-    A copy to pageable memory would hold up the copies of all other threads as long as it waits.
-    """
-    if answer.device.type == "cpu":
-        return answer
-    home = torch.empty(answer.shape, dtype=answer.dtype, pin_memory=True)
-    home.copy_(answer, non_blocking=True)
-    torch.cuda.current_stream(answer.device).synchronize()
-    return home
 
 
 def wanted_in(job: Job | None, version: int) -> Job | None:

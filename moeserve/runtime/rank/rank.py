@@ -18,6 +18,7 @@ from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.bank import Bank
+from moeserve.experts.batch import Grouping
 from moeserve.experts.checksum import Slot
 from moeserve.experts.kernel import Kernel, KernelSpec
 from moeserve.experts.placement import EMPTY
@@ -32,7 +33,8 @@ from moeserve.runtime.planning.plan import DispatchSpan, Plan
 from moeserve.runtime.rank.all2all import RankDispatchers
 from moeserve.runtime.rank.graphs import StepGraphs, padded_rows
 from moeserve.runtime.rank.memory import held_bytes, release_cached
-from moeserve.runtime.rank.warm import Arrivals, rooms, warm
+from moeserve.runtime.rank.warm import Arrivals, warm
+from moeserve.runtime.rank.warm_steps import numbers_of, warm_choices, warm_grouping, warm_routing, warm_steps
 from moeserve.runtime.served import Served
 from moeserve.runtime.step import LaneLogits, LaneRows, Phases
 
@@ -98,7 +100,8 @@ class Rank:
     def warm(self) -> None:
         """Runs what a step runs alone, once for every size it may have, so that no step waits for a compiler.
 
-        On the CPU there is nothing to compile. `load` ends with it: no other rank is waited for.
+        On the CPU there is nothing to compile. `load` ends with it: no other rank is waited for. A rank that
+        is alone runs whole steps when it has joined.
         """
         if self.device == "cpu" or self._book is None or self.meter is None:
             return
@@ -110,17 +113,41 @@ class Rank:
                     warm(self._kernels[layer], self.bank[layer], arrivals)
                     self._warm.add(key)
         if len(self._warm) > before:
-            self._warm_choices(self._book, self.meter)
+            self._warm_around_kernels(self._book, self.meter)
             log.info("rank %d: its kernels are warm in %.1f s", self.index, time.perf_counter() - started)
 
-    def _warm_choices(self, book: AddressBook, meter: LoadMeter) -> None:
-        """What a step does with its rows' choices, for rows that choose nothing."""
-        top_k = self.served.checkpoint.top_k
-        for rows in rooms(self.served.lane_rows):
-            none = torch.full((rows, top_k), EMPTY, dtype=torch.int32, device=self.device)
-            valid = torch.zeros(rows, dtype=torch.bool, device=self.device)
-            chosen = Choices(none, torch.zeros(none.shape, device=self.device), valid)
-            addressed(chosen, StepAddressing(0, book, meter, rows))
+    def _warm_around_kernels(self, book: AddressBook, meter: LoadMeter) -> None:
+        """What a step does before and after its kernel, as far as no other rank takes part."""
+        served, device = self.served, self.device
+
+        def addressing(rows: int) -> StepAddressing:
+            return StepAddressing(0, book, meter, rows)
+
+        warm_choices(served, addressing, device)
+        for layer in {numbers_of(self.gate(layer)): layer for layer in served.layers}.values():
+            warm_routing(self._gate_here(layer), (torch.float32, served.dtype), addressing(1), device)
+        grouped = {
+            (span.wire, (plan.problem.top_k, plan.problem.shape.hidden, slots, plan.kernel.row_align))
+            for layer, plan in self._planned.items()
+            for span in plan.fitting
+            if span.dispatcher.grouping is Grouping.RAGGED and (slots := self.bank[layer].slots)
+        }
+        for wire, sizes in grouped:
+            warm_grouping(wire, sizes, served.dtype, device)
+
+    def _warm_steps(self) -> None:
+        """Whole steps of the first layer of every plan, where this rank is the only one."""
+        if self.device == "cpu" or self.served.mesh.ranks > 1:
+            return
+        started, done = time.perf_counter(), 0
+        for layer in {id(plan): layer for layer, plan in reversed(self.plans.items())}.values():
+
+            def run(rows: LaneRows, layer: int = layer) -> Tensor:
+                return self.step(layer, rows, (rows.hidden.shape[0],))[0]
+
+            recorded = min(self._graphs.most_rows, self.plans[layer].problem.lane_rows)
+            done += warm_steps(run, self.served, self._gate_here(layer), recorded)
+        log.info("rank %d: %d steps warmed it in %.1f s", self.index, done, time.perf_counter() - started)
 
     def _kernel_spec(self, plan: Plan) -> KernelSpec:
         return KernelSpec(plan.problem.scheme, plan.problem.shape, self.served.dtype)
@@ -195,6 +222,7 @@ class Rank:
         """
         self.leave()
         self.plans = self._dispatchers.join(self._planned)
+        self._warm_steps()
         release_cached(self.device)
 
     def leave(self) -> None:
