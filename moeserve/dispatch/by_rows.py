@@ -36,7 +36,7 @@ class ByRows(Dispatcher):
         self._dispatchers = tuple(dict.fromkeys(dispatcher for _, dispatcher in ranges))
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
-        """As the dispatcher of the fullest lane's rows does. Raises ValueError above the last range."""
+        """Dispatches with the part for the fullest lane's rows. Raises ValueError above the last range."""
         dispatcher = self._dispatcher(max(routing.lane_rows))
         arrived = dispatcher.dispatch(hidden, routing)
         return Dispatched(arrived.batch, _Ticket(dispatcher, arrived.ticket))
@@ -47,7 +47,7 @@ class ByRows(Dispatcher):
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes of all of them."""
+        """The sum of what its dispatchers have sent."""
         total = Traffic()
         for dispatcher in self._dispatchers:
             total = total.plus(dispatcher.traffic.dispatched, dispatcher.traffic.combined)

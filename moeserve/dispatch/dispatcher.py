@@ -65,7 +65,7 @@ class Dispatcher(Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        """What it has sent so far."""
+        """Bytes that it has sent to other ranks so far."""
 
     def late(self) -> tuple[int, ...]:
         """Ranks it stopped waiting for since this was last asked, ascending, without waiting for the device.

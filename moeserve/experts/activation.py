@@ -88,7 +88,7 @@ class Activation:
         return row.act(rows[..., : width // 2].float(), rows[..., width // 2 :].float(), **parameters)
 
     def without_mul(self) -> Activation:
-        """The same function without the product with an up half: silu -> silu_no_mul; itself if not gated.
+        """This activation without the product with an up half: silu -> silu_no_mul; itself if not gated.
 
         ValueError: the activation has no such twin, or has a limit, which the twin would lose.
         """

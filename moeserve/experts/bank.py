@@ -206,7 +206,7 @@ class Bank:
         return slot_checksum(self.slot(layer, slot))
 
     def checksums(self, layer: int, slots: Sequence[int]) -> list[str]:
-        """The same of several slots; each is read once after it was written, however often one asks."""
+        """Checksums of several slots; each slot is read once after it was written, however often one asks."""
         unknown = [slot for slot in slots if (layer, slot) not in self._checksums]
         found = slot_checksums([self.slot(layer, slot) for slot in unknown])
         self._checksums |= {(layer, slot): one for slot, one in zip(unknown, found, strict=True)}

@@ -6,7 +6,7 @@ their way.
 
 The kernels drive RDMA queue pairs, within a host too: without an adapter DeepEP stops at a check of its own,
 and only a build with that check lifted sends over NVLink alone. `verified` speaks of such a build, on four
-H200 without adapters; over RDMA, which the row asks for, it has not run.
+H200 without adapters; over RDMA, which the entry asks for, it has not run.
 
 It carries bf16 and FP8 with a scale for 128 elements. NVFP4 on the way out is in DeepEP's `hybrid-ep` branch
 alone (`use_nvfp4`), neither in a release nor in its second generation, so there is no such wire.
@@ -54,14 +54,14 @@ class _Ticket:
 
 
 class LowLatency(Dispatcher):
-    """Dispatches over a buffer with `low_latency_dispatch` and `low_latency_combine` of `row`'s library."""
+    """Dispatches over a buffer with `low_latency_dispatch` and `low_latency_combine` of `entry`'s library."""
 
-    def __init__(self, spec: DispatchSpec, row: DispatchEntry) -> None:
+    def __init__(self, spec: DispatchSpec, entry: DispatchEntry) -> None:
         check_spec(spec)
         check_group(spec)
-        probe(row, spec)
+        probe(entry, spec)
         self._spec = spec
-        self._travelling = row.limits.travelling(spec.hidden)
+        self._travelling = entry.limits.travelling(spec.hidden)
         self._rows = most_rows(spec)
         self._traffic = Traffic()
         self._buffer = self._opened()
@@ -129,7 +129,7 @@ class LowLatency(Dispatcher):
         return self._traffic
 
     def close(self) -> None:
-        """Frees the buffer."""
+        """Frees the library's buffer."""
         self._buffer.destroy()
 
 

@@ -51,7 +51,7 @@ class Local(Dispatcher):
         return Traffic()
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing: this dispatcher holds no buffer."""
 
 
 ENTRY = DispatchEntry(

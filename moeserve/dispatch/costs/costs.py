@@ -33,7 +33,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Piece:
-    """From `start` rows on: `fixed` seconds and `per_row` seconds a row."""
+    """A straight stretch of a fit: from `start` rows on, `fixed` seconds and `per_row` seconds a row."""
 
     start: int
     fixed: float
@@ -70,7 +70,7 @@ class Fit:
         )
 
     def seconds(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """By rows `[N]`; fewer than were measured cost what the fewest did."""
+        """Seconds of each of `rows [N]`; fewer rows than were measured cost what the fewest did."""
         starts = np.array([piece.start for piece in self.pieces])
         at = np.clip(np.searchsorted(starts, rows, side="right") - 1, 0, None)
         fixed = np.array([piece.fixed for piece in self.pieces])
@@ -101,12 +101,12 @@ class DispatcherCost:
 
     @property
     def dispatch(self) -> Fit:
-        """Of dispatch."""
+        """The fit of dispatch alone."""
         return Fit.through([(point.rows, point.dispatch) for point in self.points])
 
     @property
     def combine(self) -> Fit:
-        """Of combine."""
+        """The fit of combine alone."""
         return Fit.through([(point.rows, point.combine) for point in self.points])
 
     def up_to(self, rows: int) -> DispatcherCost:
@@ -161,7 +161,7 @@ class Costs:
     ] = ()  # (dispatcher, wire, why it could not be measured); not kept
 
     def of(self, dispatcher: str, wire: str) -> DispatcherCost | None:
-        """Of one dispatcher and wire, where they were measured."""
+        """The cost of one dispatcher and wire; None where they were not measured."""
         return next(
             (cost for cost in self.dispatchers if (cost.dispatcher, cost.wire) == (dispatcher, wire)), None
         )
@@ -171,11 +171,11 @@ class Costs:
         return self.of(dispatcher, wire) is not None or any(r[:2] == (dispatcher, wire) for r in self.refused)
 
     def plus(self, measured: Sequence[DispatcherCost], refused: Sequence[tuple[str, str, str]] = ()) -> Costs:
-        """These and more."""
+        """These costs and refusals, and the ones given."""
         return replace(self, dispatchers=(*self.dispatchers, *measured), refused=(*self.refused, *refused))
 
     def json(self) -> dict[str, Any]:
-        """As a document."""
+        """The costs as a JSON document, without refusals."""
         document = asdict(self)
         del document["refused"]
         return document

@@ -40,7 +40,7 @@ DISTINCT_ROWS = 64
 """Different rows of hidden states; a larger batch repeats them."""
 
 GROWTH = 16
-"""From one measured size to the next; between them a cost is taken to be straight."""
+"""The factor from one measured size to the next; between them a cost is taken to be straight."""
 
 AGREE_SECONDS = 300.0
 """Within which a rank has done its part, a library that compiles at first use included."""
@@ -61,7 +61,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of measuring."""
+    """The costs that were measured, and the dispatchers that could not be."""
 
     costs: tuple[DispatcherCost, ...]
     refused: tuple[tuple[str, str, str], ...]  # (dispatcher, wire, why it could not be built)
@@ -200,7 +200,7 @@ class _Bounds:
 def _points(
     dispatcher: Dispatcher, candidate: Candidate, bounds: _Bounds, agreement: Agreement
 ) -> tuple[tuple[Point, ...], str]:
-    """As many sizes as time and memory allow, and why there are no more where memory ended them.
+    """Measures as many sizes as time and memory allow; the text says where memory ended them.
 
     Ranks decide by the slowest one's time. At least the smallest size, unless some rank has no room for it.
     """
@@ -290,7 +290,7 @@ class _Steps:
         agreement.agreed(self._combine)
 
     def record(self, agreement: Agreement) -> None:
-        """From now on steps are replayed from a CUDA graph, unless some rank cannot record them."""
+        """Replays steps from a CUDA graph from now on, unless some rank cannot record them."""
         try:
             self._recorded = agreement.agreed(lambda: _Recorded(self._dispatch, self._combine))
         except RankFailed as error:

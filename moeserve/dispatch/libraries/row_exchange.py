@@ -36,7 +36,7 @@ class Arrived:
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """What brings a step home."""
+    """What `combine` needs of a dispatched step."""
 
     homes: Homes
     handle: Any  # as it arrived
@@ -47,16 +47,16 @@ class RowExchange(Dispatcher):
     """A dispatcher over a library's own exchange of rows, which the adapter calls in `_send` and
     `_bring_home`.
 
-    `spec` is what it is built for and `row` what it declares. Building is collective: all ranks refuse with
+    `spec` is what it is built for and `entry` what it declares. Building is collective: all ranks refuse with
     RuntimeError, before the library's first call, when one of them lacks something.
     """
 
-    def __init__(self, spec: DispatchSpec, row: DispatchEntry) -> None:
+    def __init__(self, spec: DispatchSpec, entry: DispatchEntry) -> None:
         check_spec(spec)
         check_group(spec)
-        probe(row, spec)
+        probe(entry, spec)
         self._spec = spec
-        self._travelling = row.limits.travelling(spec.hidden)  # elements of a row on its way
+        self._travelling = entry.limits.travelling(spec.hidden)  # elements of a row on its way
         self._row_bytes = spec.wire.nbytes((1, self._travelling))  # of a copy on the way out
         self._traffic = Traffic()
 

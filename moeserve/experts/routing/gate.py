@@ -19,7 +19,7 @@ from moeserve.experts.routing.methods import ROUTINGS, SCORES, RoutingMethod, ch
 Config = Mapping[str, Any]
 
 MOST_EXPERTS = 1024
-"""Of a layer, whose scores a program of the GPU kernel keeps in registers."""
+"""Most experts of a layer that the GPU kernel serves: a program keeps their scores in registers."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -86,7 +86,7 @@ class Coordinator:
         return self._group.epoch
 
     def start(self) -> None:
-        """Begins to accept ranks."""
+        """Begins to accept ranks, and to order their steps."""
         self._reception.start()
         threading.Thread(target=self._keep_pace, name="keep_pace", daemon=True).start()
 
@@ -113,12 +113,12 @@ class Coordinator:
             raise TimeoutError(f"the group did not serve within {timeout:.0f} s: {self._reason}")
 
     def progress(self) -> Progress:
-        """Where the group stands."""
+        """The group's state, the reason for it, and its counts."""
         with self._lock:
             return self._progress()
 
     def seats(self) -> dict[int, Seat]:
-        """Connected ranks."""
+        """The ranks that are connected now, by number."""
         with self._lock:
             return dict(self._seats)
 

@@ -25,7 +25,7 @@ class Group:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that are not here."""
+        """Ranks that are not connected."""
         return sorted(set(range(self.ranks)) - set(self.seats))
 
     def send(self, seat: Seat, message: Message) -> None:
@@ -36,6 +36,6 @@ class Group:
             log.info("rank pid %d cannot be reached: %s", seat.pid, closed)
 
     def broadcast(self, message: Message) -> None:
-        """Tells all who are here."""
+        """Sends `message` to every connected rank."""
         for seat in list(self.seats.values()):
             self.send(seat, message)

@@ -16,7 +16,7 @@ MOST = 2
 
 @dataclass(frozen=True)
 class _Running:
-    """A step at the ranks."""
+    """A step that was sent to the ranks and that not all have finished."""
 
     layer: int
     started: float

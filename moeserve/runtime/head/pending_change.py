@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from moeserve.runtime.control.orders import Staged
+from moeserve.runtime.control.orders import StagedCopy
 from moeserve.runtime.epoch import Change
 
 
 class Stage(Enum):
-    """Where a change stands."""
+    """The stages of a change, from its preparation to its end."""
 
     PREPARING = "preparing"  # ranks copy, and vote; any failure abandons it
     DECIDED = "decided"  # every rank had voted: it stands, whatever fails now
@@ -29,7 +29,7 @@ class Outcome:
 
     abandoned: str  # why, or empty: committed
     seconds: float = 0.0
-    staged: tuple[Staged, ...] = ()  # by all ranks
+    staged: tuple[StagedCopy, ...] = ()  # by all ranks
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class PendingChange:
     ranks: int
     stage: Stage = Stage.PREPARING
     reason: str = ""  # of abandoning it
-    voted: dict[int, tuple[Staged, ...]] = field(default_factory=dict)
+    voted: dict[int, tuple[StagedCopy, ...]] = field(default_factory=dict)
     adopted: set[int] = field(default_factory=set)
 
     @property
@@ -52,7 +52,7 @@ class PendingChange:
         return self.stage in (Stage.SERVED, Stage.ABANDONED)
 
     @property
-    def staged(self) -> tuple[Staged, ...]:
+    def staged(self) -> tuple[StagedCopy, ...]:
         """Every copy that was voted for."""
         return tuple(one for votes in self.voted.values() for one in votes)
 
@@ -61,7 +61,7 @@ class PendingChange:
         """Ranks that have not voted."""
         return sorted(set(range(self.ranks)) - set(self.voted))
 
-    def vote(self, rank: int, staged: tuple[Staged, ...], refused: str) -> None:
+    def vote(self, rank: int, staged: tuple[StagedCopy, ...], refused: str) -> None:
         """A rank's word: the last yes decides, a no abandons, and so do copies of one expert that differ."""
         if self.stage is not Stage.PREPARING:
             return

@@ -60,7 +60,7 @@ class Reception:
         self.address = f"{host}:{self._listener.getsockname()[1]}"
 
     def start(self) -> None:
-        """Begins to accept."""
+        """Begins to accept ranks' streams."""
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ class Sequencer:
 
     @property
     def queued(self) -> int:
-        """Jobs not yet in a step."""
+        """How many jobs are in no step yet."""
         return sum(len(queue.jobs) for queue in self._queues.values())
 
     def announce(self, job: Announcement, now: float) -> None:

@@ -26,10 +26,10 @@ from moeserve.runtime.launch.environment import machine_for, set_environment, tu
 from moeserve.runtime.planning.costing import costing_of
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.rank.lane import Lane
-from moeserve.runtime.rank.member import Member, Rendezvous
+from moeserve.runtime.rank.member import Member, ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.weights.copies import Copier
-from moeserve.runtime.rank.weights.mover import Mover, Place
+from moeserve.runtime.rank.weights.mover import CopySources, Mover
 from moeserve.runtime.rank.weights.peers import Peers, WeightsServer
 from moeserve.runtime.served import model_name, served_from
 from moeserve.runtime.telemetry.exporter import RankTelemetry
@@ -122,8 +122,10 @@ class _RankProcess:
         self._telemetry.weights(lambda: (rank.bank.nbytes, rank.bytes_read))
         self._telemetry.device_bytes(rank.held_bytes)
         self._telemetry.regions(lambda: (len(self._regions.list()), self._regions.bytes))
-        meeting = Rendezvous("nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds)
-        self.member = Member(rank, lane, stream, meeting, self._telemetry.observe_step)
+        group_settings = ProcessGroupSettings(
+            "nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds
+        )
+        self.member = Member(rank, lane, stream, group_settings, self._telemetry.observe_step)
         lane.announce = self.member.announce
         self._weights = WeightsServer(spec.host, spec.token, device, rank.bank)
         self._mover = self._mover_of(spec, rank, device)
@@ -138,7 +140,7 @@ class _RankProcess:
 
     def _mover_of(self, spec: RankSpec, rank: Rank, device: str) -> Mover:
         balance = spec.config.balance
-        place = Place(
+        sources = CopySources(
             spec.rank,
             host_id(),
             device,
@@ -149,7 +151,7 @@ class _RankProcess:
             rank.read_expert,
         )
         copier = Copier(balance.move_bytes_per_second, device)
-        return Mover(place, copier, self.member.voted, self.member.wrong)
+        return Mover(sources, copier, self.member.send_vote, self.member.report_corruption)
 
     @property
     def weights_address(self) -> str:

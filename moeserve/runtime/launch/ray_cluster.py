@@ -38,7 +38,7 @@ class _RankActor:
         self._thread.start()
 
     def pid(self) -> int:
-        """Of this process."""
+        """The id of this actor's process."""
         return os.getpid()
 
     @staticmethod
@@ -74,7 +74,7 @@ class _HeadActor:
         return self._head.metrics_targets()
 
     def stop(self) -> None:
-        """Ends the group."""
+        """Ends the group and the front door."""
         self._head.stop()
 
 

@@ -65,7 +65,7 @@ class Call:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended."""
+        """Whether the call has been answered or has failed."""
         return self._done.is_set()
 
     def wait(self, seconds: float) -> bool:
@@ -103,7 +103,7 @@ class Lane:
 
     @property
     def in_flight(self) -> int:
-        """Jobs now."""
+        """How many jobs the lane holds now."""
         return len(self._jobs)
 
     @property
@@ -169,7 +169,7 @@ class Lane:
         return call
 
     def cancel(self, call: Call) -> None:
-        """The caller has left."""
+        """Forgets a call whose caller has left; its rows may still travel."""
         self._forget(call)
 
     def take(self, named: tuple[tuple[int, int], ...]) -> list[Job | None]:

@@ -40,7 +40,7 @@ from moeserve.runtime.step import LaneLogits, LaneRows, Phases
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[Iterable[int]], Iterable[int]]
+LayerProgress = Callable[[Iterable[int]], Iterable[int]]
 
 
 class Rank:
@@ -71,7 +71,7 @@ class Rank:
         self._book: AddressBook | None = None
         self._gates: dict[int, tuple[Gate, Gate]] = {}  # by layer: as it is stored, and on the device
 
-    def load(self, epoch: Epoch, progress: Progress = iter) -> None:
+    def load(self, epoch: Epoch, progress: LayerProgress = iter) -> None:
         """Reads what `epoch` gives this rank and it does not hold, from disk, and prepares it.
 
         At first that is its experts of every layer, and only those; after a change, the slots that differ.
@@ -160,8 +160,8 @@ class Rank:
         self._book.update_layer(position, epoch.placement.slots[position])
         self.meter.moved(position)
 
-    def disown(self, layer: int) -> None:
-        """What `layer` (decoder index) holds is not sure any more: it is read again at the next load."""
+    def invalidate(self, layer: int) -> None:
+        """Forgets what `layer` (decoder index) holds, so that it is read again at the next load."""
         self._held.pop(layer, None)
 
     def read_expert(self, layer: int, expert: int, version: int) -> Slot:
@@ -203,7 +203,7 @@ class Rank:
         return tuple(slots.tolist()), epoch.version(position)
 
     def _checkpoint(self, version: int) -> Checkpoint:
-        """Of a version. Raises ValueError for one that is not of the same shapes."""
+        """The checkpoint of a version, opened. Raises ValueError for one that is not of the same shapes."""
         if version == 1:
             return self.served.checkpoint
         if version not in self._opened:
@@ -285,7 +285,7 @@ class Rank:
 
         kind = self.meter.metering.phase(fullest)
         answer = self._graphs.run(layer, kind, rows, lane_rows, launched)
-        sent = self._dispatchers.sent_again(layer, padded_rows(fullest))
+        sent = self._dispatchers.traffic_of_replayed(layer, padded_rows(fullest))
         return answer, Phases(0.0, lap(), 0.0, -1, sent.dispatched, sent.combined, sent.dispatcher)
 
     def _launched(
@@ -295,11 +295,11 @@ class Rank:
         assert self._book is not None and self.meter is not None
         position, dispatcher = self._position[layer], self._dispatchers[layer]
         lap = _stopwatch()
-        desk = StepAddressing(position, self._book, self.meter, fullest)
+        addressing = StepAddressing(position, self._book, self.meter, fullest)
         if isinstance(rows, LaneLogits):
-            slots, weights = routed(self._gates[layer][1], rows.logits, rows.valid, desk)
+            slots, weights = routed(self._gates[layer][1], rows.logits, rows.valid, addressing)
         else:
-            slots, weights = addressed(Choices(rows.experts, rows.weights, rows.valid), desk)
+            slots, weights = addressed(Choices(rows.experts, rows.weights, rows.valid), addressing)
         hidden, weights = self._weigh_input(layer, rows.hidden, slots, weights)
         routing = Routing(slots, weights, lane_rows)
         arrived = dispatcher.dispatch(hidden, routing)
@@ -310,7 +310,7 @@ class Rank:
         answer = dispatcher.combine(outputs, arrived.ticket)
         combined = lap()
         expert_rows = int(arrived.batch.counts.sum()) if self.device == "cpu" else -1
-        sent = self._dispatchers.sent(layer, max(lane_rows))
+        sent = self._dispatchers.traffic_of_launched(layer, max(lane_rows))
         bytes_sent = (sent.dispatched, sent.combined)
         return answer, Phases(dispatched, computed, combined, expert_rows, *bytes_sent, sent.dispatcher)
 
@@ -327,7 +327,7 @@ class Rank:
     def _weigh_input(
         self, layer: int, hidden: Tensor, slots: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """For models that weight the input (top-1), the lane does it here and sends weight 1."""
+        """Weights the input where the model does so (top-1); the rows then travel with weight 1."""
         if not self.served.checkpoint.gate(layer).weight_on_input:
             return hidden, weights
         scale = weights.sum(dim=1, keepdim=True)  # top-1 after merging: one weight a row

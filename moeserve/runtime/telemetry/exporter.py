@@ -77,7 +77,7 @@ class Telemetry:
         return int(server.server_port)
 
     def close(self) -> None:
-        """Stops to answer scrapes."""
+        """Stops the server that answers scrapes."""
         if self._server is not None:
             server, thread = self._server
             self._server = None
