@@ -58,7 +58,7 @@ class ByRows(Dispatcher):
         return tuple(sorted({rank for dispatcher in self._dispatchers for rank in dispatcher.late()}))
 
     def interrupt(self) -> None:
-        """None of them waits any more."""
+        """Ends the waits of all its dispatchers."""
         for dispatcher in self._dispatchers:
             dispatcher.interrupt()
 

@@ -62,7 +62,7 @@ class Finding:
 
 
 def probe(entry: DispatchEntry, spec: DispatchSpec) -> None:
-    """Collective over torch.distributed's default group, before any call of the library.
+    """Checks on all ranks whether the library can serve, before any call of it. Collective.
 
     Raises RuntimeError on every rank, with each rank's first failed check, unless all passed. The library is
     imported where the checks before that passed.

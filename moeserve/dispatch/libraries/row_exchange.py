@@ -98,7 +98,7 @@ class RowExchange(Dispatcher):
         return answer
 
     def _warm(self) -> None:
-        """A step of a row a lane, for libraries that compile at first use. Collective.
+        """Runs a step of one row a lane, for libraries that compile at first use. Collective.
 
         The last thing of building: so callers do not wait for a compiler, and a dispatcher whose library
         cannot make the step is refused, with RuntimeError, before it serves.

@@ -17,7 +17,7 @@ _KNUTH = 2654435769  # 2^32 / golden ratio: consecutive tokens spread over repli
 class AddressBook:
     """The only door between logical experts and slots. A lane knows its own ids only.
 
-    `choice` names the row of `REPLICA_CHOICES` that picks among an expert's replicas, and `lane` is the rank
+    `choice` names the entry of `REPLICA_CHOICES` that picks among an expert's replicas; `lane` is the rank
     whose rows are resolved. Tables are allocated once and rewritten in place by `update` and `update_layer`,
     so a captured CUDA graph stays valid.
     """
@@ -28,8 +28,8 @@ class AddressBook:
         layers, slots = placement.slots.shape
         self.experts, self.slots = placement.experts, slots
         size = Size(layers, placement.experts, slots, placement.ranks)
-        row = choice_named(choice)
-        split, self._least_rows = row.split, row.least_rows
+        entry = choice_named(choice)
+        split, self._least_rows = entry.split, entry.least_rows
         lane %= placement.ranks
         self._splitter = None if split is None else Splitter(size, split, lane, device)
         self._on_device = splitter_on(device, size, split, lane)

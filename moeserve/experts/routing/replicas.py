@@ -128,8 +128,8 @@ class ReplicaChoice:
 
 
 REPLICA_CHOICES: dict[str, ReplicaChoice] = {
-    row.name: row
-    for row in (
+    entry.name: entry
+    for entry in (
         ReplicaChoice("hash", "by the row's index, whatever the batch holds"),
         ReplicaChoice("waterfill", "one pass over replicated experts, the fullest first", waterfill),
         ReplicaChoice(

@@ -147,7 +147,7 @@ class Coordinator:
     # -- ranks come and go ----------------------------------------------------------------------------------
 
     def rank_connected(self, rank: int, seat: Seat, refused: str) -> None:
-        """A rank takes its seat; when all have, a generation forms. ValueError: it cannot, or no longer."""
+        """Seats a rank; when all are seated, a generation forms. ValueError: it cannot, or no longer."""
         with self._lock:
             if refused:
                 self._fail(refused)
@@ -170,7 +170,7 @@ class Coordinator:
                 self._lock.notify_all()
 
     def rank_lost(self, rank: int, seat: Seat, why: str) -> None:
-        """A rank's stream ended: its generation does too. A failure keeps its own reason."""
+        """Ends the generation of a rank whose stream ended. A failure keeps its own reason."""
         with self._lock:
             if self._seats.get(rank) is not seat:
                 return
@@ -179,7 +179,7 @@ class Coordinator:
                 self._abort(f"rank {rank} (pid {seat.pid}) is lost: {why}")
 
     def message_received(self, rank: int, seat: Seat, message: Message) -> None:
-        """A rank's message about its generation; one about an older generation does not count."""
+        """Takes a rank's message about its generation; one about an older generation does not count."""
         with self._lock:
             if message.get("generation") != self._group.generation:
                 return  # from before an abort
@@ -222,7 +222,7 @@ class Coordinator:
             passed()
 
     def _form(self) -> None:
-        """All ranks are here: a fresh generation."""
+        """Begins a fresh generation, now that all ranks are connected."""
         self._form_at = math.inf
         self._group.generation += 1
         self._votes = _Votes()
@@ -254,7 +254,7 @@ class Coordinator:
         self._emit()
 
     def _abort(self, reason: str) -> None:
-        """The generation ends: doors fail their jobs, and a fresh one forms when all ranks are there."""
+        """Ends the generation: doors fail their jobs, and a fresh one forms when all ranks are there."""
         log.warning("generation %d aborts: %s", self._group.generation, reason)
         if self._state in ("preparing", "joining"):
             self._failures += 1
@@ -271,7 +271,7 @@ class Coordinator:
         self._lock.notify_all()
 
     def _fail(self, reason: str) -> None:
-        """The service cannot start, or gives up."""
+        """Ends the service in state failed, where it cannot start or has failed too often."""
         if self._state not in ENDED and (self._steps.steps == 0 or self._failures >= FORM_ATTEMPTS):
             self._set_state("failed", reason)
 

@@ -29,7 +29,7 @@ class Group:
         return sorted(set(range(self.ranks)) - set(self.seats))
 
     def send(self, seat: Seat, message: Message) -> None:
-        """A stream that fails here is seen as lost by the thread that receives from it."""
+        """Sends to one rank. The thread that receives from a stream that fails here sees it as lost."""
         try:
             seat.stream.send(message)
         except StreamClosed as closed:

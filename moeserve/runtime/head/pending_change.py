@@ -34,8 +34,8 @@ class Outcome:
 
 @dataclass(eq=False)
 class PendingChange:
-    """Votes on one change. `number` is its own: what comes late of an earlier one, of the same epoch even,
-    does not count.
+    """The votes on one change. Each change has a `number` of its own, so that late votes on an earlier one,
+    even to the same epoch, do not count.
     """
 
     number: int
@@ -62,7 +62,7 @@ class PendingChange:
         return sorted(set(range(self.ranks)) - set(self.voted))
 
     def vote(self, rank: int, staged: tuple[StagedCopy, ...], refused: str) -> None:
-        """A rank's word: the last yes decides, a no abandons, and so do copies of one expert that differ."""
+        """Counts a rank's vote: the last yes decides; a no abandons, as do differing copies of an expert."""
         if self.stage is not Stage.PREPARING:
             return
         if refused:
@@ -77,13 +77,13 @@ class PendingChange:
             self.stage = Stage.DECIDED
 
     def adopt(self, rank: int) -> None:
-        """A rank serves it. Only when all do may its new experts be copied from them."""
+        """Notes that a rank serves it. Only when all do may its new experts be copied from them."""
         self.adopted.add(rank)
         if self.stage is Stage.DECIDED and len(self.adopted) == self.ranks:
             self.stage = Stage.SERVED
 
     def abandon(self, reason: str) -> None:
-        """It is not wanted any more; what was decided stands, and ranks load it when they form again."""
+        """Drops the change; what was decided stands, and ranks load it when they form again."""
         if self.stage is Stage.DECIDED:
             self.stage = Stage.SERVED
         elif self.stage is Stage.PREPARING:

@@ -48,8 +48,8 @@ class Sequencer:
         return sum(len(queue.jobs) for queue in self._queues.values())
 
     def announce(self, job: Announcement, now: float) -> None:
-        """A door has a job ready. Raises ValueError when its rows are over the lane's capacity: doors split
-        first.
+        """Queues a job that a door has ready. Raises ValueError when its rows are over the lane's capacity:
+        doors split first.
         """
         if job.rows > self._pace.lane_rows:
             raise ValueError(

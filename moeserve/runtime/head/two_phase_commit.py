@@ -45,14 +45,14 @@ class TwoPhaseCommit:
         return Outcome(pending.reason, time.monotonic() - started, pending.staged)
 
     def abandon(self, reason: str) -> None:
-        """The change under way is dropped, unless it is decided; ranks keep serving the epoch they have."""
+        """Drops the change under way, unless it is decided; ranks keep serving the epoch they have."""
         if self._pending is None or self._pending.ended:
             return
         self._pending.abandon(reason)
         self._send_outcome()
 
     def message_received(self, rank: int, message: Message) -> None:
-        """A rank's message about the change under way: it has staged it, it cannot, or it serves it."""
+        """Takes a rank's message about the change: it has staged it, it cannot, or it serves it."""
         if self._pending is None or int(message["change"]) != self._pending.number:
             return
         if message["kind"] == "adopted":

@@ -34,7 +34,7 @@ class StepTraffic(NamedTuple):
 
 
 class RankDispatchers:
-    """Built by `join` over the process group that is up then, closed by `leave`."""
+    """The dispatchers of every layer: `join` builds them over the group that is up, `leave` closes them."""
 
     def __init__(self, costs: CostBook, spec_of: SpecOf) -> None:
         self._costs, self._spec_of = costs, spec_of
@@ -53,9 +53,9 @@ class RankDispatchers:
         return self._of_layer[layer]
 
     def join(self, planned: dict[int, Plan]) -> dict[int, Plan]:
-        """Builds them; layers of the same sizes share one. Collective. The plans as they are served.
+        """Builds the dispatchers, one for layers of the same sizes; returns the plans as they are served.
 
-        Where several dispatchers could serve and the configuration asks for it, they are measured first.
+        Collective. Where several could serve and the configuration asks for it, they are measured first.
         """
         self.leave()
         self._plans = self._costs.choose(planned, self._spec_of)
@@ -87,7 +87,7 @@ class RankDispatchers:
         self._counted, self._launched, self._late = {}, {}, set()
 
     def interrupt(self) -> None:
-        """None of them waits for another rank any more: the group has ended. From any thread."""
+        """Ends every dispatcher's waits for other ranks: the group has ended. From any thread."""
         for dispatcher in list(self._built.values()):
             dispatcher.interrupt()
 

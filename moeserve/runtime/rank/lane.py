@@ -39,11 +39,11 @@ class Call:
         self._done = threading.Event()
 
     def expect(self, jobs: list[Job]) -> None:
-        """The parts that have to end."""
+        """Names the parts that have to end before the call does."""
         self.jobs, self._left = jobs, len(jobs)
 
     def part_ended(self, job: Job) -> None:
-        """One part is there, or failed."""
+        """Notes that one part was answered or has failed."""
         with self._lock:
             if self._done.is_set():
                 return
@@ -116,12 +116,12 @@ class Lane:
         return GroupUnavailable(self._closed or "the group is forming")
 
     def open(self) -> None:
-        """The group serves: jobs are taken."""
+        """Takes jobs from now on: the group serves."""
         with self._lock:
             self._closed = None
 
     def close(self, reason: str) -> None:
-        """The group stopped serving: waiting jobs fail with GroupUnavailable, and so do new ones."""
+        """Fails waiting jobs, and new ones, with GroupUnavailable: the group stopped serving."""
         with self._lock:
             self._closed = reason
             jobs, self._jobs = list(self._jobs.values()), {}

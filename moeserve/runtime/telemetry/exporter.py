@@ -31,9 +31,9 @@ from moeserve.runtime.telemetry.metrics import DIRECTIONS, PHASES, PROCESS, RANK
 
 
 class Telemetry:
-    """One process's metrics: those of every process, and the `rows` of its kind; `own` labels are on each."""
+    """One process's metrics: those of every process, and its kind's `entries`; `own` labels are on each."""
 
-    def __init__(self, rows: tuple[Metric, ...], own: Mapping[str, str], version: str) -> None:
+    def __init__(self, entries: tuple[Metric, ...], own: Mapping[str, str], version: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the series of counters
         self._own = dict(own)
         self._registry = CollectorRegistry()
@@ -41,9 +41,9 @@ class Telemetry:
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
-        for row in (*PROCESS, *rows):
-            if not row.computed:
-                self._build(row)
+        for entry in (*PROCESS, *entries):
+            if not entry.computed:
+                self._build(entry)
         ProcessCollector(registry=self._registry)
         self._gauge("moe_build_info", version=version).set(1)
 
@@ -85,18 +85,20 @@ class Telemetry:
             server.server_close()
             thread.join()
 
-    def _build(self, row: Metric) -> None:
-        labels, registry = (*self._own, *row.labels), self._registry
-        match row.kind:
+    def _build(self, entry: Metric) -> None:
+        labels, registry = (*self._own, *entry.labels), self._registry
+        match entry.kind:
             case "counter":
-                self._counters[row.name] = Counter(row.name, row.help, labels, registry=registry)
+                self._counters[entry.name] = Counter(entry.name, entry.help, labels, registry=registry)
             case "gauge":
-                self._gauges[row.name] = Gauge(row.name, row.help, labels, registry=registry)
+                self._gauges[entry.name] = Gauge(entry.name, entry.help, labels, registry=registry)
             case "histogram":
-                histogram = Histogram(row.name, row.help, labels, registry=registry, buckets=row.buckets)
-                self._histograms[row.name] = histogram
+                histogram = Histogram(
+                    entry.name, entry.help, labels, registry=registry, buckets=entry.buckets
+                )
+                self._histograms[entry.name] = histogram
             case kind:
-                raise ValueError(f"{row.name} is of kind {kind!r}; known: counter, gauge, histogram")
+                raise ValueError(f"{entry.name} is of kind {kind!r}; known: counter, gauge, histogram")
 
     def _counter(self, name: str, **labels: str) -> Counter:
         return self._counters[name].labels(**self._own, **labels)

@@ -44,8 +44,8 @@ def _histogram(name: str, text: str, *labels: str) -> Metric:
     return Metric(name, "histogram", text, labels, SECONDS)
 
 
-def _of_cycles(row: Metric) -> Metric:
-    return replace(row, buckets=CYCLE_SECONDS)
+def _of_cycles(entry: Metric) -> Metric:
+    return replace(entry, buckets=CYCLE_SECONDS)
 
 
 def _counter(name: str, text: str, *labels: str) -> Metric:
@@ -56,8 +56,8 @@ def _gauge(name: str, text: str, *labels: str) -> Metric:
     return Metric(name, "gauge", text, labels)
 
 
-def _computed(row: Metric) -> Metric:
-    return replace(row, computed=True)
+def _computed(entry: Metric) -> Metric:
+    return replace(entry, computed=True)
 
 
 PROCESS = (
@@ -150,5 +150,5 @@ COORDINATOR = (
 )
 """Metrics of the coordinator's process."""
 
-METRICS: dict[str, Metric] = {row.name: row for row in (*PROCESS, *RANK, *COORDINATOR)}
+METRICS: dict[str, Metric] = {entry.name: entry for entry in (*PROCESS, *RANK, *COORDINATOR)}
 """Every metric by its name."""
