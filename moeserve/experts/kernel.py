@@ -62,12 +62,12 @@ class Prepared:
 
     @property
     def slots(self) -> int:
-        """How many slots there are."""
+        """How many experts it has storage for."""
         return next(iter(self.per_slot.values())).shape[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors, per slot and shared."""
         return sum(t.nbytes for t in (*self.per_slot.values(), *self.shared.values()))
 
 
