@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moeserve.device.nvrtc import NEEDED_MODULE
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
+from moeserve.experts.kernel import KernelEntry, Prepared
 from moeserve.experts.kernels import codes as device_codes
-from moeserve.experts.kernels.hopper import flat
+from moeserve.experts.kernels.cuda.steps import FUSED_ACTIVATIONS
+from moeserve.experts.kernels.hopper import HopperKernel
 from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_GROUP
@@ -27,11 +30,8 @@ NAN = 1 << 12
 """As an exponent, beyond all others."""
 
 
-class CudaW4A8:
+class CudaW4A8(HopperKernel):
     """Two grouped GEMMs in E4M3: a code times its block's scale, then a float32 a row of the weights."""
-
-    def __init__(self, spec: KernelSpec) -> None:
-        self._spec = spec
 
     def prepare(self, weights: ExpertWeights) -> Prepared:
         """Codes and scales in the order a warp group reads them, and one float32 a row that all of it shares.
@@ -46,19 +46,15 @@ class CudaW4A8:
         biases = {"gate_up_bias": fitted.gate_up_bias, "down_bias": fitted.down_bias}
         return Prepared(tensors | {name: bias for name, bias in biases.items() if bias is not None})
 
-    def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
-        """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
+    def _rows(self, slots: Mapping[str, Tensor], batch: ExpertBatch, tokens: Packed) -> Tensor:
         from moeserve.experts.kernels.cuda.prefill_codes import Step, plan_for, weights_of
 
-        spec, slot, tokens = self._spec, prepared.per_slot, flat(batch.tokens)
-        if batch.slots == 0 or tokens.shape[0] == 0:
-            return torch.empty(batch.tokens.shape, dtype=spec.out_dtype, device=tokens.device)
+        spec = self._spec
         span = spec.scheme.weights.parts[1].columns
         step = Step(batch, tokens.shape[0], plan_for(f"fp8_{span}", batch))
         x = step.rows(*tokens.parts) if tokens.format == FP8_GROUP else step.round(tokens.parts[0])
-        inner = step.gate_up(x, weights_of(slot, "gate_up"), spec.shape.activation, spec.shape.inner)
-        rows = step.down(inner, weights_of(slot, "down"), spec.shape.hidden, spec.out_dtype)
-        return rows.view(batch.tokens.shape)
+        inner = step.gate_up(x, weights_of(slots, "gate_up"), spec.shape.activation, spec.shape.inner)
+        return step.down(inner, weights_of(slots, "down"), spec.shape.hidden, spec.out_dtype)
 
 
 def pack(packed: Packed) -> dict[str, Tensor]:
@@ -131,7 +127,7 @@ ENTRY = KernelEntry(
     schemes=frozenset({Scheme(MXFP4, FP8_GROUP), Scheme(NVFP4_E4M3, FP8_GROUP)}),
     eats=frozenset({BF16, FP8_GROUP}),
     groupings=frozenset(Grouping),
-    activations=frozenset({"silu", "swigluoai", "swigluoai_uninterleave"}),
+    activations=FUSED_ACTIVATIONS,
     archs=frozenset({"sm90"}),
     modules=frozenset({"triton", NEEDED_MODULE}),
     multiple_of=(32, 64),

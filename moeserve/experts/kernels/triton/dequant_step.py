@@ -80,7 +80,7 @@ def _outer(stored: Stored, *, words: bool) -> str:
 
 
 @dataclass(frozen=True)
-class Step:
+class DequantStep:
     """A batch cut into groups of at most `cut.rows` rows of one slot; nothing is read on the host."""
 
     batch: ExpertBatch
