@@ -23,11 +23,12 @@ from moeserve.device.machine import this_machine
 from moeserve.device.nvrtc import NEEDED_MODULE
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelSpec
+from moeserve.experts.kernel import KernelSpec, Problem
 from moeserve.experts.kernels import KERNELS
 from moeserve.quant.format import Format, Packed
 from moeserve.quant.formats import BF16
 from moeserve.quant.schemes import scheme_named
+from moeserve.runtime.planning.plan import kernels_that_serve
 
 EXPERTS, SHAPE = 64, ExpertShape(7168, 2048, Activation("silu"))
 LIBRARIES = {
@@ -89,9 +90,15 @@ def weights_of(name: str) -> ExpertWeights:
     return ExpertWeights(matrix(form, 4096, 7168), matrix(form, 7168, 2048))
 
 
+def problem_of(name: str, count: int) -> Problem:
+    """A layer whose only rank gets `count` rows in each slot, one expert a token."""
+    return Problem(scheme_named(name), BF16, SHAPE, EXPERTS, 1, 1, lane_rows=EXPERTS * count)
+
+
 def step_of(name: str, row_name: str, count: int, padded: int) -> Callable[[], Tensor]:
-    """One step of a row, `count` rows in each slot."""
-    row, scheme = KERNELS[row_name], scheme_named(name)
+    """One step of a kernel or a family, `count` rows in each slot."""
+    (row, *_), _ = kernels_that_serve(problem_of(name, count), this_machine(), KERNELS, row_name)
+    scheme = scheme_named(name)
     there = torch.Generator("cuda").manual_seed(count)
     rows = torch.randn(EXPERTS, count, 7168, device="cuda", generator=there).bfloat16()
     kernel = row.build(KernelSpec(scheme, SHAPE, torch.bfloat16))
@@ -112,27 +119,20 @@ def timed(name: str, row_name: str, count: int, padded: int) -> float:
     return median(step_of(name, row_name, count, padded))
 
 
-def rows_here(name: str, padded: int) -> list[str]:
-    """Our own row that a plan takes, and the libraries' that take such batches and are importable."""
-    here, grouping = this_machine(), Grouping.PADDED if padded else Grouping.RAGGED
-    libraries = [KERNELS[library] for library in LIBRARIES[name]]
-    own = [row for row in KERNELS.values() if row.modules and row.modules <= OURS]
-    able = [
-        row
-        for row in (*own, *libraries)
-        if here.arch in row.archs
-        and row.modules <= here.modules
-        and grouping in row.groupings
-        and scheme_named(name) in row.schemes
-    ]
-    return [row.name for row in able if row in libraries or row is able[0]]
+def rows_here(name: str, count: int, padded: int) -> list[str]:
+    """Our own kernels that a plan takes, and the libraries' that take such batches and are importable."""
+    grouping = Grouping.PADDED if padded else Grouping.RAGGED
+    able, _ = kernels_that_serve(problem_of(name, count), this_machine(), KERNELS)
+    fitting = [row for row in able if grouping in row.groupings]
+    own = [row.name for row in fitting if all(e.modules and e.modules <= OURS for e in row.entries)]
+    return own[:1] + [row.name for row in fitting if row.name in LIBRARIES[name]]
 
 
 def compare(name: str, count: int, padded: int, lane: Lane, deadline: float) -> list[record.Result]:
     """Prints a line a row of the table of kernels, with the ratio to the first; what is to be recorded."""
     times: dict[str, float] = {}
     case = f"{name}, {count} rows a slot" + (f", padded to {padded}" if padded else "")
-    for row_name in rows_here(name, padded):
+    for row_name in rows_here(name, count, padded):
         try:
             found = lane.run(deadline - time.monotonic(), timed, name, row_name, count, padded)
         except Failed as failed:
@@ -170,7 +170,7 @@ def main() -> None:
         for padded in arguments.padded.split(",")
         for count in arguments.rows.split(",")
     ]
-    tasks = [(name, row, count, padded) for name, count, padded in cases for row in rows_here(name, padded)]
+    tasks = [(name, row, *case) for name, *case in cases for row in rows_here(name, *case)]
     compiling = time.monotonic() + 0.6 * arguments.seconds
     lane = in_lanes(run_once, tasks, arguments.workers, compiling) if arguments.workers else Lane()
     for name, count, padded in cases:

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from math import ceil
 
 import torch
 from torch import Tensor
 
 from moeserve.experts.activation import Activation
 from moeserve.quant.format import Packed
-
-ROUNDING = 1e-6
-"""By so much may a number of rows be off that was divided by slots and multiplied again."""
 
 
 class Grouping(Enum):
@@ -125,6 +121,6 @@ class ExpertBatch:
         return room if self.likely is None else min(self.likely, room)
 
     @property
-    def expert_rows(self) -> int:
-        """What kernels are chosen for: the rows that all slots likely have, rounded up; else their room."""
-        return ceil(self.rows_a_slot * self.slots - ROUNDING)
+    def likely_rows(self) -> float:
+        """What kernels are chosen for: the rows that all slots likely have; where not known, their room."""
+        return self.rows_a_slot * self.slots

@@ -6,9 +6,10 @@ Kernels that compute on the same prepared weights have one `form`. Those of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil, floor, inf
+from fractions import Fraction
+from math import inf
 from typing import Protocol
 
 import torch
@@ -46,9 +47,14 @@ class Problem:
         return self.experts if self.sliced else -(-(self.experts + self.redundant) // self.ranks)
 
     @property
-    def expert_rows(self) -> int:
-        """Rows that a rank likely computes in a step of full lanes: (token, expert) pairs, evenly spread."""
-        return self.lane_rows * self.top_k * (self.ranks if self.sliced else 1)
+    def step_rows(self) -> int:
+        """Most rows that all lanes bring to a step together."""
+        return self.ranks * self.lane_rows
+
+    @property
+    def pairs_a_row(self) -> Fraction:
+        """(token, expert) pairs that one rank likely computes for each row that a lane brings to a step."""
+        return Fraction(self.top_k, 1 if self.sliced else self.ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,26 +145,18 @@ class KernelSpec:
 class KernelRange:
     """The steps that a kernel was measured to be the fastest of its family with.
 
-    Rows of a step are its (token, expert) pairs on one rank, as far as the host knows without counting; rows
-    a slot are those over the rank's slots. Every bound but `from_slot_rows` is the most that is meant.
+    They are told by their pairs: the (token, expert) pairs that a rank computes, as far as the host knows
+    without counting. Pairs a slot are these over the rank's slots. All bounds belong to the range.
     """
 
     kernel: str
-    from_slot_rows: float = 0.0
-    up_to_slot_rows: float = inf
-    up_to_rows: float = inf
+    from_slot_pairs: float = 0.0
+    up_to_slot_pairs: float = inf
+    up_to_pairs: float = inf
 
-    def covers(self, rows: int, slots: int) -> bool:
-        """Whether steps of `rows` on a rank of `slots` slots are meant."""
-        most = min(self.up_to_slot_rows * slots, self.up_to_rows)
-        return self.from_slot_rows * slots <= rows <= most
-
-    def ends(self, slots: int) -> Iterator[int]:
-        """Numbers of rows after which `covers` may answer otherwise, on a rank of `slots` slots."""
-        for most in (self.up_to_slot_rows * slots, self.up_to_rows):
-            if most < inf:
-                yield floor(most)
-        yield ceil(self.from_slot_rows * slots) - 1
+    def bounds(self, slots: int) -> tuple[float, float]:
+        """Fewest and most pairs of a rank of `slots` slots."""
+        return self.from_slot_pairs * slots, min(self.up_to_slot_pairs * slots, self.up_to_pairs)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,15 @@
 """Which kernels serve steps of how many rows: `KernelSpan`, and `KernelSpans`, what a plan chose.
 
-Rows of a step are counted as expert rows: the (token, expert) pairs that one rank likely computes, which are
-the rows of all lanes x top k / ranks. Every rank knows them from the step's header, so nothing is read on a
-device, and a step that is replayed from a graph runs the kernel that it was recorded with.
+A step's rows are those that all lanes bring together. Every rank knows them from the step's header, so nothing
+is read on a device, and a step that is replayed from a graph runs the kernel that it was recorded with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil, floor, inf
 
 from torch import Tensor
 
@@ -16,17 +17,20 @@ from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import Kernel, KernelEntry, KernelRange, KernelSpec, Prepared, Problem
 from moeserve.quant.format import Format
 
+ROUNDING = 1e-6
+"""By so much may a step's rows be off when they are told from the rows that its slots likely have."""
+
 
 @dataclass(frozen=True)
 class KernelSpan:
-    """A kernel, for steps in which a rank likely computes up to so many (token, expert) pairs."""
+    """A kernel, for steps to which all lanes together bring up to so many rows."""
 
     up_to: int
     kernel: KernelEntry
 
     def __str__(self) -> str:
         ran = ", ".join(self.kernel.verified) or "nowhere yet"
-        return f"{self.kernel.name} up to {self.up_to} expert rows a rank (verified: {ran})"
+        return f"{self.kernel.name} up to {self.up_to} rows of all lanes (verified: {ran})"
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class KernelSpans:
 
     name: str  # of their family, or of the one kernel
     spans: tuple[KernelSpan, ...]
+    pairs_a_row: Fraction  # (token, expert) pairs that a rank likely computes for each row of a step
 
     @property
     def entries(self) -> tuple[KernelEntry, ...]:
@@ -73,8 +78,12 @@ class KernelSpans:
         return any(entry.reference for entry in self.entries)
 
     def span(self, rows: int) -> KernelSpan:
-        """What serves a step of `rows` expert rows."""
+        """What serves a step to which all lanes bring `rows`."""
         return next((span for span in self.spans if rows <= span.up_to), self.spans[-1])
+
+    def span_of(self, batch: ExpertBatch) -> KernelSpan:
+        """What serves the step that brings `batch` to a rank."""
+        return self.span(ceil(batch.likely_rows / float(self.pairs_a_row) - ROUNDING))
 
     def build(self, spec: KernelSpec) -> SpannedKernel:
         """The kernels, built for `spec`."""
@@ -94,35 +103,42 @@ class SpannedKernel:
 
     def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
         """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
-        return self._built[self.spans.span(batch.expert_rows).kernel.name].apply(prepared, batch)
+        return self._built[self.spans.span_of(batch).kernel.name].apply(prepared, batch)
 
 
 def alone(entry: KernelEntry, problem: Problem) -> KernelSpans:
     """One kernel for all steps."""
-    return KernelSpans(entry.name, (KernelSpan(problem.expert_rows, entry),))
+    return KernelSpans(entry.name, (KernelSpan(problem.step_rows, entry),), problem.pairs_a_row)
 
 
 def together(
-    ranges: Sequence[KernelRange], able: Mapping[str, KernelEntry], slots: int, most: int
-) -> tuple[KernelSpan, ...]:
-    """The spans of steps of up to `most` expert rows on a rank of `slots` slots.
+    name: str, ranges: Sequence[KernelRange], able: Mapping[str, KernelEntry], problem: Problem
+) -> KernelSpans:
+    """The family `name`: of its ranges the first that covers a step and names one of the `able` kernels decides.
 
-    Of `ranges`, the first that covers a step and names one of the `able` kernels decides. Empty where some
-    step is nobody's.
+    There are no spans where some step is nobody's.
     """
     serving = [one for one in ranges if one.kernel in able]
     spans: list[KernelSpan] = []
-    for end in _ends(serving, slots, most):
-        kernel = next((able[one.kernel] for one in serving if one.covers(end, slots)), None)
+    for end in _ends(serving, problem):
+        kernel = next((able[one.kernel] for one in serving if _covers(one, end, problem)), None)
         if kernel is None:
-            return ()
+            return KernelSpans(name, (), problem.pairs_a_row)
         if spans and spans[-1].kernel is kernel:
             spans.pop()
         spans.append(KernelSpan(end, kernel))
-    return tuple(spans)
+    return KernelSpans(name, tuple(spans), problem.pairs_a_row)
 
 
-def _ends(ranges: Iterable[KernelRange], slots: int, most: int) -> list[int]:
-    """Numbers of rows up to `most`, ascending, between which the same ranges cover."""
-    found = {end for one in ranges for end in one.ends(slots) if 0 < end < most}
-    return sorted(found | {most})
+def _covers(one: KernelRange, rows: int, problem: Problem) -> bool:
+    least, most = one.bounds(problem.slots)
+    return least <= rows * problem.pairs_a_row <= most
+
+
+def _ends(ranges: Sequence[KernelRange], problem: Problem) -> list[int]:
+    """Numbers of rows of a step, ascending, after which other ranges may cover; the last is the most."""
+    found = {problem.step_rows}
+    for least, most in (one.bounds(problem.slots) for one in ranges):
+        found.add(ceil(Fraction(least) / problem.pairs_a_row) - 1)
+        found |= {floor(Fraction(most) / problem.pairs_a_row)} if most < inf else set()
+    return sorted(end for end in found if 0 < end <= problem.step_rows)

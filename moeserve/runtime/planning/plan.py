@@ -149,12 +149,7 @@ class Plan:
         if len(self.kernels) == 1:
             kernel = self.kernels[0].kernel
             return [f"kernel   {kernel.name} (verified: {_verified(kernel)})"]
-        problem = self.problem
-        shared = "" if problem.sliced else f" / {problem.ranks} ranks"
-        return [
-            *(f"kernel   {span}" for span in self.kernels),
-            f"         expert rows: those of all lanes x top {problem.top_k}{shared}",
-        ]
+        return [f"kernel   {span}" for span in self.kernels]
 
 
 def make_plan(
@@ -171,10 +166,7 @@ def make_plan(
     must be named. Raises NoPlan, with every reason, when nothing fits or a pinned name cannot serve: never a
     fallback.
     """
-    refused: list[tuple[str, str]] = []
-    usable_kernels = _kernels_able(
-        kernels, _Search[KernelEntry]("kernel", wanted.kernel, problem, machine, refused)
-    )
+    usable_kernels, refused = kernels_that_serve(problem, machine, kernels, wanted.kernel)
     usable_dispatchers = _Search[DispatchEntry](
         "dispatcher", wanted.dispatcher, problem, machine, refused
     ).able([(entry, (entry.name,)) for entry in dispatchers.values()])
@@ -259,26 +251,28 @@ class _Search(Generic[Entry]):
         return None
 
 
-def _kernels_able(kernels: Mapping[str, KernelEntry], search: _Search[KernelEntry]) -> list[KernelSpans]:
-    """Families, and kernels of none, that can serve steps of any number of rows, references last."""
-    problem, ranges = search.problem, _ranges(kernels, search.machine)
-    pins = {
-        name: (*(family for family, own in ranges.items() if any(one.kernel == name for one in own)), name)
-        for name in kernels
-    }
-    able = {entry.name: entry for entry in search.able([(kernels[name], pins[name]) for name in kernels])}
+def kernels_that_serve(
+    problem: Problem, machine: Machine, kernels: Mapping[str, KernelEntry], named: str = AUTO
+) -> tuple[list[KernelSpans], list[tuple[str, str]]]:
+    """Families, and kernels of none, that can serve steps of any number of rows, references last.
+
+    Beside them stand the names of other kernels, each with its reason. Raises NoPlan for a name that is no
+    kernel's and no family's.
+    """
+    ranges, refused = _ranges(kernels, machine), list[tuple[str, str]]()
+    families = {name: [f for f, own in ranges.items() if name in {o.kernel for o in own}] for name in kernels}
+    search = _Search[KernelEntry]("kernel", named, problem, machine, refused)
+    able = {e.name: e for e in search.able([(e, (*families[n], n)) for n, e in kernels.items()])}
     found: dict[str, KernelSpans] = {}
     for name, entry in able.items():
-        if entry.family is None or search.named == name:
+        if entry.family is None or named == name:
             found[name] = alone(entry, problem)
         elif entry.family.name not in found:
             family = entry.family.name
-            spans = together(ranges[family], able, problem.slots, problem.expert_rows)
-            found[family] = KernelSpans(family, spans)
-    for name in [name for name, kernel in found.items() if not kernel.spans]:
-        search.refused.append((name, "none of its kernels that can serve takes every number of rows"))
-        del found[name]
-    return [kernel for name, kernel in found.items() if search.named in (AUTO, name)]
+            found[family] = together(family, ranges[family], able, problem)
+    nobody = "none of its kernels that can serve takes every number of rows"
+    refused += [(name, nobody) for name, kernel in found.items() if not kernel.spans]
+    return [k for name, k in found.items() if k.spans and named in (AUTO, name)], refused
 
 
 def _ranges(kernels: Mapping[str, KernelEntry], machine: Machine) -> dict[str, Sequence[KernelRange]]:
