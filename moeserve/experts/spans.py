@@ -1,7 +1,7 @@
 """Which kernels serve steps of how many rows: `KernelSpan`, and `KernelSpans`, what a plan chose.
 
-A step's rows are those that all lanes bring together. Every rank knows them from the step's header, so nothing
-is read on a device, and a step that is replayed from a graph runs the kernel that it was recorded with.
+A step's rows are those that all lanes bring together. Every rank knows them from the step's header, so
+nothing is read on a device, and a step that is replayed from a graph runs the kernel it was recorded with.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def alone(entry: KernelEntry, problem: Problem) -> KernelSpans:
 def together(
     name: str, ranges: Sequence[KernelRange], able: Mapping[str, KernelEntry], problem: Problem
 ) -> KernelSpans:
-    """The family `name`: of its ranges the first that covers a step and names one of the `able` kernels decides.
+    """The family `name`: of its ranges the first that covers a step, with one of the `able` kernels, decides.
 
     There are no spans where some step is nobody's.
     """

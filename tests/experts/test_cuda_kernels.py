@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
 from importlib.util import find_spec
@@ -17,8 +16,8 @@ from made_experts import Arrival, activation_named, fresh_seed, make_scheme
 
 from moeserve.device.machine import this_machine
 from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
-from moeserve.experts.kernel import Kernel, KernelSpec
-from moeserve.experts.kernels import cuda_bf16, cuda_fp8
+from moeserve.experts.kernel import KernelSpec
+from moeserve.experts.kernels import KERNELS
 from moeserve.experts.kernels.cuda import panels, prefill, prefill_wide, steps
 from moeserve.experts.kernels.torch_reference import TorchReference
 from moeserve.quant.format import Format, Scheme
@@ -85,28 +84,20 @@ CASES = [
     (PLAIN, tuple(range(1, 513, 17)), (1448, 328), "swigluoai_uninterleave", BF16),
     (PLAIN, (257, 70), (4096, 1024), "silu", FP8_GROUP),
 ]
-KERNELS: dict[Scheme, Callable[[KernelSpec], Kernel]] = {FP8: cuda_fp8.CudaFp8, PLAIN: cuda_bf16.CudaBf16}
+NAMES = {FP8: ("cuda_fp8_many",), PLAIN: ("cuda_bf16_some", "cuda_bf16_many")}
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("grouping", list(Grouping))
 @pytest.mark.parametrize(
-    ("case", "wide"),
-    [(case, wide) for case in CASES for wide in (True, False) if wide or case[0] == PLAIN],
-    ids=str,
+    ("case", "name"), [(case, name) for case in CASES for name in NAMES[case[0]]], ids=str
 )
-def test_many_rows_agree_with_the_reference(
-    case: tuple[Scheme, tuple[int, ...], tuple[int, int], str, Format],
-    wide: bool,
-    grouping: Grouping,
-    monkeypatch: pytest.MonkeyPatch,
+def test_any_rows_agree_with_the_reference(
+    case: tuple[Scheme, tuple[int, ...], tuple[int, int], str, Format], name: str, grouping: Grouping
 ) -> None:
     """Ragged segments that begin anywhere, slots without rows, sizes over a tile's edge, NaN all around."""
     if not torch.cuda.is_available() or this_machine().arch != "sm90":
         pytest.skip("needs a Hopper GPU: CUDA C++ has no interpreter")
-    monkeypatch.setattr(cuda_bf16, "MANY_ROWS", 0 if wide else 1 << 30)
-    for module in (cuda_fp8, cuda_bf16):
-        monkeypatch.setattr(module, "few_form", lambda *_: None)
     scheme, counts, sizes, activation, wire = case
     generator = torch.Generator().manual_seed(fresh_seed())
     for bias, dtype in itertools.product((False, True), steps.OUTS):
@@ -117,7 +108,7 @@ def test_many_rows_agree_with_the_reference(
             batch, tokens=batch.tokens.to("cuda"), counts=batch.counts.cuda(), offsets=batch.offsets.cuda()
         )
         weights = make_scheme(shape, len(counts), scheme, generator).to("cuda")
-        kernel = KERNELS[scheme](KernelSpec(scheme, shape, dtype))
+        kernel = KERNELS[name].build(KernelSpec(scheme, shape, dtype))
         reference = TorchReference(KernelSpec(scheme, shape, torch.float32))
         found, wanted = (
             torch.cat(arrival.segments(k.apply(k.prepare(weights), there).float(), batch))

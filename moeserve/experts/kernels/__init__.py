@@ -51,7 +51,9 @@ KERNELS: dict[str, KernelEntry] = {
     )
 }
 
-KERNEL_NAMES: tuple[str, ...] = tuple(
-    dict.fromkeys(name for entry in KERNELS.values() for name in (entry.pinned_as, entry.name))
-)
-"""What a configuration may name: families, and kernels by themselves."""
+PINS: dict[str, tuple[KernelEntry, ...]] = {
+    name: tuple(entry for entry in KERNELS.values() if name in (entry.pinned_as, entry.name))
+    for entry in KERNELS.values()
+    for name in (entry.pinned_as, entry.name)
+}
+"""What a configuration may name: a family, for its own kernels, and every kernel by itself."""
