@@ -18,11 +18,12 @@ from moeserve.device.machine import this_machine
 from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
 from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.kernels import KERNELS
-from moeserve.experts.kernels.cuda import panels, prefill, prefill_wide, steps
+from moeserve.experts.kernels.cuda import prefill, prefill_wide, steps
 from moeserve.experts.kernels.torch_reference import TorchReference
 from moeserve.quant.format import Format, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
+from moeserve.quant.layouts import panels
 
 FP8 = Scheme(FP8_BLOCK, FP8_GROUP)
 PLAIN = Scheme(BF16, BF16)
@@ -124,7 +125,7 @@ def test_panels_hold_every_weight_and_zeros_past_the_edges(
     dtype: torch.dtype, sides: int, rows: int, k: int, slots: int
 ) -> None:
     weights = torch.randn(slots, sides * rows, k).to(dtype)
-    packed = panels.panels(weights, sides)
+    packed = panels.Panels(sides).forward(weights)
     _, _, down, across, _, width = packed.shape
     whole = packed.transpose(3, 4).reshape(slots, sides, down * panels.ROWS, across * width)
     plain = weights.view(torch.uint8) if weights.itemsize == 1 else weights

@@ -154,7 +154,7 @@ def test_spans_rise_up_to_full_lanes_and_the_last_takes_what_is_above() -> None:
         "cuda_fp4_many",
         "cuda_fp4_many",
     ]
-    assert {span.kernel.form for span in plan.kernels} == {"fp4_words"}
+    assert {span.kernel.form for span in plan.kernels} == {"hopper_fp4"}
 
 
 def test_kernels_that_no_step_reaches_are_not_in_the_plan() -> None:

@@ -35,13 +35,14 @@ from moeserve.experts.kernels.triton.dequant_step import (
     Side,
     cut_for,
 )
-from moeserve.experts.kernels.triton.words import WORDS, holds, of_packed
+from moeserve.experts.kernels.triton.words import holds, of_packed
 from moeserve.experts.kernels.triton_dequant import UNREAD
 from moeserve.quant.act_order import in_order
 from moeserve.quant.bits import pack_nibbles, pack_sextets
 from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats import FORMATS
 from moeserve.quant.formats.floats import BF16, FP16, FP32
+from moeserve.quant.layouts.word_codes import WORDS
 from moeserve.quant.schemes import SCHEMES, scheme_named
 
 IN_WORDS = frozenset({"e2m1", "e3m2", "e2m3", "e4m3", "signed_int4"})

@@ -19,7 +19,7 @@ from moeserve.experts.batch import ExpertBatch, Grouping
 from moeserve.experts.kernel import KernelEntry, KernelFamily
 from moeserve.experts.kernels.cuda import few
 from moeserve.experts.kernels.cuda.steps import FUSED_ACTIVATIONS
-from moeserve.experts.kernels.hopper import PANELS, PanelKernel, as_bf16, few_step
+from moeserve.experts.kernels.hopper import FORM, PanelKernel, as_bf16, few_step
 from moeserve.experts.kernels.tiles import kernel_ranges
 from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats.floats import BF16
@@ -78,7 +78,7 @@ MANY = KernelEntry(
     modules=frozenset({"triton", NEEDED_MODULE}),
     multiple_of=(8, 8),
     verified=("sm90",),
-    form=PANELS,
+    form=FORM,
     family=FAMILY,
 )
 SOME = replace(MANY, name="cuda_bf16_some", build=CudaBf16Some)

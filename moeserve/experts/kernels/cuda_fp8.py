@@ -18,7 +18,7 @@ from moeserve.experts.batch import ExpertBatch, Grouping
 from moeserve.experts.kernel import KernelEntry, KernelFamily
 from moeserve.experts.kernels.cuda import few
 from moeserve.experts.kernels.cuda.steps import FUSED_ACTIVATIONS
-from moeserve.experts.kernels.hopper import PANELS, PanelKernel, few_step, step_for
+from moeserve.experts.kernels.hopper import FORM, PanelKernel, few_step, step_for
 from moeserve.experts.kernels.tiles import kernel_ranges
 from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats.floats import BF16
@@ -70,7 +70,7 @@ MANY = KernelEntry(
     modules=frozenset({"triton", NEEDED_MODULE}),
     multiple_of=(16, INNER_MULTIPLE),
     verified=("sm90",),
-    form=PANELS,
+    form=FORM,
     family=FAMILY,
 )
 FEW = replace(MANY, name="cuda_fp8_few", build=CudaFp8Few, most_slots=few.MOST_SLOTS)

@@ -14,11 +14,12 @@ from moeserve.experts.kernel import KernelSpec, Prepared
 from moeserve.experts.kernels.tiles import few_tile_for, tile_for
 from moeserve.quant.format import Packed
 from moeserve.quant.formats.floats import BF16
+from moeserve.quant.layouts.panels import PANELS, PANELS_GATE_UP
 
 if TYPE_CHECKING:
     from moeserve.experts.kernels.triton.grouped import GroupedStep, Weights
 
-PANELS = "panels"
+FORM = PANELS.name
 """The prepared form of FP8 and bf16 weights whose codes lie in panels, scales and biases as they are."""
 
 
@@ -98,13 +99,16 @@ class PanelKernel(HopperKernel):
 
     def prepare(self, weights: ExpertWeights) -> Prepared:
         """Codes in panels, canonical scales, float32 biases. ValueError: the weights do not fit the spec."""
-        from moeserve.experts.kernels.cuda.panels import panels
-
-        sides = {"gate_up.codes": 2, "down.codes": 1}
-        tensors = self._spec.fit(weights).tensors()
-        return Prepared(
-            {n: panels(t, sides[n]) if n in sides else t.contiguous() for n, t in tensors.items()}
-        )
+        fitted = self._spec.fit(weights)
+        sides = {
+            f"{side}.{name}": tensor
+            for side, layout, packed in (
+                ("gate_up", PANELS_GATE_UP, fitted.gate_up),
+                ("down", PANELS, fitted.down),
+            )
+            for name, tensor in layout.pack(packed).items()
+        }
+        return Prepared({name: t.contiguous() for name, t in (fitted.tensors() | sides).items()})
 
     def _sides(self, kind: str, slots: Mapping[str, Tensor]) -> list[Weights]:
         """Gate and up, and down, as `few.cu` reads them."""

@@ -10,19 +10,20 @@ from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelEntry, Prepared
-from moeserve.experts.kernels import codes as device_codes
 from moeserve.experts.kernels.hopper import HopperKernel, as_bf16, step_for
 from moeserve.experts.kernels.torch_reference import COMPUTED
+from moeserve.quant.bits import unpack_nibbles
 from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_GROUP
 from moeserve.quant.formats.mx import MXFP4
 from moeserve.quant.formats.nvfp4 import NVFP4
+from moeserve.quant.layouts.hopper_fp4 import HOPPER_FP4, pack_codes, pack_scales
 
 if TYPE_CHECKING:
     from moeserve.experts.kernels.triton.grouped import Weights
 
-FORM = "fp4_words"
+FORM = HOPPER_FP4.name
 """The prepared form of codes and scales in the order in which a warp group reads them."""
 
 
@@ -73,21 +74,46 @@ class TritonFp4(Fp4Kernel):
 
 def _pack(packed: Packed) -> dict[str, Tensor]:
     """`codes`, `scale` and `row_scale [e, N]` of one side."""
-    codes = device_codes.nibbles(packed.parts[0])
+    codes, scale, row_scale = folded(packed)
+    return {"codes": pack_codes(codes), "scale": pack_scales(scale), "row_scale": row_scale}
+
+
+def folded(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes `[e, N, K]`, their scales `[e, N, K / 16]` as bytes, and what those lack, float32 `[e, N]`.
+
+    A byte has five bits of exponent and three of fraction; what all scales of a row share, the format's outer
+    scale included, multiplies the finished sum. NVFP4 and MXFP4 differ in nothing else, so one kernel serves
+    both, and no value is rounded.
+    """
+    codes = unpack_nibbles(packed.parts[0], packed.shape[-1])
     if packed.format == NVFP4:
-        scale, absent, factor = device_codes.from_e4m3(packed.parts[1])
+        scale, absent, factor = from_e4m3(packed.parts[1])
         group = 16
         row_scale = (packed.parts[2].squeeze(-1) * factor).expand(*codes.shape[:2]).contiguous()
     else:
-        scale, absent, row_scale = device_codes.from_e8m0(packed.parts[1].view(torch.uint8))
+        scale, absent, row_scale = from_e8m0(packed.parts[1].view(torch.uint8))
         group = 32
         scale = scale.repeat_interleave(2, dim=-1)
     codes = codes.masked_fill(absent.repeat_interleave(group, dim=-1)[..., : codes.shape[-1]], 0)
-    return {
-        "codes": device_codes.pack_codes(codes),
-        "scale": device_codes.pack_scales(scale),
-        "row_scale": row_scale,
-    }
+    return codes, scale, row_scale
+
+
+def from_e4m3(scales: Tensor) -> tuple[Tensor, Tensor, float]:
+    """E4M3 block scales to bytes, where a scale is zero, and the factor they then lack."""
+    mantissa, exponent = torch.frexp(scales.float())  # value = mantissa 2^exponent, mantissa in [1/2, 1)
+    zero = scales.float() == 0
+    byte = (exponent + 8) * 8 + (mantissa * 16 - 8).int()
+    return torch.where(zero, 0, byte).to(torch.uint8), zero, 2.0**20
+
+
+def from_e8m0(scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """E8M0 scales `[e, N, G]` to bytes, where one is under 2^-30 of its row's largest, and rows' factors."""
+    largest = scales.amax(dim=-1, keepdim=True).int()
+    below = largest - scales.int()
+    byte = (30 - below).clamp_min(0) * 8
+    factor = torch.exp2((largest.squeeze(-1) - 128).double()).float()
+    factor = torch.where((scales == 255).any(dim=-1), torch.nan, factor)
+    return byte.to(torch.uint8), below > 30, factor
 
 
 ENTRY = KernelEntry(
