@@ -34,7 +34,8 @@ from moeserve.device.machine import this_machine
 from moeserve.experts.bank import Bank
 from moeserve.experts.batch import ExpertBatch
 from moeserve.experts.kernel import Kernel, KernelSpec, Problem
-from moeserve.experts.kernels import KERNELS, hopper
+from moeserve.experts.kernels import KERNELS
+from moeserve.experts.kernels.support import hopper
 from moeserve.experts.kernels.tiles import Tile
 from moeserve.experts.kernels.torch_reference import TorchReference
 from moeserve.experts.spans import KernelSpans

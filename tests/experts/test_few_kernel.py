@@ -11,8 +11,9 @@ from made_experts import Arrival, activation_named, fresh_seed, make_scheme
 from moeserve.device.machine import this_machine
 from moeserve.experts.batch import ExpertShape, Grouping
 from moeserve.experts.kernel import KernelSpec
-from moeserve.experts.kernels import KERNELS, hopper
+from moeserve.experts.kernels import KERNELS
 from moeserve.experts.kernels.cuda import few
+from moeserve.experts.kernels.support import hopper
 from moeserve.experts.kernels.tiles import FewTile, few_tile_for
 from moeserve.experts.kernels.torch_reference import TorchReference
 from moeserve.quant.format import Format, Scheme

@@ -10,7 +10,7 @@ from torch import Tensor
 from moeserve.experts.batch import ExpertShape, ExpertWeights
 from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.kernels import KERNELS, cuda_w4a8, triton_fp4
-from moeserve.experts.kernels.stored import Stored
+from moeserve.experts.kernels.triton.stored import Stored
 from moeserve.experts.kernels.triton.words import holds, of_packed
 from moeserve.quant.bits import pack_nibbles
 from moeserve.quant.format import Format, Packed, Scheme

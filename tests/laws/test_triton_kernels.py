@@ -16,7 +16,8 @@ from torch import Tensor
 from moeserve.device.machine import this_machine
 from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
 from moeserve.experts.kernel import KernelSpec
-from moeserve.experts.kernels import KERNELS, hopper
+from moeserve.experts.kernels import KERNELS
+from moeserve.experts.kernels.support import hopper
 from moeserve.experts.kernels.tiles import Tile, tile_for
 from moeserve.experts.kernels.torch_reference import TorchReference
 from moeserve.experts.kernels.triton_fp4 import from_e4m3, from_e8m0

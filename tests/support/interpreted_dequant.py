@@ -22,7 +22,6 @@ from torch import Tensor
 from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
 from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.kernels import triton_dequant
-from moeserve.experts.kernels.stored import ROUNDINGS, Stored, product_dtype
 from moeserve.experts.kernels.torch_reference import TorchReference
 from moeserve.experts.kernels.triton.decode import by_group, word_tile
 from moeserve.experts.kernels.triton.dequant_gemm import stored_tile
@@ -35,6 +34,7 @@ from moeserve.experts.kernels.triton.dequant_step import (
     Side,
     cut_for,
 )
+from moeserve.experts.kernels.triton.stored import ROUNDINGS, Stored, product_dtype
 from moeserve.experts.kernels.triton.words import holds, of_packed
 from moeserve.experts.kernels.triton_dequant import UNREAD
 from moeserve.quant.act_order import in_order

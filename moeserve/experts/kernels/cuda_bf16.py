@@ -19,7 +19,7 @@ from moeserve.experts.batch import ExpertBatch, Grouping
 from moeserve.experts.kernel import KernelEntry, KernelFamily
 from moeserve.experts.kernels.cuda import few
 from moeserve.experts.kernels.cuda.steps import FUSED_ACTIVATIONS
-from moeserve.experts.kernels.hopper import FORM, PanelKernel, as_bf16, few_step
+from moeserve.experts.kernels.support.hopper import FORM, PanelKernel, as_bf16, few_step
 from moeserve.experts.kernels.tiles import kernel_ranges
 from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats.floats import BF16

@@ -19,7 +19,7 @@ from moeserve.experts.batch import ExpertBatch, Grouping
 from moeserve.experts.kernel import KernelEntry, KernelFamily
 from moeserve.experts.kernels.cuda import decode_codes, few
 from moeserve.experts.kernels.cuda.steps import FUSED_ACTIVATIONS
-from moeserve.experts.kernels.hopper import check_slots, few_step
+from moeserve.experts.kernels.support.hopper import check_slots, few_step
 from moeserve.experts.kernels.tiles import kernel_ranges
 from moeserve.experts.kernels.triton_fp4 import FORM, Fp4Kernel
 from moeserve.quant.format import Packed, Scheme

@@ -11,7 +11,7 @@ from moeserve.device.nvrtc import NEEDED_MODULE
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelEntry, Prepared
 from moeserve.experts.kernels.cuda.steps import FUSED_ACTIVATIONS
-from moeserve.experts.kernels.hopper import HopperKernel
+from moeserve.experts.kernels.support.hopper import HopperKernel
 from moeserve.quant.bits import unpack_nibbles
 from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats.floats import BF16

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelEntry, Prepared
-from moeserve.experts.kernels.hopper import HopperKernel, as_bf16, step_for
+from moeserve.experts.kernels.support.hopper import HopperKernel, as_bf16, step_for
 from moeserve.experts.kernels.torch_reference import COMPUTED
 from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats.floats import BF16

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import PLAIN, KernelEntry, KernelSpec, Prepared
-from moeserve.experts.kernels.hopper import flat
-from moeserve.experts.kernels.stored import ROUNDINGS, Rounding, Stored, product_dtype
+from moeserve.experts.kernels.support.hopper import flat
 from moeserve.experts.kernels.torch_reference import COMPUTED, ROW_WISE
 from moeserve.experts.kernels.triton import words as device_words
+from moeserve.experts.kernels.triton.stored import ROUNDINGS, Rounding, Stored, product_dtype
 from moeserve.quant.act_order import in_order
 from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats import FORMATS

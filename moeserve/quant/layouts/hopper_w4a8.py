@@ -50,9 +50,10 @@ def unpack_blocks(blocks: Tensor, shape: tuple[int, int], span: int) -> tuple[Te
     words, scales = blocks[..., :CODE_BYTES], blocks[..., CODE_BYTES:]
     rows = scales.reshape(e, down, across, ROWS, DEPTH // span).transpose(2, 3)
     scales = rows.reshape(e, down * ROWS, across * DEPTH // span)[:, :n, : -(-k // span)]
-    eight = _codes(words.reshape(e, down, across, 4, 2, 8, 4, 4, 4)).unflatten(-1, (2, 4))
+    eight = _codes(words.reshape(e, down, across, 4, 2, 8, 4, 4, 4))
+    halves = eight.view(*eight.shape[:-1], 2, 4)
     order = sorted(range(len(HELD)), key=HELD.__getitem__)
-    codes = eight.permute(order).reshape(e, down * ROWS, across * DEPTH)[:, :n, :k]
+    codes = halves.permute(order).reshape(e, down * ROWS, across * DEPTH)[:, :n, :k]
     return codes ^ (scales >> 7).repeat_interleave(span, dim=-1)[..., :k] << 3, scales
 
 

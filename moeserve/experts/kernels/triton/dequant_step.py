@@ -12,8 +12,8 @@ import triton
 from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertShape
-from moeserve.experts.kernels.stored import SUMMED, Rounding, Stored
 from moeserve.experts.kernels.triton import dequant_gemm, rounding, rows
+from moeserve.experts.kernels.triton.stored import SUMMED, Rounding, Stored
 from moeserve.experts.kernels.triton.work import most_groups, parameters, work_list
 from moeserve.quant.layouts.word_codes import WORDS
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeserve.experts.kernels.stored import Stored
+from moeserve.experts.kernels.triton.stored import Stored
 from moeserve.quant.elements import decode_e8m0, decode_fp8
 from moeserve.quant.format import Packed
 from moeserve.quant.layouts.word_codes import DEPTH, WORDS, code_bytes, pack_words

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights
-from moeserve.experts.kernels.hopper import flat
-from moeserve.experts.kernels.stored import ROUNDINGS
+from moeserve.experts.kernels.support.hopper import flat
+from moeserve.experts.kernels.triton.stored import ROUNDINGS
 from moeserve.quant.elements import encode_fp8
 from moeserve.quant.format import Format, Packed
 from moeserve.quant.formats.floats import FLOATS
