@@ -40,7 +40,8 @@ from torch import Tensor
 from moeserve.device.machine import this_machine
 from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights, Grouping
 from moeserve.experts.kernel import Kernel, KernelEntry, KernelSpec, Prepared
-from moeserve.experts.kernels import KERNELS, stored
+from moeserve.experts.kernels import KERNELS
+from moeserve.experts.kernels.triton import stored
 from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats.floats import BF16, FLOATS, FP32
 from moeserve.quant.schemes import SCHEMES, scheme_named
@@ -264,7 +265,7 @@ def jobs(arguments: argparse.Namespace) -> list[tuple[str, str]]:
 
 def lost_in_sums() -> None:
     """Prints the standard deviation and the largest of errors of E4M3 sums, relative to S."""
-    from moeserve.experts.kernels.hopper import step_for
+    from moeserve.experts.kernels.support.hopper import step_for
     from moeserve.experts.kernels.triton.grouped import Weights
     from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
 

@@ -30,12 +30,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.lib.record import RESULTS, Result, write
+from moeserve.device.machine import this_machine
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights
-from moeserve.experts.kernel import Kernel, KernelSpec, Prepared
+from moeserve.experts.kernel import Kernel, KernelSpec, Prepared, Problem
 from moeserve.experts.kernels import KERNELS
 from moeserve.experts.placement import Placement
 from moeserve.experts.routing.address_book import AddressBook
@@ -43,7 +44,8 @@ from moeserve.experts.routing.choices import StepAddressing, routed
 from moeserve.experts.routing.gate import Gate
 from moeserve.experts.routing.meter import LoadMeter
 from moeserve.quant.format import Format, Packed, Scheme
-from moeserve.quant.formats import format_named
+from moeserve.quant.formats import BF16, format_named
+from moeserve.runtime.planning.plan import kernels_that_serve
 
 HIDDEN, INNER, TOP_K = 7168, 2048, 8
 SHAPE = ExpertShape(HIDDEN, INNER, Activation("silu"))
@@ -118,8 +120,10 @@ def build(scheme: str, dispatcher: str, rows: int, args: argparse.Namespace) -> 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     weights, activations = format_named(weights_name), format_named(activations_name)
     experts = args.experts
-    entry, slots = KERNELS[args.kernel or usual], experts // ranks
-    kernel = entry.build(KernelSpec(Scheme(weights, activations), SHAPE, torch.bfloat16))
+    stored, slots = Scheme(weights, activations), experts // ranks
+    problem = Problem(stored, BF16, SHAPE, experts, ranks, TOP_K, rows)
+    (entry, *_), _ = kernels_that_serve(problem, this_machine(), KERNELS, args.kernel or usual)
+    kernel = entry.build(KernelSpec(stored, SHAPE, torch.bfloat16))
     spec = DispatchSpec(
         rank=rank,
         ranks=ranks,

@@ -51,7 +51,7 @@ from made_experts import Arrival, activation_named, make_scheme
 from moeserve.device.machine import this_machine
 from moeserve.experts.batch import ExpertShape, Grouping
 from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
-from moeserve.experts.kernels import KERNELS
+from moeserve.experts.kernels import KERNELS, PINS
 from moeserve.experts.kernels.torch_reference import TorchReference
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import BF16, FP32
@@ -154,7 +154,7 @@ def entries_here(names: Sequence[str]) -> list[KernelEntry]:
     """The kernels `names`, or all of ours that run here."""
     machine = this_machine()
     if names:
-        return [KERNELS[name] for name in names]
+        return [entry for name in names for entry in PINS[name]]
     return [
         entry
         for entry in KERNELS.values()

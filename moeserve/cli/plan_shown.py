@@ -105,6 +105,10 @@ def _plan(layers: tuple[int, ...], plan: Plan) -> dict[str, Any]:
         "layers": layers,
         "scheme": str(plan.problem.scheme),
         "kernel": {"name": plan.kernel.name, "verified": plan.kernel.verified},
+        "kernels": [
+            {"up_to": span.up_to, "name": span.kernel.name, "verified": span.kernel.verified}
+            for span in plan.kernels
+        ],
         "dispatchers": [
             {
                 "up_to": span.up_to,

@@ -119,3 +119,8 @@ class ExpertBatch:
         """What tiles are chosen for: the rows a slot likely has; where that is not known, its room."""
         room = self.tokens.shape[:-1].numel() / max(1, self.slots)
         return room if self.likely is None else min(self.likely, room)
+
+    @property
+    def likely_rows(self) -> float:
+        """What kernels are chosen for: the rows that all slots likely have; where not known, their room."""
+        return self.rows_a_slot * self.slots

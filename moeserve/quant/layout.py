@@ -21,7 +21,7 @@ class Layout(Protocol):
 
     Laws: `unpack(pack(p), p)` has the parts of `p` bit for bit, also where a dimension is zero; matrices of a
     stack are packed one by one, so `pack(p.rows(i))` is row i of `pack(p)`; neither way takes more memory
-    than what goes in and what comes out. `tests/laws/test_layouts.py` holds every row of `LAYOUTS` to them.
+    than what goes in and what comes out. `tests/laws/test_layouts.py` holds every entry of `LAYOUTS` to them.
     """
 
     @property

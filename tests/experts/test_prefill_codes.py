@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import replace
 from importlib.util import find_spec
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from torch import Tensor
 from moeserve.device.machine import this_machine
 from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
 from moeserve.experts.kernel import KernelSpec
-from moeserve.experts.kernels import cuda_fp4, cuda_w4a8
+from moeserve.experts.kernels import KERNELS, cuda_fp4, cuda_w4a8
 from moeserve.experts.kernels.cuda import prefill_codes, rounded
 from moeserve.experts.kernels.cuda.prefill_codes import Form, Step
 from moeserve.experts.kernels.torch_reference import TorchReference
@@ -139,7 +139,7 @@ def test_an_expert_packed_alone_equals_its_slot_and_none_packs_to_the_same_shape
     }
 
 
-PLANS = [plan for plans in prefill_codes.PLANS.values() for plan in plans]
+PLANS = [plan for plans in prefill_codes.PLANS.values() for _, plan in plans]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
@@ -207,10 +207,9 @@ def test_any_rows_agree_with_the_reference(
     """Ragged segments that begin anywhere, slots without rows, sizes over a tile's edge, NaN all around."""
     if not torch.cuda.is_available() or this_machine().arch != "sm90":
         pytest.skip("needs a Hopper GPU: CUDA C++ has no interpreter")
-    monkeypatch.setattr(cuda_fp4, "MANY_ROWS", 0)
     scheme, counts, sizes, activation, wire = case
     generator = torch.Generator().manual_seed(fresh_seed())
-    row = cuda_w4a8.ENTRY if scheme in cuda_w4a8.ENTRY.schemes else cuda_fp4.ENTRY
+    entry = KERNELS["cuda_w4a8" if scheme in cuda_w4a8.ENTRY.schemes else "cuda_fp4_many"]
     for bias in (False, True):
         shape = ExpertShape(*sizes, activation_named(activation), bias=bias)
         arrival = Arrival(counts, grouping, spare=3)
@@ -224,13 +223,16 @@ def test_any_rows_agree_with_the_reference(
         reference = TorchReference(KernelSpec(scheme, shape, torch.float32))
         answer = reference.apply(reference.prepare(weights), there)
         wanted = torch.cat(arrival.segments(answer, batch))
-        for dtype, few in itertools.product(prefill_codes.OUTS, (0, 1 << 20)):
-            monkeypatch.setattr(prefill_codes, "FEW_ROWS", few)
+        for dtype, few in itertools.product(prefill_codes.OUTS, (False, True)):
+            plan = {kind: plans[:1] if few else plans[1:] for kind, plans in prefill_codes.PLANS.items()}
+            monkeypatch.setattr(
+                prefill_codes, "PLANS", {kind: ((inf, one),) for kind, ((_, one),) in plan.items()}
+            )
             spec = KernelSpec(scheme, shape, dtype)
-            kernel = row.build(spec)
+            kernel = entry.build(spec)
             answer = kernel.apply(kernel.prepare(weights), there)
             found = torch.cat(arrival.segments(answer.float(), batch))
-            bound = bound_of(row, spec, weights, carried, wire)
+            bound = bound_of(entry, spec, weights, carried, wire)
             assert float((found - wanted).norm() / wanted.norm()) <= bound, (bias, dtype, few, bound)
 
 

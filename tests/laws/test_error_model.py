@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moeserve.experts.batch import ExpertShape
 from moeserve.experts.kernels import KERNELS
-from moeserve.experts.kernels.stored import ROUNDINGS
+from moeserve.experts.kernels.triton.stored import ROUNDINGS
 from moeserve.quant.format import Format
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_GROUP
@@ -209,17 +209,17 @@ def test_what_kernels_that_lose_more_are_told_of(lost: Losses, least: float, sch
     assert bool((of_bounds(Kernel(lost, swapped=True), scheme) > 1).all())
 
 
-def test_rows_of_the_table_say_what_they_lose() -> None:
+def test_entries_of_the_table_say_what_they_lose() -> None:
     found = {
         (name, scheme): losses(KERNELS[name], scheme_named(scheme))
         for name, scheme in (
-            ("cuda_fp4", "nvfp4 x fp8_group128"),
+            ("cuda_fp4_many", "nvfp4 x fp8_group128"),
             ("triton_dequant", "int4_group128 x fp8_token"),
             ("triton_dequant", "int4_group32 x fp8_token"),
             ("triton_dequant", "fp8_channel x fp8_token"),
             ("triton_dequant", "int4_group128 x bf16"),
             ("torch_scaled_grouped_mm", "fp8_channel x fp8_token"),
-            ("cuda_fp8", "fp8_block128 x fp8_group128"),
+            ("cuda_fp8_many", "fp8_block128 x fp8_group128"),
         )
     }
     products = {case: lost.products > 0 for case, lost in found.items()}
@@ -230,8 +230,8 @@ def test_rows_of_the_table_say_what_they_lose() -> None:
     assert {name for (name, scheme), lost in found.items() if lost.e4m3_sums} == {
         "triton_dequant",
         "torch_scaled_grouped_mm",
-        "cuda_fp8",
+        "cuda_fp8_many",
     }
     sums = found["torch_scaled_grouped_mm", "fp8_channel x fp8_token"].sums
     assert sums == ROUNDS_BF16
-    assert replace(found["cuda_fp4", "nvfp4 x fp8_group128"], out=0.0) == Losses(out=0.0)
+    assert replace(found["cuda_fp4_many", "nvfp4 x fp8_group128"], out=0.0) == Losses(out=0.0)

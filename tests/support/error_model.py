@@ -33,7 +33,7 @@ from torch import Tensor
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertWeights
 from moeserve.experts.kernel import KernelEntry, KernelSpec
-from moeserve.experts.kernels.stored import ROUNDINGS, Rounding
+from moeserve.experts.kernels.triton.stored import ROUNDINGS, Rounding
 from moeserve.quant.format import Format, Scheme
 from moeserve.quant.formats.floats import BF16, FP16, FP32
 

@@ -23,18 +23,27 @@ from torch import Tensor
 from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
 from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.kernels import triton_dequant
-from moeserve.experts.kernels.stored import ROUNDINGS, Stored, product_dtype
 from moeserve.experts.kernels.torch_reference import TorchReference
 from moeserve.experts.kernels.triton.decode import by_group, word_tile
 from moeserve.experts.kernels.triton.dequant_gemm import stored_tile
-from moeserve.experts.kernels.triton.dequant_step import CUTS, FINE, WORD_CUTS, Rows, Side, Step, cut_for
-from moeserve.experts.kernels.triton.words import WORDS, holds, of_packed
+from moeserve.experts.kernels.triton.dequant_step import (
+    CUTS,
+    FINE,
+    WORD_CUTS,
+    DequantStep,
+    Rows,
+    Side,
+    cut_for,
+)
+from moeserve.experts.kernels.triton.stored import ROUNDINGS, Stored, product_dtype
+from moeserve.experts.kernels.triton.words import holds, of_packed
 from moeserve.experts.kernels.triton_dequant import UNREAD
 from moeserve.quant.act_order import in_order
 from moeserve.quant.bits import pack_nibbles, pack_sextets
 from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats import FORMATS
 from moeserve.quant.formats.floats import BF16, FP32
+from moeserve.quant.layouts.word_codes import WORDS
 from moeserve.quant.schemes import SCHEMES, scheme_named
 
 IN_WORDS = frozenset({"e2m1", "e3m2", "e2m3", "e4m3", "signed_int4"})
@@ -177,7 +186,7 @@ def check_rounding() -> None:
     given, width = torch.tensor([0.013, 0.21]), 133
     for form, how in ROUNDINGS.items():
         x, batch = rows_to_round(width), ragged(23, width)
-        rounded = Step(batch, 23, CUTS[0]).round(x, how, given if form.given else None, torch.float32)
+        rounded = DequantStep(batch, 23, CUTS[0]).round(x, how, given if form.given else None, torch.float32)
         found, scale = rounded.values, rounded.scale
         if rounded.span >= 0 and scale is not None:
             wide = scale if rounded.span == 0 else scale.repeat_interleave(rounded.span, 1)[:, :width]
@@ -267,7 +276,7 @@ def check_outside() -> None:
     weights = make_scheme(shape, 2, Scheme(BF16, BF16), torch.Generator().manual_seed(0))
     for cut in CUTS:
         batch = replace(ragged(12, 64), counts=torch.tensor([4, 2], dtype=torch.int32))
-        step = Step(batch, 12, cut)
+        step = DequantStep(batch, 12, cut)
         x = torch.ones(12, 64, dtype=torch.bfloat16)
         side = Side(Stored.of(BF16), {"codes": weights.gate_up.parts[0]}, words=False, bias=None)
         torch.use_deterministic_algorithms(mode=True)  # torch.empty is NaN then

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import PLAIN, KernelEntry, KernelSpec, Prepared
-from moeserve.experts.kernels.hopper import flat
-from moeserve.experts.kernels.stored import ROUNDINGS, SUMMED, Rounding, Stored, product_dtype
+from moeserve.experts.kernels.support.hopper import flat
 from moeserve.experts.kernels.torch_reference import COMPUTED, ROW_WISE
 from moeserve.experts.kernels.triton import words as device_words
+from moeserve.experts.kernels.triton.stored import ROUNDINGS, SUMMED, Rounding, Stored, product_dtype
 from moeserve.quant.act_order import in_order
 from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats import FORMATS
@@ -26,7 +26,7 @@ from moeserve.quant.formats.nvfp4 import NVFP4_E4M3
 from moeserve.quant.schemes import SCHEMES
 
 if TYPE_CHECKING:
-    from moeserve.experts.kernels.triton.dequant_step import Rows, Side, Step
+    from moeserve.experts.kernels.triton.dequant_step import DequantStep, Rows, Side
 
 
 class TritonDequant:
@@ -68,7 +68,7 @@ class TritonDequant:
 
     def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
         """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
-        from moeserve.experts.kernels.triton.dequant_step import Rows, Step, cut_for
+        from moeserve.experts.kernels.triton.dequant_step import DequantStep, Rows, cut_for
 
         shape, spec, slot = batch.tokens.shape, self._spec, prepared.per_slot
         tokens = flat(batch.tokens)
@@ -79,7 +79,7 @@ class TritonDequant:
         words = device_words.holds(self._stored, dtype)
         rounding = self._rounding
         scaled = self._stored.blocks or (rounding is not None and rounding.x_span > 0)  # sums, step by step
-        step = Step(
+        step = DequantStep(
             batch, capacity, cut_for(batch.rows_a_slot, words=words and not scaled and roomy(tokens.device))
         )
         x = self._rows(step, tokens, slot.get("input_scale"), dtype)
@@ -91,7 +91,7 @@ class TritonDequant:
             y, self._side(prepared, "down", words=words), spec.shape.hidden, spec.out_dtype
         ).view(shape)
 
-    def _rows(self, step: Step, tokens: Packed, given: Tensor | None, dtype: torch.dtype) -> Rows:
+    def _rows(self, step: DequantStep, tokens: Packed, given: Tensor | None, dtype: torch.dtype) -> Rows:
         """Rows as the first GEMM reads them; those that travelled in the scheme's own format are not rounded
         again.
         """

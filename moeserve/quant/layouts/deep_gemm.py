@@ -96,7 +96,7 @@ def _powers_of_two(packed: Packed) -> None:
         )
 
 
-ROWS = (
+ENTRIES = (
     Rearrangement("deep_gemm_fp32", frozenset({FP8_GROUP, FP8_GROUP64, FP8_GROUP_UE8M0}), _float_moves),
     Rearrangement(
         "deep_gemm_ue8m0",

@@ -65,7 +65,7 @@ def _blocks(name: str, halves: Sequence[Move]) -> Rearrangement:
     return Rearrangement(name, FP8_BLOCKS, moves)
 
 
-ROWS = (
+ENTRIES = (
     _rows("trtllm_rows_128", BY_ROWS, (TILE_128,)),
     _rows("trtllm_rows_64", BY_ROWS, (TILE_64,)),
     _block_scaled("trtllm_fp4_gate_up", (*TURNS, TILE_128)),

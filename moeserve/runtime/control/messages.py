@@ -125,9 +125,9 @@ def _source(slot: int, width: int) -> tuple[int, int]:
 
 
 def plans_message(plans: Mapping[int, Plan]) -> list[list[Any]]:
-    """`[layer, kernel, dispatchers, wires]` of every layer, for those who ask what is served."""
+    """`[layer, kernels, dispatchers, wires]` of every layer, for those who ask what is served."""
     return [
-        [layer, plan.kernel.name, plan.dispatcher_names, plan.wire_names] for layer, plan in plans.items()
+        [layer, plan.kernel_names, plan.dispatcher_names, plan.wire_names] for layer, plan in plans.items()
     ]
 
 
