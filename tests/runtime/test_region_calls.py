@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -151,3 +152,10 @@ def test_a_lane_that_takes_no_such_calls_offers_none() -> None:
         assert region.alive
     finally:
         plain.close()
+
+
+@pytest.mark.parametrize("seconds", [3e6, 5e6, 1e10, math.inf])
+def test_any_timeout_is_taken(calls: RegionCalls, lane: Lane, seconds: float) -> None:
+    assert calls.send(job("a"), seconds)
+    lane.reply(0, reply=moe_pb2.ForwardReply(epoch=1))
+    assert calls.receive("a").epoch == 1
