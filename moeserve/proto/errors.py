@@ -81,6 +81,8 @@ def from_rpc(failed: Any) -> MoeError:
     trailing = dict(_pairs(failed.trailing_metadata()))
     reason, pushback = trailing.get(REASON_KEY, ""), trailing.get(PUSHBACK_KEY)
     text = failed.details() or "no message came with the status"
+    if failed.code() is grpc.StatusCode.UNIMPLEMENTED:
+        text += "; is this a moeserve service, and of no older release than this client?"
     return error(failed.code().name, str(reason), text, retry_after=_seconds(pushback))
 
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent import futures
 
 import grpc
 import pytest
@@ -205,3 +206,17 @@ def test_links_to_lanes_that_left_are_closed_and_not_made_again():
     assert lanes.link(before, before.lanes[0]) == "a:1"
     assert lanes.link(after, after.lanes[1]) == "b:2"
     assert made == ["a:1", "b:1", "b:2"]
+
+
+def test_a_service_that_knows_no_such_call_is_told_as_older(client_of):
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with (
+            client_of(f"127.0.0.1:{port}") as client,
+            pytest.raises(MoeError, match=r"UNIMPLEMENTED: .*of no older release than this client\?"),
+        ):
+            client.forward(3, *rows(1))
+    finally:
+        server.stop(0).wait()

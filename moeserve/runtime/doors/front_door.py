@@ -17,9 +17,9 @@ import numpy as np
 from moeserve import __version__
 from moeserve.experts.load import PHASES
 from moeserve.proto import moe_pb2, moe_pb2_grpc
+from moeserve.runtime.doors.deadlines import Observe, seconds_left
 from moeserve.runtime.doors.failures import GrpcStatus, status_of
 from moeserve.runtime.doors.forwarding import Caller, Forwarding
-from moeserve.runtime.doors.lane_door import Observe, seconds_left
 from moeserve.runtime.head.coordinator import Coordinator
 from moeserve.runtime.head.reception import Seat
 from moeserve.runtime.served import Served

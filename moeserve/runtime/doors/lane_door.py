@@ -13,6 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
+from moeserve.runtime.doors.deadlines import Observe, seconds_left
 from moeserve.runtime.doors.failures import GrpcStatus, guarded, status_of
 from moeserve.runtime.doors.operations import BadRequest
 from moeserve.runtime.doors.payloads.regions import Regions
@@ -29,11 +30,6 @@ NOT_THE_FRONT_DOOR = GrpcStatus(
     "a lane runs experts; the service's own address (server.host and server.port) answers this",
 )
 """How a lane refuses the calls of the front door."""
-
-LONGEST_SECONDS = 1e8  # of a deadline; gRPC says centuries where the caller set none
-
-Observe = Callable[[str, str, str, float], None]
-"""`(method, transport, code, seconds)` of an ended request, as metrics count it."""
 
 
 class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
@@ -294,15 +290,6 @@ class LaneStream:
             last = self._open == 0
         if last:
             self._replies.put(None)
-
-
-def seconds_left(context: grpc.ServicerContext) -> float | None:
-    """Seconds until the caller's deadline; None where it set none, for which gRPC says centuries.
-
-    No clock takes that number: handed on as a timeout it has passed before the call begins.
-    """
-    remaining: float | None = context.time_remaining()
-    return None if remaining is None or remaining > LONGEST_SECONDS else remaining
 
 
 def _nothing() -> None:
