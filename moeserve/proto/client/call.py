@@ -45,35 +45,33 @@ class Call(Generic[L]):
         lanes = len(topology.lanes) if self.bound is None else 1
         parts = self.batch.parts(lanes, message_limit(topology))
         joined = whole(self.batch, parts)
-        return tuple(
-            PartCall(self, part, None if joined is None else joined[part.start : part.stop], joined)
-            for part in parts
-        )
+        return tuple(PartCall(self, part, joined) for part in parts)
 
     def reply(self, parts: Sequence[PartCall[L]]) -> Reply:
         """The answer that `parts`, all answered, make together.
 
         Raises WeightsChanged where they saw different weights: the call has to be made again, whole.
         """
-        return self.batch.reply(parts[0].whole_answer(), [part.reply for part in parts])
+        answers = [part.answer for part in parts]
+        joined = parts[0].joined
+        rows = answers[0][1] if joined is None else joined
+        return self.batch.reply(rows, [reply for reply, _ in answers])
 
 
 class PartCall(Generic[L]):
     """One part of a call, over as many attempts as it takes.
 
     For each attempt a driver calls `aim`, `payload` and `request`, and then `answered` or `failed`.
+    joined: [T, H], where the answers of all parts go; None where this part is the whole call.
     """
 
-    def __init__(
-        self, call: Call[L], part: Part, into: NDArray[Any] | None, joined: NDArray[Any] | None
-    ) -> None:
-        self.alone = part.stop - part.start == len(call.batch.hidden.storage)
-        self.reply = moe_pb2.ForwardReply()  # empty until `answered`
+    def __init__(self, call: Call[L], part: Part, joined: NDArray[Any] | None) -> None:
+        self.alone = joined is None  # whether it is all of its call
         self._call = call
         self._part = part
-        self._into = into
-        self._joined = joined
-        self._answer: NDArray[Any] | None = None
+        self._rows = call.batch.hidden.rows(part.start, part.stop)
+        self.joined = joined
+        self._answered: tuple[moe_pb2.ForwardReply, NDArray[Any]] | None = None
         self._topology: moe_pb2.GetTopologyReply | None = None
         self._attempt = 0
 
@@ -82,9 +80,8 @@ class PartCall(Generic[L]):
         there, 0 = none. Raises MoeError.
         """
         self._topology = topology
-        call, part = self._call, self._part
-        lane = call.lanes.pick(topology, call.bound, call.turn + part.index + self._attempt)
-        nbytes = call.batch.hidden.rows(part.start, part.stop).spec.nbytes
+        call, nbytes = self._call, self._rows.storage.nbytes
+        lane = call.lanes.pick(topology, call.bound, call.turn + self._part.index + self._attempt)
         near = not call.batch.placed and shares(call.transport, nbytes, lane, host_id())
         return call.lanes.link(topology, lane), Pooled.size(nbytes) if near else 0
 
@@ -93,8 +90,7 @@ class PartCall(Generic[L]):
         batch = self._call.batch
         if batch.placed:
             return Placed(batch)
-        rows = batch.hidden.rows(self._part.start, self._part.stop)
-        return Inline(rows) if region is None else Pooled(rows, region, pool)
+        return Inline(self._rows) if region is None else Pooled(self._rows, region, pool)
 
     def request(self, payload: Payload) -> moe_pb2.ForwardRequest:
         """The request of this attempt, its rows where `payload` has them.
@@ -110,8 +106,9 @@ class PartCall(Generic[L]):
 
     def answered(self, reply: moe_pb2.ForwardReply, payload: Payload) -> None:
         """Takes the reply's rows. Raises TensorError for an answer that is not like the question."""
-        self._answer = payload.answer(reply, self._into)
-        self.reply = reply
+        part, joined = self._part, self.joined
+        into = None if joined is None else joined[part.start : part.stop]
+        self._answered = reply, payload.answer(reply, into)
 
     def failed(self, error: MoeError) -> None:
         """Notes that the attempt failed: the next one goes elsewhere, where there is another lane."""
@@ -119,9 +116,9 @@ class PartCall(Generic[L]):
         if isinstance(error, Unavailable):
             self._call.lanes.doubt(self._topology)
 
-    def whole_answer(self) -> NDArray[Any]:
-        """The rows of the whole call, as far as its parts are answered."""
-        answer = self._answer if self._joined is None else self._joined
-        if answer is None:
-            raise RuntimeError("a call was put together before its part was answered")
-        return answer
+    @property
+    def answer(self) -> tuple[moe_pb2.ForwardReply, NDArray[Any]]:
+        """The reply and its rows. RuntimeError before it is `answered`."""
+        if self._answered is None:
+            raise RuntimeError(f"part {self._part.index} of a call was read before it was answered")
+        return self._answered

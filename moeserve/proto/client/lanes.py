@@ -61,12 +61,14 @@ class Lanes(Generic[L]):
 
         Raises Unavailable where another call has learned meanwhile that nobody answers at its address.
         """
+        address = lane.address
         with self._lock:
-            if lane.address not in self._addresses:
-                raise Unavailable("UNAVAILABLE", "", f"the lane at {lane.address} left the group")
-            if lane.address not in self._links:
-                self._links[lane.address] = self._connect(lane.address, message_limit(topology))
-            return self._links[lane.address]
+            link = self._links.get(address)
+            if link is None:
+                if address not in self._addresses:
+                    raise Unavailable("UNAVAILABLE", "", f"the lane at {address} left the group")
+                link = self._links[address] = self._connect(address, message_limit(topology))
+            return link
 
     def clear(self) -> list[L]:
         """Forgets everything; returns the ways, to be closed."""
