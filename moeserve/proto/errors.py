@@ -107,7 +107,7 @@ def _seconds(pushback: str | bytes | None) -> float | None:
 
 
 def outcome(reply: moe_pb2.ForwardStreamReply) -> moe_pb2.ForwardReply:
-    """The reply that one of a stream holds; raises MoeError when it holds an error."""
+    """The ForwardReply in a reply of a stream. Raises MoeError where it holds an error instead."""
     if reply.WhichOneof("outcome") == "error":
         raise from_message(reply.error)
     return reply.reply

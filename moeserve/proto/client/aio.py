@@ -85,19 +85,19 @@ class AsyncMoeClient:
         return SharedTensor(await self._patiently(clock, make), 0, spec, lane)
 
     async def topology(self) -> moe_pb2.GetTopologyReply:
-        """The lanes, asked for anew."""
+        """Asks the front door for the lanes that are up now."""
         request = moe_pb2.GetTopologyRequest()
         reply: moe_pb2.GetTopologyReply = await self._ask(self._door.front.GetTopology, request)
         return reply
 
     async def model(self, *, placement: bool = False) -> moe_pb2.GetModelReply:
-        """What is served; with `placement`, also which expert lies in which slot."""
+        """Asks what is served; with `placement`, also which expert lies in which slot."""
         request = moe_pb2.GetModelRequest(placement=placement)
         reply: moe_pb2.GetModelReply = await self._ask(self._door.front.GetModel, request)
         return reply
 
     async def status(self, *, experts: bool = False) -> moe_pb2.GetStatusReply:
-        """How the service is doing; with `experts`, also how many tokens each expert got."""
+        """Asks how the service is doing; with `experts`, also how many tokens each expert got."""
         request = moe_pb2.GetStatusRequest(experts=experts)
         reply: moe_pb2.GetStatusReply = await self._ask(self._door.front.GetStatus, request)
         return reply
@@ -160,7 +160,7 @@ class AsyncMoeClient:
         return await self._patiently(clock, lambda: self._once(call, clock), over=WeightsChanged)
 
     async def _once(self, call: Call[AsyncLink], clock: Clock) -> Reply:
-        """The answer of all parts, each asked for patiently. Raises WeightsChanged."""
+        """Asks for all parts and joins them. Raises WeightsChanged where they saw different weights."""
         parts = call.parts(await self._patiently(clock, lambda: self._topology(clock)))
         tasks = [asyncio.create_task(self._part(part, clock)) for part in parts]
         try:
@@ -201,7 +201,7 @@ class AsyncMoeClient:
     async def _patiently(
         self, clock: Clock, act: Callable[[], Awaitable[T]], *, over: type[MoeError] = MoeError
     ) -> T:
-        """What `act` returns, over as many attempts as the clock allows where it fails with an `over`."""
+        """What `act` returns; it is tried again while it fails with an `over` that the clock allows another for."""
         retries = Retries(clock)
         while True:
             try:

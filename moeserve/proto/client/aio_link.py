@@ -76,7 +76,7 @@ class AsyncForwardStream:
 
 
 class AsyncLink:
-    """The way to one address. For one event loop."""
+    """The channel, the stream and the idle regions of one address, for one event loop."""
 
     def __init__(self, address: str, max_message_bytes: int) -> None:
         self.address = address

@@ -1,4 +1,4 @@
-"""One call's rows: how they are spread over lanes, asked for part by part, and joined again."""
+"""One call's arrays: checked, cut into parts for the lanes, and joined again from the parts' answers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def check_options(options: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows [start, stop) of a batch: one job."""
+    """Rows [start, stop) of a batch, which one lane computes as one job."""
 
     index: int
     start: int

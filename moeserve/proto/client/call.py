@@ -26,9 +26,9 @@ L = TypeVar("L")
 
 @dataclass(frozen=True, eq=False)
 class Call(Generic[L]):
-    """One call.
+    """One call: its rows, and where they may go.
 
-    lanes: where it may go; model: as the caller names it; bound: the only lane it may go to; transport: one
+    lanes: those there are; model: as the caller names it; bound: the only lane it may go to; transport: one
     of payload.TRANSPORTS; turn: where spreading starts.
     """
 

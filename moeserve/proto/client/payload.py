@@ -59,10 +59,10 @@ class Inline:
         return moved(inline_answer(reply, self._rows), into)
 
     def done(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no region is held."""
 
     def abandon(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no region is held."""
 
 
 class Pooled:
@@ -119,7 +119,7 @@ class Placed:
         return None if self._batch.output is None else self._batch.output.region.calls
 
     def fill(self, request: moe_pb2.ForwardRequest) -> None:
-        """Names the places."""
+        """Names the caller's regions in the request."""
         batch = self._batch
         for tensor in batch.placed:
             if tensor is batch.like:
@@ -138,10 +138,10 @@ class Placed:
         return self._batch.output.plain.storage
 
     def done(self) -> None:
-        """The places are the caller's."""
+        """Does nothing: the regions are the caller's."""
 
     def abandon(self) -> None:
-        """The places are the caller's."""
+        """Does nothing: the regions are the caller's."""
 
 
 def moved(found: NDArray[Any], into: NDArray[Any] | None) -> NDArray[Any]:

@@ -111,19 +111,19 @@ class MoeClient:
         return lanes.link(topology, lanes.pick(topology, lane, 0)).streams.take()
 
     def topology(self) -> moe_pb2.GetTopologyReply:
-        """The lanes, asked for anew."""
+        """Asks the front door for the lanes that are up now."""
         request = moe_pb2.GetTopologyRequest()
         reply: moe_pb2.GetTopologyReply = self._ask(self._door.front.GetTopology, request)
         return reply
 
     def model(self, *, placement: bool = False) -> moe_pb2.GetModelReply:
-        """What is served; with `placement`, also which expert lies in which slot."""
+        """Asks what is served; with `placement`, also which expert lies in which slot."""
         request = moe_pb2.GetModelRequest(placement=placement)
         reply: moe_pb2.GetModelReply = self._ask(self._door.front.GetModel, request)
         return reply
 
     def status(self, *, experts: bool = False) -> moe_pb2.GetStatusReply:
-        """How the service is doing; with `experts`, also how many tokens each expert got."""
+        """Asks how the service is doing; with `experts`, also how many tokens each expert got."""
         request = moe_pb2.GetStatusRequest(experts=experts)
         reply: moe_pb2.GetStatusReply = self._ask(self._door.front.GetStatus, request)
         return reply
@@ -185,7 +185,7 @@ class MoeClient:
         return self._door.unary(method, request, self._core.seconds)
 
     def _once(self, call: Call[Link], clock: Clock) -> Reply:
-        """The answer of all parts, each asked for patiently. Raises WeightsChanged."""
+        """Asks for all parts and joins them. Raises WeightsChanged where they saw different weights."""
         parts = call.parts(self._patiently(clock, lambda: self._topology(clock)))
         attempts = [self._start(part, clock) for part in parts]
         try:
@@ -222,7 +222,7 @@ class MoeClient:
         self._patiently(clock, finish)
 
     def _patiently(self, clock: Clock, act: Callable[[], T], *, over: type[MoeError] = MoeError) -> T:
-        """What `act` returns, over as many attempts as the clock allows where it fails with an `over`."""
+        """What `act` returns; it is tried again while it fails with an `over` that the clock allows another for."""
         retries = Retries(clock)
         while True:
             try:

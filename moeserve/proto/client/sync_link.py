@@ -80,7 +80,7 @@ class Attempt:
 
 
 class Link:
-    """The way to one address. Safe to use from any thread."""
+    """The channel, the idle streams and the idle regions of one address. Safe to use from any thread."""
 
     def __init__(self, address: str, max_message_bytes: int) -> None:
         self.address = address

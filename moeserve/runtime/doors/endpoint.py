@@ -1,6 +1,4 @@
-"""`Endpoint`: a gRPC server of the contract with health and reflection, the same for lanes and the front
-door.
-"""
+"""`Endpoint`: a gRPC server with the contract, health and reflection, for a lane or the front door."""
 
 from __future__ import annotations
 

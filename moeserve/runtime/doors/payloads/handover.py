@@ -80,7 +80,7 @@ class _Lease:
 
 
 class Handover:
-    """The listening socket and the one thread that serves it."""
+    """Listens on the socket and answers it in one thread; takes calls over leases there too."""
 
     def __init__(self, owner: RegionOwner) -> None:
         self.address = f"@moeserve-{os.getpid()}-{secrets.token_hex(8)}"
@@ -225,4 +225,4 @@ class Handover:
 
 
 def _nothing() -> None:
-    """No call is under way."""
+    """Does nothing: no call is under way."""
