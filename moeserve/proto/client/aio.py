@@ -157,7 +157,7 @@ class AsyncMoeClient:
         call = self._core.call(layer, hidden, route, options)
         clock = self._core.clock(options.get("timeout"))
         # asked for whole again where its parts saw different weights
-        return await self._patiently(clock, lambda: self._once(call, clock), over=WeightsChanged)
+        return await self._patiently(clock, lambda: self._once(call, clock), retried=WeightsChanged)
 
     async def _once(self, call: Call[AsyncLink], clock: Clock) -> Reply:
         """Asks for all parts and joins them. Raises WeightsChanged where they saw different weights."""
@@ -199,14 +199,14 @@ class AsyncMoeClient:
         payload.done()
 
     async def _patiently(
-        self, clock: Clock, act: Callable[[], Awaitable[T]], *, over: type[MoeError] = MoeError
+        self, clock: Clock, act: Callable[[], Awaitable[T]], *, retried: type[MoeError] = MoeError
     ) -> T:
-        """What `act` returns; it is tried again while it fails with an `over` that the clock allows another for."""
+        """What `act` returns, tried again after each `retried` for as long as the clock allows."""
         retries = Retries(clock)
         while True:
             try:
                 return await act()
-            except over as failed:
+            except retried as failed:
                 wait = retries.wait_after(failed)
             await asyncio.sleep(wait)
 

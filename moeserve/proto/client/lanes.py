@@ -29,7 +29,7 @@ class Lanes(Generic[L]):
         self._lock = threading.Lock()
 
     def turn(self) -> int:
-        """The number of the lane that takes the next call's first part: in turn, so that small calls spread too."""
+        """Counts calls: lanes take their first parts in turn, so that small calls spread too."""
         return next(self._turns)
 
     def found(self, topology: moe_pb2.GetTopologyReply) -> list[L]:
@@ -41,7 +41,7 @@ class Lanes(Generic[L]):
             return [self._links.pop(address) for address in gone]
 
     def doubt(self, topology: moe_pb2.GetTopologyReply | None) -> None:
-        """Forgets `topology`, on which a call failed, so that the next call asks anew; a newer one is kept."""
+        """Forgets `topology`, on which a call failed, so that the next one asks anew. Keeps a newer one."""
         with self._lock:
             if self.current is topology:
                 self.current = None

@@ -88,7 +88,7 @@ class MoeClient:
         call = self._core.call(layer, hidden, route, options)
         clock = self._core.clock(options.get("timeout"))
         # asked for whole again where its parts saw different weights
-        return self._patiently(clock, lambda: self._once(call, clock), over=WeightsChanged)
+        return self._patiently(clock, lambda: self._once(call, clock), retried=WeightsChanged)
 
     def allocate(self, lane: int, shape: Sequence[int], dtype: str = "bf16") -> SharedTensor:
         """A tensor in shared memory of a lane, to fill and pass as `hidden`, or to pass as `output`.
@@ -221,13 +221,13 @@ class MoeClient:
 
         self._patiently(clock, finish)
 
-    def _patiently(self, clock: Clock, act: Callable[[], T], *, over: type[MoeError] = MoeError) -> T:
-        """What `act` returns; it is tried again while it fails with an `over` that the clock allows another for."""
+    def _patiently(self, clock: Clock, act: Callable[[], T], *, retried: type[MoeError] = MoeError) -> T:
+        """What `act` returns, tried again after each `retried` for as long as the clock allows."""
         retries = Retries(clock)
         while True:
             try:
                 return act()
-            except over as failed:
+            except retried as failed:
                 wait = retries.wait_after(failed)
             time.sleep(wait)
 
