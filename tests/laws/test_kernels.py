@@ -1,7 +1,9 @@
 """Laws of expert kernels: whatever a row claims, its kernel computes as the reference does."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -30,18 +32,24 @@ FP8_BOUND = 2e-2
 BF16_SUMS_BOUND = 3e-2
 """Of narrow activations where the first GEMM's sums come in bf16: their codes then fall elsewhere."""
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
-
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 """The tensors are small, and threads that wait for each other cost more than they save."""
 
 
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    return str(request.param)
+def devices_of(row: KernelEntry) -> list[str]:
+    """The devices that a row claims at all; which GPUs of them, `computed` asks."""
+    return ["cpu"] * ("cpu" in row.archs) + ["cuda"] * bool(row.archs - {"cpu"})
+
+
+def on_its_devices(cases: Sequence[Any]) -> list[Any]:
+    """Every case once for each device of its row: the row is its first value, the device becomes its last."""
+    marks = {"cpu": (), "cuda": (pytest.mark.gpu(1),)}
+    return [
+        pytest.param(*case.values, device, id=f"{device}-{case.id}", marks=marks[device])
+        for case in cases
+        for device in devices_of(case.values[0])
+    ]
 
 
 def computed(row: KernelEntry, device: str, activation: str = "silu") -> list[Scheme]:
@@ -137,7 +145,7 @@ CLAIMS = [
 ]
 
 
-@pytest.mark.parametrize(("row", "grouping", "activation"), CLAIMS)
+@pytest.mark.parametrize(("row", "grouping", "activation", "device"), on_its_devices(CLAIMS))
 def test_kernel_computes_what_its_row_claims(
     row: KernelEntry, grouping: Grouping, activation: str, device: str
 ) -> None:
@@ -192,7 +200,7 @@ WIRES = [
 ]
 
 
-@pytest.mark.parametrize(("row", "wire"), WIRES)
+@pytest.mark.parametrize(("row", "wire", "device"), on_its_devices(WIRES))
 def test_kernel_eats_every_wire_of_its_row(row: KernelEntry, wire: str, device: str) -> None:
     """A wire narrower than the scheme costs what the wire rounds away, and nothing more."""
     for scheme, grouping in product(some(computed(row, device)), row.groupings):
@@ -208,7 +216,7 @@ def test_kernel_eats_every_wire_of_its_row(row: KernelEntry, wire: str, device: 
 ROWS = [pytest.param(row, id=row.name) for row in KERNELS.values()]
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(("row", "device"), on_its_devices(ROWS))
 def test_rows_outside_the_segments_never_leak(row: KernelEntry, device: str) -> None:
     for scheme, grouping in product(computed(row, device), row.groupings):
         case = Case(row, scheme, shape_for(row, bias=biased(row, scheme)), device)
@@ -220,7 +228,7 @@ def test_rows_outside_the_segments_never_leak(row: KernelEntry, device: str) -> 
         assert torch.equal(torch.cat(clean), torch.cat(poisoned)), (scheme, grouping)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(("row", "device"), on_its_devices(ROWS))
 @pytest.mark.parametrize("counts", [(), (0, 0, 0), (0, 4)], ids=str)
 def test_no_slots_no_rows_and_slots_with_none(row: KernelEntry, counts: tuple[int, ...], device: str) -> None:
     for scheme, grouping in product(computed(row, device), row.groupings):
@@ -239,7 +247,7 @@ def test_no_slots_no_rows_and_slots_with_none(row: KernelEntry, counts: tuple[in
         assert all(bool(own.isfinite().all()) for own in arrival.segments(outputs.cpu(), batch))
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(("row", "device"), on_its_devices(ROWS))
 def test_an_expert_prepared_alone_equals_its_slot(row: KernelEntry, device: str) -> None:
     for scheme, bias in product(computed(row, device), (False, True)):
         case = Case(row, scheme, shape_for(row, bias=bias and biased(row, scheme)), device)
@@ -250,7 +258,7 @@ def test_an_expert_prepared_alone_equals_its_slot(row: KernelEntry, device: str)
             assert raw_bytes(alone) == raw_bytes(together.slot(slot)), (scheme, slot)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(("row", "device"), on_its_devices(ROWS))
 def test_zero_experts_prepare_to_the_shapes_of_some(row: KernelEntry, device: str) -> None:
     for scheme in computed(row, device):
         case = Case(row, scheme, shape_for(row, bias=biased(row, scheme)), device)
@@ -262,12 +270,12 @@ def test_zero_experts_prepare_to_the_shapes_of_some(row: KernelEntry, device: st
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize(
-    "row", [row for row in KERNELS.values() if not row.reference], ids=lambda row: row.name
+    "row",
+    [row for row in KERNELS.values() if not row.reference and "cuda" in devices_of(row)],
+    ids=lambda row: row.name,
 )
 def test_nothing_is_read_on_the_host(row: KernelEntry) -> None:
     """The step is captured as a CUDA graph and replayed over other rows."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     for scheme, grouping in product(computed(row, "cuda"), row.groupings):
         case = Case(row, scheme, shape_for(row, bias=biased(row, scheme)), "cuda")
         kernel, arrival = row.build(case.spec), arrival_for(row, grouping, poison=0.0)
