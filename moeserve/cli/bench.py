@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeserve.cli.remote import add_address, client_of
+from moeserve.cli.arguments.remote import add_address, client_of
 from moeserve.proto import moe_pb2
 from moeserve.proto.client import MoeClient
 from moeserve.proto.client.payload import TRANSPORTS

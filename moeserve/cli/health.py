@@ -6,7 +6,7 @@ import argparse
 import json
 import time
 
-from moeserve.cli.remote import add_address, client_of
+from moeserve.cli.arguments.remote import add_address, client_of
 from moeserve.proto.client import MoeClient
 from moeserve.proto.errors import MoeError
 

@@ -9,10 +9,10 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from moeserve.cli.configured import add_config_flags, config_of, given
+from moeserve.cli.arguments.configured import add_config_flags, config_of, given
 
 if TYPE_CHECKING:
-    from moeserve.cli.plan_shown import Planned
+    from moeserve.cli.shown.plan_shown import Planned
     from moeserve.cli.vllm.reading import Finding
     from moeserve.runtime.config import Config
 
@@ -61,7 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan. Raises ConfigError, CheckpointError, or NoPlan with every reason."""
     if args.table:
-        from moeserve.cli.tables import table
+        from moeserve.cli.shown.tables import table
 
         print(table(args.table))
     elif args.from_vllm_env:
@@ -142,7 +142,7 @@ def _planned(args: argparse.Namespace, config: Config) -> Planned:
 
     from moeserve.checkpoints.checkpoint import Checkpoint
     from moeserve.checkpoints.requantization import requantization
-    from moeserve.cli.plan_shown import Planned
+    from moeserve.cli.shown.plan_shown import Planned
     from moeserve.device.machine import machine_named
     from moeserve.runtime.launch.environment import machine_for
     from moeserve.runtime.planning.costing import costing_of, recalled

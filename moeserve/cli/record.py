@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moeserve.cli.remote import address, client_of
+from moeserve.cli.arguments.remote import address, client_of
 from moeserve.experts.load import PHASES, Load, LoadTrace, LoadWindow, head_line, read_trace, window_line
 from moeserve.proto import moe_pb2
 

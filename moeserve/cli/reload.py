@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from moeserve.cli.remote import add_address, as_json, client_of
+from moeserve.cli.arguments.remote import add_address, as_json, client_of
 from moeserve.proto.client.patience import OPERATION_SECONDS
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
-from moeserve.cli.configured import add_config_flags, config_of
+from moeserve.cli.arguments.configured import add_config_flags, config_of
 
 if TYPE_CHECKING:
     from moeserve.runtime.config import Config
@@ -25,7 +25,7 @@ class Cluster(Protocol):
 
     @property
     def address(self) -> str:
-        """Of the front door."""
+        """`host:port` of the front door."""
 
     def start(self) -> object:
         """Starts the ranks and waits until the group serves."""
@@ -49,7 +49,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until SIGINT or SIGTERM. Raises ValueError for bad input, OSError or RuntimeError."""
+    """Serves until SIGINT or SIGTERM, or until nobody reads stdout when there is something to print.
+
+    Raises ValueError for bad input, OSError or RuntimeError, and BrokenPipeError for a closed stdout.
+    """
     config = config_of(args)
     print("\n".join(config.lines()), flush=True)
     _check_served(config)
@@ -68,8 +71,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"serving on {cluster.address}", flush=True)
         _watch(cluster, signals)
     finally:
-        print("stopping", flush=True)
-        cluster.stop()
+        try:
+            print("stopping", flush=True)
+        finally:  # also where stdout is closed: what was started is ended all the same
+            cluster.stop()
     return 0
 
 

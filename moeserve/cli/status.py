@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from moeserve.cli.remote import add_address, as_json, client_of, table
+from moeserve.cli.arguments.remote import add_address, as_json, client_of, table
 
 MIB = 1 << 20
 

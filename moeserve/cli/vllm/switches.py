@@ -59,7 +59,7 @@ def _of(*families: Family) -> frozenset[Family]:
     return frozenset(families)
 
 
-ABSENT = Here(why="nothing to do: no row here uses it")
+ABSENT = Here(why="nothing to do: no kernel here uses it")
 UNCHANGED = Here(why="nothing to do: it is so anyway")
 LINEAR = "it is about linear layers, which stay with the model server"
 ROUTER = "routing is the model server's, or the layer's gate here when logits are sent"

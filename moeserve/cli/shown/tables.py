@@ -48,7 +48,7 @@ def members() -> str:
             member.family.value,
             f"`{member.name}`",
             member.classes,
-            f"`{member.row}`" if member.row else "",
+            f"`{member.kernel}`" if member.kernel else "",
             member.note,
         )
         for member in MEMBERS.values()
