@@ -109,7 +109,7 @@ def _summary(work: Rewrite, done: Done, seconds: float) -> str:
     files = len(done.written) + len(done.kept)
     lines = [
         f"{work.destination}: {human(done.nbytes)} in {files} files, {seconds:.1f} s",
-        f"experts: {', '.join(read)} -> {work.target.form}, as compressed-tensors {work.target.row.preset}",
+        f"experts: {', '.join(read)} -> {work.target.form}, as compressed-tensors {work.target.entry.preset}",
     ]
     if source.quantization is not None:
         lines.append("the source was quantized already: its rounding stays, the new one comes on top")
