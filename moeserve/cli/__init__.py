@@ -14,7 +14,7 @@ from moeserve.cli.shown.errors import explain
 
 COMMANDS: dict[str, str] = {
     "serve": "serve a checkpoint's experts until told to stop",
-    "plan": "show which kernel and dispatcher each layer gets, and why not the others",
+    "plan": "show which kernel and all2all backend each layer gets, and why not the others",
     "record": "record how many tokens each expert gets, for simulate to plan from",
     "simulate": "plan placement from recorded loads: balance, moves, memory, time a step",
     "inspect": "show layers, experts, shapes, scheme, routing and bytes of a checkpoint",
@@ -82,12 +82,12 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _command(words: Sequence[str]) -> str | None:
-    """The subcommand that `words` name: the first of them that is no flag."""
+    """Returns the subcommand that `words` name: the first of them that is no flag."""
     return next((word for word in words if not word.startswith("-")), None)
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser; only the subcommand that `words` name is filled in, since some import torch."""
+    """Makes the parser; only the subcommand that `words` name gets its arguments, as some import torch."""
     parser = argparse.ArgumentParser(
         prog="moeserve", description="Serves the experts of mixture-of-experts models."
     )

@@ -1,4 +1,4 @@
-"""`moeserve inspect CHECKPOINT`: what a checkpoint holds, by its config and headers.
+"""`moeserve inspect CHECKPOINT`: shows what a checkpoint holds, by its config and headers.
 
 Weights are read only to compare them with another checkpoint's, `--against`.
 """

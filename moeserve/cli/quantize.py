@@ -1,4 +1,4 @@
-"""`moeserve quantize SRC DST --to FORMAT`: a checkpoint with its experts in another format."""
+"""`moeserve quantize SRC DST --to FORMAT`: writes a checkpoint with its experts in another format."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the checkpoint, or what is missing of it. ValueError, OSError: as `Rewrite.run` has them."""
+    """Writes the checkpoint, or the files that it lacks. Raises ValueError and OSError as `Rewrite.run`."""
     from moeserve.checkpoints.checkpoint import Checkpoint
     from moeserve.checkpoints.writing.rewrite import Rewrite
     from moeserve.checkpoints.writing.targets import target_named
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def size_of(text: str) -> int:
-    """Bytes of `500MiB`, `4GiB`, `5GB` or a plain number. ValueError: none of these, or not positive."""
+    """Returns the bytes of `500MiB`, `4GiB`, `5GB` or a positive number. Raises ValueError for others."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if found is None or found[2].upper() not in UNITS or float(found[1]) * UNITS[found[2].upper()] < 1:
         raise ValueError(f"--shard-size={text!r} must be a size, as 500MiB or {SHARD_SIZE}")
@@ -87,7 +87,7 @@ def size_of(text: str) -> int:
 
 
 def _formats() -> str:
-    """The table of formats for the help; what installs them where torch is missing."""
+    """Returns the table of formats for the help, or the extra that installs torch where it is missing."""
     try:
         from moeserve.checkpoints.writing.targets import TARGETS
     except ModuleNotFoundError as error:

@@ -21,7 +21,7 @@ LOOK_SECONDS = 1.0  # between looks at the group's state
 
 
 class Cluster(Protocol):
-    """What a launcher makes of a configuration."""
+    """A service that a launcher starts from a configuration."""
 
     @property
     def address(self) -> str:
@@ -31,10 +31,10 @@ class Cluster(Protocol):
         """Starts the ranks and waits until the group serves."""
 
     def state(self) -> tuple[str, str]:
-        """The group's state and reason."""
+        """Returns the group's state and the reason for it."""
 
     def metrics_targets(self) -> list[str]:
-        """`host:port` of every exporter that is up."""
+        """Returns `host:port` of every exporter that is up."""
 
     def stop(self) -> None:
         """Lets calls under way finish, and ends everything that was started."""
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Signals:
-    """SIGINT and SIGTERM as an event; while something starts, as KeyboardInterrupt too."""
+    """Turns SIGINT and SIGTERM into an event and, while a cluster starts, into KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.stop = threading.Event()
@@ -87,13 +87,13 @@ class _Signals:
         self.listen()
 
     def listen(self) -> None:
-        """Takes both signals."""
+        """Installs the handler of both signals."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._told)
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """While inside, a signal raises KeyboardInterrupt; one that came before does so at once."""
+        """A context in which a signal raises KeyboardInterrupt; an earlier signal raises it at once."""
         self._interrupts = True
         try:
             if self.stop.is_set():
@@ -110,7 +110,7 @@ class _Signals:
 
 
 def _check_served(config: Config) -> None:
-    """Finds what is wrong with the checkpoint or the plan here, before any process starts."""
+    """Raises what is wrong with the checkpoint or the plan here, before any process starts."""
     import torch
 
     from moeserve.runtime.config import ConfigError
@@ -141,7 +141,7 @@ def _cluster(config: Config) -> Cluster:
 
 
 def _watch(cluster: Cluster, signals: _Signals) -> None:
-    """Returns when told to stop; says so when the group forms anew. Raises RuntimeError when it gave up."""
+    """Waits for a signal to stop; prints when the group forms anew. Raises RuntimeError when it gave up."""
     seen = "serving"
     while not signals.stop.wait(LOOK_SECONDS):
         state, reason = cluster.state()

@@ -1,4 +1,4 @@
-"""`moeserve simulate`: what policies make of recorded expert loads, for groups of any size. Needs no GPU."""
+"""`moeserve simulate`: shows what balancing policies make of recorded expert loads. It needs no GPU."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _check_sizes(args: argparse.Namespace, sizes: Sizes | None) -> None:
 def workloads(
     files: Sequence[str], serve: str | None, phase: str | None = None
 ) -> tuple[list[Load], Load | None, LoadTrace]:
-    """The loads of `files` window by window, that of `serve`, and the first trace: all are of one model.
+    """Reads the loads of `files` window by window, that of `serve`, and the first trace.
 
     With a `phase`, only those of its windows, and of windows that do not tell theirs.
     """
@@ -232,7 +232,7 @@ def _row(found: Forecast, setting: Setting, load: Load) -> dict[str, Any]:
 
 
 def rates_of(rates: Sequence[str]) -> dict[str, Any]:
-    """Fields of the cost model that `NAME=VALUE` state. Raises ValueError."""
+    """Returns the fields of the cost model that `NAME=VALUE` texts set. Raises ValueError."""
     kinds = {name: type(value) for name, value in vars(CostModel()).items()}
     changes: dict[str, Any] = {}
     for rate in rates:

@@ -41,7 +41,7 @@ SERVE_FLAGS: dict[str, tuple[str, type, str]] = {
     "--ray-address": (
         "cluster.ray_address",
         str,
-        "address of an existing Ray cluster; without it one is started here",
+        "address of an existing Ray cluster; by default RAY_ADDRESS, else one is started",
     ),
     "--launcher": (
         "cluster.launcher",
@@ -52,11 +52,11 @@ SERVE_FLAGS: dict[str, tuple[str, type, str]] = {
 """Flag -> (dotted key of the configuration, type, help)."""
 
 METAVARS = {"--load-as": "SCHEME"}
-"""What stands for a flag's value in the help, where the flag's last word does not say it."""
+"""The name of a flag's value in the help, where it is not the flag's last word."""
 
 
 def add_config_flags(parser: argparse.ArgumentParser, *, serving: bool) -> None:
-    """Adds the file and the flags; with `serving` also where to listen and who starts the ranks."""
+    """Adds the words and the flags; `serving` adds those of where to listen and what starts the ranks."""
     parser.add_argument(
         "words",
         nargs="*",
@@ -130,7 +130,7 @@ def _is_file(word: str) -> bool:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """`0,2-5` as numbers."""
+    """Returns the numbers of a text such as `0,2-5`, ascending. Raises ArgumentTypeError."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")

@@ -1,4 +1,4 @@
-"""An error in one line: what went wrong, and for a missing package which extra of moeserve installs it."""
+"""Explains an error in one line; for a missing package it names the extra that installs it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXTRAS: dict[str, str] = {
 
 
 def explain(error: Exception) -> str:
-    """The error's own words, or its type where it has none; for a missing package, the `pip install`."""
+    """Returns the error's message, or its type without one; for a missing package, the `pip install`."""
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package in EXTRAS:
         return f"this needs the package {package}; pip install 'moeserve[{EXTRAS[package]}]' brings it"

@@ -1,4 +1,4 @@
-"""What `moeserve inspect` prints: a summary of a checkpoint's layers, routing and ranks, as text or JSON."""
+"""The output of `moeserve inspect`: a summary of layers, routing and ranks, as text or JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYER_COLUMNS = (
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One layer's experts; layers that are equal but for their index share a row."""
+    """The experts of one layer; layers with equal summaries share a line of the table."""
 
     experts: int
     hidden: int
@@ -45,7 +45,7 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """What one rank of an expert-parallel group holds: experts of each layer, and bytes of all layers."""
+    """What a rank of an expert-parallel group holds: experts of each layer, and bytes over all layers."""
 
     rank: int
     experts: tuple[int, ...]
@@ -54,7 +54,7 @@ class RankSummary:
 
 @dataclass(frozen=True)
 class Inspected:
-    """What a checkpoint's config and headers say of its experts."""
+    """A summary of a checkpoint's experts, from its config and headers."""
 
     checkpoint: Checkpoint
     gate: Gate
@@ -63,7 +63,7 @@ class Inspected:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, ranks: int) -> Inspected:
-        """Reads no weights. Raises CheckpointError, or ValueError for a router that is not known."""
+        """Makes the summary; reads no weights. Raises CheckpointError, or ValueError for a router."""
         layers = {layer: _layer(checkpoint, layer) for layer in checkpoint.layers}
         return cls(checkpoint, gate_for(checkpoint.config), layers, _ranks(checkpoint, ranks))
 
@@ -73,7 +73,7 @@ class Inspected:
         return sum(summary.layer_nbytes for summary in self.layers.values())
 
     def json(self) -> dict[str, Any]:
-        """The summary for programs."""
+        """Returns the summary as JSON values."""
         checkpoint = self.checkpoint
         return {
             "checkpoint": str(checkpoint.path),
@@ -90,7 +90,7 @@ class Inspected:
         }
 
     def text(self) -> str:
-        """The summary for people: three tables."""
+        """Returns the summary as text: three tables."""
         checkpoint, dtype = self.checkpoint, str(self.checkpoint.dtype).removeprefix("torch.")
         head = [
             ("checkpoint", str(checkpoint.path)),
@@ -108,7 +108,7 @@ class Inspected:
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> str:
-    """Rows of text under each other, every column as wide as its longest cell."""
+    """Formats a table as text; every column is as wide as its longest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in padded)
@@ -162,7 +162,7 @@ def _routing(gate: Gate) -> dict[str, Any]:
 
 
 def _by_token(checkpoint: Checkpoint) -> list[int]:
-    """Layers whose experts a table chooses by token id."""
+    """Returns the layers whose experts a table chooses by token id."""
     return [layer for layer in checkpoint.layers if checkpoint.family.by_token(checkpoint.config, layer)]
 
 

@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes in units, and layers as ranges."""
+"""Formats numbers for people: bytes in units, and layers as ranges."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def human(nbytes: int) -> str:
-    """Bytes in the largest unit that leaves a number of one or more: `1536` -> `1.5 KiB`."""
+    """Formats bytes in the largest unit that leaves a number of one or more: `1536` -> `1.5 KiB`."""
     size, unit = float(nbytes), UNITS[0]
     for unit in UNITS:
         if size < 1024 or unit == UNITS[-1]:
@@ -18,7 +18,7 @@ def human(nbytes: int) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as ranges: `[0, 1, 2, 5]` -> `0-2, 5`; `none` if empty."""
+    """Formats ascending numbers as ranges: `[0, 1, 2, 5]` -> `0-2, 5`; `none` if empty."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -15,7 +15,7 @@ from moeserve.quant.formats.floats import FLOATS
 
 
 class Family(Enum):
-    """The kinds of experts that vLLM chooses a backend for; each has an enum of its own there."""
+    """The kinds of experts that vLLM chooses a backend for; vLLM has an enum for each."""
 
     UNQUANTIZED = "unquantized"
     FP8 = "FP8"
@@ -29,7 +29,7 @@ class Family(Enum):
 
 
 def family_of(scheme: Scheme) -> Family | None:
-    """The family that a scheme of ours falls into there; None for a number format that vLLM has none for."""
+    """Returns vLLM's family of a scheme; None for a number format that vLLM has no family for."""
     weights, plain = scheme.weights.name, scheme.activations in FLOATS.values()
     if scheme.weights in FLOATS.values():
         return Family.UNQUANTIZED
@@ -46,7 +46,7 @@ def family_of(scheme: Scheme) -> Family | None:
 
 @dataclass(frozen=True)
 class Member:
-    """One member of an enum of vLLM's, and the kernel of `KERNELS` that stands for it here."""
+    """One member of an enum of vLLM, and the entry of `KERNELS` that corresponds to it."""
 
     family: Family
     name: str
@@ -227,7 +227,7 @@ MEMBERS: dict[tuple[Family, str], Member] = {
     (member.family, member.name): member
     for member in (*_unquantized(), *_fp8(), *_mxfp8(), *_nvfp4(), *_mxfp4(), *_integers())
 }
-"""Every member, by its enum and name."""
+"""The table of members, by family and name."""
 
 _U, _F8, _M8, _N4, _M4, _W, _I8 = list(Family)[:7]
 _TRT4 = ("FLASHINFER_TRTLLM_MXFP4_BF16", "FLASHINFER_TRTLLM_MXFP4_MXFP8")
@@ -275,4 +275,4 @@ MOE_BACKENDS: dict[str, MoeBackend] = {
         MoeBackend("emulation", _same("EMULATION", _N4, _M4, _W)),
     )
 }
-"""Every name that `--moe-backend` takes."""
+"""The table of names that `--moe-backend` takes."""

@@ -1,4 +1,4 @@
-"""vLLM's settings read as moeserve's: each with the keys that do the same, or why there are none."""
+"""Reads vLLM's settings: each becomes the configuration keys that do the same, or a reason."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ ON, OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 @dataclass(frozen=True)
 class Finding:
-    """One setting of vLLM's, and what it comes to here."""
+    """One setting of vLLM, and the configuration keys that do the same."""
 
     said: str  # as it was set: `VLLM_MOE_DP_CHUNK_SIZE=256`
     keys: Mapping[str, Value] = field(default_factory=dict)
     why: str = ""
 
     def lines(self) -> list[str]:
-        """As text: the setting, then each key, or the reason."""
+        """Formats the setting, then each key or the reason."""
         found = [f"{key} = {json.dumps(value)}" for key, value in self.keys.items()] or ["no key"]
         return [self.said, f"  {', '.join(found)}" + (f": {self.why}" if self.why else "")]
 
@@ -88,8 +88,9 @@ def read(environ: Mapping[str, str], backend: str, stored: Scheme | None) -> lis
 
 
 def merged(findings: Iterable[Finding]) -> dict[str, Value]:
-    """All keys together. Raises ConfigError where two settings want different values; a name gives way to
-    none, and `auto` to any.
+    """Merges the keys of all findings; `auto` gives way to any other value.
+
+    Raises ConfigError where two settings want different values.
     """
     keys: dict[str, Value] = {}
     by: dict[str, str] = {}
@@ -108,14 +109,14 @@ def merged(findings: Iterable[Finding]) -> dict[str, Value]:
 
 
 def text(findings: Sequence[Finding], keys: Mapping[str, Value]) -> str:
-    """Each finding, then all keys as a configuration file."""
+    """Formats each finding, then all keys as a configuration file."""
     told = [line for finding in findings for line in finding.lines()]
     told = told or ["vLLM's environment says nothing about experts"]
     return "\n".join(told) + ("\n\n# the same for moeserve\n" + toml(keys) if keys else "")
 
 
 def toml(keys: Mapping[str, Value]) -> str:
-    """The keys as a configuration file."""
+    """Formats the keys as a TOML configuration."""
     tables: dict[str, list[str]] = {}
     for key, value in keys.items():
         table, name = key.split(".")
@@ -124,7 +125,7 @@ def toml(keys: Mapping[str, Value]) -> str:
 
 
 def of_backend(name: str, stored: Scheme | None) -> tuple[dict[str, Value], str]:
-    """The keys that a name of `--moe-backend` means, and why. Raises ConfigError for an unknown name."""
+    """Returns the keys that a name of `--moe-backend` means, and why. Raises ConfigError."""
     if name not in MOE_BACKENDS:
         raise ConfigError(f"unknown moe_backend {name!r}; known: {', '.join(MOE_BACKENDS)}")
     backend = MOE_BACKENDS[name]
@@ -144,7 +145,7 @@ def of_backend(name: str, stored: Scheme | None) -> tuple[dict[str, Value], str]
 
 
 def told(backend: MoeBackend) -> list[str]:
-    """What a name means for each family, families with one meaning together."""
+    """Returns what a name means for each family; families with one meaning share a line."""
     alike: dict[str, list[str]] = {}
     for family in backend.members:
         keys, why = _of_members(backend, family)
@@ -154,7 +155,7 @@ def told(backend: MoeBackend) -> list[str]:
 
 
 def member_of(backend: MoeBackend, family: Family) -> Member:
-    """The member that stands for a name: the first that has a kernel here, or the first."""
+    """Returns the member that stands for a name: the first that has a kernel here, else the first."""
     members = [MEMBERS[family, name] for name in backend.members[family]]
     return next((member for member in members if member.kernel), members[0])
 
@@ -170,7 +171,7 @@ def _of_members(backend: MoeBackend, family: Family) -> tuple[dict[str, Value], 
 
 
 def _kind(stored: Scheme) -> str:
-    """What the experts are called: vLLM's family, or the name of a number format that has none there."""
+    """Returns vLLM's family of the experts, or the name of a number format that vLLM has no family for."""
     family = family_of(stored)
     return family.value if family else stored.weights.name
 
@@ -208,7 +209,7 @@ def _answer(switch: Switch, value: str) -> Here:
 
 
 def shown(here: Here) -> str:
-    """What one value of a switch comes to, for any checkpoint."""
+    """Formats what one value of a switch means for any checkpoint."""
     if here.backend:
         return f"as `--moe-backend {here.backend}`"
     words = {GIVEN: "the same number", DISPATCHER: "the dispatcher of that name"}
@@ -233,7 +234,7 @@ def _number(said: str, value: str) -> int:
 
 
 def _with_weights(finding: Finding, stored: Scheme | None) -> Finding:
-    """The format of the stored weights put in; a scheme that there is not, or that is stored, is no key."""
+    """Fills in the format of the stored weights; drops the key for a scheme that is unknown or stored."""
     load_as = str(finding.keys.get("model.load_as", ""))
     if stored is None or WEIGHTS not in load_as:
         return finding
