@@ -5,15 +5,14 @@ The data are in tests/producers, with how each was made; `NOT_RUN` says why a di
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from bench.numbers import formulas
 from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.checkpoints.dialects import DIALECTS
 
@@ -32,15 +31,8 @@ def dialect_of(name: str) -> str:
     return name.partition("-")[0]
 
 
-@pytest.fixture
-def formulas(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """bench/formulas.py, as a script sees it."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    return importlib.import_module("formulas")
-
-
 @pytest.mark.parametrize("name", sorted(ERRORS))
-def test_real_producer(name: str, formulas: ModuleType) -> None:
+def test_real_producer(name: str) -> None:
     checkpoint = Checkpoint(DATA / name)
     source = Checkpoint(DATA / ERRORS[name]["source"])
     assert checkpoint.dialect.name == dialect_of(name)

@@ -1,4 +1,4 @@
-"""`measured`: the rates of a cost model from what `bench/gpu_experts.py` measured on a machine."""
+"""`measured`: the rates of a cost model from what `bench/experts/gpu_experts.py` measured on a machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def measured(path: Path | str, weights: str) -> CostModel:
     model = CostModel(weight_bits=WEIGHT_BITS[weights])
     cases = [case[1:] for case in _cases(Path(path)) if case[0] == weights]
     if not cases:
-        raise ValueError(f"{path} has no case '{weights}, ... experts active, whole' of bench/gpu_experts.py")
+        raise ValueError(
+            f"{path} has no case '{weights}, ... experts active, whole' of bench/experts/gpu_experts.py"
+        )
     row = 6 * model.hidden * model.inner
     return CostModel(
         weight_bits=WEIGHT_BITS[weights],
