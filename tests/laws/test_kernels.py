@@ -1,8 +1,10 @@
 """Laws of expert kernels: whatever an entry claims, its kernel computes as the reference does."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from math import lcm
+from typing import Any
 
 import pytest
 import torch
@@ -24,18 +26,24 @@ from moeserve.quant.schemes import scheme_named
 
 COUNTS = (3, 0, 1, 9, 0)
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
-
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 """The tensors are small, and threads that wait for each other cost more than they save."""
 
 
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    return str(request.param)
+def devices_of(entry: KernelEntry) -> list[str]:
+    """The devices that a row claims at all; which GPUs of them, `computed` asks."""
+    return ["cpu"] * ("cpu" in entry.archs) + ["cuda"] * bool(entry.archs - {"cpu"})
+
+
+def on_its_devices(cases: Sequence[Any]) -> list[Any]:
+    """Every case once for each device of its entry: the entry is its first value, the device becomes its last."""
+    """Every case once for each device of its entry, its first value; the device becomes its last."""
+    return [
+        pytest.param(*case.values, device, id=f"{device}-{case.id}", marks=marks[device])
+        for case in cases
+        for device in devices_of(case.values[0])
+    ]
 
 
 def computed(entry: KernelEntry, device: str, activation: str = "silu") -> list[Scheme]:
@@ -144,7 +152,7 @@ CLAIMS = [
 ]
 
 
-@pytest.mark.parametrize(("entry", "grouping", "activation"), CLAIMS)
+@pytest.mark.parametrize(("entry", "grouping", "activation", "device"), on_its_devices(CLAIMS))
 def test_kernel_computes_what_its_row_claims(
     entry: KernelEntry, grouping: Grouping, activation: str, device: str
 ) -> None:
@@ -165,7 +173,8 @@ MANY_COUNTS = (300, 0, 129, 1, 33)
 
 
 @pytest.mark.parametrize(
-    "entry", [entry for entry in KERNELS.values() if entry.form], ids=lambda entry: entry.name
+    ("entry", "device"),
+    on_its_devices([pytest.param(entry, id=entry.name) for entry in KERNELS.values() if entry.form]),
 )
 def test_kernels_that_share_a_form_compute_any_number_of_rows(entry: KernelEntry, device: str) -> None:
     """A plan gives each the rows it is the fastest with; a pinned one gets all, and answers as rightly."""
@@ -239,7 +248,7 @@ WIRES = [
 ]
 
 
-@pytest.mark.parametrize(("entry", "wire"), WIRES)
+@pytest.mark.parametrize(("entry", "wire", "device"), on_its_devices(WIRES))
 def test_kernel_eats_every_wire_of_its_row(entry: KernelEntry, wire: str, device: str) -> None:
     """A wire narrower than the scheme costs what the wire rounds away, and nothing more."""
     for scheme, grouping in product(some(computed(entry, device)), entry.groupings):
@@ -255,7 +264,7 @@ def test_kernel_eats_every_wire_of_its_row(entry: KernelEntry, wire: str, device
 ENTRIES = [pytest.param(entry, id=entry.name) for entry in KERNELS.values()]
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(("entry", "device"), on_its_devices(ENTRIES))
 def test_rows_outside_the_segments_never_leak(entry: KernelEntry, device: str) -> None:
     for scheme, grouping in product(computed(entry, device), entry.groupings):
         case = Case(entry, scheme, shape_for(entry, bias=biased(entry, scheme)), device)
@@ -267,7 +276,7 @@ def test_rows_outside_the_segments_never_leak(entry: KernelEntry, device: str) -
         assert torch.equal(torch.cat(clean), torch.cat(poisoned)), (scheme, grouping)
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(("entry", "device"), on_its_devices(ENTRIES))
 @pytest.mark.parametrize("counts", [(), (0, 0, 0), (0, 4)], ids=str)
 def test_no_slots_no_rows_and_slots_with_none(
     entry: KernelEntry, counts: tuple[int, ...], device: str
@@ -288,7 +297,7 @@ def test_no_slots_no_rows_and_slots_with_none(
         assert all(bool(own.isfinite().all()) for own in arrival.segments(outputs.cpu(), batch))
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(("entry", "device"), on_its_devices(ENTRIES))
 def test_an_expert_prepared_alone_equals_its_slot(entry: KernelEntry, device: str) -> None:
     for scheme, bias in product(computed(entry, device), (False, True)):
         case = Case(entry, scheme, shape_for(entry, bias=bias and biased(entry, scheme)), device)
@@ -299,7 +308,7 @@ def test_an_expert_prepared_alone_equals_its_slot(entry: KernelEntry, device: st
             assert raw_bytes(alone) == raw_bytes(together.slot(slot)), (scheme, slot)
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(("entry", "device"), on_its_devices(ENTRIES))
 def test_zero_experts_prepare_to_the_shapes_of_some(entry: KernelEntry, device: str) -> None:
     for scheme in computed(entry, device):
         case = Case(entry, scheme, shape_for(entry, bias=biased(entry, scheme)), device)
@@ -311,12 +320,12 @@ def test_zero_experts_prepare_to_the_shapes_of_some(entry: KernelEntry, device: 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize(
-    "entry", [entry for entry in KERNELS.values() if not entry.reference], ids=lambda entry: entry.name
+    "entry",
+    [entry for entry in KERNELS.values() if not entry.reference and "cuda" in devices_of(entry)],
+    ids=lambda entry: entry.name,
 )
 def test_nothing_is_read_on_the_host(entry: KernelEntry) -> None:
     """The step is captured as a CUDA graph and replayed over other rows."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     for scheme, grouping in product(computed(entry, "cuda"), entry.groupings):
         case = Case(entry, scheme, shape_for(entry, bias=biased(entry, scheme)), "cuda")
         kernel, arrival = entry.build(case.spec), arrival_for(entry, grouping, poison=0.0)

@@ -1,4 +1,4 @@
-"""The tables that `moeserve plan --table` prints and the documents hold: Markdown, from tables in code."""
+"""The tables in Markdown that `moeserve plan --table` prints and the documentation holds."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MACHINES = ("h100", "h200", "b200", "mi300x", "mi355x", "cpu")
 """Machines of the table, by the names that `--machine` takes."""
 
 LAYER = ExpertShape(hidden=7168, inner=2048, activation=Activation("silu"))
-"""One expert of the table's layer, DeepSeek-V3's: 256 of them on four ranks, eight a token."""
+"""The expert that is planned for: DeepSeek-V3's, of which four ranks hold 256; a token chooses eight."""
 
 UNTRIED, NAMED = "\\*", "†"
 """Marks of a kernel that has not run on that architecture, and of one that must be named."""
 
 
 def machines() -> str:
-    """The wire and the kernel that each scheme gets on each machine, as `make_plan` chooses."""
+    """Returns the wire and the kernel of each scheme on each machine, as `make_plan` chooses them."""
     named = [machine_named(name) for name in MACHINES]
     rows = []
     for scheme in SCHEMES.values():
@@ -42,13 +42,13 @@ def machines() -> str:
 
 
 def members() -> str:
-    """Every member of vLLM's enums of backends, and the kernel here that stands for it."""
+    """Returns every member of vLLM's enums of backends with the kernel that corresponds to it."""
     rows = (
         (
             member.family.value,
             f"`{member.name}`",
             member.classes,
-            f"`{member.row}`" if member.row else "",
+            f"`{member.kernel}`" if member.kernel else "",
             member.note,
         )
         for member in MEMBERS.values()
@@ -57,7 +57,7 @@ def members() -> str:
 
 
 def switches() -> str:
-    """Every environment switch of vLLM's about experts."""
+    """Returns every environment switch of vLLM that is about experts."""
     rows = (
         (
             f"`{switch.name}`",
@@ -74,13 +74,13 @@ def switches() -> str:
 
 
 def backends() -> str:
-    """Every name that vLLM's `--moe-backend` takes."""
+    """Returns every name that vLLM's `--moe-backend` takes."""
     rows = ((f"`{row.name}`", _backend(row.name)) for row in MOE_BACKENDS.values())
     return _markdown(("name", "here"), rows)
 
 
 def dispatchers() -> str:
-    """Every name that vLLM's `--all2all-backend` takes."""
+    """Returns every name that vLLM's `--all2all-backend` takes."""
     return _markdown(("name", "here"), ((f"`{name}`", _dispatcher(name)) for name in BACKEND_NAMES))
 
 
@@ -91,18 +91,18 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm-backends": backends,
     "vllm-dispatchers": dispatchers,
 }
-"""What `--table` takes."""
+"""The tables by the names that `--table` takes."""
 
 
 def table(name: str) -> str:
-    """The table called `name`. Raises ValueError, with the names there are."""
+    """Returns the table called `name`. Raises ValueError with the known names."""
     if name not in TABLES:
         raise ValueError(f"unknown table {name!r}; known: {', '.join(TABLES)}")
     return TABLES[name]()
 
 
 def _planned(scheme: Scheme, machine: Machine) -> tuple[Plan, str]:
-    """The plan, and its kernel with marks."""
+    """Returns the plan and its kernel's name with marks."""
     model = next((form for form in (scheme.weights, scheme.activations) if form in FLOATS.values()), BF16)
     problem = Problem(scheme, model, LAYER, experts=256, ranks=4, top_k=8, lane_rows=4096)
     mark = ""

@@ -1,4 +1,4 @@
-"""What the subcommands that talk to a running service share: its address, patience, and tables."""
+"""What the subcommands that ask a running service share: its address, the timeout, JSON and tables."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ Message = Any  # a generated protobuf message
 
 
 def add_address(parser: argparse.ArgumentParser, *, timeout: float) -> None:
-    """The address of the front door, and how long to wait for an answer."""
-    parser.add_argument("address", type=address, metavar="HOST:PORT", help="of the service's front door")
+    """Adds the address of the front door, --timeout (`timeout` seconds by default) and --json."""
+    parser.add_argument(
+        "address", type=address, metavar="HOST:PORT", help="address of the service's front door"
+    )
     parser.add_argument(
         "--timeout",
         type=float,
         default=timeout,
         metavar="SECONDS",
-        help=f"for an answer; {timeout:g} by default",
+        help=f"longest wait for an answer; {timeout:g} by default",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def client_of(args: argparse.Namespace, **options: Any) -> MoeClient:
-    """A client of the service. Raises ValueError for a timeout that is not positive."""
+    """Makes a client of the service. Raises ValueError for a timeout that is not positive."""
     return MoeClient(args.address, timeout=args.timeout, **options)
 
 
 def address(text: str) -> str:
-    """`host:port`, when it is one."""
+    """Returns the text if it is `host:port`. Raises ArgumentTypeError."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise argparse.ArgumentTypeError(f"{text!r} must be HOST:PORT, such as 127.0.0.1:50051")
@@ -39,7 +41,7 @@ def address(text: str) -> str:
 
 
 def as_json(message: Message) -> str:
-    """A message as JSON, with every field."""
+    """Formats a message as JSON, with every field."""
     from google.protobuf.json_format import MessageToDict
 
     fields = MessageToDict(
@@ -49,7 +51,7 @@ def as_json(message: Message) -> str:
 
 
 def table(rows: Sequence[Sequence[object]]) -> str:
-    """Rows as columns of text; numbers stand to the right."""
+    """Formats rows as columns of text; numbers are aligned to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     right = [all(not isinstance(row[at], str) for row in rows[1:]) for at in range(len(widths))]

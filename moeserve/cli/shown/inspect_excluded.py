@@ -1,4 +1,4 @@
-"""The modules that a quantization config leaves as they are, whatever the producer calls the list."""
+"""The modules that a quantization config leaves unquantized, under any name of the list."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHOWN = 12
 
 
 def excluded_modules(quantization: Quantization) -> list[str]:
-    """Entries as the config has them: names, patterns, `re:` expressions; in GPTQ the negative rules."""
+    """Returns entries as the config has them: names, patterns, `re:` expressions, negative rules of GPTQ."""
     if quantization is None:
         return []
     found: list[str] = []
@@ -24,7 +24,7 @@ def excluded_modules(quantization: Quantization) -> list[str]:
 
 
 def brief(entries: Sequence[str]) -> str:
-    """Entries on one line; those that differ in numbers only become one, with their count."""
+    """Formats entries on one line; those that differ in numbers only become one, with their count."""
     alike: dict[str, list[str]] = {}
     for entry in entries:
         alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "N", entry), []).append(entry)

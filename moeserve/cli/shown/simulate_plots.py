@@ -1,4 +1,4 @@
-"""Pictures of a forecast as SVG, written by hand: experts x ranks before and after, and balance over time."""
+"""Draws a forecast as SVG: experts by ranks before and after, and balance over time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, MARGIN = 960, 50
 def write_plots(
     folder: Path, row: dict[str, Any], found: Forecast, loads: Sequence[Load], layers: Sequence[int]
 ) -> list[str]:
-    """Writes a forecast's pictures; their paths."""
+    """Writes the pictures of a forecast and returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{row['policy']}_{row['ranks']}_{row['redundant']}"
     last, load = found.changes[-1], loads[-1]
@@ -36,7 +36,7 @@ def write_plots(
 
 
 def placement_picture(before: Placement, after: Placement, load: Load, row: int, layer: int) -> str:
-    """Two heatmaps of one layer, experts across (hottest first) and ranks down, dark where tokens go.
+    """Draws two heatmaps of one layer: experts across (hottest first), ranks down, dark where tokens go.
 
     The bar at the right of a rank is its load; the line marks the mean.
     """
@@ -84,7 +84,7 @@ def _heatmap(
 
 
 def balance_picture(balances: Sequence[NDArray[np.float64]]) -> str:
-    """Balancedness after each workload: the mean over layers, and the worst layer."""
+    """Draws the balancedness after each workload: the mean over layers, and the worst layer."""
     high, step = 240, (WIDTH - 2 * MARGIN) / (len(balances) - 1)
     parts = []
     for mark in (0.0, 0.25, 0.5, 0.75, 1.0):

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from moeserve.checkpoints.requantization import Loss, Requantization
-from moeserve.cli.inspect import human
+from moeserve.cli.shown.units import human
 from moeserve.device.machine import Machine
 from moeserve.dispatch.costs.costs import Costs, table
 from moeserve.runtime.config import BalanceConfig

@@ -1,4 +1,4 @@
-"""What `moeserve inspect --against` adds: the relative error of each layer's experts."""
+"""The output of `moeserve inspect --against`: the relative error of each layer's experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = ("layer", "gate_up mean", "max", "worst expert", "down mean", "max", "
 
 
 def errors_against(checkpoint: Checkpoint, reference: str) -> list[LayerError]:
-    """The errors of all layers; a bar on a terminal. ValueError: another model, or no checkpoint at all."""
+    """Computes the errors of all layers, with a progress bar. Raises ValueError for another model."""
     from tqdm import tqdm
 
     other = Checkpoint(reference)
@@ -24,7 +24,7 @@ def errors_against(checkpoint: Checkpoint, reference: str) -> list[LayerError]:
 
 
 def errors_rows(errors: Sequence[LayerError]) -> list[tuple[str, ...]]:
-    """A table: a row a layer, and one of all."""
+    """Returns a table with a line for each layer and one for all."""
     rows: list[tuple[str, ...]] = [COLUMNS]
     for error in errors:
         sides = (error.gate_up, error.down)
@@ -35,7 +35,7 @@ def errors_rows(errors: Sequence[LayerError]) -> list[tuple[str, ...]]:
 
 
 def errors_json(reference: str, errors: Sequence[LayerError]) -> dict[str, Any]:
-    """The same for programs."""
+    """Returns the errors as JSON values."""
     every = [side for sides in _sides(errors) for side in sides]
     return {
         "checkpoint": reference,
