@@ -1,4 +1,4 @@
-"""Ballots: who decides, who abandons, and what comes too late."""
+"""A pending change: who decides, who abandons, and what comes too late."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moeserve.runtime.head.pending_change import PendingChange, Stage
 from moeserve.runtime.mesh import Mesh
 
 
-def ballot(mesh: Mesh | None = None) -> PendingChange:
+def pending(mesh: Mesh | None = None) -> PendingChange:
     return PendingChange(7, Change(Epoch.first(mesh or Mesh(2, 1, 2), 1, 4), 0, ()), 2)
 
 
@@ -17,7 +17,7 @@ def copy(expert: int, checksum: str) -> StagedCopy:
 
 
 def test_the_last_vote_decides_and_the_last_adoption_ends_it() -> None:
-    one = ballot()
+    one = pending()
     one.vote(0, (copy(1, "a"),), "")
     assert (one.stage, one.missing) == (Stage.PREPARING, [1])
     one.vote(1, (), "")
@@ -30,7 +30,7 @@ def test_the_last_vote_decides_and_the_last_adoption_ends_it() -> None:
 
 
 def test_one_refusal_abandons_and_later_votes_change_nothing() -> None:
-    one = ballot()
+    one = pending()
     one.vote(1, (), "no room")
     assert (one.stage, one.reason) == (Stage.ABANDONED, "rank 1: no room")
     one.vote(0, (), "")
@@ -39,21 +39,21 @@ def test_one_refusal_abandons_and_later_votes_change_nothing() -> None:
 
 
 def test_replicas_that_differ_are_never_decided() -> None:
-    one = ballot()
+    one = pending()
     one.vote(0, (copy(3, "a"), copy(2, "x")), "")
     one.vote(1, (copy(3, "b"),), "")
     assert (one.stage, one.reason) == (Stage.ABANDONED, "copies of experts [3] differ between ranks")
 
 
 def test_slices_of_an_expert_may_differ() -> None:
-    one = ballot(Mesh(2, 1, 1))
+    one = pending(Mesh(2, 1, 1))
     one.vote(0, (copy(3, "a"),), "")
     one.vote(1, (copy(3, "b"),), "")
     assert one.stage is Stage.DECIDED
 
 
 def test_what_is_decided_stands_when_the_group_aborts() -> None:
-    one = ballot()
+    one = pending()
     for rank in range(2):
         one.vote(rank, (), "")
     one.abandon("rank 1 is lost")
