@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,9 @@ from parallel import parallel_launch
 from peer_ranks import DELAY, PATIENCE, everything, spec
 
 from moeserve.device.machine import machine_named
+from moeserve.device.source import source
 from moeserve.dispatch.backends import DISPATCHERS
-from moeserve.dispatch.peers import kernels, layout, sources, twin, wires
+from moeserve.dispatch.peers import kernels, layout, twin, wires
 from moeserve.dispatch.peers import liveness as late
 from moeserve.dispatch.peers import packets as packets
 from moeserve.dispatch.peers import sequence as sequences
@@ -103,7 +103,8 @@ def test_sections_of_the_layout_do_not_overlap() -> None:
 
 
 def test_the_kernels_and_the_layout_agree_on_their_constants() -> None:
-    defined = dict(re.findall(r"#define (\w+) +\(?(\w+)", sources.source(*kernels.SOURCES)))
+    text = source(kernels.__package__, *kernels.SOURCES)
+    defined = dict(re.findall(r"#define (\w+) +\(?(\w+)", text))
     assert int(defined["GIVEN_UP_BYTES"]) == late.GIVEN_UP_BYTES
     assert int(defined["THREADS"]) == kernels.THREADS
     assert int(defined["COMBINE_THREADS"]) == kernels.COMBINE_THREADS
@@ -113,7 +114,7 @@ def test_the_kernels_and_the_layout_agree_on_their_constants() -> None:
     assert (int(defined["PACKET"]), int(defined["PACKET_WORDS"])) == (packets.LANES, packets.WORDS)
     numbers = {name: int(defined[f"WIRE_{name.removesuffix('_static').upper()}"]) for name in wires.FUSED}
     assert numbers == wires.FUSED and int(defined["WIRE_RECORDS"]) == wires.RECORDS
-    assert "0xFFFFFFFEu" in sources.source(*kernels.SOURCES) and sequences.LAST == 0xFFFFFFFE
+    assert "0xFFFFFFFEu" in text and sequences.LAST == 0xFFFFFFFE
 
 
 @pytest.mark.parametrize("words", [1, 7, 31, 32, 93])
@@ -130,11 +131,6 @@ def test_rows_come_out_of_their_packets(words: int) -> None:
 def test_positions_count_the_rows_of_a_slot_before() -> None:
     slots = torch.tensor([[3, 1], [1, -1], [3, 0], [1, 3]], dtype=torch.int32)
     assert twin.positions(slots)[slots >= 0].tolist() == [0, 0, 1, 1, 0, 2, 2]
-
-
-def test_sources_include_no_header() -> None:
-    folder = Path(layout.__file__).parent
-    assert not [path.name for path in folder.glob("*.cu") if "#include" in path.read_text()]
 
 
 @pytest.mark.parametrize("name", sorted(WIRES))

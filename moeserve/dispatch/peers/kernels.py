@@ -8,16 +8,19 @@ import torch
 from torch import Tensor
 
 from moeserve.device.nvrtc import U64, Argument, Program
+from moeserve.device.source import source
 from moeserve.dispatch.peers.layout import WORD, PeerLayout
 from moeserve.dispatch.peers.liveness import PeerLiveness
 from moeserve.dispatch.peers.memory import PeerMemory
-from moeserve.dispatch.peers.sources import source
 from moeserve.dispatch.peers.wires import wire_code
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.batch import Grouping
 from moeserve.quant.format import Packed
 
-SOURCES = ("step.cu", "dispatch.cu", "combine.cu")
+SHARED = ("memory", "liveness", "numbers", "records", "step", "packets")
+DISPATCH = ("exchange", "send", "choices", "places", "deliver", "dispatch")
+SOURCES = tuple(f"{part}.cu" for part in (*SHARED, *DISPATCH, "combine"))
+"""Both kernels' texts, in order."""
 THREADS = 512  # of a block of dispatch
 COMBINE_THREADS = 768  # of a block of combine
 TEAMS = 8
@@ -92,7 +95,7 @@ class PeerKernels:
         self._wire = wire_code(spec)
         ragged = int(layout.grouping is Grouping.RAGGED)
         options = (*self._wire.options, f"-DTOP_K={spec.top_k}", f"-DRAGGED={ragged}")
-        program = Program(source(*SOURCES), options)
+        program = Program(source(__package__, *SOURCES), options)
         self._dispatch, self._combine = program.function("peer_dispatch"), program.function("peer_combine")
         self._blocks = torch.cuda.get_device_properties(spec.device).multi_processor_count
         if not self._wire.fused:  # what a format keeps on the device is brought there now

@@ -1,6 +1,6 @@
 """Our own Hopper kernel for bf16 in steps of any size, in CUDA C++ that reads weights in panels.
 
-A step of very few rows is one launch of `device/few.cu`. In others `device/prefill_wide.cu` shares rows over
+A step of very few rows is one launch of `cuda/few.py`. In others `cuda/prefill_wide.py` shares rows over
 a cluster and activates in the first GEMM; how many rows stand in a tile depends on whether the tensor cores
 are the limit, or reading weights is. Experts with an activation that these do not compute are
 `triton_bf16`'s, weights and all.
@@ -63,10 +63,10 @@ class CudaBf16:
         return few.step(form, (x, None), batch, sides, spec.shape)
 
     def _some(self, prepared: Prepared, batch: ExpertBatch, x: Tensor) -> Tensor:
-        from moeserve.experts.kernels.cuda.prefill_wide import NARROW, WIDE, Step, Weights
+        from moeserve.experts.kernels.cuda.prefill_wide import NARROW, WIDE, Weights, WidePrefillStep
 
         spec, slot = self._spec, prepared.per_slot
-        step = Step(batch, x.shape[0], WIDE if batch.rows_a_slot >= MANY_ROWS else NARROW)
+        step = WidePrefillStep(batch, x.shape[0], WIDE if batch.rows_a_slot >= MANY_ROWS else NARROW)
         gate_up, down = (
             Weights(slot[f"{side}.codes"], slot.get(f"{side}_bias")) for side in ("gate_up", "down")
         )

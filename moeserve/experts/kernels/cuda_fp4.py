@@ -1,8 +1,8 @@
 """Our own Hopper kernel for four-bit weights, NVFP4 and MXFP4, in steps of any size, with bf16 products.
 
-With many rows a slot the tensor cores are the limit, and `device/prefill_codes.cu` decodes codes for up to
+With many rows a slot the tensor cores are the limit, and `cuda/prefill_codes.py` decodes codes for up to
 256 rows at once, shares rows over a cluster and activates in the first GEMM; with fewer, reading weights is:
-`device/decode_codes.cu` computes a step of some rows a slot in one launch, and `triton_fp4` the others.
+`cuda/decode_codes.py` computes a step of some rows a slot in one launch, and `triton_fp4` the others.
 Weights are the same.
 """
 
@@ -34,7 +34,7 @@ SOME_ROWS = 20.0
 """Rows a slot up to which the kernel for some is; 0 leaves it out."""
 
 FEW_ROWS = 12
-"""Rows of a step up to which `few.cu`, where it takes the step, is the faster one of the two."""
+"""Rows of a step up to which `cuda/few.py`, where it takes the step, is the faster one of the two."""
 
 ROUNDED = Scheme(NVFP4, FP8_GROUP)
 """Rows are rounded to E4M3 as the scheme says, inner rows from float32, and their codes multiplied in bf16,
@@ -81,7 +81,7 @@ class CudaFp4(BySize):
         gate_up, down = (prefill_codes.weights_of(slot, side) for side in ("gate_up", "down"))
         is_rounded = spec.scheme == ROUNDED
         plan = prefill_codes.plan_for("scaled" if is_rounded else "bf16", batch)
-        step = prefill_codes.Step(batch, tokens.shape[0], plan)
+        step = prefill_codes.CodesStep(batch, tokens.shape[0], plan)
         if not is_rounded:
             x = prefill_codes.Rows(_bf16(tokens))
         elif tokens.format == FP8_GROUP:

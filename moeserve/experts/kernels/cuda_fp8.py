@@ -1,6 +1,6 @@
 """Our own Hopper kernel for FP8 in steps of any size, in CUDA C++ that reads weights in panels.
 
-A step of few rows is one launch of `device/few.cu`. From some on, `device/prefill.cu` shares rows over a
+A step of few rows is one launch of `cuda/few.py`. From some on, `cuda/prefill.py` shares rows over a
 cluster, activates and rounds in the first GEMM. Experts that these do not fit are `triton_fp8`'s, weights and
 all.
 """
@@ -63,10 +63,10 @@ class CudaFp8:
         return few.step(form, (tokens.parts[0], scales), batch, sides, spec.shape)
 
     def _many(self, prepared: Prepared, batch: ExpertBatch, tokens: Packed) -> Tensor:
-        from moeserve.experts.kernels.cuda.prefill import Step, Weights
+        from moeserve.experts.kernels.cuda.prefill import PrefillStep, Weights
 
         spec, slot = self._spec, prepared.per_slot
-        step = Step(batch, tokens.shape[0])
+        step = PrefillStep(batch, tokens.shape[0])
         if tokens.format == FP8_GROUP:
             x = step.rows(*tokens.parts)
         else:

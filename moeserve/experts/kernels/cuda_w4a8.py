@@ -48,13 +48,13 @@ class CudaW4A8:
 
     def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
         """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
-        from moeserve.experts.kernels.cuda.prefill_codes import Step, plan_for, weights_of
+        from moeserve.experts.kernels.cuda.prefill_codes import CodesStep, plan_for, weights_of
 
         spec, slot, tokens = self._spec, prepared.per_slot, flat(batch.tokens)
         if batch.slots == 0 or tokens.shape[0] == 0:
             return torch.empty(batch.tokens.shape, dtype=spec.out_dtype, device=tokens.device)
         span = spec.scheme.weights.parts[1].columns
-        step = Step(batch, tokens.shape[0], plan_for(f"fp8_{span}", batch))
+        step = CodesStep(batch, tokens.shape[0], plan_for(f"fp8_{span}", batch))
         x = step.rows(*tokens.parts) if tokens.format == FP8_GROUP else step.round(tokens.parts[0])
         inner = step.gate_up(x, weights_of(slot, "gate_up"), spec.shape.activation, spec.shape.inner)
         rows = step.down(inner, weights_of(slot, "down"), spec.shape.hidden, spec.out_dtype)

@@ -1,6 +1,6 @@
 """Our own Hopper kernels for four-bit weights, NVFP4 and MXFP4, and bf16 rows: codes decode in registers.
 
-A step of very few rows is one launch of `device/few.cu`, where that was measured to be faster.
+A step of very few rows is one launch of `cuda/few.py`, where that was measured to be faster.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from moeserve.experts.kernels.cuda.steps import (
     source,
 )
 
-SOURCES = ("codes.cu", "decode_codes.cu")
+PARTS = ("task", "work", "copies", "products", "sums", "step")
+SOURCES = ("codes.cu", *(f"decode_codes/{part}.cu" for part in PARTS))
 
 MOST_SLOTS = 512
 """Slots that the list in shared memory has room for."""

@@ -16,7 +16,8 @@ from moeserve.experts.kernels.cuda.panels import map_by_eights, map_of
 from moeserve.experts.kernels.cuda.steps import FUSED_ACTIVATIONS, OUTS, defined, numbers, source
 from moeserve.experts.kernels.tiles import FewTile
 
-SOURCES = ("codes.cu", "few.cu")
+PARTS = ("task", "work", "stream", "rows", "products", "sums", "step")
+SOURCES = ("codes.cu", *(f"few/{part}.cu" for part in PARTS))
 
 MOST_SLOTS = 512
 """Slots that the list in shared memory has room for."""

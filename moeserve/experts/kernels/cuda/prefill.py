@@ -13,6 +13,8 @@ from moeserve.experts.activation import Activation
 from moeserve.experts.kernels.cuda.panels import map_of
 from moeserve.experts.kernels.cuda.steps import NO_NUMBERS, OUTS, Block, Form, Groups, numbers, source
 
+SOURCES = ("prefill.cu",)
+
 UNIT, DEPTH = 64, 128
 
 GROUP_ROWS = 128
@@ -42,7 +44,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Step(Groups):
+class PrefillStep(Groups):
     """A batch cut into groups of at most 128 rows of one slot; nothing is read on the host."""
 
     @property
@@ -92,4 +94,4 @@ class Step(Groups):
 
 @cache
 def _function(form: Form) -> Function:
-    return Program(source("prefill.cu"), form.options).function("prefill")
+    return Program(source(*SOURCES), form.options).function("prefill")

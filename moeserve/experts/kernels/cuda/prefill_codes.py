@@ -15,6 +15,9 @@ from moeserve.experts.batch import ExpertBatch
 from moeserve.experts.kernels.cuda import rounded, steps
 from moeserve.experts.kernels.cuda.steps import NO_NUMBERS, OUTS, Block, Groups, defined, numbers
 
+PARTS = ("task", "copies", "operands", "sums", "outputs", "gemm")
+SOURCES = tuple(f"prefill_codes/{part}.cu" for part in PARTS)
+
 DEPTH = 128
 BOX = 64
 """Rows of a group are copied in multiples of it."""
@@ -23,7 +26,7 @@ THREADS = 384
 
 
 @dataclass(frozen=True)
-class Plan:
+class CodesPlan:
     """Sizes that `prefill_codes.cu` is compiled with."""
 
     eight: bool
@@ -59,15 +62,15 @@ class Plan:
 PLANS = {
     **{
         kind: (
-            Plan(eight=False, scaled=scaled, span=16, most=64, x_stages=12, w_stages=5),
-            Plan(eight=False, scaled=scaled, span=16, most=256, x_stages=5, w_stages=2),
+            CodesPlan(eight=False, scaled=scaled, span=16, most=64, x_stages=12, w_stages=5),
+            CodesPlan(eight=False, scaled=scaled, span=16, most=256, x_stages=5, w_stages=2),
         )
         for kind, scaled in (("bf16", False), ("scaled", True))
     },
     **{
         f"fp8_{span}": (
-            Plan(eight=True, scaled=True, span=span, most=64, x_stages=10, w_stages=6),
-            Plan(eight=True, scaled=True, span=span, most=192, x_stages=6, w_stages=2),
+            CodesPlan(eight=True, scaled=True, span=span, most=64, x_stages=10, w_stages=6),
+            CodesPlan(eight=True, scaled=True, span=span, most=192, x_stages=6, w_stages=2),
         )
         for span in (16, 32)
     },
@@ -81,7 +84,7 @@ FEW_ROWS = 64
 """Likely rows of a slot up to which the first plan is the faster one; either takes any number."""
 
 
-def plan_for(kind: str, batch: ExpertBatch) -> Plan:
+def plan_for(kind: str, batch: ExpertBatch) -> CodesPlan:
     """The plan of `PLANS[kind]` that suits the batch; either computes any."""
     few, many = PLANS[kind]
     return few if batch.rows_a_slot <= FEW_ROWS else many
@@ -120,7 +123,7 @@ def weights_of(slot: Mapping[str, Tensor], side: str) -> Weights:
 class Form(steps.Form):
     """One compiled form of `prefill_codes.cu`."""
 
-    plan: Plan = field(kw_only=True)
+    plan: CodesPlan = field(kw_only=True)
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -133,10 +136,10 @@ class Form(steps.Form):
 
 
 @dataclass(frozen=True)
-class Step(Groups):
+class CodesStep(Groups):
     """A batch cut into groups of at most `plan.most` rows of one slot; nothing is read on the host."""
 
-    plan: Plan
+    plan: CodesPlan
 
     @property
     def cut(self) -> tuple[int, int]:
@@ -199,13 +202,13 @@ class Step(Groups):
         self.launch(_function(form), block, arguments, form.tiles_across(n))
 
 
-def source(plan: Plan) -> str:
+def source(plan: CodesPlan) -> str:
     """The text of `prefill_codes.cu` with what it needs before it."""
     products = "".join(product(plan, n) for n in range(plan.grain, plan.most + 1, plan.grain))
-    return steps.source("prefill_codes.cu", before="template <int N>\nstruct Product;\n" + products)
+    return steps.source(*SOURCES, before="template <int N>\nstruct Product;\n" + products)
 
 
-def product(plan: Plan, n: int) -> str:
+def product(plan: CodesPlan, n: int) -> str:
     """`Product<n>::add(d, a, b, more)`: d [64 x n] (+)= a b^T, a of 64 rows from registers, b of n rows."""
     sums = n // 2
     shape, ends = ("k32.f32.e4m3.e4m3", "1, 1") if plan.eight else ("k16.f32.bf16.bf16", "1, 1, 0")

@@ -23,6 +23,8 @@ from moeserve.experts.kernels.cuda.steps import (
     source,
 )
 
+SOURCES = ("prefill_wide.cu",)
+
 UNIT, DEPTH = 16, 64
 """Rows by which a group is wider or narrower, columns of a step of K."""
 
@@ -49,7 +51,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Step(Groups):
+class WidePrefillStep(Groups):
     """A batch cut into groups of at most `width.rows` rows of one slot; nothing is read on the host."""
 
     width: Width = WIDE
@@ -94,4 +96,4 @@ class Step(Groups):
 @cache
 def _function(form: Form, rows: int) -> Function:
     options = (*form.options, *defined({"MOST_ROWS": rows}))
-    return Program(source("prefill_wide.cu"), options).function("prefill_wide")
+    return Program(source(*SOURCES), options).function("prefill_wide")

@@ -1,4 +1,4 @@
-"""Rows rounded to E4M3 with a scale for every 128, and read as bf16: `prefill_round.cu` launched."""
+"""Rows rounded to E4M3 with a scale for every 128, and read as bf16: `round.cu` launched."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from moeserve.device.nvrtc import Argument, Function, Program
 from moeserve.experts.kernels.cuda.steps import defined, source
+
+SOURCES = ("round.cu",)
 
 THREADS = 256
 ROWS = THREADS // 32
@@ -29,5 +31,5 @@ def widen(codes: Tensor, scale: Tensor) -> Tensor:
 
 @cache
 def function(name: str, most: int = MOST_ROWS, *, wide: bool = False) -> Function:
-    """A kernel of `prefill_round.cu`, with groups of at most `most` rows; `wide`: codes are bf16."""
-    return Program(source("prefill_round.cu"), defined({"MOST": most, "WIDE": wide})).function(name)
+    """A kernel of `round.cu`, with groups of at most `most` rows; `wide`: codes are bf16."""
+    return Program(source(*SOURCES), defined({"MOST": most, "WIDE": wide})).function(name)

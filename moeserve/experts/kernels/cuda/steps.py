@@ -6,13 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moeserve.device.nvrtc import Argument, Function, LaunchError, Program
+from moeserve.device.source import source as _text
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch
 
@@ -25,6 +25,11 @@ CLUSTER = 2
 """Blocks that share rows, each with rows of the weights of its own."""
 
 ROWS_THREADS = 512
+
+SHARED = ("hopper.cu", "epilogue.cu")
+"""Texts that stand before those of every kernel."""
+
+ROWS_SOURCES = ("rows.cu",)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Groups(ABC):
 
     @cached_property
     def tiles(self) -> Tensor:
-        """The list of groups, `[4 + 4 limit]` int32, as `prefill_rows.cu` writes it."""
+        """The list of groups, `[4 + 4 limit]` int32, as `rows.cu` writes it."""
         tiles = torch.empty(4 + 4 * self.limit, dtype=torch.int32, device=self.batch.counts.device)
         given = (self.batch.counts, self.batch.offsets, self.batch.slots, tiles)
         _rows_function("list_groups", self.cut).launch(1, ROWS_THREADS, given, overlapped=True)
@@ -118,10 +123,8 @@ NO_NUMBERS = (0.0, 0.0, 0.0)
 
 
 def source(*names: str, before: str = "") -> str:
-    """The texts of `names` beside this file, behind what all share and what else comes `before` them."""
-    folder = files(__package__)
-    shared = [(folder / name).read_text() for name in ("hopper.cu", "epilogue.cu")]
-    return "".join((*shared, before, *((folder / name).read_text() for name in names)))
+    """The texts `names` as one, behind what all kernels share and what else comes `before` them."""
+    return "\n".join((_text(__package__, *SHARED), before, _text(__package__, *names)))
 
 
 def defined(flags: Mapping[str, int]) -> tuple[str, ...]:
@@ -155,4 +158,4 @@ def resident_clusters(function: Function, block: Block) -> int:
 @cache
 def _rows_function(name: str, cut: tuple[int, int]) -> Function:
     unit, most = cut
-    return Program(source("prefill_rows.cu"), defined({"UNIT": unit, "UNITS": most // unit})).function(name)
+    return Program(source(*ROWS_SOURCES), defined({"UNIT": unit, "UNITS": most // unit})).function(name)

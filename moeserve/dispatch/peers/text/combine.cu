@@ -47,17 +47,17 @@ struct Choice {
 };
 
 DEVICE Choice choice_of(const int* places, const float* place_weights, int g) {
-  const int lane = threadIdx.x % 32;
+  const int warp_thread = threadIdx.x % 32;
   Choice found{-1, 0.0f};
-  if (lane < TOP_K)
-    found.place = places[(u64)g * TOP_K + lane], found.weight = place_weights[(u64)g * TOP_K + lane];
+  if (warp_thread < TOP_K)
+    found.place = places[(u64)g * TOP_K + warp_thread], found.weight = place_weights[(u64)g * TOP_K + warp_thread];
   return found;
 }
 
 // This lane's word of a packet of a row, if it has one.
 DEVICE int word_at(int packet) {
-  const int lane = threadIdx.x % 32, at = packet * PACKET_WORDS + lane;
-  return lane < PACKET_WORDS && at < ENTRY ? at : -1;
+  const int warp_thread = threadIdx.x % 32, at = packet * PACKET_WORDS + warp_thread;
+  return warp_thread < PACKET_WORDS && at < ENTRY ? at : -1;
 }
 
 // A packet of a row's weighted outputs, in order of choice: loads of the first are begun, and added later.
@@ -69,13 +69,13 @@ struct Gather {
     u32 left = hits;
 #pragma unroll
     for (int i = 0; i < AT_A_TIME; ++i) {
-      const int from = __shfl_sync(ALL_LANES, choice.place, left ? __ffs(left) - 1 : 0);
+      const int from = __shfl_sync(WHOLE_WARP, choice.place, left ? __ffs(left) - 1 : 0);
       if (left && at >= 0) words[i] = outputs[(u64)from * ENTRY + at];
       left &= left - (left ? 1u : 0u);
     }
   }
   DEVICE void begin(const uint4* outputs, const Choice& choice, int packet) {
-    hits = __ballot_sync(ALL_LANES, choice.place >= 0);
+    hits = __ballot_sync(WHOLE_WARP, choice.place >= 0);
     load(outputs, choice, word_at(packet));
   }
   DEVICE uint4 sum(const uint4* outputs, const Choice& choice, int packet) {
@@ -84,7 +84,7 @@ struct Gather {
 #pragma unroll
       for (int i = 0; i < AT_A_TIME; ++i) {
         if (!hits) break;
-        add_word(total, words[i], __shfl_sync(ALL_LANES, choice.weight, __ffs(hits) - 1));
+        add_word(total, words[i], __shfl_sync(WHOLE_WARP, choice.weight, __ffs(hits) - 1));
         hits &= hits - 1;
       }
       if (hits) load(outputs, choice, word_at(packet));
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
   __shared__ Step step;
   const Lanes lanes{lanes_low, lanes_high};
   const Places here{0, slots_here, 0, sliced};
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own_rows = lanes.rows(rank);
+  const int warp = threadIdx.x / 32, warp_thread = threadIdx.x % 32, own_rows = lanes.rows(rank);
   const Opening opening(memory, live, ticket, warp == COMBINE_WARPS - 1);
   const Watch w{live, host_flags, memory, rank, patience, 0};
   auto open = [&] {
@@ -146,14 +146,14 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
       gather.begin(outputs, next.choice, next.packet);
       if (goes) {
         sums += now.packet == 0;
-        const int last = last_lane<16 * ENTRY>(now.packet);
+        const int last = last_thread<16 * ENTRY>(now.packet);
         const u64 to = ((u64)rank * lane_rows + now.row) * PARTIAL_PACKETS + now.packet;
         store_packet((uint4*)(step.memory[now.source] + at_partials) + to * PACKET,
                     tagged(sum, step.sequence, last), last);
       }
       now = next, next = after;
     }
-    if (lane == 0 && sums) atomicAdd(sent + 1, (u64)sums);
+    if (warp_thread == 0 && sums) atomicAdd(sent + 1, (u64)sums);
     return;
   }
 
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
     return at < end ? choice_of(places, place_weights, before + at / PARTIAL_PACKETS) : Choice{-1, 0.0f};
   };
   auto holders_of = [&](int at) {  // of this lane's choice
-    return here.holders(at < end && lane < TOP_K ? slots[(u64)(at / PARTIAL_PACKETS) * TOP_K + lane] : -1);
+    return here.holders(at < end && warp_thread < TOP_K ? slots[(u64)(at / PARTIAL_PACKETS) * TOP_K + warp_thread] : -1);
   };
   Choice next = find(unit);
   u32 next_holders = holders_of(unit);
@@ -176,8 +176,8 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
   gather.begin(outputs, next, unit % PARTIAL_PACKETS);
   for (; unit < end; unit += stride) {
     const Choice choice = next;
-    const int row = unit / PARTIAL_PACKETS, packet = unit % PARTIAL_PACKETS, last = last_lane<16 * ENTRY>(packet);
-    const u32 needed = __reduce_or_sync(ALL_LANES, next_holders) & step.reachable & ~(1u << rank);
+    const int row = unit / PARTIAL_PACKETS, packet = unit % PARTIAL_PACKETS, last = last_thread<16 * ENTRY>(packet);
+    const u32 needed = __reduce_or_sync(WHOLE_WARP, next_holders) & step.reachable & ~(1u << rank);
     const uint4* arrived = (const uint4*)(step.memory[rank] + at_partials) + (u64)unit * PACKET;
     uint4 words[RANKS];
 #pragma unroll
@@ -200,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
       if (polls % 64) continue;
 #pragma unroll 1
       for (int r = 0; r < RANKS; ++r)
-        if ((missing >> r & 1u) && __any_sync(ALL_LANES, lane == 0 && is_gone(w, r, step.sequence)))
+        if ((missing >> r & 1u) && __any_sync(WHOLE_WARP, warp_thread == 0 && is_gone(w, r, step.sequence)))
           gone |= 1u << r, missing &= ~(1u << r);
     }
     float total[VECTOR] = {};
