@@ -20,11 +20,12 @@ from moeserve.experts.kernels.cuda import (
 EXPERTS = (
     steps.SHARED,
     steps.ROWS_SOURCES,
-    *(module.SOURCES for module in (few, decode_codes, prefill, prefill_codes, prefill_wide, rounded)),
+    *(few.sources(kind) for kind in few.KINDS),
+    *(module.SOURCES for module in (decode_codes, prefill, prefill_codes, prefill_wide, rounded)),
 )
 USED = {
-    steps.__package__: {name for names in EXPERTS for name in names},
-    peers.__package__: set(peers.SOURCES),
+    steps.__package__: {part for parts in EXPERTS for part in parts if isinstance(part, str)},
+    peers.__package__: {part for part in peers.SOURCES if isinstance(part, str)},
 }
 MOST_LINES = 600
 

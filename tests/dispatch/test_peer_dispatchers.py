@@ -2,6 +2,8 @@
 
 import re
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +117,40 @@ def test_the_kernels_and_the_layout_agree_on_their_constants() -> None:
     numbers = {name: int(defined[f"WIRE_{name.removesuffix('_static').upper()}"]) for name in wires.FUSED}
     assert numbers == wires.FUSED and int(defined["WIRE_RECORDS"]) == wires.RECORDS
     assert "0xFFFFFFFEu" in text and sequences.LAST == 0xFFFFFFFE
+
+
+@pytest.mark.parametrize(
+    ("wire", "dtype", "ranks", "top_k", "hidden", "grouping"),
+    [
+        ("bf16", torch.bfloat16, 8, 8, 7168, Grouping.RAGGED),
+        ("bf16", torch.float32, 3, 2, 160, Grouping.PADDED),
+        ("fp8_group128", torch.bfloat16, 2, 8, 7168, Grouping.PADDED),
+        ("fp8_group128", torch.float16, 4, 1, 2048, Grouping.RAGGED),
+        ("mxfp8", torch.float32, 3, 6, 2880, Grouping.RAGGED),
+        ("nvfp4_static", torch.bfloat16, 8, 10, 4096, Grouping.RAGGED),
+        ("mxfp4", torch.bfloat16, 1, 32, 1024, Grouping.PADDED),
+    ],
+)
+def test_the_kernels_compile(
+    wire: str,
+    dtype: torch.dtype,
+    ranks: int,
+    top_k: int,
+    hidden: int,
+    grouping: Grouping,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
+        pytest.skip("needs the packages cuda-bindings and nvidia-cuda-nvrtc")
+    from moeserve.device import nvrtc
+
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
+    made = replace(spec(0, ranks), dtype=dtype, top_k=top_k, hidden=hidden)
+    given = STATIC[wire].given if wire in STATIC else None
+    made = replace(made, wire=WIRES[wire] if given is None else given(torch.tensor(0.25)))
+    program = kernels.program_for(layout.PeerLayout(made, grouping), wires.wire_code(made))
+    assert nvrtc.compiled(program.source, "sm_90a", program.options)
 
 
 @pytest.mark.parametrize("words", [1, 7, 31, 32, 93])

@@ -99,19 +99,18 @@ struct Away {
   Choice choice;
 };
 
-extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
-    const u64* memory, u32* live, u32* host_flags, u64 patience, int rank, u64 at_partials, u64 parity_bytes,
-    int lane_rows, u64 lanes_low, u64 lanes_high, int slots_here, int sliced, int homes, const uint4* outputs,
-    const int* places, const float* place_weights, const u32* ticket, const int* slots, uint4* answer,
-    u64* sent) {
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
+    peer_combine(const __grid_constant__ CombineArguments args) {
   __shared__ Step step;
-  const Lanes lanes{lanes_low, lanes_high};
-  const Places here{0, slots_here, 0, sliced};
+  const int rank = args.rank, lane_rows = args.lane_rows, homes = args.homes;
+  const uint4* const outputs = args.outputs;
+  const Lanes lanes{args.lanes_low, args.lanes_high};
+  const Places here{0, args.slots_here, 0, args.sliced};
   const int warp = threadIdx.x / 32, warp_thread = threadIdx.x % 32, own_rows = lanes.rows(rank);
-  const Opening opening(memory, live, ticket, warp == COMBINE_WARPS - 1);
-  const Watch w{live, host_flags, memory, rank, patience, 0};
+  const Opening opening(args.memory, args.live, args.sequence, warp == COMBINE_WARPS - 1);
+  const Watch w{args.live, args.host_flags, args.memory, rank, args.patience, 0};
   auto open = [&] {
-    if (warp == COMBINE_WARPS - 1) opening.open(step, opening.last, parity_bytes);
+    if (warp == COMBINE_WARPS - 1) opening.open(step, opening.last, args.parity_bytes);
     __syncthreads();
   };
 
@@ -130,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
       int before = 0;
 #pragma unroll
       for (int r = 0; r < RANKS; ++r) before += r < source ? lanes.rows(r) : 0;
-      found.choice = choice_of(places, place_weights, before + found.row);
+      found.choice = choice_of(args.places, args.place_weights, before + found.row);
       return found;
     };
     int unit = (int)blockIdx.x - homes + blocks * warp;
@@ -148,12 +147,12 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
         sums += now.packet == 0;
         const int last = last_thread<16 * ENTRY>(now.packet);
         const u64 to = ((u64)rank * lane_rows + now.row) * PARTIAL_PACKETS + now.packet;
-        store_packet((uint4*)(step.memory[now.source] + at_partials) + to * PACKET,
+        store_packet((uint4*)(step.memory[now.source] + args.at_partials) + to * PACKET,
                     tagged(sum, step.sequence, last), last);
       }
       now = next, next = after;
     }
-    if (warp_thread == 0 && sums) atomicAdd(sent + 1, (u64)sums);
+    if (warp_thread == 0 && sums) atomicAdd(args.sent + 1, (u64)sums);
     return;
   }
 
@@ -163,10 +162,10 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
   const int stride = homes * COMBINE_WARPS, end = own_rows * PARTIAL_PACKETS;
   int unit = blockIdx.x + homes * warp;
   auto find = [&](int at) {
-    return at < end ? choice_of(places, place_weights, before + at / PARTIAL_PACKETS) : Choice{-1, 0.0f};
+    return at < end ? choice_of(args.places, args.place_weights, before + at / PARTIAL_PACKETS) : Choice{-1, 0.0f};
   };
   auto holders_of = [&](int at) {  // of this lane's choice
-    return here.holders(at < end && warp_thread < TOP_K ? slots[(u64)(at / PARTIAL_PACKETS) * TOP_K + warp_thread] : -1);
+    return here.holders(at < end && warp_thread < TOP_K ? args.slots[(u64)(at / PARTIAL_PACKETS) * TOP_K + warp_thread] : -1);
   };
   Choice next = find(unit);
   u32 next_holders = holders_of(unit);
@@ -178,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
     const Choice choice = next;
     const int row = unit / PARTIAL_PACKETS, packet = unit % PARTIAL_PACKETS, last = last_thread<16 * ENTRY>(packet);
     const u32 needed = __reduce_or_sync(WHOLE_WARP, next_holders) & step.reachable & ~(1u << rank);
-    const uint4* arrived = (const uint4*)(step.memory[rank] + at_partials) + (u64)unit * PACKET;
+    const uint4* arrived = (const uint4*)(step.memory[rank] + args.at_partials) + (u64)unit * PACKET;
     uint4 words[RANKS];
 #pragma unroll
     for (int r = 0; r < RANKS; ++r)
@@ -210,6 +209,6 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
       if ((needed & ~gone) >> r & 1u) add_word(total, untagged(words[r], last), 1.0f);
     }
     const int at = word_at(packet);
-    if (at >= 0) answer[(u64)row * ENTRY + at] = rounded(total);
+    if (at >= 0) args.answer[(u64)row * ENTRY + at] = rounded(total);
   }
 }

@@ -40,57 +40,51 @@ DEVICE void read_rows(const Exchange& x, const Division& d, int block, int* tabl
   }
 }
 
-// grid <= multiprocessors, so that all blocks run at once. `state`: sequence number of the last dispatch, blocks that
-// have read it. `sent`: copies that dispatches sent to other ranks, and sums that combines did; the host
-// reads them as `told`.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) peer_dispatch(
-    const u64* memory, u32* state, u32* live, u32* host_flags, u64 patience, int rank, u64 at_begun,
-    u64 at_choices, u64 at_weights, u64 at_records, u64 parity_bytes, int lane_rows, u64 lanes_low,
-    u64 lanes_high, int first_slot, int slots_here, int capacity, int row_align, int sliced, int choice_senders,
-    int senders, int groups_log2, int run, int stretch, int shares, const u8* rows, int row_bytes,
-    const int* slots, const float* weights, float factor, u8* part0, u8* part1, u8* part2, int* counts,
-    int* offsets, int* places, float* place_weights, u32* ticket, u64* sent, u64* told,
-    uint4* shared_counts) {
+// The grid has no more blocks than the GPU has multiprocessors, so that all run at once.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    peer_dispatch(const __grid_constant__ DispatchArguments args) {
   extern __shared__ uint4 dynamic[];  // a record for each team, or [2, slots_here] int
   __shared__ Step step;
   const int warp = threadIdx.x / 32, warp_thread = threadIdx.x % 32;
-  const Opening opening(memory, live, state, warp == 0);
-  const Watch w{live, host_flags, memory, rank, patience, 0};
-  const Exchange x{step,
-                   w,
-                   {lanes_low, lanes_high},
-                   {first_slot, slots_here, capacity, sliced},
-                   {at_begun, at_choices, at_weights, at_records, (u64)SLOT_WORDS(lane_rows)},
-                   {rows, row_bytes, slots, weights, factor},
-                   {{part0, part1, part2}, counts, offsets, places, place_weights, row_align},
-                   shared_counts,
-                   lane_rows};
-  const Division d{choice_senders, senders, groups_log2, run, stretch, shares};
+  const Opening opening(args.memory, args.live, args.state, warp == 0);
+  const Watch w{args.live, args.host_flags, args.memory, args.rank, args.patience, 0};
+  const Exchange x{
+      step,
+      w,
+      {args.lanes_low, args.lanes_high},
+      {args.first_slot, args.slots_here, args.capacity, args.sliced},
+      {args.at_begun, args.at_choices, args.at_weights, args.at_records, (u64)SLOT_WORDS(args.lane_rows)},
+      {args.rows, args.row_bytes, args.slots, args.weights, args.factor},
+      {{args.part0, args.part1, args.part2}, args.counts, args.offsets, args.places, args.place_weights, args.row_align},
+      args.shared_counts,
+      args.lane_rows};
+  const Division d{args.choice_senders, args.senders, args.groups_log2, args.run, args.stretch, args.shares};
+  u32* const state = args.state;
   auto open = [&] {
-    if (warp == 0) opening.open(step, next_sequence(opening.last), parity_bytes);
+    if (warp == 0) opening.open(step, next_sequence(opening.last), args.parity_bytes);
     if (threadIdx.x == 0) atomicAdd(state + 1, 1u);
     __syncthreads();
   };
-  const int block = blockIdx.x, readers = gridDim.x - senders - choice_senders;
+  const int block = blockIdx.x, readers = gridDim.x - d.senders - d.choice_senders;
   if (block < readers) {
     read_rows(x, d, block, (int*)dynamic, open);
     return;
   }
-  if (block >= readers + choice_senders) {
-    const u32 copies = send_rows(x, d, block - readers - choice_senders, (u8*)dynamic, open);
-    if (copies) atomicAdd(sent, (u64)copies);
+  if (block >= readers + d.choice_senders) {
+    const u32 copies = send_rows(x, d, block - readers - d.choice_senders, (u8*)dynamic, open);
+    if (copies) atomicAdd(args.sent, (u64)copies);
     return;
   }
-  send_choices(x, block - readers, choice_senders, open);
+  send_choices(x, block - readers, d.choice_senders, open);
   if (block > readers) return;
   if (warp == 0 && warp_thread < RANKS && x.reaches(warp_thread)) {  // also those whose lanes are empty
-    store_relaxed((u32*)(step.memory[warp_thread] + at_begun) + rank, step.sequence);
-    const u32* greeting = (const u32*)x.arrived(x.at.begun) + warp_thread;
-    await(w, warp_thread, step.sequence, [&] { return load_acquire(greeting) == step.sequence; });
+    store_relaxed((u32*)(step.memory[warp_thread] + x.at.begun) + w.rank, step.sequence);
+    const u32* begun = (const u32*)x.arrived(x.at.begun) + warp_thread;
+    await(w, warp_thread, step.sequence, [&] { return load_acquire(begun) == step.sequence; });
   }
-  if (warp == 1 && warp_thread < 2) *(volatile u64*)(told + warp_thread) = sent[warp_thread];
+  if (warp == 1 && warp_thread < 2) *(volatile u64*)(args.host_sent + warp_thread) = args.sent[warp_thread];
   if (warp == 2 && warp_thread == 0) {
-    *ticket = step.sequence;
+    *args.sequence = step.sequence;
     while (load_relaxed(state + 1) < gridDim.x) {}  // until all blocks have read the last sequence number
     state[1] = 0, state[0] = step.sequence;
   }

@@ -9,13 +9,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moeserve.device.nvrtc import Argument, Function, Program, tensor_map
+from moeserve.device.arguments import Argument, Arguments
+from moeserve.device.nvrtc import Function, Program, tensor_map
+from moeserve.device.source import Part
 from moeserve.experts.batch import ExpertBatch, ExpertShape
 from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.kernels.cuda.prefill_codes import Weights
 from moeserve.experts.kernels.cuda.steps import (
     CLUSTER,
     FUSED_ACTIVATIONS,
+    NUMBERS,
     OUTS,
     Block,
     defined,
@@ -25,7 +28,31 @@ from moeserve.experts.kernels.cuda.steps import (
 )
 
 PARTS = ("task", "work", "copies", "products", "sums", "step")
-SOURCES = ("codes.cu", *(f"decode_codes/{part}.cu" for part in PARTS))
+
+ARGUMENTS = Arguments(
+    "DecodeArguments",
+    x="TensorMap",  # rows [R, H] bf16
+    inner="TensorMap",  # inner rows [R, I] bf16
+    gate_up="const u8*",  # [e, blocks of 64 rows, pieces of 256, CODE_BYTES]
+    gate_up_scales="const u8*",  # [e, blocks, pieces, SCALE_BYTES]
+    gate_up_scale="const float*",  # [e, n]
+    gate_up_bias="const float*?",  # [e, n]
+    down="const u8*",
+    down_scales="const u8*",
+    down_scale="const float*",
+    down_bias="const float*?",
+    counts="const int*",
+    offsets="const int*",
+    inner_rows="u16*",  # [R, I] bf16
+    out="void*",  # [R, H]
+    made="u32*",  # blocks that are through, then by slot its parts of inner rows; zero between launches
+    slots="int",
+    hidden="int",  # H
+    inner_size="int",  # I
+    **NUMBERS,
+)
+
+SOURCES: tuple[Part, ...] = ("codes.cu", ARGUMENTS, *(f"decode_codes/{part}.cu" for part in PARTS))
 
 MOST_SLOTS = 512
 """Slots that the list in shared memory has room for."""
@@ -98,23 +125,37 @@ def step(form: Form, x: Tensor, batch: ExpertBatch, sides: Sequence[Weights], sh
     rows, device = x.shape[0], x.device
     inner = torch.empty((rows, shape.inner), dtype=torch.bfloat16, device=device)
     out = torch.empty((rows, shape.hidden), dtype=form.out, device=device)
-    arguments: list[Argument] = [tensor_map(x, (8, 64)), tensor_map(inner, (8, 64))]
-    for side in sides:
-        assert side.scale is not None
-        arguments += [side.codes, side.scale]
-    for side in sides:
-        arguments += [side.row_scale, side.row_scale if side.bias is None else side.bias]
-    arguments += [batch.counts, batch.offsets, inner, out, _made(device)]
-    arguments += [batch.slots, shape.hidden, shape.inner, *numbers(shape.activation)]
+    gate_up, down = sides
+    given: dict[str, Argument] = {
+        "x": tensor_map(x, (8, 64)),
+        "inner": tensor_map(inner, (8, 64)),
+        "gate_up": gate_up.codes,
+        "gate_up_scales": gate_up.scale,
+        "gate_up_scale": gate_up.row_scale,
+        "gate_up_bias": gate_up.bias,
+        "down": down.codes,
+        "down_scales": down.scale,
+        "down_scale": down.row_scale,
+        "down_bias": down.bias,
+        "counts": batch.counts,
+        "offsets": batch.offsets,
+        "inner_rows": inner,
+        "out": out,
+        "made": _made(device),
+        "slots": batch.slots,
+        "hidden": shape.hidden,
+        "inner_size": shape.inner,
+        **numbers(shape.activation),
+    }
     function = _function(form)
     blocks = CLUSTER * resident_clusters(function, Block(THREADS, form.shared))
-    function.launch(blocks, THREADS, arguments, shared=form.shared, cluster=CLUSTER, cooperative=True)
+    function.launch(blocks, THREADS, given, shared=form.shared, cluster=CLUSTER, cooperative=True)
     return out
 
 
 @cache
 def _function(form: Form) -> Function:
-    return Program(source(*SOURCES), form.options).function("decode_codes")
+    return Program(source(*SOURCES), form.options).function("decode_codes", ARGUMENTS)
 
 
 @cache

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeserve.device.nvrtc import LaunchError, TensorMap, tensor_map
+from moeserve.device.arguments import TensorMap
+from moeserve.device.nvrtc import LaunchError, mapped, tensor_map
 
 ROWS, BYTES, EIGHT = 64, 128, 8
 """Rows of a panel, bytes of each; gate and up rows alternate by so many in shared memory."""
@@ -64,4 +65,4 @@ def map_by_eights(packed: Tensor, slabs: int) -> TensorMap:
     )
     if status != driver.CUresult.CUDA_SUCCESS:
         raise LaunchError(f"no tensor map of panels {list(packed.shape)} by eights: {status.name}")
-    return TensorMap(made, packed)
+    return mapped(made, packed)

@@ -9,14 +9,40 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moeserve.device.nvrtc import Argument, Function, Program, tensor_map
+from moeserve.device.arguments import Argument, Arguments
+from moeserve.device.nvrtc import Function, Program, tensor_map
+from moeserve.device.source import Part
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch
 from moeserve.experts.kernels.cuda import rounded, steps
-from moeserve.experts.kernels.cuda.steps import NO_NUMBERS, OUTS, Block, Groups, defined, numbers
+from moeserve.experts.kernels.cuda.steps import (
+    NO_NUMBERS,
+    NUMBERS,
+    OUTS,
+    Block,
+    Groups,
+    defined,
+    numbers,
+)
 
 PARTS = ("task", "copies", "operands", "sums", "outputs", "gemm")
-SOURCES = tuple(f"prefill_codes/{part}.cu" for part in PARTS)
+ARGUMENTS = Arguments(
+    "CodesArguments",
+    x="TensorMap",  # rows, in bf16 or E4M3
+    x_scale="const float*?",  # SCALED: [groups, K / 128, MOST], by row of a group
+    codes="const u8*",  # EIGHT: [e, rows / 64, K / 128, BLOCK_BYTES], scales after the codes
+    scales="const u8*?",  # else [e, rows / 64, K / 256, 2 SCALE_BYTES], and codes likewise
+    row_scale="const float*",  # [e, rows]
+    bias="const float*?",  # [e, rows]
+    out="void*",
+    out_scale="float*?",  # ROUNDED: as x_scale, of the next GEMM
+    tiles="const int*",  # as `rows.cu` lists them
+    n="int",  # columns of the output
+    k_blocks="int",  # blocks of 128 of K
+    **NUMBERS,
+)
+
+SOURCES: tuple[Part, ...] = (ARGUMENTS, *(f"prefill_codes/{part}.cu" for part in PARTS))
 
 DEPTH = 128
 BOX = 64
@@ -157,8 +183,16 @@ class CodesStep(Groups):
         grouped = self.scale_storage(blocks)
         codes = torch.empty(x.shape, dtype=self.plan.codes, device=x.device)
         grid = (self.limit, -(-blocks // 2), 1)
-        function = rounded.function("round_groups", self.plan.most, wide=not self.plan.eight)
-        function.launch(grid, rounded.THREADS, (x, codes, grouped, self.tiles, width, blocks))
+        function = rounded.function("round_groups", rounded.ROUND, self.plan.most, wide=not self.plan.eight)
+        given: dict[str, Argument] = {
+            "x": x,
+            "codes": codes,
+            "scale": grouped,
+            "tiles": self.tiles,
+            "width": width,
+            "blocks": blocks,
+        }
+        function.launch(grid, rounded.THREADS, given)
         return Rows(codes, grouped)
 
     def gate_up(self, x: Rows, weights: Weights, activation: Activation, inner: int) -> Rows:
@@ -178,26 +212,23 @@ class CodesStep(Groups):
         self._run(form, (x, weights), Rows(out), NO_NUMBERS)
         return out
 
-    def _run(
-        self, form: Form, given: tuple[Rows, Weights], out: Rows, numbers: tuple[float, float, float]
-    ) -> None:
+    def _run(self, form: Form, given: tuple[Rows, Weights], out: Rows, numbers: Mapping[str, float]) -> None:
         (x, weights), plan, n = given, self.plan, out.values.shape[1]
         values = x.values.view(torch.uint8) if plan.eight else x.values
-        absent = self.tiles  # an address that is not read
-        arguments: tuple[Argument, ...] = (
-            tensor_map(values, (BOX, 128 // values.itemsize)),
-            absent if x.scale is None else x.scale,
-            weights.codes,
-            absent if weights.scale is None else weights.scale,
-            weights.row_scale,
-            absent if weights.bias is None else weights.bias,
-            out.values,
-            absent if out.scale is None else out.scale,
-            self.tiles,
-            n,
-            -(-values.shape[1] // DEPTH),
-            *numbers,
-        )
+        arguments: dict[str, Argument] = {
+            "x": tensor_map(values, (BOX, 128 // values.itemsize)),
+            "x_scale": x.scale,
+            "codes": weights.codes,
+            "scales": weights.scale,
+            "row_scale": weights.row_scale,
+            "bias": weights.bias,
+            "out": out.values,
+            "out_scale": out.scale,
+            "tiles": self.tiles,
+            "n": n,
+            "k_blocks": -(-values.shape[1] // DEPTH),
+            **numbers,
+        }
         block = Block(THREADS, plan.shared)
         self.launch(_function(form), block, arguments, form.tiles_across(n))
 
@@ -232,4 +263,4 @@ struct Product<{n}> {{
 
 @cache
 def _function(form: Form) -> Function:
-    return Program(source(form.plan), form.options).function("prefill_codes")
+    return Program(source(form.plan), form.options).function("prefill_codes", ARGUMENTS)

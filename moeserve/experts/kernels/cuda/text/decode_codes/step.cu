@@ -45,14 +45,8 @@ DEVICE void work(Worker& w, const Task& t) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    decode_codes(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap inner, const u8* gate_up,
-                 const u8* gate_up_scales, const u8* down, const u8* down_scales, const float* gate_up_scale,
-                 const float* gate_up_bias, const float* down_scale, const float* down_bias, const int* counts,
-                 const int* offsets, u16* inner_rows, void* out, u32* made, int slots, int hidden, int inner_size,
-                 float limit, float alpha, float beta) {
-  const Task t{Side{gate_up, gate_up_scales, gate_up_scale, gate_up_bias, 2 * inner_size, hidden},
-               Side{down, down_scales, down_scale, down_bias, hidden, inner_size},
-               counts, offsets, slots, inner_rows, out, made, limit, alpha, beta};
+    decode_codes(const __grid_constant__ DecodeArguments args) {
+  const Task t(args);
   extern __shared__ __align__(1024) u8 memory[];
   const u32 base = shared_address(memory);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -70,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (warp >= WARPS) {
     give_registers<HELPER_REGISTERS>();
     const int helper = same(warp) - WARPS;
-    if (elected()) produce(t, &x, &inner, base, helper);
+    if (elected()) produce(t, &args.x, &args.inner, base, helper);
     __syncwarp();
   } else {
     take_registers<WORKER_REGISTERS>();

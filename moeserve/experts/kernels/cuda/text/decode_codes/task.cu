@@ -46,15 +46,30 @@ struct Side {
   int n, k;
 };
 
+// What the kernel takes, `decode_codes.py` declares it, by side.
 struct Task {
   Side gate_up, down;
   const int* counts;
   const int* offsets;
   int slots;
-  u16* inner;  // [R, I] bf16
-  void* out;   // [R, H]
-  u32* made;   // blocks that are through, then by slot its parts of inner rows that are there; zero between launches
+  u16* inner;
+  void* out;
+  u32* made;
   float limit, alpha, beta;
+
+  DEVICE explicit Task(const DecodeArguments& args)
+      : gate_up{args.gate_up,      args.gate_up_scales, args.gate_up_scale,
+                args.gate_up_bias, 2 * args.inner_size, args.hidden},
+        down{args.down, args.down_scales, args.down_scale, args.down_bias, args.hidden, args.inner_size},
+        counts(args.counts),
+        offsets(args.offsets),
+        slots(args.slots),
+        inner(args.inner_rows),
+        out(args.out),
+        made(args.made),
+        limit(args.limit),
+        alpha(args.alpha),
+        beta(args.beta) {}
 };
 
 DEVICE Side side_of(const Task& t, int phase) { return phase ? t.down : t.gate_up; }

@@ -99,36 +99,19 @@ DEVICE void work(Worker& w, const Task& t) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    few(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap inner,
-#if FP4
-        const __grid_constant__ TensorMap gate_up, const __grid_constant__ TensorMap gate_up_scales, const u8* down,
-        const u8* down_scales,
-#else
-        const __grid_constant__ TensorMap gate_up, const __grid_constant__ TensorMap down,
-#endif
-        const float* gate_up_scale, const float* gate_up_bias, const float* down_scale, const float* down_bias,
-        const float* x_scale, const int* counts, const int* offsets, u16* inner_rows, void* out, u64* turns, int rows,
-        int slots, int hidden, int inner_size, float limit, float alpha, float beta) {
-  const Task t{&gate_up,
-#if FP4
-               &gate_up_scales, down, down_scales,
-#else
-               &down,
-#endif
-               Side{gate_up_scale, gate_up_bias, 2 * inner_size, hidden},
-               Side{down_scale, down_bias, hidden, inner_size},
-               counts, offsets, x_scale, slots, inner_rows, rows, out, turns, limit, alpha, beta};
+    few(const __grid_constant__ FewArguments args) {
+  const Task t(args);
   extern __shared__ __align__(1024) u8 memory[];
   const u32 base = shared_address(memory);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == WORKERS * 128 + 32) {
-    prefetch_map(&gate_up);
-    prefetch_map(&x);
-    prefetch_map(&inner);
+    prefetch_map(&args.gate_up);
+    prefetch_map(&args.x);
+    prefetch_map(&args.inner);
 #if FP4
-    prefetch_map(&gate_up_scales);
+    prefetch_map(&args.gate_up_scales);
 #else
-    prefetch_map(&down);
+    prefetch_map(&args.down);
 #endif
   }
   if (threadIdx.x == WORKERS * 128) {
@@ -152,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   if (warp >= WORKERS * 4) {
     give_registers<HELPER_REGISTERS>();
-    const TensorMap* maps[2] = {&x, &inner};
+    const TensorMap* maps[2] = {&args.x, &args.inner};
     bring_rows(t, maps, base, warp - WORKERS * 4, lane);
   } else {
     take_registers<WORKER_REGISTERS>();

@@ -76,25 +76,49 @@ struct Side {
   int n, k;
 };
 
+// What the kernel takes, `few.py` declares it, by side. Read from the arguments themselves it costs registers.
 struct Task {
-  const TensorMap* gate_up_codes;  // four-bit: as below, in rows of 2048 bytes; else panels by eights
+  const TensorMap* gate_up_codes;
 #if FP4
-  const TensorMap* gate_up_scales;  // as below, in rows of 512 bytes
-  const u8* down_codes;             // [e, blocks of 64 rows, pieces of 256, 8192]
-  const u8* down_scales;            // [e, blocks, pieces, 1024]
+  const TensorMap* gate_up_scales;
+  const u8* down_codes;
+  const u8* down_scales;
 #else
-  const TensorMap* down_codes;  // panels
+  const TensorMap* down_codes;
 #endif
   Side gate_up, down;
   const int* counts;
   const int* offsets;
-  const float* x_scale;  // FP8: [R, H / 128], or bf16 rows [R, H] if these are rounded here
+  const float* x_scale;
   int slots;
-  u16* inner;  // [R, I] bf16; FP8: float32, or E4M3 codes [R, I] and then their scales [R, I / 128]
-  int rows;    // R
-  void* out;   // [R, H]
-  u64* turns;  // of blocks, never reset
+  u16* inner;
+  int rows;
+  void* out;
+  u64* turns;
   float limit, alpha, beta;
+
+  DEVICE explicit Task(const FewArguments& args)
+      : gate_up_codes(&args.gate_up),
+#if FP4
+        gate_up_scales(&args.gate_up_scales),
+        down_codes(args.down),
+        down_scales(args.down_scales),
+#else
+        down_codes(&args.down),
+#endif
+        gate_up{args.gate_up_scale, args.gate_up_bias, 2 * args.inner_size, args.hidden},
+        down{args.down_scale, args.down_bias, args.hidden, args.inner_size},
+        counts(args.counts),
+        offsets(args.offsets),
+        x_scale((const float*)args.x_scale),
+        slots(args.slots),
+        inner((u16*)args.inner_rows),
+        rows(args.rows),
+        out(args.out),
+        turns(args.turns),
+        limit(args.limit),
+        alpha(args.alpha),
+        beta(args.beta) {}
 };
 
 DEVICE Side side_of(const Task& t, int phase) { return phase ? t.down : t.gate_up; }

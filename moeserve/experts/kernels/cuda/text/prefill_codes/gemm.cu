@@ -57,19 +57,17 @@ DEVICE void begin(u32 base) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    prefill_codes(const __grid_constant__ TensorMap x, const float* x_scale, const u8* codes, const u8* scales, const float* row_scale,
-                const float* bias, void* out, float* out_scale, const int* tiles, int n, int k_blocks, float limit, float alpha,
-                float beta) {
+    prefill_codes(const __grid_constant__ CodesArguments args) {
   extern __shared__ __align__(1024) u8 memory[];
   const u32 base = shared_address(memory), rank = cluster_rank();
   const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  const Task t{tiles, x_scale, codes, scales, row_scale, bias, out, out_scale, n, k_blocks, limit, alpha, beta};
+  const Task t(args);
   begin(base);
   if (group == 2) {
     give_registers<PRODUCER_REGISTERS>();
     if (elected()) {
       if (warp == 0) produce_weights(base, rank, t);
-      if (warp == 1) produce_rows(base, rank, &x, t);
+      if (warp == 1) produce_rows(base, rank, &args.x, t);
 #if EIGHT
       if (warp == 2) produce_scales(base, t);
 #endif

@@ -50,17 +50,34 @@
 #define W_EMPTY(s) (W_FULL(W_STAGES) + 8 * (s))
 #define PEAKS (W_EMPTY(W_STAGES))
 
+// What the kernel takes, `prefill_codes.py` declares it, but for the map of x. Read from the arguments themselves the
+// activation's numbers cost registers.
 struct Task {
-  const int* tiles;  // groups of rows, then from 4 on of each its slot, first row and number of rows
-  const float* x_scale;  // SCALED: [groups, K / 128, MOST], by row of a group
-  const u8* codes;       // EIGHT: [e, rows / 64, K / 128, BLOCK_BYTES], scales after the codes
-  const u8* scales;      // else [e, rows / 64, K / 256, 2 SCALE_BYTES], and codes likewise
+  const int* tiles;
+  const float* x_scale;
+  const u8* codes;
+  const u8* scales;
   const float* row_scale;
   const float* bias;
   void* out;
-  float* out_scale;  // ROUNDED: as x_scale, of the next GEMM
+  float* out_scale;
   int n, k_blocks;
   float limit, alpha, beta;
+
+  DEVICE explicit Task(const CodesArguments& args)
+      : tiles(args.tiles),
+        x_scale(args.x_scale),
+        codes(args.codes),
+        scales(args.scales),
+        row_scale(args.row_scale),
+        bias(args.bias),
+        out(args.out),
+        out_scale(args.out_scale),
+        n(args.n),
+        k_blocks(args.k_blocks),
+        limit(args.limit),
+        alpha(args.alpha),
+        beta(args.beta) {}
 };
 
 #define OWN (FUSED ? 64 : 128)  // columns of the output, by a block
