@@ -113,7 +113,7 @@ def test_the_kernels_and_the_layout_agree_on_their_constants() -> None:
     warps = kernels.THREADS // 32
     assert 1 << int(defined["WARPS_LOG2"]) == warps
     assert int(defined["LEAST_TEAM"]) * kernels.TEAMS == warps
-    assert (int(defined["PACKET"]), int(defined["PACKET_WORDS"])) == (packets.LANES, packets.WORDS)
+    assert (int(defined["PACKET"]), int(defined["PACKET_WORDS"])) == (packets.WARP_THREADS, packets.WORDS)
     numbers = {name: int(defined[f"WIRE_{name.removesuffix('_static').upper()}"]) for name in wires.FUSED}
     assert numbers == wires.FUSED and int(defined["WIRE_RECORDS"]) == wires.RECORDS
     assert "0xFFFFFFFEu" in text and sequences.LAST == 0xFFFFFFFE

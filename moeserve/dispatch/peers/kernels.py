@@ -1,4 +1,4 @@
-"""Both phases over peer memory on a GPU: one kernel each, launched without a look at the data."""
+"""Both phases over peer memory on a GPU: one kernel each, launched without reading data on the host."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ SOURCES: tuple[Part, ...] = (
 THREADS = 512  # of a block of dispatch
 COMBINE_THREADS = 768  # of a block of combine
 TEAMS = 8
-"""Of warps of a reading block, where it has many rows: each has a stretch of them."""
+"""Teams of warps of a reading block that has many rows: each team has a stretch of them."""
 
 CHOICE_SENDERS = 3
-"""Most of the blocks of dispatch that tell choices."""
+"""Most of the blocks of dispatch that send choices."""
 
 COUNTED_BY_ALL = 512
 """Rows of all lanes up to which every reading block counts all choices by itself."""
 
 COUNTS = 6
-"""In a checked word, of the rows of a slot that a block has: 16 bits each."""
+"""Counts in a checked word, 16 bits each: rows of a slot that a block has."""
 
 TABLES = 8
-"""Bytes of shared memory a slot that a block of dispatch counts with."""
+"""Bytes of shared memory that a block of dispatch counts with, for each slot."""
 
 SENDING = 0.485
-"""Most of the blocks of dispatch that send; the others place what arrives."""
+"""The share of the blocks of dispatch that send, at most; the others place what arrives."""
 
 GROUPS = 2
 """Rows that a sending block has under way, where there are more rows than sending blocks."""
@@ -82,15 +82,15 @@ class Division:
     """How a dispatch is divided among blocks."""
 
     readers: int  # place what arrives
-    choice_senders: int  # tell choices
-    senders: int
+    choice_senders: int  # send choices
+    senders: int  # send rows
     groups_log2: int  # of the rows that a sending block has under way
-    run: int  # rows of each reader but the last, which tells the batch
+    run: int  # rows of each reader but the last, which writes the batch's counts and offsets
     stretch: int  # rows of each of its teams
 
     @property
     def blocks(self) -> int:
-        """All of them."""
+        """How many blocks there are in all."""
         return self.readers + self.choice_senders + self.senders
 
 

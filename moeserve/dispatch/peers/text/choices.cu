@@ -1,6 +1,6 @@
 // Choices that arrive: read, counted by slot, and laid out as the segments of the batch.
 
-// Rows from .. from + count - 1 of all lanes', one lane's after the other's.
+// Rows from .. from + count - 1 of all lanes' rows, one lane after the other.
 struct DispatchSpan {
   int from, count;
 };
@@ -11,7 +11,7 @@ struct Tables {
   int (*choices)[TOP_K];  // of the rows that it places at once: slots here, -1 for none; then places
 };
 
-// The word, of those that tell all lanes' choices, in which row `g` of all lanes' begins.
+// Among the words of all lanes' choices, the one in which row `g` of all lanes' rows begins.
 DEVICE int word_of(const Lanes& lanes, int g) {
   int source, row, before = 0;
   lanes.find(g, source, row);
@@ -51,8 +51,8 @@ DEVICE void read_choices(const Exchange& x, DispatchSpan scope, DispatchSpan kep
   }
 }
 
-// Of the block's counts, in `others`, and those of all reading blocks: what stands before the block's rows,
-// and the others. The block calls it.
+// Shares the block's counts, which are in `others`, with all reading blocks, and makes of all counts those of rows that
+// stand before the block's and those of the others. The block calls it.
 DEVICE void share_counts(const Exchange& x, const Tables& t, int block, int readers) {
   const int slots = x.here.slots, words = COUNT_WORDS(slots);
   __syncthreads();
@@ -75,7 +75,7 @@ DEVICE void share_counts(const Exchange& x, const Tables& t, int block, int read
   for (int i = threadIdx.x; i < readers * words; i += THREADS) {
     const uint4* at = x.shared_counts + i;
     uint4 word = load_whole(at);
-    while (!belongs(word, x.step.sequence)) word = load_whole(at);  // they wait for nobody but other ranks
+    while (!belongs(word, x.step.sequence)) word = load_whole(at);  // the other blocks wait for nobody but other ranks
     const u32 three[3] = {word.x, word.y, word.z};
     int* table = i / words < block ? t.before : t.others;
 #pragma unroll
@@ -86,8 +86,9 @@ DEVICE void share_counts(const Exchange& x, const Tables& t, int block, int read
   }
 }
 
-// Where segments begin: added to `before`, or told to the batch by a block without rows. A warp calls it.
-DEVICE void lay_out(const Exchange& x, const Tables& t, bool tells) {
+// Adds where segments begin to `before`, or `writes` it into the batch, which the block without rows does. A warp calls
+// it.
+DEVICE void lay_out(const Exchange& x, const Tables& t, bool writes) {
   const int warp_thread = threadIdx.x % 32;
   int end = 0;
 #pragma unroll 1
@@ -106,13 +107,13 @@ DEVICE void lay_out(const Exchange& x, const Tables& t, bool tells) {
 #else
     const int room = x.here.capacity, upto = room * (warp_thread + 1);
 #endif
-    if (mine && tells)
+    if (mine && writes)
       x.batch.counts[slot] = rows, x.batch.offsets[slot + 1] = end + upto;
     else if (mine)
       t.before[slot] = before + end + upto - room;
     end += __shfl_sync(WHOLE_WARP, upto, 31);
   }
-  if (tells && warp_thread == 0) x.batch.offsets[0] = 0;
+  if (writes && warp_thread == 0) x.batch.offsets[0] = 0;
   __syncwarp();
 }
 

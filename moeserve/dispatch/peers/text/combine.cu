@@ -1,4 +1,4 @@
-// Combine; behind step.cu.
+// The kernel of a combine; packets.cu precedes it.
 //
 // A warp makes one packet of a row at a time. The first `homes` blocks work for this rank's own rows, the
 // others send partial sums to other ranks and wait for nobody.
@@ -40,7 +40,7 @@ DEVICE uint4 rounded(const float (&sum)[VECTOR]) {
 #endif
 }
 
-// Where the outputs of one row's choices stand, and their weights, one choice a lane.
+// Where the outputs of one row's choices stand, and their weights: one choice in each thread.
 struct Choice {
   int place;
   float weight;
@@ -54,7 +54,7 @@ DEVICE Choice choice_of(const int* places, const float* place_weights, int g) {
   return found;
 }
 
-// This lane's word of a packet of a row, if it has one.
+// Which word of a row this thread has in a packet; -1 for none.
 DEVICE int word_at(int packet) {
   const int warp_thread = threadIdx.x % 32, at = packet * PACKET_WORDS + warp_thread;
   return warp_thread < PACKET_WORDS && at < ENTRY ? at : -1;
@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
   auto find = [&](int at) {
     return at < end ? choice_of(args.places, args.place_weights, before + at / PARTIAL_PACKETS) : Choice{-1, 0.0f};
   };
-  auto holders_of = [&](int at) {  // of this lane's choice
+  auto holders_of = [&](int at) {  // of this thread's choice
     return here.holders(at < end && warp_thread < TOP_K ? args.slots[(u64)(at / PARTIAL_PACKETS) * TOP_K + warp_thread] : -1);
   };
   Choice next = find(unit);
@@ -175,7 +175,8 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
   gather.begin(outputs, next, unit % PARTIAL_PACKETS);
   for (; unit < end; unit += stride) {
     const Choice choice = next;
-    const int row = unit / PARTIAL_PACKETS, packet = unit % PARTIAL_PACKETS, last = last_thread<16 * ENTRY>(packet);
+    const int row = unit / PARTIAL_PACKETS, packet = unit % PARTIAL_PACKETS;
+    const int last = last_thread<16 * ENTRY>(packet);
     const u32 needed = __reduce_or_sync(WHOLE_WARP, next_holders) & step.reachable & ~(1u << rank);
     const uint4* arrived = (const uint4*)(step.memory[rank] + args.at_partials) + (u64)unit * PACKET;
     uint4 words[RANKS];

@@ -45,7 +45,8 @@ DEVICE void put_word(const Batch& batch, int place, int byte, uint4 word) {
   put<PART0_BYTES>(batch.parts[0], place, byte, word);
 }
 
-// A team's packets of row `g` of all lanes' to the row's places, one a lane, as they arrive. A warp calls it.
+// Brings a team's packets of row `g` of all lanes' rows to the row's places, as they arrive. Each thread has one of the
+// places. A warp calls it.
 DEVICE void deliver(const Exchange& x, int g, int place, Team team) {
   int source, row;
   x.lanes.find(g, source, row);
@@ -88,8 +89,8 @@ DEVICE void deliver(const Exchange& x, int g, int place, Team team) {
   }
 }
 
-// The span's rows to their places, each by a team: with few rows a team has one, with many a stretch.
-// `places`: of all choices, one a lane, if these are `few`; else they stand in the tables.
+// Brings the span's rows to their places, each by a team: with few rows a team has one, with many it has a stretch.
+// `places` holds the place of one choice in each thread if these are `few`; else they stand in the tables.
 DEVICE void deliver_rows(const Exchange& x, DispatchSpan span, const Tables& t, bool few, int places) {
   const int warp_thread = threadIdx.x % 32, warp = threadIdx.x / 32, warps = max(LEAST_TEAM, WARPS / span.count);
   const int teams = WARPS / warps, length = (span.count + teams - 1) / teams;

@@ -1,7 +1,7 @@
 // The kernel of a dispatch, and what a block of it does that reads.
 
-// What reading block `block` does: places its run of all lanes' rows; the last one has none, and tells the
-// batch. Opens the step before it reads.
+// What reading block `block` does: it places its run of all lanes' rows. The last reading block has none, and writes the
+// batch's counts and offsets. Opens the step before it reads.
 template <class Open>
 DEVICE void read_rows(const Exchange& x, const Division& d, int block, int* tables, Open open) {
   __shared__ int choices[AHEAD][TOP_K];

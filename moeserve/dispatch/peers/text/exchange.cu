@@ -1,7 +1,8 @@
-// Dispatch; behind step.cu. Given by -D: RAGGED, whether segments follow one another in the batch.
+// What the blocks of a dispatch share; packets.cu precedes it. Given by -D: RAGGED, whether segments follow one another
+// in the batch.
 //
-// Some blocks read, some tell choices, some send rows: in a block that stores to peers, loads would wait
-// behind the stores.
+// Some blocks read, some send choices, some send rows: in a block that stores to peers, loads would wait behind the
+// stores.
 
 #define THREADS 512
 #define WARPS (THREADS / 32)
@@ -13,12 +14,14 @@
 #define COUNT_WORDS(SLOTS) (((SLOTS) + 5) / 6)       // of counts, six in a checked word
 #define SLOT_WORDS(ROWS) (((ROWS) * TOP_K + 5) / 6)  // of a lane's choices, six in a checked word
 
-struct Sections {  // of every rank's memory
+// Where sections of every rank's peer memory begin.
+struct Sections {
   u64 begun, choices, weights, records;
   u64 lane_words;  // of choices that a lane has room for
 };
 
-struct Lane {  // what this rank brings
+// What this rank's lane brings.
+struct Lane {
   const u8* rows;
   int row_bytes;
   const int* slots;      // [rows, TOP_K]
@@ -26,6 +29,7 @@ struct Lane {  // what this rank brings
   float factor;
 };
 
+// The batch that is made here.
 struct Batch {
   u8* parts[3];
   int *counts, *offsets;  // [slots], [slots + 1]
@@ -53,7 +57,7 @@ struct Exchange {
   DEVICE const uint4* arrived(u64 section) const { return (const uint4*)(step.memory[w.rank] + section); }
 };
 
-// How the step's work is divided among blocks: the first read, then some tell choices, the others send.
+// How the step's work is divided among blocks: the first read, then some send choices, the others send rows.
 struct Division {
   int choice_senders, senders, groups_log2;  // a sending block has 1 << groups_log2 rows under way
   int run, stretch;  // rows of a reading block; of each of its teams, where there are many

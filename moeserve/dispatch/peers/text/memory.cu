@@ -1,4 +1,5 @@
-// What every kernel over peer memory shares; a dispatcher's own source follows it in one text.
+// Memory that other GPUs write or read: the loads, stores and checked words of every kernel over peer memory. It comes
+// first in the kernels' text.
 //
 // Given by -D: RANKS, HIDDEN (columns), SOURCE (0 bfloat16, 1 float16, 2 float32: hidden states and answers),
 // WIRE (the WIRE_* below), TRUE_DIVISION (0 where this torch divides by a constant as a product),
@@ -65,7 +66,7 @@ DEVICE uint4 load_whole(const void* at) {
   return value;
 }
 
-// 12 bytes under a check that tells which sequence number they belong to.
+// A checked word: 12 bytes of content, and a check that holds for one sequence number only.
 DEVICE uint4 checked(u32 x, u32 y, u32 z, u32 sequence) { return make_uint4(x, y, z, sequence ^ x ^ y ^ z); }
 
 DEVICE bool belongs(uint4 word, u32 sequence) { return (word.x ^ word.y ^ word.z ^ word.w) == sequence; }

@@ -3,7 +3,7 @@
 // Choices that a warp places at once: those of whole rows.
 #define PLACED_AT_ONCE (32 / TOP_K * TOP_K)
 
-// The place of this lane's choice, of those of `span` from the `first` on; -1 for none. A warp calls it.
+// The place of this thread's choice, among those of `span` from `first` on; -1 for none. A warp calls it.
 DEVICE int place_of(const Exchange& x, DispatchSpan span, int first, const Tables& t, bool counts) {
   const int warp_thread = threadIdx.x % 32;
   const bool mine = warp_thread < PLACED_AT_ONCE && first + warp_thread < span.count * TOP_K;
@@ -20,7 +20,7 @@ DEVICE int place_of(const Exchange& x, DispatchSpan span, int first, const Table
   return place;
 }
 
-// The slots of the span's choices become places, in the rows' order. A warp calls it.
+// Makes places of the slots of the span's choices, in the order of rows. A warp calls it.
 DEVICE void place_rows(const Exchange& x, DispatchSpan span, const Tables& t) {
   const int warp_thread = threadIdx.x % 32;
 #pragma unroll 1
@@ -31,7 +31,7 @@ DEVICE void place_rows(const Exchange& x, DispatchSpan span, const Tables& t) {
   }
 }
 
-// The weights of the span's choices, by the block's threads from `first` on.
+// Keeps the weights of the span's choices; the block's threads from `first` on call it.
 DEVICE void keep_weights(const Exchange& x, DispatchSpan span, int first) {
 #pragma unroll 1
   for (int i = (int)threadIdx.x - first; i < span.count * WEIGHT_WORDS; i += THREADS - first) {

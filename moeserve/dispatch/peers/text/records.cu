@@ -76,7 +76,7 @@ DEVICE float over_scale(float x, float scale, float reciprocal) {
   return copysignf(__fmaf_rn(rest, reciprocal, quotient), quotient);
 }
 
-// Eight lanes share a group; lanes past the row's end bring zeros.
+// Eight threads share a group; threads past the row's end bring zeros.
 DEVICE void encode_columns(float (&x)[16], int unit, bool valid, u8* record, float) {
   float amax = largest_of(x);
 #pragma unroll
@@ -90,7 +90,7 @@ DEVICE void encode_columns(float (&x)[16], int unit, bool valid, u8* record, flo
   if (unit % 8 == 0) *(float*)(record + PART1_AT + unit / 2) = scale;
 }
 #elif WIRE == WIRE_MXFP8
-// Two lanes share a block; the smallest power of two that saturates nothing.
+// Two threads share a block, whose scale is the smallest power of two that saturates nothing.
 DEVICE void encode_columns(float (&x)[16], int unit, bool valid, u8* record, float) {
   float amax = largest_of(x);
   amax = larger(amax, __shfl_xor_sync(~0u, amax, 1));
@@ -105,7 +105,7 @@ DEVICE void encode_columns(float (&x)[16], int unit, bool valid, u8* record, flo
   if (unit % 2 == 0) record[PART1_AT + unit / 2] = amax != amax ? 255 : (u8)byte;
 }
 #elif WIRE == WIRE_NVFP4
-// A lane is a block; `factor` is the reciprocal of the constant outer scale.
+// A thread has a block; `factor` is the reciprocal of the constant outer scale.
 DEVICE void encode_columns(float (&x)[16], int unit, bool valid, u8* record, float factor) {
   u32 code = e4m3_pair(over_constant(__fmul_rn(factor, largest_of(x)), 6.0f), 0.0f) & 0xFFu;
   float value = e4m3_value(code);

@@ -1,6 +1,6 @@
 // What leaves this rank: its choices to all ranks, its rows as records to the ranks that need them.
 
-// The record of row `t` of this lane, in shared memory, to all ranks of `reached`.
+// Sends the record of row `t` of this rank's lane, which is in shared memory, to all ranks of `reached`.
 DEVICE void send_record(const Exchange& x, const u8* record, int t, u32 reached, Team team) {
   const int warp_thread = threadIdx.x % 32;
 #pragma unroll 1
@@ -18,8 +18,8 @@ DEVICE void send_record(const Exchange& x, const u8* record, int t, u32 reached,
   }
 }
 
-// Tells all ranks what this lane's rows choose, and then by which weights: block `block` of `choice_senders`. Opens
-// the step once it has asked for the first.
+// Sends all ranks the slots that this lane's rows choose, and then their weights; it is block `block` of
+// `choice_senders`. Opens the step once its first loads are under way.
 template <class Open>
 DEVICE void send_choices(const Exchange& x, int block, int choice_senders, Open open) {
   const int rows = x.own_rows(), words = SLOT_WORDS(rows), begin = (words + 31) / 32 * 32;
@@ -56,9 +56,9 @@ DEVICE void send_choices(const Exchange& x, int block, int choice_senders, Open 
   }
 }
 
-// What sending block `block` sends: each of its teams makes and stores a row at a time. Rows go in the
-// order in which they are taken up there: the first of each stretch, then the second. Opens the step once the
-// first are asked for. Returns how many copies a team sent to other ranks.
+// Sends the rows of sending block `block`: each of its teams makes and stores a row at a time. Rows go in the order in
+// which reading blocks take them up: the first of each stretch, then the second. Opens the step once the first loads are
+// under way. Returns how many copies a team sent to other ranks.
 template <class Open>
 DEVICE u32 send_rows(const Exchange& x, const Division& d, int block, u8* records, Open open) {
   const int warp_thread = threadIdx.x % 32, warps = WARPS >> d.groups_log2, own_rows = x.own_rows();
@@ -71,7 +71,7 @@ DEVICE u32 send_rows(const Exchange& x, const Division& d, int block, u8* record
   if (d.stretch > 1) first = before / d.stretch, stretches = (before + own_rows - 1) / d.stretch - first + 1;
   int turn = (block << d.groups_log2) + group, row = -1, slot = -1;
   Piece piece;
-  auto ask_next = [&] {  // row: -1 behind the last
+  auto load_next = [&] {  // row: -1 behind the last
     row = -1;
 #pragma unroll 1
     for (; row < 0 && turn < stretches * d.stretch; turn += d.senders << d.groups_log2) {
@@ -82,7 +82,7 @@ DEVICE u32 send_rows(const Exchange& x, const Division& d, int block, u8* record
     piece.load(x.mine.rows + (u64)row * x.mine.row_bytes, team.thread());
     slot = warp_thread < TOP_K ? x.mine.slots[(u64)row * TOP_K + warp_thread] : -1;
   };
-  ask_next();
+  load_next();
   open();
   u8* const record = records + group * RECORD_BYTES;
   auto sync = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "r"(32 * warps) : "memory"); };
@@ -93,7 +93,7 @@ DEVICE u32 send_rows(const Exchange& x, const Division& d, int block, u8* record
     const u32 reached = __reduce_or_sync(WHOLE_WARP, x.here.holders(slot)) & x.step.reachable;
     make_record(piece, x.mine.rows + (u64)t * x.mine.row_bytes, record, x.mine.factor, team);
     sync();
-    ask_next();
+    load_next();
     send_record(x, record, t, reached, team);
     copies += __popc(reached & ~(1u << x.w.rank));
     sync();

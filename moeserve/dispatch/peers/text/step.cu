@@ -1,10 +1,9 @@
-// What a dispatch and a combine share, one kernel each, in which nothing waits for a whole grid.
-// Given by -D beside what common.cu takes: TOP_K.
+// What a dispatch and a combine share. Each is one kernel, in which nothing waits for a whole grid.
+// Given by -D beside what memory.cu takes: TOP_K.
 //
-// Choices travel to all ranks, a row to each rank that needs it, a partial sum home. All of it tells by
-// itself that it is here, without fence or flag: choices in words of 12 bytes under a check, rows and sums in
-// packets.
-// Seals and tags hold the sequence number, and no sequence number's words are written over before they are read: see layout.py.
+// Choices travel to all ranks, a row to each rank that needs it, and a partial sum back to the row's rank. A reader sees
+// by the bytes themselves that they have arrived, without a fence or a flag: choices and weights are checked words, rows
+// and sums are packets. Both hold the sequence number. layout.py says why none is overwritten before it is read.
 
 #define WEIGHT_WORDS ((TOP_K + 2) / 3)  // of a row
 #define NOWHERE 0xFFFFu
@@ -20,7 +19,7 @@ struct Lanes {
     for (int r = 0; r < RANKS; ++r) sum += rows(r);
     return sum;
   }
-  // Row `g` of all lanes' rows one after the other: whose it is, and which of its rows.
+  // Whose row `g` of all lanes' rows one after the other is, and which of that lane's rows.
   DEVICE void find(int g, int& source, int& row) const {
     source = 0, row = g;
 #pragma unroll
@@ -29,7 +28,8 @@ struct Lanes {
   }
 };
 
-struct Places {  // of this rank's slots
+// This rank's slots.
+struct Places {
   int first, slots, capacity, sliced;
   DEVICE int local(u32 slot) const {
     int at = (int)slot - first;
@@ -44,22 +44,22 @@ struct Places {  // of this rank's slots
   }
 };
 
-// What a block knows of its step, in shared memory: one warp asks for all, since words that every warp of a
-// GPU asks for come late.
+// What a block knows of its step, in shared memory. One warp loads it for all, since words that every warp of a GPU
+// loads come late.
 struct Step {
   u64 memory[RANKS];  // of all ranks, from the sequence number's half on
   u32 sequence, reachable;
 };
 
-// What the asking warp has been told, a rank a lane; it has other work until it opens the step.
+// What the loading warp has loaded, a rank in each thread. The warp has other work until it opens the step.
 struct Opening {
   u64 at;
   u32 live, last;
 
-  DEVICE Opening(const u64* memory, const u32* live_ranks, const u32* last_sequence, bool asks)
+  DEVICE Opening(const u64* memory, const u32* live_ranks, const u32* last_sequence, bool loads)
       : at(0), live(0), last(0) {
     const int warp_thread = threadIdx.x % 32;
-    if (!asks) return;
+    if (!loads) return;
     last = *(volatile const u32*)last_sequence;
     if (warp_thread >= RANKS) return;
     at = *(volatile const u64*)(memory + warp_thread), live = *(volatile const u32*)(live_ranks + warp_thread);
@@ -72,13 +72,13 @@ struct Opening {
   }
 };
 
-// A checked word, when it is there; false when its source will not come.
+// Waits for the checked word that stands `at`, of which `word` was loaded; false when its source will not come.
 DEVICE bool receive(const Watch& w, const uint4* at, int source, u32 sequence, uint4& word) {
   return belongs(word, sequence) ||
          await(w, source, sequence, [&] { return belongs(word = load_whole(at), sequence); });
 }
 
-// A checked word; empty when its source will not come.
+// The checked word that stands `at`; `empty` when its source will not come.
 DEVICE uint4 received(const Watch& w, const uint4* at, int source, u32 sequence, uint4 empty) {
   uint4 word = load_whole(at);
   return receive(w, at, source, sequence, word) ? word : empty;
