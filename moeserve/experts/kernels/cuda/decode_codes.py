@@ -1,4 +1,4 @@
-"""A step of some rows a slot on four-bit weights, in one launch of `decode_codes.cu`."""
+"""A step of some rows a slot on four-bit weights in one launch. Its text is in `text/decode_codes`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ARGUMENTS = Arguments(
 SOURCES: tuple[Part, ...] = ("codes.cu", ARGUMENTS, *(f"decode_codes/{part}.cu" for part in PARTS))
 
 MOST_SLOTS = 512
-"""Slots that the list in shared memory has room for."""
+"""The most slots that the list in shared memory has room for."""
 
 INNER_MULTIPLE = 64
 """What the inner size must be a multiple of: a block of 64 rows of weights is gate's or up's."""
@@ -66,14 +66,14 @@ ROWS = ((6.0, 16), (24.0, 24))
 THREADS = 640
 DEPTH = 256
 WEIGHT_BYTES = 4 * (8192 + 1024)
-"""Of a stage: four blocks of 64 rows x 256 codes, and their scales."""
+"""Bytes of weights in a stage: four blocks of 64 rows x 256 codes, and their scales."""
 
 MOST_SHARED = 227 << 10
 
 
 @dataclass(frozen=True)
 class Form:
-    """One compiled form of `decode_codes.cu`."""
+    """One compiled form of the kernel."""
 
     rows: int  # of a slot that one pass over its weights serves: 8, 16, 24 or 32
     bias: bool = False
@@ -92,17 +92,17 @@ class Form:
 
     @property
     def stages(self) -> int:
-        """As many as there is room for, up to five: more of them bring nothing."""
+        """How many stages there is room for, up to five: more bring nothing."""
         return min(5, (MOST_SHARED - self._fixed) // self._stage)
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory."""
+        """How many bytes of shared memory a block needs."""
         return self._fixed + self.stages * self._stage
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What `decode_codes.cu` is told."""
+        """The compiler's options for this form."""
         flags = {"ROWS": self.rows, "STAGES": self.stages, "BIAS": self.bias, "LIMITED": self.limited}
         return defined(flags | {"OUT": OUTS[self.out]})
 

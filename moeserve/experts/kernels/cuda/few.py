@@ -1,4 +1,4 @@
-"""A step of few rows a slot in one launch of `few.cu`: gate and up, the activation, down."""
+"""A step of few rows a slot in one launch: gate and up, the activation, down. Its text is in `text/few`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def sources(kind: str) -> tuple[Part, ...]:
 
 
 MOST_SLOTS = 512
-"""Slots that the list in shared memory has room for."""
+"""The most slots that the list in shared memory has room for."""
 
 INNER_MULTIPLE = 32
 """What the inner size must be a multiple of: half a block of 64 rows of weights."""
@@ -79,12 +79,12 @@ HELPER_WARPS = 4
 """Warps beside those that multiply."""
 
 ROW_BYTES = {"fp4": 512, "fp8": 128, "bf16": 128}
-"""Of a row in a piece."""
+"""Bytes of a row in a piece."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """One compiled form of `few.cu`."""
+    """One compiled form of the kernel."""
 
     kind: str
     tile: FewTile
@@ -95,7 +95,7 @@ class Form:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory."""
+        """How many bytes of shared memory a block needs."""
         tile, rows = self.tile, self.tile.rows
         rings = tile.workers * tile.stages
         scales = 4 * tile.pieces * rows + 8 * rings if self.kind == "fp8" else 0
@@ -173,7 +173,7 @@ def _weights(gate_up: Weights, down: Weights) -> dict[str, Argument]:
 
 
 def _plain(codes: Tensor) -> Tensor:
-    """Codes of a byte as bytes."""
+    """`codes` as bytes, where a code has one byte."""
     return codes.view(torch.uint8) if codes.itemsize == 1 else codes
 
 
@@ -187,7 +187,7 @@ def _halves(packed: Tensor, parts: int) -> TensorMap:
 
 
 def options(form: Form) -> tuple[str, ...]:
-    """What `few.cu` is told of a form."""
+    """The compiler's options for `form`."""
     flags = {
         "KIND": KINDS[form.kind],
         "ROWS": form.tile.rows,

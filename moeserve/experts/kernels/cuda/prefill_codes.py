@@ -1,4 +1,4 @@
-"""A step of many rows on four-bit weights on Hopper, launched: the two GEMMs of `prefill_codes.cu`."""
+"""A step of many rows on four-bit weights on Hopper, launched: the two GEMMs of `text/prefill_codes`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ THREADS = 384
 
 @dataclass(frozen=True)
 class CodesPlan:
-    """Sizes that `prefill_codes.cu` is compiled with."""
+    """The sizes that the GEMMs are compiled with."""
 
     eight: bool
     """Whether products are of E4M3, and not of bf16."""
@@ -68,7 +68,7 @@ class CodesPlan:
 
     @property
     def codes(self) -> torch.dtype:
-        """What rows are multiplied as."""
+        """The dtype in which rows are multiplied."""
         return torch.float8_e4m3fn if self.eight else torch.bfloat16
 
     @property
@@ -78,7 +78,7 @@ class CodesPlan:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a block."""
+        """How many bytes of shared memory a block needs."""
         x = -(-self.most // BOX) * BOX * 128 + 4 * self.most * self.scaled
         w = 2 * 2 * (64 * DEPTH // 2 + 64 * DEPTH // self.span)
         peaks = (3 * 4 * self.most + 8) * self.scaled
@@ -147,13 +147,13 @@ def weights_of(slot: Mapping[str, Tensor], side: str) -> Weights:
 
 @dataclass(frozen=True)
 class Form(steps.Form):
-    """One compiled form of `prefill_codes.cu`."""
+    """One compiled form of the GEMM."""
 
     plan: CodesPlan = field(kw_only=True)
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What the compiler is told of it."""
+        """The compiler's options for this form."""
         plan = self.plan
         kind = {"EIGHT": plan.eight, "SCALED": plan.scaled}
         sizes = {"SPAN": plan.span, "MOST": plan.most, "GRAIN": plan.grain, "BOX": BOX}
@@ -234,7 +234,7 @@ class CodesStep(Groups):
 
 
 def source(plan: CodesPlan) -> str:
-    """The text of `prefill_codes.cu` with what it needs before it."""
+    """The GEMM's text, behind the products that `plan` needs."""
     products = "".join(product(plan, n) for n in range(plan.grain, plan.most + 1, plan.grain))
     return steps.source(*SOURCES, before="template <int N>\nstruct Product;\n" + products)
 

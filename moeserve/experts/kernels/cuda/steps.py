@@ -56,12 +56,12 @@ class Form:
     out: int = 0
 
     def tiles_across(self, columns: int, weights: int = 128) -> int:
-        """Tiles of a cluster that so many columns of the output make; a block has `weights` rows of these."""
+        """How many tiles of a cluster `columns` of the output make; a block has `weights` rows of weights."""
         return -(-columns // (CLUSTER * (weights // 2 if self.fused else weights)))
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What the compiler is told of it."""
+        """The compiler's options for this form."""
         flags = {"CLUSTER": CLUSTER, "FUSED": self.fused, "BIAS": self.bias, "LIMITED": self.limited}
         return defined(flags | {"OUT": self.out})
 
@@ -80,7 +80,7 @@ class Groups(ABC):
 
     @property
     def limit(self) -> int:
-        """Most groups there can be."""
+        """The most groups that there can be."""
         return min(self.batch.slots, self.capacity) + self.capacity // self.cut[1]
 
     @cached_property
@@ -133,11 +133,11 @@ class Groups(ABC):
 
 
 class Block(NamedTuple):
-    """What a block of a launch takes of its multiprocessor."""
+    """What a block of a launch needs of its multiprocessor."""
 
     threads: int
     shared_bytes: int
-    waits: bool = False  # by itself for the launches before it
+    waits: bool = False  # whether it waits by itself for the launches before it
 
 
 NUMBERS = {"limit": "float", "alpha": "float", "beta": "float"}
@@ -164,7 +164,7 @@ def source(*parts: Part, before: str = "") -> str:
 
 
 def defined(flags: Mapping[str, int]) -> tuple[str, ...]:
-    """Compiler options that define `flags`."""
+    """The compiler's options that define `flags`."""
     return tuple(f"-D{name}={int(value)}" for name, value in flags.items())
 
 

@@ -155,7 +155,7 @@ DEVICE void produce(u32 base, u32 rank, const Task& t) {
       barrier_expect(full, W_BYTES + units * (X_BYTES + UNIT * 4) + columns);
     }
     const u32 i = count % NOTES;
-    tile = told_by_first(following, rank, CLUSTER, base + NEXT_AT + i * 4, base + NEXT(i), count / NOTES & 1);
+    tile = value_of_first(following, rank, CLUSTER, base + NEXT_AT + i * 4, base + NEXT(i), count / NOTES & 1);
     ++count;
   }
   const u32 s = step % STAGES;

@@ -93,7 +93,7 @@ DEVICE void produce(u32 base, u32 rank, const Task& t) {
       barrier_expect(base + FULL(s), W_BYTES + boxes * (BOX * 128));
     }
     const u32 i = count % NOTES;
-    tile = told_by_first(following, rank, CLUSTER, base + NEXT_AT + i * 4, base + NEXT(i), count / NOTES & 1);
+    tile = value_of_first(following, rank, CLUSTER, base + NEXT_AT + i * 4, base + NEXT(i), count / NOTES & 1);
   }
   const u32 s = step % STAGES;
   barrier_wait(base + EMPTY(s), (step / STAGES & 1) ^ 1);

@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     work(w, t);
   }
   __syncthreads();
-  cluster_sync();  // nobody copies here any more, or tells this block's barriers
+  cluster_sync();  // nobody copies here any more, or arrives at this block's barriers
   if (threadIdx.x == 0) {
     __threadfence();
     if (atomicAdd(t.made, 1) == gridDim.x - 1) {

@@ -48,7 +48,7 @@ DEVICE void multiply(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// acc += this warp's 16 of 64 rows of weights x 256 of K, times N rows; `used` is told when the weights are in
+// acc += this warp's 16 of 64 rows of weights x 256 of K, times N rows; `used` gets an arrival when the weights are in
 // registers. wgmma would take operands from registers too, but is slow with so few columns.
 template <int N>
 DEVICE void multiply_stage(float (&acc)[N / 2], const Held& held, u32 weights, u32 rows, u32 used, int lane) {

@@ -72,7 +72,7 @@ DEVICE float largest(float (&v)[8], int lane) {
   return v[0];
 }
 
-// Activates, and tells both blocks the largest magnitudes of their columns, of which there are 128.
+// Activates, and raises the peaks of both blocks to the largest magnitudes of their columns, which are 128.
 DEVICE void activate_tile(float (&acc)[MOST / 2], const Place& p, const Task& t, const Factors& f, u32 peaks,
                           bool inside) {
   const u32 others = place_of(peaks, p.rank ^ 1);
@@ -181,7 +181,7 @@ DEVICE void write_codes(const float (&acc)[MOST / 2], const Place& p, const Task
 #endif
 
 // Rounds with the peaks of both blocks, which share 128 columns. Peaks of the next turn are made zero before
-// this one's are told to be there: no one writes them until then, and no one reads them any more.
+// the barrier of this one's: no one writes them until then, and no one reads them any more.
 DEVICE void finish_tile(float (&acc)[MOST / 2], const Place& p, const Task& t, const Factors& f, int4 group,
                         int column, int turn) {
   const u32 peaks = p.base + PEAK_AT + turn % PEAK_BUFFERS * (MOST * 4);
