@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/python bench/demo.py
+	$(BIN)/python -m bench.service.demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -27,9 +27,17 @@ lint: $(STAMP)
 proto: $(STAMP)
 	$(BIN)/python -m moeserve.proto.generate
 
+# What needs no GPU, in a quarter of an hour on a machine that does nothing else. COUNTS is a folder of expert
+# counts of one model (JSON); without it the two benches of placement are left out.
 bench: $(STAMP)
-	$(BIN)/python bench/hop.py
-	$(BIN)/python bench/cpu_layer.py
+	$(BIN)/python -m bench.service.control_streams
+	$(BIN)/python -m bench.service.hop --patience 120
+	$(BIN)/python -m bench.experts.cpu_layer --seconds 6 --patience 60
+	$(BIN)/python -m bench.service.moves --seconds 180
+	$(BIN)/python -m bench.numbers.laws
+	$(if $(COUNTS),$(BIN)/python -m bench.balance.placement --counts $(COUNTS))
+	$(if $(COUNTS),$(BIN)/python -m bench.balance.replicas --counts $(COUNTS))
+	$(BIN)/python -m bench.results_page
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

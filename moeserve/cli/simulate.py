@@ -54,8 +54,8 @@ makes of it when it may rebalance to that workload.
 balance is mean over largest rank load, its mean over layers and its worst layer; 'a step' draws single
 steps of --tokens tokens a rank. A move is one expert copied into one slot. Time to plan is the policy's own,
 the best of several after the first. Time a step comes from rates measured on H200
-(moeserve/experts/balance/cost.py); --measured takes those of experts from results of bench/gpu_experts.py on
-your machine, and --rate changes any.
+(moeserve/experts/balance/cost.py); --measured takes those of experts from results of
+bench/experts/gpu_experts.py on your machine, and --rate changes any.
 """
 
 
@@ -88,7 +88,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--nodes", type=int, default=1, metavar="N", help="hosts the ranks share evenly")
     add("--groups", type=int, default=1, metavar="N", help="expert groups of the router")
     add("--tokens", type=int, default=128, metavar="T", help="tokens each rank brings to a step")
-    add("--measured", metavar="FILE", help="results of bench/gpu_experts.py to take rates of experts from")
+    add(
+        "--measured",
+        metavar="FILE",
+        help="results of bench/experts/gpu_experts.py to take rates of experts from",
+    )
     add("--weights", default="fp8", choices=WEIGHT_BITS, help="which of those results; fp8 by default")
     rates = ", ".join(each.name for each in fields(CostModel))
     add("--rate", nargs="+", default=[], metavar="NAME=VALUE", help=f"of the cost model: {rates}")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,13 +24,6 @@ NAMED_FILE = re.compile(rf"(?<![\w/.])((?:{'|'.join(FOLDERS)})/[\w./-]*\w/?)")
 KEY = re.compile(r"^\| `([a-z]+\.[a-z0-9_]+)` \|([^|]*)\|", re.MULTILINE)
 
 page = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-
-
-@pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """bench/table.py, as a script sees it."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    return importlib.import_module("table")
 
 
 def keys(config: Config) -> dict[str, Any]:
@@ -133,47 +124,3 @@ def test_the_quick_start_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert said["mixed"].shape == (5, 64) and abs(said["mixed"]).max() > 0
         exec(generate.replace("127.0.0.1:50051", house.address), said)
         assert type(said["model"]).__name__ == "Qwen3MoeForCausalLM"
-
-
-def result(**changes: Any) -> dict[str, Any]:
-    """A line of a results file."""
-    line = {"bench": "b", "case": "c", "ours": 2.0, "unit": "ms", "better": "lower", "aim": None, "peers": {}}
-    return line | {"hardware": "h", "versions": {"torch": "t"}, "command": "x", "date": "d"} | changes
-
-
-@pytest.mark.parametrize(
-    ("changes", "shown"),
-    [
-        ({}, ("", "")),
-        ({"aim": 2.0}, ("<= 2 ms", "yes")),
-        ({"aim": 1.0}, ("<= 1 ms", "**no**")),
-        ({"aim": 1.0, "better": "higher"}, (">= 1 ms", "yes")),
-        ({"aim": "<= 1.3 x peer", "peers": {"peer": 1.6}}, ("<= 1.3 x peer", "yes")),
-        ({"aim": "<= 1.3 x peer", "peers": {"peer": 1.5}}, ("<= 1.3 x peer", "**no**")),
-        ({"aim": "hop at most 1 ms"}, ("hop at most 1 ms", "**no**")),
-        ({"aim": "<= 3, and tokens equal"}, ("<= 3, and tokens equal", "")),
-    ],
-)
-def test_an_aim_is_judged(table: ModuleType, changes: dict[str, Any], shown: tuple[str, str]) -> None:
-    assert table.judged(result(**changes)) == shown
-
-
-def test_tables_show_ratios_and_stand_between_the_markers(table: ModuleType) -> None:
-    tables = table.render({"b": [result(peers={"peer": 4.0}), result(case="other", peers={"peer": 1.0})]})
-    assert "| c | 2 ms | 4 (0.50x) |" in tables and "| other | 2 ms | 1 (2.00x) |" in tables
-    page = table.PAGE.read_text()
-    once = table.placed(page, tables)
-    assert table.placed(once, tables) == once
-    assert once.startswith(page[: page.index(table.BEGIN)])
-    with pytest.raises(ValueError, match="must hold the lines"):
-        table.placed("nothing", tables)
-
-
-def test_results_that_are_kept_can_be_shown(table: ModuleType) -> None:
-    assert table.render(table.read(table.RESULTS))
-
-
-def test_a_broken_line_is_named(table: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "b.jsonl").write_text('{"bench": "b"}\nnot json\n')
-    with pytest.raises(ValueError, match=r"b\.jsonl:2 is not a result"):
-        table.read(tmp_path)

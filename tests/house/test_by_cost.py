@@ -58,7 +58,7 @@ def test_small_and_large_steps_have_their_own_dispatchers(
             line
             for text in read
             for line in text.splitlines()
-            if line.startswith("moe_wire_bytes_total") and f'dispatcher="{name}"' in line
+            if line.startswith("moe_wire_bytes_total") and f'all2all_backend="{name}"' in line
         ]
         assert sum(float(line.rsplit(" ", 1)[1]) for line in lines) > 0, name
     assert [path.read_bytes() for path in tmp_path.iterdir()] == kept  # read, and nothing measured

@@ -1,6 +1,6 @@
 """Quantized checkpoints, served: the tokens are those that one process makes of the scheme's arithmetic.
 
-A few of each kind; `bench/quantized.py` has every way to store experts on two meshes.
+A few of each kind; `bench/service/quantized.py` has every way to store experts on two meshes.
 """
 
 from __future__ import annotations

@@ -5,15 +5,14 @@ The data are in tests/producers, with how each was made; a dialect without any i
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from bench.numbers import formulas
 from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.checkpoints.dialects import DIALECTS
 
@@ -41,15 +40,8 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def formulas(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """bench/formulas.py, as a script sees it."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    return importlib.import_module("formulas")
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_real_producer(name: str, formulas: ModuleType) -> None:
+def test_real_producer(name: str) -> None:
     checkpoint = Checkpoint(DATA / name)
     source = Checkpoint(DATA / ERRORS[name]["source"])
     assert checkpoint.dialect.name == dialect_of(name)

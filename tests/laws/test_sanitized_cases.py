@@ -1,8 +1,6 @@
-"""What `bench/gpu_sanitize.py` runs under compute-sanitizer: all kernels of ours, groupings and odd sizes."""
+"""`bench/experts/gpu_sanitize.py`: every kernel of ours, grouping and odd size runs under the sanitizer."""
 
-import importlib.util
-import sys
-from pathlib import Path
+import importlib
 from types import ModuleType
 
 import pytest
@@ -11,39 +9,32 @@ from moeserve.device.machine import machine_named
 from moeserve.experts.batch import Grouping
 from moeserve.experts.kernels import KERNELS
 
-BENCH = Path(__file__).parents[2] / "bench"
-
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The bench, as on an H200 with everything installed."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    spec = importlib.util.spec_from_file_location("gpu_sanitize", BENCH / "gpu_sanitize.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gpu_sanitize", module)
     monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # which the bench would set for good
-    spec.loader.exec_module(module)
+    module = importlib.import_module("bench.experts.gpu_sanitize")
     monkeypatch.setattr(module, "this_machine", lambda: machine_named("h200"))
     return module
 
 
 def test_every_kernel_of_ours_is_met_with_every_grouping_and_both_sizes(bench: ModuleType) -> None:
     cases = list(bench.cases([]))
-    ours = {name for name, row in KERNELS.items() if "sm90" in row.archs and row.modules & bench.OURS}
-    found = {case.row.name for case in cases}
+    ours = {name for name, entry in KERNELS.items() if "sm90" in entry.archs and entry.modules & bench.OURS}
+    found = {case.entry.name for case in cases}
     assert found == ours
     for name in found:
-        own = [case for case in cases if case.row.name == name]
+        own = [case for case in cases if case.entry.name == name]
         assert {case.grouping for case in own} == set(KERNELS[name].groupings) <= set(Grouping)
         assert {case.odd for case in own} == {True, False}
         assert {0 in case.counts for case in own} == {True}
-    assert all(case.shape.hidden % case.row.multiple_of[0] == 0 for case in cases)
+    assert all(case.shape.hidden % case.entry.multiple_of[0] == 0 for case in cases)
 
 
-def test_rows_can_be_named_and_a_case_has_a_line_of_its_own(bench: ModuleType) -> None:
+def test_kernels_can_be_named_and_a_case_has_a_line_of_its_own(bench: ModuleType) -> None:
     cases = list(bench.cases(["triton_fp4"]))
-    assert {case.row.name for case in cases} == {"triton_fp4"}
+    assert {case.entry.name for case in cases} == {"triton_fp4"}
     assert len({str(case) for case in cases}) == len(cases)
 
 

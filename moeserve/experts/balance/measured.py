@@ -1,4 +1,4 @@
-"""`measured`: the rates of a cost model from what `bench/gpu_experts.py` measured on a machine."""
+"""`measured`: the rates of a cost model from what `bench/experts/gpu_experts.py` measured on a machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from moeserve.experts.balance.cost import CostModel
 
 WEIGHT_BITS = {"bf16": 16.0, "fp8": 8.0, "mxfp4": 4.25, "nvfp4": 4.5}
-"""Of one weight with its scales, by the name a case begins with."""
+"""Bits of one weight with its share of scales, by the name that a case begins with."""
 
 _CASE = re.compile(r"(\w+), (\d+) tokens x (\d+), (\d+) of \d+ experts active, whole")
 
@@ -26,7 +26,9 @@ def measured(path: Path | str, weights: str) -> CostModel:
     model = CostModel(weight_bits=WEIGHT_BITS[weights])
     cases = [case[1:] for case in _cases(Path(path)) if case[0] == weights]
     if not cases:
-        raise ValueError(f"{path} has no case '{weights}, ... experts active, whole' of bench/gpu_experts.py")
+        raise ValueError(
+            f"{path} has no case '{weights}, ... experts active, whole' of bench/experts/gpu_experts.py"
+        )
     row = 6 * model.hidden * model.inner
     return CostModel(
         weight_bits=WEIGHT_BITS[weights],

@@ -125,10 +125,13 @@ def _bytes(eight: Tensor) -> Tensor:
     return low | high << 4
 
 
+SCHEMES = frozenset({Scheme(MXFP4, FP8_GROUP), Scheme(NVFP4_E4M3, FP8_GROUP)})
+
 ENTRY = KernelEntry(
     name="cuda_w4a8",
     build=CudaW4A8,
-    schemes=frozenset({Scheme(MXFP4, FP8_GROUP), Scheme(NVFP4_E4M3, FP8_GROUP)}),
+    schemes=SCHEMES,
+    e4m3_sums=SCHEMES,
     eats=frozenset({BF16, FP8_GROUP}),
     groupings=frozenset(Grouping),
     activations=frozenset({"silu", "swigluoai", "swigluoai_uninterleave"}),

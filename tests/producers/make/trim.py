@@ -3,7 +3,8 @@
     python trim.py MADE SOURCES
 
 MADE and SOURCES are the folders that the other scripts here wrote to. Writes `<dialect>-<name>/` above this
-folder for each of `SHIPPED`, and `errors.json`: how far each is from its source, by `bench/formulas.py`.
+folder for each of `SHIPPED`, and `errors.json`: how far each is from its source, by
+`bench/numbers/formulas.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 HERE = Path(__file__).resolve().parent.parent
-FORMULAS = HERE.parent.parent / "bench"
+ROOT = HERE.parent.parent
 CONFIGS = ("config.json", "hf_quant_config.json", "quantize_config.json")
 
 SHIPPED: dict[str, str] = {
@@ -69,7 +70,7 @@ def trim(made: Path, target: Path) -> None:
 
 def error(target: Path, source: Path) -> dict[str, Any]:
     """Relative error of every matrix against the source's, norm over norm: the mean and the largest."""
-    formulas = importlib.import_module("formulas")
+    formulas = importlib.import_module("bench.numbers.formulas")
     found = []
     for ours, truth in zip(formulas.experts(target), formulas.experts(source), strict=True):
         for values, true in ((ours.gate_up, truth.gate_up), (ours.down, truth.down)):
@@ -78,7 +79,7 @@ def error(target: Path, source: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(FORMULAS))
+    sys.path.insert(0, str(ROOT))
     folders = [Path(argument) for argument in sys.argv[1:]]
     plain = {made: name for name, made in SHIPPED.items() if name.startswith("plain-")}
     errors = {}

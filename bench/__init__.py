@@ -1,0 +1,1 @@
+"""What is measured, beside whom, and how to run it again: `python -m bench.<room>.<bench>` from the root."""

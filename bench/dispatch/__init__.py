@@ -1,0 +1,1 @@
+"""Benches of dispatch and combine between GPUs."""

@@ -1,0 +1,1 @@
+"""Benches of expert kernels and of one layer, and what the sanitizer says of the kernels."""

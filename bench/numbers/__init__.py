@@ -1,0 +1,1 @@
+"""Checks of formats, layouts and dialects against their laws and against other decoders."""

@@ -1,0 +1,287 @@
+"""Makes docs/results.md of bench/results/*.jsonl: first what missed its aim, then a table a bench.
+
+python -m bench.results_page            # writes the page
+python -m bench.results_page --check    # exit status 1 when the page is not what the results say
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from bench.lib.record import RESULTS, ROOT
+from bench.lib.table import Record, View, judged, missed, ran, read, table, unique
+
+PAGE = ROOT / "docs" / "results.md"
+
+HEAD = """# Results
+
+`python -m bench.results_page` makes this page of the files in [bench/results](../bench/results), which the
+benches write; do not edit it. Square brackets hold the aim that a number was given; a number that misses its
+aim is bold. Behind a peer's number stands ours over it, the best of ours where there are several. Peers with
+a * were measured in another run. The note of a table has the commands, machines, versions and dates. Read
+the CPU layer's ratios, not its times: the two cores were shared while it ran."""
+
+VIEWS = (
+    View(
+        "demo",
+        "A model with its experts behind the service, beside the whole model",
+        r"(?P<model>.+) (?P<mesh>\S+)",
+        "{model}",
+        "{mesh}",
+    ),
+    View(
+        "quantized",
+        "Quantized models behind the service, beside one process; aim: 0.1 of what not rounding changes",
+        r"(?P<model>\S+) (?P<scheme>.+)",
+        "{scheme}",
+        "{model}",
+        hidden=("activations left unrounded",),
+    ),
+    View(
+        "hop",
+        "What a call costs beyond its step",
+        r"(?P<line>.+), (?P<column>p\d+)",
+        "{line}",
+        "hop {column}",
+        facts=(
+            *(f"call p{p}" for p in (50, 99)),
+            *(f"copy in and out p{p}" for p in (50, 99)),
+            "step p50",
+            "spaced step p50",
+            "step mean while serving",
+        ),
+    ),
+    View(
+        "control_streams",
+        "The coordinator's stream, beside one of gRPC",
+        r"(?P<line>.+), (?P<column>p\d+)",
+        "{line}",
+        "{column}",
+    ),
+    View(
+        "gpu_service",
+        "The whole service on GPUs: a call, and a killed rank",
+        r"(?P<column>\d+ rows|killed rank, right again)(?: x 2048)?, (?P<line>.+)",
+        "{line}",
+        "{column}",
+    ),
+    View(
+        "moves",
+        "A service under load while experts move",
+        r"(?P<column>.+?), (?P<line>c\w+, .+)",
+        "{line}",
+        "{column}",
+        facts=("moving, ms", "still, ms"),
+    ),
+    View(
+        "cpu_layer",
+        "One layer on the CPU, beside transformers' experts",
+        r"(?P<line>.+), (?P<column>in process|\d+ ranks)",
+        "{line}",
+        "{column}",
+    ),
+    View(
+        "gpu_experts",
+        "The experts of one DeepSeek-V3 rank on an H200, two of 64 experts a token",
+        r"(?P<kind>\w+), (?P<tokens>\d+) tokens x 2, (?P<active>\d+) of 64 experts active, (?P<part>\w+)",
+        "{kind}",
+        "{tokens} tokens, {active} active",
+        "the whole / the kernel alone",
+        second="kernel",
+        below=True,
+        in_order=False,
+    ),
+    View(
+        "gpu_models",
+        "The experts of other models, one rank of four, on an H200; aim: 1.05 of the fastest whole peer",
+        r"(?P<model>\S+): (?P<kind>\w+), (?P<tokens>\d+) tokens x (?P<k>\d+), .*",
+        "{model} {kind}",
+        "{tokens} tokens",
+        below=True,
+        in_order=False,
+    ),
+    View("gpu_libraries", "GEMMs and activation of rows for libraries, beside our own kernels"),
+    View(
+        "gpu_layer",
+        "A whole DeepSeek-V3 layer on two GPUs and on four, phase by phase",
+        r"(?P<scheme>\w+), (?P<tokens>\d+) tokens a rank, (?P<spread>[^,]+), (?P<rest>[^:]+): (?P<phase>.+)",
+        "{spread}, {scheme}, {tokens} tokens a rank, {rest}",
+        "{phase}",
+    ),
+    View(
+        "gpu_dequant",
+        "The portable kernel on an H200: 64 experts of 7168 x 2048, 16 rows each",
+        r"(?P<weights>\w+)(?: x (?P<activations>\w+))?, 64 experts of 7168 x 2048, 16 rows each, whole step",
+        "{weights}",
+        "{activations}",
+        "weights, by activations",
+        absent="as weights",
+    ),
+    View(
+        "gpu_sanitize",
+        "What compute-sanitizer says of the kernels",
+        r"(?P<tool>\w+), (?P<name>\w+)(?P<rest>.*)",
+        "{name}",
+        "{tool}{rest}",
+    ),
+    View(
+        "gpu_a2a",
+        "Dispatch and combine beside other dispatchers, bf16 hidden states of 7168, top-8 of 256",
+        r"(?P<name>\w+), (?P<wire>\w+), (?P<routing>\w+), (?P<tokens>\d+) tokens a rank, (?P<ranks>EP\d+), "
+        r"dispatch \+ combine",
+        "{ranks}, {wire}, {routing}, {tokens} tokens a rank",
+        "{name}",
+        "dispatch and combine / dispatch alone",
+        second="dispatch",
+        in_order=False,
+    ),
+    View(
+        "gpu_a2a",
+        "The ceiling of dispatch and combine",
+        r"(?P<line>all peers at once), (?P<ranks>EP\d+)",
+        "{line}",
+        "{ranks}",
+    ),
+    View(
+        "gpu_soak",
+        "Ten thousand steps of random sizes, and a rank that comes too late",
+        r"(?P<line>.+), (?P<column>wrong rows|memory growth|step with a late rank)",
+        "{line}",
+        "{column}",
+    ),
+    View(
+        "gpu_killed_peer",
+        "A process whose peer is killed while it stores into the peer's GPU",
+        r"(?P<what>.+?)(?P<how> \(1: well, 0: failed\))?",
+        "after the kill{how}",
+        each="{what}",
+    ),
+    View(
+        "placement",
+        "Placement of real expert loads: a first plan, and milliseconds to plan a layer",
+        r"(?P<line>EP\d+ \+\d+),(?: first plan,)?(?: \d+ slots, planning,)? (?P<column>(?!shift).+)",
+        "{line}",
+        "{column}",
+        digits=4,
+    ),
+    View(
+        "placement",
+        "Placement of real expert loads: after a shift of the load",
+        r"(?P<line>EP\d+ \+\d+), shift, (?P<column>.+)",
+        "{line}",
+        "{column}",
+        digits=4,
+    ),
+    View(
+        "replicas",
+        "Balance of single steps by the choice of replicas",
+        r"(?P<line>.+), (?P<column>mean|worst)(?: of)? \w+",
+        "{line}",
+        "{column}",
+        digits=4,
+    ),
+    View(
+        "gpu_replicas",
+        "Time of the choice of replicas on a GPU",
+        r"(?P<line>EP\d+ \+\d+), (?P<column>.+)",
+        "{line}",
+        "{column}",
+    ),
+    View(
+        "gpu_balanced_steps",
+        "What choosing replicas anew does to a step",
+        r"(?P<line>.+), (?P<column>lp|auto)",
+        "{line}",
+        "{column}",
+        facts=("evenness", "evenness of hash"),
+    ),
+    View(
+        "cross_checks",
+        "Stored numbers, beside others' decoders",
+        r"(?P<form>[^:]+): (?P<package>[^;]+)(?P<note>.*)",
+        "{package}{note}",
+        "differ",
+        unit="of a million values each",
+        each="{form}",
+        facts=("mismatches before that is followed",),
+    ),
+    View(
+        "laws",
+        "Laws of formats, layouts and dialects",
+        r"(?P<line>cells of the table) of (?P<column>\w+)",
+        "{line}",
+        "{column}",
+    ),
+)
+"""Every bench, room by room, in the order of the page."""
+
+SEEN = frozenset(view.bench for view in VIEWS)
+
+
+def page(records: Sequence[Record]) -> str:
+    """The whole page; a bench without a view has a plain one.
+
+    Raises ValueError where a case of a bench stands in none of its views or in several.
+    """
+    views = [
+        *VIEWS,
+        *(View(bench, bench) for bench in unique(r["bench"] for r in records) if bench not in SEEN),
+    ]
+    for record in records:
+        if (found := sum(view.place(record) is not None for view in views)) != 1:
+            name = f"{record['bench']}: {record['case']!r}"
+            raise ValueError(f"{name} stands in {found} tables of bench/results_page.py, which must be one")
+    sections = [
+        HEAD,
+        misses(views, records),
+        *(section(view, records) for view in views),
+        notes(views, records),
+    ]
+    return "\n\n".join(part for part in sections if part) + "\n"
+
+
+def misses(views: Sequence[View], records: Sequence[Record]) -> str:
+    """What was aimed at and not reached, bench by bench."""
+    rows = [f"| {view.bench} {line}" for view in views for line in missed(view, records)]
+    if not rows:
+        return ""
+    aimed = [record for record in records if record["aim"] is not None]
+    count = sum(judged(record)[1] is False for record in aimed)
+    head = f"## Missed\n\n{count} of {len(aimed)} aims are missed. The last number is ours over the aim."
+    return "\n".join([head, "", "| bench | case | ours [aim] |", "| --- | --- | --- |", *rows])
+
+
+def section(view: View, records: Sequence[Record]) -> str:
+    """A title and the table."""
+    made = table(view, records)
+    return f"### {view.title}\n{made}" if made else ""
+
+
+def notes(views: Sequence[View], records: Sequence[Record]) -> str:
+    """A footnote a bench: how its results came about."""
+    by_bench = {view.bench: [r for r in records if r["bench"] == view.bench] for view in views}
+    return "\n".join(f"[^{bench}]: {ran(found)}." for bench, found in by_bench.items() if found)
+
+
+def main() -> int:
+    """Writes the page, or compares it."""
+    parser = argparse.ArgumentParser(description="Makes docs/results.md of bench/results.")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; 1 when docs/results.md is behind"
+    )
+    args = parser.parse_args()
+    fresh = page(read(RESULTS))
+    if args.check:
+        if behind := fresh != PAGE.read_text():
+            print(
+                "docs/results.md is behind bench/results; run python -m bench.results_page", file=sys.stderr
+            )
+        return int(behind)
+    PAGE.write_text(fresh)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

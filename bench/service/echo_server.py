@@ -1,0 +1,39 @@
+"""A bare Python gRPC echo: the least that a call with these bytes can cost. Prints its port.
+
+python -m bench.service.echo_server
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from moeserve.proto.heap import keep_freed_memory
+
+METHOD = "/bench.Echo/Echo"
+OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+
+class Echo(grpc.GenericRpcHandler):
+    """Answers every call with its own bytes: no message is parsed, nothing is copied by hand."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        """The same handler for any method."""
+        return grpc.unary_unary_rpc_method_handler(lambda request, context: request)
+
+
+def main() -> None:
+    """Serves on a free port of loopback until stdin ends."""
+    keep_freed_memory()
+    server = grpc.server(ThreadPoolExecutor(4), handlers=(Echo(),), options=OPTIONS)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    print(port, flush=True)
+    sys.stdin.read()
+    server.stop(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""The hop: what a call of the service costs beyond the step it runs.
+
+    python -m bench.service.hop [--calls 400]
+
+A service of two ranks (a process each, and one for the head) serves one layer of four tiny experts, so that
+the step is short. A client calls rank 0's lane with all the rows; rank 1 brings none. In turns:
+
+    echo      a bare Python gRPC server that returns the bytes it is sent, unparsed: as many as the tensors'
+    inline    `MoeClient.forward`, tensors in the message
+    shared    the same with hidden states already in the lane's shared memory, and the answer written there
+    step      the very same `Rank.step` in two other processes, back to back: no coordinator, lane or gRPC
+    spaced    the same a millisecond after the last one, about as far apart as the service's steps are: a
+              small step is slower then
+    copy      the two copies that a caller needs whose tensors do not live in shared memory
+
+hop p50 = p50 of the calls - p50 of the step; hop p99 = p99 of the calls - p50 of the step. Beside it stands
+the step's mean as rank 0 reports it while it serves. Times are milliseconds. Client and echo keep freed
+memory, as ranks do (`moeserve.proto.heap`). A turn counts only where the machine is idle before and after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from bench.lib.quiet import rounds
+from bench.lib.record import Result, write
+from bench.service.echo_server import METHOD, OPTIONS
+from bench.service.hop_step import BareStep
+from moeserve.proto.client import MoeClient
+from moeserve.proto.heap import keep_freed_memory
+
+CASES = ((8, 2048), (256, 7168))  # tokens, hidden
+EXPERTS, INNER, TOP_K = 4, 32, 2
+BLOCK = 10  # calls of one kind in a row
+WARM_UP_BLOCKS = 4
+PAUSE_SECONDS = 0.001
+SERVE = "-m moeserve serve --launcher local --device cpu --port 0 --metrics-port 0 --data-parallel-size 2"
+PHASE_SUMS = re.compile(
+    r'moe_step_phase_duration_seconds_(sum|count)\{.*phase="(?:dispatch|compute|combine)".*\} (\S+)'
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One size, and the seconds of every call by kind."""
+
+    rows: int
+    hidden: int
+    seconds: dict[str, list[float]]
+    reported: float  # the step's mean seconds, as rank 0 reports it
+
+    def p(self, kind: str, percent: float) -> float:
+        """A percentile of the calls, in milliseconds."""
+        return float(np.percentile(self.seconds[kind], percent)) * 1e3
+
+    def hop(self, kind: str, percent: float) -> float:
+        """The same less the median step."""
+        return self.p(kind, percent) - self.p("step", 50)
+
+
+AIMS: dict[str, tuple[str, Callable[[Case], float]]] = {
+    "inline": ("at most 3 x echo", lambda case: 3 * case.p("echo", 50)),
+    "shared": ("at most 1 ms", lambda case: 1.0),
+}
+"""What the median hop of a kind is to be: in words, and in milliseconds."""
+
+
+class Child:
+    """A process that says where it can be reached, once it is up; ended with its context."""
+
+    def __init__(self, command: list[str], *patterns: str) -> None:
+        """`patterns` are looked for in its lines, one after the other; `said` holds what each found."""
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.said = [self._find(pattern) for pattern in patterns]
+
+    def _find(self, pattern: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if found := re.match(pattern, line):
+                return found[1]
+        raise RuntimeError(f"{self._process.args} ended with {self._process.wait()} before it was up")
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self._process.terminate()
+        self._process.wait(30)
+
+
+def make_checkpoint(path: Path, hidden: int) -> None:
+    """One Qwen3-MoE layer with random experts; what attention would need is not there, and not read."""
+    random = torch.Generator().manual_seed(0)
+    shapes = {"gate_proj": (INNER, hidden), "up_proj": (INNER, hidden), "down_proj": (hidden, INNER)}
+    tensors = {
+        f"model.layers.0.mlp.experts.{expert}.{name}.weight": torch.randn(shape, generator=random).bfloat16()
+        for expert in range(EXPERTS)
+        for name, shape in shapes.items()
+    }
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "dtype": "bfloat16",
+        "hidden_size": hidden,
+        "moe_intermediate_size": INNER,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "num_hidden_layers": 1,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "hidden_act": "silu",
+    }
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def measure(rows: int, hidden: int, args: argparse.Namespace, folder: Path) -> Case:
+    """Starts service, echo and bare ranks for one size, and times them by turns."""
+    checkpoint = folder / f"hidden-{hidden}"
+    make_checkpoint(checkpoint, hidden)
+    serve = [sys.executable, *SERVE.split(), "--enable-expert-parallel", "--checkpoint", str(checkpoint)]
+    echo = [sys.executable, "-m", "bench.service.echo_server"]
+    with ExitStack() as stack:
+        service = stack.enter_context(Child(serve, r"metrics on \S+ (\S+)", r"serving on (\S+)"))
+        port = stack.enter_context(Child(echo, r"(\d+)")).said[0]
+        bare = BareStep(checkpoint, rows)
+        stack.callback(bare.close)
+        client = stack.enter_context(MoeClient(service.said[1], lane=0, transport="inline"))
+        kinds = kinds_of(client, f"127.0.0.1:{port}", rows, hidden)
+        for call in kinds.values():
+            timed(call, WARM_UP_BLOCKS * BLOCK)
+        bare.run(WARM_UP_BLOCKS * BLOCK, 0.0)
+        before = reported(service.said[0])
+        seconds: dict[str, list[float]] = {kind: [] for kind in (*kinds, "step", "spaced")}
+        for turn in rounds(lambda: one_turn(kinds, bare), -(-args.calls // BLOCK), args.patience):
+            for kind, found in turn.items():
+                seconds[kind] += found
+        took, steps = (after - start for after, start in zip(reported(service.said[0]), before, strict=True))
+        return Case(rows, hidden, seconds, took / steps)
+
+
+def one_turn(kinds: dict[str, Callable[[], object]], bare: BareStep) -> dict[str, list[float]]:
+    """Seconds of a block of calls of each kind."""
+    found = {kind: timed(call, BLOCK) for kind, call in kinds.items()}
+    found["step"] = bare.run(BLOCK, 0.0)
+    found["spaced"] = bare.run(BLOCK, PAUSE_SECONDS)
+    return found
+
+
+def kinds_of(client: MoeClient, echo: str, rows: int, hidden: int) -> dict[str, Callable[[], object]]:
+    """What is timed in this process, by name."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, hidden, generator=random).bfloat16()
+    experts = torch.rand(rows, EXPERTS, generator=random).argsort(dim=1)[:, :TOP_K].int().contiguous()
+    weights = torch.full((rows, TOP_K), 1 / TOP_K)
+    body = bytes(x.nbytes + experts.nbytes + weights.nbytes)
+    bounce = grpc.insecure_channel(echo, options=OPTIONS).unary_unary(METHOD)
+    placed, answer = client.allocate(0, (rows, hidden)), client.allocate(0, (rows, hidden))
+    inside, outside = placed.tensor, torch.empty_like(x)
+    inside.copy_(x)
+    client.forward(0, placed, experts, weights, output=answer)
+    if not torch.equal(answer.tensor, client.forward(0, x, experts, weights)):
+        raise RuntimeError("the answer in shared memory is another than the inline one")
+    return {
+        "echo": lambda: bounce(body),
+        "inline": lambda: client.forward(0, x, experts, weights),
+        "shared": lambda: client.forward(0, placed, experts, weights, output=answer),
+        "copy": lambda: (inside.copy_(x), outside.copy_(answer.tensor)),
+    }
+
+
+def timed(call: Callable[[], object], calls: int) -> list[float]:
+    """Seconds of each of `calls` calls."""
+    seconds = []
+    for _ in range(calls):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def reported(exporter: str) -> tuple[float, float]:
+    """Seconds and number of the steps that a rank has run, by its metrics."""
+    with urllib.request.urlopen(f"http://{exporter}/metrics", timeout=10) as answer:
+        found = PHASE_SUMS.findall(answer.read().decode())
+    return sum(float(v) for name, v in found if name == "sum"), max(
+        float(v) for n, v in found if n == "count"
+    )
+
+
+def table(case: Case) -> str:
+    """One case for people."""
+    lines = [
+        f"{case.rows} tokens x {case.hidden} bf16; a step took {case.reported * 1e3:.2f} ms while serving",
+        "          call p50     p99    hop p50     p99   hop / echo",
+    ]
+    for kind in case.seconds:
+        line = f"  {kind:<8}{case.p(kind, 50):8.2f}{case.p(kind, 99):8.2f}"
+        if kind in AIMS:
+            ratio = case.hop(kind, 50) / case.p("echo", 50)
+            line += f"   {case.hop(kind, 50):8.2f}{case.hop(kind, 99):8.2f}     {ratio:8.2f}"
+            line += f"   aim: {AIMS[kind][0]}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def results(case: Case) -> list[Result]:
+    """One case's hops for the record."""
+    size, found = f"{case.rows} tokens x {case.hidden} bf16", []
+    for kind, (_, bound) in AIMS.items():
+        for percent in (50, 99):
+            peers = {f"echo p{percent}": case.p("echo", percent), f"call p{percent}": case.p(kind, percent)}
+            peers |= {"step p50": case.p("step", 50), "spaced step p50": case.p("spaced", 50)}
+            peers |= {"step mean while serving": case.reported * 1e3}
+            if kind == "shared":
+                peers |= {f"copy in and out p{percent}": case.p("copy", percent)}
+            rounded = {name: round(value, 3) for name, value in peers.items()}
+            hop = round(case.hop(kind, percent), 3)
+            case_name = f"{kind}, {size}, p{percent}"
+            aim = round(bound(case), 3) if percent == 50 else None
+            found.append(Result("hop", case_name, hop, "ms", "lower", aim, rounded))
+    return found
+
+
+def main() -> None:
+    """Measures every case, prints it and writes the record."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--calls", type=int, default=400, help="of each kind and case; 400 by default")
+    parser.add_argument(
+        "--patience", type=float, default=300, help="seconds to wait for a quiet machine, for each"
+    )
+    parser.add_argument("--dry", action="store_true", help="print only, leave the record as it is")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        cases = []
+        for rows, hidden in CASES:
+            cases.append(measure(rows, hidden, args, Path(folder)))
+            print(table(cases[-1]), flush=True)
+    if not args.dry:
+        write([result for case in cases for result in results(case)])
+
+
+if __name__ == "__main__":
+    main()
