@@ -37,8 +37,8 @@ def devices_of(entry: KernelEntry) -> list[str]:
 
 
 def on_its_devices(cases: Sequence[Any]) -> list[Any]:
-    """Every case once for each device of its entry: the entry is its first value, the device becomes its last."""
     """Every case once for each device of its entry, its first value; the device becomes its last."""
+    marks = {"cpu": (), "cuda": (pytest.mark.gpu(1),)}
     return [
         pytest.param(*case.values, device, id=f"{device}-{case.id}", marks=marks[device])
         for case in cases

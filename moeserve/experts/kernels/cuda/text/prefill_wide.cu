@@ -42,13 +42,8 @@
 #define OWN (FUSED ? 64 : 128)  // columns of the output, by a block
 #define COLUMNS (CLUSTER * OWN)
 
-struct Task {
-  int* tiles;  // as `prefill_rows.cu` lists them
-  const float* bias;
-  void* out;
-  int n, k_blocks;
-  float limit, alpha, beta;
-};
+// What the kernel takes; `prefill_wide.py` declares it.
+typedef WidePrefillArguments Task;
 
 DEVICE int tiles_across(const Task& t) { return (t.n + COLUMNS - 1) / COLUMNS; }
 
@@ -58,25 +53,25 @@ DEVICE int first_column(int across, u32 rank) { return across * COLUMNS + (int)r
 // ---- the copying warp --------------------------------------------------------------------------------------
 
 // The block's 128 rows of 64 weights: with FUSED by eights, gate rows at even places and up rows at odd ones.
-DEVICE void copy_weights(u32 base, int s, const TensorMap* w, const Task& t, int slot, int column, int kb) {
+DEVICE void copy_weights(u32 base, int s, const Task& t, int slot, int column, int kb) {
   const u32 full = base + FULL(s), to = base + W_AT + s * W_BYTES;
   const int panels = (t.n + 63) / 64, panel = ((FUSED ? 2 : 1) * slot * panels + column / 64) * t.k_blocks + kb;
 #if FUSED
-  copy_eights(to, w, panel, full);
+  copy_eights(to, &t.w, panel, full);
 #else
-  copy_box(to, w, 0, panel * 64, full);
-  copy_box(to + W_BYTES / 2, w, 0, (panel + t.k_blocks) * 64, full);
+  copy_box(to, &t.w, 0, panel * 64, full);
+  copy_box(to + W_BYTES / 2, &t.w, 0, (panel + t.k_blocks) * 64, full);
 #endif
 }
 
-DEVICE void produce(u32 base, u32 rank, const TensorMap* x, const TensorMap* w, const Task& t) {
+DEVICE void produce(u32 base, u32 rank, const Task& t) {
   const int across = tiles_across(t), total = t.tiles[0] * across;
   u32 step = 0, count = 0, begun = 0;
 #if !FUSED
   // the weights are there, and so is the list, which the launch before waited for
   if (const int tile = blockIdx.x / CLUSTER; tile < total) {
     const int slot = t.tiles[4 + tile / across * 4], column = first_column(tile % across, rank);
-    for (begun = 0; begun < min(STAGES, t.k_blocks); ++begun) copy_weights(base, begun, w, t, slot, column, begun);
+    for (begun = 0; begun < min(STAGES, t.k_blocks); ++begun) copy_weights(base, begun, t, slot, column, begun);
   }
   grid_wait();
 #endif
@@ -88,17 +83,17 @@ DEVICE void produce(u32 base, u32 rank, const TensorMap* x, const TensorMap* w, 
     for (int kb = 0; kb < t.k_blocks; ++kb, ++step) {
       const u32 s = step % STAGES;
       barrier_wait(base + EMPTY(s), (step / STAGES & 1) ^ 1);
-      if (step >= begun) copy_weights(base, s, w, t, group.x, column, kb);
+      if (step >= begun) copy_weights(base, s, t, group.x, column, kb);
       for (int u = rank; u < boxes; u += CLUSTER) {
         const u32 at = base + X_AT + s * X_BYTES + u * (BOX * 128);
-        copy_box_to((1 << CLUSTER) - 1, at, x, kb * DEPTH, group.y + u * BOX, base + FULL(s));
+        copy_box_to((1 << CLUSTER) - 1, at, &t.x, kb * DEPTH, group.y + u * BOX, base + FULL(s));
       }
       if (kb == 0)
         store_shared4(base + NOTE_AT + count % NOTES * 16, make_uint4(group.x, group.y, group.z, tile % across));
       barrier_expect(base + FULL(s), W_BYTES + boxes * (BOX * 128));
     }
     const u32 i = count % NOTES;
-    tile = told_by_first(following, rank, CLUSTER, base + NEXT_AT + i * 4, base + NEXT(i), count / NOTES & 1);
+    tile = value_of_first(following, rank, CLUSTER, base + NEXT_AT + i * 4, base + NEXT(i), count / NOTES & 1);
   }
   const u32 s = step % STAGES;
   barrier_wait(base + EMPTY(s), (step / STAGES & 1) ^ 1);
@@ -263,12 +258,10 @@ DEVICE void begin(u32 base) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    prefill_wide(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* bias,
-                 void* out, int* tiles, int n, int k_blocks, float limit, float alpha, float beta) {
+    prefill_wide(const __grid_constant__ WidePrefillArguments args) {
   extern __shared__ __align__(1024) u8 memory[];
   const u32 base = shared_address(memory), rank = cluster_rank();
   const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  const Task t{tiles, bias, out, n, k_blocks, limit, alpha, beta};
   begin(base);
 #if FUSED
   grid_wait();
@@ -278,15 +271,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     give_registers<PRODUCER_REGISTERS>();
     if (threadIdx.x / 32 == 8) {
       if (elected()) {
-        prefetch_map(&x);
-        prefetch_map(&w);
-        produce(base, rank, &x, &w, t);
+        prefetch_map(&args.x);
+        prefetch_map(&args.w);
+        produce(base, rank, args);
       }
       __syncwarp();
     }
   } else {
     take_registers<CONSUMER_REGISTERS>();
-    consume(Place{base, rank, group, warp, lane}, t);
+    consume(Place{base, rank, group, warp, lane}, args);
   }
   cluster_sync();
 }

@@ -203,8 +203,9 @@ DEVICE void store_shared4(u32 at, uint4 value) {
                : "memory");
 }
 
-// What the cluster's first of `blocks` says, told to each other one at `at`, by a barrier of that one.
-DEVICE int told_by_first(int value, u32 rank, u32 blocks, u32 at, u32 barrier, u32 parity) {
+// The value of the cluster's first block of `blocks`: it stores its own at `at` in each other block, with a barrier of
+// that block.
+DEVICE int value_of_first(int value, u32 rank, u32 blocks, u32 at, u32 barrier, u32 parity) {
   if (rank) {
     barrier_wait_cluster(barrier, parity);
     return __float_as_int(load_shared(at));

@@ -1,4 +1,4 @@
-// Combine; behind step.cu.
+// The kernel of a combine; packets.cu precedes it.
 //
 // A warp makes one packet of a row at a time. The first `homes` blocks work for this rank's own rows, the
 // others send partial sums to other ranks and wait for nobody.
@@ -40,24 +40,24 @@ DEVICE uint4 rounded(const float (&sum)[VECTOR]) {
 #endif
 }
 
-// Where the outputs of one row's choices stand, and their weights, one choice a lane.
+// Where the outputs of one row's choices stand, and their weights: one choice in each thread.
 struct Choice {
   int place;
   float weight;
 };
 
 DEVICE Choice choice_of(const int* places, const float* place_weights, int g) {
-  const int lane = threadIdx.x % 32;
+  const int warp_thread = threadIdx.x % 32;
   Choice found{-1, 0.0f};
-  if (lane < TOP_K)
-    found.place = places[(u64)g * TOP_K + lane], found.weight = place_weights[(u64)g * TOP_K + lane];
+  if (warp_thread < TOP_K)
+    found.place = places[(u64)g * TOP_K + warp_thread], found.weight = place_weights[(u64)g * TOP_K + warp_thread];
   return found;
 }
 
-// This lane's word of a packet of a row, if it has one.
+// Which word of a row this thread has in a packet; -1 for none.
 DEVICE int word_at(int packet) {
-  const int lane = threadIdx.x % 32, at = packet * PACKET_WORDS + lane;
-  return lane < PACKET_WORDS && at < ENTRY ? at : -1;
+  const int warp_thread = threadIdx.x % 32, at = packet * PACKET_WORDS + warp_thread;
+  return warp_thread < PACKET_WORDS && at < ENTRY ? at : -1;
 }
 
 // A packet of a row's weighted outputs, in order of choice: loads of the first are begun, and added later.
@@ -69,13 +69,13 @@ struct Gather {
     u32 left = hits;
 #pragma unroll
     for (int i = 0; i < AT_A_TIME; ++i) {
-      const int from = __shfl_sync(ALL_LANES, choice.place, left ? __ffs(left) - 1 : 0);
+      const int from = __shfl_sync(WHOLE_WARP, choice.place, left ? __ffs(left) - 1 : 0);
       if (left && at >= 0) words[i] = outputs[(u64)from * ENTRY + at];
       left &= left - (left ? 1u : 0u);
     }
   }
   DEVICE void begin(const uint4* outputs, const Choice& choice, int packet) {
-    hits = __ballot_sync(ALL_LANES, choice.place >= 0);
+    hits = __ballot_sync(WHOLE_WARP, choice.place >= 0);
     load(outputs, choice, word_at(packet));
   }
   DEVICE uint4 sum(const uint4* outputs, const Choice& choice, int packet) {
@@ -84,7 +84,7 @@ struct Gather {
 #pragma unroll
       for (int i = 0; i < AT_A_TIME; ++i) {
         if (!hits) break;
-        add_word(total, words[i], __shfl_sync(ALL_LANES, choice.weight, __ffs(hits) - 1));
+        add_word(total, words[i], __shfl_sync(WHOLE_WARP, choice.weight, __ffs(hits) - 1));
         hits &= hits - 1;
       }
       if (hits) load(outputs, choice, word_at(packet));
@@ -99,19 +99,18 @@ struct Away {
   Choice choice;
 };
 
-extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
-    const u64* memory, u32* live, u32* host_flags, u64 patience, int rank, u64 at_partials, u64 parity_bytes,
-    int lane_rows, u64 lanes_low, u64 lanes_high, int slots_here, int sliced, int homes, const uint4* outputs,
-    const int* places, const float* place_weights, const u32* ticket, const int* slots, uint4* answer,
-    u64* sent) {
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
+    peer_combine(const __grid_constant__ CombineArguments args) {
   __shared__ Step step;
-  const Lanes lanes{lanes_low, lanes_high};
-  const Places here{0, slots_here, 0, sliced};
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own_rows = lanes.rows(rank);
-  const Opening opening(memory, live, ticket, warp == COMBINE_WARPS - 1);
-  const Watch w{live, host_flags, memory, rank, patience, 0};
+  const int rank = args.rank, lane_rows = args.lane_rows, homes = args.homes;
+  const uint4* const outputs = args.outputs;
+  const Lanes lanes{args.lanes_low, args.lanes_high};
+  const Places here{0, args.slots_here, 0, args.sliced};
+  const int warp = threadIdx.x / 32, warp_thread = threadIdx.x % 32, own_rows = lanes.rows(rank);
+  const Opening opening(args.memory, args.live, args.sequence, warp == COMBINE_WARPS - 1);
+  const Watch w{args.live, args.host_flags, args.memory, rank, args.patience, 0};
   auto open = [&] {
-    if (warp == COMBINE_WARPS - 1) opening.open(step, opening.last, parity_bytes);
+    if (warp == COMBINE_WARPS - 1) opening.open(step, opening.last, args.parity_bytes);
     __syncthreads();
   };
 
@@ -130,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
       int before = 0;
 #pragma unroll
       for (int r = 0; r < RANKS; ++r) before += r < source ? lanes.rows(r) : 0;
-      found.choice = choice_of(places, place_weights, before + found.row);
+      found.choice = choice_of(args.places, args.place_weights, before + found.row);
       return found;
     };
     int unit = (int)blockIdx.x - homes + blocks * warp;
@@ -146,14 +145,14 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
       gather.begin(outputs, next.choice, next.packet);
       if (goes) {
         sums += now.packet == 0;
-        const int last = last_lane<16 * ENTRY>(now.packet);
+        const int last = last_thread<16 * ENTRY>(now.packet);
         const u64 to = ((u64)rank * lane_rows + now.row) * PARTIAL_PACKETS + now.packet;
-        store_packet((uint4*)(step.memory[now.source] + at_partials) + to * PACKET,
+        store_packet((uint4*)(step.memory[now.source] + args.at_partials) + to * PACKET,
                     tagged(sum, step.sequence, last), last);
       }
       now = next, next = after;
     }
-    if (lane == 0 && sums) atomicAdd(sent + 1, (u64)sums);
+    if (warp_thread == 0 && sums) atomicAdd(args.sent + 1, (u64)sums);
     return;
   }
 
@@ -163,10 +162,10 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
   const int stride = homes * COMBINE_WARPS, end = own_rows * PARTIAL_PACKETS;
   int unit = blockIdx.x + homes * warp;
   auto find = [&](int at) {
-    return at < end ? choice_of(places, place_weights, before + at / PARTIAL_PACKETS) : Choice{-1, 0.0f};
+    return at < end ? choice_of(args.places, args.place_weights, before + at / PARTIAL_PACKETS) : Choice{-1, 0.0f};
   };
-  auto holders_of = [&](int at) {  // of this lane's choice
-    return here.holders(at < end && lane < TOP_K ? slots[(u64)(at / PARTIAL_PACKETS) * TOP_K + lane] : -1);
+  auto holders_of = [&](int at) {  // of this thread's choice
+    return here.holders(at < end && warp_thread < TOP_K ? args.slots[(u64)(at / PARTIAL_PACKETS) * TOP_K + warp_thread] : -1);
   };
   Choice next = find(unit);
   u32 next_holders = holders_of(unit);
@@ -176,9 +175,10 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
   gather.begin(outputs, next, unit % PARTIAL_PACKETS);
   for (; unit < end; unit += stride) {
     const Choice choice = next;
-    const int row = unit / PARTIAL_PACKETS, packet = unit % PARTIAL_PACKETS, last = last_lane<16 * ENTRY>(packet);
-    const u32 needed = __reduce_or_sync(ALL_LANES, next_holders) & step.reachable & ~(1u << rank);
-    const uint4* arrived = (const uint4*)(step.memory[rank] + at_partials) + (u64)unit * PACKET;
+    const int row = unit / PARTIAL_PACKETS, packet = unit % PARTIAL_PACKETS;
+    const int last = last_thread<16 * ENTRY>(packet);
+    const u32 needed = __reduce_or_sync(WHOLE_WARP, next_holders) & step.reachable & ~(1u << rank);
+    const uint4* arrived = (const uint4*)(step.memory[rank] + args.at_partials) + (u64)unit * PACKET;
     uint4 words[RANKS];
 #pragma unroll
     for (int r = 0; r < RANKS; ++r)
@@ -200,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
       if (polls % 64) continue;
 #pragma unroll 1
       for (int r = 0; r < RANKS; ++r)
-        if ((missing >> r & 1u) && __any_sync(ALL_LANES, lane == 0 && is_gone(w, r, step.sequence)))
+        if ((missing >> r & 1u) && __any_sync(WHOLE_WARP, warp_thread == 0 && is_gone(w, r, step.sequence)))
           gone |= 1u << r, missing &= ~(1u << r);
     }
     float total[VECTOR] = {};
@@ -210,6 +210,6 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1) peer_combine(
       if ((needed & ~gone) >> r & 1u) add_word(total, untagged(words[r], last), 1.0f);
     }
     const int at = word_at(packet);
-    if (at >= 0) answer[(u64)row * ENTRY + at] = rounded(total);
+    if (at >= 0) args.answer[(u64)row * ENTRY + at] = rounded(total);
   }
 }

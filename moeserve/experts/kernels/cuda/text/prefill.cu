@@ -37,15 +37,8 @@
 #define EMPTY(s) (FULL(STAGES) + 8 * (s))
 #define NEXT(i) (EMPTY(STAGES) + 8 * (i))
 
-struct Task {
-  int* tiles;  // as `prefill_rows.cu` lists them
-  const float* w_scale;
-  const float* bias;
-  void* out;
-  float* out_scale;  // as x_scale, of the next GEMM
-  int n, k_blocks;
-  float limit, alpha, beta;
-};
+// What the kernel takes; `prefill.py` declares it.
+typedef PrefillArguments Task;
 
 #define OWN (FUSED ? 128 : 256)  // columns of the output, by a block
 #define COLUMNS (CLUSTER * OWN)
@@ -83,12 +76,9 @@ DEVICE u32 copy_columns(u32 to, const Task& t, u64 slot_rows, const int (&row)[4
   return bytes;
 }
 
-struct Maps {
-  const TensorMap *x, *w;
-};
 
-DEVICE void copy_weights(u32 base, u32 s, const Maps& maps, int panel, int q) {
-  copy_box(base + W_AT + s * W_BYTES + q * (W_BYTES / 4), maps.w, 0, panel * UNIT, base + FULL(s));
+DEVICE void copy_weights(u32 base, u32 s, const Task& t, int panel, int q) {
+  copy_box(base + W_AT + s * W_BYTES + q * (W_BYTES / 4), &t.w, 0, panel * UNIT, base + FULL(s));
 }
 
 struct Work {
@@ -108,7 +98,7 @@ DEVICE Work work_of(const Task& t, int tile, int across) {
 }
 
 // x_scale [groups, K / 128, 128]: row i of a group, not of x.
-DEVICE void produce(u32 base, u32 rank, const Maps& maps, const float* x_scale, const Task& t) {
+DEVICE void produce(u32 base, u32 rank, const Task& t) {
   const int across = tiles_across(t), total = t.tiles[0] * across, rows = weight_rows(t);
   const int blocks = (rows + 127) / 128;
   u32 step = 0, count = 0, begun = 0;
@@ -119,7 +109,7 @@ DEVICE void produce(u32 base, u32 rank, const Maps& maps, const float* x_scale, 
     const Work work = work_of(t, tile, across);
     for (begun = 0; begun < min(STAGES, t.k_blocks); ++begun)
       for (int q = 0; q < 4; ++q)
-        copy_weights(base, begun, maps, panel_of(t, work.group.x, work.across, rank, q) + begun, q);
+        copy_weights(base, begun, t, panel_of(t, work.group.x, work.across, rank, q) + begun, q);
   }
   grid_wait();
 #endif
@@ -129,7 +119,7 @@ DEVICE void produce(u32 base, u32 rank, const Maps& maps, const float* x_scale, 
     int following = 0;
     if (rank == 0) following = gridDim.x / CLUSTER + atomicAdd(t.tiles + (FUSED ? 1 : 2), 1);
     const int units = units_of(group.z);
-    const float* row_scale = x_scale + (u64)work.number * t.k_blocks * (UNITS * UNIT);
+    const float* row_scale = t.x_scale + (u64)work.number * t.k_blocks * (UNITS * UNIT);
     const float* slot_scale = t.w_scale + (u64)group.x * blocks * t.k_blocks;
     int row[4], scale[4], panel[4];
 #pragma unroll
@@ -147,10 +137,10 @@ DEVICE void produce(u32 base, u32 rank, const Maps& maps, const float* x_scale, 
       const u32 full = base + FULL(s);
       if (step >= begun)
 #pragma unroll
-        for (int q = 0; q < 4; ++q) copy_weights(base, s, maps, panel[q] + kb, q);
+        for (int q = 0; q < 4; ++q) copy_weights(base, s, t, panel[q] + kb, q);
       for (int u = rank; u < units; u += CLUSTER) {
         const u32 at = base + X_AT + (s * UNITS + u) * X_BYTES;
-        copy_box_to((1 << CLUSTER) - 1, at, maps.x, kb * DEPTH, group.y + u * UNIT, full);
+        copy_box_to((1 << CLUSTER) - 1, at, &t.x, kb * DEPTH, group.y + u * UNIT, full);
       }
       const u32 scales = base + X_SCALE_AT + s * (UNITS * UNIT * 4);
       copy_bytes(scales, row_scale + kb * (UNITS * UNIT), units * (UNIT * 4), full);
@@ -165,7 +155,7 @@ DEVICE void produce(u32 base, u32 rank, const Maps& maps, const float* x_scale, 
       barrier_expect(full, W_BYTES + units * (X_BYTES + UNIT * 4) + columns);
     }
     const u32 i = count % NOTES;
-    tile = told_by_first(following, rank, CLUSTER, base + NEXT_AT + i * 4, base + NEXT(i), count / NOTES & 1);
+    tile = value_of_first(following, rank, CLUSTER, base + NEXT_AT + i * 4, base + NEXT(i), count / NOTES & 1);
     ++count;
   }
   const u32 s = step % STAGES;
@@ -331,13 +321,14 @@ DEVICE void finish_tile(float (&acc)[64 * HALVES], const Place& p, const Task& t
 template <int HALVES>
 DEVICE void finish_tile(float (&acc)[64 * HALVES], const Place& p, const Task& t, u32 count, u32& turn) {
   const uint4 group = note_of(p, count);
-  const int first = p.half * 128, column = group.w * COLUMNS + p.rank * OWN + first, q = p.lane % 4;
+  void* const out = t.out;
+  const int n = t.n, first = p.half * 128, column = group.w * COLUMNS + p.rank * OWN + first, q = p.lane % 4;
   const u32 columns = p.base + COLUMNS_AT + count % NOTES * 1024 + first * 4;
 #pragma unroll
   for (int eight = 0; eight < 2; ++eight) {
     const int row = row_of(p) + 8 * eight;
     const bool there = row < (int)group.z;
-    const u64 r = (u64)(group.y + row) * t.n;
+    const u64 r = (u64)(group.y + row) * n;
 #pragma unroll
     for (int i = 0; i < 4 * HALVES; ++i) {  // 32 columns
 #if OUT
@@ -351,13 +342,13 @@ DEVICE void finish_tile(float (&acc)[64 * HALVES], const Place& p, const Task& t
 #if OUT
         words[j] = half_pair(x, y);
 #else
-        if (there && column + c < t.n) *(float2*)((float*)t.out + r + column + c) = make_float2(x, y);
+        if (there && column + c < n) *(float2*)((float*)out + r + column + c) = make_float2(x, y);
 #endif
       }
 #if OUT
       transpose(words, p.lane);
       const int c = column + 32 * i + 8 * q;
-      if (there && c < t.n) *(uint4*)((u16*)t.out + r + c) = make_uint4(words[0], words[1], words[2], words[3]);
+      if (there && c < n) *(uint4*)((u16*)out + r + c) = make_uint4(words[0], words[1], words[2], words[3]);
 #endif
     }
   }
@@ -400,13 +391,10 @@ DEVICE void begin(u32 base) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    prefill(const __grid_constant__ TensorMap x, const float* x_scale,
-            const __grid_constant__ TensorMap w, const float* w_scale, const float* bias, void* out, float* out_scale,
-            int* tiles, int n, int k_blocks, float limit, float alpha, float beta) {
+    prefill(const __grid_constant__ PrefillArguments args) {
   extern __shared__ __align__(1024) u8 memory[];
   const u32 base = (u32)__cvta_generic_to_shared(memory), rank = cluster_rank();
   const int number = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // known as the warp's own
-  const Task t{tiles, w_scale, bias, out, out_scale, n, k_blocks, limit, alpha, beta};
   begin(base);
 #if FUSED
   grid_wait();
@@ -416,15 +404,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     give_registers<PRODUCER_REGISTERS>();
     if (number == CONSUMER_WARPS) {
       if (elected()) {
-        prefetch_map(&x);
-        produce(base, rank, Maps{&x, &w}, x_scale, t);
+        prefetch_map(&args.x);
+        produce(base, rank, args);
       }
       __syncwarp();
     }
   } else {
     take_registers<CONSUMER_REGISTERS>();
     Place p{base, rank, number / 4, number % 4, lane};
-    consume(p, t);
+    consume(p, args);
   }
   cluster_sync();
 }

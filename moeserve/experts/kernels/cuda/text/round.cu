@@ -67,28 +67,28 @@ DEVICE void store_codes(u16* at, uint2 codes) { *(uint4*)at = values(codes, 1); 
 // x [R, width] bf16 to codes [R, width] and scale [groups, blocks, MOST]; block (g, b) of the grid takes columns
 // 256 b.. of group g, half a warp 128 of a row. A width is a multiple of 8.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    round_groups(const u16* x, Code* codes, float* scale, const int* tiles, int width, int blocks) {
-  if ((int)blockIdx.x >= tiles[0]) return;
-  const int4 group = ((const int4*)(tiles + 4))[blockIdx.x];
+    round_groups(const __grid_constant__ RoundArguments args) {
+  if ((int)blockIdx.x >= args.tiles[0]) return;
+  const int4 group = ((const int4*)(args.tiles + 4))[blockIdx.x];
   const int lane = threadIdx.x % 32, block = blockIdx.y * 2 + lane / 16, column = block * 128 + lane % 16 * 8;
-  float* own = scale + ((u64)blockIdx.x * blocks + block) * MOST;
+  float* own = args.scale + ((u64)blockIdx.x * args.blocks + block) * MOST;
   for (int row = threadIdx.x / 32; row < group.z; row += THREADS / 32) {
-    const u64 at = (u64)(group.y + row) * width + column;
-    const Eight eight(column < width ? *(const uint4*)(x + at) : make_uint4(0, 0, 0, 0));
+    const u64 at = (u64)(group.y + row) * args.width + column;
+    const Eight eight(column < args.width ? *(const uint4*)(args.x + at) : make_uint4(0, 0, 0, 0));
     const float factor = eight.scale();
-    if (column < width) store_codes(codes + at, eight.codes(factor));
-    if (block < blocks && lane % 16 == 0) own[row] = factor;
+    if (column < args.width) store_codes((Code*)args.codes + at, eight.codes(factor));
+    if (block < args.blocks && lane % 16 == 0) own[row] = factor;
   }
 }
 
 // codes [rows, width], scale of row r and block k of 128 at r * row_step + k * block_step, to x [rows, width] bf16.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    widen(const u8* codes, const float* scale, u16* x, int rows, int width, int row_step, int block_step) {
+    widen(const __grid_constant__ WidenArguments args) {
   const int row = blockIdx.x * (THREADS / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (row >= rows) return;
-  const u64 at = (u64)row * width;
-  for (int column = lane * 8; column < width; column += 256) {
-    const float factor = scale[(u64)row * row_step + (u64)(column / 128) * block_step];
-    *(uint4*)(x + at + column) = values(*(const uint2*)(codes + at + column), factor);
+  if (row >= args.rows) return;
+  const u64 at = (u64)row * args.width;
+  for (int column = lane * 8; column < args.width; column += 256) {
+    const float factor = args.scale[(u64)row * args.row_step + (u64)(column / 128) * args.block_step];
+    *(uint4*)(args.x + at + column) = values(*(const uint2*)(args.codes + at + column), factor);
   }
 }
