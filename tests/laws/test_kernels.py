@@ -1,8 +1,10 @@
 """Laws of expert kernels: whatever an entry claims, its kernel computes as the reference does."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from math import lcm
+from typing import Any
 
 import pytest
 import torch
@@ -31,18 +33,16 @@ FP8_BOUND = 2e-2
 BF16_SUMS_BOUND = 3e-2
 """Of narrow activations where the first GEMM's sums come in bf16: their codes then fall elsewhere."""
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
-
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 """The tensors are small, and threads that wait for each other cost more than they save."""
 
 
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    return str(request.param)
+def on_devices(entry: KernelEntry, *values: object, name: str) -> Iterator[Any]:
+    """Parameters of a law of `entry`: these values, and each kind of device that it may run on."""
+    if "cpu" in entry.archs:
+        yield pytest.param(entry, *values, "cpu", id=f"{name}-cpu")
+    if entry.archs - {"cpu"}:
+        yield pytest.param(entry, *values, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu(1))
 
 
 def computed(entry: KernelEntry, device: str, activation: str = "silu") -> list[Scheme]:
@@ -136,15 +136,16 @@ def bound_of(entry: KernelEntry, scheme: Scheme) -> float:
 
 
 CLAIMS = [
-    pytest.param(entry, grouping, activation, id=f"{entry.name}-{grouping.value}-{activation}")
+    case
     for entry in KERNELS.values()
     for grouping in sorted(entry.groupings, key=lambda g: g.value)
     for activation in sorted(entry.activations)
+    for case in on_devices(entry, grouping, activation, name=f"{entry.name}-{grouping.value}-{activation}")
 ]
 
 
-@pytest.mark.parametrize(("entry", "grouping", "activation"), CLAIMS)
-def test_kernel_computes_what_its_row_claims(
+@pytest.mark.parametrize(("entry", "grouping", "activation", "device"), CLAIMS)
+def test_kernel_computes_what_its_entry_claims(
     entry: KernelEntry, grouping: Grouping, activation: str, device: str
 ) -> None:
     schemes = computed(entry, device, activation)
@@ -163,9 +164,10 @@ MANY_COUNTS = (300, 0, 129, 1, 33)
 """More rows of a slot than a tile of any kernel for few or some rows holds."""
 
 
-@pytest.mark.parametrize(
-    "entry", [entry for entry in KERNELS.values() if entry.form], ids=lambda entry: entry.name
-)
+SHARING = [case for entry in KERNELS.values() if entry.form for case in on_devices(entry, name=entry.name)]
+
+
+@pytest.mark.parametrize(("entry", "device"), SHARING)
 def test_kernels_that_share_a_form_compute_any_number_of_rows(entry: KernelEntry, device: str) -> None:
     """A plan gives each the rows it is the fastest with; a pinned one gets all, and answers as rightly."""
     for scheme, grouping in product(computed(entry, device), entry.groupings):
@@ -232,14 +234,15 @@ def truth(case: Case, rows: list[Tensor]) -> list[Tensor]:
 
 
 WIRES = [
-    pytest.param(entry, wire.name, id=f"{entry.name}-{wire.name}")
+    case
     for entry in KERNELS.values()
     for wire in sorted(entry.eats, key=str)
+    for case in on_devices(entry, wire.name, name=f"{entry.name}-{wire.name}")
 ]
 
 
-@pytest.mark.parametrize(("entry", "wire"), WIRES)
-def test_kernel_eats_every_wire_of_its_row(entry: KernelEntry, wire: str, device: str) -> None:
+@pytest.mark.parametrize(("entry", "wire", "device"), WIRES)
+def test_kernel_eats_every_wire_of_its_entry(entry: KernelEntry, wire: str, device: str) -> None:
     """A wire narrower than the scheme costs what the wire rounds away, and nothing more."""
     for scheme, grouping in product(some(computed(entry, device)), entry.groupings):
         case = Case(entry, scheme, shape_for(entry, bias=biased(entry, scheme)), device)
@@ -252,9 +255,10 @@ def test_kernel_eats_every_wire_of_its_row(entry: KernelEntry, wire: str, device
 
 
 ENTRIES = [pytest.param(entry, id=entry.name) for entry in KERNELS.values()]
+EVERYWHERE = [case for entry in KERNELS.values() for case in on_devices(entry, name=entry.name)]
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(("entry", "device"), EVERYWHERE)
 def test_rows_outside_the_segments_never_leak(entry: KernelEntry, device: str) -> None:
     for scheme, grouping in product(computed(entry, device), entry.groupings):
         case = Case(entry, scheme, shape_for(entry, bias=biased(entry, scheme)), device)
@@ -266,7 +270,7 @@ def test_rows_outside_the_segments_never_leak(entry: KernelEntry, device: str) -
         assert torch.equal(torch.cat(clean), torch.cat(poisoned)), (scheme, grouping)
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(("entry", "device"), EVERYWHERE)
 @pytest.mark.parametrize("counts", [(), (0, 0, 0), (0, 4)], ids=str)
 def test_no_slots_no_rows_and_slots_with_none(
     entry: KernelEntry, counts: tuple[int, ...], device: str
@@ -287,7 +291,7 @@ def test_no_slots_no_rows_and_slots_with_none(
         assert all(bool(own.isfinite().all()) for own in arrival.segments(outputs.cpu(), batch))
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(("entry", "device"), EVERYWHERE)
 def test_an_expert_prepared_alone_equals_its_slot(entry: KernelEntry, device: str) -> None:
     for scheme, bias in product(computed(entry, device), (False, True)):
         case = Case(entry, scheme, shape_for(entry, bias=bias and biased(entry, scheme)), device)
@@ -298,7 +302,7 @@ def test_an_expert_prepared_alone_equals_its_slot(entry: KernelEntry, device: st
             assert raw_bytes(alone) == raw_bytes(together.slot(slot)), (scheme, slot)
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(("entry", "device"), EVERYWHERE)
 def test_zero_experts_prepare_to_the_shapes_of_some(entry: KernelEntry, device: str) -> None:
     for scheme in computed(entry, device):
         case = Case(entry, scheme, shape_for(entry, bias=biased(entry, scheme)), device)
