@@ -105,9 +105,9 @@ class Layer:
         if last == "address book":
             return slots
         routing = Routing(slots, weights, (len(hidden),) * self.ranks)
-        arrived = self.dispatcher.dispatch(hidden, routing).wait()
+        arrived = self.dispatcher.dispatch(hidden, routing)
         outputs = self.kernel.apply(self.prepared, self.likely(arrived.batch, len(hidden)))
-        return self.dispatcher.combine(outputs, arrived.ticket).wait()
+        return self.dispatcher.combine(outputs, arrived.ticket)
 
     def likely(self, batch: ExpertBatch, tokens: int) -> ExpertBatch:
         """A batch with how many rows a slot likely has, as a rank says it."""
@@ -211,16 +211,16 @@ def phases(
     whole = microseconds(lambda: layer.run("combine", *given), graphed=graphed)
     ids, weights = layer.gate.route(logits)
     routing = Routing(layer.book.resolve(0, ids, valid), weights, (len(hidden),) * layer.ranks)
-    arrived = layer.dispatcher.dispatch(hidden, routing).wait()
+    arrived = layer.dispatcher.dispatch(hidden, routing)
     kept = layer.likely(arrived.batch, len(hidden))
     outputs = layer.kernel.apply(layer.prepared, kept)
-    layer.dispatcher.combine(outputs, arrived.ticket).wait()
+    layer.dispatcher.combine(outputs, arrived.ticket)
     torch.cuda.synchronize()
     active = active_experts(kept)
 
     def carried() -> Tensor:
-        there = layer.dispatcher.dispatch(hidden, routing).wait()
-        return layer.dispatcher.combine(outputs, there.ticket).wait()
+        there = layer.dispatcher.dispatch(hidden, routing)
+        return layer.dispatcher.combine(outputs, there.ticket)
 
     carrying = microseconds(carried, graphed=graphed)
     experts = microseconds(lambda: layer.kernel.apply(layer.prepared, kept), graphed=graphed)

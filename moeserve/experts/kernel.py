@@ -74,12 +74,12 @@ class Prepared:
 
     @property
     def slots(self) -> int:
-        """How many slots there are."""
+        """How many experts it has storage for."""
         return next(iter(self.per_slot.values())).shape[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors, per slot and shared."""
         return sum(t.nbytes for t in (*self.per_slot.values(), *self.shared.values()))
 
 
@@ -194,6 +194,11 @@ class KernelEntry:
     unbiased: frozenset[Scheme] = frozenset()  # schemes that it has no biases with
     most_slots: int = 0  # of a rank; 0: any number
     bf16_sums: bool = False  # of the first GEMM, before they are activated and rounded again
+    bf16_answers: bool = False  # whatever dtype is asked for
+    e4m3_sums: frozenset[Scheme] = frozenset()  # whose products are of E4M3, which Hopper adds with few bits
+    rounded_products: Mapping[Scheme, Format] = field(
+        default_factory=dict
+    )  # floats that decoded weights or rows are rounded to, where products lose by it
     fewer_schemes: Mapping[str, frozenset[Scheme]] = field(
         default_factory=dict
     )  # by arch, where not all of them

@@ -59,7 +59,7 @@ class Served:
         return new
 
     def problem(self, layer: int) -> Problem:
-        """What a plan is asked for."""
+        """The problem that a plan has to solve for `layer`."""
         return Problem(
             scheme=self.scheme(layer),
             model_format=self.model_format,

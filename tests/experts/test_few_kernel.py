@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from error_model import bound_of, settled_rows
 from made_experts import Arrival, activation_named, fresh_seed, make_scheme
 
 from moeserve.device.machine import this_machine
@@ -128,12 +129,14 @@ def test_few_rows_agree_with_the_reference(
     for bias, dtype in zip((False, True, True), few.OUTS, strict=True):
         shape = ExpertShape(*sizes, activation_named(activation), bias=bias)
         made = make_scheme(shape, len(counts), scheme, generator).to("cuda")
-        kernel = ENTRIES[weights].build(KernelSpec(scheme, shape, dtype))
+        spec = KernelSpec(scheme, shape, dtype)
+        kernel = ENTRIES[weights].build(spec)
         prepared = kernel.prepare(made)
         reference = TorchReference(KernelSpec(scheme, shape, torch.float32))
         for grouping in Grouping:
             arrival = Arrival(counts, grouping, spare=3)
-            batch = arrival.batch(arrival.rows(shape.hidden, generator), shape.hidden, wire)
+            rows = settled_rows(arrival.rows(shape.hidden, generator), scheme, wire, made)
+            batch = arrival.batch(rows, shape.hidden, wire)
             there = replace(
                 batch,
                 tokens=batch.tokens.to("cuda"),
@@ -142,9 +145,11 @@ def test_few_rows_agree_with_the_reference(
             )
             answer = reference.apply(reference.prepare(made), there)
             wanted = torch.cat(arrival.segments(answer, batch))
+            carried = arrival.segments(there.tokens.dequantize(), batch)
+            bound = bound_of(ENTRIES[weights], spec, made, carried, wire)
             for tile in tiles(kind):
                 monkeypatch.setattr(hopper, "few_tile_for", lambda *_, tile=tile: given(tile))
                 found = torch.cat(arrival.segments(kernel.apply(prepared, there).float(), batch))
                 assert len(found) == sum(counts)
-                assert float((found - wanted).norm()) <= 2e-2 * float(wanted.norm()), (tile, grouping, dtype)
+                assert float((found - wanted).norm()) <= bound * float(wanted.norm()), (tile, grouping, dtype)
     assert set(used) == set(tiles(kind))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from error_model import bound_of
 from made_experts import Arrival, activation_named, fresh_seed, make_weights
 from torch import Tensor
 
@@ -149,4 +150,6 @@ def test_every_shipped_tile_computes_the_same(
     found, wanted = (
         torch.cat(arrival.segments(k.apply(k.prepare(weights), there), batch)) for k in (kernel, reference)
     )
-    assert float((found - wanted).norm() / wanted.norm()) <= 2e-2
+    carried = arrival.segments(there.tokens.dequantize(), batch)
+    bound = bound_of(KERNELS[name], spec, weights, carried, rows_form)
+    assert float((found - wanted).norm() / wanted.norm()) <= bound

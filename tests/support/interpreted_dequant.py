@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 import triton
 import triton.language as tl
+from error_model import bound_of, settled_rows
 from made_experts import Arrival, activation_named, fresh_seed, make_scheme
 from torch import Tensor
 
@@ -41,7 +42,7 @@ from moeserve.quant.act_order import in_order
 from moeserve.quant.bits import pack_nibbles, pack_sextets
 from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats import FORMATS
-from moeserve.quant.formats.floats import BF16, FP16, FP32
+from moeserve.quant.formats.floats import BF16, FP32
 from moeserve.quant.layouts.word_codes import WORDS
 from moeserve.quant.schemes import SCHEMES, scheme_named
 
@@ -204,18 +205,25 @@ def check_rounding() -> None:
         assert close, (form, (found - wanted).abs().nan_to_num().amax(1))
 
 
-def error_of_step(scheme: Scheme, shape: ExpertShape, grouping: Grouping, wire: Format) -> float:
-    """RMS error against the reference, amid rows of NaN, relative to the reference's RMS."""
+def error_of_step(
+    scheme: Scheme, shape: ExpertShape, grouping: Grouping, wire: Format
+) -> tuple[float, float]:
+    """RMS error against the reference, amid rows of NaN, relative to the reference's RMS; and its bound."""
     generator = torch.Generator().manual_seed(fresh_seed())
     weights = make_scheme(shape, len(COUNTS), scheme, generator)
     arrival = Arrival(COUNTS, grouping, spare=3)
-    batch = arrival.batch(arrival.rows(shape.hidden, generator), shape.hidden, wire)
+    rows = settled_rows(arrival.rows(shape.hidden, generator), scheme, wire, weights)
+    batch = arrival.batch(rows, shape.hidden, wire)
     spec = KernelSpec(scheme, shape, torch.float32)
     found, wanted = (
         torch.cat(arrival.segments(kernel.apply(kernel.prepare(weights), batch), batch)).double()
         for kernel in (triton_dequant.TritonDequant(spec), TorchReference(spec))
     )
-    return float((found - wanted).norm() / wanted.norm())
+    carried = [wire.quantize(own).dequantize() for own in rows]
+    row = triton_dequant.ENTRY  # what is multiplied in float32 here has scales of bf16, also for fp16
+    row = replace(row, rounded_products=dict.fromkeys(row.rounded_products, BF16))
+    bound = bound_of(row, spec, weights, carried, wire)
+    return float((found - wanted).norm() / wanted.norm()), bound
 
 
 def interpreted_products(weights: Stored, activations: Format, fp8_products: frozenset[str]) -> torch.dtype:
@@ -254,13 +262,12 @@ def check_whole(schemes: list[Scheme]) -> None:
     for i, scheme in enumerate(schemes):
         shape = ExpertShape(133, 19, activation_named("silu"), bias=i % 3 == 0)
         wire = scheme.activations if scheme.activations.given is None and i % 4 < 2 else FP32
-        bound = 1e-2 if scheme.activations in (BF16, FP16) else 2e-2
-        error = error_of_step(scheme, shape, groupings[i % 2], wire)
-        assert error <= bound, (scheme, error)
+        error, bound = error_of_step(scheme, shape, groupings[i % 2], wire)
+        assert error <= bound, (scheme, error, bound)
     for name in ("swigluoai", "relu2_no_mul"):
         shape = ExpertShape(32, 130, activation_named(name), bias=True)
-        error = error_of_step(scheme_named("nvfp4 x bf16"), shape, Grouping.RAGGED, BF16)
-        assert error <= 1e-2, (name, error)
+        error, bound = error_of_step(scheme_named("nvfp4 x bf16"), shape, Grouping.RAGGED, BF16)
+        assert error <= bound, (name, error, bound)
 
 
 def check_outside() -> None:

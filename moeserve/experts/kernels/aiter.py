@@ -150,6 +150,7 @@ ENTRY = KernelEntry(
     build=Aiter,
     schemes=frozenset(QUANT),
     fewer_schemes={"gfx942": GFX942},
+    bf16_answers=True,
     eats=frozenset({BF16}),
     groupings=frozenset(Grouping),
     activations=frozenset(ACTIVATIONS),

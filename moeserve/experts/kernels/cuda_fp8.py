@@ -69,6 +69,7 @@ MANY = KernelEntry(
     archs=frozenset({"sm90"}),
     modules=frozenset({"triton", NEEDED_MODULE}),
     multiple_of=(16, INNER_MULTIPLE),
+    e4m3_sums=frozenset({Scheme(FP8_BLOCK, FP8_GROUP)}),
     verified=("sm90",),
     form=FORM,
     family=FAMILY,

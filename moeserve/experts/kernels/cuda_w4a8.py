@@ -99,10 +99,13 @@ def _powers(packed: Packed) -> tuple[Tensor, Tensor]:
     return exponent, (fraction.nan_to_num_(nan=0.5) * 16 - 8).int().clamp_min_(0)
 
 
+SCHEMES = frozenset({Scheme(MXFP4, FP8_GROUP), Scheme(NVFP4_E4M3, FP8_GROUP)})
+
 ENTRY = KernelEntry(
     name="cuda_w4a8",
     build=CudaW4A8,
-    schemes=frozenset({Scheme(MXFP4, FP8_GROUP), Scheme(NVFP4_E4M3, FP8_GROUP)}),
+    schemes=SCHEMES,
+    e4m3_sums=SCHEMES,
     eats=frozenset({BF16, FP8_GROUP}),
     groupings=frozenset(Grouping),
     activations=FUSED_ACTIVATIONS,

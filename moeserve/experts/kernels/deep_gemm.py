@@ -166,5 +166,6 @@ ENTRY = KernelEntry(
     multiple_of=(128, 128),
     row_align=ALIGN,
     bf16_sums=True,
+    e4m3_sums=HOPPER,
     verified=("sm90",),
 )

@@ -152,6 +152,7 @@ ENTRY = KernelEntry(
     name="flashinfer_cutedsl",
     build=FlashInferCuteDsl,
     schemes=frozenset(MODES),
+    bf16_answers=True,
     eats=frozenset({BF16, MXFP8}),
     groupings=frozenset(Grouping),
     activations=frozenset(ACTIVATIONS),

@@ -176,6 +176,8 @@ ENTRY = KernelEntry(
         "sm90": HOPPER,
         **dict.fromkeys(("sm100", "sm103", "sm120"), BLACKWELL),
     },
+    bf16_answers=True,
+    e4m3_sums=frozenset({FP8, BLOCKS}),
     eats=frozenset({BF16, MXFP8}),
     groupings=frozenset(Grouping),
     activations=frozenset(ACTIVATIONS),

@@ -241,6 +241,7 @@ ENTRY = KernelEntry(
     name="flashinfer_trtllm",
     build=FlashInferTrtllm,
     schemes=SCHEMES,
+    bf16_answers=True,
     eats=frozenset({BF16, FP8_GROUP, MXFP8}),
     groupings=frozenset(Grouping),
     activations=frozenset(ACTIVATIONS),

@@ -17,9 +17,9 @@ from moeserve.experts.kernel import PLAIN, KernelEntry, KernelSpec, Prepared
 from moeserve.experts.kernels.support.hopper import flat
 from moeserve.experts.kernels.torch_reference import COMPUTED, ROW_WISE
 from moeserve.experts.kernels.triton import words as device_words
-from moeserve.experts.kernels.triton.stored import ROUNDINGS, Rounding, Stored, product_dtype
+from moeserve.experts.kernels.triton.stored import ROUNDINGS, SUMMED, Rounding, Stored, product_dtype
 from moeserve.quant.act_order import in_order
-from moeserve.quant.format import Packed, Scheme
+from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats import FORMATS
 from moeserve.quant.formats.floats import BF16, FP16, FP32
 from moeserve.quant.formats.nvfp4 import NVFP4_E4M3
@@ -144,11 +144,37 @@ def roomy(device: torch.device) -> bool:
 UNREAD = frozenset({FP32, NVFP4_E4M3})
 """Weights that it does not decode: the last are rounded for products in E4M3, and these are in bf16."""
 
+COMPUTED_SCHEMES = frozenset(scheme for scheme in SCHEMES.values() if scheme.weights not in UNREAD) | {
+    Scheme(w, a) for w, a in product(FORMATS.values(), (BF16, FP16)) if w not in PLAIN | UNREAD
+}
+
+
+def _products() -> dict[Scheme, torch.dtype]:
+    """What is multiplied where tensor cores take E4M3."""
+    return {
+        s: product_dtype(Stored.of(s.weights), s.activations, frozenset({"e4m3"})) for s in COMPUTED_SCHEMES
+    }
+
+
+def _rounded_products() -> dict[Scheme, Format]:
+    """Floats that elements times float32 scales, or rows of fp16, are rounded to before products."""
+    floats = {torch.bfloat16: BF16, torch.float16: FP16}
+    rounded = {}
+    for scheme, dtype in _products().items():
+        stored = Stored.of(scheme.weights, exact=scheme.activations in ROUNDINGS)
+        scales_sums = stored.blocks if device_words.holds(stored, dtype) else stored.span % SUMMED == 0
+        fine = stored.fine is not None and stored.fine.dtype == torch.float32 and not scales_sums
+        if dtype in floats and (fine or (scheme.activations == FP16 and dtype == torch.bfloat16)):
+            rounded[scheme] = floats[dtype]
+    return rounded
+
+
 ENTRY = KernelEntry(
     name="triton_dequant",
     build=TritonDequant,
-    schemes=frozenset(scheme for scheme in SCHEMES.values() if scheme.weights not in UNREAD)
-    | {Scheme(w, a) for w, a in product(FORMATS.values(), (BF16, FP16)) if w not in PLAIN | UNREAD},
+    schemes=COMPUTED_SCHEMES,
+    e4m3_sums=frozenset(s for s, dtype in _products().items() if dtype == torch.float8_e4m3fn),
+    rounded_products=_rounded_products(),
     eats=ROW_WISE,
     groupings=frozenset(Grouping),
     activations=COMPUTED,

@@ -54,5 +54,6 @@ ENTRY = KernelEntry(
     archs=frozenset({"sm90"}),
     modules=frozenset({"triton"}),
     multiple_of=(16, 16),
+    e4m3_sums=frozenset({Scheme(FP8_BLOCK, FP8_GROUP)}),
     verified=("sm90",),
 )
