@@ -1,1 +1,1 @@
-"""The front door's contract and its clients; a model server can install only this (numpy and grpcio)."""
+"""The contract of the doors and its clients; a model server can install only this (numpy and grpcio)."""

@@ -18,7 +18,7 @@ Options = list[tuple[str, Any]]
 
 
 def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
-    """Options of a client's channel.
+    """The gRPC options of a client's channel.
 
     gRPC's own limit is 4 MiB. Retrying is the client library's, which knows what is safe; a rank that
     restarted should be found within a second, where gRPC waits up to two minutes; and an address inside a
@@ -40,7 +40,7 @@ def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
 
 
 def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
-    """Options of a server.
+    """The gRPC options of a lane's or the front door's endpoint.
 
     A port that is in use is an error, not shared; clients may ping while a step runs.
     """

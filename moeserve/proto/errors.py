@@ -81,6 +81,8 @@ def from_rpc(failed: Any) -> MoeError:
     trailing = dict(_pairs(failed.trailing_metadata()))
     reason, pushback = trailing.get(REASON_KEY, ""), trailing.get(PUSHBACK_KEY)
     text = failed.details() or "no message came with the status"
+    if failed.code() is grpc.StatusCode.UNIMPLEMENTED:
+        text += "; is this a moeserve service, and of no older release than this client?"
     return error(failed.code().name, str(reason), text, retry_after=_seconds(pushback))
 
 
@@ -105,7 +107,7 @@ def _seconds(pushback: str | bytes | None) -> float | None:
 
 
 def outcome(reply: moe_pb2.ForwardStreamReply) -> moe_pb2.ForwardReply:
-    """The reply that one of a stream holds; raises MoeError when it holds an error."""
+    """The ForwardReply in a reply of a stream. Raises MoeError where it holds an error instead."""
     if reply.WhichOneof("outcome") == "error":
         raise from_message(reply.error)
     return reply.reply

@@ -1,8 +1,12 @@
-"""grpc.health.v1 by hand: one string out, one number back, so that a client needs no package for it."""
+"""Health checks as grpc.health.v1 defines them: one string out, one number back, coded by hand so that a
+client needs no package for it.
+"""
 
 from __future__ import annotations
 
-SERVICE = "moeserve.v1.MoeService"
+SERVICE = "moeserve.v1.FrontService"
+"""The service whose health a client asks for."""
+
 METHOD = "/grpc.health.v1.Health/Check"
 STATES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
 

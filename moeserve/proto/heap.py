@@ -1,4 +1,4 @@
-"""Has the C library keep the memory of large messages, which it would else give back after each one.
+"""Settings of malloc: the C library keeps the memory of large messages for the next ones.
 
 glibc maps every block over 32 MiB, and at first over 128 KiB, from the kernel and unmaps it when it is
 freed; so each message pays for its pages anew. With 256 rows of 7168 bf16 each way this halves the time of

@@ -25,8 +25,678 @@ if _version_not_supported:
     )
 
 
+class LaneServiceStub:
+    """What a rank's lane answers: calls, and the shared memory of its host.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Forward = channel.unary_unary(
+                '/moeserve.v1.LaneService/Forward',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.ForwardRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.ForwardReply.FromString,
+                _registered_method=True)
+        self.ForwardStream = channel.stream_stream(
+                '/moeserve.v1.LaneService/ForwardStream',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.ForwardRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.ForwardStreamReply.FromString,
+                _registered_method=True)
+        self.CreateRegion = channel.unary_unary(
+                '/moeserve.v1.LaneService/CreateRegion',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.CreateRegionRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.CreateRegionReply.FromString,
+                _registered_method=True)
+        self.RegisterRegion = channel.unary_unary(
+                '/moeserve.v1.LaneService/RegisterRegion',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.RegisterRegionRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.RegisterRegionReply.FromString,
+                _registered_method=True)
+        self.ListRegions = channel.unary_unary(
+                '/moeserve.v1.LaneService/ListRegions',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.ListRegionsRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.ListRegionsReply.FromString,
+                _registered_method=True)
+        self.ReleaseRegion = channel.unary_unary(
+                '/moeserve.v1.LaneService/ReleaseRegion',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.ReleaseRegionRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.ReleaseRegionReply.FromString,
+                _registered_method=True)
+
+
+class LaneServiceServicer:
+    """What a rank's lane answers: calls, and the shared memory of its host.
+    """
+
+    def Forward(self, request, context):
+        """Runs one layer's experts over a batch of rows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForwardStream(self, request_iterator, context):
+        """Forward for many calls on one stream; replies carry their job id and may arrive in another order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateRegion(self, request, context):
+        """Makes a sealed shared-memory region on the lane's host; its file descriptor is passed over `socket`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RegisterRegion(self, request, context):
+        """Registers a POSIX shared-memory object by name. Unsafe; refused unless the service was configured to allow it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRegions(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseRegion(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_LaneServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Forward': grpc.unary_unary_rpc_method_handler(
+                    servicer.Forward,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.ForwardRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.ForwardReply.SerializeToString,
+            ),
+            'ForwardStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.ForwardStream,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.ForwardRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.ForwardStreamReply.SerializeToString,
+            ),
+            'CreateRegion': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateRegion,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.CreateRegionRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.CreateRegionReply.SerializeToString,
+            ),
+            'RegisterRegion': grpc.unary_unary_rpc_method_handler(
+                    servicer.RegisterRegion,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.RegisterRegionRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.RegisterRegionReply.SerializeToString,
+            ),
+            'ListRegions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRegions,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.ListRegionsRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.ListRegionsReply.SerializeToString,
+            ),
+            'ReleaseRegion': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseRegion,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.ReleaseRegionRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.ReleaseRegionReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'moeserve.v1.LaneService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('moeserve.v1.LaneService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class LaneService:
+    """What a rank's lane answers: calls, and the shared memory of its host.
+    """
+
+    @staticmethod
+    def Forward(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moeserve.v1.LaneService/Forward',
+            moeserve_dot_proto_dot_moe__pb2.ForwardRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.ForwardReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForwardStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/moeserve.v1.LaneService/ForwardStream',
+            moeserve_dot_proto_dot_moe__pb2.ForwardRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.ForwardStreamReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateRegion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moeserve.v1.LaneService/CreateRegion',
+            moeserve_dot_proto_dot_moe__pb2.CreateRegionRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.CreateRegionReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RegisterRegion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moeserve.v1.LaneService/RegisterRegion',
+            moeserve_dot_proto_dot_moe__pb2.RegisterRegionRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.RegisterRegionReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRegions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moeserve.v1.LaneService/ListRegions',
+            moeserve_dot_proto_dot_moe__pb2.ListRegionsRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.ListRegionsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseRegion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moeserve.v1.LaneService/ReleaseRegion',
+            moeserve_dot_proto_dot_moe__pb2.ReleaseRegionRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.ReleaseRegionReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class FrontServiceStub:
+    """What the front door answers to callers: which lanes there are, what is served, and calls for simple clients.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Forward = channel.unary_unary(
+                '/moeserve.v1.FrontService/Forward',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.ForwardRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.ForwardReply.FromString,
+                _registered_method=True)
+        self.ForwardStream = channel.stream_stream(
+                '/moeserve.v1.FrontService/ForwardStream',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.ForwardRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.ForwardStreamReply.FromString,
+                _registered_method=True)
+        self.GetTopology = channel.unary_unary(
+                '/moeserve.v1.FrontService/GetTopology',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.GetTopologyRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.GetTopologyReply.FromString,
+                _registered_method=True)
+        self.GetModel = channel.unary_unary(
+                '/moeserve.v1.FrontService/GetModel',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.GetModelRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.GetModelReply.FromString,
+                _registered_method=True)
+        self.GetStatus = channel.unary_unary(
+                '/moeserve.v1.FrontService/GetStatus',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.GetStatusReply.FromString,
+                _registered_method=True)
+
+
+class FrontServiceServicer:
+    """What the front door answers to callers: which lanes there are, what is served, and calls for simple clients.
+    """
+
+    def Forward(self, request, context):
+        """Runs one layer's experts over a batch of rows, spread over the lanes. Inline tensors only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForwardStream(self, request_iterator, context):
+        """Forward for many calls on one stream; replies carry their job id and may arrive in another order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTopology(self, request, context):
+        """The lanes, where they answer, and the generation of the group.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetModel(self, request, context):
+        """What is served: layers, shapes, schemes, routing, placement.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStatus(self, request, context):
+        """How the service is doing now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_FrontServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Forward': grpc.unary_unary_rpc_method_handler(
+                    servicer.Forward,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.ForwardRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.ForwardReply.SerializeToString,
+            ),
+            'ForwardStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.ForwardStream,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.ForwardRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.ForwardStreamReply.SerializeToString,
+            ),
+            'GetTopology': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTopology,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.GetTopologyRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.GetTopologyReply.SerializeToString,
+            ),
+            'GetModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetModel,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.GetModelRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.GetModelReply.SerializeToString,
+            ),
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.GetStatusRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.GetStatusReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'moeserve.v1.FrontService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('moeserve.v1.FrontService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class FrontService:
+    """What the front door answers to callers: which lanes there are, what is served, and calls for simple clients.
+    """
+
+    @staticmethod
+    def Forward(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moeserve.v1.FrontService/Forward',
+            moeserve_dot_proto_dot_moe__pb2.ForwardRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.ForwardReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForwardStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/moeserve.v1.FrontService/ForwardStream',
+            moeserve_dot_proto_dot_moe__pb2.ForwardRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.ForwardStreamReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTopology(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moeserve.v1.FrontService/GetTopology',
+            moeserve_dot_proto_dot_moe__pb2.GetTopologyRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.GetTopologyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moeserve.v1.FrontService/GetModel',
+            moeserve_dot_proto_dot_moe__pb2.GetModelRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.GetModelReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moeserve.v1.FrontService/GetStatus',
+            moeserve_dot_proto_dot_moe__pb2.GetStatusRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.GetStatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class AdminServiceStub:
+    """What the front door answers to operators: changes of the running service.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Rebalance = channel.unary_unary(
+                '/moeserve.v1.AdminService/Rebalance',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.RebalanceRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.RebalanceReply.FromString,
+                _registered_method=True)
+        self.Reload = channel.unary_unary(
+                '/moeserve.v1.AdminService/Reload',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.ReloadReply.FromString,
+                _registered_method=True)
+
+
+class AdminServiceServicer:
+    """What the front door answers to operators: changes of the running service.
+    """
+
+    def Rebalance(self, request, context):
+        """Moves experts so that the ranks' loads are even, while steps run; or says what that would move and gain.
+        Answers when it is done. A caller who leaves does not end it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reload(self, request, context):
+        """Brings every layer to the weights of another checkpoint of the same shapes, layer by layer, while steps run.
+        Answers when it is done. A caller who leaves does not end it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AdminServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Rebalance': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rebalance,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.RebalanceRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.RebalanceReply.SerializeToString,
+            ),
+            'Reload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reload,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.ReloadRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.ReloadReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'moeserve.v1.AdminService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('moeserve.v1.AdminService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class AdminService:
+    """What the front door answers to operators: changes of the running service.
+    """
+
+    @staticmethod
+    def Rebalance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moeserve.v1.AdminService/Rebalance',
+            moeserve_dot_proto_dot_moe__pb2.RebalanceRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.RebalanceReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moeserve.v1.AdminService/Reload',
+            moeserve_dot_proto_dot_moe__pb2.ReloadRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.ReloadReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class MoeServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """The names before the contract was split, answered for one release by the door that answers the new ones. A door
+    refuses what the other one has with FAILED_PRECONDITION.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -92,69 +762,60 @@ class MoeServiceStub:
 
 
 class MoeServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """The names before the contract was split, answered for one release by the door that answers the new ones. A door
+    refuses what the other one has with FAILED_PRECONDITION.
+    """
 
     def Forward(self, request, context):
-        """Runs one layer's experts over a batch of rows.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForwardStream(self, request_iterator, context):
-        """Forward for many calls on one stream; replies carry their job id and may arrive in another order.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTopology(self, request, context):
-        """The lanes, where they answer, and the generation of the group.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """What is served: layers, shapes, schemes, routing, placement.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """How the service is doing now.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Rebalance(self, request, context):
-        """Moves experts so that the ranks' loads are even, while steps run; or says what that would move and gain.
-        Answers when it is done. A caller who leaves does not end it.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reload(self, request, context):
-        """Brings every layer to the weights of another checkpoint of the same shapes, layer by layer, while steps run.
-        Answers when it is done. A caller who leaves does not end it.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateRegion(self, request, context):
-        """Makes a sealed shared-memory region on the lane's host; its file descriptor is passed over `socket`.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RegisterRegion(self, request, context):
-        """Registers a POSIX shared-memory object by name. Unsafe; refused unless the service was configured to allow it.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -238,7 +899,9 @@ def add_MoeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class MoeService:
-    """Missing associated documentation comment in .proto file."""
+    """The names before the contract was split, answered for one release by the door that answers the new ones. A door
+    refuses what the other one has with FAILED_PRECONDITION.
+    """
 
     @staticmethod
     def Forward(request,

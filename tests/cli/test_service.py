@@ -152,14 +152,16 @@ def test_load_is_recorded_by_phase(
     assert "2 windows in" in capsys.readouterr().out
 
 
-def test_rows_in_shared_memory_take_the_bell(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_in_shared_memory_go_over_the_lease_of_their_region(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
     ranks = re.findall(r"^metrics on (.*)$", served.printed, re.MULTILINE)[0].split()[1:]  # after the head's
     assert len(ranks) == 2
     words = ["--duration", "0.3", "--transport", "shared_memory", "--lane", "1", "--json"]
     assert main(["bench", served.address, *words]) == 0
     result = json.loads(capsys.readouterr().out)
     with urllib.request.urlopen(f"http://{ranks[1]}/metrics", timeout=10) as answer:
-        found = re.findall(r'moe_requests_total\{(.*method="Bell".*)\} (\S+)', answer.read().decode())
+        found = re.findall(r'moe_requests_total\{(.*method="RegionCall".*)\} (\S+)', answer.read().decode())
     ((labels, count),) = found
     assert 'transport="shared_memory"' in labels and 'code="OK"' in labels
     assert float(count) >= result["calls"] > 0

@@ -70,6 +70,9 @@ def _unknown_region(request: moe_pb2.ForwardRequest) -> None:
     request.hidden.region.CopyFrom(moe_pb2.Region(name="region-1-" + "0" * 32, offset=0, size=size))
 
 
+STUBS = {"lane": moe_pb2_grpc.LaneServiceStub, "front": moe_pb2_grpc.FrontServiceStub}
+"""What each door answers calls with."""
+
 CASES: dict[str, tuple[Spoil, str, str]] = {
     "payload shorter than its shape": (_shorter, "INVALID_ARGUMENT", "hidden: "),
     "wrong hidden size": (
@@ -121,7 +124,7 @@ def test_bad_requests_are_named_and_disturb_nothing(
         address = client.topology().lanes[0].address if door == "lane" else house.address
         steps = client.status().steps
         with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as failed:
-            moe_pb2_grpc.MoeServiceStub(channel).Forward(request, timeout=10)
+            STUBS[door](channel).Forward(request, timeout=10)
         assert (failed.value.code().name, text in failed.value.details()) == (code, True), (
             failed.value.details()
         )
@@ -197,7 +200,7 @@ def test_the_front_door_refuses_in_a_lanes_words(house: LocalCluster, alone: Alo
     with MoeClient(house.address) as client:
         address = client.topology().lanes[0].address
     with grpc.insecure_channel(house.address) as near, grpc.insecure_channel(address) as far:
-        front, lane = moe_pb2_grpc.MoeServiceStub(near), moe_pb2_grpc.MoeServiceStub(far)
+        front, lane = moe_pb2_grpc.FrontServiceStub(near), moe_pb2_grpc.LaneServiceStub(far)
         said = _refusal(lane, request)
         assert said[1], "a lane gives a reason"
         assert _refusal(front, request) == said
@@ -213,7 +216,7 @@ def test_an_oversize_message_is_refused_by_its_size(house: LocalCluster, alone: 
         grpc.insecure_channel(house.address, options=unlimited) as channel,
         pytest.raises(grpc.RpcError) as failed,
     ):
-        moe_pb2_grpc.MoeServiceStub(channel).Forward(request, timeout=30)
+        moe_pb2_grpc.FrontServiceStub(channel).Forward(request, timeout=30)
     assert failed.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "larger than max" in failed.value.details()
 
@@ -224,7 +227,7 @@ def test_registering_memory_by_name_is_refused_by_default(house: LocalCluster) -
         grpc.insecure_channel(client.topology().lanes[0].address) as channel,
         pytest.raises(grpc.RpcError) as failed,
     ):
-        moe_pb2_grpc.MoeServiceStub(channel).RegisterRegion(
+        moe_pb2_grpc.LaneServiceStub(channel).RegisterRegion(
             moe_pb2.RegisterRegionRequest(name="x", key="y", size=4096)
         )
     assert failed.value.code() == grpc.StatusCode.PERMISSION_DENIED
@@ -237,6 +240,8 @@ def test_a_lane_sends_questions_to_the_front_door(house: LocalCluster, name: str
         grpc.insecure_channel(client.topology().lanes[0].address) as channel,
         pytest.raises(grpc.RpcError) as failed,
     ):
-        getattr(moe_pb2_grpc.MoeServiceStub(channel), name)(getattr(moe_pb2, f"{name}Request")(), timeout=10)
+        getattr(moe_pb2_grpc.FrontServiceStub(channel), name)(
+            getattr(moe_pb2, f"{name}Request")(), timeout=10
+        )
     assert failed.value.code() == grpc.StatusCode.FAILED_PRECONDITION
     assert "server.port" in failed.value.details()

@@ -69,7 +69,7 @@ def test_new_calls_are_refused_with_the_reason_while_the_group_forms(
         os.kill(house.pid(1), signal.SIGKILL)
         time.sleep(0.3)
         with grpc.insecure_channel(house.address) as channel, pytest.raises(grpc.RpcError) as failed:
-            moe_pb2_grpc.MoeServiceStub(channel).Forward(request_of(0, alone.batch(1, seed=1)), timeout=5)
+            moe_pb2_grpc.FrontServiceStub(channel).Forward(request_of(0, alone.batch(1, seed=1)), timeout=5)
         assert failed.value.code() == grpc.StatusCode.UNAVAILABLE
         assert "rank 1" in failed.value.details()
         with MoeClient(house.address) as client:

@@ -41,7 +41,7 @@ def doors(house: LocalCluster) -> Iterator[Doors]:
     with MoeClient(house.address) as client:
         address = client.topology().lanes[0].address
     with grpc.insecure_channel(house.address) as front, grpc.insecure_channel(address) as lane:
-        yield Doors(moe_pb2_grpc.MoeServiceStub(front), moe_pb2_grpc.MoeServiceStub(lane))
+        yield Doors(moe_pb2_grpc.FrontServiceStub(front), moe_pb2_grpc.LaneServiceStub(lane))
 
 
 def _soon(call: Callable[[], Any]) -> Any:

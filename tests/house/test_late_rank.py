@@ -79,7 +79,7 @@ def heard(addresses: list[str], batch: tuple[torch.Tensor, torch.Tensor, torch.T
     channels = [grpc.insecure_channel(address) for address in addresses]
     try:
         calls = [
-            moe_pb2_grpc.MoeServiceStub(channel).Forward.future(request_of(0, batch), timeout=20)
+            moe_pb2_grpc.LaneServiceStub(channel).Forward.future(request_of(0, batch), timeout=20)
             for channel in channels
         ]
         for call in calls:

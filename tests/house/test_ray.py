@@ -66,7 +66,7 @@ def test_ranks_spread_over_several_nodes(nodes: Cluster, checkpoint_path: Path, 
         used = set(placement_group_table(house.group)["bundles_to_node_id"].values())
         assert len(used) >= 2
         batch = alone.batch(5, seed=2)
-        reply = moe_pb2_grpc.MoeServiceStub(channel).Forward(request_of(0, batch), timeout=60)
+        reply = moe_pb2_grpc.FrontServiceStub(channel).Forward(request_of(0, batch), timeout=60)
         answer = torch.frombuffer(bytearray(reply.hidden.data), dtype=torch.float32).view(*reply.hidden.shape)
         torch.testing.assert_close(answer, alone.forward(0, *batch), **CLOSE)
 

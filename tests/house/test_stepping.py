@@ -14,7 +14,6 @@ import grpc
 import pytest
 import torch
 from failures import stand_still
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from houses import Alone, request_of
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
@@ -95,7 +94,7 @@ def test_a_batch_over_the_lanes_capacity_is_answered_whole(house: LocalCluster, 
 def test_the_front_door_answers_forward_itself(house: LocalCluster, alone: Alone) -> None:
     batch = alone.batch(150, seed=9)
     with grpc.insecure_channel(house.address) as channel:
-        reply = moe_pb2_grpc.MoeServiceStub(channel).Forward(request_of(1, batch), timeout=30)
+        reply = moe_pb2_grpc.FrontServiceStub(channel).Forward(request_of(1, batch), timeout=30)
     answer = torch.frombuffer(bytearray(reply.hidden.data), dtype=torch.float32).view(*reply.hidden.shape)
     torch.testing.assert_close(answer, alone.forward(1, *batch), **CLOSE)
     assert reply.epoch == 1
@@ -145,7 +144,7 @@ def test_a_call_cancelled_under_way_disturbs_nobody(house: LocalCluster, alone: 
     with MoeClient(house.address, timeout=30) as client, ThreadPoolExecutor(8) as pool:
         lane = client.topology().lanes[1].address
         with grpc.insecure_channel(lane) as channel:
-            stub = moe_pb2_grpc.MoeServiceStub(channel)
+            stub = moe_pb2_grpc.LaneServiceStub(channel)
             kept = [pool.submit(client.forward, 0, *batch) for batch in batches]
             for at in range(30):
                 doomed = stub.Forward.future(request_of(0, batches[at]))
@@ -169,7 +168,7 @@ def test_a_call_cancelled_while_it_waits_holds_no_thread(house: LocalCluster, al
     stand_still(house.pid(3))  # no step ends
     try:
         with grpc.insecure_channel(lane) as channel:
-            doomed = moe_pb2_grpc.MoeServiceStub(channel).Forward.future(
+            doomed = moe_pb2_grpc.LaneServiceStub(channel).Forward.future(
                 request_of(0, alone.batch(2, seed=5))
             )
             time.sleep(0.5)
@@ -188,7 +187,7 @@ def test_an_expired_deadline_is_said_and_the_lane_goes_on(house: LocalCluster, a
         MoeClient(house.address, timeout=30) as client,
         grpc.insecure_channel(client.topology().lanes[0].address) as channel,
     ):
-        stub = moe_pb2_grpc.MoeServiceStub(channel)
+        stub = moe_pb2_grpc.LaneServiceStub(channel)
         stub.Forward(request_of(0, batch), timeout=30)
         with pytest.raises(grpc.RpcError) as failed:
             stub.Forward(request_of(0, batch), timeout=1e-5)
@@ -210,7 +209,7 @@ def test_a_stream_answers_many_calls_by_job_id(house: LocalCluster, alone: Alone
         bad = moe_pb2.ForwardRequest(layer=77, job_id="bad")
         replies = {
             r.job_id: r
-            for r in moe_pb2_grpc.MoeServiceStub(channel).ForwardStream(iter([*requests, bad]), timeout=30)
+            for r in moe_pb2_grpc.LaneServiceStub(channel).ForwardStream(iter([*requests, bad]), timeout=30)
         }
     assert replies.pop("bad").error.message.startswith("layer 77")
     assert replies.keys() == batches.keys()
@@ -259,14 +258,6 @@ def test_a_rank_reads_only_the_experts_it_owns(client: MoeClient, alone: Alone) 
     )
     read = [rank.bytes_read for rank in client.status().ranks]
     assert read == [everything // 4] * 4
-
-
-def test_reflection_lists_the_contract(house: LocalCluster) -> None:
-    ask = reflection_pb2.ServerReflectionRequest(list_services="")
-    with grpc.insecure_channel(house.address) as channel:
-        (reply,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([ask]))
-    names = {service.name for service in reply.list_services_response.service}
-    assert {"moeserve.v1.MoeService", "grpc.health.v1.Health"} <= names
 
 
 def test_model_topology_and_health_say_what_is_served(client: MoeClient, house: LocalCluster) -> None:

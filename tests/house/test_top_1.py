@@ -118,6 +118,6 @@ def test_what_a_lane_accepts_no_step_refuses(served: Served) -> None:
         lanes = client.topology().lanes
         for turn, request in enumerate(_odd_requests(served.alone)):
             with grpc.insecure_channel(lanes[turn % len(lanes)].address) as channel:
-                reply = moe_pb2_grpc.MoeServiceStub(channel).Forward(request, timeout=20)
+                reply = moe_pb2_grpc.LaneServiceStub(channel).Forward(request, timeout=20)
             assert list(reply.hidden.shape) == list(request.hidden.shape)
         assert client.status().generation == generation

@@ -209,7 +209,7 @@ def test_what_kernels_that_lose_more_are_told_of(lost: Losses, least: float, sch
     assert bool((of_bounds(Kernel(lost, swapped=True), scheme) > 1).all())
 
 
-def test_rows_of_the_table_say_what_they_lose() -> None:
+def test_entries_of_the_table_say_what_they_lose() -> None:
     found = {
         (name, scheme): losses(KERNELS[name], scheme_named(scheme))
         for name, scheme in (

@@ -201,6 +201,6 @@ def test_topology_model_status_and_health(client_of, far):
         assert client.model(placement=True).layers[0].layer == 3
         assert client.status().steps == 5
         assert client.health() == "SERVING"
-        assert far.health_request == b"\x0a\x16moeserve.v1.MoeService"
+        assert far.health_request == b"\x0a\x18moeserve.v1.FrontService"
         assert client.health("") == "SERVING"
         assert far.health_request == b""

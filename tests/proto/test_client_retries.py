@@ -2,14 +2,17 @@
 
 import threading
 import time
+from concurrent import futures
 
 import grpc
 import pytest
 import torch
 from proto_fake import FakeLane, rows
 
+from moeserve.proto import moe_pb2
 from moeserve.proto.client import MoeClient, Patience
 from moeserve.proto.client.batch import SPLIT_ROWS
+from moeserve.proto.client.lanes import Lanes
 from moeserve.proto.errors import (
     PUSHBACK_KEY,
     REASON_KEY,
@@ -179,3 +182,41 @@ def test_a_timeout_of_nothing_is_refused(wrong):
         Patience(attempts=0)
     with pytest.raises(ValueError, match=r"0 < first_wait=2 <= longest_wait=1"):
         Patience(first_wait=2, longest_wait=1)
+
+
+def test_links_to_lanes_that_left_are_closed_and_not_made_again():
+    """A call that still holds the topology of before must not connect once more to who is gone."""
+    made: list[str] = []
+
+    def connect(address: str, _: int) -> str:
+        made.append(address)
+        return address
+
+    def topology(*addresses: str) -> moe_pb2.GetTopologyReply:
+        lanes = [moe_pb2.Lane(rank=rank, address=address) for rank, address in enumerate(addresses)]
+        return moe_pb2.GetTopologyReply(lanes=lanes, serving=True)
+
+    lanes: Lanes[str] = Lanes(connect)
+    before, after = topology("a:1", "b:1"), topology("a:1", "b:2")
+    assert lanes.found(before) == []
+    assert [lanes.link(before, lane) for lane in before.lanes] == ["a:1", "b:1"]
+    assert lanes.found(after) == ["b:1"]
+    with pytest.raises(Unavailable, match="the lane at b:1 left the group"):
+        lanes.link(before, before.lanes[1])
+    assert lanes.link(before, before.lanes[0]) == "a:1"
+    assert lanes.link(after, after.lanes[1]) == "b:2"
+    assert made == ["a:1", "b:1", "b:2"]
+
+
+def test_a_service_that_knows_no_such_call_is_told_as_older(client_of):
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with (
+            client_of(f"127.0.0.1:{port}") as client,
+            pytest.raises(MoeError, match=r"UNIMPLEMENTED: .*of no older release than this client\?"),
+        ):
+            client.forward(3, *rows(1))
+    finally:
+        server.stop(0).wait()

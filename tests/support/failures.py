@@ -60,7 +60,7 @@ class Callers:
     def _call(self, rank: int, address: str, alone: Alone) -> None:
         batch = alone.batch(4, seed=rank)
         with grpc.insecure_channel(address) as channel:
-            stub = moe_pb2_grpc.MoeServiceStub(channel)
+            stub = moe_pb2_grpc.LaneServiceStub(channel)
             try:
                 for _ in range(20000):
                     stub.Forward(request_of(0, batch), timeout=30)

@@ -16,7 +16,7 @@ import torch
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.channel import server_options
 from moeserve.proto.errors import CODE_OF_NAME, PUSHBACK_KEY, REASON_KEY
-from moeserve.proto.host import host_id
+from moeserve.proto.host_id import host_id
 from moeserve.proto.tensors import TensorError
 from moeserve.runtime.doors.payloads import Payloads, Regions
 from moeserve.runtime.doors.payloads.errors import RegionError
@@ -27,7 +27,7 @@ FAR = "another-host"
 Failure = tuple[grpc.StatusCode, dict[str, str]]
 
 
-class FakeLane(moe_pb2_grpc.MoeServiceServicer):
+class FakeLane(moe_pb2_grpc.LaneServiceServicer):
     def __init__(self, rank: int, port: int = 0) -> None:
         self.rank = rank
         self.versions: list[int] = []  # of the weights, of the next answers; 1 when there is none left
@@ -38,7 +38,7 @@ class FakeLane(moe_pb2_grpc.MoeServiceServicer):
         self.regions = Regions()
         self.payloads = Payloads(self.regions)
         self.server = grpc.server(futures.ThreadPoolExecutor(16), options=server_options())
-        moe_pb2_grpc.add_MoeServiceServicer_to_server(self, self.server)
+        moe_pb2_grpc.add_LaneServiceServicer_to_server(self, self.server)
         self.address = f"127.0.0.1:{self.server.add_insecure_port(f'127.0.0.1:{port}')}"
         self.server.start()
 
@@ -90,7 +90,7 @@ class FakeLane(moe_pb2_grpc.MoeServiceServicer):
         return moe_pb2.CreateRegionReply(name=name, size=size, socket=self.regions.socket)
 
 
-class FakeService(moe_pb2_grpc.MoeServiceServicer):
+class FakeService(moe_pb2_grpc.FrontServiceServicer, moe_pb2_grpc.AdminServiceServicer):
     """The coordinator's address of `lanes`; health answers SERVING for everything."""
 
     def __init__(self, lanes: int = 2, host: str | None = None) -> None:
@@ -101,7 +101,8 @@ class FakeService(moe_pb2_grpc.MoeServiceServicer):
         self.max_message_bytes = 0
         self.topologies = 0
         self.server = grpc.server(futures.ThreadPoolExecutor(8), options=server_options())
-        moe_pb2_grpc.add_MoeServiceServicer_to_server(self, self.server)
+        moe_pb2_grpc.add_FrontServiceServicer_to_server(self, self.server)
+        moe_pb2_grpc.add_AdminServiceServicer_to_server(self, self.server)
         handler = grpc.unary_unary_rpc_method_handler(self._health)
         self.server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": handler}),)

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 import grpc
-from numpy.typing import NDArray
 
 from moeserve.proto import health, moe_pb2
 from moeserve.proto.channel import MAX_MESSAGE_BYTES
 from moeserve.proto.client.aio_link import AsyncLink
-from moeserve.proto.client.batch import Batch, CallOptions, Choice, Logits, Part, Reply, whole
-from moeserve.proto.client.call import Call, rows_of
-from moeserve.proto.client.lanes import Lanes, check_serving, check_transport
-from moeserve.proto.client.patience import OPERATION_SECONDS, Clock, Patience
-from moeserve.proto.client.payload import Inline, shares
-from moeserve.proto.errors import MoeError, Unavailable, WeightsChanged, from_rpc
-from moeserve.proto.host import host_id
+from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, check_options
+from moeserve.proto.client.call import Call, PartCall
+from moeserve.proto.client.core import Core, Settings
+from moeserve.proto.client.lanes import check_serving
+from moeserve.proto.client.patience import OPERATION_SECONDS, Clock, Patience, Retries
+from moeserve.proto.client.payload import Inline
+from moeserve.proto.errors import MoeError, WeightsChanged, from_rpc
 from moeserve.proto.tensors import Array, Spec, known
-from moeserve.proto.transports.shared_memory import RemoteRegion, SharedTensor, region_size
+from moeserve.proto.transports.shared_memory import RemoteRegion, SharedTensor
 
 T = TypeVar("T")
 
@@ -42,71 +41,65 @@ class AsyncMoeClient:
         transport: str = "auto",
     ) -> None:
         self.address = address
-        self._served = model
-        self._patience = Patience.of(timeout)
-        self._lane = lane
-        self._transport = check_transport(transport)
+        self._core = Core(AsyncLink, Settings(model, Patience.of(timeout), lane, transport))
         self._door = AsyncLink(address, MAX_MESSAGE_BYTES)
-        self._lanes: Lanes[AsyncLink] = Lanes(AsyncLink)
         self._finding = asyncio.Lock()
 
-    async def forward(
+    # Options are checked when these are called, before anybody awaits them; so they are no `async def`.
+
+    def forward(
         self,
         layer: int,
         hidden: Array | SharedTensor,
         experts: Array,
         weights: Array,
         **options: Unpack[CallOptions],
-    ) -> Array:
+    ) -> Coroutine[Any, Any, Array]:
         """One layer's experts, mixed: as MoeClient.forward."""
-        return (await self.call(layer, hidden, Choice(experts, weights), **options)).hidden
+        check_options(options)
+        return self._hidden(layer, hidden, Choice(experts, weights), options)
 
-    async def forward_logits(
+    def forward_logits(
         self, layer: int, hidden: Array | SharedTensor, logits: Array, **options: Unpack[CallOptions]
-    ) -> Array:
+    ) -> Coroutine[Any, Any, Array]:
         """The same, routed by the service from the router linear's output `logits` [T, E]."""
-        return (await self.call(layer, hidden, Logits(logits), **options)).hidden
+        check_options(options)
+        return self._hidden(layer, hidden, Logits(logits), options)
 
-    async def call(
+    def call(
         self, layer: int, hidden: Array | SharedTensor, route: Choice | Logits, **options: Unpack[CallOptions]
-    ) -> Reply:
+    ) -> Coroutine[Any, Any, Reply]:
         """The answer with the epoch and the version of the weights that made it."""
-        batch = Batch.of(layer, hidden, route, options)
-        clock = self._clock(options.get("timeout"))
-        asked = options.get("lane")
-        bound = batch.lane(self._lane if asked is None else asked)
-        return await self._run(Call(batch, self._served, bound, clock, self._lanes.turn()))
+        check_options(options)
+        return self._reply(layer, hidden, route, options)
 
     async def allocate(self, lane: int, shape: Sequence[int], dtype: str = "bf16") -> SharedTensor:
         """A tensor in shared memory of a lane: as MoeClient.allocate."""
-        clock = self._clock(None)
+        clock = self._core.clock(None)
         spec = Spec(known("dtype", dtype), tuple(int(size) for size in shape))
 
         async def make() -> RemoteRegion:
-            topology = await self._topology(clock)
-            found = self._lanes.pick(topology, lane, 0)
-            shares("shared_memory", spec.nbytes, found, host_id())
-            return await self._lanes.link(topology, found).region(region_size(spec.nbytes), clock.remaining)
+            link, size = self._core.place(await self._topology(clock), lane, spec)
+            return await link.region(size, clock.remaining)
 
         return SharedTensor(await self._patiently(clock, make), 0, spec, lane)
 
     async def topology(self) -> moe_pb2.GetTopologyReply:
-        """The lanes, asked for anew."""
-        reply: moe_pb2.GetTopologyReply = await self._ask("GetTopology", moe_pb2.GetTopologyRequest())
+        """Asks the front door for the lanes that are up now."""
+        request = moe_pb2.GetTopologyRequest()
+        reply: moe_pb2.GetTopologyReply = await self._ask(self._door.front.GetTopology, request)
         return reply
 
     async def model(self, *, placement: bool = False) -> moe_pb2.GetModelReply:
-        """What is served; with `placement`, also which expert lies in which slot."""
-        reply: moe_pb2.GetModelReply = await self._ask(
-            "GetModel", moe_pb2.GetModelRequest(placement=placement)
-        )
+        """Asks what is served; with `placement`, also which expert lies in which slot."""
+        request = moe_pb2.GetModelRequest(placement=placement)
+        reply: moe_pb2.GetModelReply = await self._ask(self._door.front.GetModel, request)
         return reply
 
     async def status(self, *, experts: bool = False) -> moe_pb2.GetStatusReply:
-        """How the service is doing; with `experts`, also how many tokens each expert got."""
-        reply: moe_pb2.GetStatusReply = await self._ask(
-            "GetStatus", moe_pb2.GetStatusRequest(experts=experts)
-        )
+        """Asks how the service is doing; with `experts`, also how many tokens each expert got."""
+        request = moe_pb2.GetStatusRequest(experts=experts)
+        reply: moe_pb2.GetStatusReply = await self._ask(self._door.front.GetStatus, request)
         return reply
 
     async def rebalance(
@@ -119,27 +112,27 @@ class AsyncMoeClient:
     ) -> moe_pb2.RebalanceReply:
         """Moves experts while the service runs: as MoeClient.rebalance."""
         request = moe_pb2.RebalanceRequest(policy=policy, max_moves=max_moves, dry_run=dry_run)
-        reply: moe_pb2.RebalanceReply = await self._door.unary("Rebalance", request, timeout)
+        reply: moe_pb2.RebalanceReply = await self._door.unary(self._door.admin.Rebalance, request, timeout)
         return reply
 
     async def reload(self, checkpoint: str, *, timeout: float = OPERATION_SECONDS) -> moe_pb2.ReloadReply:
         """Brings every layer to the weights in `checkpoint`: as MoeClient.reload."""
         request = moe_pb2.ReloadRequest(checkpoint=checkpoint)
-        reply: moe_pb2.ReloadReply = await self._door.unary("Reload", request, timeout)
+        reply: moe_pb2.ReloadReply = await self._door.unary(self._door.admin.Reload, request, timeout)
         return reply
 
     async def health(self, service: str = health.SERVICE) -> str:
         """`SERVING`, `NOT_SERVING` or `UNKNOWN`, by grpc.health.v1; NotFound for an unknown service."""
         check = self._door.channel.unary_unary(health.METHOD, None, None)
         try:
-            reply = await check(health.encode_check(service), timeout=self._patience.timeout)
+            reply = await check(health.encode_check(service), timeout=self._core.seconds)
         except grpc.RpcError as failed:
             raise from_rpc(failed) from failed
         return health.decode_check(reply)
 
     async def close(self) -> None:
         """Closes all connections and gives all regions back."""
-        for link in [*self._lanes.clear(), self._door]:
+        for link in [*self._core.lanes.clear(), self._door]:
             await link.close()
 
     async def __aenter__(self) -> AsyncMoeClient:
@@ -150,94 +143,77 @@ class AsyncMoeClient:
     ) -> None:
         await self.close()
 
-    def _clock(self, timeout: float | Patience | None) -> Clock:
-        return Clock(self._patience if timeout is None else Patience.of(timeout))
+    async def _ask(self, method: Callable[..., Any], request: Any) -> Any:
+        return await self._door.unary(method, request, self._core.seconds)
 
-    async def _ask(self, name: str, request: Any) -> Any:
-        return await self._door.unary(name, request, self._patience.timeout)
+    async def _hidden(
+        self, layer: int, hidden: Array | SharedTensor, route: Choice | Logits, options: CallOptions
+    ) -> Array:
+        return (await self._reply(layer, hidden, route, options)).hidden
 
-    async def _run(self, call: Call) -> Reply:
-        """The answer; asked for whole again where its parts saw different weights."""
-        number = 0
-        while True:
-            try:
-                return await self._once(call)
-            except WeightsChanged as changed:
-                wait = call.clock.wait_after(changed, number)
-            await asyncio.sleep(wait)
-            number += 1
+    async def _reply(
+        self, layer: int, hidden: Array | SharedTensor, route: Choice | Logits, options: CallOptions
+    ) -> Reply:
+        call = self._core.call(layer, hidden, route, options)
+        clock = self._core.clock(options.get("timeout"))
+        # asked for whole again where its parts saw different weights
+        return await self._patiently(clock, lambda: self._once(call, clock), retried=WeightsChanged)
 
-    async def _once(self, call: Call) -> Reply:
-        topology = await self._patiently(call.clock, lambda: self._topology(call.clock))
-        parts = call.parts(topology)
-        joined = whole(call.batch, parts)
-        tasks = [asyncio.create_task(self._part(call, part, rows_of(joined, part))) for part in parts]
+    async def _once(self, call: Call[AsyncLink], clock: Clock) -> Reply:
+        """Asks for all parts and joins them. Raises WeightsChanged where they saw different weights."""
+        parts = call.parts(await self._patiently(clock, lambda: self._topology(clock)))
+        tasks = [asyncio.create_task(self._part(part, clock)) for part in parts]
         try:
-            done = await asyncio.gather(*tasks)
+            await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        answer = done[0][1] if joined is None else joined
-        return call.batch.reply(answer, [reply for reply, _ in done])
+        return call.reply(parts)
 
-    async def _part(
-        self, call: Call, part: Part, into: NDArray[Any] | None
-    ) -> tuple[moe_pb2.ForwardReply, NDArray[Any]]:
-        """The answer of one part, over as many attempts as it takes."""
-        number = 0
-        while True:
-            topology = self._lanes.current
+    async def _part(self, part: PartCall[AsyncLink], clock: Clock) -> None:
+        """Asks for one part, over as many attempts as it takes."""
+
+        async def attempt() -> None:
             try:
-                topology = await self._topology(call.clock)
-                lane = self._lanes.pick(topology, call.bound, call.turn + part.index + number)
-                return await self._attempt(call, part, (topology, lane, number), into)
+                await self._attempt(part, clock)
             except MoeError as failed:
-                if isinstance(failed, Unavailable):
-                    self._lanes.doubt(topology)
-                wait = call.clock.wait_after(failed, number)
-            await asyncio.sleep(wait)
-            number += 1
+                part.failed(failed)
+                raise
 
-    async def _attempt(
-        self,
-        call: Call,
-        part: Part,
-        to: tuple[moe_pb2.GetTopologyReply, moe_pb2.Lane, int],
-        into: NDArray[Any] | None,
-    ) -> tuple[moe_pb2.ForwardReply, NDArray[Any]]:
-        topology, lane, number = to
-        link = self._lanes.link(topology, lane)
-        size = call.region_size(part, lane, self._transport)
-        region = await link.region(size, call.clock.remaining) if size else None
-        payload = call.payload(part, region, link.regions)
+        await self._patiently(clock, attempt)
+
+    async def _attempt(self, part: PartCall[AsyncLink], clock: Clock) -> None:
+        link, size = part.aim(await self._topology(clock))
+        region = await link.region(size, clock.remaining) if size else None
+        payload = part.payload(region, link.regions)
         try:
-            request = call.request(part, number)
-            payload.fill(request)
+            request = part.request(payload)
             if isinstance(payload, Inline):
-                reply = await link.unary("Forward", request, call.clock.remaining)
+                reply = await link.unary(link.lane.Forward, request, clock.remaining)
             else:
-                reply = await link.ask(request, call.clock.remaining)
-            answer = payload.answer(reply, into)
+                reply = await link.ask(request, clock.remaining)
+            part.answered(reply, payload)
         except BaseException:
             payload.abandon()
             raise
         payload.done()
-        return reply, answer
 
-    async def _patiently(self, clock: Clock, act: Callable[[], Awaitable[T]]) -> T:
-        """What `act` returns, over as many attempts as it takes."""
-        number = 0
+    async def _patiently(
+        self, clock: Clock, act: Callable[[], Awaitable[T]], *, retried: type[MoeError] = MoeError
+    ) -> T:
+        """What `act` returns, tried again after each `retried` for as long as the clock allows."""
+        retries = Retries(clock)
         while True:
             try:
                 return await act()
-            except MoeError as failed:
-                wait = clock.wait_after(failed, number)
+            except retried as failed:
+                wait = retries.wait_after(failed)
             await asyncio.sleep(wait)
-            number += 1
 
     async def _topology(self, clock: Clock) -> moe_pb2.GetTopologyReply:
         """The lanes as last found, or found now."""
-        current = self._lanes.current
+        lanes = self._core.lanes
+        current = lanes.current
         if current is not None:
             return current
         try:
@@ -245,11 +221,13 @@ class AsyncMoeClient:
         except TimeoutError:
             raise clock.expired() from None
         try:
-            current = self._lanes.current
+            current = lanes.current
             if current is None:
                 request = moe_pb2.GetTopologyRequest()
-                current = check_serving(await self._door.unary("GetTopology", request, clock.remaining))
-                for gone in self._lanes.found(current):
+                current = check_serving(
+                    await self._door.unary(self._door.front.GetTopology, request, clock.remaining)
+                )
+                for gone in lanes.found(current):
                     await gone.close()
             return current
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ from grpc import aio
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.channel import client_options
 from moeserve.proto.errors import DeadlineExceeded, MoeError, Unavailable, from_message, from_rpc
+from moeserve.proto.timeouts import bounded, milliseconds
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion
 
 
@@ -30,11 +32,11 @@ class AsyncForwardStream:
 
     async def ask(self, request: moe_pb2.ForwardRequest, timeout: float) -> moe_pb2.ForwardReply:
         """Sends `request` and waits for its reply, `timeout` seconds at most. Raises MoeError."""
-        request.timeout_ms = max(1, int(timeout * 1000))
+        request.timeout_ms = milliseconds(timeout)
         answer: asyncio.Future[moe_pb2.ForwardStreamReply] = asyncio.get_running_loop().create_future()
         self._waiting[request.job_id] = answer
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(bounded(timeout)):
                 async with self._writing:
                     await self._call.write(request)
                 reply = await answer
@@ -74,20 +76,22 @@ class AsyncForwardStream:
 
 
 class AsyncLink:
-    """The way to one address. For one event loop."""
+    """The channel, the stream and the idle regions of one address, for one event loop."""
 
     def __init__(self, address: str, max_message_bytes: int) -> None:
         self.address = address
         self.channel = aio.insecure_channel(address, options=client_options(max_message_bytes))
-        self.stub = moe_pb2_grpc.MoeServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        self.lane = moe_pb2_grpc.LaneServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        self.front = moe_pb2_grpc.FrontServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        self.admin = moe_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]
         self.regions = RegionPool()
         self.closed = False
         self._stream: AsyncForwardStream | None = None
 
-    async def unary(self, name: str, request: Any, timeout: float) -> Any:
-        """Calls the method `name`; raises MoeError."""
+    async def unary(self, method: Callable[..., Any], request: Any, timeout: float) -> Any:
+        """Calls `method` of one of the stubs; raises MoeError."""
         try:
-            return await getattr(self.stub, name)(request, timeout=timeout)
+            return await method(request, timeout=bounded(timeout))
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self.closed and task is not None and not task.cancelling():
@@ -101,7 +105,7 @@ class AsyncLink:
     async def ask(self, request: moe_pb2.ForwardRequest, timeout: float) -> moe_pb2.ForwardReply:
         """Asks on the stream that all calls share; raises MoeError."""
         if self._stream is None or not self._stream.alive:
-            self._stream = AsyncForwardStream(self.stub)
+            self._stream = AsyncForwardStream(self.lane)
         try:
             return await self._stream.ask(request, timeout)
         except MoeError as failed:
@@ -112,7 +116,8 @@ class AsyncLink:
         region = self.regions.take(size)
         if region is not None:
             return region
-        made = await self.unary("CreateRegion", moe_pb2.CreateRegionRequest(size=size), timeout)
+        request = moe_pb2.CreateRegionRequest(size=size)
+        made = await self.unary(self.lane.CreateRegion, request, timeout)
         return await asyncio.to_thread(RemoteRegion.open, made)
 
     async def close(self) -> None:

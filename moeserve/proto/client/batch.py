@@ -1,7 +1,8 @@
-"""One call's rows: how they are spread over lanes, asked for part by part, and joined again."""
+"""One call's arrays: checked, cut into parts for the lanes, and joined again from the parts' answers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -11,7 +12,18 @@ from numpy.typing import NDArray
 from moeserve.proto import moe_pb2
 from moeserve.proto.client.patience import Patience
 from moeserve.proto.errors import WeightsChanged
-from moeserve.proto.tensors import FLOATS, INTEGERS, Array, Plain, TensorError, encode_into, plain, restore
+from moeserve.proto.tensors import (
+    FLOATS,
+    INTEGERS,
+    Array,
+    Plain,
+    TensorError,
+    as_numpy,
+    encode_into,
+    plain,
+    restore,
+    spec_of,
+)
 from moeserve.proto.transports.shared_memory import SharedTensor
 
 SPLIT_ROWS = 32
@@ -66,9 +78,17 @@ class CallOptions(TypedDict, total=False):
     weights_version: int
 
 
+def check_options(options: Mapping[str, object]) -> None:
+    """Raises TypeError for an option that calls do not take; it names those they take."""
+    unknown = sorted(options.keys() - CallOptions.__annotations__.keys())
+    if unknown:
+        names = ", ".join(CallOptions.__annotations__)
+        raise TypeError(f"a call takes no option {', '.join(unknown)}; its options are {names}")
+
+
 @dataclass(frozen=True)
 class Part:
-    """Rows [start, stop) of a batch: one job."""
+    """Rows [start, stop) of a batch, which one lane computes as one job."""
 
     index: int
     start: int
@@ -92,6 +112,8 @@ class Batch:
     ) -> Batch:
         """Checks the arrays against each other; TensorError names the one that is wrong."""
         dtype, output = options.get("dtype", ""), options.get("output")
+        if dtype not in ("", "bf16"):
+            raise ValueError(f"dtype={dtype!r} must be 'bf16', which declares uint16 arrays, or ''")
         rows = hidden.plain if isinstance(hidden, SharedTensor) else plain(hidden, "hidden", dtype=dtype)
         _check("hidden", rows, FLOATS)
         if isinstance(route, Logits):
@@ -111,6 +133,30 @@ class Batch:
         if version < 0:
             raise ValueError(f"weights_version={version} must be a version, from 1 on, or 0 for any")
         return cls(layer, rows, routes, hidden, output, version)
+
+    @classmethod
+    def of_request(cls, request: moe_pb2.ForwardRequest) -> Batch | None:
+        """The arrays of a request whose tensors all ride inline, as views of its bytes.
+
+        None where a tensor or the answer lies in a region, and for a request that is malformed: such a
+        request can only be handed on whole.
+        """
+        if request.HasField("output"):
+            return None
+        try:
+            hidden = _inline(request.hidden, "hidden", FLOATS)
+            if request.WhichOneof("route") == "logits":
+                routes = {"logits": _inline(request.logits, "logits", FLOATS)}
+            else:
+                routes = {
+                    "choice.ids": _inline(request.choice.ids, "choice.ids", INTEGERS),
+                    "choice.weights": _inline(request.choice.weights, "choice.weights", FLOATS),
+                }
+        except TensorError:
+            return None
+        if any(len(array.storage) != len(hidden.storage) for array in routes.values()):
+            return None
+        return cls(request.layer, hidden, routes, hidden.storage, None, request.weights_version)
 
     @property
     def placed(self) -> tuple[SharedTensor, ...]:
@@ -147,7 +193,7 @@ class Batch:
             encode_into(message, array.rows(part.start, part.stop))
         return request
 
-    def reply(self, answer: NDArray[Any], replies: list[moe_pb2.ForwardReply]) -> Reply:
+    def reply(self, answer: NDArray[Any], replies: Sequence[moe_pb2.ForwardReply]) -> Reply:
         """The whole answer as the caller gets it. Raises WeightsChanged where parts saw different weights."""
         versions = sorted({reply.weights_version for reply in replies})
         if len(versions) > 1:
@@ -175,6 +221,14 @@ def spread(rows: int, lanes: int, most: int) -> tuple[Part, ...]:
 def whole(batch: Batch, parts: tuple[Part, ...]) -> NDArray[Any] | None:
     """Memory to join the parts in; None when there is but one part, whose answer is the whole."""
     return np.empty_like(batch.hidden.storage) if len(parts) > 1 else None
+
+
+def _inline(message: moe_pb2.Tensor, field: str, dtypes: tuple[str, ...]) -> Plain:
+    """A view of a message's bytes. TensorError where it is malformed or lies in a region."""
+    spec = spec_of(message, field, rank=2, dtypes=dtypes)
+    if message.WhichOneof("payload") != "data":
+        raise TensorError(field, "it lies in a region")
+    return as_numpy(message.data, spec, field)
 
 
 def _check(field: str, array: Plain, dtypes: tuple[str, ...]) -> None:

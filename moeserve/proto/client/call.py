@@ -1,71 +1,124 @@
-"""`Call`: what is fixed about one call while its parts are tried, on one lane or another."""
+"""One call and its parts: what is fixed about them, and what a driver asks before and after each attempt.
+
+Nothing here does input or output. The synchronous client, the asynchronous client and the front door drive
+it: they send what `PartCall.request` makes, wait for the reply, and say how it ended.
+"""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from numpy.typing import NDArray
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.client.batch import Batch, Part
-from moeserve.proto.client.lanes import message_limit
-from moeserve.proto.client.patience import Clock
+from moeserve.proto.client.batch import Batch, Part, Reply, whole
+from moeserve.proto.client.lanes import Lanes, message_limit
 from moeserve.proto.client.payload import Inline, Payload, Placed, Pooled, shares
-from moeserve.proto.host import host_id
+from moeserve.proto.errors import MoeError, Unavailable
+from moeserve.proto.host_id import host_id
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion
+
+L = TypeVar("L")
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
-    """One call.
+class Call(Generic[L]):
+    """One call: its rows, and where they may go.
 
-    model: as the client names it; bound: the only lane it may go to; turn: where spreading starts.
+    lanes: those there are; model: as the caller names it; bound: the only lane it may go to; transport: one
+    of payload.TRANSPORTS; turn: where spreading starts.
     """
 
     batch: Batch
-    model: str
-    bound: int | None
-    clock: Clock
-    turn: int
+    lanes: Lanes[L]
+    model: str = ""
+    bound: int | None = None
+    transport: str = "auto"
+    turn: int = 0
     job_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def parts(self, topology: moe_pb2.GetTopologyReply) -> tuple[Part, ...]:
-        """The rows, spread over the lanes of `topology`."""
+    def parts(self, topology: moe_pb2.GetTopologyReply) -> tuple[PartCall[L], ...]:
+        """The rows, spread over the lanes of `topology`; TensorError when one has no room in a message."""
         lanes = len(topology.lanes) if self.bound is None else 1
-        return self.batch.parts(lanes, message_limit(topology))
+        parts = self.batch.parts(lanes, message_limit(topology))
+        joined = whole(self.batch, parts)
+        return tuple(PartCall(self, part, joined) for part in parts)
 
-    def is_whole(self, part: Part) -> bool:
-        """Whether `part` is all of the call."""
-        return part.stop - part.start == len(self.batch.hidden.storage)
+    def reply(self, parts: Sequence[PartCall[L]]) -> Reply:
+        """The answer that `parts`, all answered, make together.
 
-    def region_size(self, part: Part, lane: moe_pb2.Lane, transport: str) -> int:
-        """Bytes of the pooled region that takes `part` to `lane`; 0 when it needs none."""
-        nbytes = self.batch.hidden.rows(part.start, part.stop).spec.nbytes
-        if self.batch.placed or not shares(transport, nbytes, lane, host_id()):
-            return 0
-        return Pooled.size(nbytes)
+        Raises WeightsChanged where they saw different weights: the call has to be made again, whole.
+        """
+        answers = [part.answer for part in parts]
+        joined = parts[0].joined
+        rows = answers[0][1] if joined is None else joined
+        return self.batch.reply(rows, [reply for reply, _ in answers])
 
-    def payload(self, part: Part, region: RemoteRegion | None, pool: RegionPool) -> Payload:
-        """Where the rows of `part` go: in `region`, where the caller placed them, or inline."""
-        if self.batch.placed:
-            return Placed(self.batch)
-        rows = self.batch.hidden.rows(part.start, part.stop)
-        return Inline(rows) if region is None else Pooled(rows, region, pool)
 
-    def request(self, part: Part, attempt: int) -> moe_pb2.ForwardRequest:
-        """The request of one attempt, complete but for hidden states.
+class PartCall(Generic[L]):
+    """One part of a call, over as many attempts as it takes.
+
+    For each attempt a driver calls `aim`, `payload` and `request`, and then `answered` or `failed`.
+    joined: [T, H], where the answers of all parts go; None where this part is the whole call.
+    """
+
+    def __init__(self, call: Call[L], part: Part, joined: NDArray[Any] | None) -> None:
+        self.alone = joined is None  # whether it is all of its call
+        self._call = call
+        self._part = part
+        self._rows = call.batch.hidden.rows(part.start, part.stop)
+        self.joined = joined
+        self._answered: tuple[moe_pb2.ForwardReply, NDArray[Any]] | None = None
+        self._topology: moe_pb2.GetTopologyReply | None = None
+        self._attempt = 0
+
+    def aim(self, topology: moe_pb2.GetTopologyReply) -> tuple[L, int]:
+        """Picks the lane of the next attempt: the way to it, and the bytes of the region that takes the rows
+        there, 0 = none. Raises MoeError.
+        """
+        self._topology = topology
+        call, nbytes = self._call, self._rows.storage.nbytes
+        lane = call.lanes.pick(topology, call.bound, call.turn + self._part.index + self._attempt)
+        near = not call.batch.placed and shares(call.transport, nbytes, lane, host_id())
+        return call.lanes.link(topology, lane), Pooled.size(nbytes) if near else 0
+
+    def payload(self, region: RemoteRegion | None, pool: RegionPool) -> Payload:
+        """Where the rows go: in `region`, where the caller placed them, or inline."""
+        batch = self._call.batch
+        if batch.placed:
+            return Placed(batch)
+        return Inline(self._rows) if region is None else Pooled(self._rows, region, pool)
+
+    def request(self, payload: Payload) -> moe_pb2.ForwardRequest:
+        """The request of this attempt, its rows where `payload` has them.
 
         A part keeps its job id over all attempts.
         """
-        request = self.batch.request(part)
-        request.model = self.model
-        request.job_id = f"{self.job_id}.{part.index}"
-        request.attempt = attempt
+        request = self._call.batch.request(self._part)
+        request.model = self._call.model
+        request.job_id = f"{self._call.job_id}.{self._part.index}"
+        request.attempt = self._attempt
+        payload.fill(request)
         return request
 
+    def answered(self, reply: moe_pb2.ForwardReply, payload: Payload) -> None:
+        """Takes the reply's rows. Raises TensorError for an answer that is not like the question."""
+        part, joined = self._part, self.joined
+        into = None if joined is None else joined[part.start : part.stop]
+        self._answered = reply, payload.answer(reply, into)
 
-def rows_of(joined: NDArray[Any] | None, part: Part) -> NDArray[Any] | None:
-    """Where the answer of `part` goes in the whole; None when the part is the whole."""
-    return None if joined is None else joined[part.start : part.stop]
+    def failed(self, error: MoeError) -> None:
+        """Notes that the attempt failed: the next one goes elsewhere, where there is another lane."""
+        self._attempt += 1
+        if isinstance(error, Unavailable):
+            self._call.lanes.doubt(self._topology)
+
+    @property
+    def answer(self) -> tuple[moe_pb2.ForwardReply, NDArray[Any]]:
+        """The reply and its rows. RuntimeError before it is `answered`."""
+        if self._answered is None:
+            raise RuntimeError(f"part {self._part.index} of a call was read before it was answered")
+        return self._answered

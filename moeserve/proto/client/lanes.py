@@ -1,4 +1,4 @@
-"""The lanes a client knows, which of them takes the next rows, and the open way to each."""
+"""The lanes that a caller knows, which of them takes the next rows, and the open way to each."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Generic, TypeVar
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.channel import MAX_MESSAGE_BYTES
-from moeserve.proto.client.payload import TRANSPORTS
 from moeserve.proto.errors import NotFound, Unavailable
 
 L = TypeVar("L")
 
 
 class Lanes(Generic[L]):
-    """What a client learned from GetTopology, until a call finds it is no longer so. Safe from any thread.
+    """What GetTopology said last, until a call finds it is no longer so. Safe from any thread.
 
     `connect(address, max_message_bytes)` makes the way to a lane; it is made when the lane is first used.
     """
@@ -25,22 +24,24 @@ class Lanes(Generic[L]):
         self.current: moe_pb2.GetTopologyReply | None = None
         self._connect = connect
         self._links: dict[str, L] = {}
+        self._addresses: frozenset[str] = frozenset()  # of the lanes that were found last
         self._turns = itertools.count()
         self._lock = threading.Lock()
 
     def turn(self) -> int:
-        """Whose turn it is to take a call's first part: lanes take turns, so that small calls spread too."""
+        """Counts calls: lanes take their first parts in turn, so that small calls spread too."""
         return next(self._turns)
 
     def found(self, topology: moe_pb2.GetTopologyReply) -> list[L]:
         """Takes note of `topology`, which serves; returns the ways to lanes that are gone, to be closed."""
-        there = {lane.address for lane in topology.lanes}
         with self._lock:
             self.current = topology
-            return [self._links.pop(address) for address in list(self._links) if address not in there]
+            self._addresses = frozenset(lane.address for lane in topology.lanes)
+            gone = [address for address in self._links if address not in self._addresses]
+            return [self._links.pop(address) for address in gone]
 
     def doubt(self, topology: moe_pb2.GetTopologyReply | None) -> None:
-        """A call on `topology` failed: the next one asks anew, unless somebody has already."""
+        """Forgets `topology`, on which a call failed, so that the next one asks anew. Keeps a newer one."""
         with self._lock:
             if self.current is topology:
                 self.current = None
@@ -56,16 +57,24 @@ class Lanes(Generic[L]):
         raise NotFound("NOT_FOUND", "no_lane", f"lane {bound} is not one of the lanes {there}")
 
     def link(self, topology: moe_pb2.GetTopologyReply, lane: moe_pb2.Lane) -> L:
-        """The way to `lane`."""
+        """The way to `lane` of `topology`.
+
+        Raises Unavailable where another call has learned meanwhile that nobody answers at its address.
+        """
+        address = lane.address
         with self._lock:
-            if lane.address not in self._links:
-                self._links[lane.address] = self._connect(lane.address, message_limit(topology))
-            return self._links[lane.address]
+            link = self._links.get(address)
+            if link is None:
+                if address not in self._addresses:
+                    raise Unavailable("UNAVAILABLE", "", f"the lane at {address} left the group")
+                link = self._links[address] = self._connect(address, message_limit(topology))
+            return link
 
     def clear(self) -> list[L]:
         """Forgets everything; returns the ways, to be closed."""
         with self._lock:
             links, self._links, self.current = list(self._links.values()), {}, None
+            self._addresses = frozenset()
         return links
 
 
@@ -80,10 +89,3 @@ def check_serving(topology: moe_pb2.GetTopologyReply) -> moe_pb2.GetTopologyRepl
         reason = topology.reason or "the service has no lane"
         raise Unavailable("UNAVAILABLE", "not_serving", f"the group does not serve now: {reason}")
     return topology
-
-
-def check_transport(name: str) -> str:
-    """`name`, when it is one of the transports of a payload; ValueError otherwise."""
-    if name not in TRANSPORTS:
-        raise ValueError(f"transport={name!r} is not one of {', '.join(TRANSPORTS)}")
-    return name

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 from moeserve.proto.errors import DeadlineExceeded, MoeError, Overloaded, Unavailable
+from moeserve.proto.timeouts import bounded
 
 OPERATION_SECONDS = 3600.0  # a rebalance or reload may take, unless its caller says otherwise
 
@@ -15,8 +16,9 @@ OPERATION_SECONDS = 3600.0  # a rebalance or reload may take, unless its caller 
 class Patience:
     """The time and the attempts a call may take.
 
-    timeout: seconds in all, over every attempt; attempts: at most so many, None = as many as fit into the
-    timeout; first_wait, longest_wait: seconds between attempts, doubling from the first to the longest.
+    timeout: seconds in all, over every attempt; more than 2e6 (23 days) count as 2e6. attempts: at most so
+    many, None = as many as fit into the timeout. first_wait, longest_wait: seconds between attempts, doubling
+    from the first to the longest.
     """
 
     timeout: float = 60.0
@@ -25,7 +27,7 @@ class Patience:
     longest_wait: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.timeout <= 0:
+        if not self.timeout > 0:  # nor when it is NaN
             raise ValueError(f"timeout={self.timeout} must be more than 0 seconds")
         if self.attempts is not None and self.attempts < 1:
             raise ValueError(f"attempts={self.attempts} must be at least 1, or None for as many as fit")
@@ -39,13 +41,18 @@ class Patience:
         """`timeout` itself, or the default patience with so many seconds."""
         return timeout if isinstance(timeout, Patience) else cls(timeout=timeout)
 
+    @property
+    def seconds(self) -> float:
+        """The timeout, as gRPC can take it."""
+        return bounded(self.timeout)
+
 
 class Clock:
-    """The clock of one call: started when made."""
+    """The time of one call, from when this was made."""
 
     def __init__(self, patience: Patience) -> None:
         self.patience = patience
-        self.deadline = time.monotonic() + patience.timeout
+        self.deadline = time.monotonic() + patience.seconds
         self._before: MoeError | None = None
 
     @property
@@ -80,3 +87,17 @@ class Clock:
         """The error of a call whose time passed before it was sent."""
         text = f"{self.patience.timeout} s passed before the lanes were known"
         return DeadlineExceeded("DEADLINE_EXCEEDED", "", text)
+
+
+class Retries:
+    """Counts the attempts at one thing, within the time of its call's clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.attempt = 0
+        self._clock = clock
+
+    def wait_after(self, failed: MoeError) -> float:
+        """Seconds to wait before the next attempt; raises as Clock.wait_after where there is to be none."""
+        wait = self._clock.wait_after(failed, self.attempt)
+        self.attempt += 1
+        return wait

@@ -10,7 +10,7 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.client.batch import Batch
 from moeserve.proto.errors import MoeError
 from moeserve.proto.tensors import Plain, TensorError, as_numpy, describe_into, encode_into, spec_of
-from moeserve.proto.transports.bell import Bell
+from moeserve.proto.transports.region_calls import RegionCalls
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion, aligned, region_size
 
 TRANSPORTS = ("auto", "inline", "shared_memory")
@@ -23,8 +23,8 @@ class Payload(Protocol):
     """The hidden states of one attempt at one part."""
 
     @property
-    def bell(self) -> Bell | None:
-        """A short way to the lane that holds rows and answer, where there is one."""
+    def calls(self) -> RegionCalls | None:
+        """What sends the request over the lease of its region; None where only gRPC can."""
 
     def fill(self, request: moe_pb2.ForwardRequest) -> None:
         """Puts the rows where the lane reads them, and says so in `request`."""
@@ -43,9 +43,9 @@ class Payload(Protocol):
 
 
 class Inline:
-    """Rows in the message; the answer in the reply."""
+    """Rows that ride in the message, and their answer in the reply."""
 
-    bell = None
+    calls = None
 
     def __init__(self, rows: Plain) -> None:
         self._rows = rows
@@ -59,14 +59,14 @@ class Inline:
         return moved(inline_answer(reply, self._rows), into)
 
     def done(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no region is held."""
 
     def abandon(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no region is held."""
 
 
 class Pooled:
-    """Rows and answer in a region of the lane that calls take turns with: one copy in, one out."""
+    """Rows and answer lie in a region that calls to this lane take turns with: one copy in, one out."""
 
     def __init__(self, rows: Plain, region: RemoteRegion, pool: RegionPool) -> None:
         self._rows = rows
@@ -80,9 +80,9 @@ class Pooled:
         return region_size(2 * aligned(nbytes))
 
     @property
-    def bell(self) -> Bell | None:
-        """The region's."""
-        return self._region.bell
+    def calls(self) -> RegionCalls | None:
+        """Those over the lease of this region."""
+        return self._region.calls
 
     def fill(self, request: moe_pb2.ForwardRequest) -> None:
         """Copies the rows into the region."""
@@ -108,18 +108,18 @@ class Pooled:
 
 
 class Placed:
-    """Rows, answer or both where the caller allocated them; what was not allocated rides inline."""
+    """Rows, answer or both lie where the caller allocated them; what was not allocated rides inline."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
 
     @property
-    def bell(self) -> Bell | None:
-        """The output's; an answer that rides inline is too long for it."""
-        return None if self._batch.output is None else self._batch.output.region.bell
+    def calls(self) -> RegionCalls | None:
+        """Those over the lease of the output's region; an inline answer is too long for a packet."""
+        return None if self._batch.output is None else self._batch.output.region.calls
 
     def fill(self, request: moe_pb2.ForwardRequest) -> None:
-        """Names the places."""
+        """Names the caller's regions in the request."""
         batch = self._batch
         for tensor in batch.placed:
             if tensor is batch.like:
@@ -138,10 +138,10 @@ class Placed:
         return self._batch.output.plain.storage
 
     def done(self) -> None:
-        """The places are the caller's."""
+        """Does nothing: the regions are the caller's."""
 
     def abandon(self) -> None:
-        """The places are the caller's."""
+        """Does nothing: the regions are the caller's."""
 
 
 def moved(found: NDArray[Any], into: NDArray[Any] | None) -> NDArray[Any]:

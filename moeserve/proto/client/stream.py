@@ -10,8 +10,9 @@ from typing import Any
 import grpc
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.client.alarms import Alarms
+from moeserve.proto.client.deadline_watch import DeadlineWatch
 from moeserve.proto.errors import DeadlineExceeded, MoeError, Unavailable, from_rpc, outcome
+from moeserve.proto.timeouts import bounded, milliseconds
 
 
 class ForwardStream:
@@ -20,8 +21,8 @@ class ForwardStream:
     Replies are read by the thread that asks, so an answer is not handed from thread to thread once more.
     """
 
-    def __init__(self, stub: Any, alarms: Alarms) -> None:
-        self._alarms = alarms
+    def __init__(self, stub: Any, watch: DeadlineWatch) -> None:
+        self._watch = watch
         self._requests: queue.SimpleQueue[moe_pb2.ForwardRequest | None] = queue.SimpleQueue()
         self._replies = stub.ForwardStream(iter(self._requests.get, None))
         self._deadline = 0.0
@@ -38,13 +39,13 @@ class ForwardStream:
 
     def send(self, request: moe_pb2.ForwardRequest, timeout: float) -> None:
         """Sends `request`; `receive` is to follow."""
-        self._deadline = time.monotonic() + timeout
-        request.timeout_ms = max(1, int(timeout * 1000))
+        self._deadline = time.monotonic() + bounded(timeout)
+        request.timeout_ms = milliseconds(timeout)
         self._requests.put(request)
 
     def receive(self, job_id: str) -> moe_pb2.ForwardReply:
         """The reply to `job_id`; replies to other jobs are thrown away. Raises MoeError."""
-        alarm = self._alarms.set(self._deadline, self._replies.cancel)
+        watched = self._watch.add(self._deadline, self._replies.cancel)
         try:
             while True:
                 reply = next(self._replies)
@@ -57,7 +58,7 @@ class ForwardStream:
             self.close()
             raise self._error(failed) from failed
         finally:
-            self._alarms.unset(alarm)
+            self._watch.remove(watched)
 
     def close(self) -> None:
         """Ends the stream, and a call that is on it."""
@@ -76,7 +77,7 @@ class StreamPool:
 
     def __init__(self, stub: Any) -> None:
         self._stub = stub
-        self._alarms = Alarms()
+        self._watch = DeadlineWatch()
         self._idle: list[ForwardStream] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -89,7 +90,7 @@ class StreamPool:
                 if stream.alive:
                     return stream
                 stream.close()
-        return ForwardStream(self._stub, self._alarms)
+        return ForwardStream(self._stub, self._watch)
 
     def give(self, stream: ForwardStream) -> None:
         """Keeps `stream` for the next call."""
@@ -105,4 +106,4 @@ class StreamPool:
             self._closed = True
             while self._idle:
                 self._idle.pop().close()
-        self._alarms.close()
+        self._watch.close()

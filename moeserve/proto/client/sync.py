@@ -13,21 +13,20 @@ from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 import grpc
-from numpy.typing import NDArray
 
 from moeserve.proto import health, moe_pb2
 from moeserve.proto.channel import MAX_MESSAGE_BYTES
-from moeserve.proto.client.batch import Batch, CallOptions, Choice, Logits, Part, Reply, whole
-from moeserve.proto.client.call import Call, rows_of
-from moeserve.proto.client.lanes import Lanes, check_serving, check_transport
-from moeserve.proto.client.link import Attempt, Link, Sent
-from moeserve.proto.client.patience import OPERATION_SECONDS, Clock, Patience
-from moeserve.proto.client.payload import Payload, shares
+from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, check_options
+from moeserve.proto.client.call import Call, PartCall
+from moeserve.proto.client.core import Core, Settings
+from moeserve.proto.client.lanes import check_serving
+from moeserve.proto.client.patience import OPERATION_SECONDS, Clock, Patience, Retries
+from moeserve.proto.client.payload import Payload
 from moeserve.proto.client.stream import ForwardStream
-from moeserve.proto.errors import MoeError, Unavailable, WeightsChanged, from_rpc
-from moeserve.proto.host import host_id
+from moeserve.proto.client.sync_link import Attempt, Link, Sent
+from moeserve.proto.errors import MoeError, WeightsChanged, from_rpc
 from moeserve.proto.tensors import Array, Spec, known
-from moeserve.proto.transports.shared_memory import RemoteRegion, SharedTensor, region_size
+from moeserve.proto.transports.shared_memory import RemoteRegion, SharedTensor
 
 T = TypeVar("T")
 
@@ -57,12 +56,8 @@ class MoeClient:
         transport: str = "auto",
     ) -> None:
         self.address = address
-        self._served = model
-        self._patience = Patience.of(timeout)
-        self._lane = lane
-        self._transport = check_transport(transport)
+        self._core = Core(Link, Settings(model, Patience.of(timeout), lane, transport))
         self._door = Link(address, MAX_MESSAGE_BYTES)
-        self._lanes: Lanes[Link] = Lanes(Link)
         self._finding = threading.Lock()
 
     def forward(
@@ -89,47 +84,48 @@ class MoeClient:
         self, layer: int, hidden: Array | SharedTensor, route: Choice | Logits, **options: Unpack[CallOptions]
     ) -> Reply:
         """The answer with the epoch and the version of the weights that made it."""
-        batch = Batch.of(layer, hidden, route, options)
-        clock = self._clock(options.get("timeout"))
-        asked = options.get("lane")
-        bound = batch.lane(self._lane if asked is None else asked)
-        return self._run(Call(batch, self._served, bound, clock, self._lanes.turn()))
+        check_options(options)
+        call = self._core.call(layer, hidden, route, options)
+        clock = self._core.clock(options.get("timeout"))
+        # asked for whole again where its parts saw different weights
+        return self._patiently(clock, lambda: self._once(call, clock), retried=WeightsChanged)
 
     def allocate(self, lane: int, shape: Sequence[int], dtype: str = "bf16") -> SharedTensor:
         """A tensor in shared memory of a lane, to fill and pass as `hidden`, or to pass as `output`.
 
         Raises MoeError where the lane cannot share memory with this process.
         """
-        clock = self._clock(None)
+        clock = self._core.clock(None)
         spec = Spec(known("dtype", dtype), tuple(int(size) for size in shape))
 
         def make() -> RemoteRegion:
-            topology = self._topology(clock)
-            found = self._lanes.pick(topology, lane, 0)
-            shares("shared_memory", spec.nbytes, found, host_id())
-            return self._lanes.link(topology, found).region(region_size(spec.nbytes), clock.remaining)
+            link, size = self._core.place(self._topology(clock), lane, spec)
+            return link.region(size, clock.remaining)
 
         return SharedTensor(self._patiently(clock, make), 0, spec, lane)
 
     def stream(self, lane: int) -> ForwardStream:
         """A stream of one's own to a lane, for requests made by hand; the caller closes it."""
-        clock = self._clock(None)
+        clock, lanes = self._core.clock(None), self._core.lanes
         topology = self._patiently(clock, lambda: self._topology(clock))
-        return self._lanes.link(topology, self._lanes.pick(topology, lane, 0)).streams.take()
+        return lanes.link(topology, lanes.pick(topology, lane, 0)).streams.take()
 
     def topology(self) -> moe_pb2.GetTopologyReply:
-        """The lanes, asked for anew."""
-        reply: moe_pb2.GetTopologyReply = self._ask("GetTopology", moe_pb2.GetTopologyRequest())
+        """Asks the front door for the lanes that are up now."""
+        request = moe_pb2.GetTopologyRequest()
+        reply: moe_pb2.GetTopologyReply = self._ask(self._door.front.GetTopology, request)
         return reply
 
     def model(self, *, placement: bool = False) -> moe_pb2.GetModelReply:
-        """What is served; with `placement`, also which expert lies in which slot."""
-        reply: moe_pb2.GetModelReply = self._ask("GetModel", moe_pb2.GetModelRequest(placement=placement))
+        """Asks what is served; with `placement`, also which expert lies in which slot."""
+        request = moe_pb2.GetModelRequest(placement=placement)
+        reply: moe_pb2.GetModelReply = self._ask(self._door.front.GetModel, request)
         return reply
 
     def status(self, *, experts: bool = False) -> moe_pb2.GetStatusReply:
-        """How the service is doing; with `experts`, also how many tokens each expert got."""
-        reply: moe_pb2.GetStatusReply = self._ask("GetStatus", moe_pb2.GetStatusRequest(experts=experts))
+        """Asks how the service is doing; with `experts`, also how many tokens each expert got."""
+        request = moe_pb2.GetStatusRequest(experts=experts)
+        reply: moe_pb2.GetStatusReply = self._ask(self._door.front.GetStatus, request)
         return reply
 
     def rebalance(
@@ -148,7 +144,7 @@ class MoeClient:
         where the service does not serve; nothing is tried again.
         """
         request = moe_pb2.RebalanceRequest(policy=policy, max_moves=max_moves, dry_run=dry_run)
-        reply: moe_pb2.RebalanceReply = self._door.unary("Rebalance", request, timeout)
+        reply: moe_pb2.RebalanceReply = self._door.unary(self._door.admin.Rebalance, request, timeout)
         return reply
 
     def reload(self, checkpoint: str, *, timeout: float = OPERATION_SECONDS) -> moe_pb2.ReloadReply:
@@ -160,20 +156,20 @@ class MoeClient:
         again.
         """
         request = moe_pb2.ReloadRequest(checkpoint=checkpoint)
-        reply: moe_pb2.ReloadReply = self._door.unary("Reload", request, timeout)
+        reply: moe_pb2.ReloadReply = self._door.unary(self._door.admin.Reload, request, timeout)
         return reply
 
     def health(self, service: str = health.SERVICE) -> str:
         """`SERVING`, `NOT_SERVING` or `UNKNOWN`, by grpc.health.v1; NotFound for an unknown service."""
         check = self._door.channel.unary_unary(health.METHOD)
         try:
-            return health.decode_check(check(health.encode_check(service), timeout=self._patience.timeout))
+            return health.decode_check(check(health.encode_check(service), timeout=self._core.seconds))
         except grpc.RpcError as failed:
             raise from_rpc(failed) from failed
 
     def close(self) -> None:
         """Closes all connections and gives all regions back."""
-        for link in self._lanes.clear():
+        for link in self._core.lanes.clear():
             link.close()
         self._door.close()
 
@@ -185,96 +181,72 @@ class MoeClient:
     ) -> None:
         self.close()
 
-    def _clock(self, timeout: float | Patience | None) -> Clock:
-        return Clock(self._patience if timeout is None else Patience.of(timeout))
+    def _ask(self, method: Callable[..., Any], request: Any) -> Any:
+        return self._door.unary(method, request, self._core.seconds)
 
-    def _ask(self, name: str, request: Any) -> Any:
-        return self._door.unary(name, request, self._patience.timeout)
-
-    def _run(self, call: Call) -> Reply:
-        """The answer; asked for whole again where its parts saw different weights."""
-        number = 0
-        while True:
-            try:
-                return self._once(call)
-            except WeightsChanged as changed:
-                wait = call.clock.wait_after(changed, number)
-            time.sleep(wait)
-            number += 1
-
-    def _once(self, call: Call) -> Reply:
-        topology = self._patiently(call.clock, lambda: self._topology(call.clock))
-        parts = call.parts(topology)
-        joined = whole(call.batch, parts)
-        attempts = [self._start(call, part, 0) for part in parts]
-        replies: list[moe_pb2.ForwardReply] = []
+    def _once(self, call: Call[Link], clock: Clock) -> Reply:
+        """Asks for all parts and joins them. Raises WeightsChanged where they saw different weights."""
+        parts = call.parts(self._patiently(clock, lambda: self._topology(clock)))
+        attempts = [self._start(part, clock) for part in parts]
         try:
             for part, attempt in zip(parts, attempts, strict=True):
-                reply, answer = self._finish(call, part, attempt, into=rows_of(joined, part))
-                replies.append(reply)
+                self._finish(part, attempt, clock)
         finally:
             for attempt in attempts:
                 attempt.abandon()
-        return call.batch.reply(answer if joined is None else joined, replies)
+        return call.reply(parts)
 
-    def _start(self, call: Call, part: Part, number: int) -> Attempt:
+    def _start(self, part: PartCall[Link], clock: Clock) -> Attempt:
         """Sends an attempt at one part; a failure to send is told by its `finish`, like any other."""
-        topology: moe_pb2.GetTopologyReply | None = None
         payload: Payload | None = None
         try:
-            topology = self._topology(call.clock)
-            lane = self._lanes.pick(topology, call.bound, call.turn + part.index + number)
-            link = self._lanes.link(topology, lane)
-            size = call.region_size(part, lane, self._transport)
-            region = link.region(size, call.clock.remaining) if size else None
-            payload = call.payload(part, region, link.regions)
-            request = call.request(part, number)
-            sent = link.send(request, payload, call.clock.remaining, alone=call.is_whole(part))
-            return Attempt(sent, payload, topology)
+            link, size = part.aim(self._topology(clock))
+            region = link.region(size, clock.remaining) if size else None
+            payload = part.payload(region, link.regions)
+            sent = link.send(part.request(payload), payload, clock.remaining, alone=part.alone)
         except MoeError as failed:
-            return Attempt(Sent.failed(failed), payload, topology)
+            sent = Sent.failed(failed)
+        return Attempt(part, sent, payload)
 
-    def _finish(
-        self, call: Call, part: Part, attempt: Attempt, *, into: NDArray[Any] | None
-    ) -> tuple[moe_pb2.ForwardReply, NDArray[Any]]:
+    def _finish(self, part: PartCall[Link], first: Attempt, clock: Clock) -> None:
         """Waits for one part, over as many attempts as it takes."""
-        number = 0
-        while True:
+        started = [first]
+
+        def finish() -> None:
+            attempt = started.pop() if started else self._start(part, clock)
             try:
-                return attempt.finish(into)
-            except MoeError as failed:
-                if isinstance(failed, Unavailable):
-                    self._lanes.doubt(attempt.topology)
-                wait = call.clock.wait_after(failed, number)
+                attempt.finish()
             finally:
                 attempt.abandon()
-            time.sleep(wait)
-            number += 1
-            attempt = self._start(call, part, number)
 
-    def _patiently(self, clock: Clock, act: Callable[[], T]) -> T:
-        """What `act` returns, over as many attempts as it takes."""
-        number = 0
+        self._patiently(clock, finish)
+
+    def _patiently(self, clock: Clock, act: Callable[[], T], *, retried: type[MoeError] = MoeError) -> T:
+        """What `act` returns, tried again after each `retried` for as long as the clock allows."""
+        retries = Retries(clock)
         while True:
             try:
                 return act()
-            except MoeError as failed:
-                time.sleep(clock.wait_after(failed, number))
-                number += 1
+            except retried as failed:
+                wait = retries.wait_after(failed)
+            time.sleep(wait)
 
     def _topology(self, clock: Clock) -> moe_pb2.GetTopologyReply:
         """The lanes as last found, or found now."""
-        current = self._lanes.current
+        lanes = self._core.lanes
+        current = lanes.current
         if current is not None:
             return current
         if not self._finding.acquire(timeout=clock.remaining):
             raise clock.expired()
         try:
-            current = self._lanes.current
+            current = lanes.current
             if current is None:
                 request = moe_pb2.GetTopologyRequest()
-                current = check_serving(self._door.unary("GetTopology", request, clock.remaining))
-                for gone in self._lanes.found(current):
+                current = check_serving(
+                    self._door.unary(self._door.front.GetTopology, request, clock.remaining)
+                )
+                for gone in lanes.found(current):
                     gone.close()
             return current
         finally:

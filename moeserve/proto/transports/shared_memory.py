@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from moeserve.proto import moe_pb2
 from moeserve.proto.errors import Unavailable
 from moeserve.proto.tensors import Plain, Spec, as_numpy, as_torch
-from moeserve.proto.transports.bell import Bell
+from moeserve.proto.transports.region_calls import RegionCalls
 
 if TYPE_CHECKING:
     import torch
 
 GRANTED = b"+"
-GRANTED_WITH_BELL = b"+bell"
+GRANTED_WITH_CALLS = b"+bell"  # these bytes are what older clients and lanes say
 REFUSED = b"-"
 NAME_BYTES = 256
 HANDOVER_SECONDS = 10.0
@@ -47,9 +47,9 @@ class RemoteRegion:
     forgotten it.
     """
 
-    def __init__(self, name: str, memory: mmap.mmap, lease: socket.socket, bell: Bell | None) -> None:
+    def __init__(self, name: str, memory: mmap.mmap, lease: socket.socket, calls: RegionCalls | None) -> None:
         self.name = name
-        self.bell = bell  # None where the lane takes no calls over a lease
+        self.calls = calls  # None where the lane takes no calls over a lease
         self.size = len(memory)
         self._memory = memory
         self._lease = lease
@@ -65,7 +65,7 @@ class RemoteRegion:
             lease.settimeout(HANDOVER_SECONDS)
             lease.connect(socket_address(made.socket))
             lease.send(made.name.encode())
-            descriptor, answers = _receive_descriptor(lease)
+            descriptor, takes_calls = _receive_descriptor(lease)
             try:
                 memory = mmap.mmap(descriptor, made.size)
             finally:
@@ -75,7 +75,7 @@ class RemoteRegion:
             lease.close()
             text = f"region of {made.size} bytes could not be fetched from {made.socket}: {failed}"
             raise Unavailable("UNAVAILABLE", "region_lost", text) from failed
-        return cls(made.name, memory, lease, Bell(lease) if answers else None)
+        return cls(made.name, memory, lease, RegionCalls(lease) if takes_calls else None)
 
     @property
     def alive(self) -> bool:
@@ -103,11 +103,11 @@ class RemoteRegion:
 
 
 def _receive_descriptor(lease: socket.socket) -> tuple[int, bool]:
-    """The descriptor, and whether the lane takes calls over its lease."""
+    """The region's descriptor, and whether the lane takes calls over the lease."""
     answer, descriptors, _, _ = socket.recv_fds(lease, NAME_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     if not descriptors:
         raise ConnectionRefusedError(answer[1:].decode(errors="replace") or "the lane closed the connection")
-    return descriptors[0], answer == GRANTED_WITH_BELL
+    return descriptors[0], answer == GRANTED_WITH_CALLS
 
 
 @dataclass(frozen=True, eq=False)

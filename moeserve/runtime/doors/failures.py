@@ -1,10 +1,11 @@
-"""Failures as gRPC statuses: one table, used by every door."""
+"""Which gRPC status a failure becomes: one table, which every door uses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import grpc
 
@@ -16,10 +17,14 @@ from moeserve.runtime.doors.payloads.errors import NamedRegionRefused, RegionLim
 from moeserve.runtime.doors.request import NotServed
 from moeserve.runtime.errors import CallerLeft, DeadlinePassed, GroupUnavailable, Overloaded, WrongVersion
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class Status:
-    """A gRPC status with a one-word reason for programs."""
+class GrpcStatus:
+    """How a call ends that failed: a gRPC code, one word why for programs, and a message for people."""
 
     code: str
     reason: str
@@ -27,14 +32,14 @@ class Status:
     pushback: float | None = None  # seconds
 
     def as_message(self) -> moe_pb2.Error:
-        """As it travels on a stream."""
+        """The `Error` that says so in a reply of a stream."""
         error = moe_pb2.Error(code=CODE_OF_NAME[self.code], reason=self.reason, message=self.message)
         if self.pushback is not None:
             error.pushback_ms = int(self.pushback * 1000)
         return error
 
     def abort(self, context: grpc.ServicerContext) -> NoReturn:
-        """Ends a unary call with it."""
+        """Ends the RPC of `context` with this status."""
         context.set_trailing_metadata(tuple(self._metadata()))
         context.abort(getattr(grpc.StatusCode, self.code), self.message)
         raise AssertionError("abort does not return")
@@ -61,11 +66,20 @@ _TABLE: tuple[tuple[type[Exception], str, str], ...] = (
 )
 
 
-def status_of(error: Exception) -> Status:
-    """The status of a failure; INTERNAL for one that nobody foresaw."""
+def status_of(error: Exception) -> GrpcStatus:
+    """The status that `error` ends a call with: what a lane said, or what the table has; else INTERNAL."""
     if isinstance(error, MoeError):
-        return Status(error.code, error.reason, error.message, error.retry_after)
+        return GrpcStatus(error.code, error.reason, error.message, error.retry_after)
     for kind, code, reason in _TABLE:
         if isinstance(error, kind):
-            return Status(code, reason, str(error), getattr(error, "pushback", None))
-    return Status("INTERNAL", "internal", f"{type(error).__name__}: {error}")
+            return GrpcStatus(code, reason, str(error), getattr(error, "pushback", None))
+    log.error("a request failed unforeseen", exc_info=error)
+    return GrpcStatus("INTERNAL", "internal", f"{type(error).__name__}: {error}")
+
+
+def guarded(context: grpc.ServicerContext, work: Callable[[], T]) -> T:
+    """What `work` returns; where it raises, the RPC of `context` ends with the failure's status."""
+    try:
+        return work()
+    except Exception as error:
+        status_of(error).abort(context)

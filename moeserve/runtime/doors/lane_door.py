@@ -1,4 +1,4 @@
-"""`Door`: a rank's own data endpoint. It checks requests, hands their rows to the lane, and answers."""
+"""`LaneDoor`: a rank's own data endpoint. It checks requests, hands their rows to the lane, and answers."""
 
 from __future__ import annotations
 
@@ -8,30 +8,35 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
-from moeserve.proto.tensors import TensorError
-from moeserve.runtime.doors.failures import Status, status_of
+from moeserve.runtime.doors.deadlines import Observe, seconds_left
+from moeserve.runtime.doors.failures import GrpcStatus, guarded, status_of
+from moeserve.runtime.doors.operations import BadRequest
 from moeserve.runtime.doors.payloads.regions import Regions
-from moeserve.runtime.doors.request import Asked, RequestReader
+from moeserve.runtime.doors.request import CheckedRequest, RequestReader
 from moeserve.runtime.errors import CallerLeft, DeadlinePassed
 from moeserve.runtime.rank.lane import Call, Lane
 from moeserve.runtime.step import Stamp
 
 log = logging.getLogger(__name__)
 
-LONGEST_SECONDS = 1e8  # of a deadline; gRPC says centuries where the caller set none
+NOT_THE_FRONT_DOOR = GrpcStatus(
+    "FAILED_PRECONDITION",
+    "not_the_front_door",
+    "a lane runs experts; the service's own address (server.host and server.port) answers this",
+)
+"""How a lane refuses the calls of the front door."""
 
-Observe = Callable[[str, str, str, float], None]
-"""`(method, transport, code, seconds)` of an ended request."""
 
+class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
+    """Answers LaneService for one rank: Forward, ForwardStream and shared-memory regions.
 
-class Door(moe_pb2_grpc.MoeServiceServicer):
-    """Forward, ForwardStream and the regions of one rank; the front door answers everything else."""
+    Callers of the same host may also send requests over the lease of a region, past gRPC.
+    """
 
     def __init__(
         self,
@@ -46,7 +51,7 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
         self._regions = regions
         self._weights_version = weights_version
         self._observe = observe
-        regions.on_ring = self.rung
+        regions.take_call = self.take_packet
 
     def Forward(self, request: moe_pb2.ForwardRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
         """Runs one batch and waits for its answer."""
@@ -61,17 +66,18 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
             finally:
                 asked.close()
         except Exception as error:
-            status = _status(error)
+            status = status_of(error)
             code = status.code
             status.abort(context)
         finally:
             self._observe("Forward", transport, code, time.perf_counter() - started)
 
-    def _run(self, asked: Asked, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
+    def _run(self, asked: CheckedRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
         if not asked.batch.hidden.shape[0]:
             return self._empty(asked)
         call = self._lane.submit(asked.batch)
-        context.add_callback(lambda: self._left(call, context))
+        if not context.add_callback(lambda: self._left(call, context)):  # the RPC is over already
+            self._left(call, context)
         if not call.wait(asked.batch.deadline - time.time()):
             self._lane.cancel(call)
             raise DeadlinePassed(f"layer {asked.batch.layer}: no answer within the deadline")
@@ -90,31 +96,36 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
     ) -> Iterator[moe_pb2.ForwardStreamReply]:
         """Runs batches as they arrive; replies come as they are ready, under their job ids."""
         replies: queue.SimpleQueue[moe_pb2.ForwardStreamReply | None] = queue.SimpleQueue()
-        stream = _Stream(self, replies)
-        context.add_callback(stream.left)
+        stream = LaneStream(self, replies)
+        if not context.add_callback(stream.left):  # the RPC is over already
+            stream.left()
         threading.Thread(
             target=stream.consume, args=(request_iterator,), name="forward-stream", daemon=True
         ).start()
         while (reply := replies.get()) is not None:
             yield reply
 
-    def rung(self, packet: bytes, answer: Callable[[bytes], None]) -> Callable[[], None]:
-        """Starts a request that came over a region's lease; `answer` gets its ForwardStreamReply.
+    def take_packet(self, packet: bytes, answer: Callable[[bytes], None]) -> Callable[[], None]:
+        """Starts the ForwardRequest in `packet`, which came over a region's lease.
 
-        Returns what gives it up.
+        `answer` gets the bytes of its ForwardStreamReply. Returns what gives the call up.
         """
 
         def ended(reply: moe_pb2.ForwardStreamReply) -> None:
             answer(reply.SerializeToString())
 
+        request, wrong = moe_pb2.ForwardRequest(), ""
         try:
-            request = moe_pb2.ForwardRequest.FromString(packet)
-            if not request.HasField("output"):
-                raise TensorError("output", "a call over a region's lease needs a region for its answer")
-        except (DecodeError, TensorError) as error:
-            ended(moe_pb2.ForwardStreamReply(error=_status(error).as_message()))
+            request.MergeFromString(packet)
+        except DecodeError:
+            wrong = f"{len(packet)} bytes over a region's lease are no ForwardRequest"
+        if not wrong and not request.HasField("output"):
+            wrong = "output: a call over a region's lease needs a region for its answer"
+        if wrong:
+            failed = status_of(BadRequest(wrong)).as_message()
+            ended(moe_pb2.ForwardStreamReply(job_id=request.job_id, error=failed))
             return _nothing
-        call = self.begin(request, ended, "Bell")
+        call = self.begin(request, ended, "RegionCall")
         return _nothing if call is None else lambda: self.leave(call)
 
     def begin(
@@ -123,7 +134,10 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
         ended: Callable[[moe_pb2.ForwardStreamReply], None],
         method: str = "ForwardStream",
     ) -> Call | None:
-        """Starts a request; `ended` gets its reply, from whichever thread ends it."""
+        """Starts a request; `ended` gets its reply, from whichever thread ends it.
+
+        method: as metrics name it. Returns the call, or None for a request that has ended already.
+        """
         started = time.perf_counter()
         deadline = time.time() + request.timeout_ms / 1000 if request.timeout_ms else math.inf
         transport = "inline"
@@ -133,7 +147,7 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
             try:
                 reply.reply.CopyFrom(outcome())
             except Exception as error:
-                status = _status(error)
+                status = status_of(error)
                 code = status.code
                 reply.error.CopyFrom(status.as_message())
             seconds = time.perf_counter() - started
@@ -170,43 +184,13 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
         self._lane.cancel(call)
         call.give_up(CallerLeft("the caller left before its answer was there"))
 
-    def _reply(self, asked: Asked, call: Call) -> moe_pb2.ForwardReply:
+    def _reply(self, asked: CheckedRequest, call: Call) -> moe_pb2.ForwardReply:
         return asked.reply(*call.result())
 
-    def _empty(self, asked: Asked) -> moe_pb2.ForwardReply:
+    def _empty(self, asked: CheckedRequest) -> moe_pb2.ForwardReply:
         if self._lane.closed is not None:
             raise self._lane.unavailable()
         return asked.reply(asked.batch.hidden, Stamp(0, self._weights_version()))
-
-    # -- what only the front door knows
-
-    def GetTopology(
-        self, request: moe_pb2.GetTopologyRequest, context: grpc.ServicerContext
-    ) -> moe_pb2.GetTopologyReply:
-        """The front door answers this."""
-        _not_the_front_door(context)
-
-    def GetModel(
-        self, request: moe_pb2.GetModelRequest, context: grpc.ServicerContext
-    ) -> moe_pb2.GetModelReply:
-        """The front door answers this."""
-        _not_the_front_door(context)
-
-    def GetStatus(
-        self, request: moe_pb2.GetStatusRequest, context: grpc.ServicerContext
-    ) -> moe_pb2.GetStatusReply:
-        """The front door answers this."""
-        _not_the_front_door(context)
-
-    def Rebalance(
-        self, request: moe_pb2.RebalanceRequest, context: grpc.ServicerContext
-    ) -> moe_pb2.RebalanceReply:
-        """The front door answers this."""
-        _not_the_front_door(context)
-
-    def Reload(self, request: moe_pb2.ReloadRequest, context: grpc.ServicerContext) -> moe_pb2.ReloadReply:
-        """The front door answers this."""
-        _not_the_front_door(context)
 
     # -- shared memory
     # ----------------------------------------------------------------------------------------------
@@ -215,14 +199,14 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
         self, request: moe_pb2.CreateRegionRequest, context: grpc.ServicerContext
     ) -> moe_pb2.CreateRegionReply:
         """Makes a sealed region of this rank's host."""
-        name, size = _guarded(context, lambda: self._regions.create(request.size))
+        name, size = guarded(context, lambda: self._regions.create(request.size))
         return moe_pb2.CreateRegionReply(name=name, size=size, socket=self._regions.socket)
 
     def RegisterRegion(
         self, request: moe_pb2.RegisterRegionRequest, context: grpc.ServicerContext
     ) -> moe_pb2.RegisterRegionReply:
         """Registers an object by name, where the configuration allows it."""
-        _guarded(
+        guarded(
             context, lambda: self._regions.register(request.name, request.key, request.offset, request.size)
         )
         return moe_pb2.RegisterRegionReply()
@@ -241,39 +225,47 @@ class Door(moe_pb2_grpc.MoeServiceServicer):
         self, request: moe_pb2.ReleaseRegionRequest, context: grpc.ServicerContext
     ) -> moe_pb2.ReleaseRegionReply:
         """Forgets a region; calls that hold it finish."""
-        _guarded(context, lambda: self._regions.release(request.name))
+        guarded(context, lambda: self._regions.release(request.name))
         return moe_pb2.ReleaseRegionReply()
 
 
-class _Stream:
-    """The requests of one ForwardStream and the calls they became."""
+class LaneStream:
+    """The requests of one ForwardStream and the calls they became.
 
-    def __init__(self, door: Door, replies: queue.SimpleQueue[moe_pb2.ForwardStreamReply | None]) -> None:
+    `replies` gets each reply as it is ready, and None when there will be no more.
+    """
+
+    def __init__(self, door: LaneDoor, replies: queue.SimpleQueue[moe_pb2.ForwardStreamReply | None]) -> None:
         self._door = door
         self._replies = replies
         self._calls: dict[int, Call] = {}
         self._open = 1  # requests that have not ended, and the consumer
+        self._caller_left = threading.Event()
         self._lock = threading.Lock()
 
     def consume(self, requests: Iterator[moe_pb2.ForwardRequest]) -> None:
-        """Starts requests until the caller sends no more."""
+        """Starts requests until the caller sends no more, or has left."""
         try:
             for number, request in enumerate(requests):
-                self._start(number, request)
+                self.start(number, request)
         except Exception as error:  # gRPC ends the iterator of a broken stream with one of several types
             log.debug("a stream broke: %s", error)
         self._ended()
 
     def left(self) -> None:
-        """The stream is over, answered or not."""
+        """Ends the stream's calls: its RPC is over, answered or not."""
         with self._lock:
+            self._caller_left.set()
             calls, self._calls = list(self._calls.values()), {}
         for call in calls:
             self._door.leave(call)
         self._replies.put(None)
 
-    def _start(self, number: int, request: moe_pb2.ForwardRequest) -> None:
+    def start(self, number: int, request: moe_pb2.ForwardRequest) -> None:
+        """Starts `request`, the stream's `number`th. After `left` it does nothing, or ends it at once."""
         with self._lock:
+            if self._caller_left.is_set():
+                return
             self._open += 1
 
         def ended(reply: moe_pb2.ForwardStreamReply) -> None:
@@ -283,9 +275,14 @@ class _Stream:
             self._ended()
 
         call = self._door.begin(request, ended)
-        if call is not None and not call.ended:
-            with self._lock:
+        if call is None:
+            return
+        with self._lock:
+            left = self._caller_left.is_set()
+            if not left and not call.ended:
                 self._calls[number] = call
+        if left:
+            self._door.leave(call)
 
     def _ended(self) -> None:
         with self._lock:
@@ -295,33 +292,5 @@ class _Stream:
             self._replies.put(None)
 
 
-def seconds_left(context: grpc.ServicerContext) -> float | None:
-    """Seconds until the caller's deadline; None where it set none, for which gRPC says centuries.
-
-    No clock takes that number: handed on as a timeout it has passed before the call begins.
-    """
-    remaining: float | None = context.time_remaining()
-    return None if remaining is None or remaining > LONGEST_SECONDS else remaining
-
-
-def _status(error: Exception) -> Status:
-    status = status_of(error)
-    if status.code == "INTERNAL":
-        log.error("a request failed unforeseen", exc_info=error)
-    return status
-
-
-def _guarded(context: grpc.ServicerContext, work: Callable[[], Any]) -> Any:
-    try:
-        return work()
-    except Exception as error:
-        _status(error).abort(context)
-
-
 def _nothing() -> None:
-    """There is no call to give up."""
-
-
-def _not_the_front_door(context: grpc.ServicerContext) -> NoReturn:
-    text = "a lane runs experts; the service's own address (server.host and server.port) answers this"
-    Status("FAILED_PRECONDITION", "not_the_front_door", text).abort(context)
+    """Does nothing: there is no call to give up."""

@@ -1,4 +1,4 @@
-"""`Operations`: what an operator asks of the running group through the front door: rebalance, and reload."""
+"""`Operations`: checks and runs what an operator asks of the running group, a rebalance or a reload."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Operations:
         )
 
     def _gains(self, plan: RebalancePlan) -> list[moe_pb2.LayerGain]:
-        """Of the layers that change."""
+        """What each layer that changes gains."""
         moves = np.bincount([move.layer for move in plan.moves], minlength=len(self._served.layers))
         return [
             moe_pb2.LayerGain(layer=layer, before=plan.before[at], after=plan.after[at], moves=int(moves[at]))

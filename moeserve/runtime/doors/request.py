@@ -23,15 +23,18 @@ class NotServed(LookupError):
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """A checked and routed request. Close it when it is answered, or when it will not be."""
+class CheckedRequest:
+    """A request whose tensors were checked and whose experts are chosen.
+
+    Close it when it is answered, or when it will not be.
+    """
 
     batch: Batch
     transport: str  # inline, shared_memory
     request: OpenRequest
 
     def reply(self, answer: Tensor, stamp: Stamp) -> moe_pb2.ForwardReply:
-        """The reply, in the dtype that was asked in."""
+        """The reply that holds `answer` [T, H], in the dtype of the request's hidden states."""
         return self.request.reply(answer.to(self.request.hidden.dtype), *stamp)
 
     def close(self) -> None:
@@ -43,9 +46,8 @@ class RequestReader:
     """Reads requests against what is served. Safe from any thread.
 
     NaN or infinite hidden states are computed as they are and stay in their own rows; NaN logits count as
-    minus
-    infinity; the weight of an id of -1 is ignored, even NaN. Hidden states in another float dtype than the
-    served one are converted, and the answer converted back.
+    minus infinity; the weight of an id of -1 is ignored, even NaN. Hidden states in another float dtype than
+    the served one are converted, and the answer converted back.
     """
 
     def __init__(self, name: str, served: Served, gate: Callable[[int], Gate], payloads: Payloads) -> None:
@@ -55,7 +57,7 @@ class RequestReader:
         self._gate = gate  # of a layer, by the weights that it holds now
         self._payloads = payloads
 
-    def read(self, request: moe_pb2.ForwardRequest, deadline: float = math.inf) -> Asked:
+    def read(self, request: moe_pb2.ForwardRequest, deadline: float = math.inf) -> CheckedRequest:
         """Checks and routes `request`. Raises NotServed, TensorError (naming the field) or RegionError."""
         if request.model not in ("", self._name):
             raise NotServed(f"model {request.model!r} is not served here; {self._name!r} is")
@@ -72,7 +74,7 @@ class RequestReader:
             opened.close()
             raise
         shared = request.hidden.WhichOneof("payload") == "region" or request.HasField("output")
-        return Asked(
+        return CheckedRequest(
             Batch(request.layer, hidden, experts, weights, deadline, request.weights_version),
             "shared_memory" if shared else "inline",
             opened,
@@ -108,7 +110,7 @@ class RequestReader:
 
 
 def runs(numbers: tuple[int, ...]) -> str:
-    """Numbers as runs: `0-3, 7`."""
+    """`numbers` in words, neighbours joined: `0-3, 7`."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and number == found[-1][1] + 1:

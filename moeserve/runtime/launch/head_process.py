@@ -7,8 +7,10 @@ import secrets
 from moeserve import __version__
 from moeserve.experts.balance import Policy, balancer_named
 from moeserve.runtime.config import OFF, Config
+from moeserve.runtime.doors.admin_door import AdminDoor
 from moeserve.runtime.doors.endpoint import Endpoint
-from moeserve.runtime.doors.front_door import FrontDoor
+from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor
+from moeserve.runtime.doors.operations import Operations
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator, Progress
 from moeserve.runtime.head.rebalancer import Rebalancer
@@ -48,10 +50,15 @@ class HeadProcess:
         self.rebalancer.observe = self._telemetry.observe_cycle
         self.rebalancer.observe_gain = self._telemetry.observe_gain
         self.rebalancer.observe_reload = self._telemetry.observe_reload
-        front = FrontDoor(
-            model_name(config), served, self.rebalancer, server.max_message_bytes, self._telemetry.request
+        self._front = FrontDoor(
+            model_name(config), served, self.coordinator, server.max_message_bytes, self._telemetry.request
         )
-        self._endpoint = Endpoint(front, server.max_concurrent_calls, server.max_message_bytes)
+        self._endpoint = Endpoint(
+            {"FrontService": self._front, "AdminService": AdminDoor(Operations(served, self.rebalancer))},
+            NOT_A_LANE,
+            server.max_concurrent_calls,
+            server.max_message_bytes,
+        )
         self.coordinator.on_change = self._changed
         shown = host if server.host in EVERY_ADDRESS else server.host
         self.address = f"{shown}:{self._endpoint.start(server.host, server.port).rsplit(':', 1)[1]}"
@@ -75,6 +82,7 @@ class HeadProcess:
         """Refuses new calls, lets those under way finish, and ends the group."""
         self.rebalancer.stop()
         self._endpoint.stop(grace=2.0)
+        self._front.close()
         self.coordinator.stop()
         self._telemetry.close()
 

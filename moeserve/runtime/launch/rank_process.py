@@ -14,12 +14,12 @@ import torch
 
 from moeserve import __version__
 from moeserve.device.machine import torch_device
-from moeserve.proto.host import host_id
+from moeserve.proto.host_id import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.control.messages import plans_message
 from moeserve.runtime.control.stream import Stream, StreamClosed, connect
 from moeserve.runtime.doors.endpoint import Endpoint
-from moeserve.runtime.doors.lane_door import Door
+from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR, LaneDoor
 from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
 from moeserve.runtime.doors.request import RequestReader
 from moeserve.runtime.launch.environment import machine_for, set_environment, tune_process
@@ -131,8 +131,13 @@ class _RankProcess:
         self._mover = self._mover_of(spec, rank, device)
         self.member.mover = self._mover
         reader = RequestReader(name, served, rank.gate, Payloads(self._regions))
-        door = Door(reader, lane, self._regions, self.member.weights_version, self._telemetry.request)
-        self._endpoint = Endpoint(door, config.server.max_concurrent_calls, config.server.max_message_bytes)
+        door = LaneDoor(reader, lane, self._regions, self.member.weights_version, self._telemetry.request)
+        self._endpoint = Endpoint(
+            {"LaneService": door},
+            NOT_THE_FRONT_DOOR,
+            config.server.max_concurrent_calls,
+            config.server.max_message_bytes,
+        )
         self.member.on_serving = self._serving
         self.member.on_epoch = self._telemetry.set_group
         self.metrics_address = self._serve_metrics(spec)

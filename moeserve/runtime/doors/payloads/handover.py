@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from moeserve.proto.transports.bell import PACKET_BYTES
+from moeserve.proto.transports.region_calls import PACKET_BYTES
 from moeserve.proto.transports.shared_memory import (
     GRANTED,
-    GRANTED_WITH_BELL,
+    GRANTED_WITH_CALLS,
     NAME_BYTES,
     REFUSED,
     socket_address,
@@ -31,20 +31,21 @@ SILENT_SECONDS = 5.0
 TICK_SECONDS = 1.0
 MOST_CONNECTIONS = 1024
 
-Ring = Callable[[bytes, Callable[[bytes], None]], Callable[[], None]]
+TakeCall = Callable[[bytes, Callable[[bytes], None]], Callable[[], None]]
+"""Starts a call that came over a lease: takes its bytes, and where the answer's bytes go. Returns what gives
+the call up.
+"""
 
 
-class Granter(Protocol):
-    """Who owns the regions."""
+class RegionOwner(Protocol):
+    """What the handover needs of the regions."""
 
     def grant(self, name: str) -> int:
         """A descriptor of region `name`, the caller's to close, for one lease more; LookupError if none."""
 
     @property
-    def on_ring(self) -> Ring | None:
-        """What takes a call over a lease: its bytes, and where the answer's bytes go. It returns what gives
-        the call up. None where no such call is taken.
-        """
+    def take_call(self) -> TakeCall | None:
+        """What takes calls over leases; None where no such call is taken."""
 
     def lease_ended(self, name: str) -> None:
         """One lease on region `name` is gone."""
@@ -79,11 +80,11 @@ class _Lease:
 
 
 class Handover:
-    """The listening socket and the one thread that serves it."""
+    """Listens on the socket and answers it in one thread; takes calls over leases there too."""
 
-    def __init__(self, granter: Granter) -> None:
+    def __init__(self, owner: RegionOwner) -> None:
         self.address = f"@moeserve-{os.getpid()}-{secrets.token_hex(8)}"
-        self._granter = granter
+        self._owner = owner
         self._leases: dict[socket.socket, _Lease] = {}
         self._silent: dict[socket.socket, float] = {}
         self._ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -101,7 +102,7 @@ class Handover:
     def end(self, name: str) -> None:
         """Ends every lease on region `name`, which its clients see.
 
-        Does not wait, and may hold the granter's lock.
+        Does not wait, and may hold the owner's lock.
         """
         if self._thread.is_alive():
             self._ended.put(name)
@@ -129,7 +130,7 @@ class Handover:
             now = time.monotonic()
             if now - swept >= TICK_SECONDS:
                 swept = now
-                self._granter.sweep()
+                self._owner.sweep()
                 for silent in [who for who, since in self._silent.items() if now - since > SILENT_SECONDS]:
                     self._drop(silent)
 
@@ -172,16 +173,16 @@ class Handover:
             return
         except OSError:
             said = b""
-        ring = self._granter.on_ring
-        if lease is not None and said and ring is not None:
-            lease.leave = ring(said, lease.answer)
+        take_call = self._owner.take_call
+        if lease is not None and said and take_call is not None:
+            lease.leave = take_call(said, lease.answer)
             return
         if not said or lease is not None:
             self._drop(client)
             return
         name = said.decode(errors="replace")
         try:
-            descriptor = self._granter.grant(name)
+            descriptor = self._owner.grant(name)
         except LookupError:
             self._refuse(
                 client, "no region has this name; it is made by CreateRegion and ends with its lease"
@@ -190,7 +191,7 @@ class Handover:
         del self._silent[client]
         self._leases[client] = _Lease(client, name)
         try:
-            socket.send_fds(client, [GRANTED if ring is None else GRANTED_WITH_BELL], [descriptor])
+            socket.send_fds(client, [GRANTED if take_call is None else GRANTED_WITH_CALLS], [descriptor])
         except OSError:
             self._drop(client)
         finally:
@@ -213,7 +214,7 @@ class Handover:
         client.close()
         self._silent.pop(client, None)
         if lease is not None:
-            self._granter.lease_ended(lease.region)
+            self._owner.lease_ended(lease.region)
 
     def _close_all(self) -> None:
         for client in [*self._leases, *self._silent]:
@@ -224,4 +225,4 @@ class Handover:
 
 
 def _nothing() -> None:
-    """No call is under way."""
+    """Does nothing: no call is under way."""

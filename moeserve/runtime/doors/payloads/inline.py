@@ -8,7 +8,7 @@ from torch import Tensor
 from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import Spec, as_torch, encode_into, plain
 from moeserve.runtime.doors.payloads.regions import Regions
-from moeserve.runtime.doors.payloads.transport import Lent, Room, TransportRow, nothing_to_close
+from moeserve.runtime.doors.payloads.transport import Lent, Room, TransportEntry, nothing_to_close
 
 
 class Inline:
@@ -31,4 +31,4 @@ def _build(regions: Regions) -> Inline:
     return Inline()
 
 
-ENTRY = TransportRow(name="inline", payload="data", build=_build)
+ENTRY = TransportEntry(name="inline", payload="data", build=_build)

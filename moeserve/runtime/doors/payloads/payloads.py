@@ -60,7 +60,7 @@ class Payloads:
     """Opens requests with the transports of the table, over the regions of this process."""
 
     def __init__(self, regions: Regions) -> None:
-        self._transports: dict[str, Transport] = {row.payload: row.build(regions) for row in TRANSPORTS}
+        self._transports: dict[str, Transport] = {entry.payload: entry.build(regions) for entry in TRANSPORTS}
 
     def open(self, request: moe_pb2.ForwardRequest) -> OpenRequest:
         """The request's tensors, checked against each other but not against a model.

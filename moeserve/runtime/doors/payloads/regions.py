@@ -16,7 +16,7 @@ from types import TracebackType
 
 from moeserve.proto.tensors import TensorError
 from moeserve.runtime.doors.payloads.errors import NamedRegionRefused, RegionLimit, UnknownRegion
-from moeserve.runtime.doors.payloads.handover import Handover, Ring
+from moeserve.runtime.doors.payloads.handover import Handover, TakeCall
 from moeserve.runtime.doors.payloads.memory import named_memory, sealed_memory
 
 CLAIM_SECONDS = 10.0
@@ -97,7 +97,7 @@ class Regions:
         self._count = 0
         self._made = 0
         self._closed = False
-        self.on_ring: Ring | None = None  # takes calls over leases; set before the first region is made
+        self.take_call: TakeCall | None = None  # takes calls over leases; set before the first region is made
         self._handover = Handover(self)
 
     @property

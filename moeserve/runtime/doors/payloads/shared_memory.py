@@ -5,7 +5,7 @@ from torch import Tensor
 from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import Spec, TensorError, as_torch, describe_into
 from moeserve.runtime.doors.payloads.regions import Hold, Regions
-from moeserve.runtime.doors.payloads.transport import Lent, Room, TransportRow
+from moeserve.runtime.doors.payloads.transport import Lent, Room, TransportEntry
 
 
 class SharedMemory:
@@ -59,4 +59,4 @@ def _build(regions: Regions) -> SharedMemory:
     return SharedMemory(regions)
 
 
-ENTRY = TransportRow(name="shared_memory", payload="region", build=_build)
+ENTRY = TransportEntry(name="shared_memory", payload="region", build=_build)

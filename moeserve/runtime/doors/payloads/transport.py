@@ -48,8 +48,8 @@ class Transport(Protocol):
 
 
 @dataclass(frozen=True)
-class TransportRow:
-    """A transport as a row of the table: its name, and the field of `Tensor.payload` that it answers for."""
+class TransportEntry:
+    """An entry of the table: a transport's name, and the field of `Tensor.payload` that it answers for."""
 
     name: str
     payload: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ import pytest
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, Unavailable
-from moeserve.proto.transports.bell import PACKET_BYTES, Bell
+from moeserve.proto.transports.region_calls import PACKET_BYTES, RegionCalls
 from moeserve.proto.transports.shared_memory import RemoteRegion
 from moeserve.runtime.doors.payloads import Regions
 
@@ -26,7 +27,7 @@ class Lane:
         self.left: list[str] = []
         self.came = threading.Semaphore(0)
 
-    def ring(self, packet: bytes, answer: Answer) -> Callable[[], None]:
+    def take_call(self, packet: bytes, answer: Answer) -> Callable[[], None]:
         """What a door does, without a rank."""
         request = moe_pb2.ForwardRequest.FromString(packet)
         self.asked.append(request)
@@ -49,7 +50,7 @@ def lane() -> Lane:
 @pytest.fixture
 def regions(lane: Lane) -> Iterator[Regions]:
     made = Regions()
-    made.on_ring = lane.ring
+    made.take_call = lane.take_call
     yield made
     made.close()
 
@@ -66,64 +67,64 @@ def region(regions: Regions) -> RemoteRegion:
 
 
 @pytest.fixture
-def bell(region: RemoteRegion) -> Bell:
-    assert region.bell is not None
-    return region.bell
+def calls(region: RemoteRegion) -> RegionCalls:
+    assert region.calls is not None
+    return region.calls
 
 
 def job(name: str, **fields: object) -> moe_pb2.ForwardRequest:
     return moe_pb2.ForwardRequest(job_id=name, **fields)  # type: ignore[arg-type]
 
 
-def test_a_call_is_answered(bell: Bell, lane: Lane, region: RemoteRegion) -> None:
+def test_a_call_is_answered(calls: RegionCalls, lane: Lane, region: RemoteRegion) -> None:
     for at in range(3):
-        assert bell.ring(job(f"job-{at}", layer=at), 5.0)
+        assert calls.send(job(f"job-{at}", layer=at), 5.0)
         lane.reply(at, reply=moe_pb2.ForwardReply(epoch=at + 1))
-        assert bell.answer(f"job-{at}").epoch == at + 1
+        assert calls.receive(f"job-{at}").epoch == at + 1
     assert [(asked.job_id, asked.layer) for asked in lane.asked] == [("job-0", 0), ("job-1", 1), ("job-2", 2)]
     assert lane.asked[0].timeout_ms == 5000
     assert region.alive
 
 
-def test_an_error_is_raised(bell: Bell, lane: Lane) -> None:
-    assert bell.ring(job("a"), 5.0)
+def test_an_error_is_raised(calls: RegionCalls, lane: Lane) -> None:
+    assert calls.send(job("a"), 5.0)
     lane.reply(0, error=moe_pb2.Error(code=3, reason="bad_tensor", message="hidden: no"))
     with pytest.raises(InvalidArgument, match=r"INVALID_ARGUMENT \(bad_tensor\): hidden: no"):
-        bell.answer("a")
-    assert bell.ring(job("b"), 5.0)  # and the bell is free again
-    bell.leave()
+        calls.receive("a")
+    assert calls.send(job("b"), 5.0)  # and the lease is free again
+    calls.leave()
 
 
-def test_one_call_at_a_time(bell: Bell) -> None:
-    assert bell.ring(job("a"), 5.0)
-    assert not bell.ring(job("b"), 5.0)
-    bell.leave()
-    assert bell.ring(job("c"), 5.0)
-    bell.leave()
+def test_one_call_at_a_time(calls: RegionCalls) -> None:
+    assert calls.send(job("a"), 5.0)
+    assert not calls.send(job("b"), 5.0)
+    calls.leave()
+    assert calls.send(job("c"), 5.0)
+    calls.leave()
 
 
-def test_a_request_that_is_too_long_is_not_taken(bell: Bell, lane: Lane) -> None:
-    assert not bell.ring(job("a" * PACKET_BYTES), 5.0)
-    assert bell.ring(job("b"), 5.0)
+def test_a_request_that_is_too_long_is_not_taken(calls: RegionCalls, lane: Lane) -> None:
+    assert not calls.send(job("a" * PACKET_BYTES), 5.0)
+    assert calls.send(job("b"), 5.0)
     lane.reply(0)
     assert lane.asked[0].job_id == "b"
 
 
-def test_a_call_that_is_not_answered_in_time(bell: Bell, lane: Lane) -> None:
+def test_a_call_that_is_not_answered_in_time(calls: RegionCalls, lane: Lane) -> None:
     started = time.monotonic()
-    assert bell.ring(job("a"), 0.05)
+    assert calls.send(job("a"), 0.05)
     with pytest.raises(DeadlineExceeded, match="the lane did not answer in time"):
-        bell.answer("a")
+        calls.receive("a")
     assert 0.05 <= time.monotonic() - started < 3
 
-    assert bell.ring(job("b"), 5.0)
+    assert calls.send(job("b"), 5.0)
     lane.reply(0, reply=moe_pb2.ForwardReply(epoch=1))  # late, to the call that gave up
     lane.reply(1, reply=moe_pb2.ForwardReply(epoch=2))
-    assert bell.answer("b").epoch == 2
+    assert calls.receive("b").epoch == 2
 
 
-def test_closing_the_region_gives_its_call_up(bell: Bell, lane: Lane, region: RemoteRegion) -> None:
-    assert bell.ring(job("a"), 5.0)
+def test_closing_the_region_gives_its_call_up(calls: RegionCalls, lane: Lane, region: RemoteRegion) -> None:
+    assert calls.send(job("a"), 5.0)
     assert lane.came.acquire(timeout=5)
     region.close()
     deadline = time.monotonic() + 5
@@ -133,21 +134,28 @@ def test_closing_the_region_gives_its_call_up(bell: Bell, lane: Lane, region: Re
     lane.answers[0](b"too late")  # the connection is gone; nobody is hurt
 
 
-def test_a_lane_that_stops_ends_the_call(bell: Bell, lane: Lane, regions: Regions) -> None:
-    assert bell.ring(job("a"), 5.0)
+def test_a_lane_that_stops_ends_the_call(calls: RegionCalls, lane: Lane, regions: Regions) -> None:
+    assert calls.send(job("a"), 5.0)
     assert lane.came.acquire(timeout=5)
     regions.close()
     with pytest.raises(Unavailable, match="the lane's process is gone or stopping"):
-        bell.answer("a")
+        calls.receive("a")
     with pytest.raises(Unavailable):
-        bell.ring(job("b"), 5.0)
+        calls.send(job("b"), 5.0)
 
 
-def test_a_lane_that_takes_no_such_calls_offers_no_bell() -> None:
+def test_a_lane_that_takes_no_such_calls_offers_none() -> None:
     plain = Regions()
     try:
         region = fetched(plain)
-        assert region.bell is None
+        assert region.calls is None
         assert region.alive
     finally:
         plain.close()
+
+
+@pytest.mark.parametrize("seconds", [3e6, 5e6, 1e10, math.inf])
+def test_any_timeout_is_taken(calls: RegionCalls, lane: Lane, seconds: float) -> None:
+    assert calls.send(job("a"), seconds)
+    lane.reply(0, reply=moe_pb2.ForwardReply(epoch=1))
+    assert calls.receive("a").epoch == 1

@@ -1,4 +1,4 @@
-"""Which processes can share memory: those with the same host id."""
+"""The host id: processes that have the same one can share memory."""
 
 from __future__ import annotations
 

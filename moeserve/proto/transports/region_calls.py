@@ -1,7 +1,7 @@
-"""`Bell`: the shortest way to a lane on this host, over the connection that leases a region from it.
+"""`RegionCalls`: calls to a lane on this host over the connection that leases a region from it.
 
 A request whose rows and answer lie in regions is a few hundred bytes. Sent as one packet over a Unix socket
-it wakes the process of the lane at once, where a gRPC stream takes some three threads on either side.
+it wakes the lane's process at once, where a gRPC stream takes some three threads on either side.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import time
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.errors import DeadlineExceeded, Unavailable, outcome
+from moeserve.proto.timeouts import bounded, milliseconds
 
 PACKET_BYTES = 1 << 16
 """The longest request or reply: ids and weights of 1000 tokens with 8 experts each."""
 
 
-class Bell:
-    """Calls over one lease, one at a time: `ring`, and when that is True either `answer` or `leave`, once."""
+class RegionCalls:
+    """Calls over one lease, one at a time: after a `send` that was True comes one `receive` or `leave`."""
 
     def __init__(self, lease: socket.socket) -> None:
         self._lease = lease  # not blocking
@@ -28,16 +29,16 @@ class Bell:
         self._busy = threading.Lock()
         self._deadline = 0.0
 
-    def ring(self, request: moe_pb2.ForwardRequest, timeout: float) -> bool:
+    def send(self, request: moe_pb2.ForwardRequest, timeout: float) -> bool:
         """Sends `request`; False when it is too long or another call is under way here.
 
-        Raises Unavailable when the lane's process is gone.
+        timeout: seconds. Raises Unavailable when the lane's process is gone.
         """
-        request.timeout_ms = max(1, int(timeout * 1000))
+        request.timeout_ms = milliseconds(timeout)
         packet = request.SerializeToString()
         if len(packet) > PACKET_BYTES or not self._busy.acquire(blocking=False):
             return False
-        self._deadline = time.monotonic() + timeout
+        self._deadline = time.monotonic() + bounded(timeout)
         try:
             self._lease.send(packet)
         except BlockingIOError:
@@ -48,7 +49,7 @@ class Bell:
             raise _gone(str(failed)) from failed
         return True
 
-    def answer(self, job_id: str) -> moe_pb2.ForwardReply:
+    def receive(self, job_id: str) -> moe_pb2.ForwardReply:
         """The reply to `job_id`; one to an earlier call that was left is thrown away. Raises MoeError."""
         try:
             while True:
@@ -59,7 +60,7 @@ class Bell:
             self._busy.release()
 
     def leave(self) -> None:
-        """Gives the call up."""
+        """Gives the call up; its reply will be thrown away."""
         self._busy.release()
 
     def _packet(self) -> bytes:

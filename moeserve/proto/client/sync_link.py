@@ -1,4 +1,4 @@
-"""The way to one address: its channel, idle streams and regions; and an attempt at one part of a batch."""
+"""The way to one address, with its channel, idle streams and regions; and attempts at one part of a call."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from numpy.typing import NDArray
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.channel import connect
+from moeserve.proto.client.call import PartCall
 from moeserve.proto.client.payload import Inline, Payload
 from moeserve.proto.client.stream import StreamPool
 from moeserve.proto.errors import MoeError, Unavailable, from_rpc
+from moeserve.proto.timeouts import bounded
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion
 
 
@@ -38,20 +39,18 @@ class Sent:
 
 
 class Attempt:
-    """One attempt at one part of a batch: `finish` or `abandon` it, once.
+    """One attempt at one part of a call: `finish` or `abandon` it, once.
 
-    topology: by which its lane was picked; None when not even that was known.
+    payload: None for a request that could not even be made.
     """
 
-    def __init__(
-        self, sent: Sent, payload: Payload | None, topology: moe_pb2.GetTopologyReply | None
-    ) -> None:
-        self.topology = topology
+    def __init__(self, part: PartCall[Link], sent: Sent, payload: Payload | None) -> None:
+        self._part = part
         self._sent: Sent | None = sent
         self._payload = payload
 
-    def finish(self, into: NDArray[Any] | None) -> tuple[moe_pb2.ForwardReply, NDArray[Any]]:
-        """Waits for the reply; returns it with its rows, which are written `into` when that is given.
+    def finish(self) -> None:
+        """Waits for the reply and gives it to the part.
 
         Raises MoeError, and TensorError for an answer that is not like the question. Then the attempt is
         over as well.
@@ -60,16 +59,16 @@ class Attempt:
             raise RuntimeError("an attempt was finished twice")
         try:
             reply = self._sent.wait()
-        except MoeError:
+        except MoeError as failed:
             self._sent = None
+            self._part.failed(failed)
             raise
         self._sent = None
         if self._payload is None:
             raise RuntimeError("a reply came to a request that was not sent")
-        answer = self._payload.answer(reply, into)
+        self._part.answered(reply, self._payload)
         self._payload.done()
         self._payload = None
-        return reply, answer
 
     def abandon(self) -> None:
         """Gives up what is still under way; after `finish` this does nothing more."""
@@ -81,20 +80,22 @@ class Attempt:
 
 
 class Link:
-    """The way to one address. Safe to use from any thread."""
+    """The channel, the idle streams and the idle regions of one address. Safe to use from any thread."""
 
     def __init__(self, address: str, max_message_bytes: int) -> None:
         self.address = address
         self.channel = connect(address, max_message_bytes)
-        self.stub = moe_pb2_grpc.MoeServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        self.lane = moe_pb2_grpc.LaneServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        self.front = moe_pb2_grpc.FrontServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        self.admin = moe_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]
         self.regions = RegionPool()
-        self.streams = StreamPool(self.stub)
+        self.streams = StreamPool(self.lane)
         self.closed = False
 
-    def unary(self, name: str, request: Any, timeout: float) -> Any:
-        """Calls the method `name`; raises MoeError."""
+    def unary(self, method: Callable[..., Any], request: Any, timeout: float) -> Any:
+        """Calls `method` of one of the stubs; raises MoeError."""
         try:
-            return getattr(self.stub, name)(request, timeout=timeout)
+            return method(request, timeout=bounded(timeout))
         except grpc.RpcError as failed:
             raise self.known(from_rpc(failed)) from failed
         except ValueError as closed:
@@ -105,21 +106,23 @@ class Link:
         region = self.regions.take(size)
         if region is not None:
             return region
-        return RemoteRegion.open(self.unary("CreateRegion", moe_pb2.CreateRegionRequest(size=size), timeout))
+        request = moe_pb2.CreateRegionRequest(size=size)
+        return RemoteRegion.open(self.unary(self.lane.CreateRegion, request, timeout))
 
     def send(self, request: moe_pb2.ForwardRequest, payload: Payload, timeout: float, *, alone: bool) -> Sent:
-        """Puts the rows where `payload` has them and sends `request`: inline unary, what lies in regions over
-        their bell, or by stream where that cannot take it. A part that is `alone` may be sent only when it
-        is waited for: a blocking unary call needs no other thread, and is a tenth faster.
+        """Sends `request`, whose rows lie where `payload` has them: inline as a unary call, rows in regions
+        over the region's lease, or on a stream where the lease cannot take it.
+
+        A part that is `alone` is sent only when it is waited for: a blocking unary call needs no other
+        thread, and is a tenth faster.
         """
-        payload.fill(request)
         if isinstance(payload, Inline):
             if alone:
                 return Sent(lambda: self._forward(request, timeout), _nothing)
-            return self._send_unary(request, timeout)
-        bell = payload.bell
-        if bell is not None and bell.ring(request, timeout):
-            return Sent(lambda: bell.answer(request.job_id), bell.leave)
+            return self.forward(request, timeout)
+        calls = payload.calls
+        if calls is not None and calls.send(request, timeout):
+            return Sent(lambda: calls.receive(request.job_id), calls.leave)
         stream = self.streams.take()
         stream.send(request, timeout)
 
@@ -137,16 +140,13 @@ class Link:
 
         return Sent(wait, stream.close)
 
-    def _forward(self, request: moe_pb2.ForwardRequest, timeout: float) -> moe_pb2.ForwardReply:
-        reply: moe_pb2.ForwardReply = self.unary("Forward", request, timeout)
-        return reply
+    def forward(self, request: moe_pb2.ForwardRequest, timeout: float | None) -> Sent:
+        """Sends `request` to the lane as a unary call, without waiting. timeout: seconds, None = no deadline.
 
-    def _closed(self) -> Unavailable:
-        return Unavailable("UNAVAILABLE", "", f"the channel to {self.address} is closed")
-
-    def _send_unary(self, request: moe_pb2.ForwardRequest, timeout: float) -> Sent:
+        Raises Unavailable where this link was closed.
+        """
         try:
-            future = self.stub.Forward.future(request, timeout=timeout)
+            future = self.lane.Forward.future(request, timeout=None if timeout is None else bounded(timeout))
         except ValueError as closed:
             raise self._closed() from closed
 
@@ -161,6 +161,10 @@ class Link:
 
         return Sent(wait, future.cancel)
 
+    def _forward(self, request: moe_pb2.ForwardRequest, timeout: float) -> moe_pb2.ForwardReply:
+        reply: moe_pb2.ForwardReply = self.unary(self.lane.Forward, request, timeout)
+        return reply
+
     def known(self, failed: MoeError) -> MoeError:
         """`failed`, or Unavailable when it only says that this link was closed because its lane is gone."""
         if failed.code == "CANCELLED" and self.closed:
@@ -174,6 +178,9 @@ class Link:
         self.regions.close()
         self.channel.close()
 
+    def _closed(self) -> Unavailable:
+        return Unavailable("UNAVAILABLE", "", f"the channel to {self.address} is closed")
+
 
 def _nothing() -> None:
-    """Nothing was sent yet."""
+    """Does nothing: nothing was sent yet."""

@@ -1,0 +1,26 @@
+"""`AdminDoor`: what operators ask of the running service at its own address."""
+
+from __future__ import annotations
+
+import grpc
+
+from moeserve.proto import moe_pb2, moe_pb2_grpc
+from moeserve.runtime.doors.failures import guarded
+from moeserve.runtime.doors.operations import Operations
+
+
+class AdminDoor(moe_pb2_grpc.AdminServiceServicer):
+    """Answers AdminService. A call ends when its operation is done; a caller who leaves does not end it."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+
+    def Rebalance(
+        self, request: moe_pb2.RebalanceRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.RebalanceReply:
+        """Moves experts, or says what that would do."""
+        return guarded(context, lambda: self._operations.rebalance(request))
+
+    def Reload(self, request: moe_pb2.ReloadRequest, context: grpc.ServicerContext) -> moe_pb2.ReloadReply:
+        """Serves the weights of another checkpoint."""
+        return guarded(context, lambda: self._operations.reload(request))

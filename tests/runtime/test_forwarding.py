@@ -1,0 +1,181 @@
+"""The front door's way to the lanes: parts and their answers, connections that end with their lane."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from proto_fake import FAR, FakeLane, rows
+
+from moeserve.proto import moe_pb2
+from moeserve.proto.client import sync_link
+from moeserve.proto.errors import REASON_KEY, InvalidArgument, Unavailable, WeightsChanged
+from moeserve.proto.tensors import encode, plain
+from moeserve.runtime.doors import forwarding
+from moeserve.runtime.errors import CallerLeft, DeadlinePassed
+
+
+class Context:
+    """As much of a gRPC context as a caller needs."""
+
+    def __init__(self, *, over: bool = False, remaining: float | None = None) -> None:
+        self.leave: Callable[[], None] = lambda: None
+        self._over = over
+        self._remaining = remaining
+
+    def add_callback(self, act: Callable[[], None]) -> bool:
+        self.leave = act
+        return not self._over
+
+    def time_remaining(self) -> float | None:
+        return self._remaining
+
+
+class Front:
+    """Forwarding over fake lanes, and every link that it made."""
+
+    def __init__(self, lanes: list[FakeLane], links: list[sync_link.Link]) -> None:
+        self.lanes = lanes
+        self.links = links
+        self.reason = ""
+        self.forwarding = forwarding.Forwarding(self._topology)
+
+    def _topology(self) -> moe_pb2.GetTopologyReply:
+        lanes = [lane.lane(FAR) for lane in self.lanes]
+        return moe_pb2.GetTopologyReply(lanes=lanes, serving=not self.reason, reason=self.reason)
+
+    def forward(
+        self, count: int, *, timeout: float | None = 20.0, caller: Context | None = None
+    ) -> moe_pb2.ForwardReply:
+        hidden, experts, weights = rows(count)
+        choice = moe_pb2.Choice(ids=encode(plain(experts, "x")), weights=encode(plain(weights, "x")))
+        request = moe_pb2.ForwardRequest(layer=3, job_id="job", attempt=2, weights_version=1, choice=choice)
+        request.hidden.CopyFrom(encode(plain(hidden, "x")))
+        made: Any = caller or Context()
+        return self.forwarding.forward(request, timeout, forwarding.Caller(made))
+
+    def open(self) -> list[str]:
+        """Addresses to which there is a channel."""
+        return [link.address for link in self.links if not link.closed]
+
+
+@pytest.fixture
+def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[Front]:
+    links: list[sync_link.Link] = []
+
+    class Counted(sync_link.Link):
+        def __init__(self, address: str, max_message_bytes: int) -> None:
+            super().__init__(address, max_message_bytes)
+            links.append(self)
+
+    monkeypatch.setattr(forwarding, "Link", Counted)
+    made = Front([FakeLane(0), FakeLane(1)], links)
+    yield made
+    made.forwarding.close()
+    for lane in made.lanes:
+        lane.stop()
+
+
+def _hidden(reply: moe_pb2.ForwardReply) -> torch.Tensor:
+    return torch.frombuffer(bytearray(reply.hidden.data), dtype=torch.float32).view(*reply.hidden.shape)
+
+
+@pytest.mark.parametrize(("count", "asked"), [(1, [1]), (63, [63]), (64, [32, 32]), (201, [100, 101])])
+def test_large_batches_are_shared_by_lanes(front: Front, count: int, asked: list[int]) -> None:
+    reply = front.forward(count)
+    assert torch.equal(_hidden(reply), rows(count)[0] * 2)
+    requests = [request for lane in front.lanes for request in lane.asked]
+    assert sorted(request.hidden.shape[0] for request in requests) == asked
+    assert {(r.layer, r.weights_version, r.WhichOneof("route")) for r in requests} == {(3, 1, "choice")}
+    assert reply.epoch == 7 and reply.weights_version == 1  # of the older epoch
+
+
+def test_small_batches_take_turns(front: Front) -> None:
+    for _ in range(4):
+        front.forward(2)
+    assert [len(lane.asked) for lane in front.lanes] == [2, 2]
+
+
+def test_parts_that_saw_different_weights_are_no_answer(front: Front) -> None:
+    front.lanes[0].versions, front.lanes[1].versions = [1], [2]
+    with pytest.raises(WeightsChanged, match=r"layer 3 saw weights versions \[1, 2\]"):
+        front.forward(100)
+
+
+def test_what_a_lane_refuses_of_a_part_it_is_asked_for_whole(front: Front) -> None:
+    front.lanes[1].scripts = [(grpc.StatusCode.INVALID_ARGUMENT, {REASON_KEY: "bad_tensor"})] * 2
+    front.lanes[0].scripts = [0.0, (grpc.StatusCode.INVALID_ARGUMENT, {REASON_KEY: "bad_tensor"})]
+    with pytest.raises(InvalidArgument):
+        front.forward(100)
+    whole = [r for lane in front.lanes for r in lane.asked if r.hidden.shape[0] == 100]
+    assert [(request.job_id, request.attempt) for request in whole] == [("job", 2)]
+
+
+def test_a_group_that_does_not_serve_is_unavailable(front: Front) -> None:
+    front.reason = "rank 1 was lost"
+    with pytest.raises(Unavailable, match="rank 1 was lost"):
+        front.forward(1)
+
+
+def test_channels_to_lanes_that_restarted_elsewhere_are_closed(front: Front) -> None:
+    front.forward(100)
+    before = [lane.address for lane in front.lanes]
+    assert sorted(front.open()) == sorted(before)
+    for _ in range(3):
+        front.lanes[1].stop()
+        front.lanes[1] = FakeLane(1)
+        front.forward(100)
+        assert sorted(front.open()) == sorted(lane.address for lane in front.lanes)
+    assert len(front.links) == 5  # the lane that stayed keeps its own
+
+
+def test_a_call_on_a_channel_that_is_closed_meanwhile_is_unavailable(front: Front) -> None:
+    """Not cancelled: its caller did nothing, and may ask again."""
+    gone = front.lanes[0]
+    gone.scripts = [1.0]
+    with ThreadPoolExecutor(1) as pool:
+        doomed = pool.submit(front.forward, 2)
+        until = time.monotonic() + 5
+        while not gone.asked and time.monotonic() < until:
+            time.sleep(0.01)
+        front.lanes[0] = FakeLane(0)
+        front.forward(2)
+        with pytest.raises(Unavailable, match="left the group"):
+            doomed.result(5)
+    gone.stop()
+
+
+def test_the_caller_s_deadline_is_told_as_such(front: Front) -> None:
+    front.lanes[0].scripts = [1.0]
+    with pytest.raises(DeadlinePassed, match="layer 3: no answer within the deadline"):
+        front.forward(2, timeout=0.2)
+
+
+def test_a_caller_that_leaves_ends_its_calls(front: Front) -> None:
+    for lane in front.lanes:
+        lane.scripts = [1.0]
+    context = Context()
+    threading.Timer(0.2, lambda: context.leave()).start()
+    began = time.monotonic()
+    with pytest.raises(CallerLeft):
+        front.forward(100, caller=context)
+    assert time.monotonic() - began < 0.9
+
+
+def test_a_caller_that_has_left_already_is_not_waited_for(front: Front) -> None:
+    with pytest.raises(CallerLeft):
+        front.forward(100, caller=Context(over=True))
+    with pytest.raises(DeadlinePassed):
+        front.forward(1, caller=Context(over=True, remaining=0.0))
+
+
+def test_closing_it_closes_every_channel(front: Front) -> None:
+    front.forward(100)
+    front.forwarding.close()
+    assert front.open() == []
