@@ -16,7 +16,7 @@ from moeserve.cli.shown.tables import table
 
 HERE = Path(__file__).resolve().parent
 PAGES = {
-    "backends.md": ("machines", "vllm-members"),
+    "backends.md": ("machines", "kernels-by-rows", "vllm-members"),
     "coming-from-vllm.md": ("vllm-switches", "vllm-backends", "vllm-dispatchers"),
 }
 

@@ -122,5 +122,8 @@ class ExpertBatch:
 
     @property
     def likely_rows(self) -> float:
-        """What kernels are chosen for: the rows that all slots likely have; where not known, their room."""
-        return self.rows_a_slot * self.slots
+        """What kernels are chosen for: rows that all slots likely have; where that is not known, their room.
+
+        It says nothing of the rows that came, so that every step of a size runs the same kernel.
+        """
+        return self.tokens.shape[:-1].numel() if self.likely is None else self.likely * self.slots

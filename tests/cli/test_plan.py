@@ -68,6 +68,26 @@ def test_a_named_machine_needs_none(checkpoint: str, capsys: pytest.CaptureFixtu
     assert reasons["torch_reference"] == "a reference serves on a GPU only when named"
 
 
+def test_kernels_of_a_family_are_listed_with_their_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint("qwen3_moe", tmp_path, dtype=torch.bfloat16, hidden=256, inner=128)
+    words = ["--checkpoint", str(tmp_path), "--machine", "h200", *EP4]
+    (plan,) = planned(words, capsys)["plans"]
+    assert plan["kernel"]["name"] == "cuda_bf16"
+    assert [(one["name"], one["up_to"], one["verified"]) for one in plan["kernels"]] == [
+        ("cuda_bf16_few", 4, ["sm90"]),
+        ("cuda_bf16_some", 103, ["sm90"]),
+        ("cuda_bf16_many", 4 * 4096, ["sm90"]),
+    ]
+    assert main(["plan", *words]) == 0
+    assert "kernel   cuda_bf16_some up to 103 rows of all lanes (verified: sm90)" in capsys.readouterr().out
+    assert main(["plan", *words, "--kernel", "cuda_bf16_many"]) == 0
+    shown = capsys.readouterr().out
+    assert "kernel   cuda_bf16_many (verified: sm90)" in shown
+    assert "not cuda_bf16_few: kernel cuda_bf16_many was named" in shown
+
+
 def test_another_systems_name_of_a_dispatcher_is_understood(
     checkpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,7 +158,9 @@ def test_a_table_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_an_unknown_table_is_refused_with_those_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--table", "kernels"]) == 2
-    assert "unknown table 'kernels'; known: machines, vllm-members" in capsys.readouterr().err
+    assert (
+        "unknown table 'kernels'; known: machines, kernels-by-rows, vllm-members" in capsys.readouterr().err
+    )
 
 
 BOTH = {"allgather_reducescatter", "all2allv"}

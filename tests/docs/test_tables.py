@@ -39,6 +39,16 @@ def test_every_table_has_its_place(tables: ModuleType) -> None:
     ("name", "column", "rows"),
     [
         ("machines", 0, [scheme.name for scheme in SCHEMES.values()]),
+        (
+            "kernels-by-rows",
+            0,
+            [
+                "bf16",
+                "mxfp4 x bf16",
+                "nvfp4 x bf16",
+                "fp8_block128 x fp8_group128",
+            ],
+        ),
         ("vllm-members", 1, [name for _, name in MEMBERS]),
         ("vllm-switches", 0, list(SWITCHES)),
         ("vllm-backends", 0, list(MOE_BACKENDS)),

@@ -58,12 +58,12 @@ def batch(rows: int, slots: int, likely: float | None = None) -> ExpertBatch:
         (batch(100, 4, likely=1.6), 2),
         (batch(100, 4, likely=5.0), 2),  # 20 pairs: 10 rows
         (batch(100, 4, likely=5.5), 3),
-        (batch(100, 4, likely=1000.0), 3),  # no more than there is room for
+        (batch(2, 4, likely=5.5), 3),  # however many came
         (batch(6, 4), 1),
         (batch(7, 4), 2),
         (batch(0, 4), 1),
         (batch(0, 0), 1),
-        (batch(9, 0), 1),
+        (batch(9, 0), 2),
     ],
 )
 def test_each_batch_goes_to_the_kernel_of_its_span(arrived: ExpertBatch, answer: int) -> None:

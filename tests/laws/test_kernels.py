@@ -1,6 +1,6 @@
 """Laws of expert kernels: whatever an entry claims, its kernel computes as the reference does."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from math import lcm
@@ -31,19 +31,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 """The tensors are small, and threads that wait for each other cost more than they save."""
 
 
-def devices_of(entry: KernelEntry) -> list[str]:
-    """The devices that a row claims at all; which GPUs of them, `computed` asks."""
-    return ["cpu"] * ("cpu" in entry.archs) + ["cuda"] * bool(entry.archs - {"cpu"})
-
-
-def on_its_devices(cases: Sequence[Any]) -> list[Any]:
-    """Every case once for each device of its entry, its first value; the device becomes its last."""
-    marks = {"cpu": (), "cuda": (pytest.mark.gpu(1),)}
-    return [
-        pytest.param(*case.values, device, id=f"{device}-{case.id}", marks=marks[device])
-        for case in cases
-        for device in devices_of(case.values[0])
-    ]
+def on_devices(entry: KernelEntry, *values: object, name: str) -> Iterator[Any]:
+    """Parameters of a law of `entry`: these values, and each kind of device that it may run on."""
+    if "cpu" in entry.archs:
+        yield pytest.param(entry, *values, "cpu", id=f"{name}-cpu")
+    if entry.archs - {"cpu"}:
+        yield pytest.param(entry, *values, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu(1))
 
 
 def computed(entry: KernelEntry, device: str, activation: str = "silu") -> list[Scheme]:
@@ -145,15 +138,16 @@ def allowed(case: Case, rows: list[Tensor], wire: Format) -> float:
 
 
 CLAIMS = [
-    pytest.param(entry, grouping, activation, id=f"{entry.name}-{grouping.value}-{activation}")
+    case
     for entry in KERNELS.values()
     for grouping in sorted(entry.groupings, key=lambda g: g.value)
     for activation in sorted(entry.activations)
+    for case in on_devices(entry, grouping, activation, name=f"{entry.name}-{grouping.value}-{activation}")
 ]
 
 
-@pytest.mark.parametrize(("entry", "grouping", "activation", "device"), on_its_devices(CLAIMS))
-def test_kernel_computes_what_its_row_claims(
+@pytest.mark.parametrize(("entry", "grouping", "activation", "device"), CLAIMS)
+def test_kernel_computes_what_its_entry_claims(
     entry: KernelEntry, grouping: Grouping, activation: str, device: str
 ) -> None:
     schemes = computed(entry, device, activation)
@@ -172,10 +166,10 @@ MANY_COUNTS = (300, 0, 129, 1, 33)
 """More rows of a slot than a tile of any kernel for few or some rows holds."""
 
 
-@pytest.mark.parametrize(
-    ("entry", "device"),
-    on_its_devices([pytest.param(entry, id=entry.name) for entry in KERNELS.values() if entry.form]),
-)
+SHARING = [case for entry in KERNELS.values() if entry.form for case in on_devices(entry, name=entry.name)]
+
+
+@pytest.mark.parametrize(("entry", "device"), SHARING)
 def test_kernels_that_share_a_form_compute_any_number_of_rows(entry: KernelEntry, device: str) -> None:
     """A plan gives each the rows it is the fastest with; a pinned one gets all, and answers as rightly."""
     for scheme, grouping in product(computed(entry, device), entry.groupings):
@@ -242,14 +236,15 @@ def truth(case: Case, rows: list[Tensor]) -> list[Tensor]:
 
 
 WIRES = [
-    pytest.param(entry, wire.name, id=f"{entry.name}-{wire.name}")
+    case
     for entry in KERNELS.values()
     for wire in sorted(entry.eats, key=str)
+    for case in on_devices(entry, wire.name, name=f"{entry.name}-{wire.name}")
 ]
 
 
-@pytest.mark.parametrize(("entry", "wire", "device"), on_its_devices(WIRES))
-def test_kernel_eats_every_wire_of_its_row(entry: KernelEntry, wire: str, device: str) -> None:
+@pytest.mark.parametrize(("entry", "wire", "device"), WIRES)
+def test_kernel_eats_every_wire_of_its_entry(entry: KernelEntry, wire: str, device: str) -> None:
     """A wire narrower than the scheme costs what the wire rounds away, and nothing more."""
     for scheme, grouping in product(some(computed(entry, device)), entry.groupings):
         case = Case(entry, scheme, shape_for(entry, bias=biased(entry, scheme)), device)
@@ -262,9 +257,10 @@ def test_kernel_eats_every_wire_of_its_row(entry: KernelEntry, wire: str, device
 
 
 ENTRIES = [pytest.param(entry, id=entry.name) for entry in KERNELS.values()]
+EVERYWHERE = [case for entry in KERNELS.values() for case in on_devices(entry, name=entry.name)]
 
 
-@pytest.mark.parametrize(("entry", "device"), on_its_devices(ENTRIES))
+@pytest.mark.parametrize(("entry", "device"), EVERYWHERE)
 def test_rows_outside_the_segments_never_leak(entry: KernelEntry, device: str) -> None:
     for scheme, grouping in product(computed(entry, device), entry.groupings):
         case = Case(entry, scheme, shape_for(entry, bias=biased(entry, scheme)), device)
@@ -276,7 +272,7 @@ def test_rows_outside_the_segments_never_leak(entry: KernelEntry, device: str) -
         assert torch.equal(torch.cat(clean), torch.cat(poisoned)), (scheme, grouping)
 
 
-@pytest.mark.parametrize(("entry", "device"), on_its_devices(ENTRIES))
+@pytest.mark.parametrize(("entry", "device"), EVERYWHERE)
 @pytest.mark.parametrize("counts", [(), (0, 0, 0), (0, 4)], ids=str)
 def test_no_slots_no_rows_and_slots_with_none(
     entry: KernelEntry, counts: tuple[int, ...], device: str
@@ -297,7 +293,7 @@ def test_no_slots_no_rows_and_slots_with_none(
         assert all(bool(own.isfinite().all()) for own in arrival.segments(outputs.cpu(), batch))
 
 
-@pytest.mark.parametrize(("entry", "device"), on_its_devices(ENTRIES))
+@pytest.mark.parametrize(("entry", "device"), EVERYWHERE)
 def test_an_expert_prepared_alone_equals_its_slot(entry: KernelEntry, device: str) -> None:
     for scheme, bias in product(computed(entry, device), (False, True)):
         case = Case(entry, scheme, shape_for(entry, bias=bias and biased(entry, scheme)), device)
@@ -308,7 +304,7 @@ def test_an_expert_prepared_alone_equals_its_slot(entry: KernelEntry, device: st
             assert raw_bytes(alone) == raw_bytes(together.slot(slot)), (scheme, slot)
 
 
-@pytest.mark.parametrize(("entry", "device"), on_its_devices(ENTRIES))
+@pytest.mark.parametrize(("entry", "device"), EVERYWHERE)
 def test_zero_experts_prepare_to_the_shapes_of_some(entry: KernelEntry, device: str) -> None:
     for scheme in computed(entry, device):
         case = Case(entry, scheme, shape_for(entry, bias=biased(entry, scheme)), device)
@@ -320,12 +316,12 @@ def test_zero_experts_prepare_to_the_shapes_of_some(entry: KernelEntry, device: 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize(
-    "entry",
-    [entry for entry in KERNELS.values() if not entry.reference and "cuda" in devices_of(entry)],
-    ids=lambda entry: entry.name,
+    "entry", [entry for entry in KERNELS.values() if not entry.reference], ids=lambda entry: entry.name
 )
 def test_nothing_is_read_on_the_host(entry: KernelEntry) -> None:
     """The step is captured as a CUDA graph and replayed over other rows."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
     for scheme, grouping in product(computed(entry, "cuda"), entry.groupings):
         case = Case(entry, scheme, shape_for(entry, bias=biased(entry, scheme)), "cuda")
         kernel, arrival = entry.build(case.spec), arrival_for(entry, grouping, poison=0.0)

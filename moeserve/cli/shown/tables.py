@@ -23,6 +23,9 @@ from moeserve.runtime.planning.plan import NoPlan, Plan, make_plan
 MACHINES = ("h100", "h200", "b200", "mi300x", "mi355x", "cpu")
 """Machines of the table, by the names that `--machine` takes."""
 
+MEASURED = "h200"
+"""The machine on which kernels of a family were measured beside each other."""
+
 LAYER = ExpertShape(hidden=7168, inner=2048, activation=Activation("silu"))
 """The expert that is planned for: DeepSeek-V3's, of which four ranks hold 256; a token chooses eight."""
 
@@ -39,6 +42,21 @@ def machines() -> str:
         wires = dict.fromkeys(span.wire.name for plan, _ in planned for span in plan.dispatchers)
         rows.append((f"`{scheme}`", " or ".join(wires), *(cell for _, cell in planned)))
     return _markdown(("scheme", "wire", *(f"{machine.name} ({machine.arch})" for machine in named)), rows)
+
+
+def kernels_by_rows() -> str:
+    """Where the kernels of a family take over from each other on one machine, as `make_plan` chooses."""
+    planned = {scheme: _planned(scheme, machine_named(MEASURED))[0] for scheme in SCHEMES.values()}
+    rows = (
+        (
+            f"`{scheme}`",
+            f"`{plan.kernel.name}`",
+            ", ".join(f"`{span.kernel.name}` to {span.up_to}" for span in plan.kernels),
+        )
+        for scheme, plan in planned.items()
+        if len(plan.kernels) > 1
+    )
+    return _markdown(("scheme", "family", "kernels by rows of all lanes"), rows)
 
 
 def members() -> str:
@@ -86,6 +104,7 @@ def dispatchers() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "machines": machines,
+    "kernels-by-rows": kernels_by_rows,
     "vllm-members": members,
     "vllm-switches": switches,
     "vllm-backends": backends,
@@ -102,7 +121,7 @@ def table(name: str) -> str:
 
 
 def _planned(scheme: Scheme, machine: Machine) -> tuple[Plan, str]:
-    """Returns the plan and its kernel's name with marks."""
+    """Returns the plan, and its kernel's or family's name with marks."""
     model = next((form for form in (scheme.weights, scheme.activations) if form in FLOATS.values()), BF16)
     problem = Problem(scheme, model, LAYER, experts=256, ranks=4, top_k=8, lane_rows=4096)
     mark = ""

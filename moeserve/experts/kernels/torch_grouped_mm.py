@@ -1,7 +1,7 @@
 """Plain-float experts on `torch.nn.functional.grouped_mm`: one call a GEMM for all slots; the CPU's default.
 
 On sm90 and sm100 torch has one kernel for bf16 that takes the segments' ends from the device. Other GPUs
-and dtypes get a loop inside torch that reads them on the host, which the token path forbids, so the row
+and dtypes get a loop inside torch that reads them on the host, which the token path forbids, so the entry
 leaves them out. On a CPU torch loops over the segments in C++: MKL for float32, oneDNN for bf16 and fp16
 (AVX512-BF16 where there is). Measured on two cores of an AMD EPYC with AVX512-BF16, 16 experts of 2048 x
 1536 with 1, 4 and 64 rows each: weights `[e, N, K]` transposed by stride are as fast as a Python loop of

@@ -1,4 +1,4 @@
-"""What the rows for FlashInfer's fused kernels share: rows with one expert each, and SwiGLU's parameters.
+"""What the entries for FlashInfer's fused kernels share: rows with one expert each, and SwiGLU's parameters.
 
 Those kernels take tokens with the experts they chose, and weight and sum the answers. Each row of a batch is
 handed over as a token with one expert, its slot, and weight 1: so they map rows to rows, any placement and

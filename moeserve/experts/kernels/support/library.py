@@ -1,4 +1,4 @@
-"""What rows for libraries share: which slot a row belongs to, rows rounded, and the activation between.
+"""What entries for libraries share: which slot a row belongs to, rows rounded, and the activation between.
 
 On a GPU with Triton the device code of our portable kernel rounds and activates, elsewhere the formats' own
 formulas do; either way nothing is read on the host.
