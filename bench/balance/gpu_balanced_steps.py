@@ -58,8 +58,8 @@ class Layer:
         """One step of the layer."""
         valid = torch.ones(len(hidden), dtype=torch.bool, device="cuda")
         routing = Routing(self.books[choice].resolve(0, experts, valid), weights, lanes)
-        arrived = self.dispatcher.dispatch(hidden, routing).wait()
-        return self.dispatcher.combine(self.kernel.apply(self.prepared, arrived.batch), arrived.ticket).wait()
+        arrived = self.dispatcher.dispatch(hidden, routing)
+        return self.dispatcher.combine(self.kernel.apply(self.prepared, arrived.batch), arrived.ticket)
 
 
 def random_packed(form: Format, shape: tuple[int, ...]) -> Packed:

@@ -8,7 +8,7 @@ with the chance its count gives it, tokens independent of each other. Balance is
 rank, all lanes together, its mean over steps. Each plan is served its own workload (right) and every other.
 
 Every lane brings the same number of tokens and chooses replicas from its own ids alone. `hash` is the static
-split. "gathered" is the `lp` of lanes that first exchange their counts by expert; "best" is what no choice
+split. "gathered" is the `lp` of all lanes' rows taken as one batch; "best" is what no choice
 can beat on that placement, even one that sees all rows.
 """
 
@@ -33,7 +33,7 @@ from moeserve.experts.balance.room import even_with_room
 from moeserve.experts.load import Load, read_trace
 from moeserve.experts.placement import Placement
 from moeserve.experts.routing.address_book import AddressBook
-from moeserve.experts.routing.replicas import REPLICA_CHOICES, Gathered
+from moeserve.experts.routing.replicas import REPLICA_CHOICES
 
 TOP_K = 8
 AIM = 0.998
@@ -93,21 +93,16 @@ class Bench:
             for name, books in self._books.items():
                 rows = sum(self._rows(book, layer, lane) for book, lane in zip(books, ids, strict=True))
                 found.setdefault(name, []).append(mean / float(np.max(rows)))
-            found.setdefault(GATHERED, []).append(mean / float(self._together(layer, ids).max()))
+            gathered = self._rows(self._books["lp"][0], layer, np.concatenate(ids))
+            found.setdefault(GATHERED, []).append(mean / float(gathered.max()))
             if self._sets:
                 found.setdefault(BEST, []).append(mean / self._least(layer, ids))
         return {name: statistics.mean(many) for name, many in found.items()}
 
-    def _together(self, layer: int, ids: Ids) -> Ids:
-        """Rows of each rank when lanes split their gathered counts."""
-        book, valid = self._books["lp"][0], torch.ones(ids.shape[1], dtype=torch.bool)
-        counts = torch.stack([book.counts(torch.from_numpy(lane), valid) for lane in ids])
-        lanes = enumerate(ids)
-        return np.sum([self._rows(book, layer, lane, Gathered.of(counts, at)) for at, lane in lanes], axis=0)
-
-    def _rows(self, book: AddressBook, layer: int, ids: Ids, gathered: Gathered | None = None) -> Ids:
+    def _rows(self, book: AddressBook, layer: int, ids: Ids) -> Ids:
+        """Rows of each rank when `ids [T, K]` are resolved as one batch."""
         valid = torch.ones(len(ids), dtype=torch.bool)
-        slots = book.resolve(layer, torch.from_numpy(ids), valid, gathered).numpy().reshape(-1)
+        slots = book.resolve(layer, torch.from_numpy(ids), valid).numpy().reshape(-1)
         return np.bincount(slots // self._placement.slots_per_rank, minlength=self._placement.ranks)
 
     def _least(self, layer: int, ids: Ids) -> float:

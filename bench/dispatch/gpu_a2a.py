@@ -129,12 +129,12 @@ def ours(name: str, task: Work, *, parted: bool = True) -> tuple[float, float]:
         outputs = check(dispatcher, task)
 
         def both() -> None:
-            arrived = dispatcher.dispatch(task.hidden, task.routing).wait()
-            dispatcher.combine(outputs, arrived.ticket).wait()
+            arrived = dispatcher.dispatch(task.hidden, task.routing)
+            dispatcher.combine(outputs, arrived.ticket)
 
         alone = math.nan
         if parted:
-            alone = timed(lambda: dispatcher.dispatch(task.hidden, task.routing).wait())
+            alone = timed(lambda: dispatcher.dispatch(task.hidden, task.routing))
         return alone, timed(both)
     finally:
         dist.barrier()
@@ -143,12 +143,12 @@ def ours(name: str, task: Work, *, parted: bool = True) -> tuple[float, float]:
 
 def check(dispatcher: Dispatcher, task: Work) -> Tensor:
     """Raises AssertionError unless experts that change nothing give back the rows; returns their outputs."""
-    arrived = dispatcher.dispatch(task.hidden, task.routing).wait()
+    arrived = dispatcher.dispatch(task.hidden, task.routing)
     packed = arrived.batch.tokens
     outputs = (
         torch.stack([part.dequantize() for part in _slabs(packed)]).view(packed.shape).to(task.spec.dtype)
     )
-    answer = dispatcher.combine(outputs, arrived.ticket).wait()
+    answer = dispatcher.combine(outputs, arrived.ticket)
     rows = task.spec.wire.quantize(task.hidden).dequantize().to(task.spec.dtype).float()
     expected = rows * task.routing.weights.sum(dim=1, keepdim=True)
     error = (answer.float() - expected).abs().max() / expected.abs().max()

@@ -103,7 +103,7 @@ class Steps:
         small = torch.rand(1, generator=self._sizes) < 0.5
         rows = torch.where(idle, 0, rows % 5 if small else rows)
         hidden, routing = lane(self._spec, seed, tuple(rows.tolist()))
-        self._open.append((hidden, routing, self._dispatcher.dispatch(hidden, routing).wait()))
+        self._open.append((hidden, routing, self._dispatcher.dispatch(hidden, routing)))
         if len(self._open) >= 1 + seed % self._in_flight:
             self.drain(1)
 
@@ -111,7 +111,7 @@ class Steps:
         """Combines and checks the oldest `steps`, or all."""
         for _ in range(len(self._open) if steps is None else steps):
             hidden, routing, arrived = self._open.popleft()
-            answer = self._dispatcher.combine(compute(self._spec, arrived.batch), arrived.ticket).wait()
+            answer = self._dispatcher.combine(compute(self._spec, arrived.batch), arrived.ticket)
             self.wrong += wrong_rows(self._spec, hidden, routing, answer)
 
 
@@ -164,8 +164,8 @@ def lateness(spec: DispatchSpec, name: str) -> tuple[bool, float]:
     if spec.rank == 1:
         time.sleep(DELAY)
     began = time.monotonic()
-    arrived = dispatcher.dispatch(hidden, routing).wait()
-    dispatcher.combine(compute(spec, arrived.batch), arrived.ticket).wait()
+    arrived = dispatcher.dispatch(hidden, routing)
+    dispatcher.combine(compute(spec, arrived.batch), arrived.ticket)
     if spec.device != "cpu":
         torch.cuda.synchronize()
     took = time.monotonic() - began

@@ -103,9 +103,9 @@ class OneRank:
         routing = Routing(lane.experts, lane.weights, rows)
 
         def run() -> Tensor:
-            arrived = self._dispatcher.dispatch(lane.hidden, routing).wait()
+            arrived = self._dispatcher.dispatch(lane.hidden, routing)
             outputs = self._kernel.apply(self._bank[0], arrived.batch)
-            return self._dispatcher.combine(outputs, arrived.ticket).wait()
+            return self._dispatcher.combine(outputs, arrived.ticket)
 
         return run
 

@@ -32,11 +32,15 @@ from bench.lib.gpu_worker import Failed, Worker, on_workers, said, share
 from moeserve.device.machine import this_machine
 from moeserve.experts.bank import Bank
 from moeserve.experts.batch import ExpertBatch
-from moeserve.experts.kernel import Kernel, KernelEntry, KernelSpec, Problem
-from moeserve.experts.kernels import KERNELS, hopper
+from moeserve.experts.kernel import Kernel, KernelSpec, Problem
+from moeserve.experts.kernels import KERNELS
+from moeserve.experts.kernels.support import hopper
 from moeserve.experts.kernels.tiles import Tile
 from moeserve.experts.kernels.torch_reference import TorchReference
+from moeserve.experts.spans import KernelSpans
 from moeserve.quant.formats import BF16
+from moeserve.runtime.config import AUTO
+from moeserve.runtime.planning.plan import kernels_that_serve
 
 TABLE = record.ROOT / "moeserve" / "experts" / "kernels" / "tiles" / "h200.json"
 AIMED_AT = "deepseek-v3"
@@ -87,23 +91,21 @@ def medians(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, f
     return found
 
 
-def entry_for(held: Held, kind: str) -> KernelEntry:
-    """The kernel that a plan takes for `kind` on this machine. Raises LookupError where there is none."""
-    problem = Problem(SCHEMES[kind], BF16, held.shape, held.experts, 1, held.top_k, lane_rows=4096)
+def kernels_for(held: Held, kind: str, named: str = AUTO) -> KernelSpans:
+    """The kernels that a plan takes for `kind` on this machine. Raises LookupError where there is none."""
+    problem = Problem(SCHEMES[kind], BF16, held.shape, held.experts, 1, held.top_k, lane_rows=16384)
     machine = this_machine()
-    able = (
-        entry for entry in KERNELS.values() if not entry.reference and entry.refuses(problem, machine) is None
-    )
-    if (entry := next(able, None)) is None:
+    able, _ = kernels_that_serve(problem, machine, KERNELS, named)
+    if not able or able[0].reference:
         raise LookupError(f"no kernel computes {SCHEMES[kind]} on {machine.name}")
-    return entry
+    return able[0]
 
 
 class Experts:
-    """One kind's kernel with its weights in a bank."""
+    """One kind's kernels with their weights in a bank."""
 
-    def __init__(self, held: Held, kind: str) -> None:
-        self.held, self.scheme, self.entry = held, SCHEMES[kind], entry_for(held, kind)
+    def __init__(self, held: Held, kind: str, named: str = AUTO) -> None:
+        self.held, self.scheme, self.entry = held, SCHEMES[kind], kernels_for(held, kind, named)
         self.kernel: Kernel = self.entry.build(KernelSpec(self.scheme, held.shape, torch.bfloat16))
         self.weights = held.weights(kind)
         self.bank = Bank()
@@ -130,6 +132,9 @@ def apart(found: Tensor, wanted: Tensor) -> float:
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
+TILED = {"nvfp4": "triton_fp4", "fp8": "triton_fp8", "bf16": "triton_bf16"}
+"""Kernels that read the table of tiles, by kind."""
+
 MOST_ROWS = {"1": 0.5, "32": 6, "512": 24, "2048": 96, "16384": None}
 """Tokens a tile is tuned with -> the most rows a slot it then serves."""
 
@@ -140,7 +145,7 @@ def tune(held: Held, arguments: argparse.Namespace) -> None:
     for kind, cases in json.loads(Path(arguments.tune).read_text()).items():
         experts = None
         torch.cuda.empty_cache()
-        experts = Experts(held, kind)
+        experts = Experts(held, kind, TILED[kind])
         rows = best.setdefault("fp4" if kind == "nvfp4" else kind, [])
         for tokens, tiles in cases.items():
             batch, _ = experts.group(held.inputs(int(tokens)))
@@ -155,8 +160,7 @@ def tune(held: Held, arguments: argparse.Namespace) -> None:
 def timed(experts: Experts, batch: ExpertBatch, numbers: list[int], repeats: int) -> float:
     """Microseconds of the kernel with one tile; infinite where it does not fit or computes something else."""
     wanted = experts.kernel.apply(experts.bank[0], batch).float()
-    shipped, hopper.tile_for = (hopper.tile_for, hopper.few_tile_for), lambda *_: Tile(*numbers)
-    hopper.few_tile_for = lambda *_: None  # few rows too are timed on the tile
+    shipped, hopper.tile_for = hopper.tile_for, lambda *_: Tile(*numbers)
     try:
         found = experts.kernel.apply(experts.bank[0], batch).float()
         if not float((found - wanted).norm()) <= 1e-3 * float(wanted.norm()):
@@ -167,7 +171,7 @@ def timed(experts: Experts, batch: ExpertBatch, numbers: list[int], repeats: int
         print(f"{numbers}: {str(refused)[-120:]!r}", flush=True)
         return inf
     finally:
-        hopper.tile_for, hopper.few_tile_for = shipped
+        hopper.tile_for = shipped
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.lib.record import RESULTS, Result, write
+from moeserve.device.machine import this_machine
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights
-from moeserve.experts.kernel import Kernel, KernelSpec, Prepared
+from moeserve.experts.kernel import Kernel, KernelSpec, Prepared, Problem
 from moeserve.experts.kernels import KERNELS
 from moeserve.experts.placement import Placement
 from moeserve.experts.routing.address_book import AddressBook
@@ -43,7 +44,8 @@ from moeserve.experts.routing.choices import StepAddressing, routed
 from moeserve.experts.routing.gate import Gate
 from moeserve.experts.routing.meter import LoadMeter
 from moeserve.quant.format import Format, Packed, Scheme
-from moeserve.quant.formats import format_named
+from moeserve.quant.formats import BF16, format_named
+from moeserve.runtime.planning.plan import kernels_that_serve
 
 HIDDEN, INNER, TOP_K = 7168, 2048, 8
 SHAPE = ExpertShape(HIDDEN, INNER, Activation("silu"))
@@ -103,9 +105,9 @@ class Layer:
         if last == "address book":
             return slots
         routing = Routing(slots, weights, (len(hidden),) * self.ranks)
-        arrived = self.dispatcher.dispatch(hidden, routing).wait()
+        arrived = self.dispatcher.dispatch(hidden, routing)
         outputs = self.kernel.apply(self.prepared, self.likely(arrived.batch, len(hidden)))
-        return self.dispatcher.combine(outputs, arrived.ticket).wait()
+        return self.dispatcher.combine(outputs, arrived.ticket)
 
     def likely(self, batch: ExpertBatch, tokens: int) -> ExpertBatch:
         """A batch with how many rows a slot likely has, as a rank says it."""
@@ -118,8 +120,10 @@ def build(scheme: str, dispatcher: str, rows: int, args: argparse.Namespace) -> 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     weights, activations = format_named(weights_name), format_named(activations_name)
     experts = args.experts
-    entry, slots = KERNELS[args.kernel or usual], experts // ranks
-    kernel = entry.build(KernelSpec(Scheme(weights, activations), SHAPE, torch.bfloat16))
+    stored, slots = Scheme(weights, activations), experts // ranks
+    problem = Problem(stored, BF16, SHAPE, experts, ranks, TOP_K, rows)
+    (entry, *_), _ = kernels_that_serve(problem, this_machine(), KERNELS, args.kernel or usual)
+    kernel = entry.build(KernelSpec(stored, SHAPE, torch.bfloat16))
     spec = DispatchSpec(
         rank=rank,
         ranks=ranks,
@@ -207,16 +211,16 @@ def phases(
     whole = microseconds(lambda: layer.run("combine", *given), graphed=graphed)
     ids, weights = layer.gate.route(logits)
     routing = Routing(layer.book.resolve(0, ids, valid), weights, (len(hidden),) * layer.ranks)
-    arrived = layer.dispatcher.dispatch(hidden, routing).wait()
+    arrived = layer.dispatcher.dispatch(hidden, routing)
     kept = layer.likely(arrived.batch, len(hidden))
     outputs = layer.kernel.apply(layer.prepared, kept)
-    layer.dispatcher.combine(outputs, arrived.ticket).wait()
+    layer.dispatcher.combine(outputs, arrived.ticket)
     torch.cuda.synchronize()
     active = active_experts(kept)
 
     def carried() -> Tensor:
-        there = layer.dispatcher.dispatch(hidden, routing).wait()
-        return layer.dispatcher.combine(outputs, there.ticket).wait()
+        there = layer.dispatcher.dispatch(hidden, routing)
+        return layer.dispatcher.combine(outputs, there.ticket)
 
     carrying = microseconds(carried, graphed=graphed)
     experts = microseconds(lambda: layer.kernel.apply(layer.prepared, kept), graphed=graphed)

@@ -23,11 +23,12 @@ from moeserve.device.machine import this_machine
 from moeserve.device.nvrtc import NEEDED_MODULE
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelSpec
+from moeserve.experts.kernel import KernelSpec, Problem
 from moeserve.experts.kernels import KERNELS
 from moeserve.quant.format import Format, Packed
 from moeserve.quant.formats import BF16
 from moeserve.quant.schemes import scheme_named
+from moeserve.runtime.planning.plan import kernels_that_serve
 
 EXPERTS, SHAPE = 64, ExpertShape(7168, 2048, Activation("silu"))
 LIBRARIES = {
@@ -89,9 +90,15 @@ def weights_of(name: str) -> ExpertWeights:
     return ExpertWeights(matrix(form, 4096, 7168), matrix(form, 7168, 2048))
 
 
+def problem_of(name: str, count: int) -> Problem:
+    """A layer whose only rank gets `count` rows in each slot, one expert a token."""
+    return Problem(scheme_named(name), BF16, SHAPE, EXPERTS, 1, 1, lane_rows=EXPERTS * count)
+
+
 def step_of(name: str, entry_name: str, count: int, padded: int) -> Callable[[], Tensor]:
-    """One step of an entry, `count` rows in each slot."""
-    entry, scheme = KERNELS[entry_name], scheme_named(name)
+    """One step of a kernel or a family, `count` rows in each slot."""
+    (entry, *_), _ = kernels_that_serve(problem_of(name, count), this_machine(), KERNELS, entry_name)
+    scheme = scheme_named(name)
     there = torch.Generator("cuda").manual_seed(count)
     rows = torch.randn(EXPERTS, count, 7168, device="cuda", generator=there).bfloat16()
     kernel = entry.build(KernelSpec(scheme, SHAPE, torch.bfloat16))
@@ -112,27 +119,20 @@ def timed(name: str, entry_name: str, count: int, padded: int) -> float:
     return median(step_of(name, entry_name, count, padded))
 
 
-def entries_here(name: str, padded: int) -> list[str]:
-    """Our own entry that a plan takes, and the libraries' that take such batches and are importable."""
-    here, grouping = this_machine(), Grouping.PADDED if padded else Grouping.RAGGED
-    libraries = [KERNELS[library] for library in LIBRARIES[name]]
-    own = [entry for entry in KERNELS.values() if entry.modules and entry.modules <= OURS]
-    able = [
-        entry
-        for entry in (*own, *libraries)
-        if here.arch in entry.archs
-        and entry.modules <= here.modules
-        and grouping in entry.groupings
-        and scheme_named(name) in entry.schemes
-    ]
-    return [entry.name for entry in able if entry in libraries or entry is able[0]]
+def entries_here(name: str, count: int, padded: int) -> list[str]:
+    """Our own kernels that a plan takes, and the libraries' that take such batches and are importable."""
+    grouping = Grouping.PADDED if padded else Grouping.RAGGED
+    able, _ = kernels_that_serve(problem_of(name, count), this_machine(), KERNELS)
+    fitting = [one for one in able if grouping in one.groupings]
+    own = [one.name for one in fitting if all(e.modules and e.modules <= OURS for e in one.entries)]
+    return own[:1] + [one.name for one in fitting if one.name in LIBRARIES[name]]
 
 
 def compare(name: str, count: int, padded: int, worker: Worker, deadline: float) -> list[record.Result]:
     """Prints a line an entry of the table of kernels, with the ratio to the first; what is to be recorded."""
     times: dict[str, float] = {}
     case = f"{name}, {count} rows a slot" + (f", padded to {padded}" if padded else "")
-    for entry_name in entries_here(name, padded):
+    for entry_name in entries_here(name, count, padded):
         try:
             found = worker.run(deadline - time.monotonic(), timed, name, entry_name, count, padded)
         except Failed as failed:
@@ -170,9 +170,7 @@ def main() -> None:
         for padded in arguments.padded.split(",")
         for count in arguments.rows.split(",")
     ]
-    tasks = [
-        (name, entry, count, padded) for name, count, padded in cases for entry in entries_here(name, padded)
-    ]
+    tasks = [(name, entry, *case) for name, *case in cases for entry in entries_here(name, *case)]
     compiling = time.monotonic() + 0.6 * arguments.seconds
     worker = on_workers(run_once, tasks, arguments.workers, compiling) if arguments.workers else Worker()
     for name, count, padded in cases:

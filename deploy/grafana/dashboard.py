@@ -280,6 +280,12 @@ def memory() -> list[Panel]:
             Query(metric("moe_weights_bytes"), "rank {{rank}}"),
         ),
         lines(
+            "Device memory",
+            "bytes",
+            "Of each rank, by what it is for; CUDA's own context and libraries' memory are not in it.",
+            Query(metric("moe_device_bytes"), "rank {{rank}} {{what}}"),
+        ),
+        lines(
             "Read from the checkpoint",
             "bytes",
             "Since the rank's process started.",

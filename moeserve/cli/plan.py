@@ -158,8 +158,8 @@ def _planned(args: argparse.Namespace, config: Config) -> Planned:
     if not (args.machine or args.measure):
         plans = recalled(plans, costing_of(config))
     if not config.model.load_as:
-        return Planned(served, machine, plans)
+        return Planned(served, machine, plans, balance=config.balance)
     shown = partial(tqdm, desc="reading experts of each layer", unit="layer", disable=None, leave=False)
     stored = Checkpoint(config.model.checkpoint)
     changed = requantization(stored, served.checkpoint, served.layers, shown)
-    return Planned(served, machine, plans, config.model.load_as, changed)
+    return Planned(served, machine, plans, config.model.load_as, changed, config.balance)

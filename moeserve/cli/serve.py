@@ -132,8 +132,10 @@ def _check_served(config: Config) -> None:
 
 def _cluster(config: Config) -> Cluster:
     if config.cluster.launcher == "local":
+        from moeserve.runtime.launch.environment import tune_process
         from moeserve.runtime.launch.local_cluster import LocalCluster
 
+        tune_process()
         return LocalCluster(config)
     from moeserve.runtime.launch.ray_cluster import RayCluster
 

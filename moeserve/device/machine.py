@@ -92,7 +92,7 @@ _NAMED: dict[str, tuple[str, int, frozenset[str]]] = {
     "mi350x": ("gfx950", 288, _AMD),
     "mi355x": ("gfx950", 288, _AMD),
 }
-"""By public name: architecture, memory in GiB, and the optional packages that its maker's software has."""
+"""Machines by public name: architecture, memory in GiB, and the optional packages of its maker's software."""
 
 
 def machine_named(name: str, modules: Iterable[str] | None = None) -> Machine:

@@ -69,7 +69,7 @@ class Program:
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A loaded kernel."""
+    """A kernel that is loaded and can be launched."""
 
     name: str
     handle: Any

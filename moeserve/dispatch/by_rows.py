@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moeserve.dispatch.dispatcher import Dispatched, Dispatcher, Pending, Traffic
+from moeserve.dispatch.dispatcher import Dispatched, Dispatcher, Traffic
 from moeserve.dispatch.routing import Routing
 
 
@@ -35,24 +35,19 @@ class ByRows(Dispatcher):
         self._ranges = tuple(ranges)
         self._dispatchers = tuple(dict.fromkeys(dispatcher for _, dispatcher in ranges))
 
-    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
-        """As the dispatcher of the fullest lane's rows does. Raises ValueError above the last range."""
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
+        """Dispatches with the part for the fullest lane's rows. Raises ValueError above the last range."""
         dispatcher = self._dispatcher(max(routing.lane_rows))
-        pending = dispatcher.dispatch(hidden, routing)
+        arrived = dispatcher.dispatch(hidden, routing)
+        return Dispatched(arrived.batch, _Ticket(dispatcher, arrived.ticket))
 
-        def finish() -> Dispatched:
-            arrived = pending.wait()
-            return Dispatched(arrived.batch, _Ticket(dispatcher, arrived.ticket))
-
-        return Pending(finish)
-
-    def combine(self, outputs: Tensor, ticket: _Ticket) -> Pending[Tensor]:
+    def combine(self, outputs: Tensor, ticket: _Ticket) -> Tensor:
         """Home by the dispatcher that dispatched: `[T, H]`."""
         return ticket.dispatcher.combine(outputs, ticket.own)
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes of all of them."""
+        """The sum of what its dispatchers have sent."""
         total = Traffic()
         for dispatcher in self._dispatchers:
             total = total.plus(dispatcher.traffic.dispatched, dispatcher.traffic.combined)
@@ -63,7 +58,7 @@ class ByRows(Dispatcher):
         return tuple(sorted({rank for dispatcher in self._dispatchers for rank in dispatcher.late()}))
 
     def interrupt(self) -> None:
-        """None of them waits any more."""
+        """Ends the waits of all its dispatchers."""
         for dispatcher in self._dispatchers:
             dispatcher.interrupt()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,19 +18,6 @@ from moeserve.dispatch.routing import Routing
 from moeserve.experts.batch import ExpertBatch, Grouping
 from moeserve.experts.kernel import Problem
 from moeserve.quant.format import Format
-
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Pending(Generic[T_co]):
-    """Something under way: `wait` gives it, once. On a GPU the current stream waits for it, not the host."""
-
-    def __init__(self, finish: Callable[[], T_co]) -> None:
-        self._finish = finish
-
-    def wait(self) -> T_co:
-        """The result, when it is there."""
-        return self._finish()
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,13 +47,14 @@ class Traffic:
 class Dispatcher(Protocol):
     """Carries rows to their slots' ranks and weighted sums home. Collective: all ranks call in one order.
 
-    A dispatcher inherits from it, for what it need not say itself.
+    On a GPU both phases queue their work on the current stream and return; the host does not wait for it.
+    A dispatcher inherits from this class, for what it need not say itself.
     """
 
-    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """Quantizes `hidden [T, H]` to the wire on the sender, carries it, groups it by slot on arrival."""
 
-    def combine(self, outputs: Tensor, ticket: Any) -> Pending[Tensor]:
+    def combine(self, outputs: Tensor, ticket: Any) -> Tensor:
         """Brings `outputs`, as the kernel made them, home: [T, H] of the hidden's dtype, summed in float32.
 
         Partial sums over slices of an expert are added here, and nowhere else.
@@ -77,7 +65,7 @@ class Dispatcher(Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        """What it has sent so far."""
+        """Bytes that it has sent to other ranks so far."""
 
     def late(self) -> tuple[int, ...]:
         """Ranks it stopped waiting for since this was last asked, ascending, without waiting for the device.
@@ -136,6 +124,7 @@ class DispatchEntry:
     pace: Pace
     archs: frozenset[str]
     in_flight: int = 1  # batches between dispatch and combine
+    buffer_bytes: Callable[[DispatchSpec], int] | None = None  # of a rank's device; None: its library's own
     modules: frozenset[str] = frozenset()
     max_ranks: int | None = None
     sliced: bool = False  # carries rows to all ranks for sliced experts

@@ -64,5 +64,5 @@ def _listed(values: Iterable[object]) -> str:
 
 
 def dotted(version: Version) -> str:
-    """`2.30.4`."""
+    """The version as text, such as `2.30.4`."""
     return ".".join(map(str, version))

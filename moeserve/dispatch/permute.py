@@ -14,7 +14,7 @@ from moeserve.experts.batch import ExpertBatch, Grouping
 from moeserve.quant.format import Packed
 
 MOST_SLOTS = 1024
-"""Of a rank, for the GPU kernels, whose programs keep all counts in registers."""
+"""Most slots of a rank that the GPU kernels serve: their programs keep all counts in registers."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-CHOICES = 2048  # that a program looks through at a time
+FEW_CHOICES, CHOICES = 256, 2048  # that a program looks through at a time
 COLUMNS = 1024  # of a program that copies or sums
 
 
@@ -78,13 +78,18 @@ def sum_rows(outputs, places, weights, out, width, spare, K: tl.constexpr, BLOCK
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=column < width)
 
 
+def block_of(choices):
+    """Choices that a program looks through at a time: two widths, since each is compiled by itself."""
+    return FEW_CHOICES if choices <= FEW_CHOICES else CHOICES
+
+
 def place(slots, experts, row_align, capacity):
     """Counts `[e]`, offsets `[e + 1]` int32 and places `[R, K]` int64 of `slots [R, K]` int32, contiguous."""
     choices, device = slots.numel(), slots.device
     counts = torch.empty(experts, dtype=torch.int32, device=device)
     offsets = torch.empty(experts + 1, dtype=torch.int32, device=device)
     places = torch.empty(slots.shape, dtype=torch.int64, device=device)
-    block = min(CHOICES, triton.next_power_of_2(choices))
+    block = block_of(choices)
     count_slots[(experts,)](slots, counts, choices, block)
     place_choices[(experts + 1,)](
         slots, counts, offsets, places, choices, capacity - 1, experts, triton.next_power_of_2(experts),

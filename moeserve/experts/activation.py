@@ -51,17 +51,17 @@ class Activation:
             object.__setattr__(self, parameter, self._resolved(parameter))
 
     def _resolved(self, parameter: str) -> float | None:
-        row = ACTIVATIONS[self.name]
+        entry = ACTIVATIONS[self.name]
         value: float | None = getattr(self, parameter)
-        if parameter not in row.takes:
+        if parameter not in entry.takes:
             if value is not None:
-                takes = ", ".join(row.takes) or "no parameter"
+                takes = ", ".join(entry.takes) or "no parameter"
                 raise ValueError(f"activation {self.name} takes {takes}, got {parameter}={value}")
             return None
-        value = row.takes[parameter] if value is None else value
-        if value is None and parameter in row.needs:
+        value = entry.takes[parameter] if value is None else value
+        if value is None and parameter in entry.needs:
             raise ValueError(f"activation {self.name} needs {parameter}; give {parameter}=<positive number>")
-        if value is None or value == row.takes[parameter]:
+        if value is None or value == entry.takes[parameter]:
             return value
         if not (isfinite(value) and value > 0):
             raise ValueError(f"activation {self.name}: {parameter}={value} must be positive and finite")
@@ -78,17 +78,17 @@ class Activation:
         Any float dtype; all arithmetic is float32, and `rows` is left as it is. ValueError: an odd width of a
         gated activation.
         """
-        row = ACTIVATIONS[self.name]
+        entry = ACTIVATIONS[self.name]
         if not self.gated:
-            return row.act(rows.float())
+            return entry.act(rows.float())
         width = rows.shape[-1]
         if width % 2:
             raise ValueError(f"activation {self.name} is gated: its row width {width} must be even (2I)")
-        parameters = {p: v for p in row.takes if (v := getattr(self, p)) is not None}
-        return row.act(rows[..., : width // 2].float(), rows[..., width // 2 :].float(), **parameters)
+        parameters = {p: v for p in entry.takes if (v := getattr(self, p)) is not None}
+        return entry.act(rows[..., : width // 2].float(), rows[..., width // 2 :].float(), **parameters)
 
     def without_mul(self) -> Activation:
-        """The same function without the product with an up half: silu -> silu_no_mul; itself if not gated.
+        """This activation without the product with an up half: silu -> silu_no_mul; itself if not gated.
 
         ValueError: the activation has no such twin, or has a limit, which the twin would lose.
         """

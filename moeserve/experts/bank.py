@@ -57,27 +57,42 @@ class Bank:
     @property
     def nbytes(self) -> int:
         """Bytes of all slots and of the storage for staging."""
-        staging = (*self._staged.values(), *self._spare)
-        beside = sum(tensor.nbytes for tensors in staging for tensor in tensors.values())
-        return beside + sum(prepared.nbytes for prepared in self._layers.values())
+        return self.slots_nbytes + self.staging_nbytes
+
+    @property
+    def slots_nbytes(self) -> int:
+        """Bytes of all slots of all layers."""
+        return sum(prepared.nbytes for prepared in list(self._layers.values()))
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes of the storage for staging, in use or kept for the next epoch."""
+        staging = (*list(self._staged.values()), *self._spare)
+        return sum(tensor.nbytes for tensors in staging for tensor in tensors.values())
 
     def load(
-        self, layer: int, kernel: Kernel, weights: ExpertWeights, slots: Sequence[int] | np.ndarray
+        self,
+        layer: int,
+        kernel: Kernel,
+        weights: ExpertWeights,
+        slots: Sequence[int] | np.ndarray,
+        device: torch.device | str = "cpu",
     ) -> None:
-        """Prepares `weights` into the slots of `layer`, one expert at a time.
+        """Prepares `weights` into the slots of `layer` on `device`, one expert at a time.
 
-        `slots [e]` are the experts of this rank's slots; `weights` holds, in slot order, one expert for
-        each that is not EMPTY. An EMPTY slot is all zeros. A layer that is loaded again keeps its storage.
-        ValueError: weights and slots of different number, or a second load of other shapes.
+        `slots [e]` are the experts of this rank's slots; `weights`, in host memory or there, holds, in slot
+        order, one expert for each that is not EMPTY. One expert at a time is brought to the device, so beside
+        its slots it holds no more than that. An EMPTY slot is all zeros. A layer that is loaded again keeps
+        its storage. ValueError: weights and slots of different number, or a second load of other shapes.
         """
         filled = [slot for slot, expert in enumerate(slots) if int(expert) != EMPTY]
         if len(filled) != weights.experts:
             raise ValueError(
                 f"layer {layer}: {weights.experts} experts were given for {len(filled)} slots in use"
             )
-        prepared = self._storage(layer, kernel.prepare(weights.rows(slice(0, 0))), len(slots))
+        prepared = self._storage(layer, kernel.prepare(weights.rows(slice(0, 0)).to(device)), len(slots))
         for position, slot in enumerate(filled):
-            expert = kernel.prepare(weights.rows(slice(position, position + 1))).slot(0)
+            expert = kernel.prepare(weights.rows(slice(position, position + 1)).to(device)).slot(0)
             for name, tensor in prepared.slot(slot).items():
                 tensor.copy_(expert[name])
         for slot in set(range(len(slots))) - set(filled):
@@ -191,7 +206,7 @@ class Bank:
         return slot_checksum(self.slot(layer, slot))
 
     def checksums(self, layer: int, slots: Sequence[int]) -> list[str]:
-        """The same of several slots; each is read once after it was written, however often one asks."""
+        """Checksums of several slots; each slot is read once after it was written, however often one asks."""
         unknown = [slot for slot in slots if (layer, slot) not in self._checksums]
         found = slot_checksums([self.slot(layer, slot) for slot in unknown])
         self._checksums |= {(layer, slot): one for slot, one in zip(unknown, found, strict=True)}

@@ -63,12 +63,12 @@ class ExpertWeights:
 
     @property
     def hidden(self) -> int:
-        """H."""
+        """H, the size of a hidden state."""
         return self.gate_up.shape[-1]
 
     @property
     def inner(self) -> int:
-        """I of this slice."""
+        """I, the intermediate size of an expert, or of this rank's slice of it."""
         return self.down.shape[-1]
 
     @property
@@ -87,13 +87,13 @@ class ExpertWeights:
         return named | {name: tensor for name, tensor in loose if tensor is not None}
 
     def rows(self, index: Tensor | slice) -> ExpertWeights:
-        """The experts `index`."""
+        """The experts that `index` picks, in its order."""
         loose = {f.name: getattr(self, f.name) for f in fields(self)[2:]}
         picked = {name: None if tensor is None else tensor[index] for name, tensor in loose.items()}
         return replace(self, gate_up=self.gate_up.rows(index), down=self.down.rows(index), **picked)
 
     def to(self, device: torch.device | str) -> ExpertWeights:
-        """The same experts on `device`."""
+        """These experts with every tensor on `device`."""
         loose = {f.name: getattr(self, f.name) for f in fields(self)[2:]}
         moved = {name: None if tensor is None else tensor.to(device) for name, tensor in loose.items()}
         return replace(self, gate_up=self.gate_up.to(device), down=self.down.to(device), **moved)
@@ -111,7 +111,7 @@ class ExpertBatch:
 
     @property
     def slots(self) -> int:
-        """e."""
+        """e, the slots that this rank holds."""
         return self.counts.shape[0]
 
     @property
@@ -119,3 +119,8 @@ class ExpertBatch:
         """What tiles are chosen for: the rows a slot likely has; where that is not known, its room."""
         room = self.tokens.shape[:-1].numel() / max(1, self.slots)
         return room if self.likely is None else min(self.likely, room)
+
+    @property
+    def likely_rows(self) -> float:
+        """What kernels are chosen for: the rows that all slots likely have; where not known, their room."""
+        return self.rows_a_slot * self.slots

@@ -1,9 +1,15 @@
-"""The expert kernel contract: `Kernel`, its `Prepared` weights, and `KernelEntry`, what a kernel can do."""
+"""The expert kernel contract: `Kernel`, its `Prepared` weights, and `KernelEntry`, what a kernel can do.
+
+Kernels that compute on the same prepared weights have one `form`. Those of them that serve together are a
+`KernelFamily`; which one serves steps of how many rows is the plan's choice (`spans.py`), never a kernel's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from math import inf
 from typing import Protocol
 
 import torch
@@ -33,16 +39,22 @@ class Problem:
     sliced: bool = (
         False  # every rank holds a slice of every expert (tensor parallel) instead of whole experts
     )
-
-    @property
-    def uneven(self) -> bool:
-        """Whether some rank holds fewer experts than another."""
-        return not self.sliced and self.experts % self.ranks != 0
+    redundant: int = 0  # slots for replicas, over all ranks
 
     @property
     def slots(self) -> int:
-        """Most experts a rank holds, replicas and staging not counted."""
-        return self.experts if self.sliced else -(-self.experts // self.ranks)
+        """Most experts a rank holds, replicas counted and staging not."""
+        return self.experts if self.sliced else -(-(self.experts + self.redundant) // self.ranks)
+
+    @property
+    def step_rows(self) -> int:
+        """Most rows that all lanes bring to a step together."""
+        return self.ranks * self.lane_rows
+
+    @property
+    def pairs_a_row(self) -> Fraction:
+        """(token, expert) pairs that one rank likely computes for each row that a lane brings to a step."""
+        return Fraction(self.top_k, 1 if self.sliced else self.ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +74,12 @@ class Prepared:
 
     @property
     def slots(self) -> int:
-        """How many slots there are."""
+        """How many experts it has storage for."""
         return next(iter(self.per_slot.values())).shape[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors, per slot and shared."""
         return sum(t.nbytes for t in (*self.per_slot.values(), *self.shared.values()))
 
 
@@ -130,8 +142,41 @@ class KernelSpec:
 
 
 @dataclass(frozen=True)
+class KernelRange:
+    """The steps that a kernel was measured to be the fastest of its family with.
+
+    They are told by their pairs: the (token, expert) pairs that a rank computes, as far as the host knows
+    without counting. Pairs a slot are these over the rank's slots. All bounds belong to the range.
+    """
+
+    kernel: str
+    from_slot_pairs: float = 0.0
+    up_to_slot_pairs: float = inf
+    up_to_pairs: float = inf
+
+    def bounds(self, slots: int) -> tuple[float, float]:
+        """Fewest and most pairs of a rank of `slots` slots."""
+        return self.from_slot_pairs * slots, min(self.up_to_slot_pairs * slots, self.up_to_pairs)
+
+
+@dataclass(frozen=True)
+class KernelFamily:
+    """Kernels on one prepared form that serve together, under the name by which all of them are pinned.
+
+    `ranges` gives, for a device's name, what was measured: the first range that covers a step and whose
+    kernel serves here decides. A kernel of another family may stand among them, if it has the same form.
+    """
+
+    name: str
+    ranges: Callable[[str], Sequence[KernelRange]]
+
+
+@dataclass(frozen=True)
 class KernelEntry:
-    """What one kernel can do, as data. `refuses` is the join's condition, and says why in one line."""
+    """What one kernel can do, as data. `refuses` is the join's condition, and says why in one line.
+
+    A kernel computes steps of any number of rows rightly; a family's ranges say where it is the fastest.
+    """
 
     name: str
     build: Callable[[KernelSpec], Kernel]
@@ -149,11 +194,23 @@ class KernelEntry:
     unbiased: frozenset[Scheme] = frozenset()  # schemes that it has no biases with
     most_slots: int = 0  # of a rank; 0: any number
     bf16_sums: bool = False  # of the first GEMM, before they are activated and rounded again
+    bf16_answers: bool = False  # whatever dtype is asked for
+    e4m3_sums: frozenset[Scheme] = frozenset()  # whose products are of E4M3, which Hopper adds with few bits
+    rounded_products: Mapping[Scheme, Format] = field(
+        default_factory=dict
+    )  # floats that decoded weights or rows are rounded to, where products lose by it
     fewer_schemes: Mapping[str, frozenset[Scheme]] = field(
         default_factory=dict
     )  # by arch, where not all of them
     reference: bool = False  # judges the others; on a GPU it wins only when named
     verified: tuple[str, ...] = ()  # architectures it has really run on
+    form: str = ""  # of prepared weights, the same tensors for all kernels of one; empty: nobody else's
+    family: KernelFamily | None = None  # None: it serves alone
+
+    @property
+    def pinned_as(self) -> str:
+        """The name that a plan tries it under: its family's, or its own."""
+        return self.name if self.family is None else self.family.name
 
     def refuses(self, problem: Problem, machine: Machine) -> str | None:
         """Why this kernel cannot serve `problem` on `machine`, or None."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PHASES = ("decode", "prefill")
-"""Of a step: few rows a lane, or many."""
+"""The phases of a step: few rows a lane (decode), or many (prefill)."""
 
 TRACE = "moeserve.load"
 VERSION = 1
@@ -73,7 +73,7 @@ class LoadTrace:
 
     @property
     def experts(self) -> int:
-        """E."""
+        """E, the logical experts of a layer."""
         return int(self.windows[0].load.tokens.shape[-1])
 
     @property
@@ -105,7 +105,7 @@ def read_trace(path: Path | str) -> LoadTrace:
 
 
 def write_trace(trace: LoadTrace, path: Path | str) -> None:
-    """Writes our own format."""
+    """Writes a trace to `path` in our own format."""
     Path(path).write_text("\n".join([head_line(trace), *map(window_line, trace.windows)]) + "\n")
 
 

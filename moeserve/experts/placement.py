@@ -82,12 +82,12 @@ class Placement:
 
     @property
     def layers(self) -> int:
-        """L."""
+        """L, the layers that are placed."""
         return int(self.slots.shape[0])
 
     @property
     def slots_per_rank(self) -> int:
-        """e."""
+        """e, the slots of one rank and layer."""
         return int(self.slots.shape[1]) // self.ranks
 
     def of_rank(self, layer: int, rank: int) -> NDArray[np.int32]:

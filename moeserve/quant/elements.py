@@ -40,7 +40,7 @@ class Minifloat:
 
     @property
     def bits(self) -> int:
-        """Of a code, sign included."""
+        """Bits of a code, its sign included."""
         return 1 + self.exponent + self.mantissa
 
     @property

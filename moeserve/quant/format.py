@@ -13,7 +13,7 @@ from torch import Tensor
 Parts = tuple[Tensor, ...]
 
 WHOLE = -1
-"""As a part's `rows` or `columns`: one element covers the full extent of the matrix."""
+"""A part's `rows` or `columns` where one element covers the full extent of the matrix."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Format:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the codes."""
+        """The dtype that codes are stored in."""
         return self.parts[0].dtype
 
     def nbytes(self, shape: Sequence[int]) -> int:
@@ -179,21 +179,21 @@ class Packed:
         )
 
     def with_parts(self, parts: Sequence[Tensor]) -> Packed:
-        """The same format and matrix size over other storage; the first dimension may differ."""
+        """This format and matrix size over other storage; the first dimension may differ."""
         return Packed(self.format, torch.Size((parts[0].shape[0], *self.shape[1:])), tuple(parts))
 
     def to(self, device: torch.device | str) -> Packed:
-        """The same tensor on `device`."""
+        """This tensor with every part on `device`."""
         return replace(self, parts=tuple(part.to(device) for part in self.parts))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
+        """Bytes of all parts, codes and scales."""
         return sum(part.nbytes for part in self.parts)
 
     @property
     def device(self) -> torch.device:
-        """Where the parts are."""
+        """The device that holds the parts."""
         return self.parts[0].device
 
 

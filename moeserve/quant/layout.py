@@ -21,7 +21,7 @@ class Layout(Protocol):
 
     Laws: `unpack(pack(p), p)` has the parts of `p` bit for bit, also where a dimension is zero; matrices of a
     stack are packed one by one, so `pack(p.rows(i))` is row i of `pack(p)`; neither way takes more memory
-    than what goes in and what comes out. `tests/laws/test_layouts.py` holds every row of `LAYOUTS` to them.
+    than what goes in and what comes out. `tests/laws/test_layouts.py` holds every entry of `LAYOUTS` to them.
     """
 
     @property
@@ -30,7 +30,7 @@ class Layout(Protocol):
 
     @property
     def formats(self) -> frozenset[Format]:
-        """The formats it takes."""
+        """The formats that the layout can pack."""
 
     def refuses(self, packed: Packed) -> str | None:
         """Why `packed` cannot be packed, with the value, or None; its values are not read."""
@@ -64,11 +64,11 @@ Moves = Callable[[Part, torch.Size], Sequence[Move]]
 
 
 def no_check(_: Packed) -> None:
-    """Takes every value."""
+    """Accepts every tensor: the layout has no limits on values."""
 
 
 def no_constants(_: Packed) -> dict[str, Tensor]:
-    """No tensors but the parts."""
+    """Adds no tensors: the layout stores the parts alone."""
     return {}
 
 

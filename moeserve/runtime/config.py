@@ -42,7 +42,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What is served."""
+    """The checkpoint that is served, and how."""
 
     checkpoint: str = ""  # folder with config.json and safetensors; in a file, relative to the file's folder
     name: str = ""  # as clients call it; the folder's name when empty
@@ -61,7 +61,7 @@ class ParallelConfig:
 
     @property
     def mesh(self) -> Mesh:
-        """The flattened mesh."""
+        """The mesh that the parallel sizes flatten to."""
         return Mesh.flatten(
             self.data_parallel_size, self.tensor_parallel_size, expert_parallel=self.enable_expert_parallel
         )
@@ -137,7 +137,7 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Who starts the ranks."""
+    """The launcher that starts the ranks, and what it gives each."""
 
     launcher: str = "ray"  # ray, local
     ray_address: str = ""  # an existing cluster; empty starts one on this machine
@@ -237,7 +237,7 @@ class Config:
                 raise ConfigError(f"model.load_as: {error}") from error
 
     def lines(self) -> list[str]:
-        """As TOML, every key with its value."""
+        """The configuration as lines of TOML, every key with its value."""
         out: list[str] = []
         for table in fields(self):
             out.append(f"[{table.name}]")

@@ -49,7 +49,7 @@ class Epoch:
         return self._next(placement=Placement(rows, self.placement.ranks, self.placement.experts))
 
     def reloaded(self, layer: int, version: int) -> Epoch:
-        """The same placement with the weights of `version`, one of `weights`, at `layer` (a position)."""
+        """This placement with the weights of `version`, one of `weights`, at `layer` (a position)."""
         if not 1 <= version <= len(self.weights):
             raise ValueError(f"weights version {version} is not one of 1 to {len(self.weights)}")
         versions = [self.version(at) for at in range(self.placement.layers)]
@@ -57,7 +57,7 @@ class Epoch:
         return self._next(versions=tuple(versions))
 
     def with_weights(self, path: str) -> Epoch:
-        """The same epoch, knowing one more version of the weights; no layer is at it yet.
+        """This epoch with one more version of the weights known; no layer is at it yet.
 
         Folders of versions that no layer is at are forgotten: every message of a change holds the names.
         """
@@ -66,12 +66,12 @@ class Epoch:
         return replace(self, weights=(*kept, path))
 
     def version(self, layer: int) -> int:
-        """Of the weights at `layer` (a position)."""
+        """The version of the weights at `layer` (a position)."""
         return self.versions[layer] if self.versions else 1
 
     @property
     def weights_version(self) -> int:
-        """The oldest that any layer is at."""
+        """The oldest version of the weights that any layer is at."""
         return min(self.versions, default=1)
 
     def without(self, lost: Collection[int]) -> Epoch:

@@ -1,4 +1,4 @@
-"""`Mesh`: how ranks split experts, flattened from data-, prefill-context- and tensor-parallel sizes."""
+"""`Mesh`: how ranks split experts, flattened from data- and tensor-parallel sizes."""
 
 from __future__ import annotations
 
@@ -6,25 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Axis:
-    """One dimension of the mesh seen from one rank."""
-
-    size: int = 1
-    rank: int = 0
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Where one rank sits inside the MoE layer after flattening."""
-
-    tp: Axis
-    dp: Axis
-    ep: Axis
-
-
-@dataclass(frozen=True)
 class Mesh:
-    """Sizes of the group: `ep` is 1 or `dp * tp` (times `pcp`, which behaves like data parallel).
+    """Sizes of the group: `ep` is 1 or `dp * tp`.
 
     With `ep = dp * tp` every expert is whole on one rank. With `ep = 1` and several ranks, every rank holds
     its 1 / (dp * tp) slice of every expert. Every rank has a lane with rows of its own either way.
@@ -33,23 +16,22 @@ class Mesh:
     dp: int = 1
     tp: int = 1
     ep: int = 1
-    pcp: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.dp, self.tp, self.ep, self.pcp) < 1:
+        if min(self.dp, self.tp, self.ep) < 1:
             raise ValueError(f"parallel sizes must be at least 1: {self}")
         if self.ep not in (1, self.ranks):
             raise ValueError(f"ep={self.ep} must be 1 or dp * tp = {self.ranks}")
 
     @classmethod
-    def flatten(cls, dp: int, tp: int, *, expert_parallel: bool, pcp: int = 1) -> Mesh:
+    def flatten(cls, dp: int, tp: int, *, expert_parallel: bool) -> Mesh:
         """The mesh of an engine's sizes; `expert_parallel` is ignored for one rank."""
-        return cls(dp, tp, dp * pcp * tp if expert_parallel else 1, pcp)
+        return cls(dp, tp, dp * tp if expert_parallel else 1)
 
     @property
     def ranks(self) -> int:
-        """How many ranks."""
-        return self.dp * self.pcp * self.tp
+        """How many ranks the group has."""
+        return self.dp * self.tp
 
     @property
     def slices(self) -> int:
@@ -65,14 +47,6 @@ class Mesh:
     def owners(self) -> int:
         """How many owners a placement has: each rank, or the group as one when experts are sliced."""
         return 1 if self.sliced else self.ranks
-
-    def seat(self, rank: int) -> Seat:
-        """Sizes and ranks inside the layer of flat rank `dp_rank * pcp * tp + pcp_rank * tp + tp_rank`."""
-        if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank {rank} is outside a mesh of {self.ranks} ranks")
-        whole = Axis(self.ranks, rank)
-        dp = Axis(self.dp, rank // (self.pcp * self.tp))
-        return Seat(Axis(), dp, whole) if self.ep > 1 else Seat(whole, dp, Axis())
 
     def sequence_rows(self, rows: int, tp_rank: int) -> slice:
         """Which of `rows` rows, identical on all tensor-parallel ranks, `tp_rank` brings to the layer.

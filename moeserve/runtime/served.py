@@ -29,6 +29,7 @@ class Served:
     patience: float = 30.0  # seconds a dispatcher waits for a rank before it names it late
     on_late: str = FAIL  # or "drop": a step goes on without a late rank's rows
     graph_rows: int = 256  # of the fullest lane, up to which a GPU's steps are CUDA graphs; 0: none are
+    redundant: int = 0  # slots for replicas, over all ranks
 
     def scheme(self, layer: int) -> Scheme:
         """How `layer` computes: whatever the checkpoint leaves in plain floats is in the served dtype."""
@@ -58,7 +59,7 @@ class Served:
         return new
 
     def problem(self, layer: int) -> Problem:
-        """What a plan is asked for."""
+        """The problem that a plan has to solve for `layer`."""
         return Problem(
             scheme=self.scheme(layer),
             model_format=self.model_format,
@@ -68,6 +69,7 @@ class Served:
             top_k=self.checkpoint.top_k,
             lane_rows=self.lane_rows,
             sliced=self.mesh.sliced,
+            redundant=self.redundant,
         )
 
 
@@ -90,6 +92,7 @@ def served_from(config: Config) -> Served:
         config.step.patience,
         config.step.on_late,
         config.step.graph_rows,
+        config.balance.redundant_experts,
     )
 
 

@@ -39,11 +39,11 @@ class Step:
 
     @property
     def lane_rows(self) -> tuple[int, ...]:
-        """Rows each lane brings."""
+        """The rows that each lane brings, by rank."""
         return tuple(sum(rows for _, rows in lane) for lane in self.jobs)
 
     def header(self, rank: int) -> Header:
-        """What `rank` is sent of it."""
+        """The part of the step that `rank` is sent."""
         return Header(self.number, self.epoch, self.layer, self.lane_rows, self.jobs[rank])
 
 
@@ -88,12 +88,12 @@ class Job:
     error: Exception | None = None
 
     def finish(self, output: Tensor, stamp: Stamp) -> None:
-        """Hands over the answer."""
+        """Ends the job with its answer `[T, H]`."""
         self.output, self.stamp = output, stamp
         self.ended(self)
 
     def fail(self, error: Exception) -> None:
-        """Hands over a failure."""
+        """Ends the job with a failure."""
         self.error = error
         self.ended(self)
 
@@ -131,7 +131,7 @@ class _Columns:
     hidden: Tensor  # [T, H]
 
     def columns(self) -> tuple[Tensor, ...]:
-        """The tensors."""
+        """The tensors, in the order of the fields."""
         return tuple(vars(self).values())
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Self:
@@ -139,11 +139,11 @@ class _Columns:
         return replace(self, **{name: change(column) for name, column in vars(self).items()})
 
     def rows(self, index: slice) -> Self:
-        """Some of the rows."""
+        """The rows that `index` picks."""
         return self.each(lambda column: column[index])
 
     def to(self, device: str) -> Self:
-        """The same rows on `device`."""
+        """These rows with every column on `device`."""
         return self.each(lambda column: column.to(device))
 
 

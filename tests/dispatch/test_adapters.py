@@ -19,7 +19,13 @@ from moeserve.device.machine import machine_named, this_machine
 from moeserve.dispatch.backends import DISPATCHERS, dispatcher_named
 from moeserve.dispatch.backends.deepep_v2 import DeepEPElastic
 from moeserve.dispatch.dispatcher import DispatchSpec
-from moeserve.dispatch.libraries.probe import CHECKS, Place, nccl_at_run_time, rdma_adapters, surroundings
+from moeserve.dispatch.libraries.probe import (
+    CHECKS,
+    RankLocation,
+    nccl_at_run_time,
+    rdma_adapters,
+    surroundings,
+)
 from moeserve.dispatch.libraries.row_exchange import Arrived
 from moeserve.dispatch.libraries.travel import only_first, parts_arrived, parts_travelling, presented, widened
 from moeserve.dispatch.limits import Limits
@@ -89,7 +95,11 @@ LACKING = [
         {"reaches": unreachable},
         "peer memory: found no access to the GPUs of ranks [0], required",
     ),
-    ("flashinfer", {"place": Place("host1", "GPU-1")}, "peer memory: found ranks [0] on other hosts, "),
+    (
+        "flashinfer",
+        {"location": RankLocation("host1", "GPU-1")},
+        "peer memory: found ranks [0] on other hosts, ",
+    ),
     ("deepep_ll", {"adapters": ()}, "RDMA: found no adapter in "),
     ("nixl_ep", {"module": "nixl_ep"}, "import of nixl_ep: found ModuleNotFoundError: "),
     ("flashinfer", {"module": "flashinfer"}, "import of flashinfer: found ModuleNotFoundError: "),
@@ -229,7 +239,7 @@ def test_rows_past_a_count_are_nobodys() -> None:
 
 def test_this_host_is_looked_at() -> None:
     here = surroundings(SPEC)
-    assert here.arch == "cpu" and here.place.host and not here.reaches(here.place.gpu)
+    assert here.arch == "cpu" and here.location.host and not here.reaches(here.location.gpu)
     assert here.adapters == rdma_adapters() and here.nccl == nccl_at_run_time()
     assert here.nccl is None or here.nccl >= (2, 0, 0)
 

@@ -51,9 +51,9 @@ def test_an_unknown_name_gets_the_list() -> None:
 
 def test_one_rank_computes_by_itself() -> None:
     dispatcher = DISPATCHERS["local"].build(SPEC)
-    arrived = dispatcher.dispatch(HIDDEN, ROUTING).wait()
+    arrived = dispatcher.dispatch(HIDDEN, ROUTING)
     scale = torch.repeat_interleave(torch.tensor([1.0, 10.0, 100.0, 1000.0]), arrived.batch.counts)
-    answer = dispatcher.combine(arrived.batch.tokens.dequantize() * scale[:, None], arrived.ticket).wait()
+    answer = dispatcher.combine(arrived.batch.tokens.dequantize() * scale[:, None], arrived.ticket)
     expected = HIDDEN * torch.tensor([[0.5 * 1000 + 2 * 10], [4 * 10], [0.0]])
     torch.testing.assert_close(answer, expected, rtol=1e-6, atol=0)
     assert dispatcher.traffic == Traffic() and dispatcher.traffic.plus(dispatched=3).plus(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.by_rows import ByRows
-from moeserve.dispatch.dispatcher import Dispatched, Dispatcher, Pending, Traffic
+from moeserve.dispatch.dispatcher import Dispatched, Dispatcher, Traffic
 from moeserve.dispatch.routing import Routing
 
 PARTS = {
@@ -62,15 +62,15 @@ class Part(Dispatcher):
         self.closed = 0
         self._late, self._closing = late, closing
 
-    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         self.steps.append(routing.lane_rows)
-        return Pending(lambda: Dispatched(None, (self, routing.lane_rows)))  # type: ignore[arg-type]
+        return Dispatched(None, (self, routing.lane_rows))  # type: ignore[arg-type]
 
-    def combine(self, outputs: Tensor, ticket: Any) -> Pending[Tensor]:
+    def combine(self, outputs: Tensor, ticket: Any) -> Tensor:
         owner, lane_rows = ticket
         if owner is not self:
             raise AssertionError("a ticket came home to another dispatcher")
-        return Pending(lambda: torch.tensor(lane_rows))
+        return torch.tensor(lane_rows)
 
     @property
     def traffic(self) -> Traffic:
@@ -86,21 +86,21 @@ class Part(Dispatcher):
 
 
 def step(dispatcher: Dispatcher, *lane_rows: int) -> list[int]:
-    arrived = dispatcher.dispatch(torch.empty(0), Routing(torch.empty(0), torch.empty(0), lane_rows)).wait()
-    found: list[int] = dispatcher.combine(torch.empty(0), arrived.ticket).wait().tolist()
+    arrived = dispatcher.dispatch(torch.empty(0), Routing(torch.empty(0), torch.empty(0), lane_rows))
+    found: list[int] = dispatcher.combine(torch.empty(0), arrived.ticket).tolist()
     return found
 
 
 def test_the_fullest_lane_decides_and_the_ticket_remembers() -> None:
     low, high = Part(), Part()
     dispatcher = ByRows([(4, low), (64, high), (256, low)])
-    first = dispatcher.dispatch(torch.empty(0), Routing(torch.empty(0), torch.empty(0), (5, 0))).wait()
+    first = dispatcher.dispatch(torch.empty(0), Routing(torch.empty(0), torch.empty(0), (5, 0)))
     assert (
         step(dispatcher, 0, 4) == [0, 4]
         and step(dispatcher, 0, 0) == [0, 0]
         and step(dispatcher, 65, 1) == [65, 1]
     )
-    assert dispatcher.combine(torch.empty(0), first.ticket).wait().tolist() == [5, 0]  # of two in flight
+    assert dispatcher.combine(torch.empty(0), first.ticket).tolist() == [5, 0]  # of two in flight
     assert (low.steps, high.steps) == ([(0, 4), (0, 0), (65, 1)], [(5, 0)])
     assert dispatcher.traffic == Traffic(4, 40)  # one that serves two ranges counts once
     with pytest.raises(ValueError, match="a lane brings 257 rows, and the dispatchers serve up to 256"):

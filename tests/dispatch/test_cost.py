@@ -149,7 +149,7 @@ def test_where_costs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("most", "found"), [(1, [1]), (3, [1, 3]), (4, [1, 4]), (64, [1, 4, 16, 64]), (100, [1, 4, 16, 64, 100])]
+    ("most", "found"), [(1, [1]), (3, [1, 3]), (16, [1, 16]), (100, [1, 16, 100]), (4096, [1, 16, 256, 4096])]
 )
 def test_sizes_end_at_the_most_rows(most: int, found: list[int]) -> None:
     assert sizes(most) == found

@@ -25,7 +25,7 @@ from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertShape, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared, Problem
 from moeserve.experts.kernels import KERNELS, deep_gemm
-from moeserve.experts.kernels.library import LibraryStep, biases
+from moeserve.experts.kernels.support.library import LibraryStep, biases
 from moeserve.quant.format import Format, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.mx import MXFP4, MXFP8

@@ -3,18 +3,19 @@
 import itertools
 from dataclasses import replace
 from importlib.util import find_spec
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 
 import pytest
 import torch
+from error_model import bound_of, settled_rows
 from made_experts import Arrival, activation_named, fresh_seed, make_scheme
 from torch import Tensor
 
 from moeserve.device.machine import this_machine
 from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
 from moeserve.experts.kernel import KernelSpec
-from moeserve.experts.kernels import cuda_fp4, cuda_w4a8
+from moeserve.experts.kernels import KERNELS, cuda_fp4, cuda_w4a8
 from moeserve.experts.kernels.cuda import prefill_codes, rounded
 from moeserve.experts.kernels.cuda.prefill_codes import Form, Step
 from moeserve.experts.kernels.torch_reference import TorchReference
@@ -138,7 +139,7 @@ def test_an_expert_packed_alone_equals_its_slot_and_none_packs_to_the_same_shape
     }
 
 
-PLANS = [plan for plans in prefill_codes.PLANS.values() for plan in plans]
+PLANS = [plan for plans in prefill_codes.PLANS.values() for _, plan in plans]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
@@ -206,27 +207,33 @@ def test_any_rows_agree_with_the_reference(
     """Ragged segments that begin anywhere, slots without rows, sizes over a tile's edge, NaN all around."""
     if not torch.cuda.is_available() or this_machine().arch != "sm90":
         pytest.skip("needs a Hopper GPU: CUDA C++ has no interpreter")
-    monkeypatch.setattr(cuda_fp4, "MANY_ROWS", 0)
     scheme, counts, sizes, activation, wire = case
     generator = torch.Generator().manual_seed(fresh_seed())
-    build = cuda_w4a8.CudaW4A8 if scheme in cuda_w4a8.ENTRY.schemes else cuda_fp4.CudaFp4
+    entry = KERNELS["cuda_w4a8" if scheme in cuda_w4a8.ENTRY.schemes else "cuda_fp4_many"]
     for bias in (False, True):
         shape = ExpertShape(*sizes, activation_named(activation), bias=bias)
         arrival = Arrival(counts, grouping, spare=3)
-        batch = arrival.batch(arrival.rows(shape.hidden, generator), shape.hidden, wire)
+        weights = make_scheme(shape, len(counts), scheme, generator).to("cuda")
+        rows = settled_rows(arrival.rows(shape.hidden, generator), scheme, wire, weights)
+        batch = arrival.batch(rows, shape.hidden, wire)
         there = replace(
             batch, tokens=batch.tokens.to("cuda"), counts=batch.counts.cuda(), offsets=batch.offsets.cuda()
         )
-        weights = make_scheme(shape, len(counts), scheme, generator).to("cuda")
+        carried = arrival.segments(there.tokens.dequantize(), batch)
         reference = TorchReference(KernelSpec(scheme, shape, torch.float32))
         answer = reference.apply(reference.prepare(weights), there)
         wanted = torch.cat(arrival.segments(answer, batch))
-        for dtype, few in itertools.product(prefill_codes.OUTS, (0, 1 << 20)):
-            monkeypatch.setattr(prefill_codes, "FEW_ROWS", few)
-            kernel = build(KernelSpec(scheme, shape, dtype))
+        for dtype, few in itertools.product(prefill_codes.OUTS, (False, True)):
+            plan = {kind: plans[:1] if few else plans[1:] for kind, plans in prefill_codes.PLANS.items()}
+            monkeypatch.setattr(
+                prefill_codes, "PLANS", {kind: ((inf, one),) for kind, ((_, one),) in plan.items()}
+            )
+            spec = KernelSpec(scheme, shape, dtype)
+            kernel = entry.build(spec)
             answer = kernel.apply(kernel.prepare(weights), there)
             found = torch.cat(arrival.segments(answer.float(), batch))
-            assert float((found - wanted).norm() / wanted.norm()) <= 2e-2, (bias, dtype, few)
+            bound = bound_of(entry, spec, weights, carried, wire)
+            assert float((found - wanted).norm() / wanted.norm()) <= bound, (bias, dtype, few, bound)
 
 
 @pytest.mark.gpu(1)

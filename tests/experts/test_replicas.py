@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moeserve.experts.placement import EMPTY, Placement
 from moeserve.experts.routing.address_book import AddressBook
-from moeserve.experts.routing.replicas import REPLICA_CHOICES, Crowd, Gathered, choice_named
+from moeserve.experts.routing.replicas import REPLICA_CHOICES, Crowd, choice_named
 
 SPLITS = [name for name, row in REPLICA_CHOICES.items() if row.split is not None and not row.least_rows]
 SIZES = [  # experts, ranks, slots a rank
@@ -135,28 +135,6 @@ def test_what_cannot_be_even_falls_to_another_rank_in_each_lane(choice: str) -> 
         assert sorted(counts.tolist()) == [1, 1, 1, 2]
         fuller.append(int(counts.argmax()))
     assert sorted(fuller) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("choice", SPLITS)
-@sizes
-def test_lanes_that_gathered_their_counts_split_as_one(choice: str, size: tuple[int, int, int]) -> None:
-    placement = placed(size)
-    book, lanes = AddressBook(placement, choice=choice), (60, 0, 1, 90)
-    ids = [chosen(size[0], rows, seed) for seed, rows in enumerate(lanes)]
-    valid = [torch.arange(rows) % 7 != 2 for rows in lanes]
-    counts = torch.stack([book.counts(*lane) for lane in zip(ids, valid, strict=True)])
-    apart = [
-        book.resolve(1, *lane, Gathered.of(counts, at)).flatten()
-        for at, lane in enumerate(zip(ids, valid, strict=True))
-    ]
-    together = book.resolve(1, torch.cat(ids), torch.cat(valid)).flatten()
-    rows = [
-        torch.bincount(slots + 1, minlength=placement.slots.shape[1] + 1)
-        for slots in (torch.cat(apart), together)
-    ]
-    assert torch.equal(*rows)
-    held = torch.from_numpy(np.append(placement.slots[1], EMPTY))[torch.cat(apart).long()]
-    assert torch.equal(held, torch.where(torch.cat(valid)[:, None], torch.cat(ids), EMPTY).flatten())
 
 
 @pytest.mark.parametrize("choice", SPLITS)

@@ -89,9 +89,9 @@ def test_rounding_before_dispatch_is_rounding_after(name: str, model: Format) ->
     for carried in (wire, model):
         spec = DispatchSpec(0, 1, len(COUNTS), SHAPE.hidden, problem.top_k, 64, model.dtype, carried)
         dispatcher = local.ENTRY.build(spec)
-        arrived = dispatcher.dispatch(hidden, routing).wait()
+        arrived = dispatcher.dispatch(hidden, routing)
         assert arrived.batch.tokens.format == carried
-        answers.append(dispatcher.combine(kernel.apply(prepared, arrived.batch), arrived.ticket).wait())
+        answers.append(dispatcher.combine(kernel.apply(prepared, arrived.batch), arrived.ticket))
     assert torch.equal(*answers)
     assert answers[0].isfinite().all()
     assert answers[0].any()

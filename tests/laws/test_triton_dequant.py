@@ -16,7 +16,7 @@ from moeserve.device.machine import machine_named
 from moeserve.experts.batch import ExpertShape
 from moeserve.experts.kernel import PLAIN, Problem
 from moeserve.experts.kernels import KERNELS
-from moeserve.experts.kernels.stored import ROUNDINGS, Stored, product_dtype
+from moeserve.experts.kernels.triton.stored import ROUNDINGS, Stored, product_dtype
 from moeserve.experts.kernels.triton_dequant import UNREAD
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import BF16

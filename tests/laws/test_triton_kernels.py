@@ -10,20 +10,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from error_model import bound_of
 from made_experts import Arrival, activation_named, fresh_seed, make_weights
 from torch import Tensor
 
 from moeserve.device.machine import this_machine
 from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
 from moeserve.experts.kernel import KernelSpec
-from moeserve.experts.kernels import KERNELS, codes, hopper
+from moeserve.experts.kernels import KERNELS
+from moeserve.experts.kernels.support import hopper
 from moeserve.experts.kernels.tiles import Tile, tile_for
 from moeserve.experts.kernels.torch_reference import TorchReference
+from moeserve.experts.kernels.triton_fp4 import from_e4m3, from_e8m0
 from moeserve.quant.format import Format, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
 from moeserve.quant.formats.mx import MXFP4
 from moeserve.quant.formats.nvfp4 import NVFP4
+from moeserve.quant.layouts.hopper_fp4 import BITS
 
 FOUR_BIT = [NVFP4, MXFP4]
 VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -37,7 +41,7 @@ def decoded(slot: dict[str, Tensor], side: str, n: int, k: int) -> Tensor:
     held = words.view(nb, kb, 2, 2, 4, 4, 2, 4, 2, 2).permute(0, 1, 2, 4, 8, 5, 6, 3, 7, 9)
     held = held.reshape(nb, kb, 2, 64, 8, 2)  # .., block of K, row, column pair, word of the pair
     found = torch.zeros(nb, kb, 2, 64, 2, 4, 8, 2, dtype=torch.long)  # .., word, place, column pair, half
-    for (word, place, half, bit), (held_by, at) in codes.BITS.items():
+    for (word, place, half, bit), (held_by, at) in BITS.items():
         found[..., word, place, :, half] |= (held[..., held_by] >> at & 1).long() << bit
     values = VALUES[found].view(nb, kb, 2, 64, 8, 16)
     scales = slot[f"{side}.scale"]
@@ -79,14 +83,14 @@ def test_an_expert_packed_alone_equals_its_slot_and_none_packs_to_the_same_shape
 
 def test_every_e4m3_scale_keeps_its_value() -> None:
     scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    byte, zero, factor = codes.from_e4m3(scales)
+    byte, zero, factor = from_e4m3(scales)
     values = (1 + (byte & 7) / 8) * torch.exp2((byte >> 3) - 29.0) * factor
     assert torch.equal(torch.where(zero, 0.0, values), scales.float())
 
 
 def test_e8m0_scales_keep_their_value_down_to_a_billionth_of_the_rows_largest() -> None:
     scales = torch.tensor([[[127, 97, 96, 0], [255, 1, 0, 0], [3, 2, 1, 0]]], dtype=torch.uint8)
-    byte, absent, factor = codes.from_e8m0(scales)
+    byte, absent, factor = from_e8m0(scales)
     values = torch.exp2((byte >> 3) - 29.0) * factor[..., None]
     assert values[0, 0, :2].tolist() == [1.0, 2.0**-30]
     assert absent[0, 0].tolist() == [False, False, True, True]
@@ -146,4 +150,6 @@ def test_every_shipped_tile_computes_the_same(
     found, wanted = (
         torch.cat(arrival.segments(k.apply(k.prepare(weights), there), batch)) for k in (kernel, reference)
     )
-    assert float((found - wanted).norm() / wanted.norm()) <= 2e-2
+    carried = arrival.segments(there.tokens.dequantize(), batch)
+    bound = bound_of(KERNELS[name], spec, weights, carried, rows_form)
+    assert float((found - wanted).norm() / wanted.norm()) <= bound

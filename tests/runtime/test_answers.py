@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from moeserve.runtime.rank.member import on_host
+from moeserve.runtime.rank.answers import on_host
 
 CYCLES = 3_000_000_000  # of a kernel that only waits: over a second on every GPU
 

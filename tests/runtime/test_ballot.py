@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeserve.runtime.control.orders import Staged
+from moeserve.runtime.control.orders import StagedCopy
 from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.head.pending_change import PendingChange, Stage
 from moeserve.runtime.mesh import Mesh
@@ -12,8 +12,8 @@ def ballot(mesh: Mesh | None = None) -> PendingChange:
     return PendingChange(7, Change(Epoch.first(mesh or Mesh(2, 1, 2), 1, 4), 0, ()), 2)
 
 
-def copy(expert: int, checksum: str) -> Staged:
-    return Staged(0, expert, checksum, "stream", 8, 0.1, 0)
+def copy(expert: int, checksum: str) -> StagedCopy:
+    return StagedCopy(0, expert, checksum, "stream", 8, 0.1, 0)
 
 
 def test_the_last_vote_decides_and_the_last_adoption_ends_it() -> None:

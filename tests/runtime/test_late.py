@@ -24,7 +24,7 @@ from moeserve.runtime.errors import GroupUnavailable
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.rank.all2all import PeersLate
 from moeserve.runtime.rank.lane import Batch, Lane
-from moeserve.runtime.rank.member import Member, Rendezvous
+from moeserve.runtime.rank.member import Member, ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.served import served_from
 from moeserve.runtime.step import Header, LaneInput, StepRecord
@@ -144,7 +144,7 @@ def served_once(path: Path, **step: Any) -> tuple[list[dict[str, Any]], Any, lis
     prepare = {"kind": "prepare", "generation": GENERATION, "epoch": epoch_message(epoch)}
     wire = Wire([prepare, header_message(header, GENERATION)])
     rank.leave = lambda: None  # type: ignore[method-assign]  # its dispatchers are there already
-    member = Member(rank, lane, wire, Rendezvous("gloo", 5.0), records.append)  # type: ignore[arg-type]
+    member = Member(rank, lane, wire, ProcessGroupSettings("gloo", 5.0), records.append)  # type: ignore[arg-type]
     member.run()
     if not call.wait(5.0):
         raise AssertionError("the call did not end")

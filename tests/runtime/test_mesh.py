@@ -1,40 +1,28 @@
-"""The flattening table, and sequence-parallel rows."""
+"""Flattening parallel sizes, and which rows each rank brings when input is sequence-parallel."""
+
+from __future__ import annotations
 
 import pytest
 
-from moeserve.runtime.mesh import Axis, Mesh, Seat
-
-ONE = Axis(1, 0)
-
-# (tp, dp, pcp, expert parallel), rank, MoE tp, dp, ep
-TABLE = [
-    ((1, 1, 1, True), 0, ONE, ONE, ONE),
-    ((1, 1, 1, False), 0, ONE, ONE, ONE),
-    ((2, 1, 1, False), 0, Axis(2, 0), ONE, ONE),
-    ((2, 1, 1, False), 1, Axis(2, 1), ONE, ONE),
-    ((1, 2, 1, False), 0, Axis(2, 0), Axis(2, 0), ONE),
-    ((1, 2, 1, False), 1, Axis(2, 1), Axis(2, 1), ONE),
-    ((2, 2, 1, False), 0, Axis(4, 0), Axis(2, 0), ONE),
-    ((2, 2, 1, False), 1, Axis(4, 1), Axis(2, 0), ONE),
-    ((2, 2, 1, False), 2, Axis(4, 2), Axis(2, 1), ONE),
-    ((2, 2, 1, False), 3, Axis(4, 3), Axis(2, 1), ONE),
-    ((2, 1, 1, True), 0, ONE, ONE, Axis(2, 0)),
-    ((2, 1, 1, True), 1, ONE, ONE, Axis(2, 1)),
-    ((1, 2, 1, True), 0, ONE, Axis(2, 0), Axis(2, 0)),
-    ((1, 2, 1, True), 1, ONE, Axis(2, 1), Axis(2, 1)),
-    ((2, 2, 1, True), 0, ONE, Axis(2, 0), Axis(4, 0)),
-    ((2, 2, 1, True), 1, ONE, Axis(2, 0), Axis(4, 1)),
-    ((2, 2, 1, True), 2, ONE, Axis(2, 1), Axis(4, 2)),
-    ((2, 2, 1, True), 3, ONE, Axis(2, 1), Axis(4, 3)),
-    ((2, 2, 2, True), 5, ONE, Axis(2, 1), Axis(8, 5)),
-]
+from moeserve.runtime.mesh import Mesh
 
 
-@pytest.mark.parametrize(("sizes", "rank", "tp", "dp", "ep"), TABLE)
-def test_flattening(sizes: tuple[int, int, int, bool], rank: int, tp: Axis, dp: Axis, ep: Axis) -> None:
-    tensor, data, context, experts = sizes
-    mesh = Mesh.flatten(data, tensor, expert_parallel=experts, pcp=context)
-    assert mesh.seat(rank) == Seat(tp, dp, ep)
+@pytest.mark.parametrize(
+    ("dp", "tp", "experts", "ep", "slices"),
+    [
+        (1, 1, False, 1, 1),
+        (1, 1, True, 1, 1),
+        (1, 2, False, 1, 2),
+        (2, 1, False, 1, 2),
+        (2, 2, False, 1, 4),
+        (1, 2, True, 2, 1),
+        (2, 1, True, 2, 1),
+        (2, 2, True, 4, 1),
+    ],
+)
+def test_flattening(dp: int, tp: int, experts: bool, ep: int, slices: int) -> None:
+    mesh = Mesh.flatten(dp, tp, expert_parallel=experts)
+    assert (mesh.ranks, mesh.ep, mesh.slices) == (dp * tp, ep, slices)
 
 
 @pytest.mark.parametrize(("rows", "tp"), [(0, 4), (1, 4), (7, 4), (8, 4), (9, 2), (100, 3)])
@@ -50,8 +38,6 @@ def test_what_a_mesh_cannot_be() -> None:
         Mesh(2, 2, 3)
     with pytest.raises(ValueError, match="at least 1"):
         Mesh(0, 1, 1)
-    with pytest.raises(ValueError, match="rank 4 is outside a mesh of 4 ranks"):
-        Mesh(2, 2, 4).seat(4)
 
 
 def test_owners_and_slices() -> None:

@@ -21,9 +21,9 @@ from moeserve.experts.kernels import KERNELS
 from moeserve.experts.placement import EMPTY
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
-from moeserve.runtime.control.orders import Copy, Order, Vote
+from moeserve.runtime.control.orders import ExpertCopy, StageOrder, Vote
 from moeserve.runtime.rank.weights.copies import Copier
-from moeserve.runtime.rank.weights.mover import Mover, Place
+from moeserve.runtime.rank.weights.mover import CopySources, Mover
 from moeserve.runtime.rank.weights.peers import Peers, WeightsServer
 
 SCHEME = Scheme(FP8_BLOCK, FP8_GROUP)
@@ -105,9 +105,9 @@ class Mine:
 
     def __post_init__(self) -> None:
         self.peers = Peers(TOKEN, "cpu")
-        place = Place(0, "here", "cpu", self.bank, 2, self.peers, self.use, self.from_disk)
+        sources = CopySources(0, "here", "cpu", self.bank, 2, self.peers, self.use, self.from_disk)
         copier = Copier(self.rate, "cpu")
-        self.mover = Mover(place, copier, self.votes.put, lambda order, text: self.wrong.append(text))
+        self.mover = Mover(sources, copier, self.votes.put, lambda order, text: self.wrong.append(text))
 
     def lose_peer(self) -> None:
         self.server.close()
@@ -120,8 +120,8 @@ class Mine:
         self.read.append((layer, expert, version))
         return self.peer.slot(layer, expert)
 
-    def vote(self, copies: tuple[Copy, ...], address: str, epoch: int = 2) -> Vote:
-        self.mover.stage(Order(1, epoch, epoch, LAYER, 1, ("",), copies, {1: (address, "here")}))
+    def vote(self, copies: tuple[ExpertCopy, ...], address: str, epoch: int = 2) -> Vote:
+        self.mover.stage(StageOrder(1, epoch, epoch, LAYER, 1, ("",), copies, {1: (address, "here")}))
         return self.votes.get(timeout=20)
 
 
@@ -138,7 +138,7 @@ def mine() -> Iterator[Mine]:
 
 def test_experts_come_whole_from_a_peer_and_are_served_after_the_commit(mine: Mine) -> None:
     before = [mine.bank.checksum(LAYER, slot) for slot in range(SLOTS)]
-    vote = mine.vote((Copy(0, 2, (1, 2)), Copy(2, 0, (1, 0))), mine.server.address)
+    vote = mine.vote((ExpertCopy(0, 2, (1, 2)), ExpertCopy(2, 0, (1, 0))), mine.server.address)
     assert not vote.refused
     assert [(one.path, one.corrupted) for one in vote.staged] == [("stream", 0)] * 2
     assert [mine.bank.checksum(LAYER, slot) for slot in range(SLOTS)] == before, "nothing is served yet"
@@ -150,7 +150,7 @@ def test_experts_come_whole_from_a_peer_and_are_served_after_the_commit(mine: Mi
 
 def test_ranks_exchange_slots_of_their_own(mine: Mine) -> None:
     before = [mine.bank.checksum(LAYER, slot) for slot in range(SLOTS)]
-    vote = mine.vote((Copy(0, 1, (0, 1)), Copy(1, 0, (0, 0))), mine.server.address)
+    vote = mine.vote((ExpertCopy(0, 1, (0, 1)), ExpertCopy(1, 0, (0, 0))), mine.server.address)
     assert [one.path for one in vote.staged] == ["own", "own"]
     mine.mover.commit(2)
     assert [mine.bank.checksum(LAYER, slot) for slot in range(SLOTS)] == [before[1], before[0], before[2]]
@@ -166,7 +166,7 @@ def test_one_flipped_bit_of_a_scale_is_caught_reported_and_fetched_again(mine: M
     after = sum(tensors[name].nbytes for name in names[names.index(scale) :])
     wire = Flipper(mine.server.address, after - 1, times=1)
     before = mine.bank.checksum(LAYER, 0)
-    vote = mine.vote((Copy(0, 1, (1, 1)),), wire.address)
+    vote = mine.vote((ExpertCopy(0, 1, (1, 1)),), wire.address)
     assert (vote.refused, wire.left) == ("", 0)
     (one,) = vote.staged
     assert (one.path, one.corrupted, one.checksum) == ("stream", 1, mine.peer.checksum(LAYER, 1))
@@ -178,7 +178,7 @@ def test_one_flipped_bit_of_a_scale_is_caught_reported_and_fetched_again(mine: M
 
 def test_a_wire_that_always_corrupts_is_left_for_the_disk(mine: Mine) -> None:
     wire = Flipper(mine.server.address, 1, times=100)
-    vote = mine.vote((Copy(0, 1, (1, 1)),), wire.address)
+    vote = mine.vote((ExpertCopy(0, 1, (1, 1)),), wire.address)
     (one,) = vote.staged
     assert (one.path, one.corrupted, mine.read) == ("disk", 3, [(LAYER, 1, 1)])
     wire.close()
@@ -186,7 +186,7 @@ def test_a_wire_that_always_corrupts_is_left_for_the_disk(mine: Mine) -> None:
 
 def test_a_peer_that_is_gone_is_left_for_the_disk(mine: Mine) -> None:
     mine.lose_peer()
-    vote = mine.vote((Copy(1, 2, (1, 2)),), mine.server.address)
+    vote = mine.vote((ExpertCopy(1, 2, (1, 2)),), mine.server.address)
     assert [one.path for one in vote.staged] == ["disk"]
 
 
@@ -199,10 +199,12 @@ def test_what_nobody_can_give_is_refused_with_every_reason(
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(mine, "from_disk", gone)
-    place = Place(0, "here", "cpu", mine.bank, 2, Peers(TOKEN, "cpu"), mine.use, gone)
+    sources = CopySources(0, "here", "cpu", mine.bank, 2, Peers(TOKEN, "cpu"), mine.use, gone)
     votes: queue.Queue[Vote] = queue.Queue()
-    mover = Mover(place, Copier(0, "cpu"), votes.put, lambda order, text: None)
-    mover.stage(Order(1, 2, 2, LAYER, 1, ("",), (Copy(1, 2, (1, 2)),), {1: (mine.server.address, "here")}))
+    mover = Mover(sources, Copier(0, "cpu"), votes.put, lambda order, text: None)
+    mover.stage(
+        StageOrder(1, 2, 2, LAYER, 1, ("",), (ExpertCopy(1, 2, (1, 2)),), {1: (mine.server.address, "here")})
+    )
     refused = votes.get(timeout=20).refused
     assert "stream: cannot reach" in refused
     assert "disk: the disk is gone" in refused
@@ -222,11 +224,13 @@ def test_abandoning_ends_a_slow_copy_and_frees_its_room() -> None:
     peer = bank_of(2)
     server = WeightsServer("127.0.0.1", TOKEN, "cpu", peer)
     slow = Mine(bank_of(1), peer, server, rate=2000.0)  # a minute for one expert
-    slow.mover.stage(Order(1, 2, 2, LAYER, 1, ("",), (Copy(0, 1, (1, 1)),), {1: (server.address, "here")}))
+    slow.mover.stage(
+        StageOrder(1, 2, 2, LAYER, 1, ("",), (ExpertCopy(0, 1, (1, 1)),), {1: (server.address, "here")})
+    )
     time.sleep(0.3)
     slow.mover.abandon()
     assert slow.bank.staged == ()
-    slow.mover.stage(Order(1, 3, 3, LAYER, 1, ("",), (), {}))
+    slow.mover.stage(StageOrder(1, 3, 3, LAYER, 1, ("",), (), {}))
     assert slow.votes.get(timeout=5).order.epoch == 3, "the abandoned one never voted"
     slow.mover.close()
     server.close()
@@ -235,7 +239,7 @@ def test_abandoning_ends_a_slow_copy_and_frees_its_room() -> None:
 def test_a_slot_that_lost_a_byte_in_the_commit_is_reported(
     mine: Mine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vote = mine.vote((Copy(0, 2, (1, 2)),), mine.server.address)
+    vote = mine.vote((ExpertCopy(0, 2, (1, 2)),), mine.server.address)
     assert not vote.refused
     commit = mine.bank.commit
 
@@ -255,7 +259,7 @@ def test_a_slot_that_lost_a_byte_in_the_commit_is_reported(
 
 
 def test_from_disk_where_nobody_holds_it(mine: Mine) -> None:
-    vote = mine.vote((Copy(0, 1, (EMPTY, EMPTY)),), mine.server.address)
+    vote = mine.vote((ExpertCopy(0, 1, (EMPTY, EMPTY)),), mine.server.address)
     assert [one.path for one in vote.staged] == ["disk"]
     assert mine.read == [(LAYER, 1, 1)]
 
@@ -263,7 +267,7 @@ def test_from_disk_where_nobody_holds_it(mine: Mine) -> None:
 def test_a_slot_that_cannot_be_read_after_the_commit_is_reported_and_the_mover_lives(
     mine: Mine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not mine.vote((Copy(0, 2, (1, 2)),), mine.server.address).refused
+    assert not mine.vote((ExpertCopy(0, 2, (1, 2)),), mine.server.address).refused
 
     def broken(layer: int, slots: Sequence[int]) -> list[str]:
         raise RuntimeError("an illegal access")
@@ -276,4 +280,4 @@ def test_a_slot_that_cannot_be_read_after_the_commit_is_reported_and_the_mover_l
                 break
             time.sleep(0.05)
     assert mine.wrong == ["layer 3 cannot be read after its commit: an illegal access"]
-    assert not mine.vote((Copy(0, 1, (1, 1)),), mine.server.address, epoch=3).refused
+    assert not mine.vote((ExpertCopy(0, 1, (1, 1)),), mine.server.address, epoch=3).refused

@@ -15,7 +15,7 @@ from moeserve.experts.load import Load
 from moeserve.experts.placement import EMPTY, Placement
 from moeserve.proto import moe_pb2
 from moeserve.runtime.config import BalanceConfig
-from moeserve.runtime.control.orders import Staged
+from moeserve.runtime.control.orders import StagedCopy
 from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.doors.operations import BadRequest, NothingToBalance, Operations
 from moeserve.runtime.epoch import Change, Epoch
@@ -52,7 +52,7 @@ class Group:
         if reason := self.outcomes.pop(0) if self.outcomes else "":
             return Outcome(reason)
         self.epoch = change.epoch
-        staged = tuple(Staged(0, move.expert, "", "stream", 7, 0.0, 1) for move in change.moves)
+        staged = tuple(StagedCopy(0, move.expert, "", "stream", 7, 0.0, 1) for move in change.moves)
         return Outcome("", 0.0, staged)
 
 

@@ -16,15 +16,18 @@ from torch import Tensor
 from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.device.machine import machine_named
 from moeserve.dispatch.backends import DISPATCHERS
-from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelSpec, Prepared
+from moeserve.experts.activation import Activation
+from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights, Grouping
+from moeserve.experts.kernel import KernelSpec, Prepared, Problem
+from moeserve.experts.kernels import KERNELS
 from moeserve.experts.kernels.tiles import tile_for
 from moeserve.quant.formats.floats import BF16
+from moeserve.quant.schemes import scheme_named
 from moeserve.runtime.config import Wanted
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.planning.layers import plans_for
-from moeserve.runtime.planning.plan import DispatchSpan, Plan
+from moeserve.runtime.planning.plan import DispatchSpan, Plan, make_plan
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.warm import Arrivals, rooms, warm
 from moeserve.runtime.served import Served
@@ -69,8 +72,10 @@ def loaded(
     applied: list[tuple[KernelSpec, ExpertBatch]] = []
 
     def noting(plan: Plan) -> Plan:
-        row = replace(plan.kernel, build=lambda spec: Recorder(spec, applied))
-        return replace(plan, kernel=row, fitting=spans(groupings))
+        (span,) = plan.kernels
+        entry = replace(span.kernel, build=lambda spec: Recorder(spec, applied))
+        kernel = replace(plan.kernel, spans=(replace(span, kernel=entry),))
+        return replace(plan, kernel=kernel, fitting=spans(groupings))
 
     plans = plans_for(served, machine_named("cpu"), Wanted())
     rank = Rank(0, served, {layer: noting(plan) for layer, plan in plans.items()}, device)
@@ -120,6 +125,25 @@ def test_rooms_meet_every_tile_that_a_step_can_ask_for(kind: str, slots: int) ->
     most = 4 * 4096 * 8
     asked = {tile_for("NVIDIA H200", kind, rows / slots) for rows in range(1, most + 1, 7)}
     assert {tile_for("NVIDIA H200", kind, rows / slots) for rows in rooms(most)} >= asked
+
+
+@pytest.mark.parametrize("grouping", list(Grouping))
+@pytest.mark.parametrize("experts", [8, 96, 256])
+@pytest.mark.parametrize("scheme", ["nvfp4 x bf16", "bf16", "fp8_block128 x fp8_group128"])
+def test_every_kernel_of_a_plan_is_met_before_a_step_asks_for_it(
+    scheme: str, experts: int, grouping: Grouping
+) -> None:
+    problem = Problem(
+        scheme_named(scheme), BF16, ExpertShape(4096, 1536, Activation("silu")), experts, 4, 8, LANE_ROWS
+    )
+    plan = make_plan(problem, machine_named("h200"), KERNELS, DISPATCHERS)
+    span = replace(plan.fitting[0], dispatcher=replace(plan.fitting[0].dispatcher, grouping=grouping))
+    arrivals = Arrivals.over(span, plan, problem.slots)
+    batches = [arrivals.empty(rows, "meta", likely) for rows, likely in arrivals.sizes()]
+    met = {plan.kernel.span_of(batch).kernel.name for batch in batches}
+    asked = {plan.kernel.span(rows).kernel.name for rows in range(1, 4 * LANE_ROWS + 1)}
+    assert len(asked) > 1
+    assert met >= asked
 
 
 def test_rooms_end_with_the_most_and_there_is_none_in_nothing() -> None:

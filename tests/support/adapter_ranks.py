@@ -15,7 +15,7 @@ from dispatcher_cases import Case, Outcome, run_cases, spec_of
 from moeserve.dispatch.backends import DISPATCHERS, nccl_ep
 from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.libraries import probe
-from moeserve.dispatch.libraries.probe import Place, Surroundings
+from moeserve.dispatch.libraries.probe import RankLocation, Surroundings
 
 STANDS_FOR = {
     "deep_ep": "fakes.deep_ep",
@@ -39,8 +39,8 @@ STANDS_FOR = {
 def a_gpu_host(spec: DispatchSpec, dispatcher: str) -> Surroundings:
     """What a rank sees of the best host for `dispatcher`."""
     arch = max(DISPATCHERS[dispatcher].archs, key=lambda arch: (arch == "sm90", arch))
-    place = Place("host0", f"GPU-{spec.rank}")
-    return Surroundings(place, arch, lambda gpu: gpu != place.gpu, (2, 30, 7), ("mlx5_0",))
+    location = RankLocation("host0", f"GPU-{spec.rank}")
+    return Surroundings(location, arch, lambda gpu: gpu != location.gpu, (2, 30, 7), ("mlx5_0",))
 
 
 def install(dispatcher: str) -> None:

@@ -52,7 +52,7 @@ def chosen(
     seen: list[str] = []
 
     def watched(candidates: list[Candidate], seconds: float) -> Measured:
-        seen.extend(candidate.row.name for candidate in candidates)
+        seen.extend(candidate.entry.name for candidate in candidates)
         return monitor(candidates, seconds)
 
     def spec_of(asked: Plan, span: DispatchSpan) -> DispatchSpec:
@@ -146,7 +146,7 @@ def _broken_on_rank_1(spec: DispatchSpec) -> Dispatcher:
     dispatch = dispatcher.dispatch
 
     def broken(*args: Any) -> Any:
-        dispatch(*args).wait()
+        dispatch(*args)
         raise torch.OutOfMemoryError("out of memory on arrival")
 
     if spec.rank == 1:

@@ -20,7 +20,6 @@ from moeserve.dispatch.dispatcher import (
     DispatchEntry,
     Dispatcher,
     DispatchSpec,
-    Pending,
     Traffic,
 )
 from moeserve.dispatch.routing import Routing
@@ -289,7 +288,7 @@ class Mutant:
     def __init__(self, dispatcher: Dispatcher, fault: str, spec: DispatchSpec) -> None:
         self._dispatcher, self._fault, self._spec = dispatcher, fault, spec
 
-    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         if self._fault == "swapped_slots":
             slots = torch.where(routing.slots == 0, 1, torch.where(routing.slots == 1, 0, routing.slots))
             routing = replace(routing, slots=slots)
@@ -299,7 +298,7 @@ class Mutant:
             hidden = FORMATS["fp8_group128"].quantize(hidden).dequantize().to(hidden.dtype)
         return self._dispatcher.dispatch(hidden, routing)
 
-    def combine(self, outputs: Tensor, ticket: object) -> Pending[Tensor]:
+    def combine(self, outputs: Tensor, ticket: object) -> Tensor:
         if self._fault == "lost_rank" and self._spec.rank == 1:
             outputs = torch.zeros_like(outputs)
         if self._fault == "swapped_rows" and outputs.shape[0] > 1:
@@ -334,10 +333,10 @@ def _run_case(rank: int, case: Case) -> Outcome:
     free = DISPATCHERS[case.dispatcher].host_sync
     for _ in range(2):
         with no_host_waits(case.device == "cuda" and not free):
-            arrived = dispatcher.dispatch(step.hidden[rank], routing).wait()
+            arrived = dispatcher.dispatch(step.hidden[rank], routing)
         outputs = compute(case, rank, arrived.batch)
         with no_host_waits(case.device == "cuda" and not free):
-            answers.append(dispatcher.combine(outputs, arrived.ticket).wait())
+            answers.append(dispatcher.combine(outputs, arrived.ticket))
     sent = dispatcher.traffic.dispatched + dispatcher.traffic.combined
     dispatcher.close()
     answer, (expected, bound) = answers[0], reference(case, rank)

@@ -90,8 +90,8 @@ def compute(batch: ExpertBatch, rank: int) -> Tensor:
 
 def step(dispatcher: PeerDispatcher, rank: int, given: Lanes) -> Tensor:
     """One whole step."""
-    arrived = dispatcher.dispatch(given.hidden[rank], given.routing(rank)).wait()
-    return dispatcher.combine(compute(arrived.batch, rank), arrived.ticket).wait()
+    arrived = dispatcher.dispatch(given.hidden[rank], given.routing(rank))
+    return dispatcher.combine(compute(arrived.batch, rank), arrived.ticket)
 
 
 def everything(
@@ -128,11 +128,11 @@ def _under_way(dispatcher: PeerDispatcher, rank: int, world: int) -> bool:
     one, two = lanes(11, (4, 2, 5)[:world]), lanes(12, (6, 6, 1)[:world])
     well = True
     for turn in range(6):
-        arrived = [dispatcher.dispatch(each.hidden[rank], each.routing(rank)).wait() for each in (one, two)]
+        arrived = [dispatcher.dispatch(each.hidden[rank], each.routing(rank)) for each in (one, two)]
         outputs = [compute(each.batch, rank) for each in arrived]
         answers = {}
         for at in (0, 1) if turn % 2 else (1, 0):
-            answers[at] = dispatcher.combine(outputs[at], arrived[at].ticket).wait()
+            answers[at] = dispatcher.combine(outputs[at], arrived[at].ticket)
         well &= torch.equal(answers[0], one.expected(rank)) and torch.equal(answers[1], two.expected(rank))
     return well
 
@@ -140,13 +140,13 @@ def _under_way(dispatcher: PeerDispatcher, rank: int, world: int) -> bool:
 def _abandoned(dispatcher: PeerDispatcher, rank: int, world: int) -> bool:
     given = lanes(21, (2, 3, 4)[:world])
     for _ in range(3):
-        dispatcher.dispatch(given.hidden[rank], given.routing(rank)).wait()
+        dispatcher.dispatch(given.hidden[rank], given.routing(rank))
     return torch.equal(step(dispatcher, rank, given), given.expected(rank))
 
 
 def _stale(dispatcher: PeerDispatcher, rank: int, world: int) -> bool:
     given = lanes(22, (1, 1, 1)[:world])
-    arrived = [dispatcher.dispatch(given.hidden[rank], given.routing(rank)).wait() for _ in range(3)]
+    arrived = [dispatcher.dispatch(given.hidden[rank], given.routing(rank)) for _ in range(3)]
     try:
         dispatcher.combine(compute(arrived[0].batch, rank), arrived[0].ticket)
     except ValueError as error:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from moeserve.checkpoints.requantization import Loss, Requantization
 from moeserve.cli.shown.units import human
 from moeserve.device.machine import Machine
 from moeserve.dispatch.costs.costs import Costs, table
+from moeserve.runtime.config import BalanceConfig
 from moeserve.runtime.doors.request import runs
+from moeserve.runtime.planning.memory import planned_bytes
 from moeserve.runtime.planning.plan import Plan
 from moeserve.runtime.served import Served
 
@@ -26,6 +28,7 @@ class Planned:
     plans: dict[int, Plan]
     load_as: str = ""
     changed: Requantization | None = None  # where there is a `load_as`
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
 
     def by_costs(self, costs_of: Callable[[Plan], Costs | None]) -> Planned:
         """With every plan by its costs, where it has some."""
@@ -44,6 +47,8 @@ class Planned:
             f"machine  {machine.name} ({machine.arch}, {machine.memory / GIB:.0f} GiB), packages: {packages}",
             f"ranks    {mesh.ranks} (data parallel {mesh.dp}, tensor parallel {mesh.tp}), each with {held}",
         ]
+        held_bytes = planned_bytes(self.served, self.plans, self.balance).items()
+        head.append(f"memory   a rank: {', '.join(f'{what} {human(size)}' for what, size in held_bytes)}")
         if self.changed:
             head += _changed(self.load_as, self.changed)
         sections = ["\n".join(head)]
@@ -68,6 +73,7 @@ class Planned:
                 "modules": sorted(machine.modules),
             },
             "mesh": {"dp": mesh.dp, "tp": mesh.tp, "ep": mesh.ep},
+            "memory": planned_bytes(self.served, self.plans, self.balance),
             "load_as": {"name": self.load_as} | asdict(self.changed) if self.changed else None,
             "plans": [_plan(layers, plan) for layers, plan in self._alike()],
         }
@@ -99,6 +105,10 @@ def _plan(layers: tuple[int, ...], plan: Plan) -> dict[str, Any]:
         "layers": layers,
         "scheme": str(plan.problem.scheme),
         "kernel": {"name": plan.kernel.name, "verified": plan.kernel.verified},
+        "kernels": [
+            {"up_to": span.up_to, "name": span.kernel.name, "verified": span.kernel.verified}
+            for span in plan.kernels
+        ],
         "dispatchers": [
             {
                 "up_to": span.up_to,

@@ -19,8 +19,8 @@ from moeserve.dispatch.backends import (
 from moeserve.dispatch.dispatcher import DispatchEntry
 
 DISPATCHERS: dict[str, DispatchEntry] = {
-    row.name: row
-    for row in (
+    entry.name: entry
+    for entry in (
         local.ENTRY,
         naive.ENTRY,
         allgather_reducescatter.ENTRY,
@@ -33,7 +33,7 @@ DISPATCHERS: dict[str, DispatchEntry] = {
         flashinfer.ENTRY,
         flashinfer_two_sided.ENTRY,
         nccl_ep.ENTRY,
-        nccl_ep.ROW_LL,
+        nccl_ep.ENTRY_LL,
         nixl_ep.ENTRY,
         mori.ENTRY,
     )
@@ -55,13 +55,13 @@ ALIASES: dict[str, str] = {
 ELSEWHERE: dict[str, str] = {
     "pplx": "its library was withdrawn by its makers; use allgather_reducescatter",
 }
-"""Dispatchers known by name that have no row, and why."""
+"""Dispatchers known by name that have no entry, and why."""
 
 
 def dispatcher_named(name: str) -> DispatchEntry:
     """The dispatcher called `name`, here or in another system.
 
-    Raises ValueError with the reason for a known name that has no row, with the list for any other.
+    Raises ValueError with the reason for a known name that has no entry, with the list for any other.
     """
     own = ALIASES.get(name, name)
     if own in DISPATCHERS:

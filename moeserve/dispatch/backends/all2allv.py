@@ -19,7 +19,6 @@ from moeserve.dispatch.dispatcher import (
     Dispatcher,
     DispatchSpec,
     Pace,
-    Pending,
     Traffic,
 )
 from moeserve.dispatch.exchange import PARTIAL_SUMS, TORCH_ARCHS, check_group, exchange
@@ -48,7 +47,7 @@ class AllToAllV(Dispatcher):
         self._record = Record(spec.wire, spec.hidden, spec.top_k)
         self._traffic = Traffic()
 
-    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """Sends each row once to every rank it needs and groups what arrived by slot."""
         spec = self._spec
         check_lane(spec, hidden, routing)
@@ -64,9 +63,9 @@ class AllToAllV(Dispatcher):
         place = bound.T.flatten().cumsum(0).view(bound.T.shape).T - 1  # [T, ranks]: where each copy stands
         taken = bound.sum(dim=1)
         ticket = _Ticket(homes, sent, received, place[bound], taken.cumsum(0) - taken)
-        return Pending(lambda: Dispatched(batch, ticket))
+        return Dispatched(batch, ticket)
 
-    def combine(self, outputs: Tensor, ticket: _Ticket) -> Pending[Tensor]:
+    def combine(self, outputs: Tensor, ticket: _Ticket) -> Tensor:
         """Sends every copy's partial sum back, and adds up each row's, in rank order: `[T, H]`."""
         spec = self._spec
         partials = weigh_rows(outputs, ticket.homes, spec.dtype)
@@ -78,7 +77,7 @@ class AllToAllV(Dispatcher):
             answer = F.embedding_bag(ticket.copies, back.float(), ticket.starts, mode="sum").to(spec.dtype)
         else:
             answer = back.new_zeros((ticket.starts.shape[0], spec.hidden))
-        return Pending(lambda: answer)
+        return answer
 
     def _counts(self, bound: Tensor) -> tuple[list[int], list[int]]:
         """Copies this rank sends to each rank, and those each rank sends here."""
@@ -117,6 +116,7 @@ ENTRY = DispatchEntry(
     grouping=Grouping.RAGGED,
     pace=Pace.HIGH_THROUGHPUT,
     archs=TORCH_ARCHS,
+    buffer_bytes=lambda spec: 0,
     sliced=True,
     partial_sums=PARTIAL_SUMS,
     host_sync=True,

@@ -20,7 +20,6 @@ from moeserve.dispatch.dispatcher import (
     Dispatcher,
     DispatchSpec,
     Pace,
-    Pending,
     Traffic,
 )
 from moeserve.dispatch.exchange import PARTIAL_SUMS, TORCH_ARCHS, check_group, exchange, spread, sum_partials
@@ -48,7 +47,7 @@ class AllGatherReduceScatter(Dispatcher):
         self._record = Record(spec.wire, spec.hidden, spec.top_k)
         self._traffic = Traffic()
 
-    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """Sends this lane's rows to all ranks and groups what arrived by slot."""
         spec, lane_rows = self._spec, routing.lane_rows
         check_lane(spec, hidden, routing)
@@ -58,9 +57,9 @@ class AllGatherReduceScatter(Dispatcher):
         self._traffic = self._traffic.plus(dispatched=mine.nbytes * (spec.ranks - 1))
         tokens, slots, weights = self._record.unpack(arrived)
         batch, homes = group_rows(tokens, local_slots(spec, slots), weights, (spec.slots, spec.row_align))
-        return Pending(lambda: Dispatched(batch, Ticket(homes, lane_rows)))
+        return Dispatched(batch, Ticket(homes, lane_rows))
 
-    def combine(self, outputs: Tensor, ticket: Ticket) -> Pending[Tensor]:
+    def combine(self, outputs: Tensor, ticket: Ticket) -> Tensor:
         """Sends each lane its rows' partial sums, and adds up what comes for this one: `[T, H]`."""
         spec, own = self._spec, ticket.lane_rows[self._spec.rank]
         partials = weigh_rows(outputs, ticket.homes, spec.dtype)
@@ -68,8 +67,7 @@ class AllGatherReduceScatter(Dispatcher):
         exchange(received, partials, [own] * spec.ranks, ticket.lane_rows)
         others = partials.shape[0] - own
         self._traffic = self._traffic.plus(combined=others * spec.hidden * spec.dtype.itemsize)
-        answer = sum_partials(received.view(spec.ranks, own, spec.hidden).unbind()).to(spec.dtype)
-        return Pending(lambda: answer)
+        return sum_partials(received.view(spec.ranks, own, spec.hidden).unbind()).to(spec.dtype)
 
     @property
     def traffic(self) -> Traffic:
@@ -87,6 +85,7 @@ ENTRY = DispatchEntry(
     grouping=Grouping.RAGGED,
     pace=Pace.ANY,
     archs=TORCH_ARCHS,
+    buffer_bytes=lambda spec: 0,
     sliced=True,
     partial_sums=PARTIAL_SUMS,
     verified=("cpu", "sm90"),

@@ -49,7 +49,7 @@ class DeepEPHighThroughput(RowExchange):
         return total
 
     def close(self) -> None:
-        """Frees the queues."""
+        """Frees the library's queues."""
         self._buffer.destroy()
 
 

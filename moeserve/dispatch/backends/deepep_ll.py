@@ -6,7 +6,7 @@ their way.
 
 The kernels drive RDMA queue pairs, within a host too: without an adapter DeepEP stops at a check of its own,
 and only a build with that check lifted sends over NVLink alone. `verified` speaks of such a build, on four
-H200 without adapters; over RDMA, which the row asks for, it has not run.
+H200 without adapters; over RDMA, which the entry asks for, it has not run.
 
 It carries bf16 and FP8 with a scale for 128 elements. NVFP4 on the way out is in DeepEP's `hybrid-ep` branch
 alone (`use_nvfp4`), neither in a release nor in its second generation, so there is no such wire.
@@ -30,7 +30,6 @@ from moeserve.dispatch.dispatcher import (
     Dispatcher,
     DispatchSpec,
     Pace,
-    Pending,
     Traffic,
 )
 from moeserve.dispatch.exchange import check_group
@@ -55,14 +54,14 @@ class _Ticket:
 
 
 class LowLatency(Dispatcher):
-    """Dispatches over a buffer with `low_latency_dispatch` and `low_latency_combine` of `row`'s library."""
+    """Dispatches over a buffer with `low_latency_dispatch` and `low_latency_combine` of `entry`'s library."""
 
-    def __init__(self, spec: DispatchSpec, row: DispatchEntry) -> None:
+    def __init__(self, spec: DispatchSpec, entry: DispatchEntry) -> None:
         check_spec(spec)
         check_group(spec)
-        probe(row, spec)
+        probe(entry, spec)
         self._spec = spec
-        self._travelling = row.limits.travelling(spec.hidden)
+        self._travelling = entry.limits.travelling(spec.hidden)
         self._rows = most_rows(spec)
         self._traffic = Traffic()
         self._buffer = self._opened()
@@ -81,7 +80,7 @@ class LowLatency(Dispatcher):
             explicitly_destroy=True,
         )
 
-    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """Sends each row to each of its slots, rounded to the wire on the way: `[e, C, H]`."""
         spec = self._spec
         check_lane(spec, hidden, routing)
@@ -107,9 +106,9 @@ class LowLatency(Dispatcher):
         sent = hidden.shape[0] * spec.top_k * spec.wire.nbytes((1, self._travelling))
         self._traffic = self._traffic.plus(dispatched=sent)
         ticket = _Ticket(ids, weights, handle, hidden.shape[0])
-        return Pending(lambda: Dispatched(batch, ticket))
+        return Dispatched(batch, ticket)
 
-    def combine(self, outputs: Tensor, ticket: _Ticket) -> Pending[Tensor]:
+    def combine(self, outputs: Tensor, ticket: _Ticket) -> Tensor:
         """Sends outputs `[e, C, H]` home pair by pair, where they are weighed and added: `[T, H]`."""
         spec, capacity = self._spec, self._spec.ranks * self._rows
         wide = widened(outputs.reshape(spec.slots * capacity, spec.hidden), self._travelling)
@@ -119,7 +118,7 @@ class LowLatency(Dispatcher):
         answer = cropped(total[: ticket.own], spec.hidden).contiguous()
         received = ticket.own * spec.top_k * self._travelling * spec.dtype.itemsize
         self._traffic = self._traffic.plus(combined=received)
-        return Pending(lambda: answer)
+        return answer
 
     def _id_dtype(self) -> torch.dtype:
         return torch.int64
@@ -130,7 +129,7 @@ class LowLatency(Dispatcher):
         return self._traffic
 
     def close(self) -> None:
-        """Frees the buffer."""
+        """Frees the library's buffer."""
         self._buffer.destroy()
 
 

@@ -58,7 +58,7 @@ class DeepEPElastic(RowExchange):
         return total
 
     def close(self) -> None:
-        """Frees the buffer."""
+        """Frees the library's buffer."""
         self._buffer.destroy()
 
 

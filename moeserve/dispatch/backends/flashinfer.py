@@ -93,7 +93,7 @@ def _opened(spec: DispatchSpec, nbytes: int, top_k: int) -> Any:
 
 
 def joined(spec: DispatchSpec) -> tuple[Any, Any]:
-    """Who is who, and through what ranks exchange handles of memory, as the library takes them."""
+    """The ranks' mapping, and through what ranks exchange handles of memory, as the library takes them."""
     mapping = import_module("flashinfer.comm.mapping").Mapping(
         world_size=spec.ranks,
         rank=spec.rank,

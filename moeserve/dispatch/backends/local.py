@@ -11,7 +11,6 @@ from moeserve.dispatch.dispatcher import (
     Dispatcher,
     DispatchSpec,
     Pace,
-    Pending,
     Traffic,
 )
 from moeserve.dispatch.exchange import TORCH_ARCHS
@@ -32,7 +31,7 @@ class Local(Dispatcher):
             )
         self._spec = spec
 
-    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """Groups this lane's rows by slot."""
         spec = self._spec
         check_lane(spec, hidden, routing)
@@ -40,12 +39,11 @@ class Local(Dispatcher):
         batch, homes = group_rows(
             spec.wire.quantize(hidden), slots, routing.weights, (spec.slots, spec.row_align)
         )
-        return Pending(lambda: Dispatched(batch, homes))
+        return Dispatched(batch, homes)
 
-    def combine(self, outputs: Tensor, ticket: Homes) -> Pending[Tensor]:
+    def combine(self, outputs: Tensor, ticket: Homes) -> Tensor:
         """Weighs the outputs into `[T, H]`."""
-        answer = weigh_rows(outputs, ticket, self._spec.dtype)
-        return Pending(lambda: answer)
+        return weigh_rows(outputs, ticket, self._spec.dtype)
 
     @property
     def traffic(self) -> Traffic:
@@ -53,7 +51,7 @@ class Local(Dispatcher):
         return Traffic()
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing: this dispatcher holds no buffer."""
 
 
 ENTRY = DispatchEntry(
@@ -63,6 +61,7 @@ ENTRY = DispatchEntry(
     grouping=Grouping.RAGGED,
     pace=Pace.ANY,
     archs=TORCH_ARCHS,
+    buffer_bytes=lambda spec: 0,
     max_ranks=1,
     sliced=True,
     verified=("cpu", "sm90"),

@@ -16,7 +16,6 @@ from moeserve.dispatch.dispatcher import (
     Dispatcher,
     DispatchSpec,
     Pace,
-    Pending,
     Traffic,
 )
 from moeserve.dispatch.exchange import PARTIAL_SUMS, TORCH_ARCHS, check_group, sum_partials
@@ -36,7 +35,7 @@ class Naive(Dispatcher):
         self._record = Record(spec.wire, spec.hidden, spec.top_k)
         self._traffic = Traffic()
 
-    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """Broadcasts lane after lane and groups the rows by slot."""
         spec, lane_rows = self._spec, routing.lane_rows
         check_lane(spec, hidden, routing)
@@ -48,9 +47,9 @@ class Naive(Dispatcher):
         self._traffic = self._traffic.plus(dispatched=mine.nbytes * (spec.ranks - 1))
         tokens, slots, weights = self._record.unpack(arrived)
         batch, homes = group_rows(tokens, local_slots(spec, slots), weights, (spec.slots, spec.row_align))
-        return Pending(lambda: Dispatched(batch, Ticket(homes, lane_rows)))
+        return Dispatched(batch, Ticket(homes, lane_rows))
 
-    def combine(self, outputs: Tensor, ticket: Ticket) -> Pending[Tensor]:
+    def combine(self, outputs: Tensor, ticket: Ticket) -> Tensor:
         """Broadcasts every rank's partial sums of all rows; this lane adds up its own: `[T, H]`."""
         spec = self._spec
         mine = weigh_rows(outputs, ticket.homes, spec.dtype)
@@ -58,8 +57,7 @@ class Naive(Dispatcher):
         _broadcast(everyone)
         self._traffic = self._traffic.plus(combined=mine.nbytes * (spec.ranks - 1))
         own = [partial.split_with_sizes(ticket.lane_rows)[spec.rank] for partial in everyone]
-        answer = sum_partials(own).to(spec.dtype)
-        return Pending(lambda: answer)
+        return sum_partials(own).to(spec.dtype)
 
     @property
     def traffic(self) -> Traffic:
@@ -84,6 +82,7 @@ ENTRY = DispatchEntry(
     grouping=Grouping.RAGGED,
     pace=Pace.ANY,
     archs=TORCH_ARCHS,
+    buffer_bytes=lambda spec: 0,
     sliced=True,
     partial_sums=PARTIAL_SUMS,
     reference=True,

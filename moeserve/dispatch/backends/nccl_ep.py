@@ -33,13 +33,13 @@ HIDDEN_STEP = 512  # elements of a row that travels: the scales of so many fill 
 
 
 class NcclEP(RowExchange):
-    """The dispatcher over `nccl.ep.Group`, by the algorithm that `row` has the pace for."""
+    """The dispatcher over `nccl.ep.Group`, by the algorithm that `entry` has the pace for."""
 
-    def __init__(self, spec: DispatchSpec, row: DispatchEntry) -> None:
-        super().__init__(spec, row)
+    def __init__(self, spec: DispatchSpec, entry: DispatchEntry) -> None:
+        super().__init__(spec, entry)
         self._rows = _stepped(max(spec.lane_rows, 1), COUNTS_STEP)
         self._held = _stepped(spec.slots, COUNTS_STEP // gcd(spec.ranks, COUNTS_STEP))
-        self._low = row.pace is Pace.LOW_LATENCY
+        self._low = entry.pace is Pace.LOW_LATENCY
         self._lead = (spec.ranks, self._rows) if self._low else (spec.ranks * self._rows,)
         self._ep: Any = import_module("nccl.ep")
         self._communicator: Any = import_module("nccl.ep.interop.torch").get_nccl_comm_from_group()
@@ -142,7 +142,7 @@ def _stepped(count: int, step: int) -> int:
     return -(-count // step) * step
 
 
-def _row(name: str, pace: Pace, build: Callable[[DispatchSpec], Dispatcher]) -> DispatchEntry:
+def _entry(name: str, pace: Pace, build: Callable[[DispatchSpec], Dispatcher]) -> DispatchEntry:
     return DispatchEntry(
         name=name,
         build=build,
@@ -158,5 +158,5 @@ def _row(name: str, pace: Pace, build: Callable[[DispatchSpec], Dispatcher]) -> 
     )
 
 
-ENTRY: DispatchEntry = _row("nccl_ep", Pace.HIGH_THROUGHPUT, lambda spec: NcclEP(spec, ENTRY))
-ROW_LL: DispatchEntry = _row("nccl_ep_ll", Pace.LOW_LATENCY, lambda spec: NcclEP(spec, ROW_LL))
+ENTRY: DispatchEntry = _entry("nccl_ep", Pace.HIGH_THROUGHPUT, lambda spec: NcclEP(spec, ENTRY))
+ENTRY_LL: DispatchEntry = _entry("nccl_ep_ll", Pace.LOW_LATENCY, lambda spec: NcclEP(spec, ENTRY_LL))

@@ -10,6 +10,7 @@ from moeserve.dispatch.exchange import PARTIAL_SUMS
 from moeserve.dispatch.limits import Limits
 from moeserve.dispatch.peers.dispatcher import HIDDEN_MULTIPLE, MOST_CHOICES, PeerDispatcher
 from moeserve.dispatch.peers.kernels import MOST_RANKS
+from moeserve.dispatch.peers.layout import PeerLayout
 from moeserve.dispatch.peers.sequence import BUFFERS
 from moeserve.dispatch.wire import ROW_WISE
 from moeserve.experts.batch import Grouping
@@ -28,6 +29,7 @@ ENTRY = DispatchEntry(
     pace=Pace.HIGH_THROUGHPUT,
     archs=frozenset(("cpu", "sm90", "sm100", "sm103")),
     in_flight=BUFFERS,
+    buffer_bytes=lambda spec: PeerLayout(spec, Grouping.RAGGED).nbytes,
     max_ranks=MOST_RANKS,
     sliced=True,
     partial_sums=PARTIAL_SUMS,

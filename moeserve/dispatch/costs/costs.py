@@ -18,10 +18,13 @@ from numpy.typing import NDArray
 MARGIN = 0.05
 """A dispatcher that saves no more than this at any size is not worth its buffers beside the others."""
 
+FAR, TELLING = 2.0, 3
+"""How many times as long, and at how many sizes, a dispatcher takes that is not measured at larger ones."""
+
 
 @dataclass(frozen=True)
 class Point:
-    """Seconds of the two phases, medians of rounds, on the slowest rank."""
+    """Seconds of the two phases; together those of the slowest rank, by the median of rounds."""
 
     rows: int  # of every lane
     dispatch: float
@@ -30,7 +33,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Piece:
-    """From `start` rows on: `fixed` seconds and `per_row` seconds a row."""
+    """A straight stretch of a fit: from `start` rows on, `fixed` seconds and `per_row` seconds a row."""
 
     start: int
     fixed: float
@@ -67,7 +70,7 @@ class Fit:
         )
 
     def seconds(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """By rows `[N]`; fewer than were measured cost what the fewest did."""
+        """Seconds of each of `rows [N]`; fewer rows than were measured cost what the fewest did."""
         starts = np.array([piece.start for piece in self.pieces])
         at = np.clip(np.searchsorted(starts, rows, side="right") - 1, 0, None)
         fixed = np.array([piece.fixed for piece in self.pieces])
@@ -98,12 +101,12 @@ class DispatcherCost:
 
     @property
     def dispatch(self) -> Fit:
-        """Of dispatch."""
+        """The fit of dispatch alone."""
         return Fit.through([(point.rows, point.dispatch) for point in self.points])
 
     @property
     def combine(self) -> Fit:
-        """Of combine."""
+        """The fit of combine alone."""
         return Fit.through([(point.rows, point.combine) for point in self.points])
 
     def up_to(self, rows: int) -> DispatcherCost:
@@ -114,6 +117,20 @@ class DispatcherCost:
     def seconds(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Dispatch and combine together, by rows `[N]`."""
         return self.dispatch.seconds(rows) + self.combine.seconds(rows)
+
+
+def hopeless(points: Sequence[Point], rival: Sequence[Point]) -> bool:
+    """Whether a dispatcher need not be measured further, by what it and a rival cost at the sizes both have.
+
+    It takes more than FAR times as long at each of TELLING sizes or more, and grows more than FAR times as
+    much from the first to the last: no larger size can turn that.
+    """
+    seconds = {point.rows: point.dispatch + point.combine for point in rival}
+    both = [(p.dispatch + p.combine, seconds[p.rows]) for p in points if p.rows in seconds]
+    if len(both) < TELLING or any(own <= FAR * other for own, other in both):
+        return False
+    grown, rivals = both[-1][0] - both[0][0], both[-1][1] - both[0][1]
+    return grown > FAR * max(rivals, 0.0)
 
 
 @dataclass(frozen=True)
@@ -144,7 +161,7 @@ class Costs:
     ] = ()  # (dispatcher, wire, why it could not be measured); not kept
 
     def of(self, dispatcher: str, wire: str) -> DispatcherCost | None:
-        """Of one dispatcher and wire, where they were measured."""
+        """The cost of one dispatcher and wire; None where they were not measured."""
         return next(
             (cost for cost in self.dispatchers if (cost.dispatcher, cost.wire) == (dispatcher, wire)), None
         )
@@ -154,11 +171,11 @@ class Costs:
         return self.of(dispatcher, wire) is not None or any(r[:2] == (dispatcher, wire) for r in self.refused)
 
     def plus(self, measured: Sequence[DispatcherCost], refused: Sequence[tuple[str, str, str]] = ()) -> Costs:
-        """These and more."""
+        """These costs and refusals, and the ones given."""
         return replace(self, dispatchers=(*self.dispatchers, *measured), refused=(*self.refused, *refused))
 
     def json(self) -> dict[str, Any]:
-        """As a document."""
+        """The costs as a JSON document, without refusals."""
         document = asdict(self)
         del document["refused"]
         return document
@@ -190,11 +207,12 @@ def cheapest(
     """Which of `offers`, (cost, most rows it serves), is cheapest up to how many rows a lane.
 
     Gives `(up to, cost)`, rising, the last up to `rows`. One whose absence would cost no more than `margin`
-    anywhere is left out, the least useful first. Where some were measured at fewer sizes than others, all are
-    compared by those sizes. Raises ValueError when none serves `rows`.
+    anywhere is left out, the least useful first; hopeless ones are left out before. Where some were measured
+    at fewer sizes than others, all are compared by those sizes. Raises ValueError when none serves `rows`.
     """
     if all(most < rows for _, most in offers):
         raise ValueError(f"no dispatcher with costs serves steps of {rows} rows a lane")
+    offers = _hopeful(offers)
     sizes = np.arange(1, rows + 1)
     short = [cost.points[-1].rows for cost, most in offers if cost.points[-1].rows < most]
     alike = [cost.up_to(min(short, default=rows)).seconds(sizes) for cost, _ in offers]
@@ -213,6 +231,16 @@ def cheapest(
     winners = np.array(kept)[seconds[kept].argmin(axis=0)]
     ends = [*(np.flatnonzero(np.diff(winners)) + 1).tolist(), rows]
     return tuple((end, offers[int(winners[end - 1])][0]) for end in ends)
+
+
+def _hopeful(offers: Sequence[tuple[DispatcherCost, int]]) -> list[tuple[DispatcherCost, int]]:
+    """Those that no other offer for as many rows makes hopeless."""
+
+    def beaten(cost: DispatcherCost, most: int) -> bool:
+        rivals = [other for other, others_most in offers if others_most >= most]
+        return any(hopeless(cost.points, rival.points) for rival in rivals)
+
+    return [offer for offer in offers if not beaten(*offer)]
 
 
 def table(costs: Costs) -> list[str]:

@@ -24,7 +24,7 @@ def costs_folder(named: str = "") -> Path:
 
 
 def costs_path(setting: Setting, folder: Path) -> Path:
-    """The file of a setting."""
+    """The file in `folder` that keeps the costs of `setting`."""
     key = hashlib.sha256(json.dumps(asdict(setting), sort_keys=True).encode()).hexdigest()
     return folder / f"{setting.device.replace(' ', '-').lower()}-{setting.ranks}-ranks-{key[:16]}.json"
 

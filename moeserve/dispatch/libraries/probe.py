@@ -30,7 +30,7 @@ RDMA_ADAPTERS = "/sys/class/infiniband"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankLocation:
     """Where a rank runs: host name and its GPU's id, empty where there is none."""
 
     host: str
@@ -41,7 +41,7 @@ class Place:
 class Surroundings:
     """What one rank sees of its machine."""
 
-    place: Place
+    location: RankLocation
     arch: str  # "cpu", "sm90", "gfx942", ...
     reaches: Callable[[str], bool]  # GPU id of this host -> whether its memory can be reached
     nccl: Version | None  # of the library in this process, or that would be loaded
@@ -61,21 +61,21 @@ class Finding:
         return f"{self.check}: found {self.found}, required {self.required}; {self.remedy}"
 
 
-def probe(row: DispatchEntry, spec: DispatchSpec) -> None:
-    """Collective over torch.distributed's default group, before any call of the library.
+def probe(entry: DispatchEntry, spec: DispatchSpec) -> None:
+    """Checks on all ranks whether the library can serve, before any call of it. Collective.
 
     Raises RuntimeError on every rank, with each rank's first failed check, unless all passed. The library is
     imported where the checks before that passed.
     """
     here = surroundings(spec)
-    places = _gathered(here.place, spec.ranks)
-    finding = next((f for check in CHECKS if (f := check(row, spec, here, places))), None)
+    locations = _gathered(here.location, spec.ranks)
+    finding = next((f for check in CHECKS if (f := check(entry, spec, here, locations))), None)
     findings = _gathered(finding, spec.ranks)
     failed = [f"rank {rank}: {found}" for rank, found in enumerate(findings) if found is not None]
     if failed:
-        raise RuntimeError(f"dispatcher {row.name} cannot serve\n  " + "\n  ".join(failed))
-    if row.limits.waiting and spec.rank == 0:
-        log.info("dispatcher %s: %s, not %g s as planned", row.name, row.limits.waiting, spec.patience)
+        raise RuntimeError(f"dispatcher {entry.name} cannot serve\n  " + "\n  ".join(failed))
+    if entry.limits.waiting and spec.rank == 0:
+        log.info("dispatcher %s: %s, not %g s as planned", entry.name, entry.limits.waiting, spec.patience)
 
 
 def surroundings(spec: DispatchSpec) -> Surroundings:
@@ -83,7 +83,7 @@ def surroundings(spec: DispatchSpec) -> Surroundings:
     adapters = rdma_adapters()
     host = socket.gethostname()
     if spec.device == "cpu" or not torch.cuda.is_available():
-        return Surroundings(Place(host, ""), "cpu", lambda gpu: False, nccl_at_run_time(), adapters)
+        return Surroundings(RankLocation(host, ""), "cpu", lambda gpu: False, nccl_at_run_time(), adapters)
     own = torch.device(spec.device).index
     own = torch.cuda.current_device() if own is None else own
     gpus = {_gpu_id(index): index for index in range(torch.cuda.device_count())}
@@ -91,7 +91,9 @@ def surroundings(spec: DispatchSpec) -> Surroundings:
     def reaches(gpu: str) -> bool:
         return gpu in gpus and gpus[gpu] != own and torch.cuda.can_device_access_peer(own, gpus[gpu])
 
-    return Surroundings(Place(host, _gpu_id(own)), this_machine().arch, reaches, nccl_at_run_time(), adapters)
+    return Surroundings(
+        RankLocation(host, _gpu_id(own)), this_machine().arch, reaches, nccl_at_run_time(), adapters
+    )
 
 
 def rdma_adapters() -> tuple[str, ...]:
@@ -123,19 +125,23 @@ def _gathered(value: Any, ranks: int) -> list[Any]:
     return values
 
 
-Check = Callable[[DispatchEntry, DispatchSpec, Surroundings, "list[Place]"], "Finding | None"]
+Check = Callable[[DispatchEntry, DispatchSpec, Surroundings, "list[RankLocation]"], "Finding | None"]
 
 
-def _architecture(row: DispatchEntry, spec: DispatchSpec, here: Surroundings, places: list[Place]) -> Any:
-    if here.arch in row.archs:
+def _architecture(
+    entry: DispatchEntry, spec: DispatchSpec, here: Surroundings, locations: list[RankLocation]
+) -> Any:
+    if here.arch in entry.archs:
         return None
-    return Finding("GPU", here.arch, " or ".join(sorted(row.archs)), "use allgather_reducescatter here")
+    return Finding("GPU", here.arch, " or ".join(sorted(entry.archs)), "use allgather_reducescatter here")
 
 
-def _peers(row: DispatchEntry, spec: DispatchSpec, here: Surroundings, places: list[Place]) -> Any:
-    if not row.limits.one_host:
+def _peers(
+    entry: DispatchEntry, spec: DispatchSpec, here: Surroundings, locations: list[RankLocation]
+) -> Any:
+    if not entry.limits.one_host:
         return None
-    away = [rank for rank, place in enumerate(places) if place.host != here.place.host]
+    away = [rank for rank, location in enumerate(locations) if location.host != here.location.host]
     if away:
         return Finding(
             "peer memory",
@@ -144,7 +150,7 @@ def _peers(row: DispatchEntry, spec: DispatchSpec, here: Surroundings, places: l
             "use a dispatcher that crosses hosts, such as all2allv",
         )
     others = [rank for rank in range(spec.ranks) if rank != spec.rank]
-    hidden = [rank for rank in others if not here.reaches(places[rank].gpu)]
+    hidden = [rank for rank in others if not here.reaches(locations[rank].gpu)]
     if hidden:
         return Finding(
             "peer memory",
@@ -155,8 +161,10 @@ def _peers(row: DispatchEntry, spec: DispatchSpec, here: Surroundings, places: l
     return None
 
 
-def _import(row: DispatchEntry, spec: DispatchSpec, here: Surroundings, places: list[Place]) -> Any:
-    for name in sorted(row.modules):
+def _import(
+    entry: DispatchEntry, spec: DispatchSpec, here: Surroundings, locations: list[RankLocation]
+) -> Any:
+    for name in sorted(entry.modules):
         try:
             package = importlib.import_module(name)
         except (ImportError, OSError, AssertionError) as error:
@@ -167,7 +175,7 @@ def _import(row: DispatchEntry, spec: DispatchSpec, here: Surroundings, places: 
                 "a build for this torch, CUDA and Python",
                 f"install or build {name} on every host",
             )
-        if lacking := sorted(row.limits.api.difference(dir(package))):
+        if lacking := sorted(entry.limits.api.difference(dir(package))):
             return Finding(
                 f"package {name}",
                 f"one without {', '.join(lacking)}",
@@ -177,8 +185,8 @@ def _import(row: DispatchEntry, spec: DispatchSpec, here: Surroundings, places: 
     return None
 
 
-def _nccl(row: DispatchEntry, spec: DispatchSpec, here: Surroundings, places: list[Place]) -> Any:
-    oldest = row.limits.nccl
+def _nccl(entry: DispatchEntry, spec: DispatchSpec, here: Surroundings, locations: list[RankLocation]) -> Any:
+    oldest = entry.limits.nccl
     if oldest is None or (here.nccl is not None and here.nccl >= oldest):
         return None
     found = "none" if here.nccl is None else dotted(here.nccl)
@@ -187,18 +195,20 @@ def _nccl(row: DispatchEntry, spec: DispatchSpec, here: Surroundings, places: li
     )
 
 
-def _sizes(row: DispatchEntry, spec: DispatchSpec, here: Surroundings, places: list[Place]) -> Any:
+def _sizes(
+    entry: DispatchEntry, spec: DispatchSpec, here: Surroundings, locations: list[RankLocation]
+) -> Any:
     dtype = FLOATS[spec.dtype].name
-    reason = row.limits.refuses(spec.ranks, spec.top_k, spec.hidden, dtype)
-    if reason is None and spec.wire.name in row.wires and not (spec.sliced and not row.sliced):
+    reason = entry.limits.refuses(spec.ranks, spec.top_k, spec.hidden, dtype)
+    if reason is None and spec.wire.name in entry.wires and not (spec.sliced and not entry.sliced):
         return None
     found = f"{spec.ranks} ranks, top-{spec.top_k}, H={spec.hidden}, {dtype}, wire {spec.wire}"
-    wires = f"a wire of {', '.join(sorted(row.wires))}, whole experts"
+    wires = f"a wire of {', '.join(sorted(entry.wires))}, whole experts"
     return Finding("sizes", found, f"it {reason}" if reason else wires, "name another dispatcher or wire")
 
 
-def _rdma(row: DispatchEntry, spec: DispatchSpec, here: Surroundings, places: list[Place]) -> Any:
-    if not row.limits.rdma or here.adapters:
+def _rdma(entry: DispatchEntry, spec: DispatchSpec, here: Surroundings, locations: list[RankLocation]) -> Any:
+    if not entry.limits.rdma or here.adapters:
         return None
     return Finding(
         "RDMA",
@@ -209,4 +219,4 @@ def _rdma(row: DispatchEntry, spec: DispatchSpec, here: Surroundings, places: li
 
 
 CHECKS: tuple[Check, ...] = (_architecture, _peers, _import, _nccl, _sizes, _rdma)
-"""In this order: what is cheap and says most comes first, and nothing is imported in vain."""
+"""The checks in their order: cheap and telling ones come first, and nothing is imported in vain."""

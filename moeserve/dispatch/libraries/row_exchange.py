@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moeserve.dispatch.checks import check_lane, check_spec
-from moeserve.dispatch.dispatcher import Dispatched, DispatchEntry, Dispatcher, DispatchSpec, Pending, Traffic
+from moeserve.dispatch.dispatcher import Dispatched, DispatchEntry, Dispatcher, DispatchSpec, Traffic
 from moeserve.dispatch.exchange import check_group
 from moeserve.dispatch.libraries.probe import probe
 from moeserve.dispatch.libraries.travel import cropped, parts_arrived, parts_travelling, presented, widened
@@ -36,7 +36,7 @@ class Arrived:
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """What brings a step home."""
+    """What `combine` needs of a dispatched step."""
 
     homes: Homes
     handle: Any  # as it arrived
@@ -47,16 +47,16 @@ class RowExchange(Dispatcher):
     """A dispatcher over a library's own exchange of rows, which the adapter calls in `_send` and
     `_bring_home`.
 
-    `spec` is what it is built for and `row` what it declares. Building is collective: all ranks refuse with
+    `spec` is what it is built for and `entry` what it declares. Building is collective: all ranks refuse with
     RuntimeError, before the library's first call, when one of them lacks something.
     """
 
-    def __init__(self, spec: DispatchSpec, row: DispatchEntry) -> None:
+    def __init__(self, spec: DispatchSpec, entry: DispatchEntry) -> None:
         check_spec(spec)
         check_group(spec)
-        probe(row, spec)
+        probe(entry, spec)
         self._spec = spec
-        self._travelling = row.limits.travelling(spec.hidden)  # elements of a row on its way
+        self._travelling = entry.limits.travelling(spec.hidden)  # elements of a row on its way
         self._row_bytes = spec.wire.nbytes((1, self._travelling))  # of a copy on the way out
         self._traffic = Traffic()
 
@@ -72,7 +72,7 @@ class RowExchange(Dispatcher):
         leaves it alone.
         """
 
-    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """Sends rows on the wire to each rank that needs them, and groups those that came here."""
         spec = self._spec
         check_lane(spec, hidden, routing)
@@ -83,22 +83,22 @@ class RowExchange(Dispatcher):
         batch, homes = group_rows(tokens, arrived.slots.int(), arrived.weights, sizes)
         ticket = Ticket(homes, arrived.handle, hidden.shape[0])
         self._traffic = self._traffic.plus(dispatched=_most_copies(spec, ticket.own) * self._row_bytes)
-        return Pending(lambda: Dispatched(batch, ticket))
+        return Dispatched(batch, ticket)
 
-    def combine(self, outputs: Tensor, ticket: Ticket) -> Pending[Tensor]:
+    def combine(self, outputs: Tensor, ticket: Ticket) -> Tensor:
         """Sends this rank's weighted sums to the rows' own ranks, and takes this lane's: `[T, H]`."""
         spec = self._spec
         partials = weigh_rows(outputs, ticket.homes, spec.dtype)
         if ticket.handle is None:
-            return Pending(lambda: partials)
+            return partials
         total = self._bring_home(widened(partials, self._travelling), ticket.handle)
         answer = cropped(total[: ticket.own], spec.hidden).contiguous()
         nbytes = self._travelling * spec.dtype.itemsize
         self._traffic = self._traffic.plus(combined=_most_copies(spec, ticket.own) * nbytes)
-        return Pending(lambda: answer)
+        return answer
 
     def _warm(self) -> None:
-        """A step of a row a lane, for libraries that compile at first use. Collective.
+        """Runs a step of one row a lane, for libraries that compile at first use. Collective.
 
         The last thing of building: so callers do not wait for a compiler, and a dispatcher whose library
         cannot make the step is refused, with RuntimeError, before it serves.
@@ -109,8 +109,8 @@ class RowExchange(Dispatcher):
         slots[:, 0] = (spec.rank + 1) % spec.ranks * spec.slots
         routing = Routing(slots, torch.zeros(slots.shape, device=spec.device), (rows,) * spec.ranks)
         try:
-            arrived = self.dispatch(hidden, routing).wait()
-            self.combine(hidden.new_zeros(arrived.batch.tokens.shape), arrived.ticket).wait()
+            arrived = self.dispatch(hidden, routing)
+            self.combine(hidden.new_zeros(arrived.batch.tokens.shape), arrived.ticket)
         except Exception as error:  # libraries raise classes of their own
             raise RuntimeError(f"its library's first step failed: {type(error).__name__}: {error}") from error
         self._traffic = Traffic()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moeserve.dispatch.checks import check_lane, check_spec
-from moeserve.dispatch.dispatcher import Dispatched, Dispatcher, DispatchSpec, Pending, Traffic
+from moeserve.dispatch.dispatcher import Dispatched, Dispatcher, DispatchSpec, Traffic
 from moeserve.dispatch.exchange import check_group
 from moeserve.dispatch.peers.kernels import (
     MOST_LANE_ROWS,
@@ -71,7 +71,7 @@ class PeerDispatcher(Dispatcher):
         self.counts_on_device = self._kernels is not None
         self._steps = 0
 
-    def dispatch(self, hidden: Tensor, routing: Routing) -> Pending[Dispatched]:
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """Sends each row once to every rank it needs, and places what arrives by slot."""
         check_lane(self._spec, hidden, routing)
         self._steps += 1
@@ -81,9 +81,9 @@ class PeerDispatcher(Dispatcher):
             assert self._kernels is not None
             arrived = self._kernels.dispatch(hidden, routing)
         batch = ExpertBatch(arrived.tokens, self._layout.grouping, arrived.counts, arrived.offsets)
-        return Pending(lambda: Dispatched(batch, _Ticket(self._steps, arrived, routing)))
+        return Dispatched(batch, _Ticket(self._steps, arrived, routing))
 
-    def combine(self, outputs: Tensor, ticket: _Ticket) -> Pending[Tensor]:
+    def combine(self, outputs: Tensor, ticket: _Ticket) -> Tensor:
         """Brings `outputs`, shaped as the batch, home as one partial sum a row and rank: `[T, H]`.
 
         Raises ValueError for outputs of another size or dtype, and for a step dispatched too long ago.
@@ -96,7 +96,7 @@ class PeerDispatcher(Dispatcher):
         else:
             assert self._kernels is not None
             answer = self._kernels.combine(flat, ticket.arrived, routing)
-        return Pending(lambda: answer)
+        return answer
 
     def exclude(self, ranks: Iterable[int]) -> None:
         """Neither waits for `ranks` nor stores to them from the next phase on. Each rank for itself."""

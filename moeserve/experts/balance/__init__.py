@@ -33,7 +33,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class Wish:
-    """What a policy is to respect. A policy that does not know a wish leaves it aside, as its row says."""
+    """What a policy is to respect. A policy that does not know a wish leaves it aside, as its entry says."""
 
     nodes: int = 1
     groups: int = 1
@@ -52,8 +52,8 @@ class BalancerRow:
 
 
 BALANCERS: dict[str, BalancerRow] = {
-    row.name: row
-    for row in (
+    entry.name: entry
+    for entry in (
         BalancerRow("even", lambda wish: Even(), "contiguous blocks, whatever the load"),
         BalancerRow(
             "eplb",

@@ -57,12 +57,12 @@ class Balance:
 
     @property
     def mean(self) -> float:
-        """Over layers."""
+        """The mean balance over layers."""
         return float(self.layers.mean())
 
     @property
     def worst(self) -> float:
-        """Of the worst layer."""
+        """The balance of the worst layer."""
         return float(self.layers.min())
 
 
@@ -93,7 +93,7 @@ class Forecast:
 
     @property
     def placement(self) -> Placement:
-        """The last plan."""
+        """The placement that the last change of plan leads to."""
         return self.changes[-1].after
 
 

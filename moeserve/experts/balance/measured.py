@@ -10,7 +10,7 @@ from pathlib import Path
 from moeserve.experts.balance.cost import CostModel
 
 WEIGHT_BITS = {"bf16": 16.0, "fp8": 8.0, "mxfp4": 4.25, "nvfp4": 4.5}
-"""Of one weight with its scales, by the name a case begins with."""
+"""Bits of one weight with its share of scales, by the name that a case begins with."""
 
 _CASE = re.compile(r"(\w+), (\d+) tokens x (\d+), (\d+) of \d+ experts active, whole")
 

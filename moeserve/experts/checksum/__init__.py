@@ -42,7 +42,7 @@ def slot_checksums(slots: Sequence[Slot]) -> list[str]:
 
 
 def word_sums(tensors: Sequence[Tensor]) -> list[int]:
-    """Of each, the sum over the 32-bit words w_i of its bytes of w_i * (2 * GOLDEN * i + 1), modulo 2^64.
+    """Each tensor's sum of w_i * (2 * GOLDEN * i + 1) over the 32-bit words w_i of its bytes, modulo 2^64.
 
     The factors are odd, so a change of one word changes the sum; they differ, so an exchange does too. The
     last word is filled up with zero bytes. On a GPU one kernel sums all of them.

@@ -1,8 +1,8 @@
 """The table of expert kernels: one file a backend, one line here; a plan tries them in this order.
 
 Our own Hopper kernels stand first: beside the libraries they are the fastest, or as fast, on the models that
-were measured, but for FP8 blocks with thousands of rows a slot, where DeepGEMM's GEMMs are faster; a plan has
-one kernel.
+were measured, but for FP8 blocks with thousands of rows a slot, where DeepGEMM's GEMMs are faster; they
+want weights in another form, and all kernels of a plan share one. A family's kernels stand together.
 Then come the libraries, each where the field's systems try it; what a GPU has no library for, and PADDED rows
 that a library does not take, our portable kernel computes. `docs/backends.md` has the times.
 """
@@ -29,13 +29,13 @@ from moeserve.experts.kernels import (
 )
 
 KERNELS: dict[str, KernelEntry] = {
-    row.name: row
-    for row in (
-        cuda_fp4.ENTRY,
+    entry.name: entry
+    for entry in (
+        *cuda_fp4.ENTRIES,
         triton_fp4.ENTRY,
-        cuda_fp8.ENTRY,
+        *cuda_fp8.ENTRIES,
         cuda_w4a8.ENTRY,
-        cuda_bf16.ENTRY,
+        *cuda_bf16.ENTRIES,
         triton_fp8.ENTRY,
         triton_bf16.ENTRY,
         aiter.ENTRY,
@@ -50,3 +50,10 @@ KERNELS: dict[str, KernelEntry] = {
         torch_reference.ENTRY,
     )
 }
+
+PINS: dict[str, tuple[KernelEntry, ...]] = {
+    name: tuple(entry for entry in KERNELS.values() if name in (entry.pinned_as, entry.name))
+    for entry in KERNELS.values()
+    for name in (entry.pinned_as, entry.name)
+}
+"""What a configuration may name: a family, for its own kernels, and every kernel by itself."""

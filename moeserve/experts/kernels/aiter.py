@@ -21,7 +21,7 @@ from torch import Tensor
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
-from moeserve.experts.kernels.library import LibraryStep
+from moeserve.experts.kernels.support.library import LibraryStep
 from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_CHANNEL, FP8_GROUP, FP8_TENSOR, FP8_TOKEN
@@ -150,6 +150,7 @@ ENTRY = KernelEntry(
     build=Aiter,
     schemes=frozenset(QUANT),
     fewer_schemes={"gfx942": GFX942},
+    bf16_answers=True,
     eats=frozenset({BF16}),
     groupings=frozenset(Grouping),
     activations=frozenset(ACTIVATIONS),

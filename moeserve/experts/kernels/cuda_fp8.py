@@ -1,21 +1,25 @@
-"""Our own Hopper kernel for FP8 in steps of any size, in CUDA C++ that reads weights in panels.
+"""Our own Hopper kernels for FP8, in CUDA C++ that reads weights in panels.
 
-A step of few rows is one launch of `device/few.cu`. From some on, `device/prefill.cu` shares rows over a
-cluster, activates and rounds in the first GEMM. Experts that these do not fit are `triton_fp8`'s, weights and
-all.
+A step of few rows is one launch of `cuda/few.cu`. With more, `cuda/prefill.cu` shares rows over a cluster,
+and activates and rounds in the first GEMM. Both multiply E4M3 codes; the sums of each 128 of K are scaled and
+added in float32.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
 from torch import Tensor
 
 from moeserve.device.nvrtc import NEEDED_MODULE
-from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
-from moeserve.experts.kernels.hopper import few_form, flat, fused, in_panels, step_for
-from moeserve.experts.kernels.torch_reference import COMPUTED
-from moeserve.experts.kernels.triton_fp8 import TritonFp8
+from moeserve.experts.batch import ExpertBatch, Grouping
+from moeserve.experts.kernel import KernelEntry, KernelFamily
+from moeserve.experts.kernels.cuda import few
+from moeserve.experts.kernels.cuda.steps import FUSED_ACTIVATIONS
+from moeserve.experts.kernels.support.hopper import FORM, PanelKernel, few_step, step_for
+from moeserve.experts.kernels.tiles import kernel_ranges
 from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
@@ -23,49 +27,23 @@ from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
 INNER_MULTIPLE = 64
 """What the inner size must be a multiple of for gate and up columns to meet in one tile."""
 
+FAMILY = KernelFamily("cuda_fp8", partial(kernel_ranges, "cuda_fp8"))
 
-class CudaFp8:
-    """Two grouped GEMMs on E4M3 codes; the sums of each 128 of K are scaled and added in float32."""
 
-    def __init__(self, spec: KernelSpec) -> None:
-        fits = fused(spec) and spec.shape.inner % INNER_MULTIPLE == 0
-        self._spec, self._other = spec, None if fits else TritonFp8(spec)
+class CudaFp8Few(PanelKernel):
+    """The whole step in one launch; slots without rows cost nothing."""
 
-    def prepare(self, weights: ExpertWeights) -> Prepared:
-        """Codes in panels and canonical scales. ValueError: the weights do not fit the kernel's spec."""
-        if self._other is not None:
-            return self._other.prepare(weights)
-        return in_panels(self._spec.fit(weights).tensors())
+    def _rows(self, slots: Mapping[str, Tensor], batch: ExpertBatch, tokens: Packed) -> Tensor:
+        return few_step(self._spec, batch, tokens, self._sides("fp8", slots))
 
-    def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
-        """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
-        if self._other is not None:
-            return self._other.apply(prepared, batch)
-        shape, spec, tokens = batch.tokens.shape, self._spec, flat(batch.tokens)
-        if batch.slots == 0 or tokens.shape[0] == 0:
-            return torch.empty(shape, dtype=spec.out_dtype, device=tokens.device)
-        few = self._few(prepared, batch, tokens)
-        return (self._many(prepared, batch, tokens) if few is None else few).view(shape)
 
-    def _few(self, prepared: Prepared, batch: ExpertBatch, tokens: Packed) -> Tensor | None:
-        from moeserve.experts.kernels.cuda import few
-        from moeserve.experts.kernels.triton.grouped import Weights
+class CudaFp8Many(PanelKernel):
+    """Two grouped GEMMs in tiles of at most 128 rows of a slot."""
 
-        spec, slot = self._spec, prepared.per_slot
-        form = few_form("fp8", spec, batch, tokens)
-        if form is None:
-            return None
-        sides = [
-            Weights("fp8", slot[f"{side}.codes"], slot[f"{side}.scale"], None, slot.get(f"{side}_bias"), n)
-            for side, n in (("gate_up", spec.shape.gate_up_rows), ("down", spec.shape.hidden))
-        ]
-        scales = tokens.parts[1] if tokens.format == FP8_GROUP else None
-        return few.step(form, (tokens.parts[0], scales), batch, sides, spec.shape)
-
-    def _many(self, prepared: Prepared, batch: ExpertBatch, tokens: Packed) -> Tensor:
+    def _rows(self, slots: Mapping[str, Tensor], batch: ExpertBatch, tokens: Packed) -> Tensor:
         from moeserve.experts.kernels.cuda.prefill import Step, Weights
 
-        spec, slot = self._spec, prepared.per_slot
+        spec = self._spec
         step = Step(batch, tokens.shape[0])
         if tokens.format == FP8_GROUP:
             x = step.rows(*tokens.parts)
@@ -74,22 +52,27 @@ class CudaFp8:
             assert rounded.scale is not None
             x = step.rows(rounded.values, rounded.scale[:, : tokens.shape[0]].t())
         gate_up, down = (
-            Weights(slot[f"{side}.codes"], slot[f"{side}.scale"], slot.get(f"{side}_bias"))
+            Weights(slots[f"{side}.codes"], slots[f"{side}.scale"], slots.get(f"{side}_bias"))
             for side in ("gate_up", "down")
         )
         inner = step.gate_up(x, gate_up, spec.shape.activation, spec.shape.inner)
         return step.down(inner, down, spec.shape.hidden, spec.out_dtype)
 
 
-ENTRY = KernelEntry(
-    name="cuda_fp8",
-    build=CudaFp8,
+MANY = KernelEntry(
+    name="cuda_fp8_many",
+    build=CudaFp8Many,
     schemes=frozenset({Scheme(FP8_BLOCK, FP8_GROUP)}),
     eats=frozenset({BF16, FP8_GROUP}),
     groupings=frozenset(Grouping),
-    activations=COMPUTED,
+    activations=FUSED_ACTIVATIONS,
     archs=frozenset({"sm90"}),
     modules=frozenset({"triton", NEEDED_MODULE}),
-    multiple_of=(16, 16),
+    multiple_of=(16, INNER_MULTIPLE),
+    e4m3_sums=frozenset({Scheme(FP8_BLOCK, FP8_GROUP)}),
     verified=("sm90",),
+    form=FORM,
+    family=FAMILY,
 )
+FEW = replace(MANY, name="cuda_fp8_few", build=CudaFp8Few, most_slots=few.MOST_SLOTS)
+ENTRIES = (FEW, MANY)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moeserve.device.nvrtc import NEEDED_MODULE
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
-from moeserve.experts.kernels import codes as device_codes
-from moeserve.experts.kernels.hopper import flat
+from moeserve.experts.kernel import KernelEntry, Prepared
+from moeserve.experts.kernels.cuda.steps import FUSED_ACTIVATIONS
+from moeserve.experts.kernels.support.hopper import HopperKernel
+from moeserve.quant.bits import unpack_nibbles
 from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_GROUP
 from moeserve.quant.formats.mx import MXFP4
 from moeserve.quant.formats.nvfp4 import NVFP4_E4M3
-
-ROWS, DEPTH = 64, 128
-"""A block of codes is 64 rows x 128."""
+from moeserve.quant.layouts.hopper_w4a8 import pack_blocks
 
 HIGHEST, SPAN = 12, 10
 """The E4M3 exponent field of a row's largest scale, and how many powers of two below it are kept."""
@@ -27,11 +27,8 @@ NAN = 1 << 12
 """As an exponent, beyond all others."""
 
 
-class CudaW4A8:
+class CudaW4A8(HopperKernel):
     """Two grouped GEMMs in E4M3: a code times its block's scale, then a float32 a row of the weights."""
-
-    def __init__(self, spec: KernelSpec) -> None:
-        self._spec = spec
 
     def prepare(self, weights: ExpertWeights) -> Prepared:
         """Codes and scales in the order a warp group reads them, and one float32 a row that all of it shares.
@@ -46,40 +43,30 @@ class CudaW4A8:
         biases = {"gate_up_bias": fitted.gate_up_bias, "down_bias": fitted.down_bias}
         return Prepared(tensors | {name: bias for name, bias in biases.items() if bias is not None})
 
-    def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
-        """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
+    def _rows(self, slots: Mapping[str, Tensor], batch: ExpertBatch, tokens: Packed) -> Tensor:
         from moeserve.experts.kernels.cuda.prefill_codes import Step, plan_for, weights_of
 
-        spec, slot, tokens = self._spec, prepared.per_slot, flat(batch.tokens)
-        if batch.slots == 0 or tokens.shape[0] == 0:
-            return torch.empty(batch.tokens.shape, dtype=spec.out_dtype, device=tokens.device)
+        spec = self._spec
         span = spec.scheme.weights.parts[1].columns
         step = Step(batch, tokens.shape[0], plan_for(f"fp8_{span}", batch))
         x = step.rows(*tokens.parts) if tokens.format == FP8_GROUP else step.round(tokens.parts[0])
-        inner = step.gate_up(x, weights_of(slot, "gate_up"), spec.shape.activation, spec.shape.inner)
-        rows = step.down(inner, weights_of(slot, "down"), spec.shape.hidden, spec.out_dtype)
-        return rows.view(batch.tokens.shape)
+        inner = step.gate_up(x, weights_of(slots, "gate_up"), spec.shape.activation, spec.shape.inner)
+        return step.down(inner, weights_of(slots, "down"), spec.shape.hidden, spec.out_dtype)
 
 
 def pack(packed: Packed) -> dict[str, Tensor]:
-    """`codes [e, N / 64, K / 128, 4352]` uint8 and `row_scale [e, N]` float32 of one side; NVFP4: 4608.
+    """`codes [e, N / 64, K / 128, 4352]` uint8 and `row_scale [e, N]` float32 of one side; NVFP4: 4608."""
+    codes, scale, row_scale = folded(packed)
+    return {"codes": pack_blocks(codes, scale, int(packed.format.parts[1].columns)), "row_scale": row_scale}
 
-    A block of codes and their scales is padded with zeros. In the first 4096 bytes a thread finds its codes
-    of a row, 8 of each 32 of K, in 16 that follow each other; then come 4 or 8 scales a row.
-    """
+
+def folded(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes `[e, N, K]`, scale bytes `[e, N, groups]` as `scales_of` says, and the rows' factors `[e, N]`."""
     scale, absent, row_scale = scales_of(packed)
-    codes = device_codes.nibbles(packed.parts[0])
+    codes = unpack_nibbles(packed.parts[0], packed.shape[-1])
     span = int(packed.format.parts[1].columns)
     turned, gone = (t.repeat_interleave(span, dim=-1)[..., : codes.shape[2]] for t in (scale >> 7, absent))
-    codes = (codes ^ turned << 3).masked_fill_(gone, 0)
-    codes = F.pad(codes, (0, -codes.shape[2] % DEPTH, 0, -codes.shape[1] % ROWS))
-    e, n, k = codes.shape
-    # warp, row 3, row 0-2, block of K, 32 of it, half, lane % 4, code
-    held = codes.view(e, n // ROWS, 4, 2, 8, k // DEPTH, 4, 2, 4, 4)
-    words = _bytes(held.permute(0, 1, 5, 2, 3, 4, 8, 6, 7, 9).flatten(-2))
-    scale = F.pad(scale, (0, k // span - scale.shape[2], 0, n - scale.shape[1]))
-    blocks = scale.view(e, n // ROWS, ROWS, k // DEPTH, DEPTH // span).transpose(2, 3)
-    return {"codes": torch.cat((words.flatten(3), blocks.flatten(3)), -1), "row_scale": row_scale}
+    return torch.where(gone, turned << 3, codes), scale, row_scale  # zero once signs are turned round
 
 
 def scales_of(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,26 +99,16 @@ def _powers(packed: Packed) -> tuple[Tensor, Tensor]:
     return exponent, (fraction.nan_to_num_(nan=0.5) * 16 - 8).int().clamp_min_(0)
 
 
-def _bytes(eight: Tensor) -> Tensor:
-    """Codes `[..., 8]` below 16 -> `[..., 4]` bytes.
-
-    Their nibbles hold magnitudes in order, of which 3 and 4 (codes 5 and 6) change places; bit 7 of byte i is
-    the sign of code i, bit 3 that of code 4 + i.
-    """
-    magnitude, sign = eight & 7, eight & 8
-    magnitude ^= (magnitude >> 2 & (magnitude >> 1 ^ magnitude) & 1) * 3
-    low = magnitude[..., 0::2] | sign[..., 4:]
-    high = magnitude[..., 1::2] | sign[..., :4]
-    return low | high << 4
-
+SCHEMES = frozenset({Scheme(MXFP4, FP8_GROUP), Scheme(NVFP4_E4M3, FP8_GROUP)})
 
 ENTRY = KernelEntry(
     name="cuda_w4a8",
     build=CudaW4A8,
-    schemes=frozenset({Scheme(MXFP4, FP8_GROUP), Scheme(NVFP4_E4M3, FP8_GROUP)}),
+    schemes=SCHEMES,
+    e4m3_sums=SCHEMES,
     eats=frozenset({BF16, FP8_GROUP}),
     groupings=frozenset(Grouping),
-    activations=frozenset({"silu", "swigluoai", "swigluoai_uninterleave"}),
+    activations=FUSED_ACTIVATIONS,
     archs=frozenset({"sm90"}),
     modules=frozenset({"triton", NEEDED_MODULE}),
     multiple_of=(32, 64),

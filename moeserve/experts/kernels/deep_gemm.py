@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
-from moeserve.experts.kernels.library import LibraryStep, biases
+from moeserve.experts.kernels.support.library import LibraryStep, biases
 from moeserve.experts.kernels.torch_reference import COMPUTED
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import BF16
@@ -166,5 +166,6 @@ ENTRY = KernelEntry(
     multiple_of=(128, 128),
     row_align=ALIGN,
     bf16_sums=True,
+    e4m3_sums=HOPPER,
     verified=("sm90",),
 )

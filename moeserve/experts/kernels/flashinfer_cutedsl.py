@@ -19,8 +19,8 @@ from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
-from moeserve.experts.kernels.flashinfer_shared import SwiGLU, static_scales
-from moeserve.experts.kernels.library import LibraryStep, laid_out
+from moeserve.experts.kernels.support.flashinfer import SwiGLU, static_scales
+from moeserve.experts.kernels.support.library import LibraryStep, laid_out
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.mx import MXFP4, MXFP8
@@ -152,6 +152,7 @@ ENTRY = KernelEntry(
     name="flashinfer_cutedsl",
     build=FlashInferCuteDsl,
     schemes=frozenset(MODES),
+    bf16_answers=True,
     eats=frozenset({BF16, MXFP8}),
     groupings=frozenset(Grouping),
     activations=frozenset(ACTIVATIONS),

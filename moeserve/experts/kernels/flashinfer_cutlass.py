@@ -17,8 +17,8 @@ from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
-from moeserve.experts.kernels.flashinfer_shared import SwiGLU, static_scales, up_first
-from moeserve.experts.kernels.library import LibraryStep, laid_out, padded, rounded_up
+from moeserve.experts.kernels.support.flashinfer import SwiGLU, static_scales, up_first
+from moeserve.experts.kernels.support.library import LibraryStep, laid_out, padded, rounded_up
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP, FP8_STATIC, FP8_TENSOR
@@ -176,6 +176,8 @@ ENTRY = KernelEntry(
         "sm90": HOPPER,
         **dict.fromkeys(("sm100", "sm103", "sm120"), BLACKWELL),
     },
+    bf16_answers=True,
+    e4m3_sums=frozenset({FP8, BLOCKS}),
     eats=frozenset({BF16, MXFP8}),
     groupings=frozenset(Grouping),
     activations=frozenset(ACTIVATIONS),

@@ -22,8 +22,8 @@ from torch import Tensor
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
-from moeserve.experts.kernels.flashinfer_shared import SwiGLU, static_scales
-from moeserve.experts.kernels.library import LibraryStep, laid_out, padded, rounded_up
+from moeserve.experts.kernels.support.flashinfer import SwiGLU, static_scales
+from moeserve.experts.kernels.support.library import LibraryStep, laid_out, padded, rounded_up
 from moeserve.quant.format import Format, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP, FP8_STATIC, FP8_TENSOR
@@ -241,6 +241,7 @@ ENTRY = KernelEntry(
     name="flashinfer_trtllm",
     build=FlashInferTrtllm,
     schemes=SCHEMES,
+    bf16_answers=True,
     eats=frozenset({BF16, FP8_GROUP, MXFP8}),
     groupings=frozenset(Grouping),
     activations=frozenset(ACTIVATIONS),

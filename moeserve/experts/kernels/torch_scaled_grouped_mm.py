@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
-from moeserve.experts.kernels.library import LibraryStep, biases
+from moeserve.experts.kernels.support.library import LibraryStep, biases
 from moeserve.experts.kernels.torch_reference import COMPUTED
 from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats.floats import BF16
@@ -81,10 +81,13 @@ def _by_rows(packed: Packed) -> dict[str, Tensor]:
     return {"codes": codes.contiguous(), "scale": scale.squeeze(-1).expand(codes.shape[:2]).contiguous()}
 
 
+SCHEMES = frozenset(Scheme(w, a) for w in (FP8_CHANNEL, FP8_TENSOR) for a in (FP8_TOKEN, FP8_STATIC))
+
 ENTRY = KernelEntry(
     name="torch_scaled_grouped_mm",
     build=TorchScaledGroupedMM,
-    schemes=frozenset(Scheme(w, a) for w in (FP8_CHANNEL, FP8_TENSOR) for a in (FP8_TOKEN, FP8_STATIC)),
+    schemes=SCHEMES,
+    e4m3_sums=SCHEMES,
     eats=frozenset({BF16, FP8_TOKEN}),
     groupings=frozenset({Grouping.RAGGED}),
     activations=COMPUTED,

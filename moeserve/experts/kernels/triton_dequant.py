@@ -14,19 +14,19 @@ from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import PLAIN, KernelEntry, KernelSpec, Prepared
-from moeserve.experts.kernels.hopper import flat
-from moeserve.experts.kernels.stored import ROUNDINGS, Rounding, Stored, product_dtype
+from moeserve.experts.kernels.support.hopper import flat
 from moeserve.experts.kernels.torch_reference import COMPUTED, ROW_WISE
 from moeserve.experts.kernels.triton import words as device_words
+from moeserve.experts.kernels.triton.stored import ROUNDINGS, SUMMED, Rounding, Stored, product_dtype
 from moeserve.quant.act_order import in_order
-from moeserve.quant.format import Packed, Scheme
+from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats import FORMATS
 from moeserve.quant.formats.floats import BF16, FP16, FP32
 from moeserve.quant.formats.nvfp4 import NVFP4_E4M3
 from moeserve.quant.schemes import SCHEMES
 
 if TYPE_CHECKING:
-    from moeserve.experts.kernels.triton.dequant_step import Rows, Side, Step
+    from moeserve.experts.kernels.triton.dequant_step import DequantStep, Rows, Side
 
 
 class TritonDequant:
@@ -68,7 +68,7 @@ class TritonDequant:
 
     def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
         """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
-        from moeserve.experts.kernels.triton.dequant_step import Rows, Step, cut_for
+        from moeserve.experts.kernels.triton.dequant_step import DequantStep, Rows, cut_for
 
         shape, spec, slot = batch.tokens.shape, self._spec, prepared.per_slot
         tokens = flat(batch.tokens)
@@ -79,7 +79,7 @@ class TritonDequant:
         words = device_words.holds(self._stored, dtype)
         rounding = self._rounding
         scaled = self._stored.blocks or (rounding is not None and rounding.x_span > 0)  # sums, step by step
-        step = Step(
+        step = DequantStep(
             batch, capacity, cut_for(batch.rows_a_slot, words=words and not scaled and roomy(tokens.device))
         )
         x = self._rows(step, tokens, slot.get("input_scale"), dtype)
@@ -91,7 +91,7 @@ class TritonDequant:
             y, self._side(prepared, "down", words=words), spec.shape.hidden, spec.out_dtype
         ).view(shape)
 
-    def _rows(self, step: Step, tokens: Packed, given: Tensor | None, dtype: torch.dtype) -> Rows:
+    def _rows(self, step: DequantStep, tokens: Packed, given: Tensor | None, dtype: torch.dtype) -> Rows:
         """Rows as the first GEMM reads them; those that travelled in the scheme's own format are not rounded
         again.
         """
@@ -144,11 +144,37 @@ def roomy(device: torch.device) -> bool:
 UNREAD = frozenset({FP32, NVFP4_E4M3})
 """Weights that it does not decode: the last are rounded for products in E4M3, and these are in bf16."""
 
+COMPUTED_SCHEMES = frozenset(scheme for scheme in SCHEMES.values() if scheme.weights not in UNREAD) | {
+    Scheme(w, a) for w, a in product(FORMATS.values(), (BF16, FP16)) if w not in PLAIN | UNREAD
+}
+
+
+def _products() -> dict[Scheme, torch.dtype]:
+    """What is multiplied where tensor cores take E4M3."""
+    return {
+        s: product_dtype(Stored.of(s.weights), s.activations, frozenset({"e4m3"})) for s in COMPUTED_SCHEMES
+    }
+
+
+def _rounded_products() -> dict[Scheme, Format]:
+    """Floats that elements times float32 scales, or rows of fp16, are rounded to before products."""
+    floats = {torch.bfloat16: BF16, torch.float16: FP16}
+    rounded = {}
+    for scheme, dtype in _products().items():
+        stored = Stored.of(scheme.weights, exact=scheme.activations in ROUNDINGS)
+        scales_sums = stored.blocks if device_words.holds(stored, dtype) else stored.span % SUMMED == 0
+        fine = stored.fine is not None and stored.fine.dtype == torch.float32 and not scales_sums
+        if dtype in floats and (fine or (scheme.activations == FP16 and dtype == torch.bfloat16)):
+            rounded[scheme] = floats[dtype]
+    return rounded
+
+
 ENTRY = KernelEntry(
     name="triton_dequant",
     build=TritonDequant,
-    schemes=frozenset(scheme for scheme in SCHEMES.values() if scheme.weights not in UNREAD)
-    | {Scheme(w, a) for w, a in product(FORMATS.values(), (BF16, FP16)) if w not in PLAIN | UNREAD},
+    schemes=COMPUTED_SCHEMES,
+    e4m3_sums=frozenset(s for s, dtype in _products().items() if dtype == torch.float8_e4m3fn),
+    rounded_products=_rounded_products(),
     eats=ROW_WISE,
     groupings=frozenset(Grouping),
     activations=COMPUTED,

@@ -1,44 +1,37 @@
-"""Our own Hopper kernels for FP8: E4M3 weights scaled by 128x128 blocks, rows rounded in groups of 128."""
+"""Our own Hopper kernel for FP8: E4M3 weights scaled by 128x128 blocks, rows rounded in groups of 128."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
-from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
-from moeserve.experts.kernels.hopper import flat, step_for
+from moeserve.experts.kernel import KernelEntry, Prepared
+from moeserve.experts.kernels.support.hopper import HopperKernel, step_for
 from moeserve.experts.kernels.torch_reference import COMPUTED
-from moeserve.quant.format import Scheme
+from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
 
 
-class TritonFp8:
+class TritonFp8(HopperKernel):
     """Two grouped GEMMs on E4M3 codes; the sums of each 128 of K are scaled and added in float32."""
-
-    def __init__(self, spec: KernelSpec) -> None:
-        self._spec = spec
 
     def prepare(self, weights: ExpertWeights) -> Prepared:
         """The canonical codes and scales. ValueError: the weights do not fit the kernel's spec."""
         return Prepared({name: t.contiguous() for name, t in self._spec.fit(weights).tensors().items()})
 
-    def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
-        """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
+    def _rows(self, slots: Mapping[str, Tensor], batch: ExpertBatch, tokens: Packed) -> Tensor:
         from moeserve.experts.kernels.triton.grouped import Rows, Weights, scale_storage
 
-        shape, spec = batch.tokens.shape, self._spec
-        tokens = flat(batch.tokens)
-        rows, width = tokens.shape
-        if batch.slots == 0 or rows == 0:
-            return torch.empty(shape, dtype=spec.out_dtype, device=tokens.device)
-        slot = prepared.per_slot
-        sides = {
-            side: Weights("fp8", codes, slot[f"{side}.scale"], None, slot.get(f"{side}_bias"), codes.shape[1])
+        (rows, width), spec = tokens.shape, self._spec
+        gate_up, down = (
+            Weights("fp8", codes, slots[f"{side}.scale"], None, slots.get(f"{side}_bias"), codes.shape[1])
             for side in ("gate_up", "down")
-            for codes in (slot[f"{side}.codes"],)
-        }
+            for codes in (slots[f"{side}.codes"],)
+        )
         step = step_for("fp8", batch, tokens)
         if tokens.format == FP8_GROUP:
             scale = scale_storage(width, rows, tokens.device)
@@ -46,9 +39,9 @@ class TritonFp8:
             x = Rows(tokens.parts[0], scale)
         else:
             x = step.round(tokens.parts[0])
-        between = step.gemm(x, sides["gate_up"], torch.float32)
+        between = step.gemm(x, gate_up, torch.float32)
         inner = step.activate(between, spec.shape, fp8=True)
-        return step.gemm(inner, sides["down"], spec.out_dtype).view(shape)
+        return step.gemm(inner, down, spec.out_dtype)
 
 
 ENTRY = KernelEntry(
@@ -61,5 +54,6 @@ ENTRY = KernelEntry(
     archs=frozenset({"sm90"}),
     modules=frozenset({"triton"}),
     multiple_of=(16, 16),
+    e4m3_sums=frozenset({Scheme(FP8_BLOCK, FP8_GROUP)}),
     verified=("sm90",),
 )

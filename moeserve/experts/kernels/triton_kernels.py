@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
-from moeserve.experts.kernels.library import LibraryStep, biases
+from moeserve.experts.kernels.support.library import LibraryStep, biases
 from moeserve.experts.kernels.torch_reference import COMPUTED
 from moeserve.quant.format import Packed, Scheme
 from moeserve.quant.formats.floats import BF16

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moeserve.experts.placement import EMPTY, Placement
 from moeserve.experts.routing.device_splitter import DeviceSplitter, splitter_on
-from moeserve.experts.routing.replicas import Gathered, Size, Splitter, choice_named, counted
+from moeserve.experts.routing.replicas import Size, Splitter, choice_named
 
 _KNUTH = 2654435769  # 2^32 / golden ratio: consecutive tokens spread over replicas
 
@@ -17,7 +17,7 @@ _KNUTH = 2654435769  # 2^32 / golden ratio: consecutive tokens spread over repli
 class AddressBook:
     """The only door between logical experts and slots. A lane knows its own ids only.
 
-    `choice` names the row of `REPLICA_CHOICES` that picks among an expert's replicas, and `lane` is the rank
+    `choice` names the entry of `REPLICA_CHOICES` that picks among an expert's replicas; `lane` is the rank
     whose rows are resolved. Tables are allocated once and rewritten in place by `update` and `update_layer`,
     so a captured CUDA graph stays valid.
     """
@@ -28,8 +28,8 @@ class AddressBook:
         layers, slots = placement.slots.shape
         self.experts, self.slots = placement.experts, slots
         size = Size(layers, placement.experts, slots, placement.ranks)
-        row = choice_named(choice)
-        split, self._least_rows = row.split, row.least_rows
+        entry = choice_named(choice)
+        split, self._least_rows = entry.split, entry.least_rows
         lane %= placement.ranks
         self._splitter = None if split is None else Splitter(size, split, lane, device)
         self._on_device = splitter_on(device, size, split, lane)
@@ -61,31 +61,26 @@ class AddressBook:
             if splitter is not None:
                 splitter.update_layer(layer, slots)
 
-    def counts(self, experts: Tensor, valid: Tensor) -> Tensor:
-        """How often each logical expert is chosen, `[E]` int64: what lanes gather to split together."""
-        return counted(self._wanted(experts, valid).reshape(-1), self.experts)
-
     def on_device(self, shape: tuple[int, ...]) -> DeviceSplitter | None:
         """The tables by which kernels resolve ids of `shape [T, K]`; None where tensor operations do."""
         serves = self._on_device is not None and self._on_device.serves(shape)
         return self._on_device if serves else None
 
-    def resolve(self, layer: int, experts: Tensor, valid: Tensor, gathered: Gathered | None = None) -> Tensor:
+    def resolve(self, layer: int, experts: Tensor, valid: Tensor) -> Tensor:
         """Slots for the chosen experts.
 
         `experts [T, K]` int, EMPTY for none; `valid [T]` bool, False for padding rows. Returns `[T, K]`
         int32, EMPTY where the id is out of range or the row is not valid. The same batch gives the same
         slots. By `hash` the row's index picks the replica, so all K of a row agree on it; the other choices
-        split the batch's rows, and those of all lanes together where counts were `gathered` (then each
-        lane's book is built for lane 0, so that all split alike).
+        split the batch's rows.
         """
-        on_device = self.on_device(experts.shape) if gathered is None else None
+        on_device = self.on_device(experts.shape)
         if on_device is not None:
             return on_device.choose(layer, experts, valid)
-        wanted = self._wanted(experts, valid)
-        known = wanted < self.experts
+        known = (experts >= 0) & (experts < self.experts) & valid[:, None]
+        wanted = torch.where(known, experts, self.experts).long()  # E where there is none
         if self._splitter is not None and experts.shape[0] >= self._least_rows:
-            slots = self._splitter.choose(layer, wanted.reshape(-1), gathered).reshape(experts.shape)
+            slots = self._splitter.choose(layer, wanted.reshape(-1)).reshape(experts.shape)
             return torch.where(known, slots, EMPTY)
         safe = torch.where(known, wanted, 0)
         copies = self._copies[layer][safe]
@@ -93,8 +88,3 @@ class AddressBook:
         replica = (row * _KNUTH & 0xFFFFFFFF) % copies
         slots = self._replicas[layer][safe, replica]
         return torch.where(known, slots, EMPTY)
-
-    def _wanted(self, experts: Tensor, valid: Tensor) -> Tensor:
-        """The ids as int64, E where there is none."""
-        known = (experts >= 0) & (experts < self.experts) & valid[:, None]
-        return torch.where(known, experts, self.experts).long()

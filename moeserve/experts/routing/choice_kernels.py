@@ -210,7 +210,7 @@ def numbers(gate, logits):
 
 
 def warps(gate):
-    """Of a row's program."""
+    """Warps of the program that routes one row."""
     return 1 if gate.experts <= 256 else 4
 
 

@@ -31,40 +31,40 @@ class StepAddressing(NamedTuple):
     fullest: int  # rows of the fullest lane
 
 
-def addressed(choices: Choices, desk: StepAddressing) -> tuple[Tensor, Tensor]:
+def addressed(choices: Choices, addressing: StepAddressing) -> tuple[Tensor, Tensor]:
     """Slots `[T, K]` int32 and final weights `[T, K]` float32 of `choices`, which are counted as load.
 
     It is `merge_duplicates`, `AddressBook.resolve` and `LoadMeter.count`, and on a GPU one launch.
     """
-    splitter = desk.book.on_device(choices.experts.shape)
+    splitter = addressing.book.on_device(choices.experts.shape)
     if splitter is None:
         experts, weights = merge_duplicates(*choices)
-        slots = desk.book.resolve(desk.layer, experts, choices.valid)
-        desk.meter.count(desk.layer, experts, slots, desk.fullest)
+        slots = addressing.book.resolve(addressing.layer, experts, choices.valid)
+        addressing.meter.count(addressing.layer, experts, slots, addressing.fullest)
         return slots, weights
     from moeserve.experts.routing.address_kernels import address
 
     given = tuple(column.contiguous() for column in choices)
-    counts = desk.meter.tables(desk.layer, desk.fullest)
-    found: tuple[Tensor, Tensor] = address(splitter, desk.layer, given, counts)  # type: ignore[no-untyped-call]
+    counts = addressing.meter.tables(addressing.layer, addressing.fullest)
+    found: tuple[Tensor, Tensor] = address(splitter, addressing.layer, given, counts)  # type: ignore[no-untyped-call]
     return found
 
 
-def routed(gate: Gate, logits: Tensor, valid: Tensor, desk: StepAddressing) -> tuple[Tensor, Tensor]:
+def routed(gate: Gate, logits: Tensor, valid: Tensor, addressing: StepAddressing) -> tuple[Tensor, Tensor]:
     """`addressed` of what `gate` chooses by `logits [T, E]`; rows that are not `valid [T]` choose none.
 
     On a GPU that is one launch where no expert can have a replica. Raises ValueError as `Gate.route` does.
     """
-    splitter = desk.book.on_device((len(logits), gate.top_k))
-    plain = splitter is not None and not splitter.splits and gate.experts == desk.book.experts
+    splitter = addressing.book.on_device((len(logits), gate.top_k))
+    plain = splitter is not None and not splitter.splits and gate.experts == addressing.book.experts
     if not plain or not gate.in_one_launch(logits):
-        return addressed(Choices(*gate.route(logits), valid), desk)
+        return addressed(Choices(*gate.route(logits), valid), addressing)
     from moeserve.experts.routing.address_kernels import route
 
     gate.check(logits)
     given = (logits.contiguous(), valid.contiguous())
-    counts = desk.meter.tables(desk.layer, desk.fullest)
-    found: tuple[Tensor, Tensor] = route(gate, splitter, desk.layer, given, counts)  # type: ignore[no-untyped-call]
+    counts = addressing.meter.tables(addressing.layer, addressing.fullest)
+    found: tuple[Tensor, Tensor] = route(gate, splitter, addressing.layer, given, counts)  # type: ignore[no-untyped-call]
     return found
 
 

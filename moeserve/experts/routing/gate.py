@@ -19,7 +19,7 @@ from moeserve.experts.routing.methods import ROUTINGS, SCORES, RoutingMethod, ch
 Config = Mapping[str, Any]
 
 MOST_EXPERTS = 1024
-"""Of a layer, whose scores a program of the GPU kernel keeps in registers."""
+"""Most experts of a layer that the GPU kernel serves: a program keeps their scores in registers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,43 +48,45 @@ class Gate:
     def __post_init__(self) -> None:
         if self.method not in ROUTINGS:
             raise ValueError(f"unknown routing method {self.method!r}; known: {', '.join(sorted(ROUTINGS))}")
-        row = ROUTINGS[self.method]
+        entry = ROUTINGS[self.method]
         for setting in ("scoring", "renormalize", "biased"):
-            object.__setattr__(self, setting, self._resolved(setting, row))
+            object.__setattr__(self, setting, self._resolved(setting, entry))
         if self.scoring not in SCORES:
             raise ValueError(
                 f"unsupported scoring function {self.scoring!r}; known: {', '.join(sorted(SCORES))}"
             )
-        self._check_counts(row)
-        self._check_groups(row)
+        self._check_counts(entry)
+        self._check_groups(entry)
         self._check_bias()
-        if self.scaling != 1.0 and not row.scaled:
+        if self.scaling != 1.0 and not entry.scaled:
             raise ValueError(f"routing {self.method} does not scale its weights, got scaling={self.scaling}")
         if self.weight_on_input and self.top_k != 1:
             raise ValueError(f"a weight on the input needs top_k=1, got top_k={self.top_k}")
 
-    def _resolved(self, setting: str, row: RoutingMethod) -> str | bool | None:
+    def _resolved(self, setting: str, entry: RoutingMethod) -> str | bool | None:
         given: str | bool | None = getattr(self, setting)
-        fixed: str | bool | None = getattr(row, setting)
+        fixed: str | bool | None = getattr(entry, setting)
         if fixed is None and given is None:
             raise ValueError(f"routing {self.method} needs {setting} to be given")
         if fixed is not None and given is not None and given != fixed:
             raise ValueError(f"routing {self.method} has {setting}={fixed}, got {setting}={given}")
         return given if fixed is None else fixed
 
-    def _check_counts(self, row: RoutingMethod) -> None:
+    def _check_counts(self, entry: RoutingMethod) -> None:
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(f"top_k={self.top_k} must be between 1 and experts={self.experts}")
-        if row.largest_top_k is not None and self.top_k > row.largest_top_k:
-            raise ValueError(f"routing {self.method} needs top_k={row.largest_top_k}, got top_k={self.top_k}")
+        if entry.largest_top_k is not None and self.top_k > entry.largest_top_k:
+            raise ValueError(
+                f"routing {self.method} needs top_k={entry.largest_top_k}, got top_k={self.top_k}"
+            )
 
-    def _check_groups(self, row: RoutingMethod) -> None:
+    def _check_groups(self, entry: RoutingMethod) -> None:
         groups, kept = self.groups, self.topk_groups
         if not 1 <= kept <= groups:
             raise ValueError(f"topk_groups={kept} must be between 1 and groups={groups}")
         if groups == 1:
             return
-        if not row.grouped:
+        if not entry.grouped:
             raise ValueError(f"routing {self.method} has no groups, got groups={groups}")
         if self.experts <= groups or self.experts % groups:
             raise ValueError(
@@ -125,8 +127,8 @@ class Gate:
 
             chosen: tuple[Tensor, Tensor] = choose(self, logits.contiguous())  # type: ignore[no-untyped-call]
             return chosen
-        row, scores = ROUTINGS[self.method], self._scores(logits)
-        experts = row.choose(scores, self)
+        entry, scores = ROUTINGS[self.method], self._scores(logits)
+        experts = entry.choose(scores, self)
         return experts.int(), self._weights(scores.gather(-1, experts), logits.dtype)
 
     def check(self, logits: Tensor) -> None:
@@ -141,8 +143,11 @@ class Gate:
 
     def in_one_launch(self, logits: Tensor) -> bool:
         """Whether the GPU kernel serves this gate: it chooses by score, among groups of powers of two."""
-        row, even = ROUTINGS[self.method], self.groups == 1 or (self.experts & -self.experts) == self.experts
-        known = row.choose is choose_by_score and not self.logits_dtype_scores
+        entry, even = (
+            ROUTINGS[self.method],
+            self.groups == 1 or (self.experts & -self.experts) == self.experts,
+        )
+        known = entry.choose is choose_by_score and not self.logits_dtype_scores
         return kernels_serve(logits.device) and known and even and self.experts <= MOST_EXPERTS
 
     def weigh(self, logits: Tensor, experts: Tensor) -> Tensor:

@@ -26,11 +26,11 @@ class GateSettings(Protocol):
 
     @property
     def experts(self) -> int:
-        """E."""
+        """E, the logical experts of the layer."""
 
     @property
     def top_k(self) -> int:
-        """K."""
+        """K, the experts that a token chooses."""
 
     @property
     def groups(self) -> int:

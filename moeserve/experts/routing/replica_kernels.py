@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def homes(ids, home, EXPERTS: tl.constexpr):
-    """Of each id its expert's only slot, or -1 - x of replicated expert x, or -2^30 where there is none."""
+    """The only slot of each id's expert, or -1 - x of replicated expert x, or -2^30 where there is none."""
     return tl.load(home + ids, mask=(ids >= 0) & (ids < EXPERTS), other=-(1 << 30))
 
 
@@ -119,7 +119,7 @@ def _waterfill(fixed, shared, holds, X: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def summed(parts, chunk, chunks, X: tl.constexpr, N: tl.constexpr):
-    """Of `parts`: choices by rank, by replicated expert, and the latter in the chunks before `chunk`."""
+    """Sums of `parts`: choices by rank, by replicated expert, and the latter in the chunks before `chunk`."""
     g = tl.arange(0, 16)
     fixed = tl.zeros([N], tl.int32)
     shared = tl.zeros([X], tl.int32)

@@ -1,8 +1,7 @@
 """Which replica of an expert takes which rows of a batch, decided anew each step from one lane's own rows.
 
 Each lane makes the ranks even over the rows it brings itself; what is even in every lane is even in all.
-Where the counts of all lanes were gathered, they make one split of them together, each takes its part, and
-less is left uneven. A choice uses tensor operations of fixed shapes only: no host synchronisation, so a CUDA
+A choice uses tensor operations of fixed shapes only: no host synchronisation, so a CUDA
 graph can hold it.
 """
 
@@ -129,8 +128,8 @@ class ReplicaChoice:
 
 
 REPLICA_CHOICES: dict[str, ReplicaChoice] = {
-    row.name: row
-    for row in (
+    entry.name: entry
+    for entry in (
         ReplicaChoice("hash", "by the row's index, whatever the batch holds"),
         ReplicaChoice("waterfill", "one pass over replicated experts, the fullest first", waterfill),
         ReplicaChoice(
@@ -153,19 +152,6 @@ def choice_named(name: str) -> ReplicaChoice:
     return REPLICA_CHOICES[name]
 
 
-@dataclass(frozen=True, eq=False)
-class Gathered:
-    """Rows by expert of all lanes of a step, as one of them sees them."""
-
-    total: Tensor  # [E] int64 of all lanes
-    before: Tensor  # [E] int64 of the lanes before this one
-
-    @classmethod
-    def of(cls, counts: Tensor, lane: int) -> Gathered:
-        """What `lane` sees of `counts [lanes, E]`."""
-        return cls(counts.sum(0), counts[:lane].sum(0))
-
-
 @dataclass(frozen=True)
 class Size:
     """What a table of slots is allocated for."""
@@ -181,7 +167,7 @@ class Splitter:
 
     Slots stand in the order of their experts. Rows in that order too meet the slot whose share of rows,
     summed up over the slots before it, covers their place. `lane` turns the ranks round, so that what cannot
-    be even falls to another rank in each lane; lanes that split together all take 0.
+    be even falls to another rank in each lane.
     """
 
     def __init__(self, size: Size, split: Split, lane: int, device: torch.device | str) -> None:
@@ -231,27 +217,22 @@ class Splitter:
         ):
             table[layer].copy_(torch.from_numpy(values))
 
-    def choose(self, layer: int, experts: Tensor, gathered: Gathered | None) -> Tensor:
+    def choose(self, layer: int, experts: Tensor) -> Tensor:
         """Slots `[n]` int32 for `experts [n]` int64; E stands for none, and gets any slot."""
         size, device = self._size, experts.device
-        own = counted(experts, size.experts)
-        total = own if gathered is None else gathered.total
         zero = torch.zeros(1, dtype=torch.int64, device=device)
-        count = torch.cat([total, zero])
+        count = torch.cat([_counted(experts, size.experts), zero])
         fixed = count[self._alone[layer]].reshape(size.ranks, -1).sum(1).roll(-self._lane)
         split = self._split(Crowd(count[self._shared[layer]], self._holders[layer], fixed))
         rows = count[self._single[layer]] + torch.cat([split.reshape(-1), zero])[self._cell[layer]]
-        expert, order = experts.sort(stable=True)
+        order = experts.argsort(stable=True)
         place = torch.arange(len(order), device=device)
-        if gathered is not None:  # after the rows of lower experts, and of this one's in the lanes before
-            ahead = (total - own).cumsum(0) - (total - own) + gathered.before
-            place = place + torch.cat([ahead, zero])[expert]
         at = torch.searchsorted(rows.cumsum(0), place, right=True).clamp_max(size.slots - 1)
         slots = self._slot[layer][at]
         return torch.empty_like(slots).scatter(0, order, slots)
 
 
-def counted(experts: Tensor, number: int) -> Tensor:
+def _counted(experts: Tensor, number: int) -> Tensor:
     """Rows of each of `number` experts, `[number]`, among `experts [n]` int64, where `number` is none."""
     zeros = torch.zeros(number + 1, dtype=torch.int64, device=experts.device)
     return zeros.scatter_add(0, experts, torch.ones_like(experts))[:-1]

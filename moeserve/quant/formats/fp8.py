@@ -111,7 +111,7 @@ FP8_STATIC = static_format("fp8_static", 8, (Part("codes", E4M3, 1, 1),), fp8_gi
 
 
 def to_fnuz(packed: Packed, like: Format = FP8_E4M3FNUZ) -> Packed:
-    """The same values with E4M3FNUZ codes, for GPUs (gfx94x) that have no other: same bits, twice the scale.
+    """These values with E4M3FNUZ codes, for GPUs (gfx94x) that have no other: same bits, twice the scale.
 
     -0 becomes 0. ValueError: a NaN code, which would read as 240.
     """

@@ -71,7 +71,7 @@ NVFP4 = Format(
 
 
 E4M3_SPARE_BITS = 20
-"""Of a float32's mantissa, beyond what E4M3 keeps."""
+"""Bits of a float32's mantissa beyond those that E4M3 keeps."""
 
 
 def _decode_e4m3(parts: Parts, shape: torch.Size) -> Tensor:

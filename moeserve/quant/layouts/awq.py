@@ -50,7 +50,7 @@ class AcrossRows:
         return words
 
     def back(self, moved: Tensor, like: Tensor) -> Tensor:
-        """Codes along K."""
+        """The codes along K again, two a byte: `[..., N, ceil(K / 2)]`."""
         found = torch.empty(like.shape, dtype=like.dtype, device=moved.device)
         for matrix, rows in pieces(found, 8):
             bytes_ = read_as(torch.uint8, moved[matrix][:, _eighths(rows)])

@@ -32,7 +32,7 @@ class BlockMajor:
         return stored.reshape(*lead, rows, columns // block, block).transpose(-3, -2).contiguous()
 
     def back(self, moved: Tensor, like: Tensor) -> Tensor:
-        """Whole rows again."""
+        """The rows in one piece again, in the shape of `like`."""
         return moved.transpose(-3, -2).reshape(like.shape)
 
 

@@ -46,11 +46,11 @@ class Exponents:
     """Powers of two as float32, any shape, as their biased exponents, uint8; no other value may occur."""
 
     def forward(self, stored: Tensor) -> Tensor:
-        """The E8M0 bytes."""
+        """The biased exponents, uint8 of the same shape."""
         return (stored.view(torch.int32) >> FP32_MANTISSA_BITS).to(torch.uint8)
 
     def back(self, moved: Tensor, like: Tensor) -> Tensor:
-        """The numbers."""
+        """The powers of two again, float32 of the same shape."""
         return moved.to(torch.int32).bitwise_left_shift_(FP32_MANTISSA_BITS).view(torch.float32)
 
 
@@ -62,7 +62,7 @@ class Repeated:
     rows: int
 
     def forward(self, stored: Tensor) -> Tensor:
-        """`[..., rows, G]`."""
+        """One row of scales for each row they cover: `[..., rows, G]`."""
         return stored.repeat_interleave(self.block, dim=-2)[..., : self.rows, :]
 
     def back(self, moved: Tensor, like: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def _powers_of_two(packed: Packed) -> None:
         )
 
 
-ROWS = (
+ENTRIES = (
     Rearrangement("deep_gemm_fp32", frozenset({FP8_GROUP, FP8_GROUP64, FP8_GROUP_UE8M0}), _float_moves),
     Rearrangement(
         "deep_gemm_ue8m0",

@@ -46,4 +46,4 @@ FROM_TURNS = _in_order("from_turns", BY_ROWS, (Separated(),))
 UP_GATE_BY_64 = _in_order("up_gate_by_64", BY_ROWS, (Exchanged(), Alternated(CUTE_GROUP)))
 """64 rows of up, 64 of gate, and so on: FlashInfer's CuTe DSL kernels."""
 
-ROWS = (UP_GATE, GATE_UP_BY_TURNS, UP_GATE_BY_TURNS, FROM_TURNS, UP_GATE_BY_64)
+ENTRIES = (UP_GATE, GATE_UP_BY_TURNS, UP_GATE_BY_TURNS, FROM_TURNS, UP_GATE_BY_64)

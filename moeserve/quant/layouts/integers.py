@@ -12,7 +12,7 @@ from moeserve.quant.formats.int8_grouped import (
 )
 
 IN_RUNS: frozenset[Format] = frozenset({*INT4.values(), *INT4_ASYMMETRIC.values(), *INT8.values()})
-"""Whose groups are runs of columns, as kernels take them."""
+"""Formats whose groups are runs of columns, as kernels take them."""
 GROUPED: frozenset[Format] = IN_RUNS | {
     *INT4_ACT_ORDER.values(),
     *INT4_ASYMMETRIC_ACT_ORDER.values(),

@@ -74,7 +74,7 @@ class Tiled:
         return words
 
     def back(self, moved: Tensor, like: Tensor) -> Tensor:
-        """Codes along K."""
+        """The codes along K again, in the shape and dtype of `like`."""
         found = torch.empty(like.shape, dtype=like.dtype, device=moved.device)
         order = tile_order(self.bits).argsort().to(moved.device)
         for matrix, rows in pieces(found, COLUMNS):

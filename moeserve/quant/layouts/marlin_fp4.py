@@ -34,7 +34,7 @@ class Unsigned:
         return ((stored.half() * SHIFT).view(torch.int16) >> 7).to(torch.uint8)
 
     def back(self, moved: Tensor, like: Tensor) -> Tensor:
-        """The numbers."""
+        """The scales as they were stored."""
         return ((moved.to(torch.int16) << 7).view(torch.float16) / SHIFT).to(like.dtype)
 
 

@@ -138,4 +138,4 @@ def _both(name: str, rule: Rule) -> tuple[Padded, Padded]:
     )
 
 
-ROWS = tuple(layout for name, rule in RULES.items() for layout in _both(name, rule))
+ENTRIES = tuple(layout for name, rule in RULES.items() for layout in _both(name, rule))

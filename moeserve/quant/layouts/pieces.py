@@ -11,7 +11,7 @@ PIECE_BYTES = 1 << 16
 
 
 def pieces(stored: Tensor, step: int) -> Iterator[tuple[tuple[int, ...], slice]]:
-    """Of each matrix of `stored [..., n, k]` its rows, a multiple of `step` at a time, about 64 KiB.
+    """The rows of each matrix of `stored [..., n, k]`, a multiple of `step` at a time, about 64 KiB.
 
     Yields the matrix' index and the rows; nothing for a tensor without storage or elements.
     """

@@ -58,7 +58,7 @@ class Shuffled:
         return _transposed(stored, (stored.shape[-2] // self.block, 8, self.block // 8, 1))
 
     def back(self, moved: Tensor, like: Tensor) -> Tensor:
-        """Each row where it was."""
+        """The rows in the order in which they were stored."""
         return _transposed(moved, (moved.shape[-2] // self.block, self.block // 8, 8, 1))
 
 
@@ -73,7 +73,7 @@ class Exchanged:
         return stored.reshape(*lead, 2, n // 2, k).flip(-3).reshape(stored.shape)
 
     def back(self, moved: Tensor, like: Tensor) -> Tensor:
-        """The same again."""
+        """The halves exchanged once more, which is the stored order."""
         return self.forward(moved)
 
 

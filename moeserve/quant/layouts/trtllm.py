@@ -32,7 +32,7 @@ from moeserve.quant.layouts.swizzle import Swizzled
 
 TILE_128, TILE_64 = Shuffled(32), Shuffled(16)
 TURNS = (Exchanged(), Alternated())
-"""From gate above up to u0, g0, u1, g1, ..."""
+"""The moves that turn gate rows above up rows into u0, g0, u1, g1, ..."""
 
 FOUR_BITS: frozenset[Format] = frozenset({NVFP4, MXFP4, MXFP8})
 FP8_BLOCKS: frozenset[Format] = frozenset({FP8_BLOCK, FP8_BLOCK_UE8M0})
@@ -65,7 +65,7 @@ def _blocks(name: str, halves: Sequence[Move]) -> Rearrangement:
     return Rearrangement(name, FP8_BLOCKS, moves)
 
 
-ROWS = (
+ENTRIES = (
     _rows("trtllm_rows_128", BY_ROWS, (TILE_128,)),
     _rows("trtllm_rows_64", BY_ROWS, (TILE_64,)),
     _block_scaled("trtllm_fp4_gate_up", (*TURNS, TILE_128)),

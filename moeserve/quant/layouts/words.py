@@ -14,7 +14,7 @@ from moeserve.quant.format import Packed
 from moeserve.quant.layout import Move, must_divide
 
 BYTES = 4
-"""Of a word."""
+"""Bytes of a word."""
 
 
 def read_as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class Words:
         return read_as(torch.int32, bytes_)
 
     def back(self, moved: Tensor, like: Tensor) -> Tensor:
-        """The bytes."""
+        """The bytes of the words, without spare ones, in the dtype of `like`."""
         return read_as(torch.uint8, moved)[..., : like.shape[-1]].contiguous().view(like.dtype)
 
 
@@ -47,11 +47,11 @@ class Biased:
     """8-bit codes in two's complement as the code plus 128, uint8."""
 
     def forward(self, stored: Tensor) -> Tensor:
-        """Codes 0..255."""
+        """The codes plus 128, 0..255 as uint8."""
         return stored.view(torch.uint8) ^ 0x80
 
     def back(self, moved: Tensor, like: Tensor) -> Tensor:
-        """Codes -128..127."""
+        """The codes in two's complement, -128..127."""
         return (moved ^ 0x80).view(like.dtype)
 
 
@@ -60,11 +60,11 @@ class Turned:
     """`[..., n, k]` as `[..., k, n]`."""
 
     def forward(self, stored: Tensor) -> Tensor:
-        """Columns as rows."""
+        """The transposed matrix, contiguous: `[..., k, n]`."""
         return stored.mT.contiguous()
 
     def back(self, moved: Tensor, like: Tensor) -> Tensor:
-        """Rows again."""
+        """The matrix as it was stored: `[..., n, k]`."""
         return moved.mT.contiguous()
 
 
@@ -73,11 +73,11 @@ class Nibbles:
     """Numbers 0..15, one a byte, `[..., n]`, as two a byte, the even ones low."""
 
     def forward(self, stored: Tensor) -> Tensor:
-        """`[..., ceil(n / 2)]`."""
+        """Two numbers a byte, uint8 `[..., ceil(n / 2)]`."""
         return pack_nibbles(stored)
 
     def back(self, moved: Tensor, like: Tensor) -> Tensor:
-        """One a byte."""
+        """One number a byte, uint8 `[..., n]`."""
         return unpack_nibbles(moved, like.shape[-1])
 
 
@@ -88,11 +88,11 @@ class Less:
     by: int
 
     def forward(self, stored: Tensor) -> Tensor:
-        """Numbers 0..15."""
+        """The numbers less `by`, 0..15."""
         return stored - self.by
 
     def back(self, moved: Tensor, like: Tensor) -> Tensor:
-        """The numbers."""
+        """The numbers as they were, 1..16."""
         return moved + self.by
 
 
@@ -123,11 +123,11 @@ class Spare:
     multiple: int
 
     def forward(self, stored: Tensor) -> Tensor:
-        """`[..., padded n]`."""
+        """The columns with zeros after them: `[..., padded n]`."""
         return F.pad(stored, (0, -stored.shape[-1] % self.multiple))
 
     def back(self, moved: Tensor, like: Tensor) -> Tensor:
-        """The columns alone."""
+        """The columns without the zeros: `[..., n]`."""
         return moved[..., : like.shape[-1]]
 
 
@@ -136,11 +136,11 @@ class OneRow:
     """A part with one row for the whole matrix, `[..., 1, k]`, as `[..., k]`."""
 
     def forward(self, stored: Tensor) -> Tensor:
-        """Without the row."""
+        """The part without its row dimension: `[..., k]`."""
         return stored.squeeze(-2)
 
     def back(self, moved: Tensor, like: Tensor) -> Tensor:
-        """With it."""
+        """The part with its row dimension: `[..., 1, k]`."""
         return moved.reshape(like.shape)
 
 

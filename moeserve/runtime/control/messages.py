@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moeserve.experts.placement import EMPTY, Placement
-from moeserve.runtime.control.orders import Copy, Order, Staged, Vote
+from moeserve.runtime.control.orders import ExpertCopy, StagedCopy, StageOrder, Vote
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.mesh import Mesh
@@ -20,7 +20,7 @@ from moeserve.runtime.step import Announcement, Header
 
 
 def header_message(header: Header, generation: int) -> Message:
-    """A step for one rank."""
+    """The message that tells one rank of a step."""
     return {
         "kind": "step",
         "generation": generation,
@@ -33,13 +33,16 @@ def header_message(header: Header, generation: int) -> Message:
 
 
 def header_from(message: Message) -> Header:
-    """The step in a message."""
+    """The step that a message tells of."""
     jobs = tuple((job, rows) for job, rows in message["jobs"])
     return Header(message["number"], message["epoch"], message["layer"], tuple(message["sizes"]), jobs)
 
 
 def announcement_message(job: Announcement, generation: int) -> Message:
-    """A job for the sequencer. Time left travels and not a date, since hosts' clocks differ."""
+    """The message that tells the sequencer of a job.
+
+    The time left travels and not a date, since hosts' clocks differ.
+    """
     left = None if math.isinf(job.deadline) else job.deadline - time.time()
     return {
         "kind": "announce",
@@ -58,12 +61,12 @@ def announcement_from(message: Message, rank: int, now: float) -> Announcement:
 
 
 def epoch_message(epoch: Epoch) -> Message:
-    """An epoch, whole."""
+    """The message that holds a whole epoch."""
     mesh, placement = epoch.mesh, epoch.placement
     return {
         "kind": "epoch",
         "number": epoch.number,
-        "mesh": [mesh.dp, mesh.tp, mesh.ep, mesh.pcp],
+        "mesh": [mesh.dp, mesh.tp, mesh.ep],
         "versions": epoch.versions,
         "weights": epoch.weights,
         "slots": placement.slots.tolist(),
@@ -73,7 +76,7 @@ def epoch_message(epoch: Epoch) -> Message:
 
 
 def epoch_from(message: Message) -> Epoch:
-    """The epoch in a message."""
+    """The epoch that a message holds."""
     slots = np.array(message["slots"], dtype=np.int32)
     placement = Placement(slots, message["owners"], message["experts"])
     mesh, versions, weights = Mesh(*message["mesh"]), tuple(message["versions"]), tuple(message["weights"])
@@ -103,16 +106,16 @@ def stage_message(number: int, change: Change, decoder_layer: int, rank: int) ->
     }
 
 
-def order_from(message: Message) -> Order:
-    """The order in a message."""
-    return Order(
+def order_from(message: Message) -> StageOrder:
+    """The order that a message holds."""
+    return StageOrder(
         message["generation"],
         message["change"],
         message["epoch"],
         message["layer"],
         message["version"],
         tuple(message["weights"]),
-        tuple(Copy(slot, expert, (rank, at)) for slot, expert, rank, at in message["copies"]),
+        tuple(ExpertCopy(slot, expert, (rank, at)) for slot, expert, rank, at in message["copies"]),
         {int(rank): (address, host) for rank, (address, host) in message["peers"].items()},
     )
 
@@ -122,9 +125,9 @@ def _source(slot: int, width: int) -> tuple[int, int]:
 
 
 def plans_message(plans: Mapping[int, Plan]) -> list[list[Any]]:
-    """`[layer, kernel, dispatchers, wires]` of every layer, for those who ask what is served."""
+    """`[layer, kernels, dispatchers, wires]` of every layer, for those who ask what is served."""
     return [
-        [layer, plan.kernel.name, plan.dispatcher_names, plan.wire_names] for layer, plan in plans.items()
+        [layer, plan.kernel_names, plan.dispatcher_names, plan.wire_names] for layer, plan in plans.items()
     ]
 
 
@@ -137,7 +140,7 @@ def plans_from(message: Message) -> dict[int, tuple[str, str, str]]:
 
 
 def vote_message(vote: Vote) -> Message:
-    """A rank's vote."""
+    """The message that holds a rank's vote."""
     return {
         "kind": "voted",
         "generation": vote.order.generation,
@@ -147,13 +150,13 @@ def vote_message(vote: Vote) -> Message:
     }
 
 
-def staged_from(message: Message) -> tuple[Staged, ...]:
+def staged_from(message: Message) -> tuple[StagedCopy, ...]:
     """What a vote says was staged."""
-    return tuple(Staged(*one) for one in message["staged"])
+    return tuple(StagedCopy(*one) for one in message["staged"])
 
 
 def commit_message(number: int, change: Change, generation: int) -> Message:
-    """The commit of a change, for every rank."""
+    """The message that tells every rank of a change's commit."""
     return {
         "kind": "commit",
         "generation": generation,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Copy:
+class ExpertCopy:
     """One expert to be staged beside one of this rank's slots."""
 
     slot: int  # of this rank
@@ -15,7 +15,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Order:
+class StageOrder:
     """What one rank stages for one epoch."""
 
     generation: int
@@ -24,12 +24,12 @@ class Order:
     layer: int  # decoder index
     version: int  # of the weights, where they come from disk
     weights: tuple[str, ...]  # checkpoint folders by version
-    copies: tuple[Copy, ...]
+    copies: tuple[ExpertCopy, ...]
     peers: dict[int, tuple[str, str]]  # rank -> address of its weights, host id
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedCopy:
     """One expert in its staging slot: where it came from, and what it cost."""
 
     slot: int
@@ -45,6 +45,6 @@ class Staged:
 class Vote:
     """This rank's word on an order: staged, or why not."""
 
-    order: Order
-    staged: tuple[Staged, ...]
+    order: StageOrder
+    staged: tuple[StagedCopy, ...]
     refused: str = ""

@@ -45,13 +45,20 @@ class Stream:
         except OSError as error:
             raise StreamClosed(str(error)) from error
 
-    def receive(self) -> Message:
-        """The next message; blocks. Raises StreamClosed at the end."""
+    def receive(self, within: float | None = None) -> Message:
+        """The next message; blocks for `within` seconds at most, or without a bound.
+
+        Raises StreamClosed at the end, and when a bound has passed: the stream is of no use then.
+        """
         try:
+            if within is not None:
+                self._socket.settimeout(within)
             (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
             if length > _LIMIT:
                 raise StreamClosed(f"a frame of {length} bytes is over the limit of {_LIMIT}")
             message = json.loads(self._read(length))
+            if within is not None:
+                self._socket.settimeout(None)
         except (OSError, ValueError) as error:
             raise StreamClosed(str(error)) from error
         if not isinstance(message, dict) or "kind" not in message:

@@ -1,5 +1,5 @@
-"""From one placement to another, an epoch at a time: what each may change, so that none needs more room than
-there is and every expert has a slot throughout.
+"""The way from one placement to another, an epoch at a time: each changes so little that no rank needs more
+room than it has, and every expert has a slot throughout.
 """
 
 from __future__ import annotations

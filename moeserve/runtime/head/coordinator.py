@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 FORM_ATTEMPTS = 3  # generations that may fail in a row before they serve once; then the service gives up
 SETTLE_SECONDS = 0.25  # after an abort, before the next generation: a killed rank's stream ends by then
+ENDED = ("failed", "stopped")  # states that no other follows, except "stopped" after "failed"
 BLAME_SECONDS = 0.2  # after a rank failed an entry: a peer that died is found by then, and is the cause
 
 
@@ -85,7 +86,7 @@ class Coordinator:
         return self._group.epoch
 
     def start(self) -> None:
-        """Begins to accept ranks."""
+        """Begins to accept ranks, and to order their steps."""
         self._reception.start()
         threading.Thread(target=self._keep_pace, name="keep_pace", daemon=True).start()
 
@@ -104,20 +105,20 @@ class Coordinator:
     def wait_serving(self, timeout: float) -> None:
         """Returns once the group serves. Raises TimeoutError or RuntimeError, with the reason it does not."""
         with self._lock:
-            self._lock.wait_for(lambda: self._state in ("serving", "failed", "stopped"), timeout)
+            self._lock.wait_for(lambda: self._state in ("serving", *ENDED), timeout)
             if self._state == "serving":
                 return
-            if self._state in ("failed", "stopped"):
+            if self._state in ENDED:
                 raise RuntimeError(self._reason)
             raise TimeoutError(f"the group did not serve within {timeout:.0f} s: {self._reason}")
 
     def progress(self) -> Progress:
-        """Where the group stands."""
+        """The group's state, the reason for it, and its counts."""
         with self._lock:
             return self._progress()
 
     def seats(self) -> dict[int, Seat]:
-        """Connected ranks."""
+        """The ranks that are connected now, by number."""
         with self._lock:
             return dict(self._seats)
 
@@ -145,17 +146,18 @@ class Coordinator:
 
     # -- ranks come and go ----------------------------------------------------------------------------------
 
-    def came(self, rank: int, seat: Seat, refused: str) -> None:
-        """A rank takes its seat; when all have, a generation forms. ValueError: it cannot, or no longer."""
+    def rank_connected(self, rank: int, seat: Seat, refused: str) -> None:
+        """Seats a rank; when all are seated, a generation forms. ValueError: it cannot, or no longer."""
         with self._lock:
             if refused:
                 self._fail(refused)
                 raise ValueError(refused)
-            if self._state in ("failed", "stopped"):
+            if self._state in ENDED:
                 seat.stream.send({"kind": "stop"})
-                raise ValueError(f"rank {rank} came when the group had {self._state}")
+                raise ValueError(f"rank {rank} connected when the group had {self._state}")
             if rank in self._seats:
-                self._abort(f"rank {rank} came again")
+                self._abort(f"rank {rank} connected again")
+                self._seats.pop(rank).stream.close()
             self._seats[rank] = seat
             if missing := self._group.missing:
                 self._set_state(
@@ -167,16 +169,17 @@ class Coordinator:
                 )
                 self._lock.notify_all()
 
-    def lost(self, rank: int, seat: Seat, why: str) -> None:
-        """A rank's stream ended: its generation does too."""
+    def rank_lost(self, rank: int, seat: Seat, why: str) -> None:
+        """Ends the generation of a rank whose stream ended. A failure keeps its own reason."""
         with self._lock:
-            if self._seats.get(rank) is not seat or self._state == "stopped":
+            if self._seats.get(rank) is not seat:
                 return
             del self._seats[rank]
-            self._abort(f"rank {rank} (pid {seat.pid}) is lost: {why}")
+            if self._state not in ENDED:
+                self._abort(f"rank {rank} (pid {seat.pid}) is lost: {why}")
 
-    def hear(self, rank: int, seat: Seat, message: Message) -> None:
-        """What a rank says of its generation; of an older one it does not count."""
+    def message_received(self, rank: int, seat: Seat, message: Message) -> None:
+        """Takes a rank's message about its generation; one about an older generation does not count."""
         with self._lock:
             if message.get("generation") != self._group.generation:
                 return  # from before an abort
@@ -195,12 +198,12 @@ class Coordinator:
                         int(message["bytes_read"]),
                         int(message["weight_bytes"]),
                     )
-                    self._vote(self._votes.prepared, rank, self._join)
+                    self._vote("preparing", self._votes.prepared, rank, self._join)
                 case "joined":
                     seat.plans = plans_from(message)
-                    self._vote(self._votes.joined, rank, self._serve)
+                    self._vote("joining", self._votes.joined, rank, self._serve)
                 case "voted" | "adopted":
-                    self._changes.hear(rank, message)
+                    self._changes.message_received(rank, message)
                 case "failed":
                     self._failing = self._failing or (
                         time.monotonic() + BLAME_SECONDS,
@@ -212,13 +215,14 @@ class Coordinator:
 
     # -- a generation ---------------------------------------------------------------------------------------
 
-    def _vote(self, votes: set[int], rank: int, passed: Callable[[], None]) -> None:
+    def _vote(self, state: str, votes: set[int], rank: int, passed: Callable[[], None]) -> None:
+        """Counts a rank's vote while the group is in `state`; the last one passes it on."""
         votes.add(rank)
-        if len(votes) == self._ranks:
+        if self._state == state and len(votes) == self._ranks:
             passed()
 
     def _form(self) -> None:
-        """All ranks are here: a fresh generation."""
+        """Begins a fresh generation, now that all ranks are connected."""
         self._form_at = math.inf
         self._group.generation += 1
         self._votes = _Votes()
@@ -250,7 +254,7 @@ class Coordinator:
         self._emit()
 
     def _abort(self, reason: str) -> None:
-        """The generation ends: doors fail their jobs, and a fresh one forms when all ranks are there."""
+        """Ends the generation: doors fail their jobs, and a fresh one forms when all ranks are there."""
         log.warning("generation %d aborts: %s", self._group.generation, reason)
         if self._state in ("preparing", "joining"):
             self._failures += 1
@@ -267,8 +271,8 @@ class Coordinator:
         self._lock.notify_all()
 
     def _fail(self, reason: str) -> None:
-        """The service cannot start, or gives up."""
-        if self._steps.steps == 0 or self._failures >= FORM_ATTEMPTS:
+        """Ends the service in state failed, where it cannot start or has failed too often."""
+        if self._state not in ENDED and (self._steps.steps == 0 or self._failures >= FORM_ATTEMPTS):
             self._set_state("failed", reason)
 
     # -- steps ----------------------------------------------------------------------------------------------
@@ -300,9 +304,18 @@ class Coordinator:
         seat.load = np.asarray(message["load"], dtype=np.float64)
 
     def _keep_pace(self) -> None:
+        """Runs the pace's thread; the group fails, with the reason, when it cannot go on."""
+        try:
+            self._start_what_is_due()
+        except Exception as error:
+            log.exception("the coordinator's thread keep_pace ends")
+            with self._lock:
+                self._set_state("failed", f"the coordinator cannot go on: {type(error).__name__}: {error}")
+
+    def _start_what_is_due(self) -> None:
         """Starts what has to wait: steps that gather company, and the next generation."""
         with self._lock:
-            while self._state not in ("stopped", "failed"):
+            while self._state not in ENDED:
                 now = time.monotonic()
                 if self._form_at <= now and len(self._seats) == self._ranks:
                     self._form()

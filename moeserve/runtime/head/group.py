@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Group:
-    """What the coordinator and its election share. All of it is under `lock`, which whoever calls holds."""
+    """What the coordinator and its changes of the epoch share; the caller of any method holds `lock`."""
 
     epoch: Epoch
     ranks: int
@@ -25,17 +25,17 @@ class Group:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that are not here."""
+        """Ranks that are not connected."""
         return sorted(set(range(self.ranks)) - set(self.seats))
 
     def send(self, seat: Seat, message: Message) -> None:
-        """A stream that fails here is seen as lost by the thread that receives from it."""
+        """Sends to one rank. The thread that receives from a stream that fails here sees it as lost."""
         try:
             seat.stream.send(message)
         except StreamClosed as closed:
             log.info("rank pid %d cannot be reached: %s", seat.pid, closed)
 
     def broadcast(self, message: Message) -> None:
-        """Tells all who are here."""
+        """Sends `message` to every connected rank."""
         for seat in list(self.seats.values()):
             self.send(seat, message)

@@ -16,7 +16,7 @@ MOST = 2
 
 @dataclass(frozen=True)
 class _Running:
-    """A step at the ranks."""
+    """A step that was sent to the ranks and that not all have finished."""
 
     layer: int
     started: float
@@ -44,7 +44,7 @@ class StepsInFlight:
         return len(self._running)
 
     def announce(self, job: Announcement, now: float) -> None:
-        """A door has a job ready. Raises ValueError when its rows are over the lane's capacity."""
+        """Queues a job that a door has ready. Raises ValueError when it is over the lane's capacity."""
         self.jobs += 1
         self._sequencer.announce(job, now)
 
@@ -61,7 +61,7 @@ class StepsInFlight:
         return step
 
     def finish(self, rank: int, number: int, now: float) -> tuple[int, float] | None:
-        """A rank has finished a step. Of its last rank: the layer, and the seconds the group spent on it."""
+        """Notes that a rank has finished a step; the last one gets its layer and the group's seconds."""
         step = self._running.get(number)
         if step is None:
             return None

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from moeserve.runtime.control.orders import Staged
+from moeserve.runtime.control.orders import StagedCopy
 from moeserve.runtime.epoch import Change
 
 
 class Stage(Enum):
-    """Where a change stands."""
+    """The stages of a change, from its preparation to its end."""
 
     PREPARING = "preparing"  # ranks copy, and vote; any failure abandons it
     DECIDED = "decided"  # every rank had voted: it stands, whatever fails now
@@ -29,13 +29,13 @@ class Outcome:
 
     abandoned: str  # why, or empty: committed
     seconds: float = 0.0
-    staged: tuple[Staged, ...] = ()  # by all ranks
+    staged: tuple[StagedCopy, ...] = ()  # by all ranks
 
 
 @dataclass(eq=False)
 class PendingChange:
-    """Votes on one change. `number` is its own: what comes late of an earlier one, of the same epoch even,
-    does not count.
+    """The votes on one change. Each change has a `number` of its own, so that late votes on an earlier one,
+    even to the same epoch, do not count.
     """
 
     number: int
@@ -43,7 +43,7 @@ class PendingChange:
     ranks: int
     stage: Stage = Stage.PREPARING
     reason: str = ""  # of abandoning it
-    voted: dict[int, tuple[Staged, ...]] = field(default_factory=dict)
+    voted: dict[int, tuple[StagedCopy, ...]] = field(default_factory=dict)
     adopted: set[int] = field(default_factory=set)
 
     @property
@@ -52,7 +52,7 @@ class PendingChange:
         return self.stage in (Stage.SERVED, Stage.ABANDONED)
 
     @property
-    def staged(self) -> tuple[Staged, ...]:
+    def staged(self) -> tuple[StagedCopy, ...]:
         """Every copy that was voted for."""
         return tuple(one for votes in self.voted.values() for one in votes)
 
@@ -61,8 +61,8 @@ class PendingChange:
         """Ranks that have not voted."""
         return sorted(set(range(self.ranks)) - set(self.voted))
 
-    def vote(self, rank: int, staged: tuple[Staged, ...], refused: str) -> None:
-        """A rank's word: the last yes decides, a no abandons, and so do copies of one expert that differ."""
+    def vote(self, rank: int, staged: tuple[StagedCopy, ...], refused: str) -> None:
+        """Counts a rank's vote: the last yes decides; a no abandons, as do differing copies of an expert."""
         if self.stage is not Stage.PREPARING:
             return
         if refused:
@@ -77,13 +77,13 @@ class PendingChange:
             self.stage = Stage.DECIDED
 
     def adopt(self, rank: int) -> None:
-        """A rank serves it. Only when all do may its new experts be copied from them."""
+        """Notes that a rank serves it. Only when all do may its new experts be copied from them."""
         self.adopted.add(rank)
         if self.stage is Stage.DECIDED and len(self.adopted) == self.ranks:
             self.stage = Stage.SERVED
 
     def abandon(self, reason: str) -> None:
-        """It is not wanted any more; what was decided stands, and ranks load it when they form again."""
+        """Drops the change; what was decided stands, and ranks load it when they form again."""
         if self.stage is Stage.DECIDED:
             self.stage = Stage.SERVED
         elif self.stage is Stage.PREPARING:

@@ -30,7 +30,7 @@ OUTCOMES = ("moved", "even", "idle", "abandoned", "failed")
 """How a cycle ends: experts moved; none that pays; too little load to tell; a change abandoned; an error."""
 COMPLETED = frozenset({"moved", "even", "idle"})
 RELOADED = ("reloaded", "abandoned", "failed")
-"""How a reload ends."""
+"""The outcomes of a reload: done, abandoned, or failed by an error."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ class Rebalancer:
 
     @property
     def coordinator(self) -> Coordinator:
-        """Whose group it leads."""
+        """The coordinator of the group that it changes."""
         return self._coordinator
 
     @property
@@ -105,7 +105,7 @@ class Rebalancer:
             threading.Thread(target=self._run, name="rebalancer", daemon=True).start()
 
     def stop(self) -> None:
-        """No further cycle begins."""
+        """Begins no further cycle; one under way goes on."""
         self._stopping.set()
 
     def age(self) -> float:
@@ -168,9 +168,9 @@ class Rebalancer:
                 return self._counted(Cycle("failed", f"{type(error).__name__}: {error}"))
 
     def _cycle(self) -> Cycle:
-        state = self._coordinator.progress()
-        if state.state != "serving":
-            return Cycle("abandoned", f"the group is {state.state}: {state.reason}")
+        progress = self._coordinator.progress()
+        if progress.state != "serving":
+            return Cycle("abandoned", f"the group is {progress.state}: {progress.reason}")
         total = self._coordinator.load().tokens
         recent, self._seen = self._recent(total), total
         if recent.sum(axis=1).max(initial=0.0) < self._settings.min_tokens:

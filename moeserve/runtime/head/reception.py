@@ -6,6 +6,7 @@ import hmac
 import logging
 import socket
 import threading
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +16,8 @@ from moeserve.runtime.control.messages import plans_from
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 
 log = logging.getLogger(__name__)
+
+HELLO_SECONDS = 10.0  # within which whoever connects has to introduce itself
 
 
 @dataclass(eq=False)
@@ -36,16 +39,16 @@ class Seat:
 
 
 class RankEvents(Protocol):
-    """Who takes what ranks say. Each is called by the rank's own thread."""
+    """What ranks' streams bring, for the coordinator. Each method is called by the rank's own thread."""
 
-    def came(self, rank: int, seat: Seat, refused: str) -> None:
+    def rank_connected(self, rank: int, seat: Seat, refused: str) -> None:
         """A rank has introduced itself, or says why it cannot start. Raises ValueError to turn it away."""
 
-    def hear(self, rank: int, seat: Seat, message: Message) -> None:
-        """A message of a seated rank. KeyError, TypeError or ValueError: it is malformed."""
+    def message_received(self, rank: int, seat: Seat, message: Message) -> None:
+        """A connected rank has sent a message. Whatever this raises ends the rank's stream."""
 
-    def lost(self, rank: int, seat: Seat, why: str) -> None:
-        """A seated rank's stream ended."""
+    def rank_lost(self, rank: int, seat: Seat, why: str) -> None:
+        """The stream of a rank ended that was introduced, also if it was turned away and has no seat."""
 
 
 class Reception:
@@ -57,11 +60,15 @@ class Reception:
         self.address = f"{host}:{self._listener.getsockname()[1]}"
 
     def start(self) -> None:
-        """Begins to accept."""
+        """Begins to accept ranks' streams."""
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     def close(self) -> None:
         """Accepts nobody from now on."""
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)  # closing alone leaves a waiting accept one more rank
+        except OSError as error:
+            log.debug("the listener was closed already: %s", error)
         self._listener.close()
 
     def _accept(self) -> None:
@@ -71,30 +78,33 @@ class Reception:
             except OSError:
                 return  # closed
             threading.Thread(
-                target=self._serve, args=(Stream(connection), peer), name=f"rank {peer}", daemon=True
+                target=self._serve, args=(connection, peer), name=f"rank {peer}", daemon=True
             ).start()
 
-    def _serve(self, stream: Stream, peer: object) -> None:
-        rank, seat = -1, None
+    def _serve(self, connection: socket.socket, peer: object) -> None:
+        """One rank's thread. However it ends, the stream is closed and the rank gives up its seat."""
+        rank, seat, why = -1, None, ""
         try:
-            hello = stream.receive()
-            rank, made = self._introduced(hello, stream)
-            self._events.came(rank, made, str(hello.get("refused", "")))
-            seat = made
-            while True:
-                self._events.hear(rank, seat, stream.receive())
+            with closing(Stream(connection)) as stream:
+                hello = stream.receive(within=HELLO_SECONDS)
+                rank, seat = self._introduced(hello, stream)
+                self._events.rank_connected(rank, seat, str(hello.get("refused", "")))
+                while True:
+                    self._events.message_received(rank, seat, stream.receive())
         except StreamClosed as closed:
-            if seat is not None:
-                self._events.lost(rank, seat, str(closed))
+            why = str(closed)
         except (KeyError, TypeError, ValueError) as error:
             log.error("refused a stream from %s: %s", peer, error)
-            if seat is not None:
-                self._events.lost(rank, seat, f"sent a malformed message: {error}")
+            why = f"sent a malformed message: {error}"
+        except Exception as error:
+            log.exception("the thread of rank %d, %s, ends", rank, peer)
+            why = f"its message could not be taken: {type(error).__name__}: {error}"
         finally:
-            stream.close()
+            if seat is not None:
+                self._events.rank_lost(rank, seat, why)
 
     def _introduced(self, hello: Message, stream: Stream) -> tuple[int, Seat]:
-        """Who comes. Raises ValueError for a stranger, or a rank that is none of the group's."""
+        """The rank that says hello. Raises ValueError for a stranger, and for a rank of no such number."""
         rank = int(hello["rank"])
         if hello["kind"] != "hello" or not hmac.compare_digest(str(hello["token"]), self._token):
             raise ValueError("a stream must begin with hello and the group's token")

@@ -44,12 +44,12 @@ class Sequencer:
 
     @property
     def queued(self) -> int:
-        """Jobs not yet in a step."""
+        """How many jobs are in no step yet."""
         return sum(len(queue.jobs) for queue in self._queues.values())
 
     def announce(self, job: Announcement, now: float) -> None:
-        """A door has a job ready. Raises ValueError when its rows are over the lane's capacity: doors split
-        first.
+        """Queues a job that a door has ready. Raises ValueError when its rows are over the lane's capacity:
+        doors split first.
         """
         if job.rows > self._pace.lane_rows:
             raise ValueError(

@@ -45,14 +45,14 @@ class TwoPhaseCommit:
         return Outcome(pending.reason, time.monotonic() - started, pending.staged)
 
     def abandon(self, reason: str) -> None:
-        """The change under way is dropped, unless it is decided; ranks keep serving the epoch they have."""
+        """Drops the change under way, unless it is decided; ranks keep serving the epoch they have."""
         if self._pending is None or self._pending.ended:
             return
         self._pending.abandon(reason)
-        self._tell()
+        self._send_outcome()
 
-    def hear(self, rank: int, message: Message) -> None:
-        """A rank's word on the change under way: it has staged it, it cannot, or it serves it."""
+    def message_received(self, rank: int, message: Message) -> None:
+        """Takes a rank's message about the change: it has staged it, it cannot, or it serves it."""
         if self._pending is None or int(message["change"]) != self._pending.number:
             return
         if message["kind"] == "adopted":
@@ -60,7 +60,7 @@ class TwoPhaseCommit:
             self._group.lock.notify_all()
         elif self._pending.stage is Stage.PREPARING:
             self._pending.vote(rank, staged_from(message), str(message["refused"]))
-            self._tell()
+            self._send_outcome()
 
     def _refused(self, change: Change) -> str:
         """Why `change` cannot be put to the vote, or nothing."""
@@ -71,8 +71,8 @@ class TwoPhaseCommit:
             return f"epoch {change.epoch.number} was planned, and epoch {served} is served now"
         return ""
 
-    def _tell(self) -> None:
-        """Tells the ranks what has become of the change."""
+    def _send_outcome(self) -> None:
+        """Sends every rank the change's commit, or that it is abandoned."""
         if self._pending is None:
             return
         group = self._group

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from moeserve.device.machine import Machine, machine_named, this_machine
+from moeserve.proto.heap import keep_freed_memory
 from moeserve.runtime.config import Config, ConfigError
 
 
@@ -14,6 +16,20 @@ def machine_for(config: Config) -> Machine:
     if config.plan.device == "cuda" and machine.device != "cuda":
         raise ConfigError("plan.device = 'cuda', and this process sees no CUDA device")
     return machine
+
+
+SWITCH_SECONDS = 0.0005
+"""After which the interpreter lets another thread run, where 5 ms would hold up a step or an answer."""
+
+
+def tune_process() -> None:
+    """Sets this process's allocator and thread switching for serving. Only its owner may call it.
+
+    A launcher calls it in the processes that it starts, and `moeserve serve` in its own; a program that runs
+    a `LocalCluster` inside itself keeps its settings, unless it calls this too.
+    """
+    keep_freed_memory()
+    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def set_environment(host: str) -> None:

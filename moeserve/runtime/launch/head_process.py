@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import secrets
-import sys
 
 from moeserve import __version__
 from moeserve.experts.balance import Policy, balancer_named
-from moeserve.proto.heap import keep_freed_memory
 from moeserve.runtime.config import OFF, Config
 from moeserve.runtime.doors.endpoint import Endpoint
 from moeserve.runtime.doors.front_door import FrontDoor
@@ -23,7 +21,11 @@ EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 
 
 class HeadProcess:
-    """Starts the coordinator and the front door; launchers start the ranks."""
+    """Starts the coordinator and the front door; launchers start the ranks.
+
+    It may live in a process that is its caller's, so it leaves that process's settings alone: a launcher that
+    owns the process calls `tune_process` first.
+    """
 
     def __init__(self, config: Config, host: str) -> None:
         served = served_from(config)
@@ -56,8 +58,6 @@ class HeadProcess:
         self.metrics_address = ""
         if server.metrics_port >= 0:
             self.metrics_address = f"{shown}:{self._telemetry.serve(server.host, server.metrics_port)}"
-        sys.setswitchinterval(0.0005)
-        keep_freed_memory()
         self.coordinator.start()
         self.rebalancer.start()
 

@@ -44,7 +44,7 @@ class LocalCluster:
 
     @property
     def address(self) -> str:
-        """Of the front door."""
+        """The front door's `host:port`."""
         return self.head.address
 
     def start(self) -> LocalCluster:
@@ -87,7 +87,7 @@ class LocalCluster:
         return self.head.metrics_targets()
 
     def pid(self, rank: int) -> int:
-        """The process of a rank."""
+        """The id of a rank's process. RuntimeError before it has started."""
         pid = self._processes[rank].pid
         if pid is None:
             raise RuntimeError(f"rank {rank} has not started")

@@ -104,7 +104,7 @@ def _collected(pipes: Sequence[Connection], deadline: float) -> list[Any]:
 
 
 def _measure(job: _Job, pipe: Connection) -> None:
-    """One rank."""
+    """Measures as one rank of the group, and sends what it found through `pipe`."""
     config, ranks = job.config, job.config.parallel.mesh.ranks
     set_environment("127.0.0.1")
     torch.set_num_threads(config.cluster.threads_per_rank or max(1, (os.cpu_count() or 1) // ranks))

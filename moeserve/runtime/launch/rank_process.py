@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from dataclasses import dataclass
 
@@ -15,7 +14,6 @@ import torch
 
 from moeserve import __version__
 from moeserve.device.machine import torch_device
-from moeserve.proto.heap import keep_freed_memory
 from moeserve.proto.host import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.control.messages import plans_message
@@ -24,14 +22,14 @@ from moeserve.runtime.doors.endpoint import Endpoint
 from moeserve.runtime.doors.lane_door import Door
 from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
 from moeserve.runtime.doors.request import RequestReader
-from moeserve.runtime.launch.environment import machine_for, set_environment
+from moeserve.runtime.launch.environment import machine_for, set_environment, tune_process
 from moeserve.runtime.planning.costing import costing_of
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.rank.lane import Lane
-from moeserve.runtime.rank.member import Member, Rendezvous
+from moeserve.runtime.rank.member import Member, ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.weights.copies import Copier
-from moeserve.runtime.rank.weights.mover import Mover, Place
+from moeserve.runtime.rank.weights.mover import CopySources, Mover
 from moeserve.runtime.rank.weights.peers import Peers, WeightsServer
 from moeserve.runtime.served import model_name, served_from
 from moeserve.runtime.telemetry.exporter import RankTelemetry
@@ -122,9 +120,12 @@ class _RankProcess:
         self._telemetry = RankTelemetry(name, spec.rank, __version__, dispatchers)
         self._telemetry.in_flight(lambda: lane.in_flight)
         self._telemetry.weights(lambda: (rank.bank.nbytes, rank.bytes_read))
+        self._telemetry.device_bytes(rank.held_bytes)
         self._telemetry.regions(lambda: (len(self._regions.list()), self._regions.bytes))
-        meeting = Rendezvous("nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds)
-        self.member = Member(rank, lane, stream, meeting, self._telemetry.observe_step)
+        group_settings = ProcessGroupSettings(
+            "nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds
+        )
+        self.member = Member(rank, lane, stream, group_settings, self._telemetry.observe_step)
         lane.announce = self.member.announce
         self._weights = WeightsServer(spec.host, spec.token, device, rank.bank)
         self._mover = self._mover_of(spec, rank, device)
@@ -139,7 +140,7 @@ class _RankProcess:
 
     def _mover_of(self, spec: RankSpec, rank: Rank, device: str) -> Mover:
         balance = spec.config.balance
-        place = Place(
+        sources = CopySources(
             spec.rank,
             host_id(),
             device,
@@ -150,7 +151,7 @@ class _RankProcess:
             rank.read_expert,
         )
         copier = Copier(balance.move_bytes_per_second, device)
-        return Mover(place, copier, self.member.voted, self.member.wrong)
+        return Mover(sources, copier, self.member.send_vote, self.member.report_corruption)
 
     @property
     def weights_address(self) -> str:
@@ -181,7 +182,6 @@ def _prepare_process(spec: RankSpec) -> None:
     """Threads, sockets and interpreter settings of a rank's process."""
     threads = spec.config.cluster.threads_per_rank or max(1, (os.cpu_count() or 1) // spec.ranks_on_host)
     torch.set_num_threads(threads)
-    keep_freed_memory()
-    sys.setswitchinterval(0.0005)  # doors' threads must not hold the step thread back for 5 ms
+    tune_process()
     set_environment(spec.host)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {spec.rank} %(levelname)s %(message)s")

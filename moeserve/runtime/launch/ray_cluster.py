@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from moeserve.runtime.config import Config, ConfigError
-from moeserve.runtime.launch.environment import machine_for
+from moeserve.runtime.launch.environment import machine_for, tune_process
 from moeserve.runtime.launch.head_process import HeadProcess
 from moeserve.runtime.launch.rank_process import RankSpec, run_rank
 
@@ -38,7 +38,7 @@ class _RankActor:
         self._thread.start()
 
     def pid(self) -> int:
-        """Of this process."""
+        """The id of this actor's process."""
         return os.getpid()
 
     @staticmethod
@@ -53,6 +53,7 @@ class _HeadActor:
     """Owns the coordinator and the front door, on the node that serves them."""
 
     def __init__(self, config: Config, host: str) -> None:
+        tune_process()
         self._head = HeadProcess(config, host)
 
     def addresses(self) -> tuple[str, str, str]:
@@ -73,7 +74,7 @@ class _HeadActor:
         return self._head.metrics_targets()
 
     def stop(self) -> None:
-        """Ends the group."""
+        """Ends the group and the front door."""
         self._head.stop()
 
 

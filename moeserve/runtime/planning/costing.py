@@ -14,7 +14,7 @@ import torch.distributed as dist
 from moeserve import __version__
 from moeserve.dispatch.costs.costs import Costs, Setting, table
 from moeserve.dispatch.costs.files import costs_folder, store_costs, stored_costs
-from moeserve.dispatch.costs.measure import Candidate, gathered, measure
+from moeserve.dispatch.costs.measure import METHOD, Candidate, gathered, measure
 from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.runtime.config import ALWAYS, AUTO, NEVER, Config
 from moeserve.runtime.planning.plan import DispatchSpan, Plan
@@ -50,7 +50,7 @@ class Costing:
     def setting(self, plan: Plan, hosts: tuple[str, ...]) -> Setting:
         """What costs of the dispatchers of `plan` hold for, between ranks on `hosts`."""
         problem = plan.problem
-        versions = {"moeserve": __version__, "torch": torch.__version__}
+        versions = {"moeserve": __version__, "method": METHOD, "torch": torch.__version__}
         if platform := torch.version.cuda or torch.version.hip:
             versions["cuda"] = platform
         return Setting(

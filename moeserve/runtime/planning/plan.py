@@ -1,20 +1,22 @@
 """`make_plan`: the join of kernels and dispatchers for one problem on one machine, made once and printed.
 
 Which dispatcher serves steps of how many rows goes by the table's order, or by costs where they were
-measured.
+measured. Which kernel does goes by what was measured of the kernels of a family and ships with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Generic, TypeVar
 
 from moeserve.device.machine import Machine
 from moeserve.dispatch.costs.costs import Costs, cheapest
 from moeserve.dispatch.dispatcher import DispatchEntry
 from moeserve.experts.batch import Grouping
-from moeserve.experts.kernel import KernelEntry, Problem
+from moeserve.experts.kernel import KernelEntry, KernelRange, Problem
+from moeserve.experts.spans import KernelSpan, KernelSpans, alone, together
 from moeserve.quant.format import Format
 from moeserve.quant.formats import FORMATS, format_named
 from moeserve.runtime.config import AUTO, Wanted
@@ -54,11 +56,11 @@ class Plan:
 
     problem: Problem
     machine: Machine
-    kernel: KernelEntry
+    kernel: KernelSpans
     fitting: tuple[
         DispatchSpan, ...
     ]  # dispatchers that can serve with it, in table order, each up to its most rows
-    refusals: tuple[tuple[str, str], ...]  # (row or pair, reason) of all else
+    refusals: tuple[tuple[str, str], ...]  # (entry or pair, reason) of all else
     costs: Costs | None = None  # by which dispatchers are chosen
 
     @cached_property
@@ -100,11 +102,21 @@ class Plan:
 
     @property
     def refused(self) -> tuple[tuple[str, str], ...]:
-        """Every row and pair that does not serve, with the reason."""
+        """Every entry and pair that does not serve, with the reason."""
         chosen = {span.key for span in self.dispatchers}
         beaten = "stands before it" if self.costs is None else "costs less"
         passed = [span.dispatcher.name for span in self.fitting if span.key not in chosen]
         return (*self.refusals, *((name, f"{self.dispatcher_names} {beaten}") for name in passed))
+
+    @property
+    def kernels(self) -> tuple[KernelSpan, ...]:
+        """Those that serve, by rising rows."""
+        return self.kernel.spans
+
+    @property
+    def kernel_names(self) -> str:
+        """As one label: the kernels that serve, by rising rows."""
+        return self.kernel.names
 
     @property
     def dispatcher_names(self) -> str:
@@ -121,11 +133,8 @@ class Plan:
         return next((span for span in self.dispatchers if rows <= span.up_to), self.dispatchers[-1])
 
     def lines(self) -> list[str]:
-        """The plan as text, the refused rows after it."""
-        head = [
-            f"scheme   {self.problem.scheme}",
-            f"kernel   {self.kernel.name} (verified: {_verified(self.kernel)})",
-        ]
+        """The plan as text, the refused entries after it."""
+        head = [f"scheme   {self.problem.scheme}", *self._kernel_lines()]
         if len(self.dispatchers) == 1:
             dispatcher = self.dispatchers[0].dispatcher
             head.append(f"dispatcher  {dispatcher.name} (verified: {_verified(dispatcher)})")
@@ -136,6 +145,12 @@ class Plan:
             head.append(f"cost     measured on {', '.join(self.costs.setting.hosts)}")
         return head + [f"  not {name}: {reason}" for name, reason in self.refused]
 
+    def _kernel_lines(self) -> list[str]:
+        if len(self.kernels) == 1:
+            kernel = self.kernels[0].kernel
+            return [f"kernel   {kernel.name} (verified: {_verified(kernel)})"]
+        return [f"kernel   {span}" for span in self.kernels]
+
 
 def make_plan(
     problem: Problem,
@@ -144,19 +159,18 @@ def make_plan(
     dispatchers: Mapping[str, DispatchEntry],
     wanted: Wanted = Wanted(),
 ) -> Plan:
-    """Chooses the kernel, the first in table order that some dispatcher fits, and each dispatcher's narrowest
-    harmless wire.
+    """Chooses the kernels, the first family in table order that some dispatcher fits, and each dispatcher's
+    narrowest harmless wire.
 
-    A reference row is chosen on a GPU only when named. A wire that loses more than the scheme's activations
+    A reference is chosen on a GPU only when named. A wire that loses more than the scheme's activations
     must be named. Raises NoPlan, with every reason, when nothing fits or a pinned name cannot serve: never a
     fallback.
     """
-    refused: list[tuple[str, str]] = []
-    usable_kernels = _usable("kernel", wanted.kernel, kernels.values(), problem, machine, refused)
-    usable_dispatchers = _usable(
-        "dispatcher", wanted.dispatcher, dispatchers.values(), problem, machine, refused
-    )
-    chosen: KernelEntry | None = None
+    usable_kernels, refused = kernels_that_serve(problem, machine, kernels, wanted.kernel)
+    usable_dispatchers = _Search[DispatchEntry](
+        "dispatcher", wanted.dispatcher, problem, machine, refused
+    ).able([(entry, (entry.name,)) for entry in dispatchers.values()])
+    chosen: KernelSpans | None = None
     fitting: list[DispatchSpan] = []
     for kernel in usable_kernels:
         for dispatcher in usable_dispatchers:
@@ -172,7 +186,8 @@ def make_plan(
             f"nothing serves {problem.scheme} experts of {problem.shape} "
             f"on {machine.name} ({machine.arch}):{reasons}"
         )
-    refused += [(k.name, f"{chosen.name} stands before it") for k in usable_kernels if k is not chosen]
+    told = {name for name, _ in refused} | {entry.name for entry in chosen.entries}
+    refused += [(name, f"{chosen.names} stands before it") for name in kernels if name not in told]
     serving, passed = _serving(fitting, machine)
     return Plan(problem, machine, chosen, tuple(serving), (*refused, *passed))
 
@@ -195,34 +210,78 @@ def _most_rows(problem: Problem, dispatcher: DispatchEntry) -> int:
     return min(PADDED_ROWS, problem.lane_rows) if padded else problem.lane_rows
 
 
-def _usable(
-    kind: str,
-    name: str,
-    rows: Iterable[KernelEntry] | Iterable[DispatchEntry],
-    problem: Problem,
-    machine: Machine,
-    refused: list[tuple[str, str]],
-) -> list:  # type: ignore[type-arg]
-    """Rows that can serve, references last; the reasons of the others go to `refused`."""
-    table = {row.name: row for row in rows}
-    if name != AUTO and name not in table:
-        raise NoPlan(f"unknown {kind} {name!r}; known: {', '.join(table)}")
-    usable = []
-    for row in sorted(table.values(), key=lambda row: row.reference):
-        if name not in (AUTO, row.name):
-            refused.append((row.name, f"{kind} {name} was named"))
-        elif reason := row.refuses(problem, machine):
-            refused.append((row.name, reason))
-        elif row.reference and name == AUTO and machine.device != "cpu":
-            refused.append((row.name, "a reference serves on a GPU only when named"))
-        elif isinstance(row, DispatchEntry) and machine.arch in row.only_named and name == AUTO:
-            refused.append((row.name, f"stands in for itself on {machine.arch}: only when named"))
-        else:
-            usable.append(row)
-    return usable
+Entry = TypeVar("Entry", KernelEntry, DispatchEntry)
 
 
-def _wire(problem: Problem, kernel: KernelEntry, dispatcher: DispatchEntry, name: str) -> Format | str:
+@dataclass(frozen=True)
+class _Search(Generic[Entry]):
+    """Entries of one table looked through for those that can serve; `refused` gets the others' reasons."""
+
+    kind: str  # kernel or dispatcher
+    named: str  # what was pinned, or AUTO
+    problem: Problem
+    machine: Machine
+    refused: list[tuple[str, str]]
+
+    def able(self, entries: Sequence[tuple[Entry, Collection[str]]]) -> list[Entry]:
+        """Of entries, each with the names that pin it, those that can serve, references last.
+
+        Raises NoPlan for a name that pins none of them.
+        """
+        known: dict[str, None] = dict.fromkeys(name for _, names in entries for name in names)
+        if self.named not in (AUTO, *known):
+            raise NoPlan(f"unknown {self.kind} {self.named!r}; known: {', '.join(known)}")
+        found = []
+        for entry, names in sorted(entries, key=lambda one: one[0].reference):
+            if (reason := self._refusal(entry, names)) is None:
+                found.append(entry)
+            else:
+                self.refused.append((entry.name, reason))
+        return found
+
+    def _refusal(self, entry: Entry, names: Collection[str]) -> str | None:
+        if self.named not in (AUTO, *names):
+            return f"{self.kind} {self.named} was named"
+        if (reason := entry.refuses(self.problem, self.machine)) or self.named != AUTO:
+            return reason
+        if entry.reference and self.machine.device != "cpu":
+            return "a reference serves on a GPU only when named"
+        if isinstance(entry, DispatchEntry) and self.machine.arch in entry.only_named:
+            return f"stands in for itself on {self.machine.arch}: only when named"
+        return None
+
+
+def kernels_that_serve(
+    problem: Problem, machine: Machine, kernels: Mapping[str, KernelEntry], named: str = AUTO
+) -> tuple[list[KernelSpans], list[tuple[str, str]]]:
+    """Families, and kernels of none, that can serve steps of any number of rows, references last.
+
+    Beside them stand the names of other kernels, each with its reason. Raises NoPlan for a name that is no
+    kernel's and no family's.
+    """
+    ranges, refused = _ranges(kernels, machine), list[tuple[str, str]]()
+    families = {name: [f for f, own in ranges.items() if name in {o.kernel for o in own}] for name in kernels}
+    search = _Search[KernelEntry]("kernel", named, problem, machine, refused)
+    able = {e.name: e for e in search.able([(e, (*families[n], n)) for n, e in kernels.items()])}
+    found: dict[str, KernelSpans] = {}
+    for name, entry in able.items():
+        if entry.family is None or named == name:
+            found[name] = alone(entry, problem)
+        elif entry.family.name not in found:
+            family = entry.family.name
+            found[family] = together(family, ranges[family], able, problem)
+    nobody = "none of its kernels that can serve takes every number of rows"
+    refused += [(name, nobody) for name, kernel in found.items() if not kernel.spans]
+    return [k for name, k in found.items() if k.spans and named in (AUTO, name)], refused
+
+
+def _ranges(kernels: Mapping[str, KernelEntry], machine: Machine) -> dict[str, Sequence[KernelRange]]:
+    """What was measured of each family of `kernels`, on `machine` or else where it was."""
+    families = {entry.family.name: entry.family for entry in kernels.values() if entry.family is not None}
+    return {name: family.ranges(machine.name) for name, family in families.items()}
+
+
+def _wire(problem: Problem, kernel: KernelSpans, dispatcher: DispatchEntry, name: str) -> Format | str:
     """The wire for a pair, or why there is none."""
     if dispatcher.grouping not in kernel.groupings:
         taken = _list(grouping.value for grouping in kernel.groupings)
@@ -241,8 +300,8 @@ def _wire(problem: Problem, kernel: KernelEntry, dispatcher: DispatchEntry, name
     return min(harmless, key=lambda f: f.bits)
 
 
-def _verified(row: KernelEntry | DispatchEntry) -> str:
-    return ", ".join(row.verified) or "nowhere yet"
+def _verified(entry: KernelEntry | DispatchEntry) -> str:
+    return ", ".join(entry.verified) or "nowhere yet"
 
 
 def _list(names: Iterable[str]) -> str:

@@ -14,8 +14,8 @@ from moeserve.runtime.planning.plan import DispatchSpan, Plan
 
 log = logging.getLogger(__name__)
 
-Key = tuple[str, str]
-"""Names of a dispatcher and its wire."""
+DispatcherKey = tuple[str, str]
+"""The names of a dispatcher and its wire."""
 
 SpecOf = Callable[[Plan, DispatchSpan], DispatchSpec]
 """What this rank builds the dispatcher of a plan's range for."""
@@ -25,8 +25,8 @@ class PeersLate(RuntimeError):
     """A step has no right answer: ranks were late for it, and their rows were not waited for; names them."""
 
 
-class Sent(NamedTuple):
-    """Who carried a step, and the bytes that left for other ranks."""
+class StepTraffic(NamedTuple):
+    """The dispatcher that carried a step, and the bytes that left for other ranks."""
 
     dispatcher: str
     dispatched: int
@@ -34,17 +34,18 @@ class Sent(NamedTuple):
 
 
 class RankDispatchers:
-    """Built by `join` over the process group that is up then, closed by `leave`."""
+    """The dispatchers of every layer: `join` builds them over the group that is up, `leave` closes them."""
 
     def __init__(self, costs: CostBook, spec_of: SpecOf) -> None:
         self._costs, self._spec_of = costs, spec_of
         self._built: dict[tuple[str, DispatchSpec], Dispatcher] = {}
+        self.buffer_bytes = 0  # of the device, that those built hold, as far as it is known
         self._of_layer: dict[int, Dispatcher] = {}
-        self._parts: dict[tuple[int, Key], Dispatcher] = {}  # by layer, and dispatcher and wire
+        self._parts: dict[tuple[int, DispatcherKey], Dispatcher] = {}  # by layer, and dispatcher and wire
         self._specs: dict[int, DispatchSpec] = {}  # of each layer's last range
         self._plans: dict[int, Plan] = {}
-        self._told: dict[Dispatcher, Traffic] = {}  # what each had sent when last asked
-        self._launched: dict[tuple[int, int], Sent] = {}  # by layer and rows, the last
+        self._counted: dict[Dispatcher, Traffic] = {}  # what each had sent when last asked
+        self._launched: dict[tuple[int, int], StepTraffic] = {}  # by layer and rows, the last
         self._late: set[int] = set()  # ranks that these dispatchers do not wait for any more
 
     def __getitem__(self, layer: int) -> Dispatcher:
@@ -52,9 +53,9 @@ class RankDispatchers:
         return self._of_layer[layer]
 
     def join(self, planned: dict[int, Plan]) -> dict[int, Plan]:
-        """Builds them; layers of the same sizes share one. Collective. The plans as they are served.
+        """Builds the dispatchers, one for layers of the same sizes; returns the plans as they are served.
 
-        Where several dispatchers could serve and the configuration asks for it, they are measured first.
+        Collective. Where several could serve and the configuration asks for it, they are measured first.
         """
         self.leave()
         self._plans = self._costs.choose(planned, self._spec_of)
@@ -73,17 +74,20 @@ class RankDispatchers:
         key = (span.dispatcher.name, spec)
         if key not in self._built:
             self._built[key] = span.dispatcher.build(spec)
+            if span.dispatcher.buffer_bytes is not None:
+                self.buffer_bytes += span.dispatcher.buffer_bytes(spec)
         return self._built[key]
 
     def leave(self) -> None:
-        """Closes them."""
+        """Closes every dispatcher."""
         for dispatcher in self._built.values():
             dispatcher.close()
         self._built, self._of_layer, self._parts, self._specs = {}, {}, {}, {}
-        self._told, self._launched, self._late = {}, {}, set()
+        self.buffer_bytes = 0
+        self._counted, self._launched, self._late = {}, {}, set()
 
     def interrupt(self) -> None:
-        """None of them waits for another rank any more: the group has ended. From any thread."""
+        """Ends every dispatcher's waits for other ranks: the group has ended. From any thread."""
         for dispatcher in list(self._built.values()):
             dispatcher.interrupt()
 
@@ -103,20 +107,20 @@ class RankDispatchers:
             log.warning("layer %d: goes on without rows of ranks %s, none %s", layer, list(late), waited)
         return late
 
-    def sent(self, layer: int, rows: int) -> Sent:
-        """What a step of `layer` sent that was launched, and whose fullest lane brought `rows`.
+    def traffic_of_launched(self, layer: int, rows: int) -> StepTraffic:
+        """What a launched step of `layer` sent, whose fullest lane brought `rows`.
 
         What a dispatcher counts on the device may come with a later step.
         """
         span = self._plans[layer].span(rows)
         dispatcher = self._parts[layer, span.key]
         now = dispatcher.traffic
-        dispatched, combined = now.since(self._told.get(dispatcher, Traffic()))
-        self._told[dispatcher] = now
-        self._launched[layer, rows] = Sent(span.dispatcher.name, dispatched, combined)
+        dispatched, combined = now.since(self._counted.get(dispatcher, Traffic()))
+        self._counted[dispatcher] = now
+        self._launched[layer, rows] = StepTraffic(span.dispatcher.name, dispatched, combined)
         return self._launched[layer, rows]
 
-    def sent_again(self, layer: int, rows: int) -> Sent:
-        """What a replayed step sent: as much as when its size was launched, where only a launch counts."""
+    def traffic_of_replayed(self, layer: int, rows: int) -> StepTraffic:
+        """What a replayed step sent. Where only a launch counts, as much as when its size was launched."""
         counted = self._parts[layer, self._plans[layer].span(rows).key].counts_on_device
-        return self.sent(layer, rows) if counted else self._launched[layer, rows]
+        return self.traffic_of_launched(layer, rows) if counted else self._launched[layer, rows]

@@ -45,10 +45,16 @@ class StepGraphs:
     def __init__(self, most_rows: int, device: str, capture: Capture | None = None) -> None:
         self.most_rows = most_rows
         self._device = device
-        self._capture = capture or _CudaCapture()
+        self._cuda = _CudaCapture()
+        self._capture = capture or self._cuda
         self._inputs: dict[tuple[int, Hashable], LaneRows] = {}  # by rows and form
         self._answers: dict[Key, Tensor] = {}
         self._replays: dict[Key, Replay | None] = {}  # None: it could not be recorded
+
+    @property
+    def pool(self) -> Any:
+        """The id of the memory pool that the graphs share; None before the first is recorded."""
+        return self._cuda.pool
 
     def __len__(self) -> int:
         return sum(replay is not None for replay in self._replays.values())
@@ -111,14 +117,14 @@ class _CudaCapture:
     """Graphs that share one memory pool: they run one after another, and answers are copied out at once."""
 
     def __init__(self) -> None:
-        self._pool: Any = None  # torch names no public type for its handle
+        self.pool: Any = None  # torch names no public type for its handle
 
     def __call__(self, work: Callable[[], None]) -> Replay:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # other threads go on: experts are copied in while steps are recorded
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             work()
         replay: Replay = graph.replay
         return replay

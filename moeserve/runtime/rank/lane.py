@@ -39,11 +39,11 @@ class Call:
         self._done = threading.Event()
 
     def expect(self, jobs: list[Job]) -> None:
-        """The parts that have to end."""
+        """Names the parts that have to end before the call does."""
         self.jobs, self._left = jobs, len(jobs)
 
     def part_ended(self, job: Job) -> None:
-        """One part is there, or failed."""
+        """Notes that one part was answered or has failed."""
         with self._lock:
             if self._done.is_set():
                 return
@@ -65,7 +65,7 @@ class Call:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended."""
+        """Whether the call has been answered or has failed."""
         return self._done.is_set()
 
     def wait(self, seconds: float) -> bool:
@@ -103,7 +103,7 @@ class Lane:
 
     @property
     def in_flight(self) -> int:
-        """Jobs now."""
+        """How many jobs the lane holds now."""
         return len(self._jobs)
 
     @property
@@ -116,12 +116,12 @@ class Lane:
         return GroupUnavailable(self._closed or "the group is forming")
 
     def open(self) -> None:
-        """The group serves: jobs are taken."""
+        """Takes jobs from now on: the group serves."""
         with self._lock:
             self._closed = None
 
     def close(self, reason: str) -> None:
-        """The group stopped serving: waiting jobs fail with GroupUnavailable, and so do new ones."""
+        """Fails waiting jobs, and new ones, with GroupUnavailable: the group stopped serving."""
         with self._lock:
             self._closed = reason
             jobs, self._jobs = list(self._jobs.values()), {}
@@ -169,7 +169,7 @@ class Lane:
         return call
 
     def cancel(self, call: Call) -> None:
-        """The caller has left."""
+        """Forgets a call whose caller has left; its rows may still travel."""
         self._forget(call)
 
     def take(self, named: tuple[tuple[int, int], ...]) -> list[Job | None]:

@@ -16,9 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not exported
 
 from moeserve.runtime.control.messages import (
@@ -30,12 +28,13 @@ from moeserve.runtime.control.messages import (
     plans_message,
     vote_message,
 )
-from moeserve.runtime.control.orders import Order, Vote
+from moeserve.runtime.control.orders import StageOrder, Vote
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.errors import WrongVersion
+from moeserve.runtime.rank.answers import on_host
 from moeserve.runtime.rank.lane import Lane
-from moeserve.runtime.rank.rank import Progress, Rank
+from moeserve.runtime.rank.rank import LayerProgress, Rank
 from moeserve.runtime.rank.weights.mover import Mover
 from moeserve.runtime.step import Announcement, Header, Job, LaneInput, Stamp, StepRecord, empty_input
 
@@ -47,7 +46,7 @@ ABORTED = -1  # as a member's generation: none is live
 
 
 @dataclass(frozen=True)
-class Rendezvous:
+class ProcessGroupSettings:
     """How a generation's process group comes together."""
 
     backend: str  # gloo, nccl
@@ -62,13 +61,13 @@ class Member:
         rank: Rank,
         lane: Lane,
         stream: Stream,
-        meeting: Rendezvous,
+        group_settings: ProcessGroupSettings,
         observe: Callable[[StepRecord], None],
     ) -> None:
         self._rank = rank
         self._lane = lane
         self._stream = stream
-        self._meeting = meeting
+        self._group_settings = group_settings
         self._observe = observe
         self._entries: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._generation = 0  # newest that was announced; entries of older ones are dropped
@@ -82,7 +81,7 @@ class Member:
         self.on_epoch: Callable[[int, int], None] = lambda generation, epoch: None  # between two steps
 
     def weights_version(self) -> int:
-        """Of the weights this rank holds; 0 before they are loaded."""
+        """The version of the weights that this rank holds; 0 before they are loaded."""
         return self._epoch.weights_version if self._epoch is not None else 0
 
     def announce(self, job: Announcement) -> None:
@@ -100,7 +99,7 @@ class Member:
             except StreamClosed:
                 break
             except Exception as error:
-                self._give_up(entry, error)
+                self._report_failure(entry, error)
         self._lane.close("the rank is stopping")
         self._leave()
 
@@ -119,7 +118,7 @@ class Member:
             while True:
                 message = self._stream.receive()
                 if message["kind"] in ("stage", "abandon"):
-                    self._change(message)
+                    self._prepare_change(message)
                     continue
                 if message["kind"] == "abort":
                     self._generation = ABORTED
@@ -140,7 +139,7 @@ class Member:
         gloo sees a dead peer by itself; a NCCL kernel waits for ever, and peer memory until patience ends.
         """
         self._rank.interrupt()
-        if self._meeting.backend == "nccl" and dist.is_initialized():
+        if self._group_settings.backend == "nccl" and dist.is_initialized():
             try:
                 dist.distributed_c10d._get_default_group().abort()
             except RuntimeError as error:
@@ -155,14 +154,14 @@ class Member:
             case "join":
                 self._join_generation(entry)
             case "commit":
-                self._adopt(entry)
+                self._commit(entry)
             case "abort":
                 self.on_serving(0, 0)
                 self._leave()
             case unknown:
                 raise ValueError(f"unknown entry {unknown!r}")
 
-    def _give_up(self, entry: Message, error: Exception) -> None:
+    def _report_failure(self, entry: Message, error: Exception) -> None:
         """A rank never skips an entry: if it cannot run one, the generation aborts."""
         first_line = (str(error).splitlines() or [""])[0]
         reason = f"rank {self._rank.index}: {entry['kind']} failed: {type(error).__name__}: {first_line}"
@@ -217,8 +216,8 @@ class Member:
         joined = {"kind": "joined", "generation": entry["generation"]}
         self._stream.send(joined | {"plans": plans_message(self._rank.plans)})
 
-    def _change(self, message: Message) -> None:
-        """The next epoch is to be prepared, or not any more; steps go on."""
+    def _prepare_change(self, message: Message) -> None:
+        """Has the mover prepare the next epoch, or abandon it; steps go on."""
         if self.mover is None:
             if message["kind"] == "stage":
                 vote = {"kind": "voted", "generation": message["generation"], "change": message["change"]}
@@ -228,25 +227,25 @@ class Member:
         else:
             self.mover.abandon()
 
-    def voted(self, vote: Vote) -> None:
-        """Tells the coordinator of the mover's vote."""
+    def send_vote(self, vote: Vote) -> None:
+        """Sends the mover's vote to the coordinator."""
         self._stream.send(vote_message(vote))
 
-    def wrong(self, order: Order, what: str) -> None:
-        """A slot does not hold what was staged: its layer is read from disk before this rank serves again."""
-        self._rank.disown(order.layer)
+    def report_corruption(self, order: StageOrder, what: str) -> None:
+        """Reports a slot that does not hold what was staged; its layer is read from disk before it serves."""
+        self._rank.invalidate(order.layer)
         self._epoch = None
         self._stream.send({"kind": "failed", "generation": order.generation, "reason": what})
 
-    def _adopt(self, entry: Message) -> None:
-        """Every rank had voted: what was staged is served from the next step on."""
+    def _commit(self, entry: Message) -> None:
+        """Commits what every rank had voted for: it is served from the next step on."""
         if self._epoch is None or self.mover is None:
             raise RuntimeError("commit came before prepare")
         epoch, layer = committed_epoch(entry, self._epoch), int(entry["layer"])
         try:
             self.mover.commit(entry["change"])
         except BaseException:
-            self._rank.disown(self._rank.served.layers[layer])
+            self._rank.invalidate(self._rank.served.layers[layer])
             self._epoch = None
             raise
         self._rank.adopt(epoch, layer)
@@ -283,10 +282,10 @@ class Member:
 
     def _join(self, store: str, generation: int, ranks: int) -> None:
         host, port = store.rsplit(":", 1)
-        limit = timedelta(seconds=self._meeting.timeout)
+        limit = timedelta(seconds=self._group_settings.timeout)
         shared = TCPStore(host, int(port), is_master=False, timeout=limit, wait_for_workers=False)
         dist.init_process_group(
-            self._meeting.backend,
+            self._group_settings.backend,
             store=PrefixStore(f"generation-{generation}", shared),
             rank=self._rank.index,
             world_size=ranks,
@@ -299,7 +298,7 @@ class Member:
             dist.destroy_process_group()
 
     def _version(self, header: Header) -> int:
-        """Of the weights of a step's layer."""
+        """The version of the weights that the step's layer is at here."""
         if self._epoch is None or self._epoch.number != header.epoch:
             found = "none" if self._epoch is None else str(self._epoch.number)
             raise RuntimeError(f"step {header.number} is of epoch {header.epoch}; this rank holds {found}")
@@ -328,19 +327,6 @@ class Member:
         self._observe(StepRecord(header.number, header.layer, len(jobs), at, wait, phases, late))
 
 
-def on_host(answer: Tensor) -> Tensor:
-    """`answer` in host memory, complete; it is copied to pinned memory, of which torch keeps used blocks.
-
-    A copy to pageable memory would hold up the copies of all other threads as long as it waits.
-    """
-    if answer.device.type == "cpu":
-        return answer
-    home = torch.empty(answer.shape, dtype=answer.dtype, pin_memory=True)
-    home.copy_(answer, non_blocking=True)
-    torch.cuda.current_stream(answer.device).synchronize()
-    return home
-
-
 def wanted_in(job: Job | None, version: int) -> Job | None:
     """The job, unless it demands other weights: then it fails, and its rows travel without experts."""
     if job is None or job.weights_version in (0, version):
@@ -354,7 +340,7 @@ def wanted_in(job: Job | None, version: int) -> Job | None:
     return None
 
 
-def progress_bar(rank: int) -> Progress:
+def progress_bar(rank: int) -> LayerProgress:
     """A bar over layers while experts are read, on the standard error of rank 0 only."""
     from tqdm import tqdm
 

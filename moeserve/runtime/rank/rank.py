@@ -18,6 +18,7 @@ from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.bank import Bank
+from moeserve.experts.batch import Grouping
 from moeserve.experts.checksum import Slot
 from moeserve.experts.kernel import Kernel, KernelSpec
 from moeserve.experts.placement import EMPTY
@@ -31,13 +32,15 @@ from moeserve.runtime.planning.layers import dispatch_spec
 from moeserve.runtime.planning.plan import DispatchSpan, Plan
 from moeserve.runtime.rank.all2all import RankDispatchers
 from moeserve.runtime.rank.graphs import StepGraphs, padded_rows
-from moeserve.runtime.rank.warm import Arrivals, rooms, warm
+from moeserve.runtime.rank.memory import held_bytes, release_cached
+from moeserve.runtime.rank.warm import Arrivals, warm
+from moeserve.runtime.rank.warm_steps import numbers_of, warm_choices, warm_grouping, warm_routing, warm_steps
 from moeserve.runtime.served import Served
 from moeserve.runtime.step import LaneLogits, LaneRows, Phases
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[Iterable[int]], Iterable[int]]
+LayerProgress = Callable[[Iterable[int]], Iterable[int]]
 
 
 class Rank:
@@ -68,7 +71,7 @@ class Rank:
         self._book: AddressBook | None = None
         self._gates: dict[int, tuple[Gate, Gate]] = {}  # by layer: as it is stored, and on the device
 
-    def load(self, epoch: Epoch, progress: Progress = iter) -> None:
+    def load(self, epoch: Epoch, progress: LayerProgress = iter) -> None:
         """Reads what `epoch` gives this rank and it does not hold, from disk, and prepares it.
 
         At first that is its experts of every layer, and only those; after a change, the slots that differ.
@@ -92,11 +95,13 @@ class Rank:
         for position in range(epoch.placement.layers):
             self.meter.moved(position)
         self.warm()
+        release_cached(self.device)  # what loading and the largest warm batch took
 
     def warm(self) -> None:
         """Runs what a step runs alone, once for every size it may have, so that no step waits for a compiler.
 
-        On the CPU there is nothing to compile. `load` ends with it: no other rank is waited for.
+        On the CPU there is nothing to compile. `load` ends with it: no other rank is waited for. A rank that
+        is alone runs whole steps when it has joined.
         """
         if self.device == "cpu" or self._book is None or self.meter is None:
             return
@@ -108,17 +113,41 @@ class Rank:
                     warm(self._kernels[layer], self.bank[layer], arrivals)
                     self._warm.add(key)
         if len(self._warm) > before:
-            self._warm_choices(self._book, self.meter)
+            self._warm_around_kernels(self._book, self.meter)
             log.info("rank %d: its kernels are warm in %.1f s", self.index, time.perf_counter() - started)
 
-    def _warm_choices(self, book: AddressBook, meter: LoadMeter) -> None:
-        """What a step does with its rows' choices, for rows that choose nothing."""
-        top_k = self.served.checkpoint.top_k
-        for rows in rooms(self.served.lane_rows):
-            none = torch.full((rows, top_k), EMPTY, dtype=torch.int32, device=self.device)
-            valid = torch.zeros(rows, dtype=torch.bool, device=self.device)
-            chosen = Choices(none, torch.zeros(none.shape, device=self.device), valid)
-            addressed(chosen, StepAddressing(0, book, meter, rows))
+    def _warm_around_kernels(self, book: AddressBook, meter: LoadMeter) -> None:
+        """What a step does before and after its kernel, as far as no other rank takes part."""
+        served, device = self.served, self.device
+
+        def addressing(rows: int) -> StepAddressing:
+            return StepAddressing(0, book, meter, rows)
+
+        warm_choices(served, addressing, device)
+        for layer in {numbers_of(self.gate(layer)): layer for layer in served.layers}.values():
+            warm_routing(self._gate_here(layer), (torch.float32, served.dtype), addressing(1), device)
+        grouped = {
+            (span.wire, (plan.problem.top_k, plan.problem.shape.hidden, slots, plan.kernel.row_align))
+            for layer, plan in self._planned.items()
+            for span in plan.fitting
+            if span.dispatcher.grouping is Grouping.RAGGED and (slots := self.bank[layer].slots)
+        }
+        for wire, sizes in grouped:
+            warm_grouping(wire, sizes, served.dtype, device)
+
+    def _warm_steps(self) -> None:
+        """Whole steps of the first layer of every plan, where this rank is the only one."""
+        if self.device == "cpu" or self.served.mesh.ranks > 1:
+            return
+        started, done = time.perf_counter(), 0
+        for layer in {id(plan): layer for layer, plan in reversed(self.plans.items())}.values():
+
+            def run(rows: LaneRows, layer: int = layer) -> Tensor:
+                return self.step(layer, rows, (rows.hidden.shape[0],))[0]
+
+            recorded = min(self._graphs.most_rows, self.plans[layer].problem.lane_rows)
+            done += warm_steps(run, self.served, self._gate_here(layer), recorded)
+        log.info("rank %d: %d steps warmed it in %.1f s", self.index, done, time.perf_counter() - started)
 
     def _kernel_spec(self, plan: Plan) -> KernelSpec:
         return KernelSpec(plan.problem.scheme, plan.problem.shape, self.served.dtype)
@@ -131,8 +160,8 @@ class Rank:
         self._book.update_layer(position, epoch.placement.slots[position])
         self.meter.moved(position)
 
-    def disown(self, layer: int) -> None:
-        """What `layer` (decoder index) holds is not sure any more: it is read again at the next load."""
+    def invalidate(self, layer: int) -> None:
+        """Forgets what `layer` (decoder index) holds, so that it is read again at the next load."""
         self._held.pop(layer, None)
 
     def read_expert(self, layer: int, expert: int, version: int) -> Slot:
@@ -165,7 +194,7 @@ class Rank:
             self._built[spec] = plan.kernel.build(spec)
         self._kernels[layer] = self._built[spec]
         weights = checkpoint.experts(layer, [e for e in slots if e != EMPTY], part=self._part)
-        self.bank.load(layer, self._kernels[layer], weights.to(self.device), slots)
+        self.bank.load(layer, self._kernels[layer], weights, slots, self.device)
         self.bytes_read += checkpoint.bytes_read - before
 
     def _held_in(self, epoch: Epoch, position: int) -> tuple[tuple[int, ...], int]:
@@ -174,7 +203,7 @@ class Rank:
         return tuple(slots.tolist()), epoch.version(position)
 
     def _checkpoint(self, version: int) -> Checkpoint:
-        """Of a version. Raises ValueError for one that is not of the same shapes."""
+        """The checkpoint of a version, opened. Raises ValueError for one that is not of the same shapes."""
         if version == 1:
             return self.served.checkpoint
         if version not in self._opened:
@@ -193,6 +222,8 @@ class Rank:
         """
         self.leave()
         self.plans = self._dispatchers.join(self._planned)
+        self._warm_steps()
+        release_cached(self.device)
 
     def leave(self) -> None:
         """Closes the dispatchers, and drops the graphs that use them."""
@@ -254,7 +285,7 @@ class Rank:
 
         kind = self.meter.metering.phase(fullest)
         answer = self._graphs.run(layer, kind, rows, lane_rows, launched)
-        sent = self._dispatchers.sent_again(layer, padded_rows(fullest))
+        sent = self._dispatchers.traffic_of_replayed(layer, padded_rows(fullest))
         return answer, Phases(0.0, lap(), 0.0, -1, sent.dispatched, sent.combined, sent.dispatcher)
 
     def _launched(
@@ -264,24 +295,28 @@ class Rank:
         assert self._book is not None and self.meter is not None
         position, dispatcher = self._position[layer], self._dispatchers[layer]
         lap = _stopwatch()
-        desk = StepAddressing(position, self._book, self.meter, fullest)
+        addressing = StepAddressing(position, self._book, self.meter, fullest)
         if isinstance(rows, LaneLogits):
-            slots, weights = routed(self._gates[layer][1], rows.logits, rows.valid, desk)
+            slots, weights = routed(self._gates[layer][1], rows.logits, rows.valid, addressing)
         else:
-            slots, weights = addressed(Choices(rows.experts, rows.weights, rows.valid), desk)
+            slots, weights = addressed(Choices(rows.experts, rows.weights, rows.valid), addressing)
         hidden, weights = self._weigh_input(layer, rows.hidden, slots, weights)
         routing = Routing(slots, weights, lane_rows)
-        arrived = dispatcher.dispatch(hidden, routing).wait()
+        arrived = dispatcher.dispatch(hidden, routing)
         dispatched = lap()
         batch = replace(arrived.batch, likely=sum(lane_rows) * slots.shape[1] / self._book.slots)
         outputs = self._kernels[layer].apply(self.bank[layer], batch)
         computed = lap()
-        answer = dispatcher.combine(outputs, arrived.ticket).wait()
+        answer = dispatcher.combine(outputs, arrived.ticket)
         combined = lap()
         expert_rows = int(arrived.batch.counts.sum()) if self.device == "cpu" else -1
-        sent = self._dispatchers.sent(layer, max(lane_rows))
+        sent = self._dispatchers.traffic_of_launched(layer, max(lane_rows))
         bytes_sent = (sent.dispatched, sent.combined)
         return answer, Phases(dispatched, computed, combined, expert_rows, *bytes_sent, sent.dispatcher)
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of its device by each of `PURPOSES`; from any thread."""
+        return held_bytes(self.bank, self._dispatchers.buffer_bytes, self.device, self._graphs.pool)
 
     def load_reading(self) -> Reading:
         """What this rank's lane sent, by phase, served layer, expert and slot; waits for steps under way."""
@@ -292,7 +327,7 @@ class Rank:
     def _weigh_input(
         self, layer: int, hidden: Tensor, slots: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """For models that weight the input (top-1), the lane does it here and sends weight 1."""
+        """Weights the input where the model does so (top-1); the rows then travel with weight 1."""
         if not self.served.checkpoint.gate(layer).weight_on_input:
             return hidden, weights
         scale = weights.sum(dim=1, keepdim=True)  # top-1 after merging: one weight a row

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
 import torch
 
@@ -26,23 +27,40 @@ class Arrivals:
     slots: int  # e
     hidden: int
     most: int  # rows of a RAGGED batch, of one slot of a PADDED one
+    pairs: tuple[float, ...] = ()  # likely rows of all slots, one for every kernel that no room asks for
 
     @classmethod
     def over(cls, span: DispatchSpan, plan: Plan, slots: int) -> Arrivals:
         """What the dispatcher of `span` brings to a rank with `slots` slots."""
         problem, grouping = plan.problem, span.dispatcher.grouping
-        rows = problem.ranks * span.up_to
+        rows = most = problem.ranks * span.up_to
         if grouping is Grouping.RAGGED:
-            rows = row_capacity(rows, problem.top_k, slots, plan.kernel.row_align)
-        return cls(span.wire, grouping, slots, problem.shape.hidden, rows)
+            most = row_capacity(rows, problem.top_k, slots, plan.kernel.row_align)
+        bare = cls(span.wire, grouping, slots, problem.shape.hidden, most)
+        asked = {plan.kernel.span_of(bare.empty(room, "meta")).up_to for room in rooms(most)}
+        starts = (0, *(kernel.up_to for kernel in plan.kernels[:-1]))
+        missed = (
+            float(min(kernel.up_to, rows) * problem.pairs_a_row)
+            for start, kernel in zip(starts, plan.kernels, strict=True)
+            if start < rows and kernel.up_to not in asked
+        )
+        return replace(bare, pairs=tuple(missed))
 
-    def empty(self, rows: int, device: torch.device) -> ExpertBatch:
+    def sizes(self) -> Iterator[tuple[int, float | None]]:
+        """Room and likely rows of a slot: ever more room, then for kernels that no room asks for."""
+        for room in rooms(self.most):
+            yield room, None
+        for pairs in self.pairs:
+            likely = pairs / self.slots
+            yield min(ceil(likely if self.grouping is Grouping.PADDED else pairs), self.most), likely
+
+    def empty(self, rows: int, device: torch.device | str, likely: float | None = None) -> ExpertBatch:
         """A batch with room for `rows` and none in it; what stands in that room is undefined."""
         padded = self.grouping is Grouping.PADDED
         shape = (self.slots, rows, self.hidden) if padded else (rows, self.hidden)
         counts = torch.zeros(self.slots, dtype=torch.int32, device=device)
         starts = torch.arange(self.slots + 1, dtype=torch.int32, device=device) * (rows if padded else 0)
-        return ExpertBatch(self.wire.empty(shape, device), self.grouping, counts, starts)
+        return ExpertBatch(self.wire.empty(shape, device), self.grouping, counts, starts, likely)
 
 
 def rooms(most: int) -> Iterator[int]:
@@ -58,15 +76,18 @@ def rooms(most: int) -> Iterator[int]:
 def warm(kernel: Kernel, prepared: Prepared, arrivals: Arrivals) -> int:
     """Applies `kernel` to batches without a row and with ever more room, by which it picks its variants.
 
-    Returns how many; a batch that does not fit beside the experts ends it with a warning, for a step of that
-    size would fail alike.
+    Returns how many were applied. One that does not fit beside the experts is left out with a warning, and so
+    are larger ones: a step of that size would fail alike.
     """
-    device, applied = next(iter(prepared.per_slot.values())).device, 0
-    for rows in rooms(arrivals.most):
+    device, applied, fitting = next(iter(prepared.per_slot.values())).device, 0, arrivals.most
+    for rows, likely in arrivals.sizes():
+        if rows > fitting:
+            continue
         try:
-            kernel.apply(prepared, arrivals.empty(rows, device))
+            kernel.apply(prepared, arrivals.empty(rows, device, likely))
         except torch.OutOfMemoryError as error:
             log.warning("a step's batch of %d rows would not fit beside the experts: %s", rows, error)
-            break
-        applied += 1
+            fitting = rows - 1
+        else:
+            applied += 1
     return applied

@@ -1,6 +1,6 @@
 """What each process tells Prometheus: exporters of the table of metrics, each on a port of its own.
 
-`RankTelemetry` is fed by a rank's steps and door; the head's is in head_telemetry.py.
+`RankTelemetry` is fed by a rank's steps and door; the head's exporter is in head.py beside this file.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from wsgiref.simple_server import WSGIServer
 
@@ -24,14 +25,15 @@ from prometheus_client import (
 )
 
 from moeserve.runtime.config import ConfigError
+from moeserve.runtime.planning.memory import PURPOSES
 from moeserve.runtime.step import StepRecord
 from moeserve.runtime.telemetry.metrics import DIRECTIONS, PHASES, PROCESS, RANK, Metric
 
 
 class Telemetry:
-    """One process's metrics: those of every process, and the `rows` of its kind; `own` labels are on each."""
+    """One process's metrics: those of every process, and its kind's `entries`; `own` labels are on each."""
 
-    def __init__(self, rows: tuple[Metric, ...], own: Mapping[str, str], version: str) -> None:
+    def __init__(self, entries: tuple[Metric, ...], own: Mapping[str, str], version: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the series of counters
         self._own = dict(own)
         self._registry = CollectorRegistry()
@@ -39,9 +41,9 @@ class Telemetry:
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
-        for row in (*PROCESS, *rows):
-            if not row.computed:
-                self._build(row)
+        for entry in (*PROCESS, *entries):
+            if not entry.computed:
+                self._build(entry)
         ProcessCollector(registry=self._registry)
         self._gauge("moe_build_info", version=version).set(1)
 
@@ -75,7 +77,7 @@ class Telemetry:
         return int(server.server_port)
 
     def close(self) -> None:
-        """Stops to answer scrapes."""
+        """Stops the server that answers scrapes."""
         if self._server is not None:
             server, thread = self._server
             self._server = None
@@ -83,18 +85,20 @@ class Telemetry:
             server.server_close()
             thread.join()
 
-    def _build(self, row: Metric) -> None:
-        labels, registry = (*self._own, *row.labels), self._registry
-        match row.kind:
+    def _build(self, entry: Metric) -> None:
+        labels, registry = (*self._own, *entry.labels), self._registry
+        match entry.kind:
             case "counter":
-                self._counters[row.name] = Counter(row.name, row.help, labels, registry=registry)
+                self._counters[entry.name] = Counter(entry.name, entry.help, labels, registry=registry)
             case "gauge":
-                self._gauges[row.name] = Gauge(row.name, row.help, labels, registry=registry)
+                self._gauges[entry.name] = Gauge(entry.name, entry.help, labels, registry=registry)
             case "histogram":
-                histogram = Histogram(row.name, row.help, labels, registry=registry, buckets=row.buckets)
-                self._histograms[row.name] = histogram
+                histogram = Histogram(
+                    entry.name, entry.help, labels, registry=registry, buckets=entry.buckets
+                )
+                self._histograms[entry.name] = histogram
             case kind:
-                raise ValueError(f"{row.name} is of kind {kind!r}; known: counter, gauge, histogram")
+                raise ValueError(f"{entry.name} is of kind {kind!r}; known: counter, gauge, histogram")
 
     def _counter(self, name: str, **labels: str) -> Counter:
         return self._counters[name].labels(**self._own, **labels)
@@ -155,6 +159,11 @@ class RankTelemetry(Telemetry):
         self._gauge("moe_weights_bytes").set_function(lambda: read()[0])
         self._gauge("moe_checkpoint_read_bytes").set_function(lambda: read()[1])
 
+    def device_bytes(self, read: Callable[[], Mapping[str, int]]) -> None:
+        """Bytes of this rank's device, by each of `PURPOSES`, are read when scraped."""
+        for what in PURPOSES:
+            self._gauge("moe_device_bytes", what=what).set_function(partial(_entry, read, what))
+
     def _bind(self, layer: str) -> _LayerCounters:
         by_layer = ("moe_steps_total", "moe_tokens_total", "moe_expert_rows_total")
         return _LayerCounters(*(self._counter(name, layer=layer) for name in by_layer))
@@ -166,6 +175,10 @@ class RankTelemetry(Telemetry):
             self._counter("moe_wire_bytes_total", direction=dispatch, all2all_backend=dispatcher),
             self._counter("moe_wire_bytes_total", direction=combine, all2all_backend=dispatcher),
         )
+
+
+def _entry(read: Callable[[], Mapping[str, int]], name: str) -> int:
+    return read()[name]
 
 
 def write_scrape_targets(path: Path, addresses: Mapping[str, str]) -> None:

@@ -137,9 +137,9 @@ class CoordinatorTelemetry(Telemetry):
                     yield (self._layers[layer], str(expert)), float(tokens[expert] / tokens.mean())
 
     def _family(self, name: str, samples: Iterable[tuple[tuple[str, ...], float]]) -> Family:
-        row = METRICS[name]
-        kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
-        family = kind(name, row.help, labels=(*self._own, *row.labels))
+        entry = METRICS[name]
+        kind = CounterMetricFamily if entry.kind == "counter" else GaugeMetricFamily
+        family = kind(name, entry.help, labels=(*self._own, *entry.labels))
         for labels, value in samples:
             family.add_metric((*self._own.values(), *labels), value)
         return family

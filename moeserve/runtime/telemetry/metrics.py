@@ -22,10 +22,10 @@ STATES = ("forming", "preparing", "joining", "serving", "failed", "stopped")
 """What a coordinator's progress can be."""
 
 PHASES = ("wait", "dispatch", "compute", "combine")
-"""Of a step."""
+"""The phases of a step."""
 
 DIRECTIONS = ("dispatch", "combine")
-"""Of bytes on the wire."""
+"""The directions of bytes on the wire."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def _histogram(name: str, text: str, *labels: str) -> Metric:
     return Metric(name, "histogram", text, labels, SECONDS)
 
 
-def _of_cycles(row: Metric) -> Metric:
-    return replace(row, buckets=CYCLE_SECONDS)
+def _of_cycles(entry: Metric) -> Metric:
+    return replace(entry, buckets=CYCLE_SECONDS)
 
 
 def _counter(name: str, text: str, *labels: str) -> Metric:
@@ -56,8 +56,8 @@ def _gauge(name: str, text: str, *labels: str) -> Metric:
     return Metric(name, "gauge", text, labels)
 
 
-def _computed(row: Metric) -> Metric:
-    return replace(row, computed=True)
+def _computed(entry: Metric) -> Metric:
+    return replace(entry, computed=True)
 
 
 PROCESS = (
@@ -68,7 +68,7 @@ PROCESS = (
     _gauge("moe_group_generation", "Generation of the process group."),
     _gauge("moe_epoch", "Epoch of the placement that is served."),
 )
-"""Of every process."""
+"""Metrics of every process."""
 
 RANK = (
     _counter("moe_steps_total", "Steps this rank took part in.", "layer"),
@@ -92,9 +92,10 @@ RANK = (
     _gauge("moe_shared_memory_regions", "Shared-memory regions that are registered."),
     _gauge("moe_shared_memory_bytes", "Bytes of registered shared-memory regions."),
     _gauge("moe_weights_bytes", "Bytes of prepared expert weights this rank holds."),
+    _gauge("moe_device_bytes", "Bytes of this rank's device that it holds, by what they are for.", "what"),
     _gauge("moe_checkpoint_read_bytes", "Bytes this rank has read from the checkpoint."),
 )
-"""Of a rank's process."""
+"""Metrics of a rank's process."""
 
 COORDINATOR = (
     _gauge("moe_service_state", "1 for the state the service is in.", "state"),
@@ -147,7 +148,7 @@ COORDINATOR = (
     ),
     _gauge("moe_balance_real_gain", "The same by the load that came after, seen at the next look."),
 )
-"""Of the coordinator's process."""
+"""Metrics of the coordinator's process."""
 
-METRICS: dict[str, Metric] = {row.name: row for row in (*PROCESS, *RANK, *COORDINATOR)}
-"""By name."""
+METRICS: dict[str, Metric] = {entry.name: entry for entry in (*PROCESS, *RANK, *COORDINATOR)}
+"""Every metric by its name."""

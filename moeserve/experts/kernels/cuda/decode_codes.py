@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.kernels.cuda.prefill_codes import Weights
 from moeserve.experts.kernels.cuda.steps import (
     CLUSTER,
-    FUSED_ACTIVATIONS,
     OUTS,
     Block,
     defined,
@@ -32,8 +32,8 @@ MOST_SLOTS = 512
 INNER_MULTIPLE = 64
 """What the inner size must be a multiple of: a block of 64 rows of weights is gate's or up's."""
 
-ROWS = ((6.0, 16), (24.0, 24))
-"""Likely rows of a slot up to which so many at once read weights least often; above, other kernels."""
+ROWS = ((6.0, 16), (inf, 24))
+"""Likely rows of a slot up to which so many at once read weights least often."""
 
 THREADS = 640
 DEPTH = 256
@@ -79,13 +79,10 @@ class Form:
         return defined(flags | {"OUT": OUTS[self.out]})
 
 
-def form_for(spec: KernelSpec, batch: ExpertBatch) -> Form | None:
-    """How the kernel computes `batch`; None where it does not."""
+def form_for(spec: KernelSpec, batch: ExpertBatch) -> Form:
+    """How the kernel computes `batch`."""
     shape = spec.shape
-    rows = next((rows for most, rows in ROWS if batch.rows_a_slot <= most), None)
-    fits = shape.activation.name in FUSED_ACTIVATIONS and shape.inner % INNER_MULTIPLE == 0
-    if rows is None or not fits or batch.slots > MOST_SLOTS:
-        return None
+    rows = next(rows for most, rows in ROWS if batch.rows_a_slot <= most)
     return Form(rows, bias=shape.bias, limited=shape.activation.limit is not None, out=spec.out_dtype)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from moeserve.device.nvrtc import Argument, Function, Program, TensorMap, tensor_map
 from moeserve.experts.batch import ExpertBatch, ExpertShape
 from moeserve.experts.kernels.cuda.panels import map_by_eights, map_of
-from moeserve.experts.kernels.cuda.steps import FUSED_ACTIVATIONS, OUTS, defined, numbers, source
+from moeserve.experts.kernels.cuda.steps import OUTS, defined, numbers, source
 from moeserve.experts.kernels.tiles import FewTile
 
 SOURCES = ("codes.cu", "few.cu")
@@ -57,15 +57,6 @@ class Form:
         barriers = 8 * (2 * rings + 2 * tile.pieces)
         sums = tile.workers // 2 * 64 * rows * 4
         return rows_bytes + rings * STAGE_BYTES[self.kind] + sums + MOST_SLOTS * 4 + barriers + 16
-
-
-def takes(shape: ExpertShape, slots: int) -> bool:
-    """Whether the kernel computes experts of `shape` in `slots` slots."""
-    return (
-        shape.activation.name in FUSED_ACTIVATIONS
-        and shape.inner % INNER_MULTIPLE == 0
-        and slots <= MOST_SLOTS
-    )
 
 
 def step(

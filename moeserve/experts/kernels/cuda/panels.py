@@ -1,8 +1,4 @@
-"""Weights as our CUDA C++ kernels read them: in panels of 64 rows by 128 bytes of K, each in one piece.
-
-A box of rows as a checkpoint has them touches as many pages of memory as it has rows, and reading weights is
-most of what a step of few rows does: from panels an H200 reads them 4 % faster.
-"""
+"""Tensor maps of weights in panels, the layout `panels`, as our CUDA C++ kernels read them."""
 
 from __future__ import annotations
 
@@ -10,26 +6,10 @@ import torch
 from torch import Tensor
 
 from moeserve.device.nvrtc import LaunchError, TensorMap, tensor_map
+from moeserve.quant.layouts.panels import BYTES, ROWS
 
-ROWS, BYTES, EIGHT = 64, 128, 8
-"""Rows of a panel, bytes of each; gate and up rows alternate by so many in shared memory."""
-
-
-def panels(weights: Tensor, sides: int = 1) -> Tensor:
-    """`weights [e, sides * N, K]` as `[e, sides, N / 64, K / w, 64, w]`, where w elements are 128 bytes.
-
-    Each side's rows and K are rounded up, with zeros past them.
-    """
-    if weights.itemsize == 1:
-        weights = weights.view(torch.uint8)
-    slots, rows, k = weights.shape
-    own, width = rows // sides, BYTES // weights.itemsize
-    down, across = -(-own // ROWS), -(-k // width)
-    whole = weights.view(slots, sides, own, k)
-    if (own, k) != (down * ROWS, across * width):
-        whole = weights.new_zeros(slots, sides, down * ROWS, across * width)
-        whole[:, :, :own, :k] = weights.view(slots, sides, own, k)
-    return whole.view(slots, sides, down, ROWS, across, width).transpose(3, 4).contiguous()
+EIGHT = 8
+"""Gate and up rows alternate by so many in shared memory."""
 
 
 def map_of(packed: Tensor) -> TensorMap:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from math import inf
 
 import torch
 from torch import Tensor
@@ -59,32 +60,28 @@ class Plan:
 PLANS = {
     **{
         kind: (
-            Plan(eight=False, scaled=scaled, span=16, most=64, x_stages=12, w_stages=5),
-            Plan(eight=False, scaled=scaled, span=16, most=256, x_stages=5, w_stages=2),
+            (64.0, Plan(eight=False, scaled=scaled, span=16, most=64, x_stages=12, w_stages=5)),
+            (inf, Plan(eight=False, scaled=scaled, span=16, most=256, x_stages=5, w_stages=2)),
         )
         for kind, scaled in (("bf16", False), ("scaled", True))
     },
     **{
         f"fp8_{span}": (
-            Plan(eight=True, scaled=True, span=span, most=64, x_stages=10, w_stages=6),
-            Plan(eight=True, scaled=True, span=span, most=192, x_stages=6, w_stages=2),
+            (64.0, Plan(eight=True, scaled=True, span=span, most=64, x_stages=10, w_stages=6)),
+            (inf, Plan(eight=True, scaled=True, span=span, most=192, x_stages=6, w_stages=2)),
         )
         for span in (16, 32)
     },
 }
-"""By what rows are: the plan of few rows a slot, and that of many.
+"""By what rows are: the likely rows of a slot up to which a plan is the fastest on an H200, and the plan.
 
 Rows of `scaled` and of `fp8_<span>` are E4M3 codes with scales, multiplied as bf16 and as they are.
 """
 
-FEW_ROWS = 64
-"""Likely rows of a slot up to which the first plan is the faster one; either takes any number."""
-
 
 def plan_for(kind: str, batch: ExpertBatch) -> Plan:
-    """The plan of `PLANS[kind]` that suits the batch; either computes any."""
-    few, many = PLANS[kind]
-    return few if batch.rows_a_slot <= FEW_ROWS else many
+    """The plan of `PLANS[kind]` that suits the batch; every one computes any number of rows."""
+    return next(plan for most, plan in PLANS[kind] if batch.rows_a_slot <= most)
 
 
 @dataclass(frozen=True)

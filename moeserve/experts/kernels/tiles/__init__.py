@@ -1,4 +1,8 @@
-"""Tile sizes of our GPU kernels, measured once a device and shipped as data: `tile_for`, `few_tile_for`."""
+"""What was measured of our GPU kernels once a device, shipped as data.
+
+`kernel_ranges`: which kernel of a family is the fastest with how many rows. `tile_for`, `few_tile_for`: the
+tile of one kernel.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,10 @@ from importlib.resources import files
 from math import inf
 from typing import Any
 
+from moeserve.experts.kernel import KernelRange
+
 MEASURED = "NVIDIA H200"
 """The device whose tiles a Hopper that was never measured gets; they fit every one."""
-
-FEW_A_SLOT = 6
-"""Most rows a slot that the kernel for few rows was measured to be faster with."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,17 @@ def tile_for(device: str, kind: str, rows_per_slot: float) -> Tile:
     return next(tile for most, tile in table if rows_per_slot <= most)
 
 
-def few_tile_for(device: str, kind: str, rows: float, slots: int) -> FewTile | None:
-    """The tile of the kernel for few rows; None where it was not measured to be faster than the other."""
+def few_tile_for(device: str, kind: str, rows: float) -> FewTile:
+    """The tile of the kernel for few rows in steps of at most `rows` rows, of all slots, on `device`."""
     tables = _few_tables()
     table = tables.get(device, tables[MEASURED])[kind]
-    if rows > FEW_A_SLOT * slots:
-        return None
-    return next((tile for most, tile in table if rows <= most), None)
+    return next(tile for most, tile in table if rows <= most)
+
+
+def kernel_ranges(family: str, device: str) -> tuple[KernelRange, ...]:
+    """The ranges of the kernels of `family` on `device`, the first that covers a step decides."""
+    tables = _range_tables()
+    return tables.get(device, tables[MEASURED])[family]
 
 
 @cache
@@ -60,23 +67,40 @@ def _tables() -> dict[str, dict[str, list[tuple[float, Tile]]]]:
     """By device and kind of weights: (most rows a slot, tile), ascending."""
     return {
         read["device"]: {
-            kind: [(inf if most is None else most, Tile(*numbers)) for most, numbers in rows]
-            for kind, rows in read["tiles"].items()
+            kind: [(_most(most), Tile(*numbers)) for most, numbers in entries]
+            for kind, entries in read["tiles"].items()
         }
         for read in _read("tiles")
     }
 
 
 @cache
-def _few_tables() -> dict[str, dict[str, list[tuple[float, FewTile | None]]]]:
-    """By device and kind: (most rows of a step, tile), ascending; a range may have none."""
+def _few_tables() -> dict[str, dict[str, list[tuple[float, FewTile]]]]:
+    """By device and kind of weights: (most rows of a step, tile), ascending."""
     return {
         read["device"]: {
-            kind: [(most, None if numbers is None else FewTile(*numbers)) for most, numbers in rows]
-            for kind, rows in read["few"].items()
+            kind: [(_most(most), FewTile(*numbers)) for most, numbers in entries]
+            for kind, entries in read["few"].items()
         }
         for read in _read("few")
     }
+
+
+@cache
+def _range_tables() -> dict[str, dict[str, tuple[KernelRange, ...]]]:
+    """By device and family: ranges, the first of those that cover a step decides."""
+    return {
+        read["device"]: {
+            family: tuple(KernelRange(name, least, *map(_most, most)) for name, least, *most in entries)
+            for family, entries in read["kernels"].items()
+        }
+        for read in _read("kernels")
+    }
+
+
+def _most(bound: float | None) -> float:
+    """A bound of a table; null is none."""
+    return inf if bound is None else bound
 
 
 def _read(what: str) -> list[dict[str, Any]]:

@@ -12,10 +12,10 @@ import triton
 from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertShape
-from moeserve.experts.kernels.stored import SUMMED, Rounding, Stored
 from moeserve.experts.kernels.triton import dequant_gemm, rounding, rows
-from moeserve.experts.kernels.triton.words import WORDS
+from moeserve.experts.kernels.triton.stored import SUMMED, Rounding, Stored
 from moeserve.experts.kernels.triton.work import most_groups, parameters, work_list
+from moeserve.quant.layouts.word_codes import WORDS
 
 FINE = {torch.float32: "f32", torch.float8_e4m3fn: "e4m3", torch.uint8: "e8m0"}
 """How fine scales are decoded, by what they are stored as."""
@@ -80,7 +80,7 @@ def _outer(stored: Stored, *, words: bool) -> str:
 
 
 @dataclass(frozen=True)
-class Step:
+class DequantStep:
     """A batch cut into groups of at most `cut.rows` rows of one slot; nothing is read on the host."""
 
     batch: ExpertBatch

@@ -4,7 +4,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moeserve.experts.kernels.codes import REST
+from moeserve.quant.layouts.hopper_fp4 import REST
 
 # An E2M1 code becomes a bf16 of 2^-126 times its value by moving its bits: sign to 15, magnitude to 8..6.
 # Of a half of a word three codes stand so that one turn and one mask do it; what they leave of two words

@@ -45,7 +45,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Step:
+class GroupedStep:
     """A batch cut into groups of at most `tile.rows` rows of one slot; nothing is read on the host."""
 
     batch: ExpertBatch

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from moeserve.experts.bank import Bank
 from moeserve.experts.checksum import Slot, slot_checksum, slot_checksums
 from moeserve.experts.placement import EMPTY
-from moeserve.runtime.control.orders import Copy, Order, Staged, Vote
+from moeserve.runtime.control.orders import ExpertCopy, StagedCopy, StageOrder, Vote
 from moeserve.runtime.control.stream import StreamClosed
 from moeserve.runtime.rank.weights.copies import Abandoned, Copier
 from moeserve.runtime.rank.weights.peers import PeerRefused, Peers
@@ -20,17 +20,17 @@ from moeserve.runtime.rank.weights.peers import PeerRefused, Peers
 log = logging.getLogger(__name__)
 
 RELEASE_SECONDS = 10.0
-TRIES = 3  # copies of one expert from one place whose checksum may be wrong, before the next place is asked
+TRIES = 3  # copies of one expert by one path whose checksum may be wrong, before the next path is tried
 
 
-Wanted = tuple[Copy, Slot]
+CopyInto = tuple[ExpertCopy, Slot]
 """What is copied, and the staging storage it goes to."""
-Fetch = Callable[[list[Wanted]], list[str]]
+Fetch = Callable[[list[CopyInto]], list[str]]
 """Fills the storage of each, and returns the owner's checksum of each."""
 
 
 class Corrupted(RuntimeError):
-    """No place gave an expert whose checksum is its owner's."""
+    """No path gave an expert whose checksum is its owner's."""
 
 
 class Mover:
@@ -42,20 +42,21 @@ class Mover:
 
     def __init__(
         self,
-        place: Place,
+        sources: CopySources,
         copier: Copier,
-        vote: Callable[[Vote], None],
-        wrong: Callable[[Order, str], None],
+        send_vote: Callable[[Vote], None],
+        report_corruption: Callable[[StageOrder, str], None],
     ) -> None:
-        self._place, self._copier, self._vote, self._wrong = place, copier, vote, wrong
-        self._orders: queue.SimpleQueue[Order | Vote | threading.Event | None] = queue.SimpleQueue()
+        self._sources, self._copier = sources, copier
+        self._send_vote, self._report_corruption = send_vote, report_corruption
+        self._orders: queue.SimpleQueue[StageOrder | Vote | threading.Event | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # around what is wanted and what is staged: commit against abandon
-        self._wanted: Order | None = None
+        self._wanted: StageOrder | None = None
         self._ready: Vote | None = None
         self._thread = threading.Thread(target=self._run, name="mover", daemon=True)
         self._thread.start()
 
-    def stage(self, order: Order) -> None:
+    def stage(self, order: StageOrder) -> None:
         """Begins to prepare `order`; one that was under way is dropped."""
         with self._lock:
             self._wanted = order
@@ -67,7 +68,7 @@ class Mover:
         with self._lock:
             self._wanted = self._ready = None
             self._copier.abandoned.set()
-            self._place.bank.abandon()  # storage a copy may still run into is kept until the next order
+            self._sources.bank.abandon()  # storage a copy may still run into is kept until the next order
 
     def release(self) -> None:
         """Gives up links to peers and what was mapped of their memory; while no step and no copy runs.
@@ -91,8 +92,8 @@ class Mover:
             if vote is None or vote.order.change != change:
                 staged = "nothing" if vote is None else f"change {vote.order.change}"
                 raise RuntimeError(f"change {change} is committed, and {staged} is staged")
-            self._place.bank.commit()
-            self._place.bank.allow(self._place.staging_slots)
+            self._sources.bank.commit()
+            self._sources.bank.allow(self._sources.staging_slots)
         self._orders.put(vote)
 
     def close(self) -> None:
@@ -103,19 +104,19 @@ class Mover:
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
             if isinstance(order, threading.Event):
-                self._place.peers.close()
+                self._sources.peers.close()
                 order.set()
                 continue
             try:
                 if isinstance(order, Vote):
-                    self._prove(order)
+                    self._verify(order)
                 else:
                     self._vote_on(order)
             except StreamClosed:
                 break  # the coordinator is gone
-        self._place.peers.close()
+        self._sources.peers.close()
 
-    def _vote_on(self, order: Order) -> None:
+    def _vote_on(self, order: StageOrder) -> None:
         """Prepares an order and votes, unless it is abandoned meanwhile."""
         try:
             self._begin(order)
@@ -130,18 +131,18 @@ class Mover:
         except Exception as error:  # said to the coordinator, which abandons the epoch
             log.warning("epoch %d cannot be prepared", order.epoch, exc_info=error)
             vote = Vote(order, (), f"{type(error).__name__}: {error}")
-        self._vote(vote)
+        self._send_vote(vote)
 
-    def _begin(self, order: Order) -> None:
+    def _begin(self, order: StageOrder) -> None:
         with self._lock:
             if self._wanted is not order:
                 raise Abandoned
             self._copier.abandoned.clear()
-            self._place.bank.abandon()
-            self._place.bank.allow(max(len(order.copies), self._place.staging_slots))
-        self._place.use_weights(order.weights)
+            self._sources.bank.abandon()
+            self._sources.bank.allow(max(len(order.copies), self._sources.staging_slots))
+        self._sources.use_weights(order.weights)
 
-    def _prove(self, vote: Vote) -> None:
+    def _verify(self, vote: Vote) -> None:
         """Says which slots do not hold what was staged; slots that cannot be read count as wrong."""
         try:
             wrong = self._differing(vote)
@@ -150,10 +151,10 @@ class Mover:
             wrong = f"layer {vote.order.layer} cannot be read after its commit: {error}"
         if wrong:
             log.error("%s", wrong)
-            self._wrong(vote.order, wrong)
+            self._report_corruption(vote.order, wrong)
 
     def _differing(self, vote: Vote) -> str:
-        bank, order = self._place.bank, vote.order
+        bank, order = self._sources.bank, vote.order
         self._copier.after_commit(bank)
         with self._copier.stream():
             found = bank.checksums(order.layer, [one.slot for one in vote.staged])
@@ -164,19 +165,19 @@ class Mover:
             if checksum != one.checksum
         )
 
-    def _copied(self, order: Order) -> Iterator[Staged]:
+    def _copied(self, order: StageOrder) -> Iterator[StagedCopy]:
         """Stages every copy, those of one rank together."""
-        rooms = {copy.slot: self._place.bank.room(order.layer, copy.slot) for copy in order.copies}
-        self._copier.after_commit(self._place.bank)
+        rooms = {copy.slot: self._sources.bank.room(order.layer, copy.slot) for copy in order.copies}
+        self._copier.after_commit(self._sources.bank)
         for rank in sorted({copy.source[0] for copy in order.copies}):
             copies = [copy for copy in order.copies if copy.source[0] == rank]
             yield from self._copied_from(order, rank, [(copy, rooms[copy.slot]) for copy in copies])
 
-    def _copied_from(self, order: Order, rank: int, left: list[Wanted]) -> Iterator[Staged]:
-        """Stages experts of `rank` by the first way that gives each right."""
+    def _copied_from(self, order: StageOrder, rank: int, left: list[CopyInto]) -> Iterator[StagedCopy]:
+        """Stages experts of `rank` by the first path that gives each right."""
         problems: list[str] = []
         corrupted = {copy.slot: 0 for copy, _ in left}
-        for path, fetch in self._place.ways(order, rank, self._copier):
+        for path, fetch in self._sources.paths(order, rank, self._copier):
             for _ in range(TRIES):
                 started = time.perf_counter()
                 try:
@@ -191,7 +192,7 @@ class Mover:
                     if checksum == owner:
                         size = sum(tensor.nbytes for tensor in room.values())
                         times = corrupted[copy.slot]
-                        yield Staged(copy.slot, copy.expert, checksum, path, size, seconds, times)
+                        yield StagedCopy(copy.slot, copy.expert, checksum, path, size, seconds, times)
                         continue
                     wrong.append((copy, room))
                     corrupted[copy.slot] += 1
@@ -207,8 +208,8 @@ class Mover:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    """Where one rank's copies come from and go to."""
+class CopySources:
+    """Where one rank's copies come from (itself, its peers, the disk), and the bank they go to."""
 
     rank: int
     host_id: str
@@ -219,8 +220,8 @@ class Place:
     use_weights: Callable[[Sequence[str]], None]
     read: Callable[[int, int, int], Slot]  # (decoder layer, expert, version) -> prepared, from disk
 
-    def ways(self, order: Order, rank: int, copier: Copier) -> Iterator[tuple[str, Fetch]]:
-        """The ways to get experts that `rank` holds, the fastest first."""
+    def paths(self, order: StageOrder, rank: int, copier: Copier) -> Iterator[tuple[str, Fetch]]:
+        """How to get experts that `rank` holds: the name and the copy of each path, the fastest first."""
         if rank == self.rank:
             yield "own", lambda wanted: self._own(order.layer, wanted, copier)
         elif rank != EMPTY:
@@ -230,12 +231,12 @@ class Place:
             yield "stream", lambda wanted: self.peers.fetch(address, *_asked(order, wanted), copier)
         yield "disk", lambda wanted: self._disk(order, wanted, copier)
 
-    def _own(self, layer: int, wanted: list[Wanted], copier: Copier) -> list[str]:
+    def _own(self, layer: int, wanted: list[CopyInto], copier: Copier) -> list[str]:
         copier.copy([(self.bank.slot(layer, copy.source[1]), room) for copy, room in wanted])
         with copier.stream():
             return self.bank.checksums(layer, [copy.source[1] for copy, _ in wanted])
 
-    def _disk(self, order: Order, wanted: list[Wanted], copier: Copier) -> list[str]:
+    def _disk(self, order: StageOrder, wanted: list[CopyInto], copier: Copier) -> list[str]:
         found = []
         for copy, room in wanted:
             with copier.stream():
@@ -245,6 +246,6 @@ class Place:
         return found
 
 
-def _asked(order: Order, wanted: list[Wanted]) -> tuple[int, list[int], list[Slot]]:
+def _asked(order: StageOrder, wanted: list[CopyInto]) -> tuple[int, list[int], list[Slot]]:
     """Decoder layer, slots of the owner, and the rooms they go to."""
     return order.layer, [copy.source[1] for copy, _ in wanted], [room for _, room in wanted]

@@ -139,7 +139,7 @@ class Peers:
         return [str(checksum) for checksum in reply["checksums"]]
 
     def map(self, address: str, layer: int, slots: list[int], rooms: list[Slot], copier: Copier) -> list[str]:
-        """The same between GPUs of one host: the peer's storage is mapped, and copied by this GPU."""
+        """Copies as `fetch` does, between GPUs of one host: this GPU maps the peer's storage and reads it."""
         unknown = [slot for slot in slots if (address, layer, slot) not in self._mapped]
         asked = {"layer": layer, "slots": slots, "how": "cuda_ipc", "unknown": unknown}
         reply = self._ask(address, asked)

@@ -8,28 +8,8 @@ import torch
 
 from moeserve.quant.format import WHOLE, Format, Part
 from moeserve.quant.formats import fp8, int8, mx
-from moeserve.quant.formats.int4_fp8 import INT4_FP8
-from moeserve.quant.formats.nvfp4 import NVFP4, NVFP4_STATIC
-
-ELEMENTS: dict[Format, str] = {
-    mx.MXFP4: "e2m1",
-    NVFP4: "e2m1",
-    mx.MXFP6_E3M2: "e3m2",
-    mx.MXFP6_E2M3: "e2m3",
-    mx.MXINT8: "int8_64ths",
-    INT4_FP8: "signed_int4",
-}
-"""Elements whose dtype does not tell what they are."""
-
-ELEMENT_OF = {
-    torch.bfloat16: "float",
-    torch.float16: "float",
-    torch.float8_e4m3fn: "e4m3",
-    torch.float8_e4m3fnuz: "e4m3fnuz",
-    torch.float8_e5m2: "e5m2",
-    torch.int8: "int8",
-    torch.uint8: "int4",
-}
+from moeserve.quant.formats.nvfp4 import NVFP4_STATIC
+from moeserve.quant.layouts.word_codes import element_of
 
 INTEGERS = frozenset({"int8", "int4", "signed_int4"})
 SUMMED = 128
@@ -54,8 +34,7 @@ class Stored:
         zero, order = parts.pop("zero", None), parts.pop("order", None)
         fine = next((part for part in parts.values() if part.columns != WHOLE), None)
         outer = next((part for part in parts.values() if part.columns == WHOLE), None)
-        element = ELEMENTS.get(form, ELEMENT_OF[form.dtype])
-        return cls(element, fine, outer, zero, order is not None, exact)
+        return cls(element_of(form), fine, outer, zero, order is not None, exact)
 
     @property
     def span(self) -> int:

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights
-from moeserve.experts.kernels.hopper import flat
-from moeserve.experts.kernels.stored import ROUNDINGS
+from moeserve.experts.kernels.support.hopper import flat
+from moeserve.experts.kernels.triton.stored import ROUNDINGS
 from moeserve.quant.elements import encode_fp8
 from moeserve.quant.format import Format, Packed
 from moeserve.quant.formats.floats import FLOATS
@@ -27,7 +27,7 @@ from moeserve.quant.layouts import layout_named
 from moeserve.quant.layouts.padding import RULES, Padded
 
 if TYPE_CHECKING:
-    from moeserve.experts.kernels.triton.dequant_step import Step
+    from moeserve.experts.kernels.triton.dequant_step import DequantStep
 
 ON_DEVICE = frozenset({FP8_TOKEN, FP8_STATIC, FP8_GROUP, FP8_GROUP_UE8M0})
 """Formats whose codes and float32 scales our device code writes."""
@@ -108,12 +108,12 @@ class LibraryStep:
         return shape.activation.apply(between).to(dtype)
 
     @cached_property
-    def _step(self) -> Step | None:
+    def _step(self) -> DequantStep | None:
         if self.tokens.device.type != "cuda" or not _has_triton():
             return None
-        from moeserve.experts.kernels.triton.dequant_step import Step, cut_for
+        from moeserve.experts.kernels.triton.dequant_step import DequantStep, cut_for
 
-        return Step(self.batch, self.capacity, cut_for(self.batch.rows_a_slot))
+        return DequantStep(self.batch, self.capacity, cut_for(self.batch.rows_a_slot))
 
 
 @cache

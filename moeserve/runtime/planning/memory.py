@@ -1,0 +1,79 @@
+"""What a rank's device memory is for: planned from sizes alone, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moeserve.dispatch.permute import row_capacity
+from moeserve.experts.batch import Grouping
+from moeserve.runtime.config import BalanceConfig
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.planning.layers import dispatch_spec
+from moeserve.runtime.planning.plan import DispatchSpan, Plan
+from moeserve.runtime.served import Served
+
+WEIGHTS, STAGING, DISPATCH, GRAPHS = "weights", "staging", "dispatch", "graphs"
+WORKSPACE, CACHED = "workspace", "cached"
+
+PURPOSES = {
+    WEIGHTS: "prepared experts in this rank's slots",
+    STAGING: "experts that are being copied in for the next epoch",
+    DISPATCH: "dispatchers' own buffers, as far as they are known without their libraries",
+    GRAPHS: "memory pools of recorded steps",
+    WORKSPACE: "what a step works in, and tables of routing and load",
+    CACHED: "blocks that torch keeps for its next allocation",
+}
+"""What a rank's device memory is for."""
+
+
+def planned_bytes(served: Served, plans: Mapping[int, Plan], balance: BalanceConfig) -> dict[str, int]:
+    """Bytes of a rank by purpose: `weights`, `staging`, `dispatch` and `workspace`.
+
+    Weights are counted in the scheme's format, which a kernel may pack a few percent tighter or wider. The
+    workspace is that of the largest step: its batch, what the first GEMM gives, and answers twice; it comes
+    and goes with steps. Raises ValueError where redundant experts do not divide over the ranks.
+    """
+    mesh, experts_of_layer = served.mesh, served.checkpoint.num_experts
+    first = Epoch.first(mesh, len(served.layers), experts_of_layer, balance.redundant_experts)
+    slots = first.placement.slots_per_rank
+    experts = {layer: expert_bytes(plan) for layer, plan in plans.items()}
+    made = {id(plan): plan for plan in plans.values()}.values()
+    steps = [step_bytes(plan, span, slots) for plan in made for span in plan.dispatchers]
+    return {
+        WEIGHTS: slots * sum(experts.values()),
+        STAGING: balance.staging_slots * max(experts.values(), default=0),
+        DISPATCH: dispatch_bytes(served, plans, slots),
+        WORKSPACE: max(steps, default=0),
+    }
+
+
+def expert_bytes(plan: Plan) -> int:
+    """Bytes of one expert of a layer, or of a rank's slice of it, as the scheme stores it."""
+    shape, weights = plan.problem.shape, plan.problem.scheme.weights
+    biases = 4 * (shape.gate_up_rows + shape.hidden) if shape.bias else 0
+    gate_up = weights.nbytes((shape.gate_up_rows, shape.hidden))
+    return gate_up + weights.nbytes((shape.hidden, shape.inner)) + biases
+
+
+def dispatch_bytes(served: Served, plans: Mapping[int, Plan], slots: int) -> int:
+    """Bytes of the buffers of all dispatchers that serve; layers of the same sizes share theirs."""
+    built = {}
+    for plan in {id(plan): plan for plan in plans.values()}.values():
+        for span in plan.dispatchers:
+            if span.dispatcher.buffer_bytes is not None:
+                spec = dispatch_spec(served, plan, span, (0, slots, plan.machine.device))
+                built[span.dispatcher.name, spec] = span.dispatcher.buffer_bytes(spec)
+    return sum(built.values())
+
+
+def step_bytes(plan: Plan, span: DispatchSpan, slots: int) -> int:
+    """Bytes that a step of as many rows as `span` serves works in on one rank, about."""
+    problem, shape = plan.problem, plan.problem.shape
+    arrived = problem.ranks * span.up_to
+    rows = slots * arrived
+    if span.dispatcher.grouping is Grouping.RAGGED:
+        rows = row_capacity(arrived, problem.top_k, slots, plan.kernel.row_align)
+    plain = problem.model_format
+    batch, answers = span.wire.nbytes((rows, shape.hidden)), 2 * plain.nbytes((rows, shape.hidden))
+    inner = plain.nbytes((rows, shape.gate_up_rows)) + plain.nbytes((rows, shape.inner))
+    return batch + answers + inner

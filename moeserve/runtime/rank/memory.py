@@ -1,0 +1,37 @@
+"""What a rank's device memory is held for now, by purpose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moeserve.experts.bank import Bank
+from moeserve.runtime.planning.memory import CACHED, DISPATCH, GRAPHS, STAGING, WEIGHTS, WORKSPACE
+
+
+def held_bytes(bank: Bank, dispatch: int, device: str, pool: Any = None) -> dict[str, int]:
+    """Bytes by each of `PURPOSES`; `dispatch` is what dispatchers' buffers take, `pool` the graphs' pool.
+
+    On a CPU torch keeps no account: workspace, graphs and cached are 0 there. CUDA's own context, compiled
+    kernels and libraries that allocate by themselves are in none of them.
+    """
+    held = {WEIGHTS: bank.slots_nbytes, STAGING: bank.staging_nbytes, DISPATCH: dispatch}
+    if device == "cpu":
+        return held | {GRAPHS: 0, WORKSPACE: 0, CACHED: 0}
+    segments = [] if pool is None else torch.cuda.memory_snapshot(pool)  # type: ignore[no-untyped-call]
+    recorded = sum(int(segment["total_size"]) for segment in segments)
+    in_use = sum(int(segment["allocated_size"]) for segment in segments)
+    allocated = torch.cuda.memory_allocated(device) - in_use
+    reserved = torch.cuda.memory_reserved(device) - recorded
+    return held | {
+        GRAPHS: recorded,
+        WORKSPACE: max(0, allocated - held[WEIGHTS] - held[STAGING]),
+        CACHED: max(0, reserved - allocated),
+    }
+
+
+def release_cached(device: str) -> None:
+    """Gives back what torch keeps for its next allocation, once loading or warming is over."""
+    if device != "cpu":
+        torch.cuda.empty_cache()

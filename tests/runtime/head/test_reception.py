@@ -1,0 +1,175 @@
+"""Ranks' streams at the head: who takes a seat gives it up again, and an end stays an end."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from houses import house_config
+
+from moeserve.proto import heap
+from moeserve.runtime.control.stream import Stream, StreamClosed, connect
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.head import reception
+from moeserve.runtime.head.coordinator import Coordinator, Progress
+from moeserve.runtime.head.sequencer import Pace
+from moeserve.runtime.launch.head_process import HeadProcess
+from moeserve.runtime.mesh import Mesh
+
+TOKEN, SECONDS = "a token", 5.0
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    epoch = Epoch.first(Mesh(2, 1, 2), layers=1, experts=4)
+    made = Coordinator(epoch, (0,), Pace(8, 16), "127.0.0.1", TOKEN)
+    made.start()
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def introduced(coordinator: Coordinator, rank: int, **more: Any) -> Stream:
+    """The stream of a rank that has said hello."""
+    stream = connect(coordinator.address, SECONDS)
+    hello = {"kind": "hello", "rank": rank, "token": TOKEN, "pid": 7, "address": "", "host_id": "here"}
+    stream.send(hello | more)
+    return stream
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Returns once it is true, within SECONDS."""
+    limit = time.monotonic() + SECONDS
+    while not true():
+        if time.monotonic() > limit:
+            raise AssertionError(f"not true within {SECONDS:g} s")
+        time.sleep(0.01)
+
+
+def closed_within(stream: Stream, seconds: float) -> bool:
+    """Whether the head closes the stream, whatever it sends before."""
+    stream._socket.settimeout(seconds)
+    try:
+        while True:
+            stream.receive()
+    except StreamClosed as closed:
+        return "timed out" not in str(closed)
+
+
+def failed(coordinator: Coordinator, refusal: str) -> None:
+    """Has the group fail: rank 1 says that it cannot start."""
+    with_reason = introduced(coordinator, 1, refused=refusal)
+    until(lambda: coordinator.progress().state == "failed")
+    with_reason.close()
+
+
+def test_a_seat_is_given_up_when_its_thread_cannot_go_on(coordinator: Coordinator) -> None:
+    stream = introduced(coordinator, 0)
+    until(lambda: 0 in coordinator.seats())
+    stream.send({"kind": "report", "generation": 0, "steps": float("inf"), "expert_rows": 0, "load": []})
+    until(lambda: not coordinator.seats())
+    assert "rank 0 (pid 7) is lost" in coordinator.progress().reason
+    stream.close()
+
+
+def test_a_seat_is_given_up_when_taking_it_fails(coordinator: Coordinator) -> None:
+    def broken(progress: object) -> None:
+        coordinator.on_change = lambda progress: None
+        raise RuntimeError("a listener of the state fails")
+
+    coordinator.on_change = broken
+    stream = introduced(coordinator, 0)
+    assert closed_within(stream, SECONDS)
+    until(lambda: not coordinator.seats())
+    again = introduced(coordinator, 0)
+    until(lambda: 0 in coordinator.seats())
+    again.close()
+
+
+def test_a_lost_rank_leaves_the_reason_of_a_failure(coordinator: Coordinator) -> None:
+    stream = introduced(coordinator, 0)
+    until(lambda: 0 in coordinator.seats())
+    failed(coordinator, "rank 1 cannot start: no memory")
+    stream.close()
+    until(lambda: not coordinator.seats())
+    assert (coordinator.progress().state, coordinator.progress().reason) == (
+        "failed",
+        "rank 1 cannot start: no memory",
+    )
+    with pytest.raises(RuntimeError, match="no memory"):
+        coordinator.wait_serving(SECONDS)
+
+
+def test_votes_that_come_after_a_failure_change_nothing(coordinator: Coordinator) -> None:
+    streams = [introduced(coordinator, rank) for rank in range(2)]
+    generation = {stream.receive()["generation"] for stream in streams}.pop()
+    failed(coordinator, "rank 1 cannot start: no memory")
+    for stream in streams:
+        stream.send({"kind": "prepared", "generation": generation, "bytes_read": 0, "weight_bytes": 0})
+        stream.send({"kind": "nonsense", "generation": generation})  # heard, then refused: the votes were too
+        assert closed_within(stream, SECONDS)
+    assert coordinator.progress().state == "failed"
+
+
+def test_a_rank_that_comes_again_takes_the_seat_and_the_old_stream_ends(coordinator: Coordinator) -> None:
+    old = introduced(coordinator, 0)
+    until(lambda: 0 in coordinator.seats())
+    new = introduced(coordinator, 0, pid=8)
+    assert closed_within(old, SECONDS)
+    until(lambda: coordinator.seats()[0].pid == 8)
+    new.close()
+
+
+def test_a_stranger_that_says_nothing_is_not_waited_for(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reception, "HELLO_SECONDS", 0.1, raising=False)
+    silent = connect(coordinator.address, SECONDS)
+    assert closed_within(silent, SECONDS)
+    slow = introduced(coordinator, 0)  # and who has said hello may be silent as long as it likes
+    until(lambda: 0 in coordinator.seats())
+    time.sleep(0.3)
+    assert 0 in coordinator.seats()
+    slow.close()
+
+
+def test_the_head_leaves_its_callers_process_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[object] = []
+
+    def opened(name: str | None) -> ctypes.CDLL:
+        loaded.append(name)
+        return ctypes.CDLL(name)
+
+    monkeypatch.setattr(heap, "ctypes", SimpleNamespace(CDLL=opened))
+    make_checkpoint("qwen3_moe", tmp_path)
+    before = sys.getswitchinterval()
+    head = HeadProcess(house_config(tmp_path), "127.0.0.1")
+    try:
+        assert sys.getswitchinterval() == before
+        assert not loaded
+    finally:
+        head.stop()
+        sys.setswitchinterval(before)
+
+
+def test_the_group_fails_with_the_reason_when_its_pace_cannot_go_on(coordinator: Coordinator) -> None:
+    def broken(progress: Progress) -> None:
+        if progress.state == "preparing":
+            raise RuntimeError("a listener of the state fails")
+
+    coordinator.on_change = broken
+    streams = [introduced(coordinator, rank) for rank in range(2)]
+    with pytest.raises(RuntimeError, match="RuntimeError: a listener of the state fails"):
+        coordinator.wait_serving(SECONDS)
+    for stream in streams:
+        stream.close()
