@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from moeserve.cli.tables import table
+from moeserve.cli.shown.tables import table
 
 HERE = Path(__file__).resolve().parent
 PAGES = {

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from moeserve.device.nvrtc import U64, Program
+from moeserve.device.arguments import Arguments
+from moeserve.device.nvrtc import Program
 from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.peers.memory import PeerMemory
 from moeserve.dispatch.peers.wires import RowRecord
@@ -17,19 +18,23 @@ Step = Callable[[], object]
 
 CEILING_BYTES = 64 << 20  # to each peer
 
-STORES = r"""
-typedef unsigned long long u64;
-
-extern "C" __global__ void store_to_all(const u64* memory, const uint4* from, int rank, int ranks,
-                                        u64 words) {
+STORED = Arguments(
+    "StoreArguments", memory="const u64*", rows="const uint4*", rank="int", ranks="int", words="u64"
+)
+STORES = (
+    f"typedef unsigned long long u64;\n{STORED.text}"
+    + r"""
+extern "C" __global__ void store_to_all(const __grid_constant__ StoreArguments args) {
+  const int rank = args.rank, ranks = args.ranks;
+  const u64 words = args.words;
   for (u64 i = blockIdx.x * 4096ull + threadIdx.x; i < words; i += gridDim.x * 4096ull) {
     uint4 word[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      if (i + 1024 * j < words) word[j] = from[i + 1024 * j];
+      if (i + 1024 * j < words) word[j] = args.rows[i + 1024 * j];
     for (int step = 1; step < ranks; ++step) {
       const int to = (rank + step) % ranks;
-      uint4* at = (uint4*)memory[to] + rank * words;
+      uint4* at = (uint4*)args.memory[to] + rank * words;
 #pragma unroll
       for (int j = 0; j < 4; ++j)
         if (i + 1024 * j < words) at[i + 1024 * j] = word[j];
@@ -37,16 +42,23 @@ extern "C" __global__ void store_to_all(const u64* memory, const uint4* from, in
   }
 }
 """
+)
 
 
 def ceiling(rank: int, ranks: int, timed: Callable[[Step], float]) -> float:
     """GB/s that each GPU stores to its peers while all of them do."""
     memory = PeerMemory(ranks * CEILING_BYTES, rank, ranks, "cuda")
     source = torch.zeros(CEILING_BYTES, dtype=torch.uint8, device="cuda")
-    function = Program(STORES).function("store_to_all")
+    function = Program(STORES).function("store_to_all", STORED)
     blocks = torch.cuda.get_device_properties(rank).multi_processor_count
-    args = [memory.pointers, source, rank, ranks, U64(CEILING_BYTES // 16)]
-    microseconds = timed(lambda: function.launch(blocks, 1024, args))
+    given = {
+        "memory": memory.pointers,
+        "rows": source,
+        "rank": rank,
+        "ranks": ranks,
+        "words": CEILING_BYTES // 16,
+    }
+    microseconds = timed(lambda: function.launch(blocks, 1024, given))
     dist.barrier()
     memory.close()
     return (ranks - 1) * CEILING_BYTES / microseconds / 1e3

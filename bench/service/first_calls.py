@@ -1,6 +1,6 @@
 """What the first call costs on one rank, and the first of each size, beside a call that is made again.
 
-    python bench/service/first_calls.py [--device cuda|cpu] [--hidden 2048] [--inner 768] [--experts 64]
+    python -m bench.service.first_calls [--device cuda|cpu] [--hidden 2048] [--inner 768] [--experts 64]
                                         [--graph-rows 256] [--cold]
 
 Serves a random Qwen3-MoE-shaped checkpoint of two layers from one rank and asks it over gRPC, a lane, with
@@ -77,8 +77,10 @@ def report(title: str, call: Callable[[int], object], most: int) -> None:
 def over_grpc(folder: str, args: argparse.Namespace) -> None:
     """A service of one rank, as callers see it."""
     from moeserve.proto.client import MoeClient
+    from moeserve.runtime.launch.environment import tune_process
     from moeserve.runtime.launch.local_cluster import LocalCluster
 
+    tune_process()
     began = time.perf_counter()
     with LocalCluster(config_of(folder, args)) as cluster, MoeClient(cluster.address, timeout=300) as client:
         print(f"serving after {time.perf_counter() - began:.2f} s", flush=True)

@@ -169,7 +169,10 @@ def main() -> None:
             }
         )
         if args.launcher == "local":
+            from moeserve.runtime.launch.environment import tune_process
             from moeserve.runtime.launch.local_cluster import LocalCluster as Cluster
+
+            tune_process()  # the head lives in this process, as in that of `moeserve serve`
         else:
             from moeserve.runtime.launch.ray_cluster import RayCluster as Cluster
         started = time.monotonic()

@@ -40,6 +40,7 @@ from moeserve.quant.formats import FP8_BLOCK
 from moeserve.quant.formats.nvfp4 import NVFP4
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.rebalancer import Cycle
+from moeserve.runtime.launch.environment import tune_process
 from moeserve.runtime.launch.local_cluster import LocalCluster
 from moeserve.runtime.telemetry.metrics import PHASES
 
@@ -304,6 +305,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         make_checkpoint(path, size, args.weights)
+        tune_process()  # the head lives in this process, as in that of `moeserve serve`
         with LocalCluster(config_of(args, path, size)) as house:
             results, wrong = measure(house, args, path, size)
     write(results)

@@ -27,21 +27,21 @@ from moeserve.quant.formats.floats import FLOATS
 __all__ = ["Checkpoint", "CheckpointError"]
 
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Where producers put the quantization config when config.json has none."""
+"""Files in which producers put the quantization config when config.json has none."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Checkpoint:
-    """A Hugging Face checkpoint directory: its experts' shapes and routing, and their weights as slices are
-    asked for.
+    """A Hugging Face checkpoint directory: shapes and routing of its experts, and their weights on request.
 
-    Opening reads config.json and the safetensors headers only, and compares the two. CheckpointError (a
-    ValueError) names what the directory, the config or a tensor lacks, or has otherwise than the model's
-    family and its quantization say. Weights are read through a memory map, and only those that are asked for.
+    Opening reads config.json and the safetensors headers only, and compares the two. It raises
+    CheckpointError (a ValueError), which names what the directory, the config or a tensor lacks or has
+    otherwise than the model's family and quantization say. Weights are read through a memory map, and only
+    those that are asked for.
 
     `load_as` names the scheme that experts are quantized to while they are read, whatever they are stored as:
-    `fp8_per_block`, `mxfp4`, `nvfp4 x bf16`, ... ValueError: a scheme that weights cannot be brought to.
+    `fp8_per_block`, `mxfp4`, `nvfp4 x bf16`, ... Raises ValueError for one that weights cannot be brought to.
     """
 
     def __init__(self, path: str | Path, *, load_as: str | None = None) -> None:
@@ -69,7 +69,7 @@ class Checkpoint:
         return partial(Checkpoint, load_as=self._load_as_name), (self.path,)
 
     def sibling(self, path: str | Path) -> Checkpoint:
-        """The checkpoint in another folder, loaded as this one is. Raises CheckpointError."""
+        """Opens the checkpoint in another folder with the same `load_as`. Raises CheckpointError."""
         return Checkpoint(path, load_as=self._load_as_name)
 
     @property
@@ -83,7 +83,7 @@ class Checkpoint:
         return self._store.bytes_read
 
     def scheme(self, layer: int) -> Scheme:
-        """How the experts of `layer` are stored or loaded, and what their activations are rounded to."""
+        """The formats of the experts of `layer` once they are loaded: of weights and of activations."""
         return self._stored(layer).scheme
 
     def expert_nbytes(self, layer: int) -> int:
@@ -99,9 +99,9 @@ class Checkpoint:
         return self._store.entries[name].nbytes
 
     def shape(self, layer: int, slices: int = 1) -> ExpertShape:
-        """One expert of `layer`, or one of `slices` equal slices of it along I.
+        """The shape of one expert of `layer`, or of one of `slices` equal slices of it along I.
 
-        ValueError: I is no multiple of `slices`, or a slice would cut a block of the format.
+        Raises ValueError where I is no multiple of `slices`, or a slice would cut a block of the format.
         """
         stored = self._stored(layer)
         storage, form = stored.storage, stored.scheme.weights
@@ -111,7 +111,7 @@ class Checkpoint:
         spans = [(part.rows, part.columns) for part in form.parts]
         if slices > 1 and keeps(storage.scheme.weights, form):
             spans += [(tensor.rows, tensor.columns) for tensor in storage.tensors]
-        rows = max(rows for rows, _ in spans)  # gate meets up within a block, however it is sliced
+        rows = max(rows for rows, _ in spans)  # gate and up must not share a block of rows, sliced or not
         columns = max(Fraction(columns).numerator for _, columns in spans) if slices > 1 else 1
         for span, side in ((rows, "gate and up rows"), (columns, "down columns")):
             if span > 1 and inner % span:
@@ -122,8 +122,8 @@ class Checkpoint:
     def gate(self, layer: int) -> Gate:
         """The routing of `layer`, with its correction bias where the family has one.
 
-        CheckpointError: no such bias, or another shape; ValueError: settings that the family's router cannot
-        have.
+        Raises CheckpointError for a bias that is missing or has another shape, and ValueError for settings
+        that the family's router cannot have.
         """
         if layer not in self._gates:
             self._stored(layer)
@@ -136,8 +136,8 @@ class Checkpoint:
 
         `part` (index, of) takes slice `index` of `of` along I: rows of gate and of up, columns of down. The
         down bias is in slice 0 and zero in the others, so that the slices' outputs add up to the expert's.
-        ValueError: no such layer, expert or slice; CheckpointError: a file that cannot be read, or a scale
-        that is NaN, infinite or negative.
+        Raises ValueError for an unknown layer, expert or slice, and CheckpointError for a file that cannot be
+        read or a scale that is NaN, infinite or negative.
         """
         stored, (index, of) = self._stored(layer), part
         if not 0 <= index < of:
@@ -166,7 +166,7 @@ class Checkpoint:
         return self._layers[layer]
 
     def _stored_layers(self) -> dict[int, StoredLayer]:
-        """The layers that the config gives experts, each checked against the file."""
+        """Returns the layers that have experts by the config, each checked against the file."""
         depth = required(self.config, "num_hidden_layers")
         found, layers = expert_layers(self._store.entries), {}
         for layer in range(depth):
@@ -237,7 +237,7 @@ def _quantization(path: Path, *configs: Config) -> Quantization:
 
 
 def _expert_dtype(quantization: Config, config: Config) -> dict[str, Any]:
-    """What DeepSeek-V4 says of its experts beside the quantization config, in the words of that config."""
+    """Returns DeepSeek-V4's `expert_dtype`, which stands beside the quantization config, as a key of it."""
     default = "fp4" if config.get("model_type") == "deepseek_v4" else None
     named = quantization.get("expert_dtype", config.get("expert_dtype", default))
     if quantization.get("quant_method") != "fp8" or named in (None, "fp8"):

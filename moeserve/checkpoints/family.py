@@ -1,4 +1,4 @@
-"""Model families as rows: which layers have experts, their size, activation and orientation (`FAMILIES`)."""
+"""The table of model families, `FAMILIES`: which layers have experts, their size, activation, orientation."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TOP_K_KEYS = ("num_experts_per_tok", "experts_per_token")
 
 
 def required(config: Config, *keys: str) -> int:
-    """The whole number under one of `keys`.
+    """Returns the whole number that the config has under one of `keys`.
 
-    CheckpointError: none of them is there, two differ, or it is no count.
+    Raises CheckpointError where none is there, two differ, or the value is no count.
     """
     found = {key: config[key] for key in keys if config.get(key) is not None}
     if not found:
@@ -80,7 +80,7 @@ def _hash_layers(config: Config, layer: int) -> bool:
 
 @dataclass(frozen=True)
 class Family:
-    """One model family: what its config and its experts' tensors mean, whatever stores them.
+    """One model family: how its config and the names of its experts' tensors are read, in any storage.
 
     `block` and `spelling` (gate, up, down) are as transformers writes them; reading accepts every known one.
     Defaults of absent config keys are those of transformers 5.23.
@@ -133,13 +133,13 @@ FAMILIES: dict[str, Family] = {
         Family("qwen3_moe", has_experts=_sparse_step),
     )
 }
-"""Every family by the `model_type` of its text config; a new one is one line here."""
+"""The table of families by the `model_type` of the text config; a new one is one line here."""
 
 
 def family_of(config: Config) -> tuple[Family, Config]:
-    """The family of a model and the config of its text part.
+    """Returns the family of a model and the config of its text part.
 
-    CheckpointError, with what is supported: none known.
+    Raises CheckpointError, with what is supported, for a family that is not known.
     """
     text = config.get("text_config")
     if config.get("model_type") not in FAMILIES and isinstance(text, Mapping):

@@ -1,4 +1,4 @@
-"""How far a checkpoint's experts are from another's, by the bytes: `layer_error`, expert by expert."""
+"""Relative errors of a checkpoint's experts against another's, from decoded weights: `layer_error`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from moeserve.checkpoints.requantization import relative_error
 
 @dataclass(frozen=True)
 class SideError:
-    """Relative errors of one projection over a layer's experts: |a - b| / |b|, Frobenius norms."""
+    """Relative errors of one projection over a layer's experts: |a - b| / |b| in Frobenius norms."""
 
     mean: float
     max: float
-    worst: int  # the expert of `max`
+    worst: int  # the expert that has the largest error
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class LayerError:
 
 
 def check_comparable(checkpoint: Checkpoint, reference: Checkpoint) -> None:
-    """ValueError names what the two have otherwise: layers, experts, H or I."""
+    """Raises ValueError where layers, experts, H or I of the two differ; it names the first that does."""
     rows = (
         ("layers", checkpoint.layers, reference.layers),
         ("experts", checkpoint.num_experts, reference.num_experts),
@@ -42,9 +42,9 @@ def check_comparable(checkpoint: Checkpoint, reference: Checkpoint) -> None:
 
 
 def layer_error(checkpoint: Checkpoint, reference: Checkpoint, layer: int) -> LayerError:
-    """The errors of `layer` against `reference`, one expert of each in memory at a time.
+    """Computes the errors of `layer` against `reference`, with one expert of each in memory at a time.
 
-    CheckpointError: a file that cannot be read.
+    Raises CheckpointError for a file that cannot be read.
     """
     found: tuple[list[float], list[float]] = ([], [])
     for expert in range(checkpoint.num_experts):

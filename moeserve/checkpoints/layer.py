@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ExpertMatrices:
-    """The projections of one expert or its slice: gate and up, or one matrix that has their rows in turn."""
+    """Projections of one expert or slice: down, and gate and up or one matrix that interleaves them."""
 
     gate_up: tuple[StoredMatrix, ...]
     down: StoredMatrix
@@ -51,7 +51,7 @@ class StoredLayer:
 
     @property
     def scheme(self) -> Scheme:
-        """How experts come out of this layer."""
+        """The formats that experts of this layer have once they are loaded."""
         stored = self.storage.scheme
         if self.load_as is None:
             return stored
@@ -59,7 +59,7 @@ class StoredLayer:
         return Scheme(weights, self.load_as.activations)
 
     def expert(self, expert: int, inner: slice) -> ExpertMatrices:
-        """The matrices of `expert`, cut to `inner`: rows of gate and up, columns of down."""
+        """Returns the matrices of `expert`, cut to `inner`: rows of gate and up, columns of down."""
         gate, up, down = self.names.projections(expert)
         hidden, one, other = slice(0, self.hidden), (self.inner, self.hidden), (self.hidden, self.inner)
         both, stack = (2 * self.inner, self.hidden), (expert, self.experts)
@@ -83,10 +83,9 @@ class StoredLayer:
 
     @cached_property
     def transposed(self) -> bool:
-        """Whether stacked tensors stand as [E, H, 2I] and [E, I, H]: as their shapes say, or the family if
-        square.
+        """Whether stacked tensors are [E, H, 2I] and [E, I, H], by their shapes or, if square, the family.
 
-        CheckpointError: one of them says yes and the other, or for a square gate_up the family, says no.
+        Raises CheckpointError where down contradicts gate_up, or the family if gate_up is square.
         """
         if not self.storage.turns:
             return False
@@ -102,7 +101,7 @@ class StoredLayer:
         return settled
 
     def _orientation(self, projection: str, shape: tuple[int, int]) -> bool | None:
-        """Whether a stacked tensor is transposed; None where its shape does not tell, or is neither."""
+        """Whether a stacked tensor is transposed; None where both ways or none fit its shape."""
         codes, whole, stack = self.storage.tensors[0], slice(0, 0), (0, self.experts)
         name = codes.name(projection, stacked=True)
         if name not in self.store:
@@ -125,9 +124,10 @@ class StoredLayer:
 
     @cached_property
     def static_scales(self) -> tuple[float, float] | None:
-        """Scales of the inputs of gate_up and of down, the largest over all experts, or None.
+        """Static scales of the inputs of gate_up and of down, the largest of all experts; None without.
 
-        CheckpointError: a scale that is none, or gate and up further apart than the dialect allows.
+        Raises CheckpointError for a scale that is not positive, and for gate and up that differ by more than
+        the dialect allows.
         """
         static = self.storage.static
         if static is None or self.scheme.activations.given is None:
@@ -162,8 +162,8 @@ class StoredLayer:
     def check(self, layer: int) -> None:
         """Compares all tensors of the layer with what its family and dialect say; reads headers only.
 
-        CheckpointError names the tensor: missing, unexpected, of another dtype or shape; or an expert too
-        many.
+        Raises CheckpointError, which names a tensor that is missing, unexpected or of another dtype or shape,
+        or an expert beyond those that the config declares.
         """
         beyond = sorted(expert for expert in self.names.experts if expert >= self.experts)
         if beyond:
@@ -180,7 +180,7 @@ class StoredLayer:
                     matrix.bias_entry()
 
     def _check_sizes(self) -> None:
-        """A group of columns that is cut short by the edge has no meaning; 128x128 blocks may be."""
+        """Raises CheckpointError where H or I is no multiple of a group; 128x128 blocks may be cut short."""
         form = self.storage.scheme.weights
         groups = {tensor.columns for tensor in self.storage.tensors if tensor.rows == 1} - {1, WHOLE}
         for part in form.parts:

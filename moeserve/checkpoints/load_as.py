@@ -1,7 +1,7 @@
-"""Experts in another scheme than the file's: quantized, or re-quantized, while they are loaded.
+"""Loads experts in another scheme than the file's: quantizes, or re-quantizes, while reading.
 
 An expert is read whole, decoded, encoded in the wanted format and then cut, so that every slice has the
-scales of the whole weights; one expert at a time, so that no more than one is held in float32.
+scales of the whole weights. Experts are read one at a time, so that no more than one is held in float32.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ ALIASES: Mapping[str, str] = {
     "fp8_per_channel": "fp8_channel x fp8_token",
     "int8_per_channel_weight_only": "int8_channel",
 }
-"""Names that others have for quantizing while loading. A format alone: activations stay as they are."""
+"""Other systems' names for quantizing while loading. A format alone leaves activations as they are."""
 
 
 def scheme_to_load_as(name: str, plain: Format) -> Scheme:
-    """The scheme called `name`: one of `SCHEMES` or `OCP_MX`, an alias, or the format of weights alone.
+    """Returns the scheme called `name`: one of `SCHEMES` or `OCP_MX`, an alias, or a format of weights alone.
 
-    `plain` is the model's format. ValueError: an unknown name, or one that needs what no weights tell, as
-    static activation scales or an order of activations; with the names there are.
+    `plain` is the model's format. Raises ValueError, with the known names, for an unknown name and for a
+    scheme that weights alone do not determine: static activation scales, or an activation order.
     """
     wanted = ALIASES.get(name, name)
     found = (SCHEMES | OCP_MX).get(wanted)
@@ -53,7 +53,7 @@ def _parts(form: Format) -> tuple[str, ...]:
 
 
 KEPT: Mapping[Format, Format] = {NVFP4_E4M3: NVFP4}
-"""Formats that read another one's parts otherwise: those stay as they are stored."""
+"""Formats that decode another format's parts in their own way; weights stay as they are stored."""
 
 
 def keeps(stored: Format, form: Format) -> bool:
@@ -62,9 +62,9 @@ def keeps(stored: Format, form: Format) -> bool:
 
 
 def requantized(gate_up: list[Packed], down: Packed, form: Format) -> tuple[Packed, Packed]:
-    """A whole expert in `form`: `[2I, H]`, gate rows first, and `[H, I]`.
+    """Encodes a whole expert in `form`: `[2I, H]` with gate rows first, and `[H, I]`.
 
-    CheckpointError: a size that is no multiple of a group of columns.
+    Raises CheckpointError for a size that is no multiple of a group of columns.
     """
     for packed in (*gate_up, down):
         for part in form.parts:
@@ -76,7 +76,7 @@ def requantized(gate_up: list[Packed], down: Packed, form: Format) -> tuple[Pack
 
 
 def cut(packed: Packed, rows: slice, columns: slice) -> Packed:
-    """A block of a matrix; its edges lie between the format's blocks. What covers the whole stays."""
+    """Cuts a block out of a matrix, at edges of the format's blocks; parts that cover all of it are kept."""
     parts = []
     for part, tensor in zip(packed.format.parts, packed.parts, strict=True):
         own = [

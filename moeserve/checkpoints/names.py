@@ -1,4 +1,4 @@
-"""Where a layer's experts stand among a checkpoint's tensor names: `LayerNames`, found by `expert_layers`."""
+"""Names of a layer's expert tensors in a checkpoint: `LayerNames`, found by `expert_layers`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PROJECTIONS = {name: spelling for spelling in SPELLINGS for name in spelling}
 
 @dataclass(frozen=True)
 class LayerNames:
-    """How one layer's expert tensors are named."""
+    """The names of one layer's expert tensors."""
 
     module: str  # model.layers.0.mlp
     spelling: tuple[str, str, str]  # gate, up, down
@@ -40,29 +40,29 @@ class LayerNames:
         return not self.stacked and any(name.startswith(stems) for name in self.tensors)
 
     def stacks(self) -> tuple[str, str]:
-        """Names of gate_up and down of all experts at once."""
+        """Returns the names of the gate_up and down tensors that stack all experts."""
         return f"{self.module}.experts.{STACKED[0]}", f"{self.module}.experts.{STACKED[2]}"
 
     def projections(self, expert: int) -> tuple[str, str, str]:
-        """Names of an expert's gate, up and down; gate and up are one tensor if stacked."""
+        """Returns the names of an expert's gate, up and down; gate and up are one tensor if stacked."""
         stem = f"{self.module}.experts" + ("" if self.stacked else f".{expert}")
         gate, up, down = (f"{stem}.{name}" for name in self.spelling)
         return gate, up, down
 
     def modules(self) -> tuple[str, ...]:
-        """Names of all projections, expert by expert, as configs list them."""
+        """Returns the names of all projections, expert by expert, as configs list them."""
         experts = sorted(self.experts) or [0]
         found = dict.fromkeys(name for expert in experts for name in self.projections(expert))
         return tuple(found)
 
 
 def correction_biases(names: Iterable[str]) -> dict[int, str]:
-    """The tensor of each layer's routing correction bias, by layer."""
+    """Returns the name of the routing correction bias of each layer that has one, by layer."""
     return {int(found["layer"]): name for name in names if (found := _BIAS.fullmatch(name))}
 
 
 def expert_layers(names: Iterable[str]) -> dict[int, LayerNames]:
-    """The layers that have expert tensors. CheckpointError: a layer that names them in more than one way."""
+    """Returns the layers that have expert tensors. Raises CheckpointError for a layer with two spellings."""
     layers: dict[int, dict[tuple[str, tuple[str, str, str], bool], tuple[set[int], set[str]]]] = {}
     for name in names:
         if ".lora_" in name:

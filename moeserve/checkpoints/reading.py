@@ -1,4 +1,4 @@
-"""Reads one expert, or its slice, into canonical weights: gate and up become one matrix."""
+"""Reads one expert, or a slice of it, into canonical weights: gate and up become one matrix."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def copy_expert(
 ) -> None:
     """Reads `expert`, cut to `inner`, into entry `position` of `weights`.
 
-    The down bias goes with the slice that starts at 0. CheckpointError: a file that cannot be read, a scale
-    that is none, or a scale that gate and up should have in common.
+    The down bias goes with the slice that starts at 0. Raises CheckpointError for a file that cannot be read,
+    a scale that is not finite or negative, and a scale that gate and up should share and do not.
     """
     storage = stored.storage
     matrices = stored.expert(expert, inner)
@@ -40,7 +40,7 @@ def copy_expert(
 def _loaded_as(
     form: Format, gate_up: list[Packed], down: Packed, inner: slice
 ) -> tuple[list[Packed], Packed]:
-    """The slice `inner` of a whole expert in another format; its scales are those of the whole."""
+    """Encodes a whole expert in another format and returns its slice `inner`, with scales of the whole."""
     both, last = load_as.requantized(gate_up, down, form)
     hidden, size = slice(0, down.shape[0]), down.shape[1]
     up = slice(size + inner.start, size + inner.stop)
@@ -48,7 +48,7 @@ def _loaded_as(
 
 
 def _gate_up(storage: Storage, matrices: ExpertMatrices) -> list[Packed]:
-    """Gate and up, each a matrix of its own."""
+    """Reads gate and up as two matrices."""
     packed = [storage.read(matrix) for matrix in matrices.gate_up]
     if matrices.interleaved:
         return [_every_second(packed[0], first) for first in (0, 1)]
@@ -66,7 +66,7 @@ def _gate_up(storage: Storage, matrices: ExpertMatrices) -> list[Packed]:
 
 
 def _every_second(packed: Packed, first: int) -> Packed:
-    """Rows `first`, `first + 2`, ... of a matrix of interleaved gate and up rows."""
+    """Returns rows `first`, `first + 2`, ... of a matrix that interleaves gate and up rows."""
     if any(part.rows not in (1, WHOLE) for part in packed.format.parts):
         raise CheckpointError(
             f"interleaved gate and up rows share blocks of {packed.format}, which have no format of their own"
@@ -89,7 +89,7 @@ def _copy(matrices: list[Packed], stack: Packed, position: int) -> None:
 
 
 def _copy_biases(matrices: ExpertMatrices, weights: ExpertWeights, position: int, *, first: bool) -> None:
-    """`first` of the slices: the one that holds the down bias."""
+    """Reads the biases; the down bias belongs to the `first` slice, and is zero in the others."""
     if weights.gate_up_bias is None or weights.down_bias is None:
         return
     gate_up = torch.cat([matrix.read_bias() for matrix in matrices.gate_up])

@@ -1,4 +1,4 @@
-"""`Requantization`: what loading experts in another scheme loses and takes, measured on a few of them."""
+"""`Requantization`: error and bytes of loading experts in another scheme, measured on a few experts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 from moeserve.checkpoints.checkpoint import Checkpoint
 
 SAMPLED = 3
-"""Most experts of a layer that are read: the first, the last, and what lies evenly between."""
+"""The most experts of a layer that are read: the first, the last, and others evenly between."""
 
 MOST_WEIGHTS = 1 << 31
-"""Weights of all layers that are read before it is one expert a layer: a minute or so on a server's cores."""
+"""The most weights that are read, in about a minute; of a larger model one expert a layer is read."""
 
 Progress = Callable[[Iterable[int]], Iterable[int]]
 
@@ -30,10 +30,10 @@ class Loss:
 
 @dataclass(frozen=True)
 class Requantization:
-    """Experts as they are loaded beside experts as they are stored.
+    """Errors and bytes of experts as they are loaded, compared with experts as they are stored.
 
     An error is `|loaded - stored| / |stored|` of an expert's matrix in Frobenius norms, both decoded to
-    float32: what the producer lost before is in `stored`, and not counted again. Bytes are of all experts of
+    float32, so it does not count what the producer lost before. Bytes are of all experts of
     `layers`, on one rank that held them all.
     """
 
@@ -52,8 +52,8 @@ def requantization(
 ) -> Requantization:
     """Compares two views of one checkpoint, opened without `load_as` and with it.
 
-    Reads at most `SAMPLED` experts of each layer from both, the same of each, fewer where they are large.
-    `progress` goes through the layers. ValueError: no layers, or a layer without experts.
+    Reads the same experts of each layer from both: at most `SAMPLED`, fewer where they are large. `progress`
+    wraps the iteration over layers. Raises ValueError without layers, or for a layer without experts.
     """
     if not layers:
         raise ValueError("no layers were given to compare")
@@ -82,7 +82,7 @@ def requantization(
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """`|found - wanted| / |wanted|` in Frobenius norms, summed in float64; 0 where both are zero."""
+    """Returns `|found - wanted| / |wanted|` in Frobenius norms, summed in float64; 0 where both are zero."""
     off, size = (float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in (found - wanted, wanted))
     if size == 0:
         return inf if off else 0.0
@@ -90,13 +90,13 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def sampled(experts: int, count: int) -> tuple[int, ...]:
-    """At most `count` of `experts` ids, spread evenly, with the first and the last where there are two."""
+    """Returns at most `count` of `experts` ids, spread evenly from the first to the last."""
     count = min(count, experts)
     return tuple(round(at * (experts - 1) / max(count - 1, 1)) for at in range(count))
 
 
 def _nbytes(loaded: Checkpoint, layer: int) -> int:
-    """All experts of a layer; biases are float32 once they are read."""
+    """Returns the bytes of all experts of a layer; biases are float32 once they are read."""
     shape, weights = loaded.shape(layer), loaded.scheme(layer).weights
     rows, hidden, inner = shape.gate_up_rows, shape.hidden, shape.inner
     biases = (rows + hidden) * torch.float32.itemsize if shape.bias else 0

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint by name: `TensorStore`, safetensors files read through a memory map.
+"""Reads tensors of a checkpoint by name: `TensorStore`, over memory maps of its safetensors files.
 
-Headers are parsed and checked here, so that a damaged file is named before anything is read from it; the
-bytes of a tensor are then touched only where a slice asks for them (format:
+Headers are parsed and checked first, so that a damaged file is named before anything is read from it. Bytes
+of a tensor are then touched only where a slice asks for them (format:
 https://github.com/huggingface/safetensors).
 """
 
@@ -36,7 +36,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Element types of a safetensors header; a file may have others, but not in tensors that are read."""
+"""dtypes by their codes in a safetensors header; tensors that are read have one of these."""
 
 
 class CheckpointError(ValueError):
@@ -45,7 +45,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor as its file's header declares it."""
+    """The dtype, shape and place of one tensor, as its file's header declares them."""
 
     file: Path
     dtype: str  # a key of DTYPES, or an element type that is not supported
@@ -56,8 +56,8 @@ class Entry:
 class TensorStore:
     """Every tensor of a checkpoint directory, from one safetensors file or from the shards of an index.
 
-    CheckpointError: no such file, a shard that is missing or truncated, a header that is not one, a tensor
-    that stands in two shards or not in the shard that the index names.
+    Raises CheckpointError for a missing file, a shard that is missing or truncated, a malformed header, and a
+    tensor that is in two shards or not in the shard that the index names.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -87,7 +87,7 @@ class TensorStore:
         return name in self.entries
 
     def read(self, name: str, *index: slice | int) -> Tensor:
-        """`name[index]` in the file's dtype, as a view of the memory map that must be copied to be kept."""
+        """Returns `name[index]` in the file's dtype: a view of the memory map, to be copied if it is kept."""
         entry = self.entries[name]
         try:
             if entry.file not in self._open:
@@ -113,7 +113,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _header(file: Path) -> Iterator[tuple[str, Entry]]:
-    """The tensors that `file` declares, after checking that the file is as long as they need."""
+    """Returns the tensors that `file` declares, after checking that the file is as long as they need."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
@@ -151,7 +151,7 @@ def _entry(file: Path, fields: Mapping[str, Any]) -> Entry:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from `file`. CheckpointError: no such file, not JSON, not an object."""
+    """Reads a JSON object from `file`. Raises CheckpointError if it is missing or holds anything else."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

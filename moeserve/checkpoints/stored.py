@@ -13,7 +13,7 @@ from moeserve.quant.format import WHOLE
 from moeserve.quant.formats.floats import FLOATS
 
 Axes = tuple[str | int, ...]
-"""A tensor's dimensions in the file: "n" runs over output rows, "k" over input columns; numbers are sizes."""
+"""Dimensions of a tensor in the file: "n" is output rows, "k" is input columns, a number is a size."""
 
 MATRIX: tuple[Axes, ...] = (("n", "k"),)
 INPUT_MAJOR: tuple[Axes, ...] = (("k", "n"),)
@@ -30,8 +30,8 @@ class StoredTensor:
 
     `suffix` follows the projection's name: `experts.3.gate_proj.weight`, and for the stacked tensors of all
     experts `experts.gate_up_proj` for `weight`, `experts.gate_up_proj_scale_inv` for `weight_scale_inv`. One
-    element covers `rows` x `columns` of the matrix (WHOLE: all of it); `axes` are the dimensions that it may
-    have in the file, the first is the usual one. Axes without a side mean one element along it.
+    element covers `rows` x `columns` of the matrix (WHOLE: all of it). `axes` lists its dimensions in the
+    file, the usual ones first; axes that lack "n" or "k" have one element along that side.
     """
 
     suffix: str
@@ -42,10 +42,10 @@ class StoredTensor:
     scale: bool = False  # values must be finite and not negative
     optional: bool = False
     shared: bool = False  # gate and up of an expert must have the same values
-    beside: bool = False  # one tensor for all experts, gate and up as one, though the weights stand apart
+    beside: bool = False  # one tensor for all experts and for gate and up; weights are apart
 
     def name(self, projection: str, *, stacked: bool) -> str:
-        """The tensor's full name for a projection's, `stacked` when all experts stand in one tensor."""
+        """Returns the full name of the tensor of a projection; `stacked`: one tensor holds all experts."""
         if not stacked:
             return f"{projection}.{self.suffix}"
         rest = self.suffix.removeprefix("weight").removeprefix("_")
@@ -53,7 +53,7 @@ class StoredTensor:
 
 
 def bias_name(projection: str, *, stacked: bool) -> str:
-    """The full name of a projection's bias."""
+    """Returns the full name of the bias of a projection; `stacked`: one tensor holds all experts."""
     return f"{projection}_bias" if stacked else f"{projection}.bias"
 
 
@@ -68,19 +68,19 @@ class StoredMatrix:
     columns: slice
     stack: tuple[int, int] | None = None  # (expert, experts) where one tensor holds all experts
     transposed: bool = False  # the file holds [K, N]
-    beside: StoredMatrix | None = None  # where tensors that are `beside` the weights have this matrix
+    beside: StoredMatrix | None = None  # this matrix in the tensors that are `beside` the weights
 
     @property
     def size(self) -> torch.Size:
-        """`[rows, columns]` of the wanted part."""
+        """Rows and columns of the wanted part."""
         return torch.Size((self.rows.stop - self.rows.start, self.columns.stop - self.columns.start))
 
     def holder(self, tensor: StoredTensor) -> StoredMatrix:
-        """This matrix as `tensor` has it: in the stack of all experts where it stands beside the weights."""
+        """The matrix that `tensor` belongs to: that of the stack of all experts where it is `beside`."""
         return self.beside if tensor.beside and self.beside is not None else self
 
     def name(self, tensor: StoredTensor) -> str:
-        """Full name of `tensor`."""
+        """Returns the full name of `tensor` for this projection."""
         held = self.holder(tensor)
         return tensor.name(held.projection, stacked=held.stack is not None)
 
@@ -89,14 +89,14 @@ class StoredMatrix:
         return self.name(tensor) in self.store
 
     def entry(self, tensor: StoredTensor) -> Entry:
-        """What the header says of `tensor`.
+        """Returns the header's entry of `tensor`.
 
-        CheckpointError: it is missing, or its dtype or shape is another.
+        Raises CheckpointError if it is missing, or its dtype or shape is not as expected.
         """
         return self._checked(self.name(tensor), tensor.dtypes, self.holder(tensor).expected(tensor))
 
     def bias_entry(self) -> Entry:
-        """What the header says of the projection's bias, `[N]`. CheckpointError: as `entry`."""
+        """Returns the header's entry of the bias, `[N]`. Raises CheckpointError as `entry` does."""
         expected = (self.stack[1], self.shape[0]) if self.stack else (self.shape[0],)
         return self._checked(self.bias, tuple(FLOATS), (expected,))
 
@@ -115,7 +115,7 @@ class StoredMatrix:
         return entry
 
     def nbytes(self, tensor: StoredTensor) -> int:
-        """Bytes that `tensor` takes in the file for this matrix, all of it; 0 where there is none."""
+        """Bytes of `tensor` in the file for the whole matrix; 0 where an optional one is missing."""
         if tensor.optional and not self.has(tensor):
             return 0
         held = self.holder(tensor)
@@ -123,7 +123,10 @@ class StoredMatrix:
         return whole * self.shape[0] // held.shape[0]
 
     def read(self, tensor: StoredTensor) -> Tensor:
-        """The wanted part of `tensor`: `[rows, columns]` in its own units, and sizes in `axes` after them."""
+        """Reads the wanted part of `tensor`: `[rows, columns]` in its units, then sizes that `axes` state.
+
+        Raises CheckpointError as `entry` does, and for a scale that is not finite or is negative.
+        """
         if (held := self.holder(tensor)) is not self:
             return held.read(tensor)
         shapes = self.expected(tensor)
@@ -153,23 +156,23 @@ class StoredMatrix:
             raise CheckpointError(f"scale {name} must be finite and not negative, found {worst}")
 
     def read_bias(self) -> Tensor:
-        """The wanted rows of the projection's bias, float32 [rows]."""
+        """Reads the wanted rows of the bias, float32 `[rows]`. Raises CheckpointError as `entry` does."""
         self.bias_entry()
         lead = (self.stack[0],) if self.stack else ()
         return self.store.read(self.bias, *lead, self.rows).float()
 
     @property
     def bias(self) -> str:
-        """Name of the projection's bias."""
+        """The full name of the projection's bias."""
         return bias_name(self.projection, stacked=self.stack is not None)
 
     @property
     def bias_nbytes(self) -> int:
-        """Bytes that the bias takes in the file for this expert, all rows."""
+        """Bytes that all rows of the bias take in the file for this expert."""
         return self.bias_entry().nbytes // (self.stack[1] if self.stack else 1)
 
     def expected(self, tensor: StoredTensor) -> tuple[tuple[int, ...], ...]:
-        """The shapes that `tensor` may have in the file."""
+        """Returns the shapes that `tensor` may have in the file."""
         counts = self._counts(tensor)
         lead = (self.stack[1],) if self.stack else ()
         return tuple(
@@ -178,7 +181,7 @@ class StoredMatrix:
         )
 
     def _axes(self, tensor: StoredTensor) -> tuple[Axes, ...]:
-        """The dimensions that `tensor` may have; one is left out only where it has one element."""
+        """Returns the dimensions that `tensor` may have; they lack "n" or "k" only for one element."""
         counts = self._counts(tensor)
         several = {axis for axis in ("n", "k") if counts[axis] != 1}
         known = (axes for axes in tensor.axes if several <= set(axes))
@@ -187,7 +190,7 @@ class StoredMatrix:
         return tuple(("k", "n") if axes == ("n", "k") else axes for axes in known)
 
     def _counts(self, tensor: StoredTensor) -> dict[str | int, int]:
-        """Elements of `tensor` along each side of the matrix."""
+        """Returns the elements of `tensor` along "n" and "k"."""
         return {"n": _count(self.shape[0], tensor.rows), "k": _count(self.shape[1], tensor.columns)}
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from moeserve import __version__
+from moeserve.cli.shown.errors import explain
 
 COMMANDS: dict[str, str] = {
     "serve": "serve a checkpoint's experts until told to stop",
-    "plan": "show which kernel and dispatcher each layer gets, and why not the others",
+    "plan": "show which kernel and all2all backend each layer gets, and why not the others",
     "record": "record how many tokens each expert gets, for simulate to plan from",
     "simulate": "plan placement from recorded loads: balance, moves, memory, time a step",
     "inspect": "show layers, experts, shapes, scheme, routing and bytes of a checkpoint",
@@ -23,44 +26,75 @@ COMMANDS: dict[str, str] = {
     "bench": "drive a running service and time its answers",
     "version": "show the versions of moeserve and of what it uses",
 }
-"""Each is a module of this package with `add_parser(subparsers)`, which sets `func(args) -> exit code`."""
+"""The table of subcommands. Each is a module of this package with `add_parser(subparsers)`, which sets
+`func(args) -> exit code`. At its top a module imports only the base install: numpy, grpcio, protobuf.
+"""
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 """Exit codes. What is wrong with the command line, the configuration or the checkpoint is bad input."""
 
+INTERRUPTED, STDOUT_CLOSED = 130, 141
+"""Exit codes of a shell for a command that SIGINT or SIGPIPE ended."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code. An error is one line on stderr, with `--debug` a traceback."""
+    """Runs the command and returns its exit code. An error is one line on stderr, with `--debug` a traceback.
+
+    A reader of stdout that has gone (`moeserve plan ... | head -1`) ends any command without a word.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
-    args = _parser(words).parse_args(words)
     try:
+        try:
+            return _run(words)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # what is buffered meets a closed pipe here and not at exit
+    except BrokenPipeError:
+        if not stdout_is_closed():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails as well
+        return STDOUT_CLOSED
+
+
+def stdout_is_closed() -> bool:
+    """Whether nobody can read what is printed; other pipes and sockets may break while stdout is whole."""
+    try:
+        number = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):  # there is none, or it is an object of a test
+        return False
+    poll = select.poll()
+    poll.register(number, 0)
+    return any(events & (select.POLLERR | select.POLLHUP | select.POLLNVAL) for _, events in poll.poll(0))
+
+
+def _run(words: Sequence[str]) -> int:
+    command, debug = _command(words), "--debug" in words
+    try:
+        args = _parser(words).parse_args(words)
         return int(args.func(args))
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except Exception as error:
-        if args.debug:
+        if debug or (isinstance(error, BrokenPipeError) and stdout_is_closed()):
             raise
-        print(f"moeserve {args.command}: {explain(error)}", file=sys.stderr)
+        print(f"moeserve {command}: {explain(error)}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, ValueError) else FAILED
 
 
-def explain(error: Exception) -> str:
-    """What went wrong, and for a missing package what installs it."""
-    if isinstance(error, ModuleNotFoundError):
-        extra = "cluster" if error.name == "ray" else "server"
-        return f"this needs the package {error.name}; pip install 'moeserve[{extra}]' brings it"
-    return str(error) or type(error).__name__
+def _command(words: Sequence[str]) -> str | None:
+    """Returns the subcommand that `words` name: the first of them that is no flag."""
+    return next((word for word in words if not word.startswith("-")), None)
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser; only the subcommand that `words` name is filled in, since some import torch."""
+    """Makes the parser; only the subcommand that `words` name gets its arguments, as some import torch."""
     parser = argparse.ArgumentParser(
         prog="moeserve", description="Serves the experts of mixture-of-experts models."
     )
     parser.add_argument("--version", action="version", version=f"moeserve {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
-    wanted = next((word for word in words if not word.startswith("-")), None)
+    wanted = _command(words)
     for name, about in COMMANDS.items():
         if name == wanted:
             import_module(f"moeserve.cli.{name}").add_parser(subparsers)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moeserve.cli.remote import add_address, client_of
+from moeserve.cli.arguments.remote import add_address, client_of
 from moeserve.proto import moe_pb2
 from moeserve.proto.client import MoeClient
 from moeserve.proto.client.payload import TRANSPORTS
@@ -24,7 +24,7 @@ WARM_UP_CALLS = 5  # of each caller, not counted
 
 @dataclass(frozen=True)
 class Load:
-    """What every caller sends, again and again."""
+    """The call that every caller repeats."""
 
     layer: int
     hidden: NDArray[Any]  # [T, H]; bf16 as uint16 bits
@@ -36,7 +36,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured; seconds are of whole calls, as a caller sees them."""
+    """The result of a measurement; latencies are of whole calls, in seconds, as a caller sees them."""
 
     layer: int
     rows: int
@@ -60,16 +60,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("bench", help=about, description=about)
     add_address(parser, timeout=30.0)
     parser.add_argument("--layer", type=int, help="decoder layer to call; the first one by default")
-    parser.add_argument("--rows", type=int, default=32, help="tokens of a call; 32 by default")
-    parser.add_argument("--concurrency", type=int, default=1, help="callers at the same time; 1 by default")
+    parser.add_argument("--rows", type=int, default=32, help="number of tokens in a call; 32 by default")
     parser.add_argument(
-        "--duration", type=float, default=5.0, metavar="SECONDS", help="to measure; 5 by default"
+        "--concurrency", type=int, default=1, help="number of callers at the same time; 1 by default"
+    )
+    parser.add_argument(
+        "--duration",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="length of the measurement; 5 by default",
     )
     parser.add_argument(
         "--transport", choices=TRANSPORTS, default="auto", help="how rows travel; auto by default"
     )
     parser.add_argument("--lane", type=int, metavar="RANK", help="send everything to this rank's lane")
-    parser.add_argument("--seed", type=int, default=0, help="of the random rows; 0 by default")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random rows; 0 by default")
     parser.set_defaults(func=run)
 
 
@@ -86,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_load(model: moe_pb2.GetModelReply, args: argparse.Namespace) -> Load:
-    """Random rows in the model's dtype, each to different random experts with even weights.
+    """Makes random rows in the model's dtype, each for different random experts with even weights.
 
     ValueError: the layer is not served.
     """
@@ -128,7 +134,7 @@ def measure(client: MoeClient, load: Load, concurrency: int, duration: float) ->
 
 
 class _Caller:
-    """One thread's calls, one after another."""
+    """A thread that makes one call after another."""
 
     def __init__(self, client: MoeClient, load: Load) -> None:
         self.latencies: list[float] = []
@@ -184,7 +190,7 @@ def _result(load: Load, callers: list[_Caller], seconds: float, jobs_per_step: f
 
 
 def text(result: Result) -> str:
-    """The result for people."""
+    """Formats the result as text."""
     ms = [f"{1000 * value:.2f}" for value in (result.p50, result.p90, result.p99, result.longest)]
     failed = ", ".join(f"{count} {code}" for code, count in sorted(result.errors.items())) or "none"
     return "\n".join(

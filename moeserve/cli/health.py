@@ -1,4 +1,4 @@
-"""`moeserve health`: whether a service serves, as an exit code."""
+"""`moeserve health`: tells whether a service serves, by its exit code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 import time
 
-from moeserve.cli.remote import add_address, client_of
+from moeserve.cli.arguments.remote import add_address, client_of
 from moeserve.proto.client import MoeClient
 from moeserve.proto.errors import MoeError
 
@@ -19,13 +19,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("health", help=about, description=about)
     add_address(parser, timeout=5.0)
     parser.add_argument(
-        "--wait", type=float, default=0.0, metavar="SECONDS", help="until it serves, so long at most"
+        "--wait",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="longest wait until it serves; 0 by default, which asks once",
     )
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints `SERVING`, or what it is instead and why; 0 or 1."""
+    """Prints `SERVING` and returns 0, or prints the state and its reason and returns 1."""
     until = time.monotonic() + args.wait
     with client_of(args) as client:
         health, reason = ask(client)
@@ -41,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def ask(client: MoeClient) -> tuple[str, str]:
-    """The service's health and why it is so; `UNREACHABLE` when nobody answers."""
+    """Returns the service's health and the reason; `UNREACHABLE` when nobody answers."""
     try:
         health = client.health()
         return health, "" if health == "SERVING" else client.topology().reason

@@ -1,4 +1,4 @@
-"""`moeserve plan`: which kernel, dispatchers and wires each layer gets, and why not others. Needs no GPU."""
+"""`moeserve plan`: shows which kernel, all2all backends and wires each layer gets, and why no others."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from moeserve.cli.configured import add_config_flags, config_of, given
+from moeserve.cli.arguments.configured import add_config_flags, config_of, given
 
 if TYPE_CHECKING:
-    from moeserve.cli.plan_shown import Planned
+    from moeserve.cli.shown.plan_shown import Planned
     from moeserve.cli.vllm.reading import Finding
     from moeserve.runtime.config import Config
 
 
 MEASURE_SECONDS = 8.0
-"""Of `--measure`, for all dispatchers of a problem together."""
+"""Seconds that `--measure` takes for all dispatchers of a problem together."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the subcommand."""
-    about = "show which kernel and dispatcher each layer gets, and why not the others; needs no GPU"
+    about = "show which kernel and all2all backend each layer gets, and why not the others; needs no GPU"
     parser = subparsers.add_parser("plan", help=about, description=about)
     add_config_flags(parser, serving=False)
     parser.add_argument(
@@ -35,24 +35,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="say what vLLM's environment switches mean here, and plan with the keys that do the same",
     )
     parser.add_argument(
-        "--moe-backend", metavar="NAME", default="", help="with --from-vllm-env: vLLM's flag of that name"
+        "--moe-backend",
+        metavar="NAME",
+        default="",
+        help="with --from-vllm-env: value of vLLM's flag --moe-backend",
     )
     parser.add_argument(
         "--table",
         metavar="NAME",
-        help="print a table of the documents, such as machines: every scheme's plan",
+        help="print a table of the documentation; machines is the plan of every scheme",
     )
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="time every dispatcher that fits, with a process a rank on this machine; print the table of "
-        "times and what it makes of the plan, and keep the times for services",
+        help="time every all2all backend that fits, with one process for each rank on this machine; print "
+        "the times and the plan that follows from them, and keep the times for services",
     )
     parser.add_argument(
         "--ranks",
         metavar="N",
         type=int,
-        help="with --measure: so many ranks instead of the mesh's",
+        help="with --measure: number of ranks, instead of the mesh's",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(func=run)
@@ -61,7 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan. Raises ConfigError, CheckpointError, or NoPlan with every reason."""
     if args.table:
-        from moeserve.cli.tables import table
+        from moeserve.cli.shown.tables import table
 
         print(table(args.table))
     elif args.from_vllm_env:
@@ -77,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(args: argparse.Namespace) -> Planned:
-    """The plan by costs that are measured now; without dispatchers to choose from, the plan alone."""
+    """Plans by costs that are measured now; plans alone where there are no dispatchers to choose from."""
     import socket
 
     from moeserve.runtime.launch.measuring import measured_here
@@ -99,7 +102,7 @@ def _measured(args: argparse.Namespace) -> Planned:
 
 
 def _groups(ranks: int, config: Config) -> int:
-    """Data-parallel groups that make up `ranks`. Raises ConfigError."""
+    """Returns the number of data-parallel groups that `ranks` make. Raises ConfigError."""
     from moeserve.runtime.config import ConfigError
 
     tensor_parallel = config.parallel.tensor_parallel_size
@@ -109,7 +112,7 @@ def _groups(ranks: int, config: Config) -> int:
 
 
 def _from_vllm(args: argparse.Namespace) -> None:
-    """Prints what vLLM's settings come to, and where a checkpoint is given the plan under their keys."""
+    """Prints the keys that vLLM's settings stand for and, for a checkpoint, the plan with them."""
     from moeserve.cli.vllm.reading import merged, text
 
     path = given(args).model.checkpoint
@@ -126,7 +129,7 @@ def _from_vllm(args: argparse.Namespace) -> None:
 
 
 def _findings(args: argparse.Namespace, path: str) -> list[Finding]:
-    """What depends on the checkpoint's scheme is settled where all its layers have one."""
+    """Reads vLLM's settings, for the checkpoint's scheme where all its layers have the same."""
     from moeserve.checkpoints.checkpoint import Checkpoint
     from moeserve.cli.vllm.reading import read
 
@@ -142,7 +145,7 @@ def _planned(args: argparse.Namespace, config: Config) -> Planned:
 
     from moeserve.checkpoints.checkpoint import Checkpoint
     from moeserve.checkpoints.requantization import requantization
-    from moeserve.cli.plan_shown import Planned
+    from moeserve.cli.shown.plan_shown import Planned
     from moeserve.device.machine import machine_named
     from moeserve.runtime.launch.environment import machine_for
     from moeserve.runtime.planning.costing import costing_of, recalled

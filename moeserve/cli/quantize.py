@@ -1,4 +1,4 @@
-"""`moeserve quantize SRC DST --to FORMAT`: a checkpoint with its experts in another format."""
+"""`moeserve quantize SRC DST --to FORMAT`: writes a checkpoint with its experts in another format."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moeserve.checkpoints.checkpoint import Checkpoint
-from moeserve.checkpoints.writing.rewrite import Done, Rewrite
-from moeserve.checkpoints.writing.targets import TARGETS, target_named
-from moeserve.cli.inspect import human
+from moeserve.cli.shown.errors import explain
+from moeserve.cli.shown.units import human
+
+if TYPE_CHECKING:
+    from moeserve.checkpoints.writing.rewrite import Done, Rewrite
 
 UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 SHARD_SIZE = "4GiB"
 
 EPILOG = """formats, with the names of llm-compressor's presets, which are accepted too:
-{rows}
+{formats}
 
 Rounded to nearest, without calibration: NVFP4 activations would need calibrated scales, so nvfp4 keeps the
 activations as they are. A run that was interrupted goes on where it was when the same command runs again.
@@ -27,12 +29,11 @@ activations as they are. A run that was interrupted goes on where it was when th
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the subcommand; its `func` is `run`."""
     about = "write a checkpoint with its experts in another format, as compressed-tensors stores it"
-    rows = "\n".join(f"  {name:<11} {row.preset:<12} {row.about}" for name, row in TARGETS.items())
     parser = subparsers.add_parser(
         "quantize",
         help=about,
         description=about,
-        epilog=EPILOG.format(rows=rows),
+        epilog=EPILOG.format(formats=_formats()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", help="folder with config.json and safetensors; quantized ones are decoded")
@@ -55,7 +56,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the checkpoint, or what is missing of it. ValueError, OSError: as `Rewrite.run` has them."""
+    """Writes the checkpoint, or the files that it lacks. Raises ValueError and OSError as `Rewrite.run`."""
+    from moeserve.checkpoints.checkpoint import Checkpoint
+    from moeserve.checkpoints.writing.rewrite import Rewrite
+    from moeserve.checkpoints.writing.targets import target_named
+
     source = Checkpoint(args.source)
     target = target_named(args.to, source.dtype, args.group_size)
     work = Rewrite(source, Path(args.destination), target, size_of(args.shard_size))
@@ -74,11 +79,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def size_of(text: str) -> int:
-    """Bytes of `500MiB`, `4GiB`, `5GB` or a plain number. ValueError: none of these, or not positive."""
+    """Returns the bytes of `500MiB`, `4GiB`, `5GB` or a positive number. Raises ValueError for others."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if found is None or found[2].upper() not in UNITS or float(found[1]) * UNITS[found[2].upper()] < 1:
         raise ValueError(f"--shard-size={text!r} must be a size, as 500MiB or {SHARD_SIZE}")
     return int(float(found[1]) * UNITS[found[2].upper()])
+
+
+def _formats() -> str:
+    """Returns the table of formats for the help, or the extra that installs torch where it is missing."""
+    try:
+        from moeserve.checkpoints.writing.targets import TARGETS
+    except ModuleNotFoundError as error:
+        return f"  (not shown: {explain(error)})"
+    return "\n".join(f"  {name:<11} {entry.preset:<12} {entry.about}" for name, entry in TARGETS.items())
 
 
 def _with_bar(work: Rewrite, *, quiet: bool) -> Done:
@@ -95,7 +109,7 @@ def _summary(work: Rewrite, done: Done, seconds: float) -> str:
     files = len(done.written) + len(done.kept)
     lines = [
         f"{work.destination}: {human(done.nbytes)} in {files} files, {seconds:.1f} s",
-        f"experts: {', '.join(read)} -> {work.target.form}, as compressed-tensors {work.target.row.preset}",
+        f"experts: {', '.join(read)} -> {work.target.form}, as compressed-tensors {work.target.entry.preset}",
     ]
     if source.quantization is not None:
         lines.append("the source was quantized already: its rounding stays, the new one comes on top")

@@ -1,11 +1,11 @@
-"""`moeserve rebalance`: experts of a running service moved so that its ranks' loads are even."""
+"""`moeserve rebalance`: moves experts of a running service so that its ranks' loads are even."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from moeserve.cli.remote import add_address, as_json, client_of, table
+from moeserve.cli.arguments.remote import add_address, as_json, client_of, table
 from moeserve.proto.client.patience import OPERATION_SECONDS
 
 MIB = 1 << 20
@@ -19,23 +19,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("rebalance", help=about, description=about)
     add_address(parser, timeout=OPERATION_SECONDS)
     parser.add_argument(
-        "--dry-run", action="store_true", help="only print the plan: moves, bytes, expected gain"
+        "--dry-run", action="store_true", help="print the plan (moves, bytes, expected gain) and move nothing"
     )
     parser.add_argument(
-        "--policy", default="", help="incremental, eplb, even, ...; by default the configured one"
+        "--policy",
+        default="",
+        help="balancing policy: incremental, eplb, even, ...; by default the configured one",
     )
     parser.add_argument(
         "--max-moves",
         type=int,
         default=0,
         metavar="N",
-        help="over all layers; 0, the default: as many as pay",
+        help="most moves over all layers; 0, the default, means as many as pay",
     )
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan and what came of it; 0, or 1 when it was abandoned or failed."""
+    """Prints the plan and the outcome; returns 0, or 1 when it was abandoned or failed."""
     if args.max_moves < 0:
         raise ValueError(f"--max-moves={args.max_moves} must be 0 or more")
     with client_of(args) as client:
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text(reply: Any) -> str:
-    """A RebalanceReply for people."""
+    """Formats a RebalanceReply as text."""
     moves: list[tuple[object, ...]] = [("layer", "expert", "from rank", "slot", "to rank", "slot")]
     moves += [(m.layer, m.expert, m.from_rank, m.from_slot, m.to_rank, m.to_slot) for m in reply.moves]
     layers: list[tuple[object, ...]] = [("layer", "moves", "largest over mean load", "then")]
@@ -60,7 +62,7 @@ def text(reply: Any) -> str:
 
 
 def ended(reply: Any) -> str:
-    """How it ended, in one line."""
+    """Returns the outcome of a rebalance in one line."""
     if reply.outcome == "planned":
         return "dry run: nothing was moved"
     if reply.outcome == "even":

@@ -1,4 +1,4 @@
-"""`moeserve record`: writes the expert load of a running service, or of others' count files, as a trace."""
+"""`moeserve record`: writes the expert load of a running service, or of count files, as a trace."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moeserve.cli.remote import address, client_of
+from moeserve.cli.arguments.remote import address, client_of
 from moeserve.experts.load import PHASES, Load, LoadTrace, LoadWindow, head_line, read_trace, window_line
 from moeserve.proto import moe_pb2
 
 EXPLAINED = """\
 A trace has one line a window and phase: prefill where lanes bring many rows to a step, decode where few. The
-file grows window by window, so it is whole whenever the recording ends; --append goes on with one.
+file grows window by window, so it is whole whenever the recording ends; --append continues one.
 `moeserve simulate` reads it, all of it or one phase.
 
-Ranks report about once a second while they work, so what a window holds may be a second late. A window in
-which the group forms anew, and counts begin again, is left out and said so.
+Ranks report about once a second while they work, so counts may be a second late. A window in which the
+group forms anew is left out, because counts begin again; a line says so.
 
 --from takes count files of SGLang and DeepSeek (JSON or .pt) or traces instead of a service, and puts their
 windows one after the other.
@@ -38,18 +38,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("address", nargs="?", type=address, metavar="HOST:PORT", help="of the service's front door")
+    add("address", nargs="?", type=address, metavar="HOST:PORT", help="address of the service's front door")
     add("--from", dest="files", nargs="+", metavar="FILE", help="read these files instead of a service")
     add("--out", required=True, metavar="FILE", help="the trace to write")
-    add("--append", action="store_true", help="go on with a trace that is there")
+    add("--append", action="store_true", help="append to a trace that exists")
     add("--window", type=float, default=10.0, metavar="SECONDS", help="length of a window; 10 by default")
-    add("--windows", type=int, default=0, metavar="N", help="how many; until interrupted by default")
-    add("--timeout", type=float, default=10.0, metavar="SECONDS", help="for an answer; 10 by default")
+    add("--windows", type=int, default=0, metavar="N", help="number of windows; endless by default")
+    add("--timeout", type=float, default=10.0, metavar="SECONDS", help="wait for an answer; 10 by default")
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes windows until there are enough or a person interrupts, and says each. Raises ValueError."""
+    """Writes windows until there are enough or SIGINT comes; prints a line each. Raises ValueError."""
     if (args.address is None) == (args.files is None):
         raise ValueError("give the HOST:PORT of a service, or --from FILE, and not both")
     if args.window < 1 or args.windows < 0:
@@ -66,11 +66,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 Windows = tuple[tuple[int, ...], Iterable[LoadWindow]]
-"""Decoder layers, and windows of them."""
+"""Decoder layers, and windows of the loads of these layers."""
 
 
 def recorded(ask: Callable[[], moe_pb2.GetStatusReply], seconds: float, windows: int) -> Iterator[Windows]:
-    """The load of each window of a service, as it ends; an interruption ends the last one early."""
+    """Yields each window of a service as it ends; an interruption ends the last one early."""
     recorder, number, interrupted = Recorder(ask(), time.time()), 0, False
     while not interrupted and (not windows or number < windows):
         try:
@@ -82,7 +82,7 @@ def recorded(ask: Callable[[], moe_pb2.GetStatusReply], seconds: float, windows:
 
 
 class Recorder:
-    """Turns statuses, whose counts only grow, into windows. ValueError: the service counts no expert."""
+    """Turns statuses, whose counts only grow, into windows. Raises ValueError where there are no counts."""
 
     def __init__(self, status: moe_pb2.GetStatusReply, now: float) -> None:
         self.layers = tuple(layer.layer for layer in status.layers)
@@ -91,7 +91,7 @@ class Recorder:
             raise ValueError("the service tells no layer's experts; is it moeserve of this version?")
 
     def window(self, status: moe_pb2.GetStatusReply, now: float) -> list[LoadWindow]:
-        """The load since the status before, a window for each phase that had any; none after a new start."""
+        """Returns the load since the last status, a window for each phase with any; none after a restart."""
         counts, before, since = _counts(status), self._counts, self._since
         again = status.generation != self._generation or bool((counts < before).any())
         self._generation, self._counts, self._since = status.generation, counts, now
@@ -107,14 +107,14 @@ class Recorder:
 
 
 def _counts(status: moe_pb2.GetStatusReply) -> NDArray[np.float64]:
-    """Tokens since the start, `[phases, L, E]`."""
+    """Returns the tokens of each expert since the start, `[phases, L, E]`."""
     prefill = np.array([layer.prefill_tokens for layer in status.layers], dtype=np.float64)
     decode = np.array([layer.tokens for layer in status.layers], dtype=np.float64) - prefill
     return np.stack([{"decode": decode, "prefill": prefill}[phase] for phase in PHASES])
 
 
 def _write(out: Path, found: Iterable[Windows], args: argparse.Namespace) -> int:
-    """Appends windows to the trace as they come. ValueError: it is there already, or of another model."""
+    """Appends windows to the trace as they come. Raises ValueError if it exists or is of another model."""
     known = read_head(out, args)
     count = 0
     for layers, windows in found:
@@ -137,7 +137,7 @@ def _write(out: Path, found: Iterable[Windows], args: argparse.Namespace) -> int
 
 
 def read_head(out: Path, args: argparse.Namespace) -> tuple[tuple[int, ...], int] | None:
-    """Layers and experts of the trace to go on with; None where one begins."""
+    """Returns layers and experts of the trace to append to; None where a new one begins."""
     if not out.exists():
         return None
     if not args.append:

@@ -1,4 +1,4 @@
-"""`moeserve reload`: another checkpoint's weights, of the same shapes, in a running service."""
+"""`moeserve reload`: brings another checkpoint's weights, of the same shapes, into a running service."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from moeserve.cli.remote import add_address, as_json, client_of
+from moeserve.cli.arguments.remote import add_address, as_json, client_of
 from moeserve.proto.client.patience import OPERATION_SECONDS
 
 MIB = 1 << 20
@@ -17,12 +17,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     about = "bring a running service to the weights of another checkpoint of the same shapes, while it serves"
     parser = subparsers.add_parser("reload", help=about, description=about)
     add_address(parser, timeout=OPERATION_SECONDS)
-    parser.add_argument("checkpoint", help="folder, at the same path on every host of the service")
+    parser.add_argument(
+        "checkpoint", help="folder of the checkpoint, at the same path on every host of the service"
+    )
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what came of it; 0, or 1 when it was abandoned."""
+    """Prints the outcome; returns 0, or 1 when the reload was abandoned."""
     with client_of(args) as client:
         reply = client.reload(os.path.abspath(args.checkpoint), timeout=args.timeout)
     print(as_json(reply) if args.json else text(reply))
@@ -30,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text(reply: Any) -> str:
-    """A ReloadReply for people."""
+    """Formats a ReloadReply as text."""
     done = (
         f"{reply.epochs} layers, {reply.nbytes / MIB:.1f} MiB, in {reply.seconds:.2f} s; "
         f"weights version {reply.weights_version} and epoch {reply.epoch} are served"

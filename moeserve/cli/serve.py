@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
-from moeserve.cli.configured import add_config_flags, config_of
+from moeserve.cli.arguments.configured import add_config_flags, config_of
 
 if TYPE_CHECKING:
     from moeserve.runtime.config import Config
@@ -21,20 +21,20 @@ LOOK_SECONDS = 1.0  # between looks at the group's state
 
 
 class Cluster(Protocol):
-    """What a launcher makes of a configuration."""
+    """A service that a launcher starts from a configuration."""
 
     @property
     def address(self) -> str:
-        """Of the front door."""
+        """`host:port` of the front door."""
 
     def start(self) -> object:
         """Starts the ranks and waits until the group serves."""
 
     def state(self) -> tuple[str, str]:
-        """The group's state and reason."""
+        """Returns the group's state and the reason for it."""
 
     def metrics_targets(self) -> list[str]:
-        """`host:port` of every exporter that is up."""
+        """Returns `host:port` of every exporter that is up."""
 
     def stop(self) -> None:
         """Lets calls under way finish, and ends everything that was started."""
@@ -49,7 +49,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until SIGINT or SIGTERM. Raises ValueError for bad input, OSError or RuntimeError."""
+    """Serves until SIGINT or SIGTERM, or until nobody reads stdout when there is something to print.
+
+    Raises ValueError for bad input, OSError or RuntimeError, and BrokenPipeError for a closed stdout.
+    """
     config = config_of(args)
     print("\n".join(config.lines()), flush=True)
     _check_served(config)
@@ -68,13 +71,15 @@ def run(args: argparse.Namespace) -> int:
         print(f"serving on {cluster.address}", flush=True)
         _watch(cluster, signals)
     finally:
-        print("stopping", flush=True)
-        cluster.stop()
+        try:
+            print("stopping", flush=True)
+        finally:  # also where stdout is closed: what was started is ended all the same
+            cluster.stop()
     return 0
 
 
 class _Signals:
-    """SIGINT and SIGTERM as an event; while something starts, as KeyboardInterrupt too."""
+    """Turns SIGINT and SIGTERM into an event and, while a cluster starts, into KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.stop = threading.Event()
@@ -82,13 +87,13 @@ class _Signals:
         self.listen()
 
     def listen(self) -> None:
-        """Takes both signals."""
+        """Installs the handler of both signals."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._told)
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """While inside, a signal raises KeyboardInterrupt; one that came before does so at once."""
+        """A context in which a signal raises KeyboardInterrupt; an earlier signal raises it at once."""
         self._interrupts = True
         try:
             if self.stop.is_set():
@@ -105,7 +110,7 @@ class _Signals:
 
 
 def _check_served(config: Config) -> None:
-    """Finds what is wrong with the checkpoint or the plan here, before any process starts."""
+    """Raises what is wrong with the checkpoint or the plan here, before any process starts."""
     import torch
 
     from moeserve.runtime.config import ConfigError
@@ -138,7 +143,7 @@ def _cluster(config: Config) -> Cluster:
 
 
 def _watch(cluster: Cluster, signals: _Signals) -> None:
-    """Returns when told to stop; says so when the group forms anew. Raises RuntimeError when it gave up."""
+    """Waits for a signal to stop; prints when the group forms anew. Raises RuntimeError when it gave up."""
     seen = "serving"
     while not signals.stop.wait(LOOK_SECONDS):
         state, reason = cluster.state()

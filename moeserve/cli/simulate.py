@@ -1,4 +1,4 @@
-"""`moeserve simulate`: what policies make of recorded expert loads, for groups of any size. Needs no GPU."""
+"""`moeserve simulate`: shows what balancing policies make of recorded expert loads. It needs no GPU."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from moeserve.cli.arguments.sizes import SIZE_NAMES, WAY_OUT, Sizes, add_size_flags, sizes_of
 from moeserve.experts.balance import BALANCERS, Wish, balancer_named
 from moeserve.experts.balance.cost import CostModel
 from moeserve.experts.balance.forecast import Forecast, Setting, balance_of, forecast, rank_bytes
@@ -38,7 +39,17 @@ COLUMNS = {
     "shift_moved_bytes": "GB moved",
     "shift_plan_seconds": "ms to plan",
 }
-"""Fields of a row in JSON and CSV, and what the table calls them."""
+"""Fields of a result in JSON and CSV, and what the table calls them."""
+
+NEED_SIZES = (
+    "moved_bytes",
+    "step_balancedness",
+    "rank_bytes",
+    "wire_bytes",
+    "step_seconds",
+    "shift_moved_bytes",
+)
+"""Fields that are left out where the sizes of experts are not known."""
 
 SCALES = {"GB": 1e9, "MB": 1e6, "ms": 1e-3}
 
@@ -47,6 +58,11 @@ EXPLAINED = """\
 files, or several windows of a trace, are workloads that follow each other: each policy plans for the first
 when nothing is loaded, then rebalances to each next one. Balance, moves and the time to plan are those of
 the last; with one workload, moves count from contiguous blocks.
+
+Bytes, times and the balance of single steps need the sizes of the model's experts: --checkpoint reads them,
+--hidden, --inner, --top-k and --weight-bits state them. Which were taken is printed first, and stands in
+every result of JSON and CSV as "sizes". Without them those columns are left out, except
+for loads of as many layers and experts as DeepSeek-V3 has.
 
 --serve judges that last plan on another workload, as it is. The columns from 'then' on are what the policy
 makes of it when it may rebalance to that workload.
@@ -72,7 +88,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add = parser.add_argument
     add("--load", nargs="+", required=True, metavar="FILE", help="expert loads, in the order they come")
     add("--serve", metavar="FILE", help="judge the plan on this workload")
-    add("--phase", choices=PHASES, help="only the windows of this phase, where a trace tells them apart")
+    add("--phase", choices=PHASES, help="take only windows of this phase, where a trace tells them apart")
     add("--ranks", type=int, nargs="+", required=True, metavar="N", help="8 16 ... 1024")
     add("--redundant", type=int, nargs="+", default=[0], metavar="N", help="spare slots, over all ranks")
     add("--policy", nargs="+", default=list(BALANCERS), metavar="NAME", help=", ".join(BALANCERS))
@@ -82,20 +98,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="tokens",
         help="what incremental balances",
     )
-    add("--worth", type=float, default=Wish().worth, help="what a move must gain: ranks x max/mean load")
-    add("--budget", type=int, default=UNLIMITED, metavar="MOVES", help="of one rebalance, over all layers")
-    add("--budget-bytes", type=int, metavar="BYTES", help="the same in bytes of experts copied")
-    add("--nodes", type=int, default=1, metavar="N", help="hosts the ranks share evenly")
+    add("--worth", type=float, default=Wish().worth, help="least gain of a move: ranks x max/mean load")
+    add(
+        "--budget",
+        type=int,
+        default=UNLIMITED,
+        metavar="MOVES",
+        help="most moves of one rebalance, all layers",
+    )
+    add("--budget-bytes", type=int, metavar="BYTES", help="the same in bytes of copied experts")
+    add("--nodes", type=int, default=1, metavar="N", help="hosts that share the ranks evenly")
     add("--groups", type=int, default=1, metavar="N", help="expert groups of the router")
-    add("--tokens", type=int, default=128, metavar="T", help="tokens each rank brings to a step")
+    add("--tokens", type=int, default=128, metavar="T", help="tokens that each rank brings to a step")
+    add_size_flags(parser)
     add(
         "--measured",
         metavar="FILE",
         help="results of bench/experts/gpu_experts.py to take rates of experts from",
     )
-    add("--weights", default="fp8", choices=WEIGHT_BITS, help="which of those results; fp8 by default")
-    rates = ", ".join(each.name for each in fields(CostModel))
-    add("--rate", nargs="+", default=[], metavar="NAME=VALUE", help=f"of the cost model: {rates}")
+    add("--weights", choices=WEIGHT_BITS, help="which of those results, and bits a weight; fp8 by default")
+    rates = ", ".join(each.name for each in fields(CostModel) if each.name not in SIZE_NAMES)
+    add("--rate", nargs="+", default=[], metavar="NAME=VALUE", help=f"rate of the cost model: {rates}")
     add("--json", action="store_true", help="print JSON")
     add("--csv", action="store_true", help="print CSV")
     add("--plot", metavar="FOLDER", help="write SVG pictures of placements and of balance over time")
@@ -103,20 +126,42 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a row for each policy, number of ranks and redundancy. Raises ValueError."""
+    """Prints a result for each policy, number of ranks and redundancy. Raises ValueError."""
     if args.json and args.csv:
         raise ValueError("--json and --csv exclude each other")
-    loads, serve, layers = workloads(args.load, args.serve, args.phase)
-    rows = list(_rows(args, loads, serve, layers))
+    loads, serve, head = workloads(args.load, args.serve, args.phase)
+    rates = rates_of(args.rate)
+    if args.weights and "weight_bits" not in rates:
+        rates |= {"weight_bits": WEIGHT_BITS[args.weights]}
+    sizes, source = sizes_of(args, head, {name: rates[name] for name in SIZE_NAMES if name in rates})
+    _check_sizes(args, sizes)
+    model = measured(args.measured, args.weights or "fp8") if args.measured else CostModel()
+    model = replace(model, **(rates | (asdict(sizes) if sizes else {})))
+    said = sizes.line(source) if sizes else source
+    rows = [row | {"sizes": said} for row in _rows(args, loads, serve, head, model)]
+    if sizes is None:
+        rows = [{name: row[name] for name in row if name not in NEED_SIZES} for row in rows]
     shown = _csv(rows) if args.csv else json.dumps(rows, indent=2) if args.json else _table(rows)
-    print(shown)
+    print(shown if args.csv or args.json else f"sizes: {said}\n{shown}")
     return 0
+
+
+def _check_sizes(args: argparse.Namespace, sizes: Sizes | None) -> None:
+    """Raises ValueError for a flag that has no meaning without the sizes of experts."""
+    if sizes is None:
+        for flag, wanted in (
+            (f"--objective {args.objective}", args.objective != "tokens"),
+            ("--budget-bytes", args.budget_bytes is not None),
+            ("--measured", args.measured is not None),
+        ):
+            if wanted:
+                raise ValueError(f"{flag} needs the sizes of the model's experts: {WAY_OUT}")
 
 
 def workloads(
     files: Sequence[str], serve: str | None, phase: str | None = None
-) -> tuple[list[Load], Load | None, tuple[int, ...]]:
-    """The loads of `files` window by window, that of `serve`, and the decoder layers all of them count.
+) -> tuple[list[Load], Load | None, LoadTrace]:
+    """Reads the loads of `files` window by window, that of `serve`, and the first trace.
 
     With a `phase`, only those of its windows, and of windows that do not tell theirs.
     """
@@ -128,7 +173,7 @@ def workloads(
                 f"{file} counts {_size(trace)}, and {first} {_size(head)}; workloads must be of one model"
             )
     loads = [window.load for file in files for window in traces[file].windows]
-    return loads, traces[serve].total if serve else None, head.layers
+    return loads, traces[serve].total if serve else None, head
 
 
 def _of_phase(file: str, trace: LoadTrace, phase: str | None) -> LoadTrace:
@@ -143,29 +188,31 @@ def _size(trace: LoadTrace) -> str:
 
 
 def _rows(
-    args: argparse.Namespace, loads: list[Load], serve: Load | None, layers: tuple[int, ...]
+    args: argparse.Namespace, loads: list[Load], serve: Load | None, head: LoadTrace, model: CostModel
 ) -> Iterator[dict[str, Any]]:
-    model = cost_model(args.rate, measured(args.measured, args.weights) if args.measured else CostModel())
     budget = args.budget
     if args.budget_bytes is not None:
         budget = min(budget, args.budget_bytes // model.expert_bytes)
-    for ranks in args.ranks:
-        for redundant in args.redundant:
-            setting = Setting(ranks, redundant, args.nodes, args.tokens, budget, model=model)
-            for name in args.policy:
-                wish = Wish(args.nodes, args.groups, args.worth, _objective(args.objective, setting))
-                found = forecast(balancer_named(name, wish), loads, setting)
-                row = {"policy": name, "ranks": ranks, "redundant": redundant}
-                row |= _row(found, setting, loads[-1] if serve is None else serve)
-                if serve is not None:
-                    shifted = forecast(balancer_named(name, wish), [*loads, serve], setting)
-                    after = _row(shifted, setting, serve)
-                    row |= {f"shift_{key}": after[key] for key in SHIFT}
-                if args.plot:
-                    from moeserve.cli.simulate_plots import write_plots
+    settings = [
+        Setting(ranks, redundant, args.nodes, args.tokens, budget, model=model)
+        for ranks in args.ranks
+        for redundant in args.redundant
+    ]
+    for setting in settings:
+        for name in args.policy:
+            wish = Wish(args.nodes, args.groups, args.worth, _objective(args.objective, setting))
+            found = forecast(balancer_named(name, wish), loads, setting)
+            row = {"policy": name, "ranks": setting.ranks, "redundant": setting.redundant}
+            row |= _row(found, setting, loads[-1] if serve is None else serve)
+            if serve is not None:
+                shifted = forecast(balancer_named(name, wish), [*loads, serve], setting)
+                after = _row(shifted, setting, serve)
+                row |= {f"shift_{key}": after[key] for key in SHIFT}
+            if args.plot:
+                from moeserve.cli.shown.simulate_plots import write_plots
 
-                    row["plots"] = write_plots(Path(args.plot), row, found, loads, layers)
-                yield row
+                row["plots"] = write_plots(Path(args.plot), row, found, loads, head.layers)
+            yield row
 
 
 SHIFT = ("mean_balancedness", "worst_layer_balancedness", "moves_per_layer", "moved_bytes", "plan_seconds")
@@ -188,8 +235,8 @@ def _row(found: Forecast, setting: Setting, load: Load) -> dict[str, Any]:
     }
 
 
-def cost_model(rates: Sequence[str], model: CostModel) -> CostModel:
-    """The cost model with `NAME=VALUE` changes. Raises ValueError."""
+def rates_of(rates: Sequence[str]) -> dict[str, Any]:
+    """Returns the fields of the cost model that `NAME=VALUE` texts set. Raises ValueError."""
     kinds = {name: type(value) for name, value in vars(CostModel()).items()}
     changes: dict[str, Any] = {}
     for rate in rates:
@@ -200,7 +247,7 @@ def cost_model(rates: Sequence[str], model: CostModel) -> CostModel:
             changes[name] = kinds[name](value)
         except ValueError as error:
             raise ValueError(f"--rate {rate}: {value!r} is not a number") from error
-    return replace(model, **changes)
+    return changes
 
 
 def _objective(name: str, setting: Setting) -> ReplicaCost:
@@ -212,7 +259,7 @@ def _objective(name: str, setting: Setting) -> ReplicaCost:
 
 def _csv(rows: list[dict[str, Any]]) -> str:
     text = io.StringIO()
-    names = [name for name in COLUMNS if name in rows[0]]
+    names = [name for name in (*COLUMNS, "sizes") if name in rows[0]]
     writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)

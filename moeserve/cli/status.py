@@ -1,11 +1,11 @@
-"""`moeserve status`: what a running service says of itself."""
+"""`moeserve status`: shows what a running service reports of itself."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from moeserve.cli.remote import add_address, as_json, client_of, table
+from moeserve.cli.arguments.remote import add_address, as_json, client_of, table
 
 MIB = 1 << 20
 
@@ -15,12 +15,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     about = "show state, ranks and balance of a running service"
     parser = subparsers.add_parser("status", help=about, description=about)
     add_address(parser, timeout=10.0)
-    parser.add_argument("--experts", action="store_true", help="also how many tokens each expert got")
+    parser.add_argument("--experts", action="store_true", help="show how many tokens each expert got, too")
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the status; 0 even when the service does not serve (`health` is for that)."""
+    """Prints the status; returns 0 even when the service does not serve (ask `health` for that)."""
     with client_of(args) as client:
         status = client.status(experts=args.experts)
     print(as_json(status) if args.json else text(status))
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text(status: Any) -> str:
-    """A GetStatusReply for people."""
+    """Formats a GetStatusReply as text."""
     head = [
         ("state", status.state + (f": {status.reason}" if status.reason else "")),
         ("group", f"generation {status.generation}, epoch {status.epoch}, moeserve {status.version}"),

@@ -1,4 +1,4 @@
-"""`moeserve version`: the versions a bug report wants."""
+"""`moeserve version`: shows the versions that a bug report needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a line a package; imports none of them."""
+    """Prints one line for each package; imports none of them."""
     print(f"moeserve      {__version__}")
     print(
         f"python        {platform.python_version()} on {platform.platform(terse=True)} {platform.machine()}"

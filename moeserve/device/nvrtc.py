@@ -1,8 +1,8 @@
 """CUDA C++ compiled at first use by NVRTC and kept on disk: `Program`, `Function.launch`, `tensor_map`.
 
-The package stays pure Python: sources are files beside the Python that launches them, and the compiler and
-the driver's API come with `cuda-bindings`, which torch's CUDA wheels bring. Sources include no header, since
-a user's machine has none.
+The package stays pure Python: sources are files in a folder `text` beside the Python that launches them, and
+the compiler and the driver's API come with `cuda-bindings`, which torch's CUDA wheels bring. Sources include
+no header, since a user's machine has none.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import ctypes
 import hashlib
 import os
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from moeserve.device.arguments import MAP_BYTES, Argument, Arguments, TensorMap
 
 NEEDED_MODULE = "cuda.bindings"
 """What a row that launches through this file names among its modules."""
@@ -35,36 +37,22 @@ class LaunchError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class U64:
-    """A 64-bit integer argument, such as an address."""
-
-    value: int
-
-
-@dataclass(frozen=True, eq=False)
-class TensorMap:
-    """A `CUtensorMap` argument, handed over by value, and the tensor whose memory it describes."""
-
-    map: Any
-    tensor: Tensor
-
-
-Argument = Tensor | int | float | U64 | TensorMap
-
-
-@dataclass(frozen=True)
 class Program:
     """One source and its compiler options, such as `("-DROWS=64",)`; compiled for the current device."""
 
     source: str
     options: tuple[str, ...] = ()
 
-    def function(self, name: str) -> Function:
-        """The kernel `extern "C" __global__ name`, loaded on the current device.
+    def function(self, name: str, arguments: Arguments) -> Function:
+        """The kernel `extern "C" __global__ void name(...)` of `arguments`, loaded on the current device.
 
-        Raises CompileError with the compiler's log, LaunchError when the kernel is not there.
+        Raises ValueError for a source that declares another kernel, CompileError with the compiler's log, and
+        LaunchError when the kernel is not there.
         """
-        return _function(self, name, torch.cuda.current_device())
+        declared = f"{name}(const __grid_constant__ {arguments.name} args)"
+        if arguments.text not in self.source or declared not in self.source:
+            raise ValueError(f"the source lacks the struct {arguments.name}, or the kernel {declared}")
+        return _function(self, name, arguments, torch.cuda.current_device())
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,12 +61,17 @@ class Function:
 
     name: str
     handle: Any
+    arguments: Arguments
+
+    def bound(self, given: Mapping[str, Argument]) -> Function:
+        """The same kernel with some arguments given once; `launch` then takes the others."""
+        return replace(self, arguments=self.arguments.bound(given))
 
     def launch(
         self,
         grid: Dim,
         block: Dim,
-        args: Sequence[Argument],
+        given: Mapping[str, Argument],
         *,
         shared: int = 0,
         cluster: int = 1,
@@ -87,11 +80,12 @@ class Function:
     ) -> None:
         """Queues the kernel on torch's current stream; under capture it becomes part of the graph.
 
-        A tensor goes in as its address, an int as int32, a float as float32. `shared` is in bytes, beyond 48
-        KiB too; `cluster` counts blocks along x; `cooperative` promises that all blocks run at once;
-        `overlapped` that the kernel itself waits for the launches before it, so that it may begin before they
-        are over. Raises LaunchError.
+        `given` are the kernel's arguments by name. `shared` is in bytes, beyond 48 KiB too; `cluster` counts
+        blocks along x; `cooperative` promises that all blocks run at once; `overlapped` that the kernel waits
+        by itself for the launches before it, so that it may begin before they are over. Raises LaunchError,
+        and what `Arguments.pack` raises for arguments that do not fit.
         """
+        packed = self.arguments.pack(given)
         driver = _driver()
         if shared > 48 << 10:
             self._allow(shared)
@@ -102,8 +96,7 @@ class Function:
         config.hStream = torch.cuda.current_stream().cuda_stream
         attributes = _attributes(cluster, cooperative=cooperative, overlapped=overlapped)
         config.attrs, config.numAttrs = attributes, len(attributes)
-        values = [_packed(argument) for argument in args]
-        addresses = (ctypes.c_void_p * len(values))(*(address for _, address in values))
+        addresses = ctypes.c_void_p(ctypes.addressof(packed))
         _check(driver.cuLaunchKernelEx(config, self.handle, ctypes.addressof(addresses), 0), self.name)
 
     def resident_blocks(self, block: int, shared: int = 0) -> int:
@@ -161,7 +154,12 @@ def tensor_map(tensor: Tensor, box: tuple[int, int], swizzle: int = 128, *, dens
         ),
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    return TensorMap(_check(made, f"tensor map of {list(tensor.shape)} in boxes of {list(box)}"), tensor)
+    return mapped(_check(made, f"tensor map of {list(tensor.shape)} in boxes of {list(box)}"), tensor)
+
+
+def mapped(made: Any, tensor: Tensor) -> TensorMap:
+    """The driver's `CUtensorMap` over `tensor`, as an argument."""
+    return TensorMap(ctypes.string_at(int(made.getPtr()), MAP_BYTES), tensor)
 
 
 def compiled(source: str, arch: str, options: tuple[str, ...] = ()) -> bytes:
@@ -207,11 +205,11 @@ def _store(path: Path, cubin: bytes) -> None:
 
 
 @cache
-def _function(program: Program, name: str, device: int) -> Function:
+def _function(program: Program, name: str, arguments: Arguments, device: int) -> Function:
     driver = _driver()
     torch.cuda.current_stream()  # torch's context is the current one from here on
     module = _module(program, device)
-    return Function(name, _check(driver.cuModuleGetFunction(module, name.encode()), name))
+    return Function(name, _check(driver.cuModuleGetFunction(module, name.encode()), name), arguments)
 
 
 @cache
@@ -252,22 +250,6 @@ def _attributes(cluster: int, *, cooperative: bool, overlapped: bool) -> list[An
 
 def _dim(dim: Dim) -> tuple[int, int, int]:
     return (dim, 1, 1) if isinstance(dim, int) else dim
-
-
-def _packed(argument: Argument) -> tuple[Any, int]:
-    """What holds the argument's bytes, and their address."""
-    if isinstance(argument, TensorMap):
-        return argument, int(argument.map.getPtr())
-    value: Any
-    if isinstance(argument, Tensor):
-        value = ctypes.c_void_p(argument.data_ptr())
-    elif isinstance(argument, U64):
-        value = ctypes.c_uint64(argument.value)
-    elif isinstance(argument, int):
-        value = ctypes.c_int32(argument)
-    else:
-        value = ctypes.c_float(argument)
-    return value, ctypes.addressof(value)
 
 
 def _check(answer: tuple[Any, ...], what: str) -> Any:

@@ -44,7 +44,7 @@ class ConfigError(ValueError):
 class ModelConfig:
     """The checkpoint that is served, and how."""
 
-    checkpoint: str = ""  # folder with config.json and safetensors
+    checkpoint: str = ""  # folder with config.json and safetensors; in a file, relative to the file's folder
     name: str = ""  # as clients call it; the folder's name when empty
     dtype: str = AUTO  # of hidden states and unquantized experts: auto (the checkpoint's), fp32, bf16, fp16
     load_as: str = ""  # a scheme that experts are quantized to while they are loaded; as stored when empty
@@ -160,7 +160,10 @@ class Config:
 
     @classmethod
     def load(cls, path: str | Path) -> Config:
-        """Reads a TOML file. Raises ConfigError for an unknown key or a value of another type."""
+        """Reads a TOML file; relative paths in it start at the file's own folder.
+
+        Raises ConfigError for an unknown key or a value of another type.
+        """
         try:
             document = tomllib.loads(Path(path).read_text())
         except OSError as error:
@@ -168,7 +171,12 @@ class Config:
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not TOML: {error}") from error
         config: Config = from_mapping(cls, document)
-        return config
+        return config.resolved(Path(path).absolute().parent)
+
+    def resolved(self, folder: Path) -> Config:
+        """This configuration with its relative paths taken from `folder`; empty ones stay empty."""
+        paths = {"model.checkpoint": self.model.checkpoint, "plan.costs": self.plan.costs}
+        return self.with_values({key: str(folder / path) for key, path in paths.items() if path})
 
     def with_values(self, values: Mapping[str, Any]) -> Config:
         """This configuration with dotted keys replaced, such as `{"server.port": 0}`."""

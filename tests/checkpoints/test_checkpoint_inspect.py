@@ -11,7 +11,8 @@ import torch
 from checkpoints import make_checkpoint, quantize_fp8_block
 
 from moeserve.checkpoints.store import TensorStore
-from moeserve.cli.inspect import add_parser, human, ranges
+from moeserve.cli.inspect import add_parser
+from moeserve.cli.shown.units import human, ranges
 
 
 def inspect(*arguments: str) -> int:

@@ -14,7 +14,7 @@ from quantized import PRODUCERS, write
 from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.checkpoints.fidelity import layer_error
 from moeserve.cli import main
-from moeserve.cli.inspect_excluded import brief, excluded_modules
+from moeserve.cli.shown.inspect_excluded import brief, excluded_modules
 
 SMALL = {"hidden": 64, "inner": 64, "experts": 3, "layers": 2}
 

@@ -11,7 +11,7 @@ import torch
 from checkpoints import make_checkpoint
 
 from moeserve.cli import main
-from moeserve.cli.tables import table
+from moeserve.cli.shown.tables import table
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.experts.kernels import KERNELS
 

@@ -189,7 +189,7 @@ def test_presets_mean_what_compressed_tensors_has_under_their_names(form: str) -
     target = target_named(TARGETS[form].preset, torch.bfloat16)
     assert target == target_named(form, torch.bfloat16)
     (group,) = target.config([])["config_groups"].values()
-    preset = PRESETS[target.row.preset]
+    preset = PRESETS[target.entry.preset]
     assert preset["weights"].items() <= group["weights"].items()
     assert (group["input_activations"] is None) == (preset["input_activations"] is None)
     assert (preset["input_activations"] or {}).items() <= (group["input_activations"] or {}).items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
+from processes import descendants_of, gone, is_forkserver
 
 from moeserve.cli import main
 from moeserve.experts.load import read_trace
@@ -233,23 +233,6 @@ def test_ctrl_c_stops_head_and_ranks_without_a_traceback(
     assert "moeserve status: UNAVAILABLE: " in capsys.readouterr().err
 
 
-def descendants_of(pid: int | str) -> list[str]:
-    """Processes that any thread of `pid` has started, and what these have."""
-    found: list[str] = []
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it, or a thread of it, has ended
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            for child in (thread / "children").read_text().split():
-                found += [child, *descendants_of(child)]
-    return found
-
-
-def is_forkserver(pid: str) -> bool:
-    """Whether it is what ranks are forked from, or a rank."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return "forkserver" in Path(f"/proc/{pid}/cmdline").read_text()
-    return False
-
-
 @pytest.mark.parametrize("after", [0.0, 1.0], ids=["at once", "a second later"])
 def test_sigterm_while_starting_ends_everything(checkpoint: Path, after: float) -> None:
     process = subprocess.Popen(
@@ -270,6 +253,5 @@ def test_sigterm_while_starting_ends_everything(checkpoint: Path, after: float) 
     assert process.returncode == 0
     assert printed.endswith("stopped while starting\n")
     assert "Traceback" not in printed
-    while (left := [pid for pid in started if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
-        time.sleep(0.05)  # what ranks are forked from ends when it sees that its starter is gone
-    assert started and not left
+    # what ranks are forked from ends when it sees that its starter is gone
+    assert started and gone(started, deadline - time.monotonic())

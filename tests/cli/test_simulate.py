@@ -11,8 +11,12 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
+from checkpoints import make_checkpoint
 
+from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.cli import main
+from moeserve.cli.simulate import NEED_SIZES
 from moeserve.experts.balance.eplb import eplb_slots
 from moeserve.experts.load import Load, LoadTrace, LoadWindow, write_trace
 from moeserve.experts.placement import Placement
@@ -45,9 +49,13 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return str(paths[0]), str(paths[1])
 
 
+SIZED = ("--hidden", "7168", "--inner", "2048", "--top-k", "8")
+"""The sizes of experts that bytes and times are counted with."""
+
+
 def simulated(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
-    """What `--json` prints."""
-    assert main(["simulate", *words, "--json"]) == 0
+    """What `--json` prints, for experts of known sizes."""
+    assert main(["simulate", *words, *(() if "--hidden" in words else SIZED), "--json"]) == 0
     rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     return rows
 
@@ -83,6 +91,81 @@ def test_a_row_a_policy_with_the_figures_of_its_plan(
         assert 0 < row["step_balancedness"] < row["mean_balancedness"] + 0.005
         assert row["plan_seconds"] > 0
         assert row["step_seconds"] > 0
+
+
+def test_without_sizes_bytes_and_times_are_left_out(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["simulate", "--load", files[0], "--serve", files[1], "--ranks", "4", "--policy", "eplb"]
+    assert main([*words, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["sizes"].startswith("not known, so bytes and times are left out: give --checkpoint FOLDER")
+    assert row.keys() >= FIELDS - {"moved_bytes"}
+    assert not row.keys() & set(NEED_SIZES)
+    assert main(words) == 0
+    said, head, *_ = capsys.readouterr().out.splitlines()
+    assert said == f"sizes: {row['sizes']}"
+    assert "GB" not in head and "a step" not in head
+
+
+def test_loads_of_deepseek_v3_have_its_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "load.json"
+    words = ["simulate", "--load", str(path), "--ranks", "8", "--policy", "even", "--json"]
+    path.write_text(json.dumps({"logical_count": np.ones((58, 256)).tolist()}))
+    assert main(words) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["rank_bytes"] == 58 * 32 * 3 * 7168 * 2048
+    assert row["sizes"] == (
+        "H=7168, I=2048, top 8, 8 bits a weight (DeepSeek-V3's, whose layers and experts the loads have)"
+    )
+    path.write_text(json.dumps({"logical_count": np.ones((62, 256)).tolist()}))  # MiniMax-M2's
+    assert main(words) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["sizes"].startswith("not known") and "rank_bytes" not in row
+
+
+class TestACheckpoint:
+    """`--checkpoint` tells the sizes of the experts that the loads count."""
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path) -> Checkpoint:
+        """As many experts as the workloads count, in bf16."""
+        make_checkpoint("qwen3_moe", tmp_path, dtype=torch.bfloat16, experts=EXPERTS)
+        return Checkpoint(tmp_path)
+
+    def test_tells_bytes_and_times(
+        self, checkpoint: Checkpoint, files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        words = ["simulate", "--load", files[0], "--ranks", "4", "--policy", "eplb", "--json"]
+        assert main([*words, "--checkpoint", str(checkpoint.path)]) == 0
+        (row,) = json.loads(capsys.readouterr().out)
+        nbytes, shape = checkpoint.expert_nbytes(0), checkpoint.shape(0)
+        assert row["rank_bytes"] == LAYERS * EXPERTS // 4 * nbytes
+        assert row["moved_bytes"] == row["moves_per_layer"] * LAYERS * nbytes
+        stated = f"H={shape.hidden}, I={shape.inner}, top {checkpoint.top_k}, 16 bits a weight"
+        assert row["sizes"] == f"{stated} (of {checkpoint.path})"
+        sizes = ["--hidden", str(shape.hidden), "--inner", str(shape.inner), "--weight-bits", "16"]
+        assert main([*words, *sizes, "--top-k", str(checkpoint.top_k)]) == 0
+        (given,) = json.loads(capsys.readouterr().out)
+        for name in ("rank_bytes", "moved_bytes", "wire_bytes", "step_seconds", "step_balancedness"):
+            assert row[name] == given[name]
+
+    def test_gives_way_to_flags(
+        self, checkpoint: Checkpoint, files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        words = ["simulate", "--load", files[0], "--ranks", "4", "--policy", "even", "--json"]
+        assert main([*words, "--checkpoint", str(checkpoint.path), "--weight-bits", "4"]) == 0
+        (row,) = json.loads(capsys.readouterr().out)
+        assert row["rank_bytes"] == LAYERS * EXPERTS // 4 * checkpoint.expert_nbytes(0) // 4
+        assert row["sizes"].endswith("4 bits a weight (of " + f"{checkpoint.path}, but weight_bits as given)")
+
+    def test_of_another_model_is_refused(
+        self, tmp_path: Path, files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        make_checkpoint("qwen3_moe", tmp_path / "other", experts=8)
+        words = ["simulate", "--load", files[0], "--ranks", "4", "--checkpoint", str(tmp_path / "other")]
+        assert main(words) == 2
+        assert "has 8 experts a layer, and the loads count 32" in capsys.readouterr().err
 
 
 def test_serve_judges_the_plan_as_it_is_and_says_what_a_rebalance_does(
@@ -169,6 +252,7 @@ def test_rates_of_experts_come_from_results(
     (given,) = simulated(capsys, *words, "--rate", *rates)
     for name in ("step_seconds", "rank_bytes", "moved_bytes"):
         assert taken[name] == pytest.approx(given[name])
+    words = (*words, *SIZED)
     assert main(["simulate", *words, "--measured", str(path), "--weights", "bf16"]) == 2
     assert "has no case 'bf16, ..." in capsys.readouterr().err
     assert main(["simulate", *words, "--measured", files[0]]) == 2
@@ -187,13 +271,15 @@ def test_objectives_and_nodes_are_taken(
 
 
 def test_csv_and_table(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["simulate", "--load", files[0], "--ranks", "4", "--policy", "even"]
+    words = ["simulate", "--load", files[0], "--ranks", "4", "--policy", "even", *SIZED]
     assert main([*words, "--csv"]) == 0
     (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
     assert row.keys() >= FIELDS
     assert (row["policy"], row["ranks"]) == ("even", "4")
+    assert row["sizes"] == "H=7168, I=2048, top 8, 8 bits a weight (as given)"
     assert main(words) == 0
-    head, line = capsys.readouterr().out.splitlines()
+    sizes, head, line = capsys.readouterr().out.splitlines()
+    assert sizes == f"sizes: {row['sizes']}"
     assert head.split()[:5] == ["policy", "ranks", "redundant", "balance", "worst"]
     assert line.split()[3] == f"{float(row['mean_balancedness']):.4f}"
 
@@ -222,10 +308,28 @@ def test_pictures_are_drawn(
         (["--ranks", "4", "--policy", "greedy"], "unknown balancing policy 'greedy'; known: even, eplb"),
         (["--ranks", "4", "--rate", "speed=1"], "unknown 'speed'; known: hidden, inner"),
         (["--ranks", "4", "--rate", "hidden=big"], "'big' is not a number"),
-        (["--ranks", "4", "--rate", "hidden=0"], "hidden=0 must be more than 0"),
+        (["--ranks", "4", *SIZED, "--rate", "link_bytes=0"], "link_bytes=0.0 must be more than 0"),
+        (["--ranks", "4", *SIZED, "--hidden", "0"], "hidden=0 must be more than 0"),
         (["--ranks", "4", "--json", "--csv"], "--json and --csv exclude each other"),
         (["--ranks", "4", "--serve", "OTHER"], "counts 1 layers (0 to 0) of 2 experts, and"),
-        (["--ranks", "4", "--nodes", "3", "--policy", "eplb", "--groups", "3"], "4 over 3: ranks must be"),
+        (
+            ["--ranks", "4", "--nodes", "3"],
+            "4 ranks do not divide over 3 nodes, which",
+        ),
+        (["--ranks", "6", "4", "--nodes", "3"], "4 ranks divide over 1, 2, 4 nodes"),
+        (
+            ["--ranks", "4", "--nodes", "3", "--policy", "eplb", "--groups", "3"],
+            "4 ranks do not divide over 3",
+        ),
+        (
+            ["--ranks", "4", "--hidden", "64", "--top-k", "2"],
+            "--hidden, --top-k without --inner: give",
+        ),
+        (["--ranks", "4", "--objective", "time"], "--objective time needs the sizes of the model's experts"),
+        (
+            ["--ranks", "4", "--budget-bytes", "9"],
+            "--budget-bytes needs the sizes of the model",
+        ),
     ],
 )
 def test_what_it_refuses(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,20 @@ from moeserve.cli.vllm.reading import merged, read, toml
 from moeserve.cli.vllm.switches import ANY, BACKEND_NAMES, SWITCHES, Switch
 from moeserve.dispatch.backends import ELSEWHERE, dispatcher_named
 from moeserve.experts.kernels import PINS
+from moeserve.quant.format import Scheme
+from moeserve.quant.formats import FORMATS, format_named
 from moeserve.quant.schemes import SCHEMES, scheme_named
 from moeserve.runtime.config import Config, ConfigError, from_mapping
 
-ONE_OF_EACH = {family_of(scheme): scheme for scheme in SCHEMES.values() if scheme.weights not in KEPT}
+ONE_OF_EACH = {
+    family: scheme
+    for scheme in SCHEMES.values()
+    if scheme.weights not in KEPT and (family := family_of(scheme)) is not None
+}
 """A scheme of each family that a file may hold."""
+
+NEW = Scheme(replace(format_named("int8_channel"), name="nf4"), format_named("bf16"))
+"""A scheme of a number format that vLLM has no family for, as somebody may add one to the tables."""
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +64,10 @@ def test_schemes_fall_into_every_family() -> None:
 
 
 @pytest.mark.parametrize("member", MEMBERS.values(), ids=lambda m: f"{m.family.value} {m.name}")
-def test_a_member_is_a_row_that_computes_its_family_or_a_reason(member: Member) -> None:
-    assert member.row or member.note.startswith(("not built: ", "no row: "))
-    if member.row:
-        schemes = {scheme for entry in PINS[member.row] for scheme in entry.schemes}
+def test_a_member_is_a_kernel_that_computes_its_family_or_a_reason(member: Member) -> None:
+    assert member.kernel or member.note.startswith(("not built: ", "no kernel: "))
+    if member.kernel:
+        schemes = {scheme for entry in PINS[member.kernel] for scheme in entry.schemes}
         assert member.family in {family_of(scheme) for scheme in schemes}
 
 
@@ -87,7 +97,43 @@ def test_every_name_gives_a_kernel_or_a_reason(row: MoeBackend) -> None:
         if "plan.kernel" in found.keys:
             assert found.keys["plan.kernel"] in {"auto", *PINS}
         elif family in row.members:
-            assert found.why.startswith(("not built: ", "no row: "))
+            assert found.why.startswith(("not built: ", "no kernel: "))
+
+
+class TestANewNumberFormat:
+    """A format that vLLM knows nothing of is an answer to every setting, and no error."""
+
+    @pytest.fixture(autouse=True)
+    def added(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The format and a scheme of it stand in the tables."""
+        monkeypatch.setitem(FORMATS, NEW.weights.name, NEW.weights)
+        monkeypatch.setitem(SCHEMES, str(NEW), NEW)
+
+    def test_has_no_family(self) -> None:
+        assert family_of(scheme_named(str(NEW))) is None
+
+    @pytest.mark.parametrize(("name", "value"), SETTINGS, ids="=".join)
+    def test_has_keys_or_a_reason_for_every_setting(self, name: str, value: str) -> None:
+        (found,) = read({name: value}, "", NEW)
+        assert found.keys or found.why
+        if SWITCHES[name].families != set(Family):
+            assert (found.keys, found.why) == ({}, "it says nothing about nf4 experts")
+
+    def test_keeps_the_settings_of_experts_of_any_kind(self) -> None:
+        assert merged(read({"VLLM_MOE_DP_CHUNK_SIZE": "128"}, "auto", NEW)) == {
+            "step.lane_rows": 128,
+            "plan.kernel": "auto",
+        }
+
+    @pytest.mark.parametrize("backend", MOE_BACKENDS.values(), ids=lambda backend: backend.name)
+    def test_has_a_reason_for_every_name(self, backend: MoeBackend) -> None:
+        (found,) = read({}, backend.name, NEW)
+        if backend.members.keys() == set(Family):
+            assert found.keys == {"plan.kernel": "auto"}
+        elif backend.members:
+            assert (found.keys, found.why) == ({}, "vLLM does not take it for nf4 experts")
+        else:
+            assert found.why == backend.note
 
 
 @pytest.mark.parametrize("name", BACKEND_NAMES)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from moeserve.device import nvrtc
+from moeserve.device.arguments import Arguments
 
 
 class FakeNvrtc(ModuleType):
@@ -84,22 +85,40 @@ def test_a_source_that_does_not_compile_leaves_nothing_and_says_which(compiler: 
     assert not nvrtc.cache_folder().exists()
 
 
+ADDED = Arguments("AddArguments", x="float*", by="float", n="int", seen="u64*", nothing="u8*?")
+ADD = f"""typedef unsigned char u8;
+typedef unsigned long long u64;
+{ADDED.text}
+extern "C" __global__ void add(const __grid_constant__ AddArguments args) {{
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < args.n) args.x[i] += args.by;
+  if (i == 0 && !args.nothing) *args.seen = (u64)args.x;
+}}
+// void missing(const __grid_constant__ AddArguments args)
+"""
+
+
 @pytest.mark.gpu(1)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_kernel_runs_and_is_captured() -> None:
-    source = """extern "C" __global__ void add(float* x, float by, int n, unsigned long long* seen) {
-        int i = blockIdx.x * blockDim.x + threadIdx.x;
-        if (i < n) x[i] += by;
-        if (i == 0) *seen = (unsigned long long)x;
-    }"""
-    kernel = nvrtc.Program(source).function("add")
+    kernel = nvrtc.Program(ADD).function("add", ADDED)
     x, seen = torch.zeros(1000, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
-    kernel.launch(8, 128, (x, 2.5, 1000, seen))
+    kernel.launch(8, 128, {"x": x, "by": 2.5, "n": 1000, "seen": seen, "nothing": None})
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernel.launch((8, 1, 1), 128, (x, 1.0, 1000, nvrtc.U64(seen.data_ptr())))
+        kernel.bound({"n": 1000, "x": x, "nothing": None}).launch((8, 1, 1), 128, {"by": 1.0, "seen": seen})
     graph.replay()
     assert x.eq(3.5).all() and int(seen) == x.data_ptr()
     with pytest.raises(nvrtc.LaunchError, match="missing"):
-        nvrtc.Program(source).function("missing")
+        nvrtc.Program(ADD).function("missing", ADDED)
+    with pytest.raises(TypeError, match="AddArguments lacks seen"):
+        kernel.launch(8, 128, {"x": x, "by": 2.5, "n": 1000, "nothing": None})
+
+
+def test_a_kernel_of_other_arguments_is_refused() -> None:
+    other = Arguments("AddArguments", x="float*", n="int")
+    with pytest.raises(ValueError, match="lacks the struct AddArguments"):
+        nvrtc.Program(ADD).function("add", other)
+    with pytest.raises(ValueError, match=r"the kernel subtract\(const __grid_constant__ AddArguments args\)"):
+        nvrtc.Program(ADD).function("subtract", ADDED)

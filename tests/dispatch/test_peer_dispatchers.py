@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from parallel import parallel_launch
 from peer_ranks import DELAY, PATIENCE, everything, spec
 
 from moeserve.device.machine import machine_named
+from moeserve.device.source import source
 from moeserve.dispatch.backends import DISPATCHERS
-from moeserve.dispatch.peers import kernels, layout, sources, twin, wires
+from moeserve.dispatch.peers import kernels, layout, twin, wires
 from moeserve.dispatch.peers import liveness as late
 from moeserve.dispatch.peers import packets as packets
 from moeserve.dispatch.peers import sequence as sequences
@@ -103,17 +105,52 @@ def test_sections_of_the_layout_do_not_overlap() -> None:
 
 
 def test_the_kernels_and_the_layout_agree_on_their_constants() -> None:
-    defined = dict(re.findall(r"#define (\w+) +\(?(\w+)", sources.source(*kernels.SOURCES)))
+    text = source(kernels.__package__, *kernels.SOURCES)
+    defined = dict(re.findall(r"#define (\w+) +\(?(\w+)", text))
     assert int(defined["GIVEN_UP_BYTES"]) == late.GIVEN_UP_BYTES
     assert int(defined["THREADS"]) == kernels.THREADS
     assert int(defined["COMBINE_THREADS"]) == kernels.COMBINE_THREADS
     warps = kernels.THREADS // 32
     assert 1 << int(defined["WARPS_LOG2"]) == warps
     assert int(defined["LEAST_TEAM"]) * kernels.TEAMS == warps
-    assert (int(defined["PACKET"]), int(defined["PACKET_WORDS"])) == (packets.LANES, packets.WORDS)
+    assert (int(defined["PACKET"]), int(defined["PACKET_WORDS"])) == (packets.WARP_THREADS, packets.WORDS)
     numbers = {name: int(defined[f"WIRE_{name.removesuffix('_static').upper()}"]) for name in wires.FUSED}
     assert numbers == wires.FUSED and int(defined["WIRE_RECORDS"]) == wires.RECORDS
-    assert "0xFFFFFFFEu" in sources.source(*kernels.SOURCES) and sequences.LAST == 0xFFFFFFFE
+    assert "0xFFFFFFFEu" in text and sequences.LAST == 0xFFFFFFFE
+
+
+@pytest.mark.parametrize(
+    ("wire", "dtype", "ranks", "top_k", "hidden", "grouping"),
+    [
+        ("bf16", torch.bfloat16, 8, 8, 7168, Grouping.RAGGED),
+        ("bf16", torch.float32, 3, 2, 160, Grouping.PADDED),
+        ("fp8_group128", torch.bfloat16, 2, 8, 7168, Grouping.PADDED),
+        ("fp8_group128", torch.float16, 4, 1, 2048, Grouping.RAGGED),
+        ("mxfp8", torch.float32, 3, 6, 2880, Grouping.RAGGED),
+        ("nvfp4_static", torch.bfloat16, 8, 10, 4096, Grouping.RAGGED),
+        ("mxfp4", torch.bfloat16, 1, 32, 1024, Grouping.PADDED),
+    ],
+)
+def test_the_kernels_compile(
+    wire: str,
+    dtype: torch.dtype,
+    ranks: int,
+    top_k: int,
+    hidden: int,
+    grouping: Grouping,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
+        pytest.skip("needs the packages cuda-bindings and nvidia-cuda-nvrtc")
+    from moeserve.device import nvrtc
+
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
+    made = replace(spec(0, ranks), dtype=dtype, top_k=top_k, hidden=hidden)
+    given = STATIC[wire].given if wire in STATIC else None
+    made = replace(made, wire=WIRES[wire] if given is None else given(torch.tensor(0.25)))
+    program = kernels.program_for(layout.PeerLayout(made, grouping), wires.wire_code(made))
+    assert nvrtc.compiled(program.source, "sm_90a", program.options)
 
 
 @pytest.mark.parametrize("words", [1, 7, 31, 32, 93])
@@ -130,11 +167,6 @@ def test_rows_come_out_of_their_packets(words: int) -> None:
 def test_positions_count_the_rows_of_a_slot_before() -> None:
     slots = torch.tensor([[3, 1], [1, -1], [3, 0], [1, 3]], dtype=torch.int32)
     assert twin.positions(slots)[slots >= 0].tolist() == [0, 0, 1, 1, 0, 2, 2]
-
-
-def test_sources_include_no_header() -> None:
-    folder = Path(layout.__file__).parent
-    assert not [path.name for path in folder.glob("*.cu") if "#include" in path.read_text()]
 
 
 @pytest.mark.parametrize("name", sorted(WIRES))

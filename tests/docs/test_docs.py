@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moeserve.cli import COMMANDS
-from moeserve.cli.configured import FLAGS, SERVE_FLAGS
+from moeserve.cli.arguments.configured import FLAGS, SERVE_FLAGS
 from moeserve.runtime.config import Config
 from moeserve.runtime.doors.failures import _TABLE as STATUSES
 from moeserve.runtime.launch.local_cluster import LocalCluster

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from moeserve.cli.tables import MACHINES, TABLES, table
+from moeserve.cli.shown.tables import MACHINES, TABLES, table
 from moeserve.cli.vllm.backends import MEMBERS, MOE_BACKENDS
 from moeserve.cli.vllm.switches import BACKEND_NAMES, SWITCHES
 from moeserve.quant.schemes import SCHEMES

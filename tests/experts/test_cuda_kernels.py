@@ -1,9 +1,7 @@
 """Our CUDA C++ kernels: their weights' own form and their sources without a GPU, their numbers on one."""
 
 import itertools
-import re
 from dataclasses import replace
-from importlib.resources import files
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
@@ -41,8 +39,11 @@ def test_the_list_of_groups_has_room(counts: tuple[int, ...], spare: int) -> Non
     capacity = sum(counts) + spare
     tokens = FP8_GROUP.empty((capacity, 128))
     batch = ExpertBatch(tokens, Grouping.RAGGED, torch.tensor(counts), torch.zeros(len(counts) + 1))
-    wide = (prefill_wide.Step(batch, capacity, width) for width in (prefill_wide.WIDE, prefill_wide.NARROW))
-    for step in (prefill.Step(batch, capacity), *wide):
+    wide = (
+        prefill_wide.WidePrefillStep(batch, capacity, width)
+        for width in (prefill_wide.WIDE, prefill_wide.NARROW)
+    )
+    for step in (prefill.PrefillStep(batch, capacity), *wide):
         assert sum(ceil(count / step.cut[1]) for count in counts) <= step.limit
 
 
@@ -55,12 +56,6 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-def test_sources_include_no_header() -> None:
-    sources = [f for f in files(prefill.__package__).iterdir() if f.name.endswith(".cu")]
-    assert sources
-    assert not any(re.search(r"^\s*#\s*include", source.read_text(), re.MULTILINE) for source in sources)
-
-
 @pytest.mark.parametrize("module", [prefill, prefill_wide], ids=["prefill", "prefill_wide"])
 def test_every_form_compiles(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
@@ -69,11 +64,11 @@ def test_every_form_compiles(module: ModuleType, tmp_path: Path, monkeypatch: py
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
     for form in FORMS:
-        text = steps.source(f"{module.__name__.rpartition('.')[2]}.cu")
+        text = steps.source(*module.SOURCES)
         for rows in (prefill_wide.WIDE.rows, prefill_wide.NARROW.rows)[: 1 + (module is prefill_wide)]:
             options = (*steps.Form(**form).options, *steps.defined({"MOST_ROWS": rows}))
             assert nvrtc.compiled(text, "sm_90a", options)
-    assert nvrtc.compiled(steps.source("prefill_rows.cu"), "sm_90a")
+    assert nvrtc.compiled(steps.source(*steps.ROWS_SOURCES), "sm_90a")
 
 
 CASES = [

@@ -73,7 +73,7 @@ def test_every_form_compiles(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
     for tile in tiles(kind):
         for bias, limited, out in ((False, False, torch.bfloat16), (True, True, torch.float32)):
             form = few.Form(kind, tile, bias=bias, limited=limited, out=out, rounds=kind == "fp8" and bias)
-            assert nvrtc.compiled(few.source(*few.SOURCES), "sm_90a", few.options(form))
+            assert nvrtc.compiled(few.source(*few.sources(kind)), "sm_90a", few.options(form))
 
 
 Case = tuple[tuple[int, ...], tuple[int, int], str, Format]

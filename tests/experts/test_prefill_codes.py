@@ -17,7 +17,7 @@ from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
 from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.kernels import KERNELS, cuda_fp4, cuda_w4a8
 from moeserve.experts.kernels.cuda import prefill_codes, rounded
-from moeserve.experts.kernels.cuda.prefill_codes import Form, Step
+from moeserve.experts.kernels.cuda.prefill_codes import CodesPlan, CodesStep, Form
 from moeserve.experts.kernels.torch_reference import TorchReference
 from moeserve.experts.kernels.triton_fp4 import TritonFp4
 from moeserve.quant.format import Format, Packed, Scheme
@@ -147,18 +147,18 @@ PLANS = [plan for plans in prefill_codes.PLANS.values() for _, plan in plans]
     "counts", [(0,), (1,), (256, 257, 0, 64), (65,) * 9, (1000, 3, 255), (1,) * 40], ids=str
 )
 @pytest.mark.parametrize("spare", [0, 300])
-def test_the_list_of_groups_has_room(plan: prefill_codes.Plan, counts: tuple[int, ...], spare: int) -> None:
+def test_the_list_of_groups_has_room(plan: CodesPlan, counts: tuple[int, ...], spare: int) -> None:
     capacity = sum(counts) + spare
     tokens = BF16.empty((capacity, 128))
     batch = ExpertBatch(tokens, Grouping.RAGGED, torch.tensor(counts), torch.zeros(len(counts) + 1))
-    assert sum(ceil(count / plan.most) for count in counts) <= Step(batch, capacity, plan).limit
+    assert sum(ceil(count / plan.most) for count in counts) <= CodesStep(batch, capacity, plan).limit
 
 
 def test_a_blocks_memory_is_within_what_hopper_gives() -> None:
     assert all(plan.shared <= 227 << 10 for plan in PLANS)
 
 
-def forms(plan: prefill_codes.Plan) -> list[Form]:
+def forms(plan: CodesPlan) -> list[Form]:
     return [
         Form(bias=bias, fused=fused, limited=limited, out=out, plan=plan)
         for bias, fused, limited, out in itertools.product(
@@ -169,9 +169,7 @@ def forms(plan: prefill_codes.Plan) -> list[Form]:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_every_form_compiles(
-    plan: prefill_codes.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_form_compiles(plan: CodesPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
         pytest.skip("needs the packages cuda-bindings and nvidia-cuda-nvrtc")
     from moeserve.device import nvrtc
@@ -180,7 +178,7 @@ def test_every_form_compiles(
     for form in forms(plan):
         assert nvrtc.compiled(prefill_codes.source(plan), "sm_90a", form.options)
     options = (f"-DMOST={plan.most}", f"-DWIDE={int(not plan.eight)}")
-    assert nvrtc.compiled(rounded.source("prefill_round.cu"), "sm_90a", options)
+    assert nvrtc.compiled(rounded.source(*rounded.SOURCES), "sm_90a", options)
 
 
 SMALL, LARGE = (608, 192), (2048, 1024)
@@ -248,7 +246,7 @@ def test_rows_go_through_e4m3_as_the_format_rounds_them(shape: tuple[int, int]) 
     counts, offsets = torch.tensor([rows], dtype=torch.int32), torch.tensor([0, rows], dtype=torch.int32)
     batch = ExpertBatch(BF16.quantize(x), Grouping.RAGGED, counts.cuda(), offsets.cuda())
     plans = (prefill_codes.plan_for(kind, batch) for kind in ("fp8_16", "scaled"))
-    made = [Step(batch, rows, plan).round(x).values for plan in plans]
+    made = [CodesStep(batch, rows, plan).round(x).values for plan in plans]
     assert torch.equal(made[0].bfloat16(), made[1])  # the same codes
     # Many quotients of bf16 lie halfway between two codes, and a scale's last bit decides.
     assert int((made[0].float() != packed.parts[0].float()).sum()) <= 1 + x.numel() // 100

@@ -27,7 +27,27 @@ def test_what_is_printed_reads_back_the_same(tmp_path: Path) -> None:
     config = Config().with_values(
         {"model.checkpoint": 'with "quotes" and \\', "step.quiet_seconds": 0.25, "model.layers": (3,)}
     )
-    assert load(tmp_path, "\n".join(config.lines())) == config
+    assert load(tmp_path, "\n".join(config.lines())) == config.resolved(tmp_path)
+
+
+@pytest.mark.parametrize(("key", "name"), [("model.checkpoint", "weights"), ("plan.costs", "../costs")])
+def test_relative_paths_start_at_the_folder_of_the_file(
+    tmp_path: Path, key: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    table, field = key.split(".")
+    (tmp_path / "files" / "service.toml").write_text(f'[{table}]\n{field} = "{name}"\n')
+    monkeypatch.chdir(tmp_path)  # the file is named by a relative path too
+    config = Config.load("files/service.toml")
+    monkeypatch.chdir(tmp_path / "elsewhere")  # as in a process that a launcher starts somewhere else
+    assert getattr(getattr(config, table), field) == str(tmp_path / "files" / name)
+    assert config.resolved(Path.cwd()) == config
+
+
+def test_absolute_and_empty_paths_stay(tmp_path: Path) -> None:
+    config = load(tmp_path, '[model]\ncheckpoint = "/srv/weights"\n')
+    assert (config.model.checkpoint, config.plan.costs) == ("/srv/weights", "")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Two tables of what checkpoints look like: how projections are stored (`DIALECTS`), and `FAMILIES`.
+"""The table of how checkpoints store projections, `DIALECTS`, beside that of model families, `FAMILIES`.
 
 The two are independent: a quantized model is a family and a dialect.
 """
@@ -36,13 +36,13 @@ DIALECTS: dict[str, Dialect] = {
         quark.ENTRY,
     )
 }
-"""Every storage convention by name; a new one is one file and one line here. Exactly one claims a config."""
+"""The table of dialects by name; a new one is one file and one line here. Exactly one claims a config."""
 
 
 def dialect_for(quantization: Quantization) -> Dialect:
-    """The dialect that claims a model's quantization config.
+    """Returns the dialect that claims a model's quantization config.
 
-    CheckpointError, with what is supported: none does.
+    Raises CheckpointError, with what is supported, where none does.
     """
     claiming = [row for row in DIALECTS.values() if row.claims(quantization)]
     if len(claiming) == 1:

@@ -1,8 +1,8 @@
-"""Slices of an expert with activation order: cut along I where the groups of `down` are, not its columns.
+"""Slices of an expert with activation order: they are cut along I between groups of `down`.
 
-Groups of `down` are spread over all of I, so a run of columns has parts of every group. Its columns are
-sorted by group (stable) and then cut; the rows of gate and up follow, since they make those columns. The
-slices' outputs add up to the expert's whatever the order of I is.
+Groups of `down` are spread over all of I, so consecutive columns belong to many groups. The columns of `down`
+are sorted by group (stable) and then cut. The rows of gate and up are put in the same order, since they
+compute those columns. The outputs of the slices add up to the expert's in any order of I.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moeserve.quant.format import WHOLE, Packed
 
 
 def read_order(matrix: StoredMatrix, tensor: StoredTensor, groups: int) -> Tensor:
-    """Each column's group, int32 `[1, K]`. CheckpointError: a group that is not there."""
+    """Reads the group of each column, int32 `[1, K]`. Raises CheckpointError for an unknown group."""
     order = matrix.read(tensor)
     if (wrong := order[(order < 0) | (order >= groups)]).numel():
         raise CheckpointError(
@@ -29,9 +29,9 @@ def read_order(matrix: StoredMatrix, tensor: StoredTensor, groups: int) -> Tenso
 
 
 def cut(gate_up: Sequence[Packed], down: Packed, inner: slice) -> tuple[list[Packed], Packed]:
-    """The slice `inner` of a whole expert: gate and up `[inner, H]`, down `[H, inner]`, formats unchanged.
+    """Returns the slice `inner` of an expert, in its formats: gate and up `[inner, H]`, down `[H, inner]`.
 
-    CheckpointError: groups of `down` that are not all of one size.
+    Raises CheckpointError where the groups of `down` differ in size.
     """
     group = int(down.format.parts[1].columns)
     try:

@@ -32,7 +32,7 @@ def _claims(quantization: Quantization) -> bool:
 
 
 def _required(settings: Settings) -> tuple[int, int]:
-    """bits and group size. CheckpointError: a key that is missing, or a value that is not supported."""
+    """Returns bits and group size. Raises CheckpointError for a missing key or an unsupported value."""
     found = {}
     for key, spellings in KEYS.items():
         values = [settings[name] for name in spellings if settings.get(name) is not None]
@@ -53,7 +53,10 @@ def _required(settings: Settings) -> tuple[int, int]:
 
 
 def _skips(settings: Settings, names: LayerNames) -> bool:
-    """Entries are parts of module names. CheckpointError: some of a layer's projections are listed."""
+    """Whether the layer is listed; entries are parts of module names.
+
+    Raises CheckpointError where some projections of a layer are listed and others are not.
+    """
     listed = settings.get("modules_to_not_convert") or []
     if any(entry in f"{names.module}.experts" for entry in listed):
         return True

@@ -15,7 +15,7 @@ from moeserve.checkpoints.names import LayerNames
 from moeserve.checkpoints.store import CheckpointError
 
 CLASS_NAME = "Linear"
-"""Class of every projection when it was quantized; targets may name it."""
+"""The class that every projection had when it was quantized; targets may name it."""
 
 STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block", "token", "attn_head")
 ACTORDERS = {"group": "group", "dynamic": "group", True: "group", "weight": "weight", "static": "weight"}
@@ -45,7 +45,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Group:
-    """One entry of `config_groups`; `inputs` None: activations stay as they are."""
+    """One entry of `config_groups`; `inputs` is None where activations are not quantized."""
 
     name: str
     targets: tuple[str, ...]
@@ -55,9 +55,9 @@ class Group:
 
 
 def numbers(raw: Mapping[str, Any], where: str) -> Numbers:
-    """The QuantizationArgs `raw`, which stand at `where`.
+    """Checks the QuantizationArgs `raw`, found at the key `where` of the config, and returns their numbers.
 
-    CheckpointError names the key: unknown, of another type, or against another key.
+    Raises CheckpointError, which names a key that is unknown, of another type, or contradicts another.
     """
     known = {
         "num_bits",
@@ -92,7 +92,7 @@ def numbers(raw: Mapping[str, Any], where: str) -> Numbers:
 
 
 def _checks(n: Numbers) -> list[tuple[str, object, str | None]]:
-    """Each key, its value, and what would be accepted where the value is not."""
+    """Yields each key with its value and, where the value is not accepted, what would be."""
     grouped = n.strategy in ("group", "tensor_group")
     size = n.group if isinstance(n.group, int) and not isinstance(n.group, bool) else -2
     rules = (
@@ -155,7 +155,7 @@ def _actorder(raw: Any, where: str) -> str | None:
 
 
 def groups(settings: Mapping[str, Any]) -> tuple[Group, ...]:
-    """All groups. CheckpointError: none, or one that is not what compressed-tensors writes."""
+    """Returns all groups. Raises CheckpointError for none, or one that compressed-tensors does not write."""
     raw = settings.get("config_groups")
     if not isinstance(raw, Mapping) or not raw:
         raise CheckpointError(f"quantization_config: config_groups must be a non-empty object, found {raw!r}")
@@ -183,14 +183,14 @@ def _group(name: str, raw: object, form: object) -> Group:
 
 
 def matches(entry: str, name: str) -> bool:
-    """Whether `entry`, a name or `re:` and a pattern that fits from the start, means the module `name`."""
+    """Whether `entry` means the module `name`: it is the name, or `re:` and a pattern that fits its start."""
     return bool(re.match(entry[3:], name)) if entry.startswith("re:") else entry == name
 
 
 def group_of(settings: Mapping[str, Any], names: LayerNames) -> Group | None:
-    """The group that the layer's experts belong to; None where they are ignored, or are no one's target.
+    """Returns the group of the layer's experts; None where they are ignored or no group targets them.
 
-    CheckpointError: an expert is left out and another is not, or two belong to different groups.
+    Raises CheckpointError where experts of the layer belong to different groups, or only some to none.
     """
     ignore = settings.get("ignore") or []
     if not isinstance(ignore, list):
@@ -217,7 +217,7 @@ def _called(group: Group | None) -> str:
 
 
 def _target(every: Sequence[Group], module: str) -> Group | None:
-    """The first group with a target that means `module`, by its name or else by its class."""
+    """Returns the first group with a target that means `module`: by name, or else by class."""
     named = (group for group in every if any(matches(target, module) for target in group.targets))
     of_class = (group for group in every if CLASS_NAME in group.targets)
     return next(named, None) or next(of_class, None)

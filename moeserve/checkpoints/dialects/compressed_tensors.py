@@ -1,9 +1,9 @@
 """compressed-tensors, as llm-compressor writes it: FP8, INT8, INT4, NVFP4, MXFP4 and MXFP8.
 
-What a layer is stored as follows from its group's numbers, the first row of `ROWS` that fits. Integers packed
-in words (`pack-quantized`) are code + 2^(bits - 1); those of four bits that meet quantized inputs stand one a
-byte (`int-quantized`). The global scales of NVFP4 divide; scales are in the model's dtype, and widening them
-loses nothing.
+The numbers of a layer's group tell how it is stored: the first of `STORED_FORMS` that fits them. Integers
+packed in words (`pack-quantized`) are stored as code + 2^(bits - 1). Four-bit integers with quantized inputs
+are stored one a byte (`int-quantized`). The global scales of NVFP4 are divisors. Scales are in the model's
+dtype, and widening them loses nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TABLES = {
     (8, True, True): INT8_ACT_ORDER,
     (8, False, True): INT8_ASYMMETRIC_ACT_ORDER,
 }
-"""Integers in words, by group: bits, whether they are symmetric, and whether they have an order."""
+"""Formats of packed integers by group size, for (bits, symmetric, with activation order)."""
 
 INPUT_TOLERANCE = 1e-5
 INT8_INPUTS = (("int", 8, "token"), ("int", 8, "tensor"))
@@ -65,12 +65,12 @@ INTEGER_FORMATS = (WORDS_FORMAT, "int-quantized", "naive-quantized")
 
 
 @dataclass(frozen=True)
-class Row:
-    """One way to store experts: which weights and inputs it is, in which of the files' formats."""
+class StoredForm:
+    """One entry of `STORED_FORMS`: the weights and inputs it fits, and the files' formats that store it."""
 
-    reads: str
-    fits: Callable[[Numbers, Numbers | None], bool]  # weights, inputs
-    storage: Callable[[Group, Numbers, Format], Storage | str]  # or what would be accepted
+    reads: str  # the weights, in the words of the config
+    fits: Callable[[Numbers, Numbers | None], bool]  # by numbers of weights and of inputs
+    storage: Callable[[Group, Numbers, Format], Storage | str]  # or, as text, what would be accepted
     formats: tuple[str, ...]
 
 
@@ -91,19 +91,19 @@ def _storage(settings: Settings, dtype: torch.dtype, names: LayerNames) -> Stora
     if group is None or group.weights is None:
         raise ValueError(f"{names.module} is not quantized")
     weights = group.weights
-    for row in ROWS:
-        if row.fits(weights, group.inputs):
-            if group.format not in row.formats:
-                accepted = " or ".join(row.formats)
+    for form in STORED_FORMS:
+        if form.fits(weights, group.inputs):
+            if group.format not in form.formats:
+                accepted = " or ".join(form.formats)
                 raise CheckpointError(
                     f"config_groups.{group.name}: weights {weights} in format {group.format!r} are not "
                     f"supported, only in {accepted}"
                 )
-            found = row.storage(group, weights, FLOATS[dtype])
+            found = form.storage(group, weights, FLOATS[dtype])
             if isinstance(found, Storage):
                 return found
-            raise CheckpointError(f"{_described(group)} are not supported; {row.reads} need {found}")
-    supported = "; ".join(row.reads for row in ROWS)
+            raise CheckpointError(f"{_described(group)} are not supported; {form.reads} need {found}")
+    supported = "; ".join(form.reads for form in STORED_FORMS)
     raise CheckpointError(f"{_described(group)} are not supported; supported: {supported}")
 
 
@@ -205,12 +205,12 @@ def _packed(group: Group, weights: Numbers, plain: Format) -> Storage | str:
 
 
 def _integers(group: Group, scheme: Scheme, bits: int) -> Storage:
-    """Symmetric integers as the group's format has them."""
+    """Returns the storage of symmetric integers, in words or in bytes as the group's format says."""
     return _words(scheme, bits) if group.format == WORDS_FORMAT else _bytes(scheme, bits)
 
 
 def _bytes(scheme: Scheme, bits: int) -> Storage:
-    """`weight` int8 `[N, K]`, one code a byte whatever its bits, and its scales."""
+    """Returns the storage of `weight` int8 `[N, K]`, one code a byte for 4 and 8 bits, with its scales."""
     codes = StoredTensor("weight", (torch.int8,))
     scale = StoredTensor("weight_scale", forms.FLOAT_SCALES, 1, scheme.weights.parts[1].columns, scale=True)
 
@@ -226,7 +226,10 @@ def _bytes(scheme: Scheme, bits: int) -> Storage:
 
 
 def _words(scheme: Scheme, bits: int, *, asymmetric: bool = False, act_order: bool = False) -> Storage:
-    """`weight_packed` int32 `[N, K bits / 32]`, packed along K, and what goes with it."""
+    """Returns the storage of `weight_packed` int32 `[N, K bits / 32]`, packed along K.
+
+    Scales, the shape and, where asked for, zero points and the activation order are tensors of their own.
+    """
     group = scheme.weights.parts[1].columns
     codes = StoredTensor("weight_packed", WORDS, 1, 32 // bits)
     scale = StoredTensor("weight_scale", forms.FLOAT_SCALES, 1, group, scale=True)
@@ -267,19 +270,23 @@ def _int8_inputs(weights: Numbers, inputs: Numbers | None) -> bool:
     return weights.type == "int" and weights.bits == 8 and inputs is not None
 
 
-ROWS = (
-    Row("MXFP4 weights (float4 per group 32)", _float(4, "group", 32), _mxfp4, ("mxfp4-pack-quantized",)),
-    Row("MXFP8 weights (float8 per group 32)", _float(8, "group", 32), _mxfp8, ("mxfp8-quantized",)),
-    Row(
+STORED_FORMS = (
+    StoredForm(
+        "MXFP4 weights (float4 per group 32)", _float(4, "group", 32), _mxfp4, ("mxfp4-pack-quantized",)
+    ),
+    StoredForm("MXFP8 weights (float8 per group 32)", _float(8, "group", 32), _mxfp8, ("mxfp8-quantized",)),
+    StoredForm(
         "NVFP4 weights (float4 per tensor_group 16)",
         _float(4, "tensor_group", 16),
         _nvfp4,
         ("nvfp4-pack-quantized",),
     ),
-    Row("FP8 weights (float8)", _float(8), _fp8, ("float-quantized", "naive-quantized")),
-    Row("INT8 weights with inputs", _int8_inputs, _int8, ("int-quantized", "naive-quantized")),
-    Row("packed integer weights", lambda weights, _: weights.type == "int", _packed, INTEGER_FORMATS),
+    StoredForm("FP8 weights (float8)", _float(8), _fp8, ("float-quantized", "naive-quantized")),
+    StoredForm("INT8 weights with inputs", _int8_inputs, _int8, ("int-quantized", "naive-quantized")),
+    StoredForm("packed integer weights", lambda weights, _: weights.type == "int", _packed, INTEGER_FORMATS),
 )
+
+"""The table of what weights and inputs can be stored as; the first that fits is taken."""
 
 ENTRY = Dialect(
     name="compressed_tensors",

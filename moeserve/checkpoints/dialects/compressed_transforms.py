@@ -1,7 +1,7 @@
-"""Transforms of compressed-tensors: rotations of activations that a checkpoint wants while it is served.
+"""Transforms of compressed-tensors: rotations of activations that a checkpoint needs while it is served.
 
-Those at `weight_input` and `weight_output` are in the weights already; `input` and `output` are not, and
-weights that were rotated for them mean nothing without.
+Transforms at `weight_input` and `weight_output` are part of the stored weights. Those at `input` and `output`
+are not: they must be computed while the model is served, which is not supported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WHILE_SERVING = ("input", "output")
 
 
 def check_transforms(settings: Mapping[str, Any], names: LayerNames) -> None:
-    """CheckpointError: the experts of a layer need a transform while they are served."""
+    """Raises CheckpointError where the experts of the layer need a transform while they are served."""
     modules = names.modules()
     for group, apply in _applied(settings):
         location = str(apply.get("location"))

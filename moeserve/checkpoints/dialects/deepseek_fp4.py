@@ -1,7 +1,7 @@
 """DeepSeek-V4's experts under `quant_method` fp8: MXFP4 `weight` bytes and an E8M0 `scale` for 32 columns.
 
-They are told from FP8 experts by `store_dtype` mxfp4, or by the model's `expert_dtype` fp4. Their inputs stay
-in the model's dtype.
+`store_dtype` mxfp4, or the model's `expert_dtype` fp4, tells them from FP8 experts. Their inputs stay in the
+model's dtype.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a checkpoint stores projections: `Dialect` is the row, `Storage` what it says of one layer."""
+"""How checkpoints store projections: `Dialect` is one convention, `Storage` what it says of a layer."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class StaticScale:
-    """The scale that a checkpoint gives the inputs of each projection, one number.
+    """The static activation scale of a projection: one number that the checkpoint stores for its inputs.
 
-    One value serves a layer: the largest over its experts, and over gate and up, so that rows can be rounded
-    before it is known which experts they go to.
+    A layer is served with one value, the largest over its experts and over gate and up. Rows can then be
+    rounded before it is known which experts they go to.
     """
 
     suffix: str
     reciprocal: bool = False  # stored as the factor that quantizes
-    tolerance: float | None = None  # how far gate and up of an expert may differ; None: as they like
+    tolerance: float | None = None  # most that gate and up of an expert may differ by; None: any difference
 
     @property
     def tensor(self) -> StoredTensor:
-        """The tensor that holds it."""
+        """The tensor of the file that holds the scale."""
         floats = (torch.float32, torch.bfloat16, torch.float16)
         return StoredTensor(self.suffix, floats, rows=WHOLE, columns=WHOLE, axes=SCALAR, scale=True)
 
@@ -42,9 +42,10 @@ class StaticScale:
 class Storage:
     """How a layer's experts are stored: a projection's tensors, and how they become parts of a `Packed`.
 
-    `parts` reads what is wanted of a matrix; None: the first tensors are the format's parts in order, and
-    casting them to the parts' dtypes loses nothing. Gate and up of an expert become one matrix, the rows of
-    up after those of gate; a tensor with one element for all rows is `shared` by them.
+    `parts` reads the wanted part of a matrix. Where it is None, the first tensors are the format's parts in
+    order, and casting them to the parts' dtypes loses nothing. Gate and up of an expert become one matrix
+    with the rows of up after those of gate. They share a tensor that has one element for all rows (`shared`).
+    Raises ValueError for a format with such a part whose tensors share none.
     """
 
     scheme: Scheme
@@ -53,7 +54,7 @@ class Storage:
     static: StaticScale | None = None
     turns: bool = True  # stacked tensors may stand as [E, K, N]
     act_order: bool = False  # slices along I are cut in the order of the groups
-    uneven: Storage | None = None  # in its place where gate and up do not fill their blocks of rows
+    uneven: Storage | None = None  # the storage to use where gate does not fill its blocks of rows
 
     def __post_init__(self) -> None:
         whole = [part.name for part in self.scheme.weights.parts if part.rows == WHOLE]
@@ -63,17 +64,17 @@ class Storage:
             )
 
     def fitting(self, inner: int) -> Storage:
-        """The storage of experts with I of `inner`: rows of up start within a block unless gate fills its."""
+        """The storage for an I of `inner`: `uneven` where the rows of up would start within a block."""
         rows = max(part.rows for part in self.scheme.weights.parts)
         return self if self.uneven is None or inner % rows == 0 else self.uneven
 
     @property
     def everything(self) -> tuple[StoredTensor, ...]:
-        """All tensors that a projection may have, its static scale included."""
+        """All tensors that a projection may have; its static scale is one of them."""
         return self.tensors + ((self.static.tensor,) if self.static else ())
 
     def read(self, matrix: StoredMatrix) -> Packed:
-        """The wanted part of `matrix`, `[rows, columns]`."""
+        """Reads the wanted part of `matrix`, `[rows, columns]`. Raises CheckpointError."""
         form = self.scheme.weights
         if self.parts is not None:
             return Packed(form, matrix.size, self.parts(matrix))
@@ -82,7 +83,7 @@ class Storage:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` in a part's dtype: bytes are read as they lie, narrower floats widened."""
+    """Converts `tensor` to a part's dtype: bytes keep their bits, narrower floats are widened."""
     if tensor.dtype == dtype:
         return tensor
     bytes_ = (torch.uint8, torch.int8, torch.float8_e8m0fnu)
@@ -103,7 +104,7 @@ class Dialect:
     """
 
     name: str
-    reads: str  # what it claims, in the words of the config
+    reads: str  # the settings that it claims, in the words of the config
     claims: Callable[[Quantization], bool]
     storage: Callable[[Settings, torch.dtype, LayerNames], Storage]
     skips: Callable[[Settings, LayerNames], bool] = _never

@@ -1,8 +1,8 @@
-"""How the field's formats usually lie in files: one function a format, for the dialects to name tensors in.
+"""How common formats are stored: one function a format, which returns its `Storage`.
 
-Each returns the `Storage` of weights under the usual names; what a dialect calls otherwise, it says. Weights
-with one scale for the matrix are read as rows that have the same scale: gate and up then keep scales of
-their own, and no code is rounded a second time.
+Tensors have their usual names; a dialect that uses another name passes it. Weights with one scale for the
+matrix are read as rows that have the same scale, so that gate and up keep scales of their own and no code is
+rounded a second time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EIGHT_BITS: dict[Format, tuple[torch.dtype, ...]] = {FP8_CHANNEL: E4M3, INT8_CHA
 
 
 WEIGHT_SCALE = StoredTensor("weight_scale", FLOAT_SCALES, WHOLE, WHOLE, SCALAR, scale=True)
-"""One scale for a matrix."""
+"""The axes of a scale that a whole matrix shares."""
 
 
 def per_tensor(
@@ -38,7 +38,7 @@ def per_tensor(
     static: StaticScale | None = None,
     scale: StoredTensor = WEIGHT_SCALE,
 ) -> Storage:
-    """8-bit `weight` with one scale; `form` is the per-channel format of its element."""
+    """Stores 8-bit `weight` with one scale a matrix; `form` is the per-channel format of its element."""
     codes = StoredTensor("weight", EIGHT_BITS[form])
 
     def parts(matrix: StoredMatrix) -> Parts:
@@ -49,7 +49,7 @@ def per_tensor(
 
 
 def per_channel(form: Format, activations: Format, static: StaticScale | None = None) -> Storage:
-    """8-bit `weight` with a `weight_scale` an output row, `[N]` or `[N, 1]`."""
+    """Stores 8-bit `weight` with one `weight_scale` an output row, `[N]` or `[N, 1]`."""
     codes = StoredTensor("weight", EIGHT_BITS[form])
     scale = StoredTensor("weight_scale", FLOAT_SCALES, 1, WHOLE, ROWS, scale=True)
     return Storage(Scheme(form, activations), (codes, scale), static=static)
@@ -63,10 +63,10 @@ def fp8_block(
     *,
     beside: bool = False,
 ) -> Storage:
-    """E4M3 `weight` with a scale a 128x128 block under the name `scale`.
+    """Stores E4M3 `weight` with one scale a 128x128 block, under the name `scale`.
 
-    Where I is no multiple of 128, rows of up start within a block of gate_up: every row then gets its block's
-    scales as its own, which changes no value.
+    Where I is no multiple of 128, the rows of up start within a block of gate_up. Every row then gets a copy
+    of its block's scales, which changes no value.
     """
     rows, columns = FP8_BLOCK.block
     scales = StoredTensor(scale, dtypes, rows, columns, axes, scale=True, beside=beside)
@@ -89,7 +89,7 @@ def mx(
     scale: str = "weight_scale",
     static: StaticScale | None = None,
 ) -> Storage:
-    """Codes of an OCP MX format in bytes, and an E8M0 byte for each 32 columns."""
+    """Stores codes of an OCP MX format in bytes, and an E8M0 byte for each 32 columns."""
     part = form.parts[0]
     dtypes = E4M3 if form == MXFP8 else (torch.uint8, torch.int8)
     scales = (torch.uint8, torch.float8_e8m0fnu)
@@ -101,18 +101,18 @@ def mx(
 
 
 def nvfp4(activations: Format, static: StaticScale | None = None) -> Storage:
-    """As ModelOpt has it: `weight`, E4M3 `weight_scale` for each 16 columns, `weight_scale_2` for all."""
+    """Stores NVFP4 as ModelOpt does: `weight`, `weight_scale` for 16 columns, `weight_scale_2` for all."""
     scale = StoredTensor("weight_scale_2", (torch.float32,), WHOLE, WHOLE, SCALAR, scale=True, shared=True)
     return Storage(Scheme(NVFP4, activations), (*nvfp4_blocks("weight"), scale), static=static)
 
 
 def nvfp4_blocks(codes: str) -> tuple[StoredTensor, StoredTensor]:
-    """E2M1 codes under the name `codes`, and `weight_scale`."""
+    """Returns the tensors of NVFP4: E2M1 codes under the name `codes`, and `weight_scale`."""
     return StoredTensor(codes, BYTES, 1, 2), StoredTensor("weight_scale", E4M3, 1, 16, scale=True)
 
 
 def nvfp4_divided(activations: Format, static: StaticScale | None = None) -> Storage:
-    """As compressed-tensors has it: `weight_packed`, and a `weight_global_scale` that divides."""
+    """Stores NVFP4 as compressed-tensors does: `weight_packed`, and `weight_global_scale`, a divisor."""
     codes, scale = nvfp4_blocks("weight_packed")
     divisor = StoredTensor(
         "weight_global_scale", (torch.float32,), WHOLE, WHOLE, SCALAR, scale=True, shared=True
@@ -125,7 +125,7 @@ def nvfp4_divided(activations: Format, static: StaticScale | None = None) -> Sto
 
 
 def reciprocal(name: str, divisor: Tensor) -> Tensor:
-    """1 / divisor, float32. CheckpointError: it is zero."""
+    """Returns 1 / divisor in float32. Raises CheckpointError where the divisor is zero."""
     if not (divisor > 0).all():
         raise CheckpointError(f"scale {name} divides, so it must be positive, found 0.0")
     return divisor.float().reciprocal()
@@ -138,7 +138,7 @@ def _decode_divided(parts: Parts, shape: torch.Size) -> Tensor:
 
 
 def divisor_of(factor: Tensor) -> Tensor:
-    """The number that `factor` is the rounded reciprocal of: one of `DIVISOR_BITS`, else the nearest."""
+    """Returns the divisor whose rounded reciprocal is `factor`: one of `DIVISOR_BITS`, else the nearest."""
     exact = factor.double().reciprocal()
     mantissa, exponent = torch.frexp(exact)
     found = exact.float()
@@ -149,12 +149,12 @@ def divisor_of(factor: Tensor) -> Tensor:
 
 
 DIVISOR_BITS = (11, 8)
-"""Significant bits of float16 and bfloat16, one of which the producer's divisors have as the model does."""
+"""Significant bits of float16 and bfloat16; divisors of such models have no more."""
 
 NVFP4_DIVIDED = replace(NVFP4, decode=_decode_divided)
 """NVFP4 whose global scale is a rounded reciprocal: decodes as code x scale / divisor, as its producer does.
 
-The producer's divisors are numbers of the model's dtype. Those of bfloat16 and float16 a float32 reciprocal
-gives back, and values then equal the quotient bit for bit; of float32 models' one in seven is off by a bit.
+The producer's divisors are numbers of the model's dtype. A float32 reciprocal gives those of bfloat16 and
+float16 back, and values then equal the quotient bit for bit; one in seven float32 divisors is off by a bit.
 A kernel that multiplies by the reciprocal is off by one unit in the last place.
 """

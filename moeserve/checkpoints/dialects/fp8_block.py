@@ -1,9 +1,9 @@
 """DeepSeek's FP8: E4M3 weights with a float32 scale a 128x128 block, activations in 1x128 groups.
 
-The scale, `weight_scale_inv`, multiplies despite its name. MiniMax-M2 and Qwen's own FP8 releases are stored
-so too. DeepSeek-V4 calls the scale `scale`; it and transformers may store it as an E8M0 byte. What
-transformers quantizes has the scales of all experts in one tensor, beside weights that it names by expert.
-`fmt` and `scale_fmt` only inform: the tensors' dtypes say the same.
+The scale, `weight_scale_inv`, is multiplied despite its name. MiniMax-M2 and Qwen's own FP8 releases are
+stored in the same way. DeepSeek-V4 calls the scale `scale`; it and transformers may store it as an E8M0 byte.
+Checkpoints that transformers quantized have the scales of all experts in one tensor, and weights by expert.
+`fmt` and `scale_fmt` are not read: the dtypes of the tensors say the same.
 """
 
 from __future__ import annotations

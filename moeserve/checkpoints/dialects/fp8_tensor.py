@@ -1,8 +1,8 @@
 """FP8 with one scale a projection: E4M3 `weight` and a `weight_scale`, activations static or dynamic.
 
-Static: every projection has an `input_scale`. A dynamic scale of a whole tensor is taken a token at a time.
-What transformers quantizes has one scale for gate and up of an expert, and those of all experts in one
-tensor, `gate_up_proj_scale_inv`.
+With static activations every projection has an `input_scale`. A dynamic scale per tensor is computed per
+token here. Checkpoints that transformers quantized have one scale for gate and up of an expert, and those of
+all experts in one tensor, `gate_up_proj_scale_inv`.
 """
 
 from __future__ import annotations

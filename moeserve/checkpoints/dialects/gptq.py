@@ -1,8 +1,8 @@
 """GPTQ: integers packed along K in int32 words `[K / 8, N]`; scales, zero points, activation order.
 
-Version 1 stores zero points less one, version 2 as they are (`checkpoint_format` gptq_v2). Files have a
-`g_idx`, each column's group, also where it only counts groups (`desc_act` false). Old files have a `bias` of
-zeros for experts that have none.
+Version 1 stores zero points less one; version 2 (`checkpoint_format` gptq_v2) stores them unchanged. Files
+have a `g_idx`, the group of each column, even where groups are in order (`desc_act` false). Old files have a
+`bias` of zeros for experts without biases.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from moeserve.quant.formats.int8_grouped import INT8, INT8_ACT_ORDER
 from moeserve.quant.layouts.gptq import GPTQ, GPTQ_V2, zero_points
 
 LESS = {"gptq": 1, "gptq_v2": 0}
-"""What a checkpoint_format stores zero points less."""
+"""How much less than the zero point a file stores, by its checkpoint_format."""
 LAYOUTS = {1: GPTQ, 0: GPTQ_V2}
-"""The layout of the files, by that."""
+"""The layout of the packed integers, by what zero points are stored less."""
 REQUIRED: Mapping[str, type] = {"bits": int, "group_size": int, "desc_act": bool, "sym": bool}
 WORDS = (torch.int32,)
 ROW_VECTOR: tuple[Axes, ...] = (("n",),)
@@ -38,7 +38,7 @@ ROW_VECTOR: tuple[Axes, ...] = (("n",),)
 
 @dataclass(frozen=True)
 class Numbers:
-    """What the config says of one module."""
+    """The settings of one module in the config."""
 
     bits: int
     group: int
@@ -74,7 +74,7 @@ def _numbers(settings: Settings) -> Numbers:
 
 
 def _of_module(settings: Settings, module: str) -> Settings | None:
-    """The settings of one module; None where it is left as it is."""
+    """Returns the settings of one module; None where it is not quantized."""
     for pattern, changed in (settings.get("dynamic") or {}).items():
         if pattern.startswith("-:"):
             if re.match(pattern[2:], module):

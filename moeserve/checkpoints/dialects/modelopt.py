@@ -1,9 +1,9 @@
 """ModelOpt: FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, W4A16_NVFP4, MXFP4, MXFP8, W4A8_MXFP4_FP8.
 
-The config is flat in config.json or nested in hf_quant_config.json; only `quant_algo`, in any case, says what
-the numbers are. `config_groups` may be missing and is not trusted. All scales multiply. FP8_PB_WO, "weight
-only" by name, is served with activations in dynamic groups of 128, as its users do; W4A8_MXFP4_FP8 rounds
-activations per tensor in its producer and a token at a time here.
+The config is flat in config.json or nested in hf_quant_config.json. Only `quant_algo`, in any case, names the
+formats: `config_groups` may be missing, and only its group sizes are read. All scales are multiplied.
+FP8_PB_WO, "weight only" by name, is served with activations in dynamic groups of 128, as others serve it.
+W4A8_MXFP4_FP8 rounds activations per tensor in its producer and per token here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INPUT_SCALE = StaticScale("input_scale")
 GROUP_SIZES = {"NVFP4": 16, "W4A16_NVFP4": 16, "MXFP4": 32, "MXFP8": 32, "W4A8_MXFP4_FP8": 32}
 
 BLOCK_SCALES: tuple[Axes, ...] = (("n", 1, "k", 1), ("n", "k"), ())
-"""A matrix of a single block has a scale without dimensions."""
+"""The axes of block scales; a matrix of a single block has a scale without dimensions."""
 
 ALGORITHMS: Mapping[str, Callable[[Format], Storage]] = {
     "FP8": lambda _: forms.per_tensor(FP8_CHANNEL, FP8_STATIC, INPUT_SCALE),
@@ -41,11 +41,11 @@ ALGORITHMS: Mapping[str, Callable[[Format], Storage]] = {
     "MXFP8": lambda _: forms.mx(MXFP8, MXFP8),
     "W4A8_MXFP4_FP8": lambda _: forms.mx(MXFP4, FP8_TOKEN),
 }
-"""Storage of each algorithm, given the model's plain format."""
+"""The storage of each algorithm, as a function of the model's plain format."""
 
 MIXED = "MIXED_PRECISION"
 NVFP4_KEYS = ("group_size", "kv_cache_quant_algo", "exclude_modules")
-"""What the nested form must have with NVFP4; values may be null."""
+"""Keys that the nested form must have with NVFP4; their values may be null."""
 
 
 def _claims(quantization: Quantization) -> bool:
@@ -57,7 +57,7 @@ def _claims(quantization: Quantization) -> bool:
 
 
 def _settled(settings: Settings) -> dict[str, Any]:
-    """The settings in the flat form, checked: quant_algo in upper case, `ignore`, an integral group_size."""
+    """Checks the settings and returns them in the flat form: upper-case quant_algo, `ignore`, group_size."""
     nested = settings.get("quantization")
     if nested is not None and not isinstance(nested, dict):
         raise CheckpointError(f"quantization must be an object, found {nested!r}")
@@ -97,7 +97,7 @@ def _integer(key: str, value: object) -> int | None:
 
 
 def _algorithm(flat: Mapping[str, Any], names: LayerNames) -> tuple[str, int | None] | None:
-    """Algorithm and group size of the layer's experts; None where they are left as they are."""
+    """Returns algorithm and group size of the layer's experts; None where they are not quantized."""
     if flat["quant_algo"] != MIXED:
         return flat["quant_algo"], flat["group_size"]
     layers = flat.get("quantized_layers")
@@ -116,7 +116,7 @@ def _algorithm(flat: Mapping[str, Any], names: LayerNames) -> tuple[str, int | N
 
 
 def _listed_groups(settings: Settings) -> Iterator[tuple[str, int | None]]:
-    """Keys and sizes of the groups that the flat form lists; it has no other place for them."""
+    """Yields keys and sizes of the groups in `config_groups`, the only place of sizes in the flat form."""
     listed = settings.get("config_groups")
     for name, group in listed.items() if isinstance(listed, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None

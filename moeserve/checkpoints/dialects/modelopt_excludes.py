@@ -12,10 +12,10 @@ from moeserve.checkpoints.names import LayerNames
 def excluded(entries: Sequence[str], names: LayerNames) -> bool:
     """Whether the layer's experts are listed: by name, by a part of it, or by a wildcard.
 
-    An entry that has "experts" excludes the layer whose experts module it names anything of. Any other
-    excludes all modules whose name contains it, as releases before 0.39 meant it, or that its wildcards fit;
-    `path*` stands for `path` and what is below it. An entry that ends in a number means that number: layers.1
-    is not part of layers.10.
+    An entry that contains "experts" excludes a layer if it names the layer's experts module or a part of it.
+    Any other entry excludes all modules whose name contains it, as in releases before 0.39, or that fit its
+    wildcards; `path*` stands for `path` and everything below it. A number at the end of an entry is a whole
+    number: layers.1 is not part of layers.10.
     """
     module = f"{names.module}.experts"
     if any("experts" in entry and module in entry for entry in entries):

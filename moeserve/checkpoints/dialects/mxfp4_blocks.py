@@ -1,6 +1,6 @@
 """gpt-oss' MXFP4: stacked `_blocks` `[E, N, K/32, 16]` bytes and `_scales` `[E, N, K/32]`, experts only.
 
-Gate and up rows are interleaved, as the family says, and are not transposed, as its unquantized tensors are.
+Gate and up rows are interleaved, as in the unquantized family; unlike there, nothing is transposed.
 Activations stay in the model's dtype.
 """
 

@@ -17,7 +17,7 @@ def _claims(quantization: Quantization) -> bool:
 
 
 def plain_storage(_: Settings, dtype: torch.dtype, __: LayerNames) -> Storage:
-    """Weights and activations of a model in `dtype`."""
+    """Returns the storage of weights and activations in the model's `dtype`."""
     if dtype not in FLOATS:
         raise CheckpointError(f"unquantized experts must be {', '.join(map(str, FLOATS))}, found {dtype}")
     return Storage(Scheme(FLOATS[dtype], FLOATS[dtype]), (StoredTensor("weight", (dtype,)),))

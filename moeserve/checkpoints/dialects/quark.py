@@ -1,8 +1,8 @@
 """AMD Quark: MXFP4, MXFP6 and MXFP8 of OCP, FP8 and INT8, by layer patterns and dtype descriptors.
 
-The descriptor of a layer is that of the first pattern that means it, else of the whole model. The activations
-of a pair are those of its OCP MX scheme; a per-tensor FP8 input of MX weights is static. Experts that a
-model holds in one tensor are no modules to Quark: it leaves them as they are, whatever the config says.
+A layer has the descriptor of the first pattern that fits it, or else that of the whole model. MX weights and
+inputs make an OCP MX scheme; a per-tensor FP8 input of MX weights is static. Quark does not quantize experts
+that a model holds in one tensor, whatever the config says.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _claims(quantization: Quantization) -> bool:
 
 
 def _config(settings: Settings, module: str) -> Mapping[str, Any] | None:
-    """The config of `module`: by pattern, by class, or the whole model's."""
+    """Returns the config of `module`: by pattern, by class, or that of the whole model."""
     for pattern, config in (settings.get("layer_quant_config") or {}).items():
         if fnmatchcase(module, pattern) if "*" in pattern else module in pattern:
             return config or None
@@ -81,7 +81,7 @@ def _skips(settings: Settings, names: LayerNames) -> bool:
 
 
 def _left_whole(names: LayerNames) -> bool:
-    """Whether experts stand in one tensor without scales: Quark quantizes linear modules only."""
+    """Whether the experts are one tensor without scales, which Quark leaves unquantized."""
     return names.stacked and names.tensors <= set(names.stacks())
 
 

@@ -1,4 +1,4 @@
-"""Integers packed into words, read by the layout that their file is in."""
+"""Reads integers that are packed into words, by the layout of their file."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from moeserve.quant.layout import Layout
 
 
 def unpacked(layout: Layout, tensors: Mapping[str, Tensor], form: Format, size: Size) -> Parts:
-    """The parts of a matrix of `form` and `size` from what `layout` makes of one."""
+    """Unpacks the tensors of `layout` into the parts of a matrix of `form` and `size`."""
     return layout.unpack(tensors, form.empty(size, "meta")).parts

@@ -1,7 +1,7 @@
-"""What will be written, and into which file: `plan_of` reads headers only, and gives the same plan each time.
+"""Which tensors a rewrite writes into which file: `plan_of` reads headers only, and repeats itself exactly.
 
-Tensors that are none of the experts' are copied; where the source has them in FP8 blocks too, they are
-decoded to the model's dtype, since the new config speaks of the experts alone.
+Tensors that do not belong to experts are copied. Where the source has them in FP8 blocks too, they are
+decoded to the model's dtype, because the new config quantizes experts alone.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from moeserve.checkpoints.writing.targets import Target
 from moeserve.checkpoints.writing.units import INVERSE_SCALE, Copied, Decoded, Expert, Unit, expert_tensors
 
 QUANTIZED = re.compile(r"(?:.*_)?(?:scale(?:s|_inv|_2)?|packed|zero_point|g_idx|qweight|qzeros|blocks)")
-"""Last words of the names of tensors that only quantized modules have."""
+"""Fits the last word in the name of a tensor that only quantized modules have."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of the new checkpoint."""
+    """One file of the new checkpoint, with its units in the order they are written."""
 
     name: str
     units: tuple[Unit, ...]
 
     @property
     def declared(self) -> Mapping[str, Declared]:
-        """All its tensors."""
+        """Every tensor of the file, by name."""
         return {name: tensor for unit in self.units for name, tensor in unit.declared.items()}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Bytes of all tensors of the file."""
         return sum(tensor.nbytes for tensor in self.declared.values())
 
 
 @dataclass(frozen=True)
-class WritePlan:
+class RewritePlan:
     """The files of a new checkpoint, and the modules that its config leaves as they are."""
 
     shards: tuple[Shard, ...]
     ignore: tuple[str, ...]
-    decoded: int  # matrices beside the experts that are decoded
+    decoded: int  # number of matrices beside the experts that are decoded
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors of all files."""
         return sum(shard.nbytes for shard in self.shards)
 
 
-def plan_of(source: Checkpoint, target: Target, shard_bytes: int) -> WritePlan:
-    """What writing `source` with its experts as `target` takes, in files of about `shard_bytes`.
+def plan_of(source: Checkpoint, target: Target, shard_bytes: int) -> RewritePlan:
+    """Plans how `source` is written with its experts as `target`, in files of about `shard_bytes` bytes.
 
-    CheckpointError: sizes that the format cannot have, or modules beside the experts that are quantized in a
-    way that cannot be undone here.
+    Raises CheckpointError for sizes that the format cannot have, and for modules beside the experts that are
+    quantized in a way that is not decoded here.
     """
     for letter, size in (("H", source.hidden), ("I", source.inner)):
         if size % target.multiple:
@@ -74,7 +74,7 @@ def plan_of(source: Checkpoint, target: Target, shard_bytes: int) -> WritePlan:
     ignore = tuple(sorted(_modules(unit for _, unit in units), key=_natural))
     units += _experts(source, target, expert_layers(store.entries))
     ordered = [unit for _, unit in sorted(units, key=lambda pair: _natural(pair[0]))]
-    return WritePlan(tuple(_shards(ordered, shard_bytes)), ignore, decoded)
+    return RewritePlan(tuple(_shards(ordered, shard_bytes)), ignore, decoded)
 
 
 def _others(source: Checkpoint, store: TensorStore, names: list[str]) -> Iterator[tuple[str, Unit]]:
@@ -116,7 +116,7 @@ def _experts(
 
 
 def _suffixes(source: Checkpoint, target: Target) -> list[dict[str, Declared]]:
-    """What gate, up and down have each, found by encoding zeros: experts are all of one size."""
+    """Returns the tensors of gate, up and down by suffix; found by encoding zeros of an expert's size."""
     hidden, inner = source.hidden, source.inner
     sides = ("gate", "up", "down")
     made = expert_tensors(target, sides, torch.zeros(2 * inner, hidden), torch.zeros(hidden, inner))
@@ -131,7 +131,7 @@ def _suffixes(source: Checkpoint, target: Target) -> list[dict[str, Declared]]:
 
 
 def _modules(units: Iterator[Unit]) -> set[str]:
-    """Modules that are Linear, or look so: those with a matrix, but for embeddings; and always lm_head."""
+    """Returns the modules to ignore: lm_head, and every module with a matrix that is no embedding."""
     found = {"lm_head"}
     for unit in units:
         for name, tensor in unit.declared.items():
@@ -156,5 +156,5 @@ def _shards(units: list[Unit], limit: int) -> Iterator[Shard]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts numbers within names as numbers."""
+    """Returns a key that sorts numbers within names by value."""
     return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", name)]

@@ -1,4 +1,4 @@
-"""What a folder is being made of, and which of its files are whole: `Record`, kept in it as JSON."""
+"""The record of a rewrite, a JSON file in its folder: source, options, and which files are whole."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ RECORD = "moeserve_quantize.json"
 
 @dataclass(frozen=True)
 class Record:
-    """The source by a fingerprint, the options, and every whole file by its digest."""
+    """The fingerprint of the source, the options, and the digest of every file that is whole."""
 
     source: Mapping[str, Mapping[str, Any]]  # file: bytes, when it was modified, digest of its header
     options: Mapping[str, Any]
     shards: Mapping[str, Written] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
-        """Writes it into `folder`, whole or not at all."""
+        """Writes the record into `folder`; an interruption leaves the one before."""
         shards = {name: asdict(self.shards[name]) for name in sorted(self.shards)}
         found = {"source": self.source, "options": self.options, "shards": shards}
         write_whole(folder / RECORD, json.dumps(found, indent=2) + "\n")
 
     def difference(self, other: Record) -> str | None:
-        """The first thing that `other` is made of or by otherwise, in words; None: nothing."""
+        """Describes the first difference of `other` in source or options; None if there is none."""
         for key in {**self.options, **other.options}:
             mine, theirs = self.options.get(key), other.options.get(key)
             if mine != theirs:
@@ -42,7 +42,7 @@ class Record:
 
 
 def load(folder: Path) -> Record | None:
-    """The record in `folder`, or None. CheckpointError: it is damaged."""
+    """Reads the record in `folder`; None if there is none. Raises CheckpointError for a damaged one."""
     file = folder / RECORD
     if not file.is_file():
         return None
@@ -57,7 +57,7 @@ def load(folder: Path) -> Record | None:
 
 
 def fingerprint(folder: Path) -> dict[str, dict[str, Any]]:
-    """What tells one source from another without reading its weights: of config.json, and of every header."""
+    """Identifies a source without reading weights, by the digests of config.json and of every header."""
     found = {"config.json": {"sha256": hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()}}
     return found | {path.name: _file(path) for path in sorted(folder.glob("*.safetensors"))}
 

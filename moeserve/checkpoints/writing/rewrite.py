@@ -1,7 +1,7 @@
-"""Writes a checkpoint anew with its experts in another format: `Rewrite`, which can be interrupted anywhere.
+"""Writes a checkpoint with its experts in another format: `Rewrite`, which can be interrupted and continued.
 
-Files are written one after another and are whole as soon as they bear their names; a record beside them says
-which are done. The index and config.json come last, so a folder that opens is complete.
+Files are written one after another. A file gets its name when it is whole, and a record beside the files
+lists those that are. The index and config.json come last, so a folder that opens is complete.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from moeserve import __version__
 from moeserve.checkpoints.checkpoint import QUANTIZATION_FILES, Checkpoint
 from moeserve.checkpoints.store import INDEX, read_json
-from moeserve.checkpoints.writing.plan import Shard, WritePlan, plan_of
+from moeserve.checkpoints.writing.plan import RewritePlan, Shard, plan_of
 from moeserve.checkpoints.writing.record import RECORD, Record, fingerprint, load
 from moeserve.checkpoints.writing.shards import PARTIAL, ShardFile, Written, digest, write_whole
 from moeserve.checkpoints.writing.targets import Target
@@ -31,24 +31,25 @@ WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5",
 NOT_COPIED = (CONFIG, RECORD, *QUANTIZATION_FILES)
 
 Progress = Callable[[int], None]
-"""Told the bytes that are done, as they are."""
+"""Called with the number of bytes that were written since the last call."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a run has done."""
+    """The outcome of one run."""
 
-    nbytes: int  # of all tensors
-    written: tuple[str, ...]  # shards of this run
-    kept: tuple[str, ...]  # shards of an earlier run
-    broken: tuple[str, ...]  # of `written`: were there, but had other bytes than the record says
+    nbytes: int  # of all tensors of the new checkpoint
+    written: tuple[str, ...]  # names of the shards that this run wrote
+    kept: tuple[str, ...]  # names of the shards that an earlier run wrote
+    broken: tuple[str, ...]  # those of `written` that were there with other bytes than recorded
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """`source` in the folder `destination`, with its experts as `target`, in files of about `shard_bytes`.
+    """Writes `source` into the folder `destination`, with its experts as `target`, in files of `shard_bytes`.
 
-    The plan is made and checked when it is first looked at: CheckpointError as `plan_of`.
+    `shard_bytes` is about the size of a file. The plan is made and checked at its first use, which raises
+    CheckpointError as `plan_of` does.
     """
 
     source: Checkpoint
@@ -57,13 +58,15 @@ class Rewrite:
     shard_bytes: int
 
     @cached_property
-    def plan(self) -> WritePlan:
-        """Which tensors go into which files."""
+    def plan(self) -> RewritePlan:
+        """The plan of which tensors go into which files."""
         return plan_of(self.source, self.target, self.shard_bytes)
 
     def run(self, progress: Progress) -> Done:
-        """Writes what is not there yet. Raises ValueError for a destination that holds anything else or that
-        another run is writing, OSError for a disk that is full; what is whole by then is kept.
+        """Writes the files that are not there yet.
+
+        Raises ValueError for a destination that holds other files or that another run is writing, and OSError
+        for a full disk; files that are whole by then are kept.
         """
         self.plan  # noqa: B018 - whatever is wrong with the source is said before anything is written
         self._check_folder()
@@ -85,7 +88,7 @@ class Rewrite:
     @property
     def _record(self) -> Record:
         options = {
-            "format": self.target.row.preset,
+            "format": self.target.entry.preset,
             "group_size": self.target.group,
             "shard_bytes": self.shard_bytes,
             "moeserve": __version__,
@@ -105,7 +108,7 @@ class Rewrite:
             )
 
     def _begun(self, progress: Progress) -> tuple[Record, tuple[str, ...]]:
-        """The record of whole files so far, and the names of those that are not what the record says."""
+        """Returns the record of whole files, and the names of files with other bytes than recorded."""
         now, found = self._record, load(self.destination)
         if found is None:
             return now, ()
@@ -128,7 +131,7 @@ class Rewrite:
         return path.is_file() and path.stat().st_size == made.nbytes and digest(path) == made
 
     def _unfinish(self, record: Record) -> None:
-        """Until it is complete the folder must not open."""
+        """Removes what makes the folder open as a checkpoint, until it is complete, and saves the record."""
         for name in (CONFIG, INDEX):
             (self.destination / name).unlink(missing_ok=True)
         record.save(self.destination)
@@ -188,7 +191,7 @@ def _copy(path: Path, place: Path) -> None:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Holds a lock on the folder. ValueError: another process has it."""
+    """Holds a lock on the folder. Raises ValueError if another process holds it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:

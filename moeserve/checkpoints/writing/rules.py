@@ -1,8 +1,8 @@
-"""Formats by the rules of compressed-tensors: a scale is rounded to the dtype that files store it in first.
+"""Formats that encode as compressed-tensors does: a scale is first rounded to the dtype that files store.
 
-Codes are then rounded once, from the float32 quotient with the stored scale, so that reading gives the codes
-and scales that were made. llm-compressor's own observers divide in the model's dtype, so a few of its codes
-are off by one; its scales are the same. Each is equal to the format it is made of: only `encode` differs.
+Codes are then rounded once, from the float32 quotient with the stored scale, so that reading gives back the
+same codes and scales. llm-compressor's observers divide in the model's dtype, so a few of its codes are off
+by one; its scales are the same. Each format here equals the one that it is made of; only `encode` differs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moeserve.quant.formats.int8 import INT8_CHANNEL, LARGEST, codes_of
 from moeserve.quant.formats.nvfp4 import LARGEST_SCALE, SMALLEST_SCALE
 
 SMALLEST = 2.0**-100
-"""Floor of a scale: what a block of zeros gets. Any positive number that all scale dtypes have would do."""
+"""The smallest scale: that of a block of zeros. It can be any number that all scale dtypes hold."""
 
 NVFP4_BLOCK = Blocks(1, 16)
 ASYMMETRIC_STEPS = 15
@@ -60,30 +60,30 @@ class RoundedAsymmetric:
 
 
 def stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`scale`, at least `SMALLEST`, as float32 of what `dtype` can hold."""
+    """Rounds `scale`, at least `SMALLEST`, to what `dtype` can hold; returns float32."""
     return scale.clamp_min(SMALLEST).to(dtype).float()
 
 
 def fp8(form: Format, dtype: torch.dtype) -> Format:
-    """An E4M3 format with one scale a block, scales in `dtype`."""
+    """Returns an E4M3 format with one scale a block; scales are rounded to `dtype`."""
     rule = Rounded(Blocks(*_spans(form)), FP8_LARGEST[E4M3], encode_fp8, dtype)
     return replace(form, encode=rule)
 
 
 def int8(dtype: torch.dtype) -> Format:
-    """INT8 with a scale a row, amax / 127.5 in `dtype`."""
+    """Returns INT8 with one scale a row, amax / 127.5, rounded to `dtype`."""
     rule = Rounded(Blocks(1, WHOLE), LARGEST["wide"], lambda x: codes_of(x, "half_even"), dtype)
     return replace(INT8_CHANNEL, encode=rule)
 
 
 def int4(group: int, dtype: torch.dtype) -> Format:
-    """Symmetric INT4 in groups of `group` (WHOLE: rows), scales amax / 7.5 in `dtype`."""
+    """Returns symmetric INT4 in groups of `group` (WHOLE: rows), scales amax / 7.5 in `dtype`."""
     rule = Rounded(Blocks(1, group), RANGES["wide"], _symmetric, dtype)
     return replace(INT4[group], encode=rule)
 
 
 def int4_asymmetric(group: int, dtype: torch.dtype) -> Format:
-    """INT4 with zero points in groups of `group` (WHOLE: rows), scales in `dtype`."""
+    """Returns INT4 with zero points in groups of `group` (WHOLE: rows); scales are rounded to `dtype`."""
     return replace(INT4_ASYMMETRIC[group], encode=RoundedAsymmetric(Blocks(1, group), dtype))
 
 
@@ -101,7 +101,7 @@ def _spans(form: Format) -> tuple[int, int]:
 
 
 def _encode_nvfp4(x: Tensor) -> Parts:
-    """As NVFP4, but 1 / global is a bfloat16 number: files have the divisor, and reading it loses nothing."""
+    """Encodes NVFP4 with a global scale whose reciprocal is a bfloat16 number, which files store exactly."""
     divisor = (E2M1.largest * LARGEST_SCALE / Blocks(WHOLE, WHOLE).amax(x)).bfloat16().float()
     divisor = torch.where(divisor.isfinite(), divisor, 1.0)
     amax = NVFP4_BLOCK.amax(x)

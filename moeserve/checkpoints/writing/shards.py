@@ -1,7 +1,7 @@
-"""safetensors files written a piece at a time: `ShardFile`, of which no more than a piece is in memory.
+"""Writes safetensors files a piece at a time: `ShardFile` holds no more than one piece in memory.
 
-The header comes first and tells where every tensor lies, so tensors may be written in any order; wider dtypes
-lie first, as the library has it, so that each is aligned (https://github.com/huggingface/safetensors).
+The header comes first and tells where every tensor is, so tensors may be written in any order. Wider dtypes
+are placed first, as in the library, so that each tensor is aligned (https://github.com/huggingface/safetensors).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from moeserve.checkpoints.store import DTYPES, LENGTH_BYTES
 
 PARTIAL = ".part"
-"""Ends the name of a file that is not whole yet."""
+"""Suffix of the name of a file that is not whole yet."""
 
 ALIGNMENT = 8
 CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -31,29 +31,30 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Declared:
-    """A tensor as a header declares it."""
+    """The dtype and shape of a tensor, as a safetensors header declares them."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its elements."""
+        """Bytes of all elements of the tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Written:
-    """A file that is whole and on disk."""
+    """The size and digest of a file that is whole and on disk."""
 
     nbytes: int
     sha256: str
 
 
 class ShardFile:
-    """The file `path`, which is there under its name only once all `declared` tensors are in it.
+    """Writes the file `path`, which gets its name only once all `declared` tensors are in it.
 
-    A context manager: leaving it without an error checks, syncs and renames; with one, the partial file goes.
+    It is a context manager: without an error it checks, syncs and renames the file at the end; with an error
+    it removes the partial file.
     """
 
     def __init__(self, path: Path, declared: Mapping[str, Declared]) -> None:
@@ -66,7 +67,7 @@ class ShardFile:
         self._next = self._write_header(order)
 
     def _write_header(self, order: list[str]) -> dict[str, int]:
-        """Writes the header; the place in the file where each tensor begins."""
+        """Writes the header; returns the place in the file where each tensor begins."""
         fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
         starts, offset = {}, 0
         for name in order:
@@ -87,7 +88,7 @@ class ShardFile:
         return {name: first + start for name, start in starts.items()}
 
     def write(self, name: str, piece: Tensor) -> None:
-        """Appends `piece` to the elements of the tensor `name`. ValueError: another dtype, or too many."""
+        """Appends `piece` to the tensor `name`. Raises ValueError for another dtype or too many elements."""
         declared, start = self._declared[name], self._next[name]
         if piece.dtype != declared.dtype or start + piece.nbytes > self._stops[name]:
             found = f"{piece.dtype} {list(piece.shape)}"
@@ -125,13 +126,13 @@ class ShardFile:
 
 
 def digest(path: Path) -> Written:
-    """What is in the file `path`."""
+    """Reads the file `path` and returns its size and digest."""
     with path.open("rb") as stream:
         return Written(path.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
 
 
 def write_whole(path: Path, content: str) -> None:
-    """Writes a text file so that it is there whole or not at all."""
+    """Writes a text file under another name and renames it, so that it is never there in part."""
     partial = path.with_name(path.name + PARTIAL)
     with partial.open("w", encoding="utf-8") as stream:
         stream.write(content)

@@ -1,6 +1,6 @@
-"""What experts can be written as: `TARGETS`, each a row with compressed-tensors' config and tensors.
+"""The formats that experts can be written in: `TARGETS`, with compressed-tensors' config and tensors of each.
 
-The inverse of the `compressed_tensors` dialect: what a row writes, the dialect reads back bit for bit.
+They are the inverse of the `compressed_tensors` dialect, which reads back bit for bit what they write.
 """
 
 from __future__ import annotations
@@ -23,54 +23,58 @@ from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_CHANNEL
 from moeserve.quant.formats.int4 import INT4
 from moeserve.quant.formats.mx import MXFP4, MXFP8
 
-GROUP = 128  # of INT4, unless given
-WORD = 8  # 4-bit codes in an int32
+GROUP = 128  # columns of an INT4 group where the user gives none
+WORD = 8  # 4-bit codes that an int32 holds
 
 FORMAT_VERSION = "0.19.0"
-"""The release of compressed-tensors whose files these are."""
+"""The release of compressed-tensors whose files are written."""
 
 Tensors = Mapping[str, Tensor]
-"""A projection's tensors by suffix: `weight_packed`, `weight_scale`, ..."""
+"""Tensors of a projection by suffix: `weight_packed`, `weight_scale`, ..."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """How one format is written: the name of its preset, its rule, and its tensors."""
+class TargetFormat:
+    """One entry of `TARGETS`: how a format is written.
 
-    preset: str  # of compressed-tensors; also accepted as a name
-    about: str
+    `form` makes the format from the group size (None where the user has no choice) and the dtype of scales;
+    `stored` makes the tensors of one matrix, with scales in that dtype.
+    """
+
+    preset: str  # its name in compressed-tensors; `target_named` takes it too
+    about: str  # one line for the help
     form: Callable[[int | None, torch.dtype], Format]
     stored: Callable[[Packed, torch.dtype], Tensors]
-    multiple: int = 1  # of H and I
+    multiple: int = 1  # H and I must be multiples of it
     grouped: bool = False  # the user chooses the group size
 
 
 @dataclass(frozen=True)
 class Target:
-    """One format that experts can be written in, for a model whose scales are stored in `scale_dtype`."""
+    """An entry of `TARGETS` with the user's choices, for a model whose scales are stored in `scale_dtype`."""
 
-    row: Row
-    group: int | None  # columns a group, where the user chooses; WHOLE: one a row
+    entry: TargetFormat
+    group: int | None  # columns a group where the user chooses; WHOLE: one group a row
     scale_dtype: torch.dtype
 
     @property
     def form(self) -> Format:
-        """The format of the weights, with the rule that they are written by."""
-        return self.row.form(self.group, self.scale_dtype)
+        """The number format of the weights; its encoder rounds as files of compressed-tensors are rounded."""
+        return self.entry.form(self.group, self.scale_dtype)
 
     @property
     def multiple(self) -> int:
-        """What H and I must be a multiple of."""
-        return self.row.multiple if self.group is None else max(self.group, self.row.multiple)
+        """The number that H and I must be multiples of."""
+        return self.entry.multiple if self.group is None else max(self.group, self.entry.multiple)
 
     def tensors(self, matrix: Packed) -> Tensors:
-        """What is stored of a matrix `[N, K]`, contiguous."""
-        found = self.row.stored(matrix, self.scale_dtype)
+        """Returns the tensors that are stored for a matrix `[N, K]`; all are contiguous."""
+        found = self.entry.stored(matrix, self.scale_dtype)
         return {suffix: tensor.contiguous() for suffix, tensor in found.items()}
 
     def config(self, ignore: list[str]) -> dict[str, Any]:
-        """The `quantization_config`; `ignore` are the modules that stay as they are."""
-        preset = PRESETS[self.row.preset]
+        """Returns the `quantization_config`; `ignore` names the modules that are not quantized."""
+        preset = PRESETS[self.entry.preset]
         weights, inputs = dict(preset["weights"]), preset["input_activations"]
         if self.group is not None:
             whole = {"strategy": "channel", "group_size": None}
@@ -97,31 +101,32 @@ class Target:
 
 
 def target_named(name: str, dtype: torch.dtype, group: int | None = None) -> Target:
-    """The target called `name`, or as its preset, for a model in `dtype`; `group` columns share a scale.
+    """Returns the target called `name`, its own name or its preset's, for a model in `dtype`.
 
-    Scales are bfloat16 where the model is, else float32: float16 has too few exponents for them. ValueError:
-    an unknown name, with the known ones; a group size that the format has not.
+    `group` columns share a scale. Scales are bfloat16 for a bfloat16 model and float32 for any other, since
+    float16 has too few exponents for them. Raises ValueError for an unknown name, listing the known ones, and
+    for a group size that the format does not have.
     """
-    presets = {row.preset: known for known, row in TARGETS.items()}
+    presets = {entry.preset: known for known, entry in TARGETS.items()}
     found = name if name in TARGETS else presets.get(name)
     if found is None:
-        known = ", ".join(f"{own} ({row.preset})" for own, row in TARGETS.items())
+        known = ", ".join(f"{own} ({entry.preset})" for own, entry in TARGETS.items())
         raise ValueError(f"experts cannot be written as {name!r}; known: {known}")
-    row, scales = TARGETS[found], torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    if not row.grouped:
+    entry, scales = TARGETS[found], torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    if not entry.grouped:
         if group is not None:
             choosing = ", ".join(own for own, each in TARGETS.items() if each.grouped)
             raise ValueError(f"group size {group}: {found} has none to choose, only {choosing}")
-        return Target(row, None, scales)
+        return Target(entry, None, scales)
     group = GROUP if group is None else group
     if group not in INT4:
         known = ", ".join(map(str, sorted(INT4)))
         raise ValueError(f"group size {group} of {found} is not supported; known: {known} ({WHOLE}: a row)")
-    return Target(row, group, scales)
+    return Target(entry, group, scales)
 
 
 def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Every key of QuantizationArgs, as files have them."""
+    """Returns QuantizationArgs with every key that files have, `given` over the defaults."""
     scale = {4: {"tensor_group": "torch.float8_e4m3fn", "group": "torch.uint8"}}
     float4 = scale.get(given["num_bits"], {}) if given["type"] == "float" else {}
     return {
@@ -170,39 +175,43 @@ def _chosen(rule: Callable[[int, torch.dtype], Format], group: int | None, dtype
     return rule(GROUP if group is None else group, dtype)
 
 
-TARGETS: dict[str, Row] = {
-    "fp8": Row(
+TARGETS: dict[str, TargetFormat] = {
+    "fp8": TargetFormat(
         "FP8_DYNAMIC",
         "E4M3, a scale a row; activations E4M3 a token",
         lambda _, dtype: rules.fp8(FP8_CHANNEL, dtype),
         _scaled,
     ),
-    "fp8_block": Row(
+    "fp8_block": TargetFormat(
         "FP8_BLOCK",
         "E4M3, a scale a 128x128 block; activations E4M3 in groups of 128",
         lambda _, dtype: rules.fp8(FP8_BLOCK, dtype),
         _scaled,
         multiple=128,
     ),
-    "nvfp4": Row("NVFP4A16", "NVFP4; activations as they are", lambda *_: rules.NVFP4, _nvfp4, multiple=16),
-    "mxfp4": Row(
+    "nvfp4": TargetFormat(
+        "NVFP4A16", "NVFP4; activations as they are", lambda *_: rules.NVFP4, _nvfp4, multiple=16
+    ),
+    "mxfp4": TargetFormat(
         "MXFP4A16",
         "MXFP4; activations as they are",
         lambda *_: MXFP4,
         partial(_mx, "weight_packed"),
         multiple=32,
     ),
-    "mxfp4_w4a4": Row(
+    "mxfp4_w4a4": TargetFormat(
         "MXFP4", "MXFP4; activations too", lambda *_: MXFP4, partial(_mx, "weight_packed"), multiple=32
     ),
-    "mxfp8": Row("MXFP8", "MXFP8; activations too", lambda *_: MXFP8, partial(_mx, "weight"), multiple=32),
-    "int8": Row(
+    "mxfp8": TargetFormat(
+        "MXFP8", "MXFP8; activations too", lambda *_: MXFP8, partial(_mx, "weight"), multiple=32
+    ),
+    "int8": TargetFormat(
         "W8A8",
         "INT8, a scale a row; activations INT8 a token",
         lambda _, dtype: rules.int8(dtype),
         _scaled,
     ),
-    "int4": Row(
+    "int4": TargetFormat(
         "W4A16",
         "INT4 in groups; activations as they are",
         partial(_chosen, rules.int4),
@@ -210,7 +219,7 @@ TARGETS: dict[str, Row] = {
         multiple=WORD,
         grouped=True,
     ),
-    "int4_asym": Row(
+    "int4_asym": TargetFormat(
         "W4A16_ASYM",
         "INT4 in groups with zero points; activations as they are",
         partial(_chosen, rules.int4_asymmetric),
@@ -219,4 +228,4 @@ TARGETS: dict[str, Row] = {
         grouped=True,
     ),
 }
-"""Every target by name. All are rounded to nearest: nothing is calibrated, so nothing needs data."""
+"""The table of targets by name. All are rounded to nearest without calibration, so none needs data."""

@@ -1,4 +1,4 @@
-"""What is made at once while a checkpoint is written: one expert, or one tensor that goes along."""
+"""Units of writing a checkpoint: one expert in its new format, or one tensor that is copied or decoded."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ INVERSE_SCALE = "_scale_inv"
 
 
 class Unit(Protocol):
-    """What is made at once."""
+    """A part of the new checkpoint that is made at once."""
 
     @property
     def declared(self) -> Mapping[str, Declared]:
-        """Its tensors by their names in the new checkpoint."""
+        """The tensors of the unit, by their names in the new checkpoint."""
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
-        """Consecutive pieces of each tensor, in order."""
+        """Yields name and data of consecutive pieces of each tensor, in order."""
 
 
 @dataclass(frozen=True)
 class Copied:
-    """A tensor that stays as it is."""
+    """A tensor that is copied."""
 
     store: TensorStore
     name: str
 
     @property
     def declared(self) -> Mapping[str, Declared]:
-        """The tensor as the source declares it."""
+        """The one tensor, with the dtype and shape that the source declares."""
         entry = self.store.entries[self.name]
         return {self.name: Declared(DTYPES[entry.dtype], entry.shape)}
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
-        """Rows, as many as fit in a piece."""
+        """Yields the tensor in pieces of as many rows as fit."""
         entry = self.store.entries[self.name]
         if not entry.shape:
             yield self.name, self.store.read(self.name)
@@ -59,7 +59,7 @@ class Copied:
 
 @dataclass(frozen=True)
 class Decoded:
-    """A matrix in FP8 blocks, written in the model's dtype."""
+    """A matrix in FP8 blocks that is decoded to the model's dtype."""
 
     store: TensorStore
     name: str
@@ -67,11 +67,11 @@ class Decoded:
 
     @property
     def declared(self) -> Mapping[str, Declared]:
-        """The same name and shape."""
+        """The one tensor, of the same name and shape, in the model's dtype."""
         return {self.name: Declared(self.dtype, self.store.entries[self.name].shape)}
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole rows of blocks, as many as fit in a piece."""
+        """Yields the tensor in pieces of as many whole rows of blocks as fit."""
         height, columns = self.store.entries[self.name].shape
         block = FP8_BLOCK.block[0]
         rows = max(1, PIECE_BYTES // (4 * block * max(columns, 1))) * block
@@ -89,13 +89,13 @@ class Expert:
 
     source: Checkpoint
     target: Target
-    names: LayerNames  # in the new checkpoint: each expert by itself
+    names: LayerNames  # names in the new checkpoint, where each expert has tensors of its own
     layer: int
     expert: int
     declared: Mapping[str, Declared]
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor whole. CheckpointError: the source has a value that is no finite number."""
+        """Yields every tensor whole. Raises CheckpointError for a value of the source that is not finite."""
         weights = self.source.experts(self.layer, [self.expert])
         both, last = weights.gate_up.dequantize()[0], weights.down.dequantize()[0]
         for side, values in (("gate and up", both), ("down", last)):
@@ -113,7 +113,7 @@ class Expert:
 def expert_tensors(
     target: Target, projections: tuple[str, str, str], both: Tensor, last: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of gate, up and down; gate and up are encoded as one, and share what the format shares."""
+    """Encodes gate, up and down; gate and up are encoded as one matrix and share what the format shares."""
     packed, inner = target.form.quantize(both), both.shape[0] // 2
     columns = slice(0, both.shape[1])
     halves = (packed.cut(rows, columns) for rows in (slice(0, inner), slice(inner, 2 * inner)))

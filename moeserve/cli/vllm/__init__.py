@@ -1,1 +1,1 @@
-"""vLLM's names for what chooses experts' kernels, and what says the same here."""
+"""vLLM's settings that choose experts' kernels, and the configuration keys that do the same."""

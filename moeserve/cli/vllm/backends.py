@@ -1,7 +1,7 @@
 """The tables of vLLM's expert backends: every member of its enums, and every name `--moe-backend` takes.
 
-A member maps to the row of `KERNELS` that computes the same here, or says why none does. The names are those
-of its releases of 2026; what only some of them have is listed as well.
+A member maps to the kernel of `KERNELS` that computes the same here, or says why none does. The names are
+those of vLLM's releases of 2026; what only some of them have is listed as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moeserve.quant.formats.floats import FLOATS
 
 
 class Family(Enum):
-    """The kinds of experts that vLLM chooses a backend for; each has an enum of its own there."""
+    """The kinds of experts that vLLM chooses a backend for; vLLM has an enum for each."""
 
     UNQUANTIZED = "unquantized"
     FP8 = "FP8"
@@ -28,8 +28,8 @@ class Family(Enum):
     W4A8_INT8 = "W4A8-INT8"
 
 
-def family_of(scheme: Scheme) -> Family:
-    """The family that a scheme of ours falls into there."""
+def family_of(scheme: Scheme) -> Family | None:
+    """Returns vLLM's family of a scheme; None for a number format that vLLM has no family for."""
     weights, plain = scheme.weights.name, scheme.activations in FLOATS.values()
     if scheme.weights in FLOATS.values():
         return Family.UNQUANTIZED
@@ -41,17 +41,17 @@ def family_of(scheme: Scheme) -> Family:
         return Family.WNA16 if plain else Family.INT8
     if weights.startswith(("mxfp6", "mxint8")):
         return Family.MXFP4  # OCP MX has one enum there
-    return next(family for family in Family if weights.startswith(family.value.lower()))
+    return next((family for family in Family if weights.startswith(family.value.lower())), None)
 
 
 @dataclass(frozen=True)
 class Member:
-    """One member of an enum of vLLM's, and the row of `KERNELS` that stands for it here."""
+    """One member of an enum of vLLM, and the entry of `KERNELS` that corresponds to it."""
 
     family: Family
     name: str
     classes: str  # what computes it there, tried in this order
-    row: str = ""  # empty: `note` says why
+    kernel: str = ""  # empty: `note` says why
     note: str = ""
     plain: bool = False  # leaves activations as they are, whatever the checkpoint says
 
@@ -71,7 +71,7 @@ AUTO_MEMBER = "auto"
 
 AITER_ROWS = "a static scale for all experts (method 1): no row; other kinds by their methods"
 AITER_W4A16 = "not built: AITER's kernel for bf16 rows, which has one activation, gpt-oss' own"
-AITER_W4A8 = "no row: the kernel rounds rows with one static scale for all experts"
+AITER_W4A8 = "no kernel: AITER's rounds rows with one static scale for all experts"
 AITER_MX8 = "not built: AITER's MXFP8 experts, which the package flydsl compiles (gfx950)"
 B12X = "not built: FlashInfer's B12x kernels (SM120)"
 BLACKWELL = "on Blackwell"
@@ -79,16 +79,16 @@ CUTLASS_FP8 = "static scales; 128x128 blocks on Hopper"
 DEEP_GEMM_FP8 = "128x128 blocks on Hopper; on Blackwell those whose scales are powers of two"
 HUMMING = "not built: the package humming"
 INTEGERS = "INT4 and INT8 weights decoded in the kernel"
-MXINT4 = "no row: the kernel reads scales in BF16, which would round a checkpoint's"
+MXINT4 = "no kernel: theirs reads scales in BF16, which would round a checkpoint's"
 ONE_INNER_SCALE = "BF16 rows, or NVFP4 rows where all experts round what is between the GEMMs by one scale"
-OWN = "no row: the kernel is compiled into vLLM, and no package has it alone"
+OWN = "no kernel: theirs is compiled into vLLM, and no package has it alone"
 OWN_BATCHED = f"{OWN} (padded rows: triton_dequant)"
-PLUG_IN = "no row: there it stands for what a plug-in brings"
+PLUG_IN = "no kernel: there it stands for what a plug-in brings"
 XPU = "not built: Intel GPUs are no machine of a plan yet"
 REFERENCE = "decodes weights and rounds activations by the formats' own formulas, in float32"
 ON_CPU = "weights are decoded by the reference (those AMX kernels are compiled into vLLM)"
 PADDED = "takes padded rows too, so there is no batched twin"
-NO_CHOICE = "no row: nothing was chosen, which is an error here, with every reason"
+NO_CHOICE = "no kernel: nothing was chosen, which is an error here, with every reason"
 
 _FP8_BLOCKS = "128x128 blocks on Hopper (per-tensor and per-channel weights: triton_dequant)"
 _SAME_PACKAGE = "the same package; on Hopper our own cuda_fp4 is as fast with few rows, and faster with many"
@@ -227,7 +227,7 @@ MEMBERS: dict[tuple[Family, str], Member] = {
     (member.family, member.name): member
     for member in (*_unquantized(), *_fp8(), *_mxfp8(), *_nvfp4(), *_mxfp4(), *_integers())
 }
-"""Every member, by its enum and name."""
+"""The table of members, by family and name."""
 
 _U, _F8, _M8, _N4, _M4, _W, _I8 = list(Family)[:7]
 _TRT4 = ("FLASHINFER_TRTLLM_MXFP4_BF16", "FLASHINFER_TRTLLM_MXFP4_MXFP8")
@@ -241,13 +241,13 @@ def _same(member: str, *families: Family) -> dict[Family, tuple[str, ...]]:
 
 
 MOE_BACKENDS: dict[str, MoeBackend] = {
-    row.name: row
-    for row in (
+    backend.name: backend
+    for backend in (
         MoeBackend("auto", _ANY),
         MoeBackend(
             "triton",
             _same("TRITON", _U, _F8, _M4, _W, _I8) | {_M8: ("TRITON_MXFP8",)},
-            note="there is one row for batched and other dispatchers",
+            note="there is one kernel for batched and other dispatchers",
         ),
         MoeBackend("batched_triton", _same("BATCHED_TRITON", _U)),
         MoeBackend("triton_unfused", _same("TRITON_UNFUSED", _M4)),
@@ -275,4 +275,4 @@ MOE_BACKENDS: dict[str, MoeBackend] = {
         MoeBackend("emulation", _same("EMULATION", _N4, _M4, _W)),
     )
 }
-"""Every name that `--moe-backend` takes."""
+"""The table of names that `--moe-backend` takes."""

@@ -1,4 +1,4 @@
-"""vLLM's settings read as moeserve's: each with the keys that do the same, or why there are none."""
+"""Reads vLLM's settings: each becomes the configuration keys that do the same, or a reason."""
 
 from __future__ import annotations
 
@@ -44,19 +44,22 @@ ABOUT_EXPERTS = (
 )
 """Words in the name of a switch that is about experts, or may be."""
 
+EVERY = frozenset(Family)
+"""The families of a switch that is about experts of any kind, also of formats that vLLM has no family for."""
+
 ON, OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One setting of vLLM's, and what it comes to here."""
+    """One setting of vLLM, and the configuration keys that do the same."""
 
     said: str  # as it was set: `VLLM_MOE_DP_CHUNK_SIZE=256`
     keys: Mapping[str, Value] = field(default_factory=dict)
     why: str = ""
 
     def lines(self) -> list[str]:
-        """As text: the setting, then each key, or the reason."""
+        """Formats the setting, then each key or the reason."""
         found = [f"{key} = {json.dumps(value)}" for key, value in self.keys.items()] or ["no key"]
         return [self.said, f"  {', '.join(found)}" + (f": {self.why}" if self.why else "")]
 
@@ -85,8 +88,9 @@ def read(environ: Mapping[str, str], backend: str, stored: Scheme | None) -> lis
 
 
 def merged(findings: Iterable[Finding]) -> dict[str, Value]:
-    """All keys together. Raises ConfigError where two settings want different values; a name gives way to
-    none, and `auto` to any.
+    """Merges the keys of all findings; `auto` gives way to any other value.
+
+    Raises ConfigError where two settings want different values.
     """
     keys: dict[str, Value] = {}
     by: dict[str, str] = {}
@@ -105,14 +109,14 @@ def merged(findings: Iterable[Finding]) -> dict[str, Value]:
 
 
 def text(findings: Sequence[Finding], keys: Mapping[str, Value]) -> str:
-    """Each finding, then all keys as a configuration file."""
+    """Formats each finding, then all keys as a configuration file."""
     told = [line for finding in findings for line in finding.lines()]
     told = told or ["vLLM's environment says nothing about experts"]
     return "\n".join(told) + ("\n\n# the same for moeserve\n" + toml(keys) if keys else "")
 
 
 def toml(keys: Mapping[str, Value]) -> str:
-    """The keys as a configuration file."""
+    """Formats the keys as a TOML configuration."""
     tables: dict[str, list[str]] = {}
     for key, value in keys.items():
         table, name = key.split(".")
@@ -121,49 +125,55 @@ def toml(keys: Mapping[str, Value]) -> str:
 
 
 def of_backend(name: str, stored: Scheme | None) -> tuple[dict[str, Value], str]:
-    """The keys that a name of `--moe-backend` means, and why. Raises ConfigError for an unknown name."""
+    """Returns the keys that a name of `--moe-backend` means, and why. Raises ConfigError."""
     if name not in MOE_BACKENDS:
         raise ConfigError(f"unknown moe_backend {name!r}; known: {', '.join(MOE_BACKENDS)}")
-    row = MOE_BACKENDS[name]
-    if not row.members:
-        return {}, row.note
-    if set(row.members) == set(Family):
+    backend = MOE_BACKENDS[name]
+    if not backend.members:
+        return {}, backend.note
+    if backend.members.keys() == EVERY:
         return {"plan.kernel": AUTO}, "the plan chooses"
     if stored is None:
-        return {}, f"by what the checkpoint stores, {'; '.join(told(row))}"
+        return {}, f"by what the checkpoint stores, {'; '.join(told(backend))}"
     family = family_of(stored)
-    if family not in row.members:
-        return {}, f"vLLM does not take it for {family.value} experts"
-    keys, why = _of_members(row, family)
-    if keys.get("plan.kernel", AUTO) != AUTO and member_of(row, family).plain and not _plain(stored):
+    if family is None or family not in backend.members:
+        return {}, f"vLLM does not take it for {_kind(stored)} experts"
+    keys, why = _of_members(backend, family)
+    if keys.get("plan.kernel", AUTO) != AUTO and member_of(backend, family).plain and not _plain(stored):
         keys["model.load_as"] = f"{stored.weights} x {BF16}"
     return keys, why
 
 
-def told(row: MoeBackend) -> list[str]:
-    """What a name means for each family, families with one meaning together."""
+def told(backend: MoeBackend) -> list[str]:
+    """Returns what a name means for each family; families with one meaning share a line."""
     alike: dict[str, list[str]] = {}
-    for family in row.members:
-        keys, why = _of_members(row, family)
+    for family in backend.members:
+        keys, why = _of_members(backend, family)
         found = [f"`{key} = {json.dumps(value)}`" for key, value in keys.items()]
         alike.setdefault(": ".join(filter(None, (", ".join(found), why))), []).append(family.value)
     return [f"{', '.join(families)}: {meaning}" for meaning, families in alike.items()]
 
 
-def member_of(row: MoeBackend, family: Family) -> Member:
-    """The member that stands for a name: the first that has a row here, or the first."""
-    members = [MEMBERS[family, name] for name in row.members[family]]
-    return next((member for member in members if member.row), members[0])
+def member_of(backend: MoeBackend, family: Family) -> Member:
+    """Returns the member that stands for a name: the first that has a kernel here, else the first."""
+    members = [MEMBERS[family, name] for name in backend.members[family]]
+    return next((member for member in members if member.kernel), members[0])
 
 
-def _of_members(row: MoeBackend, family: Family) -> tuple[dict[str, Value], str]:
-    if AUTO_MEMBER in row.members[family]:
+def _of_members(backend: MoeBackend, family: Family) -> tuple[dict[str, Value], str]:
+    if AUTO_MEMBER in backend.members[family]:
         return {"plan.kernel": AUTO}, "the plan chooses"
-    member = member_of(row, family)
-    if not member.row:
+    member = member_of(backend, family)
+    if not member.kernel:
         return {}, member.note
-    device: dict[str, Value] = {} if row.device == AUTO else {"plan.device": row.device}
-    return {"plan.kernel": member.row} | device, member.note
+    device: dict[str, Value] = {} if backend.device == AUTO else {"plan.device": backend.device}
+    return {"plan.kernel": member.kernel} | device, member.note
+
+
+def _kind(stored: Scheme) -> str:
+    """Returns vLLM's family of the experts, or the name of a number format that vLLM has no family for."""
+    family = family_of(stored)
+    return family.value if family else stored.weights.name
 
 
 def _plain(stored: Scheme) -> bool:
@@ -173,14 +183,14 @@ def _plain(stored: Scheme) -> bool:
 def _switch(switch: Switch, value: str, stored: Scheme | None) -> Finding:
     said = f"{switch.name}={value}"
     here = _answer(switch, value)
-    if stored is not None and family_of(stored) not in switch.families:
-        return Finding(said, why=f"it says nothing about {family_of(stored).value} experts")
+    if stored is not None and switch.families != EVERY and family_of(stored) not in switch.families:
+        return Finding(said, why=f"it says nothing about {_kind(stored)} experts")
     if here.backend:
         keys, why = of_backend(here.backend, stored)
         return Finding(said, keys, f"as --moe-backend {here.backend}: {why}")
     if DISPATCHER in here.keys.values():
         return _dispatcher(said, value)
-    if stored is None and here.keys and switch.families != frozenset(Family):
+    if stored is None and here.keys and switch.families != EVERY:
         kinds = ", ".join(family.value for family in Family if family in switch.families)
         return Finding(said, why=f"for {kinds} experts {shown(here)}")
     keys = {key: _number(said, value) if given == GIVEN else given for key, given in here.keys.items()}
@@ -199,7 +209,7 @@ def _answer(switch: Switch, value: str) -> Here:
 
 
 def shown(here: Here) -> str:
-    """What one value of a switch comes to, for any checkpoint."""
+    """Formats what one value of a switch means for any checkpoint."""
     if here.backend:
         return f"as `--moe-backend {here.backend}`"
     words = {GIVEN: "the same number", DISPATCHER: "the dispatcher of that name"}
@@ -224,7 +234,7 @@ def _number(said: str, value: str) -> int:
 
 
 def _with_weights(finding: Finding, stored: Scheme | None) -> Finding:
-    """The format of the stored weights put in; a scheme that there is not, or that is stored, is no key."""
+    """Fills in the format of the stored weights; drops the key for a scheme that is unknown or stored."""
     load_as = str(finding.keys.get("model.load_as", ""))
     if stored is None or WEIGHTS not in load_as:
         return finding

@@ -1,4 +1,4 @@
-"""The table of vLLM's environment switches that concern experts, and what says the same here."""
+"""The table of vLLM's environment switches about experts, with the keys that do the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ANY = "*"
 
 @dataclass(frozen=True)
 class Here:
-    """What one value of a switch comes to here: keys, or vLLM's own name of a backend, or a reason."""
+    """What one value of a switch means: keys, a name of `MOE_BACKENDS`, or a reason why there is no key."""
 
     keys: Mapping[str, Value] = field(default_factory=dict)
     why: str = ""  # what the keys do, or why there are none
@@ -33,7 +33,7 @@ class Here:
 
 @dataclass(frozen=True)
 class Switch:
-    """One environment variable of vLLM's."""
+    """One environment variable of vLLM."""
 
     name: str
     default: str  # there
@@ -43,7 +43,7 @@ class Switch:
 
     @property
     def flag(self) -> bool:
-        """Whether it is on or off."""
+        """Whether the switch takes only on and off."""
         return "1" in self.answers
 
 
@@ -59,7 +59,7 @@ def _of(*families: Family) -> frozenset[Family]:
     return frozenset(families)
 
 
-ABSENT = Here(why="nothing to do: no row here uses it")
+ABSENT = Here(why="nothing to do: no kernel here uses it")
 UNCHANGED = Here(why="nothing to do: it is so anyway")
 LINEAR = "it is about linear layers, which stay with the model server"
 ROUTER = "routing is the model server's, or the layer's gate here when logits are sent"
@@ -328,7 +328,7 @@ SWITCHES: dict[str, Switch] = {
         *CARRYING,
     )
 }
-"""Every switch by its name."""
+"""The table of switches by name."""
 
 BACKEND_NAMES = (
     "naive",

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 MARGIN = 0.05
 """A dispatcher that saves no more than this at any size is not worth its buffers beside the others."""
 
-FAR, TELLING = 2.0, 3
-"""How many times as long, and at how many sizes, a dispatcher takes that is not measured at larger ones."""
+FAR, TELLING, GROWN = 2.0, 3, 0.5
+"""How many times as long, at how many sizes, and with what growth a dispatcher takes that is not measured at
+larger ones."""
 
 
 @dataclass(frozen=True)
@@ -122,15 +123,16 @@ class DispatcherCost:
 def hopeless(points: Sequence[Point], rival: Sequence[Point]) -> bool:
     """Whether a dispatcher need not be measured further, by what it and a rival cost at the sizes both have.
 
-    It takes more than FAR times as long at each of TELLING sizes or more, and grows more than FAR times as
-    much from the first to the last: no larger size can turn that.
+    It takes more than FAR times as long at each of TELLING sizes or more, and from the first to the last it
+    grows by more than FAR times as much, and by GROWN of what it began with, which is more than noise: no
+    larger size can turn that.
     """
     seconds = {point.rows: point.dispatch + point.combine for point in rival}
     both = [(p.dispatch + p.combine, seconds[p.rows]) for p in points if p.rows in seconds]
     if len(both) < TELLING or any(own <= FAR * other for own, other in both):
         return False
     grown, rivals = both[-1][0] - both[0][0], both[-1][1] - both[0][1]
-    return grown > FAR * max(rivals, 0.0)
+    return grown > FAR * max(rivals, 0.0) and grown > GROWN * both[0][0]
 
 
 @dataclass(frozen=True)

@@ -286,6 +286,7 @@ class _Steps:
         self._dispatcher, self._spec = dispatcher, spec
         self._hidden, self._routing = given
         self._recorded: _Recorded | None = None
+        self._arrived: Dispatched | None = None
         self._outputs = agreement.agreed(self._first_outputs)
         agreement.agreed(self._combine)
 
@@ -304,10 +305,13 @@ class _Steps:
         return torch.zeros(size, dtype=self._spec.dtype, device=self._spec.device)
 
     def _dispatch(self) -> Dispatched:
+        self._arrived = None  # before the next one is there: a batch may take a gigabyte
         self._arrived = self._dispatcher.dispatch(self._hidden, self._routing)
         return self._arrived
 
     def _combine(self) -> Tensor:
+        if self._arrived is None:
+            raise RuntimeError("nothing was dispatched that could be combined")
         return self._dispatcher.combine(self._outputs, self._arrived.ticket)
 
     def time(self, rounds: int) -> list[tuple[float, float]]:

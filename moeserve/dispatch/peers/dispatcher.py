@@ -2,9 +2,9 @@
 
 A row goes once to each rank that needs it, quantized on the way out; its choices go to all ranks ahead of it.
 So each rank counts where everything will stand before it arrives, and places rows by slot as they come,
-PADDED or RAGGED. On the way home a rank adds up its own
-experts' weighted outputs of a row in float32, and stores that one partial sum into the row's home. Both
-phases are one kernel, for a CUDA graph too; two steps can be under way.
+PADDED or RAGGED. To combine, a rank adds up its own experts' weighted outputs of a row in float32, and stores
+that one partial sum into the memory of the row's rank. Each phase is one kernel, for a CUDA graph too; two
+steps can be under way.
 
 A peer that does not come within `spec.patience` seconds is given up: named by `late`, its rows count as
 none, and the step goes on. On a CPU the same protocol runs over shared memory, for tests.
@@ -40,10 +40,10 @@ from moeserve.dispatch.routing import Routing
 from moeserve.experts.batch import ExpertBatch, Grouping
 
 HIDDEN_MULTIPLE = 16
-"""Columns that a thread quantizes."""
+"""Columns that a thread quantizes at once; the hidden size is a multiple of it."""
 
 MOST_CHOICES = 32
-"""Of a row: a warp holds one a lane."""
+"""Choices of a row: each thread of a warp holds one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,20 +99,20 @@ class PeerDispatcher(Dispatcher):
         return answer
 
     def exclude(self, ranks: Iterable[int]) -> None:
-        """Neither waits for `ranks` nor stores to them from the next phase on. Each rank for itself."""
+        """From the next phase on neither waits for `ranks` nor stores to them; this rank alone does so."""
         self._liveness.exclude(ranks)
 
     def interrupt(self) -> None:
-        """Waits for nobody any more, in the phase under way neither."""
+        """Ends all waiting for peers, also in the phase under way."""
         self._liveness.interrupt()
 
     def late(self) -> tuple[int, ...]:
-        """Ranks given up since this was last asked, as far as the device has come."""
+        """The ranks given up since the last call, as far as the device has come."""
         return self._liveness.late()
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes of rows and sums that went to other ranks; on a GPU, as a later step tells."""
+        """Bytes of rows and sums that went to other ranks; on a GPU a later step updates them."""
         counted = self._kernels or self._twin
         assert counted is not None
         copies, sums = counted.sent.tolist()

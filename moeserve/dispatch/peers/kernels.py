@@ -1,4 +1,4 @@
-"""Both phases over peer memory on a GPU: one kernel each, launched without a look at the data."""
+"""Both phases over peer memory on a GPU: one kernel each, launched without reading data on the host."""
 
 from __future__ import annotations
 
@@ -7,36 +7,47 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeserve.device.nvrtc import U64, Argument, Program
+from moeserve.device.arguments import Argument
+from moeserve.device.nvrtc import Program
+from moeserve.device.source import Part, source
+from moeserve.dispatch.peers.arguments import COMBINE, DISPATCH
 from moeserve.dispatch.peers.layout import WORD, PeerLayout
 from moeserve.dispatch.peers.liveness import PeerLiveness
 from moeserve.dispatch.peers.memory import PeerMemory
-from moeserve.dispatch.peers.sources import source
-from moeserve.dispatch.peers.wires import wire_code
+from moeserve.dispatch.peers.wires import WireCode, wire_code
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.batch import Grouping
 from moeserve.quant.format import Packed
 
-SOURCES = ("step.cu", "dispatch.cu", "combine.cu")
+SHARED_PARTS = ("memory", "liveness", "numbers", "records", "step", "packets")
+DISPATCH_PARTS = ("exchange", "send", "choices", "places", "deliver", "dispatch")
+SOURCES: tuple[Part, ...] = (
+    *(f"{part}.cu" for part in SHARED_PARTS),
+    DISPATCH,
+    *(f"{part}.cu" for part in DISPATCH_PARTS),
+    COMBINE,
+    "combine.cu",
+)
+"""Both kernels' text, in order."""
 THREADS = 512  # of a block of dispatch
 COMBINE_THREADS = 768  # of a block of combine
 TEAMS = 8
-"""Of warps of a reading block, where it has many rows: each has a stretch of them."""
+"""Teams of warps of a reading block that has many rows: each team has a stretch of them."""
 
 CHOICE_SENDERS = 3
-"""Most of the blocks of dispatch that tell choices."""
+"""Most of the blocks of dispatch that send choices."""
 
 COUNTED_BY_ALL = 512
 """Rows of all lanes up to which every reading block counts all choices by itself."""
 
 COUNTS = 6
-"""In a checked word, of the rows of a slot that a block has: 16 bits each."""
+"""Counts in a checked word, 16 bits each: rows of a slot that a block has."""
 
 TABLES = 8
-"""Bytes of shared memory a slot that a block of dispatch counts with."""
+"""Bytes of shared memory that a block of dispatch counts with, for each slot."""
 
 SENDING = 0.485
-"""Most of the blocks of dispatch that send; the others place what arrives."""
+"""The share of the blocks of dispatch that send, at most; the others place what arrives."""
 
 GROUPS = 2
 """Rows that a sending block has under way, where there are more rows than sending blocks."""
@@ -71,15 +82,15 @@ class Division:
     """How a dispatch is divided among blocks."""
 
     readers: int  # place what arrives
-    choice_senders: int  # tell choices
-    senders: int
+    choice_senders: int  # send choices
+    senders: int  # send rows
     groups_log2: int  # of the rows that a sending block has under way
-    run: int  # rows of each reader but the last, which tells the batch
+    run: int  # rows of each reader but the last, which writes the batch's counts and offsets
     stretch: int  # rows of each of its teams
 
     @property
     def blocks(self) -> int:
-        """All of them."""
+        """How many blocks there are in all."""
         return self.readers + self.choice_senders + self.senders
 
 
@@ -90,20 +101,21 @@ class PeerKernels:
         self._layout, self._memory, self._liveness = layout, memory, liveness
         spec = self._spec = layout.spec
         self._wire = wire_code(spec)
-        ragged = int(layout.grouping is Grouping.RAGGED)
-        options = (*self._wire.options, f"-DTOP_K={spec.top_k}", f"-DRAGGED={ragged}")
-        program = Program(source(*SOURCES), options)
-        self._dispatch, self._combine = program.function("peer_dispatch"), program.function("peer_combine")
+        program = program_for(layout, self._wire)
         self._blocks = torch.cuda.get_device_properties(spec.device).multi_processor_count
         if not self._wire.fused:  # what a format keeps on the device is brought there now
             layout.record.pack(torch.zeros((1, spec.hidden), dtype=spec.dtype, device=spec.device))
         self._state = torch.zeros(2, dtype=torch.int32, device=spec.device)
         counts = (self._blocks, -(-spec.slots // COUNTS), WORD // 4)
         self._counts = torch.zeros(counts, dtype=torch.int32, device=spec.device)
-        self._patience = U64(int(spec.patience * NANOSECONDS))
         self._sent = torch.zeros(2, dtype=torch.int64, device=spec.device)
         self.sent = torch.zeros(2, dtype=torch.int64, pin_memory=True)
         """Copies that dispatches have sent to other ranks, and sums that combines did, as far as is known."""
+        peers = self._peers()
+        self._dispatch = program.function("peer_dispatch", DISPATCH).bound(peers | self._fixed())
+        self._combine = program.function("peer_combine", COMBINE).bound(
+            peers | {"at_partials": layout.partials}
+        )
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Arrived:
         """Sends this lane's rows and groups what arrives."""
@@ -114,49 +126,31 @@ class PeerKernels:
             sent, row_bytes = hidden.contiguous(), spec.hidden * spec.dtype.itemsize
         else:
             sent, row_bytes = layout.record.pack(hidden), layout.record.nbytes
-        none = arrived.counts
         d = self._division(own, rows)
-        args: list[Argument] = [
-            self._memory.pointers,
-            self._state,
-            *self._liveness.words(),
-            self._patience,
-            spec.rank,
-            U64(layout.begun),
-            U64(layout.choices),
-            U64(layout.weights),
-            U64(layout.records),
-            U64(layout.parity_bytes),
-            spec.lane_rows,
-            *_lanes(routing.lane_rows),
-            0 if spec.sliced else spec.rank * spec.slots,
-            spec.slots,
-            layout.capacity,
-            spec.row_align,
-            int(spec.sliced),
-            d.choice_senders,
-            d.senders,
-            d.groups_log2,
-            d.run,
-            d.stretch,
-            int(rows > COUNTED_BY_ALL),
-            sent,
-            row_bytes,
-            routing.slots.contiguous(),
-            routing.weights.contiguous(),
-            self._wire.factor,
-            *(*arrived.tokens.parts, none, none)[:3],
-            arrived.counts,
-            arrived.offsets,
-            arrived.places,
-            arrived.weights,
-            arrived.sequence,
-            self._sent,
-            self.sent,
-            self._counts,
-        ]
+        parts = (*arrived.tokens.parts, None, None)
+        given: dict[str, Argument] = {
+            **_lanes(routing.lane_rows),
+            "choice_senders": d.choice_senders,
+            "senders": d.senders,
+            "groups_log2": d.groups_log2,
+            "run": d.run,
+            "stretch": d.stretch,
+            "shares": int(rows > COUNTED_BY_ALL),
+            "rows": sent,
+            "row_bytes": row_bytes,
+            "slots": routing.slots.contiguous(),
+            "weights": routing.weights.contiguous(),
+            "part0": parts[0],
+            "part1": parts[1],
+            "part2": parts[2],
+            "counts": arrived.counts,
+            "offsets": arrived.offsets,
+            "places": arrived.places,
+            "place_weights": arrived.weights,
+            "sequence": arrived.sequence,
+        }
         shared = max((1 << d.groups_log2) * layout.record.nbytes, TABLES * spec.slots)
-        self._dispatch.launch(d.blocks, THREADS, args, shared=shared)
+        self._dispatch.launch(d.blocks, THREADS, given, shared=shared)
         return arrived
 
     def combine(self, outputs: Tensor, arrived: Arrived, routing: Routing) -> Tensor:
@@ -168,28 +162,52 @@ class PeerKernels:
         share = HOME * own
         homes = round(blocks * share / (share + rows - own)) if rows else blocks
         homes = min(max(homes, int(own > 0)), blocks - int(rows > own))
-        args: list[Argument] = [
-            self._memory.pointers,
-            *self._liveness.words(),
-            self._patience,
-            spec.rank,
-            U64(layout.partials),
-            U64(layout.parity_bytes),
-            spec.lane_rows,
-            *_lanes(routing.lane_rows),
-            spec.slots,
-            int(spec.sliced),
-            homes,
-            outputs.contiguous(),
-            arrived.places,
-            arrived.weights,
-            arrived.sequence,
-            routing.slots.contiguous(),
-            answer,
-            self._sent,
-        ]
-        self._combine.launch(blocks, COMBINE_THREADS, args)
+        given: dict[str, Argument] = {
+            **_lanes(routing.lane_rows),
+            "homes": homes,
+            "outputs": outputs.contiguous(),
+            "places": arrived.places,
+            "place_weights": arrived.weights,
+            "sequence": arrived.sequence,
+            "slots": routing.slots.contiguous(),
+            "answer": answer,
+        }
+        self._combine.launch(blocks, COMBINE_THREADS, given)
         return answer
+
+    def _peers(self) -> dict[str, Argument]:
+        """The arguments of both kernels that no step changes."""
+        spec = self._spec
+        live, host_flags = self._liveness.words()
+        return {
+            "memory": self._memory.pointers,
+            "live": live,
+            "host_flags": host_flags,
+            "patience": int(spec.patience * NANOSECONDS),
+            "rank": spec.rank,
+            "parity_bytes": self._layout.parity_bytes,
+            "lane_rows": spec.lane_rows,
+            "slots_here": spec.slots,
+            "sliced": int(spec.sliced),
+            "sent": self._sent,
+        }
+
+    def _fixed(self) -> dict[str, Argument]:
+        """The other arguments of dispatch that no step changes."""
+        spec, layout = self._spec, self._layout
+        return {
+            "at_begun": layout.begun,
+            "at_choices": layout.choices,
+            "at_weights": layout.weights,
+            "at_records": layout.records,
+            "first_slot": 0 if spec.sliced else spec.rank * spec.slots,
+            "capacity": layout.capacity,
+            "row_align": spec.row_align,
+            "factor": self._wire.factor,
+            "state": self._state,
+            "shared_counts": self._counts,
+            "host_sent": self.sent,
+        }
 
     def _division(self, own: int, rows: int) -> Division:
         """How `own` rows go out and `rows` of all lanes' come in."""
@@ -217,9 +235,16 @@ class PeerKernels:
         )
 
 
-def _lanes(lane_rows: tuple[int, ...]) -> tuple[U64, U64]:
-    """The rows that each lane brings, 16 bits a rank."""
+def program_for(layout: PeerLayout, wire: WireCode) -> Program:
+    """Both kernels' text and options for steps of `layout`, whose rows `wire` encodes."""
+    ragged = int(layout.grouping is Grouping.RAGGED)
+    options = (*wire.options, f"-DTOP_K={layout.spec.top_k}", f"-DRAGGED={ragged}")
+    return Program(source(__package__, *SOURCES), options)
+
+
+def _lanes(lane_rows: tuple[int, ...]) -> dict[str, Argument]:
+    """The arguments that say how many rows each lane brings, 16 bits a rank."""
     words = [0, 0]
     for rank, rows in enumerate(lane_rows):
         words[rank // 4] |= rows << 16 * (rank % 4)
-    return U64(words[0]), U64(words[1])
+    return {"lanes_low": words[0], "lanes_high": words[1]}

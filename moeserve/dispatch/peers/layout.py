@@ -1,20 +1,21 @@
-"""Where everything stands in a rank's peer memory, and why nothing is overwritten.
+"""Where everything stands in a rank's peer memory, and why nothing is overwritten before it is read.
 
-A rank writes into sections of its own in every other's memory. All of it stands there twice, and a step uses
-the copy of its sequence number's parity. What of sequence number n is read, is read before its writer's
-sequence number n + 2 arrives:
+Each rank writes into sections of its own in the memory of every other rank. Every section exists twice, and
+a step uses the copy of its sequence number's parity. So step n + 2 writes where step n wrote, and the reader
+must have read step n by then. Each dispatch sets a begun flag, its sequence number, on every other rank,
+also when its lane has no rows, and ends only when it has found the flags of all live ranks.
 
-* Choices, weights and records. Rank s stores those of n + 2 after its dispatch n + 1, which waited for the
-  greeting n + 1 of reader d, and d sent that after its dispatch n had copied everything out. Every rank
-  greets every other, also when its lane has no rows. No combine takes part, so a step that was dispatched
-  and then abandoned changes nothing.
-* Partial sums. Rank d stores those of n + 2 in its combine n + 2, so after its dispatch n + 2, which waited
-  for the greeting n + 2 of s. Rank s adds up the sums of n before it dispatches n + 2: the dispatcher refuses
-  a combine that comes later. A step that s abandoned is one whose sums it never reads.
-* A rank that was given up is waited for no longer, so neither argument holds for it: it is not stored to
+* Choices, weights and records. Let rank s write and rank d read. Rank s stores those of n + 2 after its
+  dispatch n + 1 has found the begun flag n + 1 of d. Rank d set that flag in its dispatch n + 1, which began
+  after its dispatch n had copied everything out. No combine takes part, so a step that was dispatched and
+  then abandoned changes nothing.
+* Partial sums. Let rank d write and rank s read. Rank d stores those of n + 2 in its combine n + 2, after its
+  dispatch n + 2 has found the begun flag n + 2 of s. Rank s adds up the sums of n before it dispatches n + 2,
+  since the dispatcher refuses a combine that comes later. The sums of a step that s abandoned are never read.
+* A rank that was given up is waited for no longer, so neither argument holds for it. It is not stored to
   either, and nothing that it stores is read.
 
-All of a rank's phases run in one order, on one stream or on streams that wait for one another.
+All phases of a rank run in one order, on one stream or on streams that wait for one another.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from moeserve.experts.batch import Grouping
 
 ALIGN = 256
 WORD = 16
-"""Bytes of a checked word: 12 of content, and those four that make its exclusive-or the sequence number."""
+"""Bytes of a checked word: 12 of content, and four that make the exclusive-or of all the sequence number."""
 
 CHOICES = 6
 """Slots in a checked word, 16 bits each."""
 
 WEIGHTS = 3
-"""In a checked word: float32."""
+"""Weights in a checked word, float32 each."""
 
 NOWHERE = 0xFFFF
-"""A choice of no slot, in 16 bits."""
+"""What stands for a choice of no slot in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class PeerLayout:
     records [ranks, lane_rows, record_packets] packets
     partials [ranks, lane_rows, partial_packets] packets of H columns of the hidden dtype
 
-    Where packets stand is never anything but packets, so that no number is taken for another sequence
-    number's tag.
+    Where packets stand there are never other bytes than packets, so that no content is taken for a packet's
+    sequence number.
     """
 
     spec: DispatchSpec
@@ -63,16 +64,16 @@ class PeerLayout:
 
     @cached_property
     def record(self) -> RowRecord:
-        """A row on its way out."""
+        """How a row is laid out on its way to other ranks."""
         return RowRecord(self.spec.wire, self.spec.hidden)
 
     def choice_words(self, rows: int) -> int:
-        """Words of the choices of a lane of `rows`."""
+        """How many checked words the choices of a lane of `rows` take."""
         return -(-rows * self.spec.top_k // CHOICES)
 
     @property
     def weight_words(self) -> int:
-        """Words of a row's weights."""
+        """How many checked words the weights of a row take."""
         return -(-self.spec.top_k // WEIGHTS)
 
     @cached_property
@@ -92,57 +93,57 @@ class PeerLayout:
 
     @property
     def begun(self) -> int:
-        """Offset."""
+        """Where the section `begun` begins, in bytes."""
         return self._ends[0]
 
     @property
     def choices(self) -> int:
-        """Offset."""
+        """Where the section `choices` begins, in bytes."""
         return self._ends[1]
 
     @property
     def weights(self) -> int:
-        """Offset."""
+        """Where the section `weights` begins, in bytes."""
         return self._ends[2]
 
     @property
     def record_packets(self) -> int:
-        """Of a row on its way out."""
+        """How many packets a row takes on its way to other ranks."""
         return packets_of(self.record.nbytes)
 
     @property
     def partial_packets(self) -> int:
-        """Of a partial sum."""
+        """How many packets a partial sum takes."""
         return packets_of(self.spec.hidden * self.spec.dtype.itemsize)
 
     @property
     def records(self) -> int:
-        """Offset."""
+        """Where the section `records` begins, in bytes."""
         return self._ends[3]
 
     @property
     def partials(self) -> int:
-        """Offset."""
+        """Where the section `partials` begins, in bytes."""
         return self._ends[4]
 
     @property
     def parity_bytes(self) -> int:
-        """From one parity's copy to the other's."""
+        """Bytes from one parity's copy of the sections to the other's."""
         return self._ends[5] - self._ends[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a rank's peer memory."""
+        """How many bytes a rank's peer memory has."""
         return self._ends[0] + BUFFERS * self.parity_bytes
 
     @property
     def capacity(self) -> int:
-        """Rows that a slot's part of a PADDED batch holds: those of all lanes, in the kernel's alignment."""
+        """How many rows a PADDED batch holds for each slot: those of all lanes, in the kernel's alignment."""
         align = self.spec.row_align
         return -(-self.spec.ranks * self.spec.lane_rows // align) * align
 
     def batch_shape(self, rows: int) -> tuple[int, ...]:
-        """Of the batch of `rows` of all lanes: `[e, C, H]`, or `[Rmax, H]` of a RAGGED one."""
+        """The shape of a batch of `rows` of all lanes: `[e, C, H]` if PADDED, `[Rmax, H]` if RAGGED."""
         spec = self.spec
         if self.grouping is Grouping.PADDED:
             return spec.slots, self.capacity, spec.hidden
@@ -150,5 +151,5 @@ class PeerLayout:
 
     @property
     def batch_bytes(self) -> int:
-        """Most bytes of one dispatched batch."""
+        """How many bytes one dispatched batch takes at most."""
         return self.spec.wire.nbytes(self.batch_shape(self.spec.ranks * self.spec.lane_rows))

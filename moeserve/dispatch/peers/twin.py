@@ -2,8 +2,8 @@
 layout.
 
 Stores of one process are seen by another in the order they were made (x86; elsewhere each tensor operation
-ends with a barrier of the interpreter's lock), so a sequence number stored after what it speaks for is
-enough. So are tags stored after their lines.
+ends with a barrier of the interpreter's lock). So it is enough to store a sequence number after the content
+that it stands for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moeserve.dispatch.peers.kernels import Arrived
 from moeserve.dispatch.peers.layout import CHOICES, NOWHERE, WORD, PeerLayout
 from moeserve.dispatch.peers.liveness import GIVEN_UP_BYTES, PeerLiveness
 from moeserve.dispatch.peers.memory import PeerMemory
-from moeserve.dispatch.peers.packets import LANES, from_packets, tags, to_packets
+from moeserve.dispatch.peers.packets import WARP_THREADS, from_packets, tags, to_packets
 from moeserve.dispatch.peers.sequence import NEVER, next_sequence, parity
 from moeserve.dispatch.permute import Homes, take_rows, weigh_rows
 from moeserve.dispatch.routing import Routing
@@ -36,7 +36,7 @@ BITS_32 = 2**32
 
 
 class PeerTwin:
-    """Both phases over `memory`."""
+    """The two phases over `memory`, which is shared memory of the host."""
 
     def __init__(self, layout: PeerLayout, memory: PeerMemory, liveness: PeerLiveness) -> None:
         self._layout, self._memory, self._liveness = layout, memory, liveness
@@ -81,7 +81,7 @@ class PeerTwin:
         ):
             if to != spec.rank and self._live(to):
                 rows = wanted.nonzero()[:, 0]
-                _tell(self._partials(to, sequence)[spec.rank], rows, row_bytes(mine[rows]), sequence)
+                _store(self._partials(to, sequence)[spec.rank], rows, row_bytes(mine[rows]), sequence)
                 self.sent[1] += rows.shape[0]
         reached = destinations(spec, routing.slots)
         return self._add_up(sequence, reached, partials.split_with_sizes(lane_rows)[spec.rank])
@@ -95,23 +95,23 @@ class PeerTwin:
             self._choice_words(to)[spec.rank, : choices.shape[0]] = choices
             self._weight_words(to)[spec.rank, :own] = weights
             rows = reached[:, to].nonzero()[:, 0]
-            _tell(self._rows(to)[spec.rank], rows, records[rows], self.sequence)
+            _store(self._rows(to)[spec.rank], rows, records[rows], self.sequence)
             self.sent[0] += rows.shape[0] if to != spec.rank else 0
 
     def _packed(self, slots: Tensor) -> Tensor:
         """Choices `[T, K]` in checked words: `[choice_words, 4]` int32."""
-        told = F.pad(slots.flatten(), (0, -slots.numel() % CHOICES), value=EMPTY) & NOWHERE
-        return checked((told[::2] | told[1::2] << 16)[None], self.sequence)[0]
+        chosen = F.pad(slots.flatten(), (0, -slots.numel() % CHOICES), value=EMPTY) & NOWHERE
+        return checked((chosen[::2] | chosen[1::2] << 16)[None], self.sequence)[0]
 
     def _choices(self, lane_rows: tuple[int, ...], deadline: float) -> Tensor:
         """Slots here of all lanes' choices, `[N, K]` int64: -1 for none, and of a lane that does not come."""
         spec, found = self._spec, []
         for source, rows in enumerate(lane_rows):
             words = self._choice_words(spec.rank)[source, : self._layout.choice_words(rows)]
-            greeting = self._begun(spec.rank)[source]
-            greeted = partial(torch.equal, greeting, torch.tensor(_word(self.sequence), dtype=torch.int32))
-            told = partial(_all_checked, words, self.sequence)
-            came = self._await(source, greeted, deadline) and self._await(source, told, deadline)
+            flag = self._begun(spec.rank)[source]
+            begun = partial(torch.equal, flag, torch.tensor(_word(self.sequence), dtype=torch.int32))
+            arrived = partial(_all_checked, words, self.sequence)
+            came = self._await(source, begun, deadline) and self._await(source, arrived, deadline)
             pairs = words[:, :3].flatten()
             slots = torch.stack((pairs & NOWHERE, pairs >> 16 & NOWHERE), dim=1).flatten()[
                 : rows * spec.top_k
@@ -121,7 +121,7 @@ class PeerTwin:
         return torch.cat(found).long()
 
     def _weights(self, lane_rows: tuple[int, ...], deadline: float) -> Tensor:
-        """Of all lanes' choices, `[N, K]` float32; of a lane that does not come, anything."""
+        """The weights of all lanes' choices, `[N, K]` float32; undefined for a lane that does not come."""
         found = []
         for source, rows in enumerate(lane_rows):
             lane = self._weight_words(self._spec.rank)[source, :rows]
@@ -130,12 +130,12 @@ class PeerTwin:
         return torch.cat(found).contiguous().view(torch.float32)
 
     def _records(self, here: Tensor, lane_rows: tuple[int, ...], deadline: float) -> Tensor:
-        """Records `[N, nbytes]` of all lanes' rows; those with no choice `here [N, K]` hold anything."""
+        """Records `[N, nbytes]` of all lanes' rows; those with no choice `here [N, K]` are undefined."""
         spec, found, nbytes = self._spec, [], self._layout.record.nbytes
         for source, chosen in enumerate(here.split_with_sizes(lane_rows)):
             rows = chosen.any(dim=1).nonzero()[:, 0]
             packets = self._rows(spec.rank)[source]
-            self._await(source, partial(_all_told, packets, rows, self.sequence), deadline)
+            self._await(source, partial(_all_arrived, packets, rows, self.sequence), deadline)
             found.append(from_packets(packets[: chosen.shape[0]], nbytes))
         return torch.cat(found)
 
@@ -168,7 +168,7 @@ class PeerTwin:
                 total[rows] += own[rows].float()
                 continue
             packets = self._partials(spec.rank, sequence)[source]
-            if self._await(source, partial(_all_told, packets, rows, sequence), deadline):
+            if self._await(source, partial(_all_arrived, packets, rows, sequence), deadline):
                 partials = from_packets(packets[rows], spec.hidden * spec.dtype.itemsize)
                 total[rows] += partials.contiguous().view(spec.dtype).float()
         return total.to(spec.dtype)
@@ -178,8 +178,8 @@ class PeerTwin:
         while self._live(source):
             if here():
                 return True
-            farewell = self._farewells(self._spec.rank)[source]
-            if time.monotonic() > deadline or bool(farewell):
+            given_up = self._given_up(self._spec.rank)[source]
+            if time.monotonic() > deadline or bool(given_up):
                 self._give_up(source)
             time.sleep(POLL_SECONDS)
         return False
@@ -187,12 +187,13 @@ class PeerTwin:
     def _give_up(self, source: int) -> None:
         self._liveness.live[source] = 0
         self._liveness.host_flags[source] = _word(self.sequence)
-        self._farewells(source)[self._spec.rank] = _word(self.sequence)
+        self._given_up(source)[self._spec.rank] = _word(self.sequence)
 
     def _live(self, rank: int) -> bool:
         return bool(self._liveness.live[rank])
 
-    def _farewells(self, rank: int) -> Tensor:
+    def _given_up(self, rank: int) -> Tensor:
+        """Which ranks have given rank `rank` up: the words at the head of its memory."""
         return self._memory.views[rank][:GIVEN_UP_BYTES].view(torch.int32)
 
     def _begun(self, rank: int) -> Tensor:
@@ -207,11 +208,11 @@ class PeerTwin:
         return self._section(rank, self.sequence, self._layout.weights, shape, torch.int32)
 
     def _rows(self, rank: int) -> Tensor:
-        shape = (self._spec.ranks, self._spec.lane_rows, self._layout.record_packets, LANES, 4)
+        shape = (self._spec.ranks, self._spec.lane_rows, self._layout.record_packets, WARP_THREADS, 4)
         return self._section(rank, self.sequence, self._layout.records, shape, torch.int32)
 
     def _partials(self, rank: int, sequence: int) -> Tensor:
-        shape = (self._spec.ranks, self._spec.lane_rows, self._layout.partial_packets, LANES, 4)
+        shape = (self._spec.ranks, self._spec.lane_rows, self._layout.partial_packets, WARP_THREADS, 4)
         return self._section(rank, sequence, self._layout.partials, shape, torch.int32)
 
     def _section(
@@ -228,30 +229,30 @@ def _bits(weights: Tensor) -> Tensor:
 
 
 def checked(content: Tensor, sequence: int) -> Tensor:
-    """Rows of `content [N, W]` int32 in words of an sequence: `[N, ceil(W / 3), 4]`."""
+    """Rows of `content [N, W]` int32 in checked words of `sequence`: `[N, ceil(W / 3), 4]`."""
     rows, width = content.shape
     words = F.pad(content, (0, -width % 3)).view(rows, -(-width // 3), 3)
     check = words[..., 0] ^ words[..., 1] ^ words[..., 2] ^ _word(sequence)
     return torch.cat((words, check[..., None]), dim=-1)
 
 
-def seals(words: Tensor) -> Tensor:
+def sequences(words: Tensor) -> Tensor:
     """The sequence numbers of checked words `[..., 4]`, as int32."""
     x, y, z, check = words.unbind(-1)
     return x ^ y ^ z ^ check
 
 
-def _tell(there: Tensor, at: Tensor, rows: Tensor, sequence: int) -> None:
-    """Stores `rows [n, bytes]` uint8 as packets into rows `at` of `there`, and then their tags."""
+def _store(there: Tensor, at: Tensor, rows: Tensor, sequence: int) -> None:
+    """Stores `rows [n, bytes]` uint8 as packets in rows `at` of `there`, then their sequence numbers."""
     there[at] = to_packets(rows)
     there[at, :, 7::8, 3] = _word(sequence)
 
 
 def _all_checked(words: Tensor, sequence: int) -> bool:
-    return bool((seals(words) == _word(sequence)).all())
+    return bool((sequences(words) == _word(sequence)).all())
 
 
-def _all_told(packets: Tensor, rows: Tensor, sequence: int) -> bool:
+def _all_arrived(packets: Tensor, rows: Tensor, sequence: int) -> bool:
     return bool((tags(packets)[rows] == _word(sequence)).all())
 
 

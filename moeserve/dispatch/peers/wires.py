@@ -15,7 +15,7 @@ from moeserve.quant.formats import STATIC, WIRES
 
 RECORDS = 0
 FUSED = {"fp8_group128": 1, "mxfp8": 2, "nvfp4_static": 3}
-"""Formats that common.cu encodes, by the number it knows them by; other rows arrive there as records."""
+"""Formats that records.cu encodes, by the number it knows them by; other rows arrive there as records."""
 
 SOURCES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 

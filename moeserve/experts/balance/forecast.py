@@ -38,6 +38,12 @@ class Setting:
         for name in ("ranks", "nodes", "rank_tokens", "samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
+        if self.ranks % self.nodes:
+            fit = ", ".join(str(nodes) for nodes in range(1, self.ranks + 1) if self.ranks % nodes == 0)
+            raise ValueError(
+                f"{self.ranks} ranks do not divide over {self.nodes} nodes, which hold as many ranks each; "
+                f"{self.ranks} ranks divide over {fit} nodes"
+            )
 
 
 @dataclass(frozen=True, eq=False)

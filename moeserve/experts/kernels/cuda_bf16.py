@@ -42,10 +42,10 @@ class CudaBf16Some(PanelKernel):
     """Two grouped GEMMs in tiles of at most 32 rows of a slot."""
 
     def _rows(self, slots: Mapping[str, Tensor], batch: ExpertBatch, tokens: Packed) -> Tensor:
-        from moeserve.experts.kernels.cuda.prefill_wide import Step, Weights
+        from moeserve.experts.kernels.cuda.prefill_wide import Weights, WidePrefillStep
 
         spec, x = self._spec, as_bf16(tokens)
-        step = Step(batch, x.shape[0], self._width())
+        step = WidePrefillStep(batch, x.shape[0], self._width())
         gate_up, down = (
             Weights(slots[f"{side}.codes"], slots.get(f"{side}_bias")) for side in ("gate_up", "down")
         )

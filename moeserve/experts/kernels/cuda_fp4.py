@@ -64,7 +64,7 @@ class CudaFp4Many(Fp4Kernel):
         spec, is_rounded = self._spec, self._spec.scheme == ROUNDED
         gate_up, down = (prefill_codes.weights_of(slots, side) for side in ("gate_up", "down"))
         plan = prefill_codes.plan_for("scaled" if is_rounded else "bf16", batch)
-        step = prefill_codes.Step(batch, tokens.shape[0], plan)
+        step = prefill_codes.CodesStep(batch, tokens.shape[0], plan)
         if not is_rounded:
             x = prefill_codes.Rows(_widened(tokens))
         elif tokens.format == FP8_GROUP:

@@ -41,10 +41,10 @@ class CudaFp8Many(PanelKernel):
     """Two grouped GEMMs in tiles of at most 128 rows of a slot."""
 
     def _rows(self, slots: Mapping[str, Tensor], batch: ExpertBatch, tokens: Packed) -> Tensor:
-        from moeserve.experts.kernels.cuda.prefill import Step, Weights
+        from moeserve.experts.kernels.cuda.prefill import PrefillStep, Weights
 
         spec = self._spec
-        step = Step(batch, tokens.shape[0])
+        step = PrefillStep(batch, tokens.shape[0])
         if tokens.format == FP8_GROUP:
             x = step.rows(*tokens.parts)
         else:

@@ -44,11 +44,11 @@ class CudaW4A8(HopperKernel):
         return Prepared(tensors | {name: bias for name, bias in biases.items() if bias is not None})
 
     def _rows(self, slots: Mapping[str, Tensor], batch: ExpertBatch, tokens: Packed) -> Tensor:
-        from moeserve.experts.kernels.cuda.prefill_codes import Step, plan_for, weights_of
+        from moeserve.experts.kernels.cuda.prefill_codes import CodesStep, plan_for, weights_of
 
         spec = self._spec
         span = spec.scheme.weights.parts[1].columns
-        step = Step(batch, tokens.shape[0], plan_for(f"fp8_{span}", batch))
+        step = CodesStep(batch, tokens.shape[0], plan_for(f"fp8_{span}", batch))
         x = step.rows(*tokens.parts) if tokens.format == FP8_GROUP else step.round(tokens.parts[0])
         inner = step.gate_up(x, weights_of(slots, "gate_up"), spec.shape.activation, spec.shape.inner)
         return step.down(inner, weights_of(slots, "down"), spec.shape.hidden, spec.out_dtype)

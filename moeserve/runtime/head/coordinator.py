@@ -152,12 +152,13 @@ class Coordinator:
             if refused:
                 self._fail(refused)
                 raise ValueError(refused)
+            if rank in self._seats:
+                if self._state not in ENDED:
+                    self._abort(f"rank {rank} connected again")
+                self._seats.pop(rank).stream.close()
             if self._state in ENDED:
                 seat.stream.send({"kind": "stop"})
                 raise ValueError(f"rank {rank} connected when the group had {self._state}")
-            if rank in self._seats:
-                self._abort(f"rank {rank} connected again")
-                self._seats.pop(rank).stream.close()
             self._seats[rank] = seat
             if missing := self._group.missing:
                 self._set_state(

@@ -1,4 +1,4 @@
-"""A step of some rows a slot on four-bit weights, in one launch of `decode_codes.cu`."""
+"""A step of some rows a slot on four-bit weights in one launch. Its text is in `text/decode_codes`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from math import inf
 import torch
 from torch import Tensor
 
-from moeserve.device.nvrtc import Argument, Function, Program, tensor_map
+from moeserve.device.arguments import Argument, Arguments
+from moeserve.device.nvrtc import Function, Program, tensor_map
+from moeserve.device.source import Part
 from moeserve.experts.batch import ExpertBatch, ExpertShape
 from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.kernels.cuda.prefill_codes import Weights
 from moeserve.experts.kernels.cuda.steps import (
     CLUSTER,
+    NUMBERS,
     OUTS,
     Block,
     defined,
@@ -24,10 +27,35 @@ from moeserve.experts.kernels.cuda.steps import (
     source,
 )
 
-SOURCES = ("codes.cu", "decode_codes.cu")
+PARTS = ("task", "work", "copies", "products", "sums", "step")
+
+ARGUMENTS = Arguments(
+    "DecodeArguments",
+    x="TensorMap",  # rows [R, H] bf16
+    inner="TensorMap",  # inner rows [R, I] bf16
+    gate_up="const u8*",  # [e, blocks of 64 rows, pieces of 256, CODE_BYTES]
+    gate_up_scales="const u8*",  # [e, blocks, pieces, SCALE_BYTES]
+    gate_up_scale="const float*",  # [e, n]
+    gate_up_bias="const float*?",  # [e, n]
+    down="const u8*",
+    down_scales="const u8*",
+    down_scale="const float*",
+    down_bias="const float*?",
+    counts="const int*",
+    offsets="const int*",
+    inner_rows="u16*",  # [R, I] bf16
+    out="void*",  # [R, H]
+    made="u32*",  # blocks that are through, then by slot its parts of inner rows; zero between launches
+    slots="int",
+    hidden="int",  # H
+    inner_size="int",  # I
+    **NUMBERS,
+)
+
+SOURCES: tuple[Part, ...] = ("codes.cu", ARGUMENTS, *(f"decode_codes/{part}.cu" for part in PARTS))
 
 MOST_SLOTS = 512
-"""Slots that the list in shared memory has room for."""
+"""The most slots that the list in shared memory has room for."""
 
 INNER_MULTIPLE = 64
 """What the inner size must be a multiple of: a block of 64 rows of weights is gate's or up's."""
@@ -38,14 +66,14 @@ ROWS = ((6.0, 16), (inf, 24))
 THREADS = 640
 DEPTH = 256
 WEIGHT_BYTES = 4 * (8192 + 1024)
-"""Of a stage: four blocks of 64 rows x 256 codes, and their scales."""
+"""Bytes of weights in a stage: four blocks of 64 rows x 256 codes, and their scales."""
 
 MOST_SHARED = 227 << 10
 
 
 @dataclass(frozen=True)
 class Form:
-    """One compiled form of `decode_codes.cu`."""
+    """One compiled form of the kernel."""
 
     rows: int  # of a slot that one pass over its weights serves: 8, 16, 24 or 32
     bias: bool = False
@@ -64,17 +92,17 @@ class Form:
 
     @property
     def stages(self) -> int:
-        """As many as there is room for, up to five: more of them bring nothing."""
+        """How many stages there is room for, up to five: more bring nothing."""
         return min(5, (MOST_SHARED - self._fixed) // self._stage)
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory."""
+        """How many bytes of shared memory a block needs."""
         return self._fixed + self.stages * self._stage
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What `decode_codes.cu` is told."""
+        """The compiler's options for this form."""
         flags = {"ROWS": self.rows, "STAGES": self.stages, "BIAS": self.bias, "LIMITED": self.limited}
         return defined(flags | {"OUT": OUTS[self.out]})
 
@@ -94,23 +122,37 @@ def step(form: Form, x: Tensor, batch: ExpertBatch, sides: Sequence[Weights], sh
     rows, device = x.shape[0], x.device
     inner = torch.empty((rows, shape.inner), dtype=torch.bfloat16, device=device)
     out = torch.empty((rows, shape.hidden), dtype=form.out, device=device)
-    arguments: list[Argument] = [tensor_map(x, (8, 64)), tensor_map(inner, (8, 64))]
-    for side in sides:
-        assert side.scale is not None
-        arguments += [side.codes, side.scale]
-    for side in sides:
-        arguments += [side.row_scale, side.row_scale if side.bias is None else side.bias]
-    arguments += [batch.counts, batch.offsets, inner, out, _made(device)]
-    arguments += [batch.slots, shape.hidden, shape.inner, *numbers(shape.activation)]
+    gate_up, down = sides
+    given: dict[str, Argument] = {
+        "x": tensor_map(x, (8, 64)),
+        "inner": tensor_map(inner, (8, 64)),
+        "gate_up": gate_up.codes,
+        "gate_up_scales": gate_up.scale,
+        "gate_up_scale": gate_up.row_scale,
+        "gate_up_bias": gate_up.bias,
+        "down": down.codes,
+        "down_scales": down.scale,
+        "down_scale": down.row_scale,
+        "down_bias": down.bias,
+        "counts": batch.counts,
+        "offsets": batch.offsets,
+        "inner_rows": inner,
+        "out": out,
+        "made": _made(device),
+        "slots": batch.slots,
+        "hidden": shape.hidden,
+        "inner_size": shape.inner,
+        **numbers(shape.activation),
+    }
     function = _function(form)
     blocks = CLUSTER * resident_clusters(function, Block(THREADS, form.shared))
-    function.launch(blocks, THREADS, arguments, shared=form.shared, cluster=CLUSTER, cooperative=True)
+    function.launch(blocks, THREADS, given, shared=form.shared, cluster=CLUSTER, cooperative=True)
     return out
 
 
 @cache
 def _function(form: Form) -> Function:
-    return Program(source(*SOURCES), form.options).function("decode_codes")
+    return Program(source(*SOURCES), form.options).function("decode_codes", ARGUMENTS)
 
 
 @cache

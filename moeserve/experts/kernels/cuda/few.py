@@ -1,4 +1,4 @@
-"""A step of few rows a slot in one launch of `few.cu`: gate and up, the activation, down."""
+"""A step of few rows a slot in one launch: gate and up, the activation, down. Its text is in `text/few`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,62 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moeserve.device.nvrtc import Argument, Function, Program, TensorMap, tensor_map
+from moeserve.device.arguments import Argument, Arguments, TensorMap
+from moeserve.device.nvrtc import Function, Program, tensor_map
+from moeserve.device.source import Part
 from moeserve.experts.batch import ExpertBatch, ExpertShape
 from moeserve.experts.kernels.cuda.panels import map_by_eights, map_of
-from moeserve.experts.kernels.cuda.steps import OUTS, defined, numbers, source
+from moeserve.experts.kernels.cuda.steps import NUMBERS, OUTS, defined, numbers, source
 from moeserve.experts.kernels.tiles import FewTile
 
-SOURCES = ("codes.cu", "few.cu")
+PARTS = ("task", "work", "stream", "rows", "products", "sums", "step")
+
+ROWS_FIELDS = {
+    "x": "TensorMap",  # rows: bf16, or E4M3 codes
+    "inner": "TensorMap",  # inner rows: bf16, or E4M3 codes
+}
+SIDES_FIELDS = {
+    "gate_up_scale": "const float*?",  # four-bit: one a row, [e, n]; FP8: [e, n / 128, k / 128]
+    "gate_up_bias": "const float*?",  # [e, n]
+    "down_scale": "const float*?",
+    "down_bias": "const float*?",
+    "x_scale": "const void*?",  # FP8: float32 [R, H / 128], or bf16 rows [R, H] if these are rounded here
+    "counts": "const int*",
+    "offsets": "const int*",
+    "inner_rows": "void*",  # bf16 [R, I]; FP8: float32, or E4M3 codes and then their scales [R, I / 128]
+    "out": "void*",  # [R, H]
+    "turns": "u64*",  # of blocks, never reset
+    "rows": "int",  # R
+    "slots": "int",
+    "hidden": "int",  # H
+    "inner_size": "int",  # I
+    **NUMBERS,
+}
+
+CODES = Arguments(
+    "FewArguments",
+    **ROWS_FIELDS,
+    gate_up="TensorMap",  # as down, in rows of 2048 bytes
+    gate_up_scales="TensorMap",  # as down_scales, in rows of 512 bytes
+    down="const u8*",  # [e, blocks of 64 rows, pieces of 256, 8192]
+    down_scales="const u8*",  # [e, blocks, pieces, 1024]
+    **SIDES_FIELDS,
+)
+"""What the kernel of four-bit weights takes."""
+
+PANELS = Arguments("FewArguments", **ROWS_FIELDS, gate_up="TensorMap", down="TensorMap", **SIDES_FIELDS)
+"""What the kernels of FP8 and bf16 weights take: panels, of gate and up by eights."""
+
+ARGUMENTS = {"fp4": CODES, "fp8": PANELS, "bf16": PANELS}
+
+
+def sources(kind: str) -> tuple[Part, ...]:
+    """The parts of the text for weights of `kind`."""
+    return ("codes.cu", ARGUMENTS[kind], *(f"few/{part}.cu" for part in PARTS))
+
 
 MOST_SLOTS = 512
-"""Slots that the list in shared memory has room for."""
+"""The most slots that the list in shared memory has room for."""
 
 INNER_MULTIPLE = 32
 """What the inner size must be a multiple of: half a block of 64 rows of weights."""
@@ -33,12 +79,12 @@ HELPER_WARPS = 4
 """Warps beside those that multiply."""
 
 ROW_BYTES = {"fp4": 512, "fp8": 128, "bf16": 128}
-"""Of a row in a piece."""
+"""Bytes of a row in a piece."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """One compiled form of `few.cu`."""
+    """One compiled form of the kernel."""
 
     kind: str
     tile: FewTile
@@ -49,7 +95,7 @@ class Form:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory."""
+        """How many bytes of shared memory a block needs."""
         tile, rows = self.tile, self.tile.rows
         rings = tile.workers * tile.stages
         scales = 4 * tile.pieces * rows + 8 * rings if self.kind == "fp8" else 0
@@ -76,31 +122,49 @@ def step(
     between = torch.float32 if form.kind == "fp8" else torch.bfloat16
     inner = torch.empty((rows, shape.inner), dtype=between, device=device)
     out = torch.empty((rows, shape.hidden), dtype=form.out, device=device)
-    arguments: list[Argument] = [
-        tensor_map(_plain(codes), (8, 128 // codes.itemsize)),
-        tensor_map(inner.view(torch.uint8).view(-1, shape.inner), (8, 128))
+    gate_up, down = sides
+    given: dict[str, Argument] = {
+        "x": tensor_map(_plain(codes), (8, 128 // codes.itemsize)),
+        "inner": tensor_map(inner.view(torch.uint8).view(-1, shape.inner), (8, 128))
         if form.kind == "fp8"
         else tensor_map(inner, (8, 64)),
-    ]
-    gate_up, down = sides
-    if gate_up.scale_words is not None and down.scale_words is not None:
-        arguments += [_halves(gate_up.codes, 4), _halves(gate_up.scale_words, 2)]
-        arguments += [down.codes, down.scale_words]
-    else:
-        arguments += [map_by_eights(gate_up.codes, 4), map_of(down.codes)]
-    for side in sides:
-        some = inner if side.scale is None else side.scale
-        arguments += [some, some if side.bias is None else side.bias]
-    arguments += [codes if scale is None else scale, batch.counts, batch.offsets, inner, out, _turns(device)]
-    arguments += [rows, batch.slots, shape.hidden, shape.inner, *numbers(shape.activation)]
+        "gate_up_scale": gate_up.scale,
+        "gate_up_bias": gate_up.bias,
+        "down_scale": down.scale,
+        "down_bias": down.bias,
+        "x_scale": codes if form.rounds else scale,
+        "counts": batch.counts,
+        "offsets": batch.offsets,
+        "inner_rows": inner,
+        "out": out,
+        "turns": _turns(device),
+        "rows": rows,
+        "slots": batch.slots,
+        "hidden": shape.hidden,
+        "inner_size": shape.inner,
+        **numbers(shape.activation),
+        **_weights(gate_up, down),
+    }
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     threads = form.tile.workers * 128 + HELPER_WARPS * 32
-    _function(form).launch(processors, threads, arguments, shared=form.shared, cooperative=True)
+    _function(form).launch(processors, threads, given, shared=form.shared, cooperative=True)
     return out
 
 
+def _weights(gate_up: Weights, down: Weights) -> dict[str, Argument]:
+    """The arguments that hold the codes of both sides."""
+    if gate_up.scale_words is None or down.scale_words is None:
+        return {"gate_up": map_by_eights(gate_up.codes, 4), "down": map_of(down.codes)}
+    return {
+        "gate_up": _halves(gate_up.codes, 4),
+        "gate_up_scales": _halves(gate_up.scale_words, 2),
+        "down": down.codes,
+        "down_scales": down.scale_words,
+    }
+
+
 def _plain(codes: Tensor) -> Tensor:
-    """Codes of a byte as bytes."""
+    """`codes` as bytes, where a code has one byte."""
     return codes.view(torch.uint8) if codes.itemsize == 1 else codes
 
 
@@ -114,7 +178,7 @@ def _halves(packed: Tensor, parts: int) -> TensorMap:
 
 
 def options(form: Form) -> tuple[str, ...]:
-    """What `few.cu` is told of a form."""
+    """The compiler's options for `form`."""
     flags = {
         "KIND": KINDS[form.kind],
         "ROWS": form.tile.rows,
@@ -131,7 +195,7 @@ def options(form: Form) -> tuple[str, ...]:
 
 @cache
 def _function(form: Form) -> Function:
-    return Program(source(*SOURCES), options(form)).function("few")
+    return Program(source(*sources(form.kind)), options(form)).function("few", ARGUMENTS[form.kind])
 
 
 @cache

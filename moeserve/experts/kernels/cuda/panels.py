@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeserve.device.nvrtc import LaunchError, TensorMap, tensor_map
+from moeserve.device.arguments import TensorMap
+from moeserve.device.nvrtc import LaunchError, mapped, tensor_map
 from moeserve.quant.layouts.panels import BYTES, ROWS
 
 EIGHT = 8
@@ -44,4 +45,4 @@ def map_by_eights(packed: Tensor, slabs: int) -> TensorMap:
     )
     if status != driver.CUresult.CUDA_SUCCESS:
         raise LaunchError(f"no tensor map of panels {list(packed.shape)} by eights: {status.name}")
-    return TensorMap(made, packed)
+    return mapped(made, packed)

@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from moeserve.device.nvrtc import Argument, Function, Program, tensor_map
+from moeserve.device.arguments import Argument, Arguments
+from moeserve.device.nvrtc import Function, Program, tensor_map
 from moeserve.experts.activation import Activation
 from moeserve.experts.kernels.cuda.panels import map_of
-from moeserve.experts.kernels.cuda.steps import NO_NUMBERS, OUTS, Block, Form, Groups, numbers, source
+from moeserve.experts.kernels.cuda.steps import (
+    NO_NUMBERS,
+    NUMBERS,
+    OUTS,
+    Block,
+    Form,
+    Groups,
+    numbers,
+    source,
+)
+
+ARGUMENTS = Arguments(
+    "PrefillArguments",
+    x="TensorMap",  # E4M3 codes of rows
+    w="TensorMap",  # panels of E4M3 codes
+    x_scale="const float*",  # [groups, K / 128, 128], by row of a group
+    w_scale="const float*",  # [e, rows / 128, K / 128]
+    bias="const float*?",  # [e, rows]
+    out="void*",
+    out_scale="float*",  # as x_scale, of the next GEMM
+    tiles="int*",  # as `rows.cu` lists them
+    n="int",  # columns of the output
+    k_blocks="int",  # blocks of 128 of K
+    **NUMBERS,
+)
+
+SOURCES = (ARGUMENTS, "prefill.cu")
 
 UNIT, DEPTH = 64, 128
 
@@ -42,7 +70,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Step(Groups):
+class PrefillStep(Groups):
     """A batch cut into groups of at most 128 rows of one slot; nothing is read on the host."""
 
     @property
@@ -69,27 +97,25 @@ class Step(Groups):
         self._run(form, (x, weights), Rows(out, x.scale), NO_NUMBERS)
         return out
 
-    def _run(
-        self, form: Form, given: tuple[Rows, Weights], out: Rows, numbers: tuple[float, float, float]
-    ) -> None:
+    def _run(self, form: Form, given: tuple[Rows, Weights], out: Rows, numbers: Mapping[str, float]) -> None:
         x, weights = given
         n = out.codes.shape[1]
-        arguments: tuple[Argument, ...] = (
-            tensor_map(x.codes.view(torch.uint8), (UNIT, DEPTH)),
-            x.scale,
-            map_of(weights.codes),
-            weights.scale,
-            weights.scale if weights.bias is None else weights.bias,
-            out.codes,
-            out.scale,
-            self.tiles,
-            n,
-            -(-x.codes.shape[1] // DEPTH),
-            *numbers,
-        )
+        arguments: dict[str, Argument] = {
+            "x": tensor_map(x.codes.view(torch.uint8), (UNIT, DEPTH)),
+            "w": map_of(weights.codes),
+            "x_scale": x.scale,
+            "w_scale": weights.scale,
+            "bias": weights.bias,
+            "out": out.codes,
+            "out_scale": out.scale,
+            "tiles": self.tiles,
+            "n": n,
+            "k_blocks": -(-x.codes.shape[1] // DEPTH),
+            **numbers,
+        }
         self.launch(_function(form), BLOCK, arguments, form.tiles_across(n, BLOCK_WEIGHTS))
 
 
 @cache
 def _function(form: Form) -> Function:
-    return Program(source("prefill.cu"), form.options).function("prefill")
+    return Program(source(*SOURCES), form.options).function("prefill", ARGUMENTS)

@@ -1,4 +1,4 @@
-"""A step of many rows on four-bit weights on Hopper, launched: the two GEMMs of `prefill_codes.cu`."""
+"""A step of many rows on four-bit weights on Hopper, launched: the two GEMMs of `text/prefill_codes`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,40 @@ from math import inf
 import torch
 from torch import Tensor
 
-from moeserve.device.nvrtc import Argument, Function, Program, tensor_map
+from moeserve.device.arguments import Argument, Arguments
+from moeserve.device.nvrtc import Function, Program, tensor_map
+from moeserve.device.source import Part
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch
 from moeserve.experts.kernels.cuda import rounded, steps
-from moeserve.experts.kernels.cuda.steps import NO_NUMBERS, OUTS, Block, Groups, defined, numbers
+from moeserve.experts.kernels.cuda.steps import (
+    NO_NUMBERS,
+    NUMBERS,
+    OUTS,
+    Block,
+    Groups,
+    defined,
+    numbers,
+)
+
+PARTS = ("task", "copies", "operands", "sums", "outputs", "gemm")
+ARGUMENTS = Arguments(
+    "CodesArguments",
+    x="TensorMap",  # rows, in bf16 or E4M3
+    x_scale="const float*?",  # SCALED: [groups, K / 128, MOST], by row of a group
+    codes="const u8*",  # EIGHT: [e, rows / 64, K / 128, BLOCK_BYTES], scales after the codes
+    scales="const u8*?",  # else [e, rows / 64, K / 256, 2 SCALE_BYTES], and codes likewise
+    row_scale="const float*",  # [e, rows]
+    bias="const float*?",  # [e, rows]
+    out="void*",
+    out_scale="float*?",  # ROUNDED: as x_scale, of the next GEMM
+    tiles="const int*",  # as `rows.cu` lists them
+    n="int",  # columns of the output
+    k_blocks="int",  # blocks of 128 of K
+    **NUMBERS,
+)
+
+SOURCES: tuple[Part, ...] = (ARGUMENTS, *(f"prefill_codes/{part}.cu" for part in PARTS))
 
 DEPTH = 128
 BOX = 64
@@ -24,8 +53,8 @@ THREADS = 384
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Sizes that `prefill_codes.cu` is compiled with."""
+class CodesPlan:
+    """The sizes that the GEMMs are compiled with."""
 
     eight: bool
     """Whether products are of E4M3, and not of bf16."""
@@ -40,7 +69,7 @@ class Plan:
 
     @property
     def codes(self) -> torch.dtype:
-        """What rows are multiplied as."""
+        """The dtype in which rows are multiplied."""
         return torch.float8_e4m3fn if self.eight else torch.bfloat16
 
     @property
@@ -50,7 +79,7 @@ class Plan:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a block."""
+        """How many bytes of shared memory a block needs."""
         x = -(-self.most // BOX) * BOX * 128 + 4 * self.most * self.scaled
         w = 2 * 2 * (64 * DEPTH // 2 + 64 * DEPTH // self.span)
         peaks = (3 * 4 * self.most + 8) * self.scaled
@@ -60,15 +89,15 @@ class Plan:
 PLANS = {
     **{
         kind: (
-            (64.0, Plan(eight=False, scaled=scaled, span=16, most=64, x_stages=12, w_stages=5)),
-            (inf, Plan(eight=False, scaled=scaled, span=16, most=256, x_stages=5, w_stages=2)),
+            (64.0, CodesPlan(eight=False, scaled=scaled, span=16, most=64, x_stages=12, w_stages=5)),
+            (inf, CodesPlan(eight=False, scaled=scaled, span=16, most=256, x_stages=5, w_stages=2)),
         )
         for kind, scaled in (("bf16", False), ("scaled", True))
     },
     **{
         f"fp8_{span}": (
-            (64.0, Plan(eight=True, scaled=True, span=span, most=64, x_stages=10, w_stages=6)),
-            (inf, Plan(eight=True, scaled=True, span=span, most=192, x_stages=6, w_stages=2)),
+            (64.0, CodesPlan(eight=True, scaled=True, span=span, most=64, x_stages=10, w_stages=6)),
+            (inf, CodesPlan(eight=True, scaled=True, span=span, most=192, x_stages=6, w_stages=2)),
         )
         for span in (16, 32)
     },
@@ -79,7 +108,7 @@ Rows of `scaled` and of `fp8_<span>` are E4M3 codes with scales, multiplied as b
 """
 
 
-def plan_for(kind: str, batch: ExpertBatch) -> Plan:
+def plan_for(kind: str, batch: ExpertBatch) -> CodesPlan:
     """The plan of `PLANS[kind]` that suits the batch; every one computes any number of rows."""
     return next(plan for most, plan in PLANS[kind] if batch.rows_a_slot <= most)
 
@@ -115,13 +144,13 @@ def weights_of(slot: Mapping[str, Tensor], side: str) -> Weights:
 
 @dataclass(frozen=True)
 class Form(steps.Form):
-    """One compiled form of `prefill_codes.cu`."""
+    """One compiled form of the GEMM."""
 
-    plan: Plan = field(kw_only=True)
+    plan: CodesPlan = field(kw_only=True)
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What the compiler is told of it."""
+        """The compiler's options for this form."""
         plan = self.plan
         kind = {"EIGHT": plan.eight, "SCALED": plan.scaled}
         sizes = {"SPAN": plan.span, "MOST": plan.most, "GRAIN": plan.grain, "BOX": BOX}
@@ -130,10 +159,10 @@ class Form(steps.Form):
 
 
 @dataclass(frozen=True)
-class Step(Groups):
+class CodesStep(Groups):
     """A batch cut into groups of at most `plan.most` rows of one slot; nothing is read on the host."""
 
-    plan: Plan
+    plan: CodesPlan
 
     @property
     def cut(self) -> tuple[int, int]:
@@ -151,8 +180,16 @@ class Step(Groups):
         grouped = self.scale_storage(blocks)
         codes = torch.empty(x.shape, dtype=self.plan.codes, device=x.device)
         grid = (self.limit, -(-blocks // 2), 1)
-        function = rounded.function("round_groups", self.plan.most, wide=not self.plan.eight)
-        function.launch(grid, rounded.THREADS, (x, codes, grouped, self.tiles, width, blocks))
+        function = rounded.function("round_groups", rounded.ROUND, self.plan.most, wide=not self.plan.eight)
+        given: dict[str, Argument] = {
+            "x": x,
+            "codes": codes,
+            "scale": grouped,
+            "tiles": self.tiles,
+            "width": width,
+            "blocks": blocks,
+        }
+        function.launch(grid, rounded.THREADS, given)
         return Rows(codes, grouped)
 
     def gate_up(self, x: Rows, weights: Weights, activation: Activation, inner: int) -> Rows:
@@ -172,37 +209,34 @@ class Step(Groups):
         self._run(form, (x, weights), Rows(out), NO_NUMBERS)
         return out
 
-    def _run(
-        self, form: Form, given: tuple[Rows, Weights], out: Rows, numbers: tuple[float, float, float]
-    ) -> None:
+    def _run(self, form: Form, given: tuple[Rows, Weights], out: Rows, numbers: Mapping[str, float]) -> None:
         (x, weights), plan, n = given, self.plan, out.values.shape[1]
         values = x.values.view(torch.uint8) if plan.eight else x.values
-        absent = self.tiles  # an address that is not read
-        arguments: tuple[Argument, ...] = (
-            tensor_map(values, (BOX, 128 // values.itemsize)),
-            absent if x.scale is None else x.scale,
-            weights.codes,
-            absent if weights.scale is None else weights.scale,
-            weights.row_scale,
-            absent if weights.bias is None else weights.bias,
-            out.values,
-            absent if out.scale is None else out.scale,
-            self.tiles,
-            n,
-            -(-values.shape[1] // DEPTH),
-            *numbers,
-        )
+        arguments: dict[str, Argument] = {
+            "x": tensor_map(values, (BOX, 128 // values.itemsize)),
+            "x_scale": x.scale,
+            "codes": weights.codes,
+            "scales": weights.scale,
+            "row_scale": weights.row_scale,
+            "bias": weights.bias,
+            "out": out.values,
+            "out_scale": out.scale,
+            "tiles": self.tiles,
+            "n": n,
+            "k_blocks": -(-values.shape[1] // DEPTH),
+            **numbers,
+        }
         block = Block(THREADS, plan.shared)
         self.launch(_function(form), block, arguments, form.tiles_across(n))
 
 
-def source(plan: Plan) -> str:
-    """The text of `prefill_codes.cu` with what it needs before it."""
+def source(plan: CodesPlan) -> str:
+    """The GEMM's text, behind the products that `plan` needs."""
     products = "".join(product(plan, n) for n in range(plan.grain, plan.most + 1, plan.grain))
-    return steps.source("prefill_codes.cu", before="template <int N>\nstruct Product;\n" + products)
+    return steps.source(*SOURCES, before="template <int N>\nstruct Product;\n" + products)
 
 
-def product(plan: Plan, n: int) -> str:
+def product(plan: CodesPlan, n: int) -> str:
     """`Product<n>::add(d, a, b, more)`: d [64 x n] (+)= a b^T, a of 64 rows from registers, b of n rows."""
     sums = n // 2
     shape, ends = ("k32.f32.e4m3.e4m3", "1, 1") if plan.eight else ("k16.f32.bf16.bf16", "1, 1, 0")
@@ -226,4 +260,4 @@ struct Product<{n}> {{
 
 @cache
 def _function(form: Form) -> Function:
-    return Program(source(form.plan), form.options).function("prefill_codes")
+    return Program(source(form.plan), form.options).function("prefill_codes", ARGUMENTS)

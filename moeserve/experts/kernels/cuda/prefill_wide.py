@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -9,11 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moeserve.device.nvrtc import Argument, Function, Program, tensor_map
+from moeserve.device.arguments import Argument, Arguments
+from moeserve.device.nvrtc import Function, Program, tensor_map
 from moeserve.experts.activation import Activation
 from moeserve.experts.kernels.cuda.panels import map_by_eights, map_of
 from moeserve.experts.kernels.cuda.steps import (
     NO_NUMBERS,
+    NUMBERS,
     OUTS,
     Block,
     Form,
@@ -22,6 +25,20 @@ from moeserve.experts.kernels.cuda.steps import (
     numbers,
     source,
 )
+
+ARGUMENTS = Arguments(
+    "WidePrefillArguments",
+    x="TensorMap",  # bf16 rows
+    w="TensorMap",  # panels of bf16
+    bias="const float*?",  # [e, rows]
+    out="void*",
+    tiles="int*",  # as `rows.cu` lists them
+    n="int",  # columns of the output
+    k_blocks="int",  # blocks of 64 of K
+    **NUMBERS,
+)
+
+SOURCES = (ARGUMENTS, "prefill_wide.cu")
 
 UNIT, DEPTH = 16, 64
 """Rows by which a group is wider or narrower, columns of a step of K."""
@@ -49,7 +66,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Step(Groups):
+class WidePrefillStep(Groups):
     """A batch cut into groups of at most `width.rows` rows of one slot; nothing is read on the host."""
 
     width: Width = WIDE
@@ -74,24 +91,24 @@ class Step(Groups):
         return out
 
     def _run(
-        self, form: Form, given: tuple[Tensor, Weights], out: Tensor, numbers: tuple[float, float, float]
+        self, form: Form, given: tuple[Tensor, Weights], out: Tensor, numbers: Mapping[str, float]
     ) -> None:
         x, weights = given
         n, values, width = out.shape[1], weights.values, self.width
-        arguments: tuple[Argument, ...] = (
-            tensor_map(x, (width.box, DEPTH)),
-            map_by_eights(values, 8) if form.fused else map_of(values),
-            self.tiles if weights.bias is None else weights.bias,  # one that is not there is not read
-            out,
-            self.tiles,
-            n,
-            -(-x.shape[1] // DEPTH),
-            *numbers,
-        )
+        arguments: dict[str, Argument] = {
+            "x": tensor_map(x, (width.box, DEPTH)),
+            "w": map_by_eights(values, 8) if form.fused else map_of(values),
+            "bias": weights.bias,
+            "out": out,
+            "tiles": self.tiles,
+            "n": n,
+            "k_blocks": -(-x.shape[1] // DEPTH),
+            **numbers,
+        }
         self.launch(_function(form, width.rows), width.block, arguments, form.tiles_across(n))
 
 
 @cache
 def _function(form: Form, rows: int) -> Function:
     options = (*form.options, *defined({"MOST_ROWS": rows}))
-    return Program(source("prefill_wide.cu"), options).function("prefill_wide")
+    return Program(source(*SOURCES), options).function("prefill_wide", ARGUMENTS)

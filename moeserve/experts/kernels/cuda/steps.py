@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moeserve.device.nvrtc import Argument, Function, LaunchError, Program
+from moeserve.device.arguments import Argument, Arguments
+from moeserve.device.nvrtc import Function, LaunchError, Program
+from moeserve.device.source import Part
+from moeserve.device.source import source as _text
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch
 
@@ -26,6 +28,23 @@ CLUSTER = 2
 
 ROWS_THREADS = 512
 
+SHARED = ("hopper.cu", "epilogue.cu")
+"""Texts that stand before those of every kernel."""
+
+LIST = Arguments("ListArguments", counts="const int*", offsets="const int*", tiles="int*", slots="int")
+
+SCALES = Arguments(
+    "ScaleArguments",
+    scale="const float*",  # of row r and block k of 128 columns at r * row_step + k * block_step
+    grouped="float*",  # [groups, blocks, most rows of a group]
+    tiles="const int*",  # as `list_groups` writes it
+    blocks="int",
+    row_step="int",
+    block_step="int",
+)
+
+ROWS_SOURCES = (LIST, SCALES, "rows.cu")
+
 
 @dataclass(frozen=True)
 class Form:
@@ -37,12 +56,12 @@ class Form:
     out: int = 0
 
     def tiles_across(self, columns: int, weights: int = 128) -> int:
-        """Tiles of a cluster that so many columns of the output make; a block has `weights` rows of these."""
+        """How many tiles of a cluster `columns` of the output make; a block has `weights` rows of weights."""
         return -(-columns // (CLUSTER * (weights // 2 if self.fused else weights)))
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What the compiler is told of it."""
+        """The compiler's options for this form."""
         flags = {"CLUSTER": CLUSTER, "FUSED": self.fused, "BIAS": self.bias, "LIMITED": self.limited}
         return defined(flags | {"OUT": self.out})
 
@@ -61,15 +80,21 @@ class Groups(ABC):
 
     @property
     def limit(self) -> int:
-        """Most groups there can be."""
+        """The most groups that there can be."""
         return min(self.batch.slots, self.capacity) + self.capacity // self.cut[1]
 
     @cached_property
     def tiles(self) -> Tensor:
-        """The list of groups, `[4 + 4 limit]` int32, as `prefill_rows.cu` writes it."""
+        """The list of groups, `[4 + 4 limit]` int32, as `rows.cu` writes it."""
         tiles = torch.empty(4 + 4 * self.limit, dtype=torch.int32, device=self.batch.counts.device)
-        given = (self.batch.counts, self.batch.offsets, self.batch.slots, tiles)
-        _rows_function("list_groups", self.cut).launch(1, ROWS_THREADS, given, overlapped=True)
+        batch = self.batch
+        given: dict[str, Argument] = {
+            "counts": batch.counts,
+            "offsets": batch.offsets,
+            "tiles": tiles,
+            "slots": batch.slots,
+        }
+        _rows_function("list_groups", LIST, self.cut).launch(1, ROWS_THREADS, given, overlapped=True)
         return tiles
 
     def scale_storage(self, blocks: int) -> Tensor:
@@ -81,12 +106,20 @@ class Groups(ABC):
         """Scales `[R, K / 128]` of any strides by row of a group, as the GEMMs read them."""
         blocks = scale.shape[1]
         grouped = self.scale_storage(blocks)
-        given: list[Argument] = [scale, grouped, self.tiles, blocks, *scale.stride()]
-        function = _rows_function("group_scales", self.cut)
+        row_step, block_step = scale.stride()
+        given: dict[str, Argument] = {
+            "scale": scale,
+            "grouped": grouped,
+            "tiles": self.tiles,
+            "blocks": blocks,
+            "row_step": row_step,
+            "block_step": block_step,
+        }
+        function = _rows_function("group_scales", SCALES, self.cut)
         function.launch(self.limit, ROWS_THREADS, given, overlapped=True)
         return grouped
 
-    def launch(self, function: Function, block: Block, given: Sequence[Argument], across: int) -> None:
+    def launch(self, function: Function, block: Block, given: Mapping[str, Argument], across: int) -> None:
         """Runs a GEMM of `across` tiles a group, on clusters that are all resident."""
         clusters = min(resident_clusters(function, block), self.limit * across)
         function.launch(
@@ -100,32 +133,38 @@ class Groups(ABC):
 
 
 class Block(NamedTuple):
-    """What a block of a launch takes of its multiprocessor."""
+    """What a block of a launch needs of its multiprocessor."""
 
     threads: int
     shared_bytes: int
-    waits: bool = False  # by itself for the launches before it
+    waits: bool = False  # whether it waits by itself for the launches before it
 
 
-def numbers(activation: Activation) -> tuple[float, float, float]:
-    """Limit, alpha and beta of the fused form."""
+NUMBERS = {"limit": "float", "alpha": "float", "beta": "float"}
+"""The arguments of a kernel that say how the activation is computed."""
+
+
+def numbers(activation: Activation) -> dict[str, float]:
+    """The values of `NUMBERS` for the fused form of `activation`."""
     limit, alpha, beta = activation.limit, activation.alpha, activation.beta
-    return float(limit or 0.0), 1.0 if alpha is None else float(alpha), float(beta or 0.0)
+    return {
+        "limit": float(limit or 0.0),
+        "alpha": 1.0 if alpha is None else float(alpha),
+        "beta": float(beta or 0.0),
+    }
 
 
-NO_NUMBERS = (0.0, 0.0, 0.0)
+NO_NUMBERS = dict.fromkeys(NUMBERS, 0.0)
 """Where no activation is fused."""
 
 
-def source(*names: str, before: str = "") -> str:
-    """The texts of `names` beside this file, behind what all share and what else comes `before` them."""
-    folder = files(__package__)
-    shared = [(folder / name).read_text() for name in ("hopper.cu", "epilogue.cu")]
-    return "".join((*shared, before, *((folder / name).read_text() for name in names)))
+def source(*parts: Part, before: str = "") -> str:
+    """The texts and structs `parts` as one, behind what all kernels share and the text `before`."""
+    return "\n".join((_text(__package__, *SHARED), before, _text(__package__, *parts)))
 
 
 def defined(flags: Mapping[str, int]) -> tuple[str, ...]:
-    """Compiler options that define `flags`."""
+    """The compiler's options that define `flags`."""
     return tuple(f"-D{name}={int(value)}" for name, value in flags.items())
 
 
@@ -153,6 +192,7 @@ def resident_clusters(function: Function, block: Block) -> int:
 
 
 @cache
-def _rows_function(name: str, cut: tuple[int, int]) -> Function:
+def _rows_function(name: str, arguments: Arguments, cut: tuple[int, int]) -> Function:
     unit, most = cut
-    return Program(source("prefill_rows.cu"), defined({"UNIT": unit, "UNITS": most // unit})).function(name)
+    program = Program(source(*ROWS_SOURCES), defined({"UNIT": unit, "UNITS": most // unit}))
+    return program.function(name, arguments)

@@ -1,0 +1,1 @@
+"""What several subcommands read from a command line: the configuration, and a service's address."""

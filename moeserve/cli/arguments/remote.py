@@ -1,0 +1,62 @@
+"""What the subcommands that ask a running service share: its address, the timeout, JSON and tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from moeserve.proto.client import MoeClient
+
+Message = Any  # a generated protobuf message
+
+
+def add_address(parser: argparse.ArgumentParser, *, timeout: float) -> None:
+    """Adds the address of the front door, --timeout (`timeout` seconds by default) and --json."""
+    parser.add_argument(
+        "address", type=address, metavar="HOST:PORT", help="address of the service's front door"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=timeout,
+        metavar="SECONDS",
+        help=f"longest wait for an answer; {timeout:g} by default",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def client_of(args: argparse.Namespace, **options: Any) -> MoeClient:
+    """Makes a client of the service. Raises ValueError for a timeout that is not positive."""
+    return MoeClient(args.address, timeout=args.timeout, **options)
+
+
+def address(text: str) -> str:
+    """Returns the text if it is `host:port`. Raises ArgumentTypeError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} must be HOST:PORT, such as 127.0.0.1:50051")
+    return text
+
+
+def as_json(message: Message) -> str:
+    """Formats a message as JSON, with every field."""
+    from google.protobuf.json_format import MessageToDict
+
+    fields = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return json.dumps(fields, indent=2)
+
+
+def table(rows: Sequence[Sequence[object]]) -> str:
+    """Formats rows as columns of text; numbers are aligned to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    right = [all(not isinstance(row[at], str) for row in rows[1:]) for at in range(len(widths))]
+    lines = (
+        "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
+        for row in cells
+    )
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,123 @@
+"""A plan as text and as JSON: one section for layers that share it, and what `model.load_as` costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from moeserve.checkpoints.requantization import Loss, Requantization
+from moeserve.cli.shown.units import human
+from moeserve.device.machine import Machine
+from moeserve.dispatch.costs.costs import Costs, table
+from moeserve.runtime.config import BalanceConfig
+from moeserve.runtime.doors.request import runs
+from moeserve.runtime.planning.memory import planned_bytes
+from moeserve.runtime.planning.plan import Plan
+from moeserve.runtime.served import Served
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What `moeserve plan` found, for all layers that are served."""
+
+    served: Served
+    machine: Machine
+    plans: dict[int, Plan]
+    load_as: str = ""
+    changed: Requantization | None = None  # where there is a `load_as`
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+
+    def by_costs(self, costs_of: Callable[[Plan], Costs | None]) -> Planned:
+        """With every plan by its costs, where it has some."""
+        made: dict[int, Plan] = {}
+        for plan in self.plans.values():
+            costs = costs_of(plan)
+            made.setdefault(id(plan), plan if costs is None else plan.by_cost(costs))
+        return replace(self, plans={layer: made[id(plan)] for layer, plan in self.plans.items()})
+
+    def text(self) -> str:
+        """Sections, an empty line between."""
+        mesh, machine = self.served.mesh, self.machine
+        packages = ", ".join(sorted(machine.modules)) or "none"
+        held = f"a 1/{mesh.slices} slice of every expert" if mesh.sliced else "whole experts"
+        head = [
+            f"machine  {machine.name} ({machine.arch}, {machine.memory / GIB:.0f} GiB), packages: {packages}",
+            f"ranks    {mesh.ranks} (data parallel {mesh.dp}, tensor parallel {mesh.tp}), each with {held}",
+        ]
+        held_bytes = planned_bytes(self.served, self.plans, self.balance).items()
+        head.append(f"memory   a rank: {', '.join(f'{what} {human(size)}' for what, size in held_bytes)}")
+        if self.changed:
+            head += _changed(self.load_as, self.changed)
+        sections = ["\n".join(head)]
+        for layers, plan in self._alike():
+            problem, shape = plan.problem, plan.problem.shape
+            size = f"{problem.experts} experts, top {problem.top_k}, H={shape.hidden}, I={shape.inner} a rank"
+            lines = [f"layers {runs(layers)}: {size}", *(f"  {line}" for line in plan.lines())]
+            if plan.costs is not None:
+                lines.append("  microseconds of dispatch + combine, every lane bringing the same rows")
+                lines += [f"  {line}" for line in table(plan.costs)]
+            sections.append("\n".join(lines))
+        return "\n\n".join(sections)
+
+    def json(self) -> dict[str, Any]:
+        """The same for programs."""
+        mesh, machine = self.served.mesh, self.machine
+        return {
+            "machine": {
+                "name": machine.name,
+                "arch": machine.arch,
+                "memory": machine.memory,
+                "modules": sorted(machine.modules),
+            },
+            "mesh": {"dp": mesh.dp, "tp": mesh.tp, "ep": mesh.ep},
+            "memory": planned_bytes(self.served, self.plans, self.balance),
+            "load_as": {"name": self.load_as} | asdict(self.changed) if self.changed else None,
+            "plans": [_plan(layers, plan) for layers, plan in self._alike()],
+        }
+
+    def _alike(self) -> list[tuple[tuple[int, ...], Plan]]:
+        """Plans with the layers that share them: layers with one problem were given one plan."""
+        groups: dict[int, tuple[list[int], Plan]] = {}
+        for layer, plan in self.plans.items():
+            groups.setdefault(id(plan), ([], plan))[0].append(layer)
+        return [(tuple(layers), plan) for layers, plan in groups.values()]
+
+
+def _changed(name: str, changed: Requantization) -> list[str]:
+    read = f"experts {', '.join(map(str, changed.experts))} of layers {runs(changed.layers)}"
+    return [
+        f"load_as  {name}: {' and '.join(changed.stored)} -> {' and '.join(changed.loaded)}",
+        f"  error  gate_up {_loss(changed.gate_up)}; down {_loss(changed.down)}",
+        f"         relative to what is stored (Frobenius); read: {read}",
+        f"  bytes  {human(changed.stored_nbytes)} stored -> {human(changed.loaded_nbytes)} loaded",
+    ]
+
+
+def _loss(loss: Loss) -> str:
+    return f"{loss.mean:.3g} mean, {loss.max:.3g} max"
+
+
+def _plan(layers: tuple[int, ...], plan: Plan) -> dict[str, Any]:
+    return {
+        "layers": layers,
+        "scheme": str(plan.problem.scheme),
+        "kernel": {"name": plan.kernel.name, "verified": plan.kernel.verified},
+        "kernels": [
+            {"up_to": span.up_to, "name": span.kernel.name, "verified": span.kernel.verified}
+            for span in plan.kernels
+        ],
+        "dispatchers": [
+            {
+                "up_to": span.up_to,
+                "name": span.dispatcher.name,
+                "wire": str(span.wire),
+                "verified": span.dispatcher.verified,
+            }
+            for span in plan.dispatchers
+        ],
+        "costs": plan.costs.json() if plan.costs else None,
+        "refused": [{"name": name, "reason": reason} for name, reason in plan.refused],
+    }

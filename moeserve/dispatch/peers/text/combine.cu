@@ -1,0 +1,215 @@
+// The kernel of a combine; packets.cu precedes it.
+//
+// A warp makes one packet of a row at a time. The first `homes` blocks work for this rank's own rows, the
+// others send partial sums to other ranks and wait for nobody.
+
+#define COMBINE_THREADS 768
+#define COMBINE_WARPS (COMBINE_THREADS / 32)
+#if SOURCE == 2
+#define VECTOR 4  // columns of a word
+#else
+#define VECTOR 8
+#endif
+#define ENTRY (HIDDEN / VECTOR)  // words of 16 bytes
+#define PARTIAL_PACKETS PACKETS_OF(16 * ENTRY)
+#define AT_A_TIME 4  // outputs whose loads are under way at once
+
+DEVICE void add_word(float (&sum)[VECTOR], uint4 word, float weight) {
+  const u32 four[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#if SOURCE == 2
+    sum[i] = __fadd_rn(sum[i], __fmul_rn(weight, from_bits(four[i])));
+#else
+    float low, high;
+    widen(four[i], low, high);
+    sum[2 * i] = __fadd_rn(sum[2 * i], __fmul_rn(weight, low));
+    sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], __fmul_rn(weight, high));
+#endif
+  }
+}
+
+// Sums as they travel: rounded to SOURCE.
+DEVICE uint4 rounded(const float (&sum)[VECTOR]) {
+#if SOURCE == 2
+  return make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]),
+                    __float_as_uint(sum[3]));
+#else
+  return make_uint4(narrow(sum[0], sum[1]), narrow(sum[2], sum[3]), narrow(sum[4], sum[5]),
+                    narrow(sum[6], sum[7]));
+#endif
+}
+
+// Where the outputs of one row's choices stand, and their weights: one choice in each thread.
+struct Choice {
+  int place;
+  float weight;
+};
+
+DEVICE Choice choice_of(const int* places, const float* place_weights, int g) {
+  const int warp_thread = threadIdx.x % 32;
+  Choice found{-1, 0.0f};
+  if (warp_thread < TOP_K)
+    found.place = places[(u64)g * TOP_K + warp_thread], found.weight = place_weights[(u64)g * TOP_K + warp_thread];
+  return found;
+}
+
+// Which word of a row this thread has in a packet; -1 for none.
+DEVICE int word_at(int packet) {
+  const int warp_thread = threadIdx.x % 32, at = packet * PACKET_WORDS + warp_thread;
+  return warp_thread < PACKET_WORDS && at < ENTRY ? at : -1;
+}
+
+// A packet of a row's weighted outputs, in order of choice: loads of the first are begun, and added later.
+struct Gather {
+  u32 hits;
+  uint4 words[AT_A_TIME];
+
+  DEVICE void load(const uint4* outputs, const Choice& choice, int at) {
+    u32 left = hits;
+#pragma unroll
+    for (int i = 0; i < AT_A_TIME; ++i) {
+      const int from = __shfl_sync(WHOLE_WARP, choice.place, left ? __ffs(left) - 1 : 0);
+      if (left && at >= 0) words[i] = outputs[(u64)from * ENTRY + at];
+      left &= left - (left ? 1u : 0u);
+    }
+  }
+  DEVICE void begin(const uint4* outputs, const Choice& choice, int packet) {
+    hits = __ballot_sync(WHOLE_WARP, choice.place >= 0);
+    load(outputs, choice, word_at(packet));
+  }
+  DEVICE uint4 sum(const uint4* outputs, const Choice& choice, int packet) {
+    float total[VECTOR] = {};
+    while (hits) {
+#pragma unroll
+      for (int i = 0; i < AT_A_TIME; ++i) {
+        if (!hits) break;
+        add_word(total, words[i], __shfl_sync(WHOLE_WARP, choice.weight, __ffs(hits) - 1));
+        hits &= hits - 1;
+      }
+      if (hits) load(outputs, choice, word_at(packet));
+    }
+    return rounded(total);
+  }
+};
+
+// A packet of a partial sum that this rank sends.
+struct Away {
+  int source, row, packet;
+  Choice choice;
+};
+
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
+    peer_combine(const __grid_constant__ CombineArguments args) {
+  __shared__ Step step;
+  const int rank = args.rank, lane_rows = args.lane_rows, homes = args.homes;
+  const uint4* const outputs = args.outputs;
+  const Lanes lanes{args.lanes_low, args.lanes_high};
+  const Places here{0, args.slots_here, 0, args.sliced};
+  const int warp = threadIdx.x / 32, warp_thread = threadIdx.x % 32, own_rows = lanes.rows(rank);
+  const Opening opening(args.memory, args.live, args.sequence, warp == COMBINE_WARPS - 1);
+  const Watch w{args.live, args.host_flags, args.memory, rank, args.patience, 0};
+  auto open = [&] {
+    if (warp == COMBINE_WARPS - 1) opening.open(step, opening.last, args.parity_bytes);
+    __syncthreads();
+  };
+
+  if ((int)blockIdx.x >= homes) {
+    constexpr int OTHERS = RANKS > 1 ? RANKS - 1 : 1;
+    int most = 0;
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r) most = max(most, r == rank ? 0 : lanes.rows(r));
+    const int blocks = gridDim.x - homes, stride = blocks * COMBINE_WARPS;
+    const int end = most * OTHERS * PARTIAL_PACKETS;
+    // A row of every other lane in turn, so that no rank is stored to by all at once, and none waits long.
+    auto find = [&](int unit) {
+      const int turn = unit / PARTIAL_PACKETS, source = (rank + 1 + turn % OTHERS) % RANKS;
+      Away found{source, turn / OTHERS, unit % PARTIAL_PACKETS, Choice{-1, 0.0f}};
+      if (unit >= end || found.row >= lanes.rows(source)) return found;
+      int before = 0;
+#pragma unroll
+      for (int r = 0; r < RANKS; ++r) before += r < source ? lanes.rows(r) : 0;
+      found.choice = choice_of(args.places, args.place_weights, before + found.row);
+      return found;
+    };
+    int unit = (int)blockIdx.x - homes + blocks * warp;
+    Away now = find(unit), next = find(unit + stride);
+    Gather gather;
+    gather.begin(outputs, now.choice, now.packet);
+    u32 sums = 0;
+    open();
+    for (; unit < end; unit += stride) {
+      const Away after = find(unit + 2 * stride);
+      const bool goes = gather.hits && (step.reachable >> now.source & 1u);
+      const uint4 sum = gather.sum(outputs, now.choice, now.packet);
+      gather.begin(outputs, next.choice, next.packet);
+      if (goes) {
+        sums += now.packet == 0;
+        const int last = last_thread<16 * ENTRY>(now.packet);
+        const u64 to = ((u64)rank * lane_rows + now.row) * PARTIAL_PACKETS + now.packet;
+        store_packet((uint4*)(step.memory[now.source] + args.at_partials) + to * PACKET,
+                    tagged(sum, step.sequence, last), last);
+      }
+      now = next, next = after;
+    }
+    if (warp_thread == 0 && sums) atomicAdd(args.sent + 1, (u64)sums);
+    return;
+  }
+
+  int before = 0;
+#pragma unroll
+  for (int r = 0; r < RANKS; ++r) before += r < rank ? lanes.rows(r) : 0;
+  const int stride = homes * COMBINE_WARPS, end = own_rows * PARTIAL_PACKETS;
+  int unit = blockIdx.x + homes * warp;
+  auto find = [&](int at) {
+    return at < end ? choice_of(args.places, args.place_weights, before + at / PARTIAL_PACKETS) : Choice{-1, 0.0f};
+  };
+  auto holders_of = [&](int at) {  // of this thread's choice
+    return here.holders(at < end && warp_thread < TOP_K ? args.slots[(u64)(at / PARTIAL_PACKETS) * TOP_K + warp_thread] : -1);
+  };
+  Choice next = find(unit);
+  u32 next_holders = holders_of(unit);
+  open();
+  const u64 rank_words = (u64)lane_rows * PARTIAL_PACKETS * PACKET;
+  Gather gather;
+  gather.begin(outputs, next, unit % PARTIAL_PACKETS);
+  for (; unit < end; unit += stride) {
+    const Choice choice = next;
+    const int row = unit / PARTIAL_PACKETS, packet = unit % PARTIAL_PACKETS;
+    const int last = last_thread<16 * ENTRY>(packet);
+    const u32 needed = __reduce_or_sync(WHOLE_WARP, next_holders) & step.reachable & ~(1u << rank);
+    const uint4* arrived = (const uint4*)(step.memory[rank] + args.at_partials) + (u64)unit * PACKET;
+    uint4 words[RANKS];
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r)
+      if (needed >> r & 1u) words[r] = load_packet(arrived + r * rank_words, last);
+    next = find(unit + stride), next_holders = holders_of(unit + stride);
+    const uint4 own = gather.sum(outputs, choice, packet);
+    gather.begin(outputs, next, (unit + stride) % PARTIAL_PACKETS);  // while others' sums are waited for
+    u32 missing = needed, gone = 0;
+    for (u32 polls = 1, lately = 0;; ++polls) {
+#pragma unroll
+      for (int r = 0; r < RANKS; ++r)
+        if ((missing >> r & 1u) && is_whole(words[r], step.sequence, last)) missing &= ~(1u << r);
+      if (!missing) break;
+      const u32 asked = to_ask(missing, lately);
+#pragma unroll
+      for (int r = 0; r < RANKS; ++r)
+        if (asked >> r & 1u) words[r] = load_packet(arrived + r * rank_words, last);
+      lately = missing;
+      if (polls % 64) continue;
+#pragma unroll 1
+      for (int r = 0; r < RANKS; ++r)
+        if ((missing >> r & 1u) && __any_sync(WHOLE_WARP, warp_thread == 0 && is_gone(w, r, step.sequence)))
+          gone |= 1u << r, missing &= ~(1u << r);
+    }
+    float total[VECTOR] = {};
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r) {
+      if (r == rank) add_word(total, own, 1.0f);
+      if ((needed & ~gone) >> r & 1u) add_word(total, untagged(words[r], last), 1.0f);
+    }
+    const int at = word_at(packet);
+    if (at >= 0) args.answer[(u64)row * ENTRY + at] = rounded(total);
+  }
+}

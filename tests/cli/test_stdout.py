@@ -1,0 +1,144 @@
+"""A reader of stdout that goes away: `serve` ends what it started, and no command shows a traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+from processes import descendants_of, gone, is_forkserver
+
+from moeserve.cli import STDOUT_CLOSED, main, stdout_is_closed
+
+START_SECONDS = 90
+
+FAKE_SERVE = """
+import sys
+from moeserve.cli import main, serve
+
+class Cluster:
+    address = "127.0.0.1:1"
+    def start(self):
+        print("started", file=sys.stderr)
+        sys.stdin.readline()
+    def state(self): return "serving", ""
+    def metrics_targets(self): return []
+    def stop(self): print("stopped", file=sys.stderr)
+
+serve._cluster = lambda config: Cluster()
+serve._check_served = lambda config: None
+sys.exit(main(["serve", "weights"]))
+"""
+"""A service without ranks: it tells on stderr what becomes of it, and has started when stdin has a line."""
+
+
+def test_serve_ends_what_it_started() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", FAKE_SERVE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdin and process.stdout and process.stderr
+        assert process.stderr.readline() == "started\n"
+        assert process.stdout.readline() == "[model]\n"
+        process.stdout.close()
+        print(file=process.stdin, flush=True)
+        assert process.wait(60) == STDOUT_CLOSED
+        assert process.stderr.read() == "stopped\n"
+    finally:
+        ended(process)
+
+
+def ended(process: subprocess.Popen[str]) -> None:
+    """Ends a process that a failed test left, and closes its pipes."""
+    process.kill()
+    process.wait(30)
+    for stream in filter(None, (process.stdin, process.stdout, process.stderr)):
+        stream.close()
+
+
+def test_serve_ends_its_ranks(tmp_path: Path) -> None:
+    make_checkpoint("qwen3_moe", tmp_path)
+    words = "--launcher local --device cpu --port 0 --metrics-port -1 --data-parallel-size 2"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moeserve", "serve", str(tmp_path), *words.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout and process.stderr
+        started, deadline = set[str](), time.monotonic() + START_SECONDS
+        while not any(map(is_forkserver, started)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            started |= set(descendants_of(process.pid))
+        process.stdout.close()  # it prints again when its ranks are up
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+            started |= set(descendants_of(process.pid))
+        assert process.poll() == STDOUT_CLOSED
+        said = process.stderr.read()
+    finally:
+        ended(process)
+    assert "Traceback" not in said and "BrokenPipeError" not in said
+    assert len(started) >= 2 and gone(started, 30)
+
+
+@pytest.mark.parametrize("buffered", [True, False], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["version"], ["plan", "--help"], ["plan", "--table", "vllm-switches"]],
+    ids=" ".join,
+)
+def test_other_commands_end_without_a_word(words: list[str], buffered: bool) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moeserve", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"},
+    )
+    try:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        code = process.wait(60)
+    finally:
+        ended(process)
+    # argparse leaves a help text that nobody reads, and calls it printed
+    assert code == STDOUT_CLOSED or ("--help" in words and not buffered and code == 0)
+
+
+def test_no_stdout_at_all_is_no_error() -> None:
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m moeserve version >&-"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_another_pipe_that_breaks_is_an_error_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(_: object) -> int:
+        raise BrokenPipeError("a rank's stream was closed")
+
+    monkeypatch.setattr("moeserve.cli.version.run", broken)
+    assert main(["version"]) == 1
+    assert capsys.readouterr().err == "moeserve version: a rank's stream was closed\n"
+
+
+def test_a_pipe_is_closed_when_its_reader_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert not stdout_is_closed()
+        os.close(reader)
+        assert stdout_is_closed()
+        monkeypatch.undo()

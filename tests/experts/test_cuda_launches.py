@@ -1,0 +1,173 @@
+"""Launches of our CUDA kernels without a GPU: each gives the arguments that its kernel declares."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from made_experts import activation_named
+from peer_ranks import spec
+from torch import Tensor
+
+from moeserve.device import nvrtc
+from moeserve.device.arguments import MAP_BYTES, TensorMap
+from moeserve.dispatch.peers import kernels as peers
+from moeserve.dispatch.peers.layout import PeerLayout
+from moeserve.dispatch.routing import Routing
+from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
+from moeserve.experts.kernels.cuda import (
+    decode_codes,
+    few,
+    prefill,
+    prefill_codes,
+    prefill_wide,
+    rounded,
+    steps,
+)
+from moeserve.experts.kernels.tiles import FewTile
+from moeserve.quant.format import Packed
+from moeserve.quant.formats import WIRES
+from moeserve.quant.formats.floats import BF16
+
+ROWS, HIDDEN, INNER, SLOTS = 6, 256, 128, 3
+SHAPE = ExpertShape(HIDDEN, INNER, activation_named("swigluoai"), bias=True)
+MODULES = (decode_codes, few, prefill, prefill_codes, prefill_wide)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels launched, each with arguments that packed; nothing is compiled."""
+    names: list[str] = []
+
+    def launch(self: nvrtc.Function, grid: Any, block: Any, given: Any, **how: Any) -> None:
+        assert len(self.arguments.pack(given)) == self.arguments.nbytes
+        names.append(self.name)
+
+    def mapped(tensor: Tensor, *shape: Any, **how: Any) -> TensorMap:
+        return TensorMap(bytes(MAP_BYTES), tensor)
+
+    monkeypatch.setattr(nvrtc.Function, "launch", launch)
+    monkeypatch.setattr(nvrtc, "_function", lambda program, name, made, device: nvrtc.Function(name, 0, made))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    processors = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
+    for module in MODULES:
+        for name in ("tensor_map", "map_of", "map_by_eights"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, mapped)
+        function = getattr(module, "_function")  # noqa: B009
+        monkeypatch.setattr(module, "_function", function.__wrapped__)
+    monkeypatch.setattr(rounded, "function", rounded.function.__wrapped__)
+    monkeypatch.setattr(steps, "_rows_function", steps._rows_function.__wrapped__)
+    for module in (steps, decode_codes):
+        monkeypatch.setattr(module, "resident_clusters", lambda function, block: 60)
+    return names
+
+
+def batch(tokens: Packed) -> ExpertBatch:
+    counts, offsets = torch.tensor([3, 0, 3]), torch.tensor([0, 3, 3, 6])
+    return ExpertBatch(tokens, Grouping.RAGGED, counts.int(), offsets.int())
+
+
+def side(codes: Tensor, *, scale: Tensor | None, words: Tensor | None = None, bias: bool = True) -> Any:
+    added = torch.zeros(SLOTS, 2 * INNER) if bias else None
+    return SimpleNamespace(codes=codes, scale=scale, scale_words=words, bias=added)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("kind", "rounds"), [("fp4", False), ("fp8", False), ("fp8", True), ("bf16", False)])
+def test_a_step_of_few_rows(kind: str, rounds: bool, bias: bool, launched: list[str]) -> None:
+    x = torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16)
+    tokens = BF16.quantize(x)
+    scale = None
+    if kind == "fp8" and not rounds:
+        x, scale = x.to(torch.float8_e4m3fn), torch.ones(ROWS, HIDDEN // 128)
+    words = torch.zeros(SLOTS, 4, 1, 64, 32, dtype=torch.int32)
+    made = {
+        "fp4": side(words, scale=torch.ones(SLOTS, 256), words=words, bias=bias),
+        "fp8": side(torch.zeros(4, dtype=torch.uint8), scale=torch.ones(SLOTS, 2, 2), bias=bias),
+        "bf16": side(torch.zeros(4, dtype=torch.bfloat16), scale=None, bias=bias),
+    }[kind]
+    form = few.Form(kind, FewTile(8, 4, 4, 8), bias=bias, rounds=rounds)
+    few._turns.cache_clear()
+    answer = few.step(form, (x, scale), batch(tokens), (made, made), SHAPE)
+    assert answer.shape == (ROWS, HIDDEN) and launched == ["few"]
+
+
+def four_bit(scale: bool = True, bias: bool = True) -> prefill_codes.Weights:
+    codes = torch.zeros(SLOTS, 4, 1, 64, 32, dtype=torch.int32)
+    scales = torch.zeros(8, dtype=torch.int32) if scale else None
+    return prefill_codes.Weights(
+        codes, scales, torch.ones(SLOTS, 256), torch.zeros(SLOTS, 256) if bias else None
+    )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_step_of_some_rows_on_four_bit_weights(bias: bool, launched: list[str]) -> None:
+    x = torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16)
+    form, weights = decode_codes.Form(16, bias=bias), four_bit(bias=bias)
+    answer = decode_codes.step(form, x, batch(BF16.quantize(x)), (weights, weights), SHAPE)
+    assert answer.shape == (ROWS, HIDDEN) and launched == ["decode_codes"]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_step_of_many_fp8_rows(bias: bool, launched: list[str]) -> None:
+    codes, scale = torch.zeros(ROWS, HIDDEN, dtype=torch.float8_e4m3fn), torch.ones(ROWS, 2)
+    added = torch.zeros(SLOTS, 256) if bias else None
+    weights = prefill.Weights(torch.zeros(4, dtype=torch.uint8), torch.ones(SLOTS, 2, 2), added)
+    step = prefill.PrefillStep(batch(BF16.quantize(codes.bfloat16())), ROWS)
+    inner = step.gate_up(step.rows(codes, scale), weights, SHAPE.activation, INNER)
+    assert step.down(inner, weights, HIDDEN, torch.bfloat16).shape == (ROWS, HIDDEN)
+    assert launched == ["list_groups", "group_scales", "prefill", "prefill"]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_step_of_bf16_rows(bias: bool, launched: list[str]) -> None:
+    x = torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16)
+    weights = prefill_wide.Weights(x, torch.zeros(SLOTS, 256) if bias else None)
+    step = prefill_wide.WidePrefillStep(batch(BF16.quantize(x)), ROWS)
+    inner = step.gate_up(x, weights, SHAPE.activation, INNER)
+    assert step.down(inner, weights, HIDDEN, torch.float32).shape == (ROWS, HIDDEN)
+    assert launched == ["list_groups", "prefill_wide", "prefill_wide"]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", prefill_codes.PLANS)
+def test_a_step_of_many_rows_on_four_bit_weights(kind: str, bias: bool, launched: list[str]) -> None:
+    x = torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16)
+    made = batch(BF16.quantize(x))
+    weights = four_bit(scale=not kind.startswith("fp8"), bias=bias)
+    for plan in prefill_codes.PLANS[kind]:
+        step = prefill_codes.CodesStep(made, ROWS, plan)
+        rows = step.round(x) if plan.scaled else prefill_codes.Rows(x)
+        inner = step.gate_up(rows, weights, SHAPE.activation, INNER)
+        assert step.down(inner, weights, HIDDEN, torch.bfloat16).shape == (ROWS, HIDDEN)
+    assert launched.count("prefill_codes") == 4
+    assert launched.count("round_groups") == (2 if kind != "bf16" else 0)
+
+
+def test_rows_are_read_as_bf16(launched: list[str]) -> None:
+    codes = torch.zeros(ROWS, HIDDEN, dtype=torch.float8_e4m3fn)
+    assert rounded.widen(codes, torch.ones(ROWS, 2)).shape == (ROWS, HIDDEN) and launched == ["widen"]
+
+
+@pytest.mark.parametrize("grouping", list(Grouping))
+@pytest.mark.parametrize("wire", ["bf16", "fp8_group128", "mxfp4"])
+def test_a_dispatch_and_a_combine(
+    wire: str, grouping: Grouping, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **how: zeros(*size, **how))
+    made = replace(spec(0, 2), dtype=torch.bfloat16, hidden=HIDDEN, wire=WIRES[wire])
+    flags = torch.ones(3, dtype=torch.int32)
+    memory: Any = SimpleNamespace(pointers=zeros(2, dtype=torch.int64))
+    liveness: Any = SimpleNamespace(words=lambda: (flags, flags))
+    kernels = peers.PeerKernels(PeerLayout(made, grouping), memory, liveness)
+    slots = zeros(ROWS, made.top_k, dtype=torch.int32)
+    routing = Routing(slots, torch.ones(ROWS, made.top_k), (ROWS, 2))
+    hidden = zeros(ROWS, HIDDEN, dtype=torch.bfloat16)
+    arrived = kernels.dispatch(hidden, routing)
+    outputs = zeros(*arrived.tokens.shape, dtype=torch.bfloat16).reshape(-1, HIDDEN)
+    assert kernels.combine(outputs, arrived, routing).shape == (ROWS, HIDDEN)
+    assert launched == ["peer_dispatch", "peer_combine"]
