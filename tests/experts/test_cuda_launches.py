@@ -138,7 +138,7 @@ def test_a_step_of_many_rows_on_four_bit_weights(kind: str, bias: bool, launched
     x = torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16)
     made = batch(BF16.quantize(x))
     weights = four_bit(scale=not kind.startswith("fp8"), bias=bias)
-    for plan in prefill_codes.PLANS[kind]:
+    for _, plan in prefill_codes.PLANS[kind]:
         step = prefill_codes.CodesStep(made, ROWS, plan)
         rows = step.round(x) if plan.scaled else prefill_codes.Rows(x)
         inner = step.gate_up(rows, weights, SHAPE.activation, INNER)
