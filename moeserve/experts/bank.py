@@ -76,9 +76,9 @@ class Bank:
         kernel: Kernel,
         weights: ExpertWeights,
         slots: Sequence[int] | np.ndarray,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
     ) -> None:
-        """Prepares `weights` into the slots of `layer` on `device`, one expert at a time.
+        """Prepares `weights` into the slots of `layer` on `device`, by default theirs, one expert at a time.
 
         `slots [e]` are the experts of this rank's slots; `weights`, in host memory or there, holds, in slot
         order, one expert for each that is not EMPTY. One expert at a time is brought to the device, so beside
@@ -90,9 +90,10 @@ class Bank:
             raise ValueError(
                 f"layer {layer}: {weights.experts} experts were given for {len(filled)} slots in use"
             )
-        prepared = self._storage(layer, kernel.prepare(weights.rows(slice(0, 0)).to(device)), len(slots))
+        there = weights.gate_up.parts[0].device if device is None else device
+        prepared = self._storage(layer, kernel.prepare(weights.rows(slice(0, 0)).to(there)), len(slots))
         for position, slot in enumerate(filled):
-            expert = kernel.prepare(weights.rows(slice(position, position + 1)).to(device)).slot(0)
+            expert = kernel.prepare(weights.rows(slice(position, position + 1)).to(there)).slot(0)
             for name, tensor in prepared.slot(slot).items():
                 tensor.copy_(expert[name])
         for slot in set(range(len(slots))) - set(filled):

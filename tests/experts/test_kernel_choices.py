@@ -79,8 +79,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few, "step", launch(lambda form, *_: words(form.tile)))
     monkeypatch.setattr(decode_codes, "step", launch(lambda form, *_: str(form.rows)))
     monkeypatch.setattr(grouped, "GroupedStep", launch(lambda batch, rows, tile: words(tile)))
-    monkeypatch.setattr(prefill_wide, "Step", launch(lambda batch, rows, width: str(width.rows)))
-    monkeypatch.setattr(prefill_codes, "Step", launch(lambda batch, rows, plan: str(plan.most)))
+    monkeypatch.setattr(prefill_wide, "WidePrefillStep", launch(lambda batch, rows, width: str(width.rows)))
+    monkeypatch.setattr(prefill_codes, "CodesStep", launch(lambda batch, rows, plan: str(plan.most)))
 
 
 def words(tile: Any) -> str:
