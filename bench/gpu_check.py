@@ -180,7 +180,7 @@ class Check:
         if left <= self._longest.get(step.name, 0.0):
             print(f"{name}: no time was left", flush=True)
             return
-        log, began = self.out / f"{name.replace(', ', '-').replace(' ', '-')}.log", time.monotonic()
+        log, began = self.out / (re.sub(r"\W+", "-", name) + ".log"), time.monotonic()
         gpus = ",".join(map(str, step.gpus))
         paths = {"PYTHONPATH": str(tree.root(step)), "CUDA_VISIBLE_DEVICES": gpus}
         with log.open("w") as printed:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from moeserve.device.machine import this_machine
 from moeserve.experts.bank import Bank, StagingFull
-from moeserve.experts.batch import ExpertShape, ExpertWeights
+from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights
 from moeserve.experts.checksum import slot_checksum
-from moeserve.experts.kernel import Kernel, KernelEntry, KernelSpec
+from moeserve.experts.kernel import Kernel, KernelEntry, KernelSpec, Prepared
 from moeserve.experts.kernels import KERNELS
 from moeserve.experts.placement import EMPTY
 from moeserve.quant.format import Scheme
@@ -216,3 +216,21 @@ def test_a_checksum_knows_names_and_shapes() -> None:
     assert slot_checksum({"a": ones, "b": twos}) != slot_checksum({"a": twos, "b": ones})
     assert slot_checksum({"a": ones}) != slot_checksum({"a": ones.view(2, 2)})
     assert slot_checksum({"a": torch.zeros(4)}) != slot_checksum({"a": torch.zeros(4, dtype=torch.int32)})
+
+
+class Codes:
+    """A kernel whose form is the codes of gate and up, wherever they lie."""
+
+    def prepare(self, weights: ExpertWeights) -> Prepared:
+        return Prepared({"codes": weights.gate_up.parts[0]})
+
+    def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
+        raise NotImplementedError("nothing is computed here")
+
+
+@pytest.mark.parametrize(("named", "there"), [(None, "meta"), ("cpu", "cpu")])
+def test_experts_stay_on_their_device_unless_another_is_named(named: str | None, there: str) -> None:
+    """Weights that lie on a GPU were brought to the host by default, and kernels were given its addresses."""
+    bank, weights = Bank(), made(3)
+    bank.load(0, Codes(), weights.to("meta") if named is None else weights, range(3), named)
+    assert bank[0].per_slot["codes"].device.type == there

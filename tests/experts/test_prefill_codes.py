@@ -207,6 +207,7 @@ def test_any_rows_agree_with_the_reference(
         pytest.skip("needs a Hopper GPU: CUDA C++ has no interpreter")
     scheme, counts, sizes, activation, wire = case
     generator = torch.Generator().manual_seed(fresh_seed())
+    plans = prefill_codes.PLANS
     entry = KERNELS["cuda_w4a8" if scheme in cuda_w4a8.ENTRY.schemes else "cuda_fp4_many"]
     for bias in (False, True):
         shape = ExpertShape(*sizes, activation_named(activation), bias=bias)
@@ -222,10 +223,8 @@ def test_any_rows_agree_with_the_reference(
         answer = reference.apply(reference.prepare(weights), there)
         wanted = torch.cat(arrival.segments(answer, batch))
         for dtype, few in itertools.product(prefill_codes.OUTS, (False, True)):
-            plan = {kind: plans[:1] if few else plans[1:] for kind, plans in prefill_codes.PLANS.items()}
-            monkeypatch.setattr(
-                prefill_codes, "PLANS", {kind: ((inf, one),) for kind, ((_, one),) in plan.items()}
-            )
+            one = {kind: ((inf, both[0 if few else -1][1]),) for kind, both in plans.items()}
+            monkeypatch.setattr(prefill_codes, "PLANS", one)
             spec = KernelSpec(scheme, shape, dtype)
             kernel = entry.build(spec)
             answer = kernel.apply(kernel.prepare(weights), there)

@@ -387,6 +387,8 @@ def chernoff(terms: Terms, p: float = P_STEPS) -> Tensor:
 
 def gaussian_energy(variance: Tensor, p: float = P_SMOOTH) -> Tensor:
     """What a sum of squares of normal variables of `variance [n, N]` exceeds with probability `p` at most."""
+    if not variance.shape[1]:
+        return variance.sum(1)  # of no values
     level = log(1 / p)
     spread = 2 * variance.norm(dim=1) * sqrt(level) + 2 * variance.amax(1) * level
     return variance.sum(1) + spread
