@@ -21,8 +21,9 @@ from moeserve.experts.kernels.triton.stored import ROUNDINGS, SUMMED, Rounding, 
 from moeserve.quant.act_order import in_order
 from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats import FORMATS
-from moeserve.quant.formats.floats import BF16, FP16, FP32
+from moeserve.quant.formats.floats import BF16, FP16
 from moeserve.quant.formats.nvfp4 import NVFP4_E4M3
+from moeserve.quant.layouts.word_codes import element_of
 from moeserve.quant.schemes import SCHEMES
 
 if TYPE_CHECKING:
@@ -141,8 +142,9 @@ def roomy(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) in ROOMY
 
 
-UNREAD = frozenset({FP32, NVFP4_E4M3})
-"""Weights that it does not decode: the last are rounded for products in E4M3, and these are in bf16."""
+UNREAD = frozenset(form for form in FORMATS.values() if element_of(form) is None) | {NVFP4_E4M3}
+"""Weights that it does not decode: codes whose element has no name in `word_codes.py`, float32, and NVFP4
+that is rounded for products in E4M3, where these are in bf16."""
 
 COMPUTED_SCHEMES = frozenset(scheme for scheme in SCHEMES.values() if scheme.weights not in UNREAD) | {
     Scheme(w, a) for w, a in product(FORMATS.values(), (BF16, FP16)) if w not in PLAIN | UNREAD
