@@ -72,7 +72,8 @@ class Outcome:
     def __str__(self) -> str:
         typical, largest = self.bounds.median(), self.bounds.max()
         return (
-            f"{len(self.errors)} samples, {self.failures} over their bounds, {self.over_constant} over {self.before}; "
+            f"{len(self.errors)} samples, {self.failures} over their bounds, "
+            f"{self.over_constant} over {self.before}; "
             f"error {self.errors.median():.1e}, largest {self.errors.max():.4f}; bound {typical:.1e}, "
             f"largest {largest:.4f}; nearest {self.nearest:.2f} of its bound; {self.seconds:.0f} s"
         )
