@@ -40,7 +40,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("[server]\nport = '50051'\n", "server.port must be int, not '50051'"),
         ("[parallel]\ndata_parallel_size = 0\n", "0"),
         ("[cluster]\nlauncher = 'slurm'\n", "cluster.launcher = 'slurm'; known: ray, local"),
-        ("[plan]\nall2all_backend = 'fedex'\n", "unknown dispatcher 'fedex'; dispatchers here: all2allv"),
+        ("[plan]\nall2all_backend = 'fedex'\n", "unknown dispatcher 'fedex'; dispatchers here: "),
         ("[plan]\nall2all_backend = 'pplx'\n", "dispatcher 'pplx' cannot serve: its library was withdrawn"),
         ("[server\n", "is not TOML"),
     ],
