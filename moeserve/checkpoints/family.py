@@ -102,8 +102,8 @@ class Family:
 _W = ("w1", "w3", "w2")
 
 FAMILIES: dict[str, Family] = {
-    row.model_type: row
-    for row in (
+    entry.model_type: entry
+    for entry in (
         Family("deepseek_v2", has_experts=_after_dense(0)),
         Family("deepseek_v3", has_experts=_after_dense(3)),
         Family("deepseek_v4", block="ffn", spelling=_W, activation=_limited_silu, by_token=_hash_layers),

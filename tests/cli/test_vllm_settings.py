@@ -71,10 +71,10 @@ def test_a_member_is_a_kernel_that_computes_its_family_or_a_reason(member: Membe
         assert member.family in {family_of(scheme) for scheme in schemes}
 
 
-@pytest.mark.parametrize("row", MOE_BACKENDS.values(), ids=lambda row: row.name)
-def test_a_name_asks_for_members_that_there_are_or_says_why_not(row: MoeBackend) -> None:
-    assert row.members or row.note.startswith("not built: ")
-    for family, names in row.members.items():
+@pytest.mark.parametrize("entry", MOE_BACKENDS.values(), ids=lambda entry: entry.name)
+def test_a_name_asks_for_members_that_there_are_or_says_why_not(entry: MoeBackend) -> None:
+    assert entry.members or entry.note.startswith("not built: ")
+    for family, names in entry.members.items():
         assert names
         assert all(name == AUTO_MEMBER or (family, name) in MEMBERS for name in names)
 
@@ -89,14 +89,14 @@ def test_every_setting_gives_keys_that_exist_or_a_reason(name: str, value: str) 
         assert from_mapping(Config, tomllib.loads(toml(found.keys))) == Config().with_values(found.keys)
 
 
-@pytest.mark.parametrize("row", MOE_BACKENDS.values(), ids=lambda row: row.name)
-def test_every_name_gives_a_kernel_or_a_reason(row: MoeBackend) -> None:
+@pytest.mark.parametrize("entry", MOE_BACKENDS.values(), ids=lambda entry: entry.name)
+def test_every_name_gives_a_kernel_or_a_reason(entry: MoeBackend) -> None:
     for family, stored in ONE_OF_EACH.items():
-        (found,) = read({}, row.name, stored)
+        (found,) = read({}, entry.name, stored)
         assert found.keys or found.why
         if "plan.kernel" in found.keys:
             assert found.keys["plan.kernel"] in {"auto", *PINS}
-        elif family in row.members:
+        elif family in entry.members:
             assert found.why.startswith(("not built: ", "no kernel: "))
 
 

@@ -220,9 +220,9 @@ def error_of_step(
         for kernel in (triton_dequant.TritonDequant(spec), TorchReference(spec))
     )
     carried = [wire.quantize(own).dequantize() for own in rows]
-    row = triton_dequant.ENTRY  # what is multiplied in float32 here has scales of bf16, also for fp16
-    row = replace(row, rounded_products=dict.fromkeys(row.rounded_products, BF16))
-    bound = bound_of(row, spec, weights, carried, wire)
+    entry = triton_dequant.ENTRY  # what is multiplied in float32 here has scales of bf16, also for fp16
+    entry = replace(entry, rounded_products=dict.fromkeys(entry.rounded_products, BF16))
+    bound = bound_of(entry, spec, weights, carried, wire)
     return float((found - wanted).norm() / wanted.norm()), bound
 
 

@@ -69,7 +69,7 @@ class MoeBackend:
 AUTO_MEMBER = "auto"
 """As a member of a `MoeBackend`: the name leaves the choice to the plan."""
 
-AITER_ROWS = "a static scale for all experts (method 1): no row; other kinds by their methods"
+AITER_METHODS = "a static scale for all experts (method 1): no entry here; other kinds by their methods"
 AITER_W4A16 = "not built: AITER's kernel for bf16 rows, which has one activation, gpt-oss' own"
 AITER_W4A8 = "no kernel: AITER's rounds rows with one static scale for all experts"
 AITER_MX8 = "not built: AITER's MXFP8 experts, which the package flydsl compiles (gfx950)"
@@ -124,7 +124,7 @@ def _fp8() -> tuple[Member, ...]:
     kind = Family.FP8
     return (
         Member(kind, "NONE", "none", note=NO_CHOICE),
-        Member(kind, "AITER", "AiterExperts", "aiter", AITER_ROWS),
+        Member(kind, "AITER", "AiterExperts", "aiter", AITER_METHODS),
         Member(kind, "FLASHINFER_TRTLLM", "TrtLlmFp8 monolithic, modular", "flashinfer_trtllm", BLACKWELL),
         Member(kind, "FLASHINFER_CUTLASS", "FlashInferExperts", "flashinfer_cutlass", CUTLASS_FP8),
         Member(kind, "DEEPGEMM", "TritonOrDeepGemmExperts", "deep_gemm", DEEP_GEMM_FP8),

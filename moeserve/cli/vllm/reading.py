@@ -212,7 +212,7 @@ def shown(here: Here) -> str:
     """Formats what one value of a switch means for any checkpoint."""
     if here.backend:
         return f"as `--moe-backend {here.backend}`"
-    words = {GIVEN: "the same number", DISPATCHER: "the dispatcher of that name"}
+    words = {GIVEN: "the same number", DISPATCHER: "the all2all backend of that name"}
     keys = [
         f"`{key}`, {words[value]}" if value in words else f"`{key} = {json.dumps(value)}`"
         for key, value in here.keys.items()

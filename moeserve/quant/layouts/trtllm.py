@@ -2,7 +2,7 @@
 
 The kernels compute the transposed product, so a tile's epilogue writes rows of the weights; `Shuffled` puts
 them where its registers are. Epilogue tiles of 128 rows shuffle within 32, tiles of 64 within 16. Block
-scales go the way of their rows and are then interleaved 128x4. Each row of the table is what one matrix of
+scales go the way of their rows and are then interleaved 128x4. Each entry of the table is what one matrix of
 one kernel goes through, made of those moves:
 
 - `trtllm_rows_128`, `trtllm_rows_64`: the shuffle alone.

@@ -87,30 +87,30 @@ def filled_coordinator() -> CoordinatorTelemetry:
 
 
 @pytest.mark.parametrize(
-    ("filled", "rows"), [(filled_rank, PROCESS + RANK), (filled_coordinator, PROCESS + COORDINATOR)]
+    ("filled", "entries"), [(filled_rank, PROCESS + RANK), (filled_coordinator, PROCESS + COORDINATOR)]
 )
-def test_a_process_exports_exactly_its_rows(
-    filled: Callable[[], Telemetry], rows: tuple[Metric, ...]
+def test_a_process_exports_exactly_its_entries(
+    filled: Callable[[], Telemetry], entries: tuple[Metric, ...]
 ) -> None:
     read = text_string_to_metric_families(scrape(filled()))
     families = {family.name: family for family in read if family.name.startswith("moe_")}
     # the parser takes _total off a counter's name
-    assert families.keys() == {row.name.removesuffix("_total") for row in rows}
-    for row in rows:
-        family = families[row.name.removesuffix("_total")]
-        assert family.type == row.kind and family.documentation == row.help
+    assert families.keys() == {entry.name.removesuffix("_total") for entry in entries}
+    for entry in entries:
+        family = families[entry.name.removesuffix("_total")]
+        assert family.type == entry.kind and family.documentation == entry.help
         own = {"model_name", "rank"} if filled is filled_rank else {"model_name"}
         for sample in family.samples:
-            assert sample.labels.keys() - {"le"} == own | set(row.labels), sample
+            assert sample.labels.keys() - {"le"} == own | set(entry.labels), sample
 
 
-@pytest.mark.parametrize("row", METRICS.values(), ids=lambda row: row.name)
-def test_rows_follow_the_naming_rules(row: Metric) -> None:
-    assert row.name.startswith("moe_") and row.help.endswith(".")
-    assert (row.kind == "counter") == row.name.endswith("_total")
-    assert (row.kind == "histogram") == bool(row.buckets) == row.name.endswith("_duration_seconds")
-    assert not {"job", "reason", "model_name"} & set(row.labels)
-    assert "expert" not in row.labels or row.name == "moe_expert_load_ratio"  # the hottest only
+@pytest.mark.parametrize("entry", METRICS.values(), ids=lambda entry: entry.name)
+def test_entries_follow_the_naming_rules(entry: Metric) -> None:
+    assert entry.name.startswith("moe_") and entry.help.endswith(".")
+    assert (entry.kind == "counter") == entry.name.endswith("_total")
+    assert (entry.kind == "histogram") == bool(entry.buckets) == entry.name.endswith("_duration_seconds")
+    assert not {"job", "reason", "model_name"} & set(entry.labels)
+    assert "expert" not in entry.labels or entry.name == "moe_expert_load_ratio"  # the hottest only
 
 
 def test_buckets_begin_at_50_microseconds() -> None:
