@@ -99,7 +99,7 @@ def device() -> str:
 
 
 def declared(entry: KernelEntry, scheme: Scheme) -> error_model.Losses:
-    """Returns what the kernel of an entry loses; in trees whose entries do not say it, what their kernels lost."""
+    """Returns what the kernel of an entry loses; of older trees, what their kernels lost."""
     if hasattr(entry, "e4m3_sums"):
         return error_model.losses(entry, scheme)
     dtype = stored.product_dtype(stored.Stored.of(scheme.weights), scheme.activations, frozenset({"e4m3"}))
@@ -268,7 +268,7 @@ def jobs(arguments: argparse.Namespace) -> list[tuple[str, str]]:
 def lost_in_sums() -> None:
     """Prints the standard deviation and the largest of errors of E4M3 sums, relative to S."""
     from moeserve.experts.kernels.support.hopper import step_for
-    from moeserve.experts.kernels.triton.grouped import Weights
+    from moeserve.experts.kernels.triton.grouped import GroupedWeights
     from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
 
     for k in (144, 1024, 7168):
@@ -279,7 +279,7 @@ def lost_in_sums() -> None:
         batch = ExpertBatch(BF16.quantize(x[0]), Grouping.RAGGED, counts, offsets)
         step = step_for("fp8", batch, batch.tokens)
         codes = step.round(rows.dequantize())
-        side = Weights("fp8", weights.parts[0], weights.parts[1], None, None, 256)
+        side = GroupedWeights("fp8", weights.parts[0], weights.parts[1], None, None, 256)
         found = step.gemm(codes, side, torch.float32).double()
         a, b = rows.dequantize().double(), weights.dequantize()[0].double()
         off = (found - a @ b.T) / (a.square() @ b.square().T).sqrt()

@@ -17,9 +17,9 @@ from moeserve.cli.vllm.backends import (
     AUTO_MEMBER,
     MEMBERS,
     MOE_BACKENDS,
-    Family,
-    Member,
     MoeBackend,
+    VllmFamily,
+    VllmMember,
     family_of,
 )
 from moeserve.cli.vllm.reading import merged, read, toml
@@ -60,11 +60,11 @@ SETTINGS = [(name, value) for name, switch in SWITCHES.items() for value in valu
 
 
 def test_schemes_fall_into_every_family() -> None:
-    assert ONE_OF_EACH.keys() == set(Family)
+    assert ONE_OF_EACH.keys() == set(VllmFamily)
 
 
 @pytest.mark.parametrize("member", MEMBERS.values(), ids=lambda m: f"{m.family.value} {m.name}")
-def test_a_member_is_a_kernel_that_computes_its_family_or_a_reason(member: Member) -> None:
+def test_a_member_is_a_kernel_that_computes_its_family_or_a_reason(member: VllmMember) -> None:
     assert member.kernel or member.note.startswith(("not built: ", "no kernel: "))
     if member.kernel:
         schemes = {scheme for entry in PINS[member.kernel] for scheme in entry.schemes}
@@ -116,7 +116,7 @@ class TestANewNumberFormat:
     def test_has_keys_or_a_reason_for_every_setting(self, name: str, value: str) -> None:
         (found,) = read({name: value}, "", NEW)
         assert found.keys or found.why
-        if SWITCHES[name].families != set(Family):
+        if SWITCHES[name].families != set(VllmFamily):
             assert (found.keys, found.why) == ({}, "it says nothing about nf4 experts")
 
     def test_keeps_the_settings_of_experts_of_any_kind(self) -> None:
@@ -128,7 +128,7 @@ class TestANewNumberFormat:
     @pytest.mark.parametrize("backend", MOE_BACKENDS.values(), ids=lambda backend: backend.name)
     def test_has_a_reason_for_every_name(self, backend: MoeBackend) -> None:
         (found,) = read({}, backend.name, NEW)
-        if backend.members.keys() == set(Family):
+        if backend.members.keys() == set(VllmFamily):
             assert found.keys == {"plan.kernel": "auto"}
         elif backend.members:
             assert (found.keys, found.why) == ({}, "vLLM does not take it for nf4 experts")

@@ -460,7 +460,7 @@ def settled_rows(rows: list[Tensor], scheme: Scheme, wire: Format, weights: Expe
 def bound_of(
     entry: KernelEntry, spec: KernelSpec, weights: ExpertWeights, rows: list[Tensor], wire: Format
 ) -> float:
-    """Returns how large the error of an entry's kernel may be, whose `rows` of each slot are what `wire` brought."""
+    """Returns how large the error of an entry's kernel may be; `rows` of each slot are what `wire` made."""
     most = max((len(own) for own in rows), default=0)
     padded = torch.stack([torch.nn.functional.pad(own.double(), (0, 0, 0, most - len(own))) for own in rows])
     there = torch.tensor([[i < len(own) for i in range(most)] for own in rows])

@@ -30,8 +30,8 @@ from moeserve.experts.kernels.triton.dequant_step import (
     CUTS,
     FINE,
     WORD_CUTS,
+    DequantRows,
     DequantStep,
-    Rows,
     Side,
     cut_for,
 )
@@ -280,7 +280,7 @@ def check_outside() -> None:
         x = torch.ones(12, 64, dtype=torch.bfloat16)
         side = Side(Stored.of(BF16), {"codes": weights.gate_up.parts[0]}, words=False, bias=None)
         torch.use_deterministic_algorithms(mode=True)  # torch.empty is NaN then
-        out = step.gemm(Rows(x), side, 64, torch.float32)
+        out = step.gemm(DequantRows(x), side, 64, torch.float32)
         torch.use_deterministic_algorithms(mode=False)
         written = (~out.isnan()).any(1).tolist()
         assert written == [r < 4 or 7 <= r < 9 for r in range(12)], (cut, written)

@@ -18,7 +18,7 @@ from moeserve.checkpoints.dialects import (
     quark,
 )
 from moeserve.checkpoints.dialects.dialect import Dialect, Quantization
-from moeserve.checkpoints.family import FAMILIES, Family, family_of
+from moeserve.checkpoints.family import FAMILIES, ModelFamily, family_of
 from moeserve.checkpoints.store import CheckpointError
 
 DIALECTS: dict[str, Dialect] = {
@@ -57,4 +57,4 @@ def dialect_for(quantization: Quantization) -> Dialect:
     )
 
 
-__all__ = ["DIALECTS", "FAMILIES", "Dialect", "Family", "dialect_for", "family_of"]
+__all__ = ["DIALECTS", "FAMILIES", "Dialect", "ModelFamily", "dialect_for", "family_of"]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moeserve.dispatch.checks import local_slots
 from moeserve.dispatch.dispatcher import DispatchSpec
-from moeserve.dispatch.peers.kernels import Arrived
+from moeserve.dispatch.peers.kernels import PeerArrival
 from moeserve.dispatch.peers.layout import CHOICES, NOWHERE, WORD, PeerLayout
 from moeserve.dispatch.peers.liveness import GIVEN_UP_BYTES, PeerLiveness
 from moeserve.dispatch.peers.memory import PeerMemory
@@ -44,7 +44,7 @@ class PeerTwin:
         self.sent = torch.zeros(2, dtype=torch.int64)
         """Copies that dispatches have sent to other ranks, and sums that combines did."""
 
-    def dispatch(self, hidden: Tensor, routing: Routing) -> Arrived:
+    def dispatch(self, hidden: Tensor, routing: Routing) -> PeerArrival:
         """Sends this lane's rows and groups what arrives."""
         self.sequence = next_sequence(self.sequence)
         self._send(self._layout.record.pack(hidden), routing)
@@ -57,9 +57,9 @@ class PeerTwin:
         records = self._records(places >= 0, routing.lane_rows, deadline)
         tokens = self._grouped(records, places)
         sequence = torch.tensor([_word(self.sequence)], dtype=torch.int32)
-        return Arrived(tokens, counts.int(), offsets.int(), places.int(), weights, sequence)
+        return PeerArrival(tokens, counts.int(), offsets.int(), places.int(), weights, sequence)
 
-    def combine(self, outputs: Tensor, arrived: Arrived, routing: Routing) -> Tensor:
+    def combine(self, outputs: Tensor, arrived: PeerArrival, routing: Routing) -> Tensor:
         """Sends weighted partial sums of `outputs [rows, H]` home, and adds up this lane's: `[T, H]`."""
         spec, lane_rows, here = self._spec, routing.lane_rows, arrived.places >= 0
         taken = here.sum(dim=1)

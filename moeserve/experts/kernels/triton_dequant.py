@@ -26,7 +26,7 @@ from moeserve.quant.formats.nvfp4 import NVFP4_E4M3
 from moeserve.quant.schemes import SCHEMES
 
 if TYPE_CHECKING:
-    from moeserve.experts.kernels.triton.dequant_step import DequantStep, Rows, Side
+    from moeserve.experts.kernels.triton.dequant_step import DequantRows, DequantStep, Side
 
 
 class TritonDequant:
@@ -68,7 +68,7 @@ class TritonDequant:
 
     def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
         """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
-        from moeserve.experts.kernels.triton.dequant_step import DequantStep, Rows, cut_for
+        from moeserve.experts.kernels.triton.dequant_step import DequantRows, DequantStep, cut_for
 
         shape, spec, slot = batch.tokens.shape, self._spec, prepared.per_slot
         tokens = flat(batch.tokens)
@@ -86,20 +86,26 @@ class TritonDequant:
         plain = dtype if rounding is None else torch.float32  # what stands between GEMM and rounding
         between = step.gemm(x, self._side(prepared, "gate_up", words=words), spec.shape.gate_up_rows, plain)
         inner = step.activate(between, spec.shape, plain)
-        y = Rows(inner) if rounding is None else step.round(inner, rounding, slot.get("inner_scale"), dtype)
+        y = (
+            DequantRows(inner)
+            if rounding is None
+            else step.round(inner, rounding, slot.get("inner_scale"), dtype)
+        )
         return step.gemm(
             y, self._side(prepared, "down", words=words), spec.shape.hidden, spec.out_dtype
         ).view(shape)
 
-    def _rows(self, step: DequantStep, tokens: Packed, given: Tensor | None, dtype: torch.dtype) -> Rows:
+    def _rows(
+        self, step: DequantStep, tokens: Packed, given: Tensor | None, dtype: torch.dtype
+    ) -> DequantRows:
         """Rows as the first GEMM reads them; those that travelled in the scheme's own format are not rounded
         again.
         """
-        from moeserve.experts.kernels.triton.dequant_step import Rows
+        from moeserve.experts.kernels.triton.dequant_step import DequantRows
 
         rounding = self._rounding
         if rounding is None:
-            return Rows(_values(tokens).to(dtype))
+            return DequantRows(_values(tokens).to(dtype))
         if tokens.format == self._spec.scheme.activations:
             return _as_they_came(tokens, rounding, dtype)
         return step.round(_values(tokens), rounding, given, dtype)
@@ -117,14 +123,14 @@ def _values(tokens: Packed) -> Tensor:
     return tokens.parts[0] if tokens.format in PLAIN else tokens.dequantize().contiguous()
 
 
-def _as_they_came(tokens: Packed, rounding: Rounding, dtype: torch.dtype) -> Rows:
+def _as_they_came(tokens: Packed, rounding: Rounding, dtype: torch.dtype) -> DequantRows:
     """Rows in the scheme's activation format: codes and scales, or values where block scales are in them."""
-    from moeserve.experts.kernels.triton.dequant_step import Rows
+    from moeserve.experts.kernels.triton.dequant_step import DequantRows
 
     if rounding.x_span < 0:
-        return Rows(_values(tokens).to(dtype))
+        return DequantRows(_values(tokens).to(dtype))
     codes, scale, *zero = tokens.parts
-    return Rows((codes.float() - zero[0] if zero else codes).to(dtype), scale, rounding.x_span)
+    return DequantRows((codes.float() - zero[0] if zero else codes).to(dtype), scale, rounding.x_span)
 
 
 def fp8_products(device: torch.device) -> frozenset[str]:

@@ -25,7 +25,7 @@ from moeserve.quant.format import WHOLE, Format, Part
 from moeserve.quant.formats import FORMATS, mx
 from moeserve.quant.formats.int4_fp8 import INT4_FP8
 from moeserve.quant.formats.nvfp4 import NVFP4, NVFP4_E4M3
-from moeserve.quant.layout import Move, Rearrangement, must_divide
+from moeserve.quant.layout import Rearrangement, TensorMove, must_divide
 from moeserve.quant.layouts.pieces import pieces
 
 DEPTH = 256
@@ -197,7 +197,7 @@ def _element(form: Format) -> str | None:
 
 
 def _layout(element: str, formats: frozenset[Format]) -> Rearrangement:
-    def moves(part: Part, shape: torch.Size) -> Sequence[Move]:
+    def moves(part: Part, shape: torch.Size) -> Sequence[TensorMove]:
         if part.name == "codes":
             return (WordCodes(element, shape[-1]),)
         if part.rows != 1 or (part.columns == WHOLE and part.name != "zero"):

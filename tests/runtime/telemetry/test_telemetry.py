@@ -22,7 +22,7 @@ from moeserve.runtime.head.coordinator import Progress
 from moeserve.runtime.head.rebalancer import OUTCOMES, Cycle
 from moeserve.runtime.step import Phases, StepRecord
 from moeserve.runtime.telemetry.exporter import RankTelemetry, Telemetry, write_scrape_targets
-from moeserve.runtime.telemetry.head import HOT_EXPERTS, HOT_LAYERS, CoordinatorTelemetry, LoadWindow
+from moeserve.runtime.telemetry.head import HOT_EXPERTS, HOT_LAYERS, CoordinatorTelemetry, RecentLoad
 from moeserve.runtime.telemetry.metrics import COORDINATOR, METRICS, PROCESS, RANK, SECONDS, STATES, Metric
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -232,12 +232,12 @@ class TestLoadWindow:
 
     placement = Placement.even(1, 2, 2)
 
-    def add(self, window: LoadWindow, now: float, *tokens: float) -> tuple[list[float], list[float]]:
+    def add(self, window: RecentLoad, now: float, *tokens: float) -> tuple[list[float], list[float]]:
         recent, routed = window.add(now, self.placement, Load(np.array([tokens], dtype=np.float64)))
         return recent[0].tolist(), routed[0].tolist()
 
     def test_old_load_leaves_it(self) -> None:
-        window = LoadWindow(seconds=60, step=5)
+        window = RecentLoad(seconds=60, step=5)
         assert self.add(window, 0, 10, 0) == ([10, 0], [10, 0])
         assert self.add(window, 30, 10, 5)[0] == [10, 5]
         assert self.add(window, 61, 12, 5)[0] == [12, 5]
@@ -245,20 +245,20 @@ class TestLoadWindow:
         assert self.add(window, 200, 12, 5)[0] == [0, 0]
 
     def test_frequent_scrapes_remember_few_readings(self) -> None:
-        window = LoadWindow(seconds=60, step=5)
+        window = RecentLoad(seconds=60, step=5)
         for at_second in range(600):
             self.add(window, at_second, at_second, 0)
         assert len(window._readings) <= 60 / 5 + 2
 
     def test_a_rank_that_starts_again_begins_it_anew_and_counters_never_fall(self) -> None:
-        window = LoadWindow(seconds=60, step=5)
+        window = RecentLoad(seconds=60, step=5)
         self.add(window, 0, 10, 10)
         recent, routed = self.add(window, 6, 4, 12)
         assert recent == [0, 2] and routed == [10, 12]
         assert self.add(window, 12, 7, 12) == ([3, 2], [13, 12])
 
     def test_a_new_placement_is_judged_by_its_own_load(self) -> None:
-        window = LoadWindow(seconds=60, step=5)
+        window = RecentLoad(seconds=60, step=5)
         self.add(window, 0, 10, 0)
         swapped = Placement(np.array([[1, 0]]), 2, 2)
         recent, routed = window.add(6, swapped, Load(np.array([[11.0, 3.0]])))
