@@ -81,7 +81,7 @@ class Outcome:
         )
 
     def result(self, case: str) -> record.Result:
-        """As it is recorded."""
+        """Returns the outcome as it is recorded."""
         peers = {
             "samples": float(len(self.errors)),
             "largest error": float(self.errors.max()),
@@ -123,13 +123,13 @@ class Draw:
 
     @property
     def shape(self) -> ExpertShape:
-        """That of the laws: odd as far as the row allows, H over the edge of a block of 128."""
+        """Returns the laws' shape: odd as far as the entry allows, H over the edge of a block of 128."""
         multiples = zip(self.entry.multiple_of, (133, 19), strict=True)
         hidden, inner = (multiple * -(-size // multiple) for multiple, size in multiples)
         return ExpertShape(hidden, inner, activation_named("silu"), bias=self.bias)
 
     def places(self) -> tuple[list[int], list[int], list[int]]:
-        """Of `[e * most]` rows those that a batch holds; of the batch those that count; offsets."""
+        """Returns which of `[e * most]` rows a batch holds, which of the batch count, and its offsets."""
         most, spare = max(self.counts), 2 * self.entry.row_align + 1
         held: list[int] = []
         real: list[int] = []

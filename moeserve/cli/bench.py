@@ -55,7 +55,7 @@ class Result:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommand."""
+    """Adds the subcommand `bench` and its arguments."""
     about = "drive a running service with random rows and time its answers"
     parser = subparsers.add_parser("bench", help=about, description=about)
     add_address(parser, timeout=30.0)

@@ -22,7 +22,7 @@ MEASURE_SECONDS = 8.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommand."""
+    """Adds the subcommand `plan` and its arguments."""
     about = "show which kernel and all2all backend each layer gets, and why not the others; needs no GPU"
     parser = subparsers.add_parser("plan", help=about, description=about)
     add_config_flags(parser, serving=False)

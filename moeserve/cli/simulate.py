@@ -76,7 +76,7 @@ bench/experts/gpu_experts.py on your machine, and --rate changes any.
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommand."""
+    """Adds the subcommand `simulate` and its arguments."""
     about = "plan expert placement from recorded loads: balance, moves, memory, time a step; needs no GPU"
     parser = subparsers.add_parser(
         "simulate",

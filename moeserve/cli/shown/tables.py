@@ -45,7 +45,7 @@ def machines() -> str:
 
 
 def kernels_by_rows() -> str:
-    """Where the kernels of a family take over from each other on one machine, as `make_plan` chooses."""
+    """Returns where a family's kernels take over from each other on one machine, as `make_plan` chooses."""
     planned = {scheme: _planned(scheme, machine_named(MEASURED))[0] for scheme in SCHEMES.values()}
     rows = (
         (

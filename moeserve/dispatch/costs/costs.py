@@ -154,7 +154,7 @@ class CostSetting:
 
 @dataclass(frozen=True)
 class Costs:
-    """All that was measured in one setting."""
+    """The times that were measured in one setting."""
 
     setting: CostSetting
     dispatchers: tuple[DispatcherCost, ...] = ()

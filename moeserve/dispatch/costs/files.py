@@ -1,4 +1,4 @@
-"""Where measured costs are kept between runs: one JSON file a setting."""
+"""Files that keep measured costs between runs: one JSON file a setting."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ RDMA_ADAPTERS = "/sys/class/infiniband"
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where a rank runs: host name and its GPU's id, empty where there is none."""
+    """The place where a rank runs: host name and its GPU's id, empty where there is none."""
 
     host: str
     gpu: str

@@ -99,7 +99,7 @@ class PeerDispatcher(Dispatcher):
         return answer
 
     def exclude(self, ranks: Iterable[int]) -> None:
-        """From the next phase on neither waits for `ranks` nor stores to them; this rank alone does so."""
+        """Stops waiting for `ranks` and storing to them, from the next phase on; only this rank does so."""
         self._liveness.exclude(ranks)
 
     def interrupt(self) -> None:

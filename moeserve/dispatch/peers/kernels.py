@@ -1,4 +1,4 @@
-"""Both phases over peer memory on a GPU: one kernel each, launched without reading data on the host."""
+"""Dispatch and combine over peer memory on a GPU: one kernel each, which reads no data on the host."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Division:
 
 
 class PeerKernels:
-    """Both phases over `memory`. Buffers a caller gets are new each time, and belong to the caller."""
+    """Runs dispatch and combine over `memory`. Buffers a caller gets are new, and belong to the caller."""
 
     def __init__(self, layout: PeerLayout, memory: PeerMemory, liveness: PeerLiveness) -> None:
         self._layout, self._memory, self._liveness = layout, memory, liveness
@@ -236,7 +236,7 @@ class PeerKernels:
 
 
 def program_for(layout: PeerLayout, wire: WireCode) -> Program:
-    """Both kernels' text and options for steps of `layout`, whose rows `wire` encodes."""
+    """Returns both kernels' text and options for steps of `layout`, whose rows `wire` encodes."""
     ragged = int(layout.grouping is Grouping.RAGGED)
     options = (*wire.options, f"-DTOP_K={layout.spec.top_k}", f"-DRAGGED={ragged}")
     return Program(source(__package__, *SOURCES), options)

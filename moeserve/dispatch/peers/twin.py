@@ -1,4 +1,4 @@
-"""Both phases of a dispatcher over peer memory on the CPU, over shared memory: the kernels' protocol and
+"""Dispatch and combine over peer memory on the CPU, over shared memory: the kernels' protocol and
 layout.
 
 Stores of one process are seen by another in the order they were made (x86; elsewhere each tensor operation
@@ -140,7 +140,7 @@ class PeerTwin:
         return torch.cat(found)
 
     def _offsets(self, counts: Tensor) -> Tensor:
-        """Where each slot's segment of the batch begins: `[e + 1]` int64."""
+        """Returns where each slot's segment of the batch begins: `[e + 1]` int64."""
         align = self._spec.row_align
         rooms = -(-counts // align) * align
         if self._layout.grouping is Grouping.PADDED:
@@ -262,7 +262,7 @@ def _word(sequence: int) -> int:
 
 
 def positions(slots: Tensor) -> Tensor:
-    """Of each choice, how many rows before it chose the same slot: int32, as `slots [T, K]`."""
+    """Returns how many rows before each choice chose the same slot: int32, as `slots [T, K]`."""
     flat = slots.flatten()
     ordered, order = torch.sort(flat, stable=True)
     first = torch.searchsorted(ordered, ordered)

@@ -51,7 +51,7 @@ class TritonDequant:
         return Prepared(tensors | {name: t for name, t in fitted.tensors().items() if name in whole})
 
     def _prepared(self, packed: Packed) -> dict[str, Tensor]:
-        """One side's tensors."""
+        """Returns one side's tensors as the kernel reads them."""
         columns = {}
         if self._stored.ordered:
             packed, places = in_order(packed)
@@ -63,7 +63,7 @@ class TritonDequant:
         return {part.name: t.contiguous() for part, t in parts} | columns
 
     def _dtype(self, device: torch.device) -> torch.dtype:
-        """What is multiplied."""
+        """Returns the dtype of the products' operands."""
         return product_dtype(self._stored, self._spec.scheme.activations, fp8_products(device))
 
     def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:

@@ -62,7 +62,7 @@ class AsyncMoeClient:
     def forward_logits(
         self, layer: int, hidden: Array | SharedTensor, logits: Array, **options: Unpack[CallOptions]
     ) -> Coroutine[Any, Any, Array]:
-        """The same, routed by the service from the router linear's output `logits` [T, E]."""
+        """Does as `forward`, routed by the service from the router linear's output `logits` [T, E]."""
         check_options(options)
         return self._hidden(layer, hidden, Logits(logits), options)
 

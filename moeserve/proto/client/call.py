@@ -86,7 +86,7 @@ class PartCall(Generic[L]):
         return call.lanes.link(topology, lane), Pooled.size(nbytes) if near else 0
 
     def payload(self, region: RemoteRegion | None, pool: RegionPool) -> Payload:
-        """Where the rows go: in `region`, where the caller placed them, or inline."""
+        """Chooses where the rows go: in `region`, where the caller placed them, or inline."""
         batch = self._call.batch
         if batch.placed:
             return Placed(batch)

@@ -62,7 +62,7 @@ class Core(Generic[L]):
         return ClientCall(batch, self.lanes, settings.model, bound, settings.transport, self.lanes.turn())
 
     def place(self, topology: moe_pb2.GetTopologyReply, rank: int, spec: Spec) -> tuple[L, int]:
-        """Where a tensor in shared memory of lane `rank` is made: the way there, and the region's bytes.
+        """Returns where lane `rank` makes a tensor in shared memory: the way there, and the region's bytes.
 
         Raises MoeError where there is no such lane, or it cannot share memory with this process.
         """

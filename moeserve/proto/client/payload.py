@@ -1,4 +1,4 @@
-"""Where the hidden states of a part lie while it is asked for, and where its answer is looked for."""
+"""Payloads: where the hidden states of a part lie during its call, and where its answer is read from."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class MoeClient:
     def forward_logits(
         self, layer: int, hidden: Array | SharedTensor, logits: Array, **options: Unpack[CallOptions]
     ) -> Array:
-        """The same, routed by the service from the router linear's output `logits` [T, E]."""
+        """Does as `forward`, routed by the service from the router linear's output `logits` [T, E]."""
         return self.call(layer, hidden, Logits(logits), **options).hidden
 
     def call(

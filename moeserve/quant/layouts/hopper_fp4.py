@@ -128,7 +128,7 @@ class HeldCodes:
     columns: int
 
     def forward(self, stored: Tensor) -> Tensor:
-        """The words."""
+        """Returns the codes packed into words."""
         *lead, n, _ = stored.shape
         shape = (*lead, -(-n // ROWS), -(-self.columns // STAGE), ROWS, 32)
         words = torch.empty(shape, dtype=torch.int32, device=stored.device)
@@ -154,7 +154,7 @@ class HeldScales:
     times: int
 
     def forward(self, stored: Tensor) -> Tensor:
-        """The words."""
+        """Returns the scales packed into words."""
         *lead, n, groups = stored.shape
         shape = (*lead, -(-n // ROWS), -(-groups * self.times // (STAGE // GROUP)), 8, 32)
         words = torch.empty(shape, dtype=torch.int32, device=stored.device)

@@ -162,7 +162,7 @@ class WordCodes:
         return words
 
     def back(self, moved: Tensor, like: Tensor) -> Tensor:
-        """The codes."""
+        """Returns the codes that the words hold."""
         found = torch.empty(like.shape, dtype=torch.uint8, device=moved.device)
         for matrix, rows in pieces(found, 1):
             codes = unpack_words(WORDS[self.element], moved[matrix][rows], self.columns)
@@ -177,7 +177,7 @@ class ByGroup:
     multiple: int
 
     def forward(self, stored: Tensor) -> Tensor:
-        """Groups first, contiguous."""
+        """Returns the scales with groups first, contiguous."""
         plain = stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
         padded = F.pad(plain, (0, -plain.shape[-1] % self.multiple))
         return padded.mT.contiguous().view(stored.dtype)

@@ -38,7 +38,7 @@ BLAME_SECONDS = 0.2  # after a rank failed an entry: a peer that died is found b
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the group stands, for status and health."""
+    """The state of the group, for status and health."""
 
     state: str  # forming, preparing, joining, serving, failed, stopped
     reason: str

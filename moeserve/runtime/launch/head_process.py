@@ -70,7 +70,7 @@ class HeadProcess:
 
     @property
     def streams(self) -> str:
-        """Where ranks connect, `host:port`."""
+        """The address that ranks connect to, `host:port`."""
         return self.coordinator.address
 
     def metrics_targets(self) -> list[str]:

@@ -106,7 +106,7 @@ class CostBook:
         return [span.key for span in plan.fitting] if self._costing.counts(plan) else []
 
     def _costs(self, plan: Plan, hosts: tuple[str, ...], keys: Sequence[Key], spec_of: SpecOf) -> Costs:
-        """Of every dispatcher in `keys`: those that rank 0 knows, and the others measured by all."""
+        """Returns the costs of every dispatcher in `keys`: those rank 0 knows, and others measured by all."""
         costs = self._recalled(self._costing.setting(plan, hosts))
         spans = {span.key: span for span in plan.fitting}
         missing = [spans[key] for key in keys if not costs.tried(*key)]

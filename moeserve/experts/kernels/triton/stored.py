@@ -29,7 +29,7 @@ class Stored:
 
     @classmethod
     def of(cls, form: Format, *, exact: bool = False) -> Stored:
-        """What `form` stores."""
+        """Returns how the kernels read what `form` stores."""
         parts = {part.name: part for part in form.parts[1:]}
         zero, order = parts.pop("zero", None), parts.pop("order", None)
         fine = next((part for part in parts.values() if part.columns != WHOLE), None)
