@@ -220,7 +220,7 @@ class Check:
 
 
 def compared(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Both medians and their ratio; None where a tree has no sample."""
+    """Returns both medians and their ratio; None where a tree has no sample."""
     before, after = (statistics.median(found[tree]) if found.get(tree) else None for tree in (BEFORE, AFTER))
     ratio = after / before if before and after is not None else None
     return {

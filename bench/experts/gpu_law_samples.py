@@ -111,7 +111,7 @@ def device() -> str:
 class Draw:
     """Samples of a kernel and scheme that share a shape, a wire and how rows stand."""
 
-    row: KernelEntry
+    entry: KernelEntry
     scheme: Scheme
     counts: tuple[int, ...]
     wire: Format
@@ -120,14 +120,14 @@ class Draw:
 
     @property
     def shape(self) -> ExpertShape:
-        """That of the laws: odd as far as the row allows, H over the edge of a block of 128."""
-        multiples = zip(self.row.multiple_of, (133, 19), strict=True)
+        """Returns the laws' shape: odd as far as the entry allows, H over the edge of a block of 128."""
+        multiples = zip(self.entry.multiple_of, (133, 19), strict=True)
         hidden, inner = (multiple * -(-size // multiple) for multiple, size in multiples)
         return ExpertShape(hidden, inner, activation_named("silu"), bias=self.bias)
 
     def places(self) -> tuple[list[int], list[int], list[int]]:
-        """Of `[e * most]` rows those that a batch holds; of the batch those that count; offsets."""
-        most, spare = max(self.counts), 2 * self.row.row_align + 1
+        """Returns which of `[e * most]` rows a batch holds, which of the batch count, and its offsets."""
+        most, spare = max(self.counts), 2 * self.entry.row_align + 1
         held: list[int] = []
         real: list[int] = []
         offsets = [0]
@@ -137,7 +137,7 @@ class Draw:
             room = (
                 most + spare
                 if self.grouping is Grouping.PADDED
-                else -(-count // self.row.row_align) * self.row.row_align
+                else -(-count // self.entry.row_align) * self.entry.row_align
             )
             held += own + [0] * (room - count)
             offsets.append(len(held))
@@ -159,7 +159,7 @@ class Draw:
         cases = error_model.cases_of(
             self.scheme, self.shape.activation, weights, packed.dequantize(), there, came=came
         )
-        wanted, bounds = cases.answers_and_bounds(error_model.losses(self.row, self.scheme))
+        wanted, bounds = cases.answers_and_bounds(error_model.losses(self.entry, self.scheme))
         if not run:
             return torch.zeros(n), bounds.cpu()
         found = self.found(weights, packed, n)
@@ -170,7 +170,7 @@ class Draw:
         """The kernel's answers, one step a sample: `[n, rows * H]`."""
         held, real, offsets = (torch.tensor(t, device=device()) for t in self.places())
         e, spec = len(self.counts), KernelSpec(self.scheme, self.shape, torch.float32)
-        kernel: Kernel = self.row.build(spec)
+        kernel: Kernel = self.entry.build(spec)
         prepared = kernel.prepare(weights)
         counts = torch.tensor(self.counts, dtype=torch.int32, device=device())
         answers = []
@@ -192,16 +192,18 @@ class Draw:
         return torch.stack(answers).double()
 
 
-def draws(row: KernelEntry, scheme: Scheme, *, bias: bool) -> Iterator[Draw]:
+def draws(entry: KernelEntry, scheme: Scheme, *, bias: bool) -> Iterator[Draw]:
     """What samples are drawn by turns: wires and groupings, three of four with few rows."""
     given = scheme.activations.given is not None
     own = FP32 if given else scheme.activations
-    wires = [wire for wire in (own, BF16) if wire in row.eats] or [BF16]
-    groupings = sorted(row.groupings, key=lambda g: g.value)
+    wires = [wire for wire in (own, BF16) if wire in entry.eats] or [BF16]
+    groupings = sorted(entry.groupings, key=lambda g: g.value)
     for i, counts in enumerate((FEW, FEW, FEW, SOME, FEW, FEW, FEW, SOME)):
         turn = i + i // 4
-        biased = bias and turn % 3 == 2 and scheme not in row.unbiased
-        yield Draw(row, scheme, counts, wires[turn % len(wires)], groupings[i // 2 % len(groupings)], biased)
+        biased = bias and turn % 3 == 2 and scheme not in entry.unbiased
+        yield Draw(
+            entry, scheme, counts, wires[turn % len(wires)], groupings[i // 2 % len(groupings)], biased
+        )
 
 
 def sampled(job: tuple[str, str], deadline: float, options: argparse.Namespace) -> Outcome | str:
@@ -212,10 +214,10 @@ def sampled(job: tuple[str, str], deadline: float, options: argparse.Namespace) 
     try:
         if device() == "cpu" and not options.bounds:
             interpret()
-        row, scheme = KERNELS[job[0]], scheme_named(job[1])
+        entry, scheme = KERNELS[job[0]], scheme_named(job[1])
         generator = torch.Generator(device()).manual_seed(options.seed)
         errors, bounds, done, samples = [], [], 0, options.samples
-        plans = list(draws(row, scheme, bias=options.bias))
+        plans = list(draws(entry, scheme, bias=options.bias))
         chunk = min(CHUNK, -(-samples // len(plans)))
         while done < samples:
             n = min(chunk, samples - done)
@@ -223,7 +225,7 @@ def sampled(job: tuple[str, str], deadline: float, options: argparse.Namespace) 
             errors.append(error)
             bounds.append(bound)
             done += n
-        plain = 3e-2 if row.bf16_sums else 2e-2
+        plain = 3e-2 if entry.bf16_sums else 2e-2
         before = BEFORE.get(scheme.activations.name, plain)
         return Outcome(torch.cat(errors), torch.cat(bounds), before, time.time() - start)
     except Exception as raised:  # the run goes on, and says so
@@ -250,10 +252,10 @@ def jobs(arguments: argparse.Namespace) -> list[tuple[str, str]]:
         names = arguments.kernels.split(",")
     found = []
     for name in names:
-        row = KERNELS[name]
-        if arch not in {"any", "cpu", *row.archs}:
+        entry = KERNELS[name]
+        if arch not in {"any", "cpu", *entry.archs}:
             continue
-        schemes = row.fewer_schemes.get(arch, row.schemes) & frozenset(SCHEMES.values())
+        schemes = entry.fewer_schemes.get(arch, entry.schemes) & frozenset(SCHEMES.values())
         plain = [s for s in schemes if s.activations in FLOATS.values()]
         keep = schemes if arguments.plain or name == "torch_grouped_mm" else schemes - set(plain)
         found += [(name, s.name) for s in sorted(keep, key=str) if arguments.schemes in s.name]
@@ -263,7 +265,7 @@ def jobs(arguments: argparse.Namespace) -> list[tuple[str, str]]:
 def lost_in_sums() -> None:
     """Prints the standard deviation and the largest of errors of E4M3 sums, relative to S."""
     from moeserve.experts.kernels.support.hopper import step_for
-    from moeserve.experts.kernels.triton.grouped import Weights
+    from moeserve.experts.kernels.triton.grouped import GroupedWeights
     from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
 
     for k in (144, 1024, 7168):
@@ -274,7 +276,7 @@ def lost_in_sums() -> None:
         batch = ExpertBatch(BF16.quantize(x[0]), Grouping.RAGGED, counts, offsets)
         step = step_for("fp8", batch, batch.tokens)
         codes = step.round(rows.dequantize())
-        side = Weights("fp8", weights.parts[0], weights.parts[1], None, None, 256)
+        side = GroupedWeights("fp8", weights.parts[0], weights.parts[1], None, None, 256)
         found = step.gemm(codes, side, torch.float32).double()
         a, b = rows.dequantize().double(), weights.dequantize()[0].double()
         off = (found - a @ b.T) / (a.square() @ b.square().T).sqrt()

@@ -161,9 +161,9 @@ def problem(**changed: object) -> Problem:
     ],
 )
 def test_a_plan_hears_limits_as_data(dispatcher: str, changed: dict[str, object], reason: str) -> None:
-    row, machine = DISPATCHERS[dispatcher], machine_named("h200", DISPATCHERS[dispatcher].modules)
-    assert row.refuses(problem(), machine) is None
-    said = row.refuses(problem(**changed), machine)
+    entry, machine = DISPATCHERS[dispatcher], machine_named("h200", DISPATCHERS[dispatcher].modules)
+    assert entry.refuses(problem(), machine) is None
+    said = entry.refuses(problem(**changed), machine)
     assert said is not None and said.startswith(reason)
 
 
@@ -258,8 +258,8 @@ def test_deepep_rounds_by_one_true_quotient() -> None:
 
 def installed(dispatcher: str) -> bool:
     """Whether the dispatcher's library is on this machine and meant for its GPUs."""
-    row, machine = DISPATCHERS[dispatcher], this_machine()
-    return machine.arch in row.archs and row.modules <= machine.modules
+    entry, machine = DISPATCHERS[dispatcher], this_machine()
+    return machine.arch in entry.archs and entry.modules <= machine.modules
 
 
 @pytest.mark.gpu(2)
@@ -302,9 +302,9 @@ def test_stand_ins_take_what_the_library_takes(module: str) -> None:
 
 @pytest.mark.parametrize("dispatcher", ADAPTERS)
 def test_how_long_a_rank_waits_is_the_plans_or_said(dispatcher: str) -> None:
-    row = DISPATCHERS[dispatcher]
-    source = inspect.getsource(import_module(row.build.__module__))
-    assert ("spec.patience" in source) == (row.limits.waiting == "")
+    entry = DISPATCHERS[dispatcher]
+    source = inspect.getsource(import_module(entry.build.__module__))
+    assert ("spec.patience" in source) == (entry.limits.waiting == "")
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_rounding_before_dispatch_is_rounding_after(name: str, model: Format) ->
     assert answers[0].any()
 
 
-@pytest.mark.parametrize("dispatcher", [row.name for row in DISPATCHERS.values() if "cpu" in row.archs])
+@pytest.mark.parametrize("dispatcher", [entry.name for entry in DISPATCHERS.values() if "cpu" in entry.archs])
 def test_every_dispatcher_is_held_to_its_law_with_every_wire_of_a_scheme(dispatcher: str) -> None:
     """What arrives is, bit for bit, what was rounded at home: `test_dispatchers` checks that."""
     wires = {scheme.activations.name for scheme in TRAVELLING.values()}

@@ -88,14 +88,14 @@ def test_a_pinned_name_that_cannot_serve_is_no_plan(wanted: dict[str, str], mess
 
 
 def test_no_plan_names_size_and_multiple() -> None:
-    rows = {"picky": replace(KERNELS["torch_reference"], name="picky", multiple_of=(128, 100))}
+    entries = {"picky": replace(KERNELS["torch_reference"], name="picky", multiple_of=(128, 100))}
     with pytest.raises(NoPlan, match="picky: H=256 and I=256 must be multiples of 128 and 100"):
-        make_plan(problem(), CPU, rows, DISPATCHERS)
+        make_plan(problem(), CPU, entries, DISPATCHERS)
 
 
-@pytest.mark.parametrize("row", [*KERNELS.values(), *DISPATCHERS.values()], ids=lambda row: row.name)
-def test_rows_claim_only_architectures_they_run_on(row) -> None:
-    assert set(row.verified) <= set(row.archs)
+@pytest.mark.parametrize("entry", [*KERNELS.values(), *DISPATCHERS.values()], ids=lambda entry: entry.name)
+def test_entries_claim_only_architectures_they_run_on(entry) -> None:
+    assert set(entry.verified) <= set(entry.archs)
 
 
 @pytest.mark.parametrize("row", [*KERNELS.values(), *DISPATCHERS.values()], ids=lambda row: row.name)
@@ -131,7 +131,9 @@ KERNELS_OF_BOTH = {"both": replace(KERNELS["torch_reference"], name="both", refe
 def ranged(dispatchers: list[DispatchEntry], lane_rows: int = 4096, **wanted: str) -> Plan:
     """The plan of lanes of so many rows with these dispatchers in table order."""
     asked = problem(lane_rows=lane_rows)
-    return make_plan(asked, CPU, KERNELS_OF_BOTH, {row.name: row for row in dispatchers}, Wanted(**wanted))
+    return make_plan(
+        asked, CPU, KERNELS_OF_BOTH, {entry.name: entry for entry in dispatchers}, Wanted(**wanted)
+    )
 
 
 def spans(plan: Plan) -> list[tuple[str, int]]:

@@ -25,7 +25,7 @@ from moeserve.quant.format import WHOLE, Format, Part
 from moeserve.quant.formats import FORMATS, mx
 from moeserve.quant.formats.int4_fp8 import INT4_FP8
 from moeserve.quant.formats.nvfp4 import NVFP4, NVFP4_E4M3
-from moeserve.quant.layout import Move, Rearrangement, must_divide
+from moeserve.quant.layout import Rearrangement, TensorMove, must_divide
 from moeserve.quant.layouts.integers import ALL_GROUPED
 from moeserve.quant.layouts.pieces import pieces
 
@@ -163,7 +163,7 @@ class WordCodes:
         return words
 
     def back(self, moved: Tensor, like: Tensor) -> Tensor:
-        """The codes."""
+        """Returns the codes that the words hold."""
         found = torch.empty(like.shape, dtype=torch.uint8, device=moved.device)
         for matrix, rows in pieces(found, 1):
             codes = unpack_words(WORDS[self.element], moved[matrix][rows], self.columns)
@@ -178,7 +178,7 @@ class ByGroup:
     multiple: int
 
     def forward(self, stored: Tensor) -> Tensor:
-        """Groups first, contiguous."""
+        """Returns the scales with groups first, contiguous."""
         plain = stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
         padded = F.pad(plain, (0, -plain.shape[-1] % self.multiple))
         return padded.mT.contiguous().view(stored.dtype)
@@ -196,7 +196,7 @@ def _element(form: Format) -> str | None:
 
 
 def _layout(element: str, formats: frozenset[Format]) -> Rearrangement:
-    def moves(part: Part, shape: torch.Size) -> Sequence[Move]:
+    def moves(part: Part, shape: torch.Size) -> Sequence[TensorMove]:
         if part.name == "codes":
             return (WordCodes(element, shape[-1]),)
         if part.rows != 1 or (part.columns == WHOLE and part.name != "zero"):

@@ -177,7 +177,7 @@ class Rank:
         return self._checkpoint(1 if held is None else held[1]).gate(layer)
 
     def use_weights(self, paths: Sequence[str]) -> None:
-        """Where the checkpoint of every version lies; each is opened when it is first read from.
+        """Sets the folder of each version's checkpoint; each is opened when it is first read from.
 
         Those that no layer holds are closed: a version that was abandoned may come again from another folder.
         """
