@@ -64,7 +64,7 @@ def test_a_table_has_a_row_for_each_and_no_empty_end(name: str, column: int, row
 
 @pytest.mark.parametrize("name", [name for name, entry in DISPATCHERS.items() if entry.modules])
 def test_an_adapter_says_what_it_ran_on(name: str) -> None:
-    _, _, section = (DOCS / "backends.md").read_text().partition("### Dispatchers of libraries\n")
+    _, _, section = (DOCS / "backends.md").read_text().partition("### All2all backends of libraries\n")
     first = [
         line.split(" | ")[0] for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")
     ]

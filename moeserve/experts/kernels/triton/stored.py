@@ -29,7 +29,7 @@ class Stored:
 
     @classmethod
     def of(cls, form: Format, *, exact: bool = False) -> Stored:
-        """Returns how the kernels read what `form` stores. ValueError: no table names the element of its codes."""
+        """Returns how the kernels read what `form` stores. ValueError: no table names its codes' element."""
         element = element_of(form)
         if element is None:
             raise ValueError(f"{form} codes have no element; name it in ELEMENTS of layouts/word_codes.py")
