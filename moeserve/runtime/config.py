@@ -4,6 +4,7 @@ at start.
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -146,6 +147,26 @@ class ClusterConfig:
     start_timeout_seconds: float = 600.0
 
 
+LAST_PORT = 65535
+
+CHECKED_APART = ("server.port", "server.metrics_port")
+
+POSITIVE = frozenset(
+    {
+        "step.lane_rows",
+        "step.max_step_tokens",
+        "step.timeout_seconds",
+        "balance.interval_seconds",
+        "balance.staging_slots",
+        "balance.prepare_timeout_seconds",
+        "server.max_concurrent_calls",
+        "server.max_message_bytes",
+        "cluster.start_timeout_seconds",
+    }
+)
+"""Keys whose numbers must be more than 0; no other number but a port may be under 0."""
+
+
 @dataclass(frozen=True)
 class Config:
     """Everything an operator can say."""
@@ -204,29 +225,28 @@ class Config:
         _one_of("plan.device", self.plan.device, (AUTO, "cpu", "cuda"))
         _one_of("plan.measure", self.plan.measure, MEASURES)
         _one_of("step.on_late", self.step.on_late, (FAIL, DROP))
-        if self.step.graph_rows < 0:
-            raise ConfigError(f"step.graph_rows = {self.step.graph_rows} must not be negative")
-        if self.step.late_seconds < 0:
-            raise ConfigError(f"step.late_seconds = {self.step.late_seconds} must not be negative")
-        for key in (
-            "step.lane_rows",
-            "step.max_step_tokens",
-            "step.timeout_seconds",
-            "balance.interval_seconds",
-            "balance.staging_slots",
-            "balance.prepare_timeout_seconds",
-            "server.max_concurrent_calls",
-            "server.max_message_bytes",
-        ):
-            table, name = key.split(".")
-            if getattr(getattr(self, table), name) <= 0:
-                raise ConfigError(f"{key} = {getattr(getattr(self, table), name)} must be positive")
+        for table in fields(self):
+            _check_numbers(table.name, getattr(self, table.name))
         try:
             _ = self.parallel.mesh, self.plan.wanted
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        self._check_ports()
         self._check_load_as()
         return self
+
+    def _check_ports(self) -> None:
+        """gRPC takes a port over 65535 modulo 65536, and would listen at another one than was said."""
+        port, first = self.server.port, self.server.metrics_port
+        if not 0 <= port <= LAST_PORT:
+            raise ConfigError(f"server.port = {port} must be 0 (any free one) to {LAST_PORT}")
+        last = first + self.parallel.mesh.ranks if first > 0 else first
+        if not -1 <= first <= last <= LAST_PORT:
+            ranks = self.parallel.mesh.ranks
+            raise ConfigError(
+                f"server.metrics_port = {first} must be -1 (none), 0 (any free ones), or leave room up to "
+                f"{LAST_PORT} for one port of the head and one of each of {ranks} ranks"
+            )
 
     def _check_load_as(self) -> None:
         """Whether the name is known; the checkpoint's own sizes are checked when it is opened."""
@@ -271,6 +291,22 @@ def _value(hint: Any, value: Any, key: str) -> Any:
     if type(value) is not hint:
         raise ConfigError(f"{key} must be {hint.__name__}, not {value!r}")
     return value
+
+
+def _check_numbers(table: str, values: Any) -> None:
+    """Raises ConfigError for a number of `table` that is infinite, not a number, negative, or 0 where a
+    positive one is needed. Ports are checked apart.
+    """
+    for name in (each.name for each in fields(values)):
+        key, value = f"{table}.{name}", getattr(values, name)
+        if not isinstance(value, int | float) or key in CHECKED_APART:
+            continue
+        if not math.isfinite(value):
+            raise ConfigError(f"{key} = {value} must be a finite number")
+        if key in POSITIVE and value <= 0:
+            raise ConfigError(f"{key} = {value} must be positive")
+        if value < 0:
+            raise ConfigError(f"{key} = {value} must not be negative")
 
 
 def _one_of(key: str, value: str, known: tuple[str, ...]) -> None:

@@ -151,6 +151,15 @@ def test_a_call_on_a_channel_that_is_closed_meanwhile_is_unavailable(front: Fron
     gone.stop()
 
 
+def test_a_lane_that_dies_under_a_call_is_told_with_a_reason(front: Front) -> None:
+    """Not with gRPC's words alone, which give a program nothing to go by."""
+    front.lanes[0].scripts = [1.0]
+    threading.Timer(0.2, front.lanes[0].stop).start()
+    with pytest.raises(Unavailable, match="layer 3: a lane is gone") as failed:
+        front.forward(2)
+    assert failed.value.reason == "not_serving"
+
+
 def test_the_caller_s_deadline_is_told_as_such(front: Front) -> None:
     front.lanes[0].scripts = [1.0]
     with pytest.raises(DeadlinePassed, match="layer 3: no answer within the deadline"):

@@ -17,7 +17,7 @@ from moeserve.proto.client.call import ClientCall, PartCall
 from moeserve.proto.client.lanes import Lanes, check_serving
 from moeserve.proto.client.payload import Payload
 from moeserve.proto.client.sync_link import Link, Sent
-from moeserve.proto.errors import InvalidArgument, MoeError
+from moeserve.proto.errors import InvalidArgument, MoeError, Unavailable
 from moeserve.proto.tensors import Plain, encode_into
 from moeserve.runtime.errors import CallerLeft, DeadlinePassed
 
@@ -54,6 +54,10 @@ class Caller:
             return DeadlinePassed(f"layer {layer}: no answer within the deadline")
         if failed.code == "CANCELLED":
             return CallerLeft("the caller left before its answer was there")
+        if failed.code == "UNAVAILABLE" and not failed.reason:  # said by gRPC: the lane's process is gone
+            return Unavailable(
+                "UNAVAILABLE", "not_serving", f"layer {layer}: a lane is gone: {failed.message}"
+            )
         return failed
 
     def _leave(self) -> None:
