@@ -19,7 +19,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -41,7 +41,6 @@ from moeserve.device.machine import this_machine
 from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights, Grouping
 from moeserve.experts.kernel import Kernel, KernelEntry, KernelSpec, Prepared
 from moeserve.experts.kernels import KERNELS
-from moeserve.experts.kernels.triton import stored
 from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats.floats import BF16, FLOATS, FP32
 from moeserve.quant.schemes import SCHEMES, scheme_named
@@ -71,43 +70,41 @@ class Outcome:
         return int((~(self.errors <= self.bounds)).sum())
 
     def __str__(self) -> str:
-        over = int((~(self.errors <= self.before)).sum())
         typical, largest = self.bounds.median(), self.bounds.max()
-        nearest = (self.errors / self.bounds).max()
         return (
-            f"{len(self.errors)} samples, {self.failures} over their bounds, {over} over {self.before}; "
+            f"{len(self.errors)} samples, {self.failures} over their bounds, "
+            f"{self.over_constant} over {self.before}; "
             f"error {self.errors.median():.1e}, largest {self.errors.max():.4f}; bound {typical:.1e}, "
-            f"largest {largest:.4f}; nearest {nearest:.2f} of its bound; {self.seconds:.0f} s"
+            f"largest {largest:.4f}; nearest {self.nearest:.2f} of its bound; {self.seconds:.0f} s"
         )
 
-    def result(self, case: str) -> record.Result:
-        """Returns the outcome as it is recorded."""
-        peers = {
-            "samples": float(len(self.errors)),
-            "largest error": float(self.errors.max()),
-            "median bound": float(self.bounds.median()),
-            "largest bound": float(self.bounds.max()),
-            f"over {self.before}": float((~(self.errors <= self.before)).sum()),
-        }
-        return record.Result(
-            "gpu_law_samples", case, self.failures, "samples over the bound", "lower", 0, peers
-        )
+    @property
+    def over_constant(self) -> int:
+        """Samples over the constant that was the law's bound before there was a model."""
+        return int((~(self.errors <= self.before)).sum())
+
+    @property
+    def nearest(self) -> float:
+        """The largest error as a share of its own bound."""
+        return float((self.errors / self.bounds).max())
+
+
+def result_of(kernel: str, outcomes: Sequence[Outcome], seed: int) -> record.Result:
+    """What all schemes of a kernel gave, as it is recorded."""
+    samples = {len(one.errors) for one in outcomes}
+    peers = {
+        "over the constant before": float(sum(one.over_constant for one in outcomes)),
+        "nearest to its bound": max(one.nearest for one in outcomes),
+        "largest error": max(float(one.errors.max()) for one in outcomes),
+    }
+    each = "/".join(map(str, sorted(samples)))
+    case = f"{kernel}, {len(outcomes)} schemes, {each} samples each, seed {seed}"
+    over = sum(one.failures for one in outcomes)
+    return record.Result("gpu_law_samples", case, over, "samples over the bound", "lower", 0, peers)
 
 
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def declared(entry: KernelEntry, scheme: Scheme) -> error_model.Losses:
-    """Returns what the kernel of an entry loses; of older trees, what their kernels lost."""
-    if hasattr(entry, "e4m3_sums"):
-        return error_model.losses(entry, scheme)
-    dtype = stored.product_dtype(stored.Stored.of(scheme.weights), scheme.activations, frozenset({"e4m3"}))
-    eight = entry.name in {"cuda_fp8", "triton_fp8", "cuda_w4a8"} or (
-        entry.name == "triton_dequant" and dtype == torch.float8_e4m3fn
-    )
-    kept = error_model.UNIT.get(scheme.activations, 2.0**-24) * error_model.UNIFORM
-    return error_model.Losses(e4m3_sums=eight, sums=kept, out=kept)
 
 
 @dataclass(frozen=True)
@@ -162,7 +159,7 @@ class Draw:
         cases = error_model.cases_of(
             self.scheme, self.shape.activation, weights, packed.dequantize(), there, came=came
         )
-        wanted, bounds = cases.answers_and_bounds(declared(self.entry, self.scheme))
+        wanted, bounds = cases.answers_and_bounds(error_model.losses(self.row, self.scheme))
         if not run:
             return torch.zeros(n), bounds.cpu()
         found = self.found(weights, packed, n)
@@ -311,7 +308,8 @@ def main() -> int:
     if arguments.sums:
         lost_in_sums()
         return 0
-    todo, results, failed = jobs(arguments), [], 0
+    todo, failed = jobs(arguments), 0
+    outcomes: dict[str, list[Outcome]] = {}
     deadline = time.time() + arguments.seconds
     with ProcessPoolExecutor(arguments.workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         running = [pool.submit(sampled, job, deadline, arguments) for job in todo]
@@ -320,10 +318,10 @@ def main() -> int:
             failed += isinstance(outcome, str) or outcome.failures > 0
             print(f"{kernel}, {scheme}: {outcome}", flush=True)
             if isinstance(outcome, Outcome):
-                results.append(outcome.result(f"{kernel}, {scheme}, seed {arguments.seed}"))
+                outcomes.setdefault(kernel, []).append(outcome)
     print(f"{len(todo) - failed} of {len(todo)} kernels and schemes within their bounds", flush=True)
-    if arguments.record and results:
-        record.write(results)
+    if arguments.record and outcomes:
+        record.write(result_of(kernel, found, arguments.seed) for kernel, found in outcomes.items())
     return int(failed > 0)
 
 

@@ -1,4 +1,4 @@
-"""`Reception` accepts ranks' streams, checks who comes and hands on what they say; a `Seat` is one of them."""
+"""`Reception` accepts ranks' streams, checks who comes and hands on what they say; a `Seat` is one rank."""
 
 from __future__ import annotations
 
