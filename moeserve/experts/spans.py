@@ -83,7 +83,11 @@ class KernelSpans:
 
     def span_of(self, batch: ExpertBatch) -> KernelSpan:
         """What serves the step that brings `batch` to a rank."""
-        return self.span(ceil(batch.likely_rows / float(self.pairs_a_row) - ROUNDING))
+        return self.span_for(batch.likely_rows)
+
+    def span_for(self, pairs: float) -> KernelSpan:
+        """What serves the step of which a rank likely computes so many (token, expert) pairs."""
+        return self.span(ceil(pairs / float(self.pairs_a_row) - ROUNDING))
 
     def build(self, spec: KernelSpec) -> SpannedKernel:
         """The kernels, built for `spec`."""

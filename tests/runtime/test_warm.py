@@ -166,3 +166,12 @@ def test_a_batch_that_does_not_fit_ends_it_with_a_warning(caplog: pytest.LogCapt
         done = warm(Full(), Prepared({"codes": torch.empty(2, 1)}), Arrivals(BF16, Grouping.RAGGED, 2, 8, 64))
     assert done == 3
     assert "a step's batch of 8 rows would not fit beside the experts: no room" in caplog.text
+
+
+def test_what_is_warmed_is_chosen_without_a_tensor(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one on another device than the host's, torch brought in its compiler: 3.4 s of a start on a GPU."""
+    monkeypatch.setattr(Arrivals, "empty", lambda *_: pytest.fail("a tensor was made"))
+    for plan in plans_for(served, machine_named("h200"), Wanted()).values():
+        assert plan.fitting
+        for span in plan.fitting:
+            assert Arrivals.over(span, plan, EXPERTS).most > 0

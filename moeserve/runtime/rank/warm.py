@@ -37,7 +37,8 @@ class Arrivals:
         if grouping is Grouping.RAGGED:
             most = row_capacity(rows, problem.top_k, slots, plan.kernel.row_align)
         bare = cls(span.wire, grouping, slots, problem.shape.hidden, most)
-        asked = {plan.kernel.span_of(bare.empty(room, "meta")).up_to for room in rooms(most)}
+        wide = slots if grouping is Grouping.PADDED else 1
+        asked = {plan.kernel.span_for(room * wide).up_to for room in rooms(most)}
         starts = (0, *(kernel.up_to for kernel in plan.kernels[:-1]))
         missed = (
             float(min(kernel.up_to, rows) * problem.pairs_a_row)
