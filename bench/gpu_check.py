@@ -1,6 +1,6 @@
 """Two trees on the same GPUs in turns: experts, a layer, dispatch and combine, before and after a change.
 
-    python -m bench.gpu_check --before .carry/before [--seconds 350] [--rounds 2] [--out FOLDER]
+    python -m bench.gpu_check --before .carry/before [--seconds 350] [--rounds 2] [--out FOLDER] [--record]
 
 The tree before is a checkout in an ignored folder; one whose benches are still scripts (bench/gpu_experts.py)
 will do. Both trees are copied first, so that neither's records change, and compile first, at the same time.
@@ -8,7 +8,8 @@ Then each round runs both, the second one in reverse order. With two GPUs or mor
 shared out between two of them, and the layer and dispatch and combine run over both; with one GPU only the
 experts run. Each number is written to `samples.jsonl` under --out as soon as it is known; at the end, and
 when the time is over, comes a table of medians, which `table.jsonl` holds too. Exit status 1 where a step
-failed or a case is known of one tree alone. Nothing is downloaded.
+failed or a case is known of one tree alone. `--record` keeps the numbers of whole steps beside those of the
+tree before in bench/results/gpu_check.jsonl. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.lib.record import ROOT
+from bench.lib.record import ROOT, Result, write
 
 BEFORE, AFTER = "before", "after"
 KINDS = (("fp8", "mxfp4"), ("nvfp4", "bf16"))
@@ -219,7 +220,7 @@ class Check:
 
 
 def compared(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Both medians and their ratio; None where a tree has no sample."""
+    """Returns both medians and their ratio; None where a tree has no sample."""
     before, after = (statistics.median(found[tree]) if found.get(tree) else None for tree in (BEFORE, AFTER))
     ratio = after / before if before and after is not None else None
     return {
@@ -270,6 +271,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=350, help="most that all of it may take")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--gpus", type=int, help="how many to use; those there are, at most two")
+    parser.add_argument("--record", action="store_true", help="write whole steps into bench/results")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".carry/gpu_check")))
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
@@ -292,12 +294,28 @@ def main() -> int:
     (args.out / "table.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     print("\n".join(json.dumps(line) for line in lines), flush=True)
     print(text(lines), flush=True)
+    if args.record and (found := recorded(lines)):
+        write(found)
     alone = [line["case"] for line in lines if line["ratio"] is None]
     print(
         f"{len(lines)} cases, {len(alone)} without a ratio; failed steps: {check.failed or 'none'}",
         flush=True,
     )
     return int(bool(check.failed or alone or not lines))
+
+
+WHOLE = re.compile(r"gpu_experts: .*, whole|gpu_layer: .*: layer|gpu_a2a: .*, dispatch \+ combine")
+"""Cases that are recorded: what a step takes, and not its phases."""
+
+
+def recorded(lines: Iterable[Mapping[str, Any]]) -> list[Result]:
+    """The whole steps of both trees as results: this tree's number, and as its peer the one before."""
+    named = [(f"{line['bench']}: {line['case']}", line) for line in lines if line["ratio"] is not None]
+    return [
+        Result("gpu_check", name, line[AFTER], line["unit"], "lower", peers={BEFORE: line[BEFORE]})
+        for name, line in named
+        if WHOLE.fullmatch(name)
+    ]
 
 
 def seen_gpus() -> int:

@@ -102,6 +102,22 @@ VIEWS = (
         below=True,
         in_order=False,
     ),
+    View(
+        "gpu_check",
+        "Whole steps on two H200, beside the tree before the rooms were made; run in turns",
+        r"gpu_(?P<what>\w+): (?P<kind>\w+),(?: .*,)? (?P<tokens>\d+) tokens.*",
+        "{what} {kind}",
+        "{tokens} tokens",
+        in_order=False,
+    ),
+    View(
+        "gpu_law_samples",
+        "Small random cases of the kernels' laws on a Hopper GPU, beside what one constant for all would say",
+        r"(?P<line>.+)",
+        "{line}",
+        "samples over the bound",
+        facts=("over the constant before", "nearest to its bound", "largest error"),
+    ),
     View("gpu_libraries", "GEMMs and activation of rows for libraries, beside our own kernels"),
     View(
         "gpu_layer",

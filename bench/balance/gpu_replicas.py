@@ -101,7 +101,7 @@ def microseconds(call: Callable[[], Tensor]) -> tuple[float, Tensor]:
 
 
 def measured(case: Case) -> Result:
-    """All choices of one case."""
+    """Measures every choice of replicas in one case."""
     experts = case.experts.cuda()
     valid = torch.ones(len(experts), dtype=torch.bool, device="cuda")
     times, balance = {}, {}

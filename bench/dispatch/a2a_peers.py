@@ -65,7 +65,7 @@ def ceiling(rank: int, ranks: int, timed: Callable[[Step], float]) -> float:
 
 
 def nccl_steps(spec: DispatchSpec, sent: list[int]) -> tuple[Step, Step]:
-    """All-to-alls of the bytes that go out and come back, `sent[r]` rows to rank r; sizes are known."""
+    """Returns all-to-alls of the bytes out and back, `sent[r]` rows to rank r; sizes are known."""
     gathered: list[list[int]] = [[]] * spec.ranks
     dist.all_gather_object(gathered, sent)
     received = [row[spec.rank] for row in gathered]

@@ -59,7 +59,7 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Of this rank."""
+        """The tokens of this rank's lane."""
         return self.hidden.shape[0]
 
 

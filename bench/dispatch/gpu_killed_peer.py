@@ -51,7 +51,7 @@ def attempt(name: str, act: Callable[[], object]) -> tuple[bool, str]:
 
 
 def main() -> None:
-    """The survivor."""
+    """Runs the rank that survives."""
     if torch.cuda.device_count() < 2:
         sys.exit("this needs two GPUs of one host")
     torch.cuda.set_device(0)

@@ -128,9 +128,9 @@ def memory(spec: DispatchSpec) -> float:
 
 def soak(spec: DispatchSpec, name: str, steps: int) -> tuple[int, float, float]:
     """Wrong rows of all ranks, MiB that this rank grew by, and steps a second."""
-    row = DISPATCHERS[name]
-    dispatcher = row.build(spec)
-    running = Steps(dispatcher, spec, row.in_flight)
+    entry = DISPATCHERS[name]
+    dispatcher = entry.build(spec)
+    running = Steps(dispatcher, spec, entry.in_flight)
     warm = min(200, steps // 4)
     began = before = 0.0
     for seed in range(steps):

@@ -43,7 +43,7 @@ FEW, SOME, MANY = (3, 0, 1, 9, 0), (70, 0, 33, 1), (200, 0, 130, 1)
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison."""
+    """One scheme and size that is compared with the reference."""
 
     scheme: Scheme
     grouping: Grouping
@@ -173,7 +173,7 @@ class Timed:
         return ExpertBatch(tokens, Grouping.RAGGED, counts, offsets)
 
     def microseconds(self) -> tuple[float, float, int]:
-        """Of the kernel and of the reference; and bytes of the weights."""
+        """Returns microseconds of the kernel and of the reference, and the bytes of the weights."""
         weights, batch, spec = self.weights(), self.batch(), KernelSpec(self.scheme, SHAPE, torch.bfloat16)
         kernel, reference = TritonDequant(spec), TorchReference(spec)
         prepared, plain = kernel.prepare(weights), reference.prepare(weights)

@@ -19,7 +19,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -41,7 +41,6 @@ from moeserve.device.machine import this_machine
 from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights, Grouping
 from moeserve.experts.kernel import Kernel, KernelEntry, KernelSpec, Prepared
 from moeserve.experts.kernels import KERNELS
-from moeserve.experts.kernels.triton import stored
 from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats.floats import BF16, FLOATS, FP32
 from moeserve.quant.schemes import SCHEMES, scheme_named
@@ -71,50 +70,48 @@ class Outcome:
         return int((~(self.errors <= self.bounds)).sum())
 
     def __str__(self) -> str:
-        over = int((~(self.errors <= self.before)).sum())
         typical, largest = self.bounds.median(), self.bounds.max()
-        nearest = (self.errors / self.bounds).max()
         return (
-            f"{len(self.errors)} samples, {self.failures} over their bounds, {over} over {self.before}; "
+            f"{len(self.errors)} samples, {self.failures} over their bounds, "
+            f"{self.over_constant} over {self.before}; "
             f"error {self.errors.median():.1e}, largest {self.errors.max():.4f}; bound {typical:.1e}, "
-            f"largest {largest:.4f}; nearest {nearest:.2f} of its bound; {self.seconds:.0f} s"
+            f"largest {largest:.4f}; nearest {self.nearest:.2f} of its bound; {self.seconds:.0f} s"
         )
 
-    def result(self, case: str) -> record.Result:
-        """As it is recorded."""
-        peers = {
-            "samples": float(len(self.errors)),
-            "largest error": float(self.errors.max()),
-            "median bound": float(self.bounds.median()),
-            "largest bound": float(self.bounds.max()),
-            f"over {self.before}": float((~(self.errors <= self.before)).sum()),
-        }
-        return record.Result(
-            "gpu_law_samples", case, self.failures, "samples over the bound", "lower", 0, peers
-        )
+    @property
+    def over_constant(self) -> int:
+        """Samples over the constant that was the law's bound before there was a model."""
+        return int((~(self.errors <= self.before)).sum())
+
+    @property
+    def nearest(self) -> float:
+        """The largest error as a share of its own bound."""
+        return float((self.errors / self.bounds).max())
+
+
+def result_of(kernel: str, outcomes: Sequence[Outcome], seed: int) -> record.Result:
+    """What all schemes of a kernel gave, as it is recorded."""
+    samples = {len(one.errors) for one in outcomes}
+    peers = {
+        "over the constant before": float(sum(one.over_constant for one in outcomes)),
+        "nearest to its bound": max(one.nearest for one in outcomes),
+        "largest error": max(float(one.errors.max()) for one in outcomes),
+    }
+    each = "/".join(map(str, sorted(samples)))
+    case = f"{kernel}, {len(outcomes)} schemes, {each} samples each, seed {seed}"
+    over = sum(one.failures for one in outcomes)
+    return record.Result("gpu_law_samples", case, over, "samples over the bound", "lower", 0, peers)
 
 
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def declared(row: KernelEntry, scheme: Scheme) -> error_model.Losses:
-    """What the kernel of a row loses; of a tree whose rows do not say it, what its kernels were."""
-    if hasattr(row, "e4m3_sums"):
-        return error_model.losses(row, scheme)
-    dtype = stored.product_dtype(stored.Stored.of(scheme.weights), scheme.activations, frozenset({"e4m3"}))
-    eight = row.name in {"cuda_fp8", "triton_fp8", "cuda_w4a8"} or (
-        row.name == "triton_dequant" and dtype == torch.float8_e4m3fn
-    )
-    kept = error_model.UNIT.get(scheme.activations, 2.0**-24) * error_model.UNIFORM
-    return error_model.Losses(e4m3_sums=eight, sums=kept, out=kept)
-
-
 @dataclass(frozen=True)
 class Draw:
     """Samples of a kernel and scheme that share a shape, a wire and how rows stand."""
 
-    row: KernelEntry
+    entry: KernelEntry
     scheme: Scheme
     counts: tuple[int, ...]
     wire: Format
@@ -123,14 +120,14 @@ class Draw:
 
     @property
     def shape(self) -> ExpertShape:
-        """That of the laws: odd as far as the row allows, H over the edge of a block of 128."""
-        multiples = zip(self.row.multiple_of, (133, 19), strict=True)
+        """Returns the laws' shape: odd as far as the entry allows, H over the edge of a block of 128."""
+        multiples = zip(self.entry.multiple_of, (133, 19), strict=True)
         hidden, inner = (multiple * -(-size // multiple) for multiple, size in multiples)
         return ExpertShape(hidden, inner, activation_named("silu"), bias=self.bias)
 
     def places(self) -> tuple[list[int], list[int], list[int]]:
-        """Of `[e * most]` rows those that a batch holds; of the batch those that count; offsets."""
-        most, spare = max(self.counts), 2 * self.row.row_align + 1
+        """Returns which of `[e * most]` rows a batch holds, which of the batch count, and its offsets."""
+        most, spare = max(self.counts), 2 * self.entry.row_align + 1
         held: list[int] = []
         real: list[int] = []
         offsets = [0]
@@ -140,7 +137,7 @@ class Draw:
             room = (
                 most + spare
                 if self.grouping is Grouping.PADDED
-                else -(-count // self.row.row_align) * self.row.row_align
+                else -(-count // self.entry.row_align) * self.entry.row_align
             )
             held += own + [0] * (room - count)
             offsets.append(len(held))
@@ -162,7 +159,7 @@ class Draw:
         cases = error_model.cases_of(
             self.scheme, self.shape.activation, weights, packed.dequantize(), there, came=came
         )
-        wanted, bounds = cases.answers_and_bounds(declared(self.row, self.scheme))
+        wanted, bounds = cases.answers_and_bounds(error_model.losses(self.entry, self.scheme))
         if not run:
             return torch.zeros(n), bounds.cpu()
         found = self.found(weights, packed, n)
@@ -173,7 +170,7 @@ class Draw:
         """The kernel's answers, one step a sample: `[n, rows * H]`."""
         held, real, offsets = (torch.tensor(t, device=device()) for t in self.places())
         e, spec = len(self.counts), KernelSpec(self.scheme, self.shape, torch.float32)
-        kernel: Kernel = self.row.build(spec)
+        kernel: Kernel = self.entry.build(spec)
         prepared = kernel.prepare(weights)
         counts = torch.tensor(self.counts, dtype=torch.int32, device=device())
         answers = []
@@ -195,16 +192,18 @@ class Draw:
         return torch.stack(answers).double()
 
 
-def draws(row: KernelEntry, scheme: Scheme, *, bias: bool) -> Iterator[Draw]:
+def draws(entry: KernelEntry, scheme: Scheme, *, bias: bool) -> Iterator[Draw]:
     """What samples are drawn by turns: wires and groupings, three of four with few rows."""
     given = scheme.activations.given is not None
     own = FP32 if given else scheme.activations
-    wires = [wire for wire in (own, BF16) if wire in row.eats] or [BF16]
-    groupings = sorted(row.groupings, key=lambda g: g.value)
+    wires = [wire for wire in (own, BF16) if wire in entry.eats] or [BF16]
+    groupings = sorted(entry.groupings, key=lambda g: g.value)
     for i, counts in enumerate((FEW, FEW, FEW, SOME, FEW, FEW, FEW, SOME)):
         turn = i + i // 4
-        biased = bias and turn % 3 == 2 and scheme not in row.unbiased
-        yield Draw(row, scheme, counts, wires[turn % len(wires)], groupings[i // 2 % len(groupings)], biased)
+        biased = bias and turn % 3 == 2 and scheme not in entry.unbiased
+        yield Draw(
+            entry, scheme, counts, wires[turn % len(wires)], groupings[i // 2 % len(groupings)], biased
+        )
 
 
 def sampled(job: tuple[str, str], deadline: float, options: argparse.Namespace) -> Outcome | str:
@@ -215,10 +214,10 @@ def sampled(job: tuple[str, str], deadline: float, options: argparse.Namespace) 
     try:
         if device() == "cpu" and not options.bounds:
             interpret()
-        row, scheme = KERNELS[job[0]], scheme_named(job[1])
+        entry, scheme = KERNELS[job[0]], scheme_named(job[1])
         generator = torch.Generator(device()).manual_seed(options.seed)
         errors, bounds, done, samples = [], [], 0, options.samples
-        plans = list(draws(row, scheme, bias=options.bias))
+        plans = list(draws(entry, scheme, bias=options.bias))
         chunk = min(CHUNK, -(-samples // len(plans)))
         while done < samples:
             n = min(chunk, samples - done)
@@ -226,7 +225,7 @@ def sampled(job: tuple[str, str], deadline: float, options: argparse.Namespace) 
             errors.append(error)
             bounds.append(bound)
             done += n
-        plain = 3e-2 if row.bf16_sums else 2e-2
+        plain = 3e-2 if entry.bf16_sums else 2e-2
         before = BEFORE.get(scheme.activations.name, plain)
         return Outcome(torch.cat(errors), torch.cat(bounds), before, time.time() - start)
     except Exception as raised:  # the run goes on, and says so
@@ -253,10 +252,10 @@ def jobs(arguments: argparse.Namespace) -> list[tuple[str, str]]:
         names = arguments.kernels.split(",")
     found = []
     for name in names:
-        row = KERNELS[name]
-        if arch not in {"any", "cpu", *row.archs}:
+        entry = KERNELS[name]
+        if arch not in {"any", "cpu", *entry.archs}:
             continue
-        schemes = row.fewer_schemes.get(arch, row.schemes) & frozenset(SCHEMES.values())
+        schemes = entry.fewer_schemes.get(arch, entry.schemes) & frozenset(SCHEMES.values())
         plain = [s for s in schemes if s.activations in FLOATS.values()]
         keep = schemes if arguments.plain or name == "torch_grouped_mm" else schemes - set(plain)
         found += [(name, s.name) for s in sorted(keep, key=str) if arguments.schemes in s.name]
@@ -266,7 +265,7 @@ def jobs(arguments: argparse.Namespace) -> list[tuple[str, str]]:
 def lost_in_sums() -> None:
     """Prints the standard deviation and the largest of errors of E4M3 sums, relative to S."""
     from moeserve.experts.kernels.support.hopper import step_for
-    from moeserve.experts.kernels.triton.grouped import Weights
+    from moeserve.experts.kernels.triton.grouped import GroupedWeights
     from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
 
     for k in (144, 1024, 7168):
@@ -277,7 +276,7 @@ def lost_in_sums() -> None:
         batch = ExpertBatch(BF16.quantize(x[0]), Grouping.RAGGED, counts, offsets)
         step = step_for("fp8", batch, batch.tokens)
         codes = step.round(rows.dequantize())
-        side = Weights("fp8", weights.parts[0], weights.parts[1], None, None, 256)
+        side = GroupedWeights("fp8", weights.parts[0], weights.parts[1], None, None, 256)
         found = step.gemm(codes, side, torch.float32).double()
         a, b = rows.dequantize().double(), weights.dequantize()[0].double()
         off = (found - a @ b.T) / (a.square() @ b.square().T).sqrt()
@@ -309,7 +308,8 @@ def main() -> int:
     if arguments.sums:
         lost_in_sums()
         return 0
-    todo, results, failed = jobs(arguments), [], 0
+    todo, failed = jobs(arguments), 0
+    outcomes: dict[str, list[Outcome]] = {}
     deadline = time.time() + arguments.seconds
     with ProcessPoolExecutor(arguments.workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         running = [pool.submit(sampled, job, deadline, arguments) for job in todo]
@@ -318,10 +318,10 @@ def main() -> int:
             failed += isinstance(outcome, str) or outcome.failures > 0
             print(f"{kernel}, {scheme}: {outcome}", flush=True)
             if isinstance(outcome, Outcome):
-                results.append(outcome.result(f"{kernel}, {scheme}, seed {arguments.seed}"))
+                outcomes.setdefault(kernel, []).append(outcome)
     print(f"{len(todo) - failed} of {len(todo)} kernels and schemes within their bounds", flush=True)
-    if arguments.record and results:
-        record.write(results)
+    if arguments.record and outcomes:
+        record.write(result_of(kernel, found, arguments.seed) for kernel, found in outcomes.items())
     return int(failed > 0)
 
 

@@ -47,7 +47,7 @@ class Held:
         return max(1, tokens // self.one_in)
 
     def inputs(self, tokens: int) -> Inputs:
-        """The same for every kind and peer: drawn from a seed of its own."""
+        """Returns the inputs, the same for every kind and peer: they have a seed of their own."""
         there = torch.Generator("cuda").manual_seed(tokens)
         rows, size = self.rows(tokens), self.shape.hidden
         hidden = torch.randn(rows, size, generator=there, device="cuda").bfloat16() * 0.5
@@ -82,7 +82,7 @@ DIFFERENT = 3
 
 
 def matrices(form: Format, experts: int, n: int, k: int) -> Packed:
-    """`[experts, n, k]`."""
+    """Returns random matrices `[experts, n, k]`."""
     few = [form.quantize(torch.randn(1, n, k, device="cuda") * 2 / k**0.5) for _ in range(DIFFERENT)]
     whole = form.empty((experts, n, k), "cuda")
     for e in range(experts):

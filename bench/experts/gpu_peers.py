@@ -38,13 +38,13 @@ Made = Callable[[Inputs], Call]
 
 def library(name: str, held: Held, weights: ExpertWeights) -> Made:
     """Our row for a library, on bf16 rows: its GEMMs, our activation, our grouping and sum around them."""
-    row, scheme = KERNELS[name], Scheme(weights.gate_up.format, BF16)
-    kernel = row.build(KernelSpec(scheme, held.shape, torch.bfloat16))
+    entry, scheme = KERNELS[name], Scheme(weights.gate_up.format, BF16)
+    kernel = entry.build(KernelSpec(scheme, held.shape, torch.bfloat16))
     prepared = kernel.prepare(weights)
 
     def made(inputs: Inputs) -> Call:
         def call() -> Tensor:
-            rows = (inputs.hidden, inputs.ids, held.experts, BF16, row.row_align)
+            rows = (inputs.hidden, inputs.ids, held.experts, BF16, entry.row_align)
             batch, places = gpu_rows.group(*rows)
             return gpu_rows.home(kernel.apply(prepared, batch), places, inputs.weights)
 

@@ -36,7 +36,7 @@ def place_kernel(ids, counts, offsets, places, P, B: tl.constexpr, STARTS: tl.co
 
 @triton.jit
 def _place(ids, places, P, pair, B: tl.constexpr, KNOWN: tl.constexpr):
-    """Where `pair` goes: of B >= P pairs, behind all of lower experts and the earlier ones of its own."""
+    """Returns the place of `pair` among B >= P: behind all of lower experts and earlier ones of its own."""
     if KNOWN:
         place = tl.load(places + pair)
     else:
@@ -78,7 +78,7 @@ def group_kernel(
     x, ids, counts, offsets, places, out, scale, E, P, H,
     K: tl.constexpr, G: tl.constexpr, FP8: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Of at most B pairs, all in one launch: programs (e < E, 0) count, (E + token, block) are `_spread`."""
+    """Groups at most B pairs in one launch: programs (e < E, 0) count, (E + token, block) are `_spread`."""
     e = tl.program_id(0)
     if e < E:
         if tl.program_id(1) == 0:

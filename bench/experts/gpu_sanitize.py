@@ -166,7 +166,7 @@ def entries_here(names: Sequence[str]) -> list[KernelEntry]:
 
 
 def cases(names: Sequence[str]) -> Iterator[Case]:
-    """For each entry every grouping with every of `COUNTS`, its schemes by turns."""
+    """Returns for each entry every grouping with every one of `COUNTS`, its schemes by turns."""
     for entry in entries_here(names):
         schemes = sorted((s for s in entry.schemes if s.weights != FP32), key=str)
         schemes = schemes[:: -(-len(schemes) // SCHEMES_A_ROW)]
@@ -193,7 +193,7 @@ def run_cases(names: Sequence[str]) -> int:
 
 
 def compile_cases(entries: Sequence[str], workers: int, deadline: float) -> None:
-    """All cases once, in processes of their own, so that compilers' caches hold what they need."""
+    """Runs all cases once, in processes of their own, so that compilers' caches hold what they need."""
     share("triton", "moeserve.experts.kernels")
     tasks = [(entry, number) for entry in entries for number in range(len(list(cases([entry]))))]
     on_workers(agrees, tasks, workers, deadline).close()

@@ -56,7 +56,7 @@ def write(results: Iterable[Result], path: Path | None = None) -> None:
 
 
 def circumstances() -> dict[str, object]:
-    """Where and how this process runs: hardware, versions, command (paths from the repository), date."""
+    """Returns how this process runs: hardware, versions, command (paths from the repository), date."""
     return {
         "hardware": hardware(),
         "versions": {"python": platform.python_version()} | dict(_versions()),

@@ -72,7 +72,7 @@ Lines = dict[str, dict[str, Cell]]
 
 
 def read(folder: Path) -> list[Record]:
-    """All results of a folder. Raises ValueError naming the file and line that is not a result."""
+    """Reads all results of a folder. Raises ValueError naming the file and line that is not a result."""
     found: list[Record] = []
     for path in sorted(folder.glob("*.jsonl")):
         for number_of_line, line in enumerate(path.read_text().splitlines(), 1):

@@ -92,12 +92,12 @@ def read(stored: Stored, projections: dict[str, dict[str, Tensor]]) -> dict[str,
 
 
 def differing(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Where two matrices differ in a bit; zeros of either sign are equal, and so are all NaN."""
+    """Returns where two matrices differ in a bit; zeros of either sign are equal, and so are all NaN."""
     return ~((ours == theirs) | (ours.isnan() & theirs.isnan()))
 
 
 def compare(peer: Peer, installed: str) -> Checked:
-    """All projections of one stored form, by moeserve and by the peer."""
+    """Compares all projections of one stored form, as moeserve and as the peer read them."""
     stored = STORED[peer.stored]
     projections = draw(stored)
     ours = read(stored, projections)
@@ -164,7 +164,7 @@ def _same(what: str, peer: str, ours: Tensor, theirs: Tensor) -> Checked:
 
 
 def installed(package: str) -> str | None:
-    """Its version."""
+    """Returns the version of the installed peer."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -90,7 +90,7 @@ def spread(scale: Tensor, like: Tensor) -> Tensor:
 
 
 def power(byte: Tensor) -> Tensor:
-    """2^(byte - 127)."""
+    """Returns 2^(byte - 127), the value of an E8M0 scale."""
     return torch.exp2(byte.view(torch.uint8).float() - 127)
 
 

@@ -20,7 +20,7 @@ class Echo(grpc.GenericRpcHandler):
     """Answers every call with its own bytes: no message is parsed, nothing is copied by hand."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-        """The same handler for any method."""
+        """Returns one handler for every method."""
         return grpc.unary_unary_rpc_method_handler(lambda request, context: request)
 
 

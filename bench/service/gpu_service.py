@@ -77,7 +77,7 @@ def decoded(path: Path, layer: int) -> tuple[torch.Tensor, torch.Tensor, Activat
 
 
 def reference(path: Path, layer: int, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The same in float32 on one GPU."""
+    """Returns the layer's answer in float32, computed on one GPU."""
     gate_up, down, activation = decoded(path, layer)
     hidden, experts, shares = (tensor.to("cuda:0") for tensor in batch)
     answer = torch.zeros(hidden.shape, device="cuda:0")

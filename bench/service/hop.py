@@ -70,7 +70,7 @@ class Case:
         return float(np.percentile(self.seconds[kind], percent)) * 1e3
 
     def hop(self, kind: str, percent: float) -> float:
-        """The same less the median step."""
+        """Returns the seconds less the median step."""
         return self.p(kind, percent) - self.p("step", 50)
 
 

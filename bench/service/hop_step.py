@@ -1,4 +1,4 @@
-"""The same step without the service: `Rank.step` called in two processes that share a gloo group."""
+"""The step of the hop without the service: `Rank.step` called in two processes that share a gloo group."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class BareStep:
         return list(seconds[0])
 
     def close(self) -> None:
-        """Ends the ranks."""
+        """Ends both rank processes."""
         for pipe in self._pipes:
             pipe.send((0, 0.0))
         for process in self._processes:

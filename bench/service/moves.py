@@ -201,7 +201,7 @@ class Exchange:
         return Placement(slots, placement.ranks, placement.experts)
 
     def first(self, placement: Placement, load: Load) -> Placement:
-        """As it is."""
+        """Returns the first placement as it is."""
         return placement
 
 
@@ -222,7 +222,7 @@ class Watch:
                 self.untouched.append(seconds)
 
     def begin(self, *, moving: bool) -> None:
-        """The next window."""
+        """Begins the next window."""
         self.moving, self.counted_from = moving, time.monotonic() + SETTLE
 
     def ratio(self, quantile: float) -> tuple[float, float, float]:
@@ -362,7 +362,7 @@ def measure(
 def prepared(
     house: LocalCluster, args: argparse.Namespace, path: Path, size: Size
 ) -> tuple[list[list[tuple[int, Batch, torch.Tensor]]], float]:
-    """For each workload some calls with their right answers, and how far an answer may be from them."""
+    """Returns each workload's calls with their right answers, and how far an answer may be from them."""
     workloads = [
         [
             (layer, make_batch(size, workload, 100 * workload + at))

@@ -180,7 +180,7 @@ def read_fixture(path: Path, _: Path) -> QuantizedModel:
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint."""
+    """Reads all tensors of a checkpoint."""
     return {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
@@ -211,7 +211,7 @@ def fits(path: Path, slices: int) -> bool:
 
 
 def swapped(model: QuantizedModel) -> QuantizedModel:
-    """The same with the first two experts of every layer in each other's place."""
+    """Returns the tensors with the first two experts of every layer in each other's place."""
     order = torch.tensor([1, 0, *range(2, next(iter(model.weights.values()))[0].shape[0])])
     return replace(model, weights={n: (up[order], down[order]) for n, (up, down) in model.weights.items()})
 

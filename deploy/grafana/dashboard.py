@@ -44,7 +44,7 @@ BY_LAYER_AND_RANK = rates("layer, rank", "moe_routed_rows_total")
 
 
 def now(text: str, legend: str = "") -> Query:
-    """The latest value."""
+    """Returns the query of the latest value."""
     return Query(text, legend, now=True)
 
 
@@ -87,7 +87,7 @@ def serving() -> list[Panel]:
 
 
 def calls() -> list[Panel]:
-    """What callers see."""
+    """The panels of what callers see."""
     return [
         lines("Calls by code", "reqps", "Ended.", Query(rates("code", "moe_requests_total"), "{{code}}")),
         lines(
@@ -115,7 +115,7 @@ def calls() -> list[Panel]:
 
 
 def steps() -> list[Panel]:
-    """Where steps spend their time. On a GPU the phases after wait are those of the launches."""
+    """The panels of the time of steps. On a GPU the phases after wait are those of the launches."""
     return [
         lines(
             "Mean step by phase",
@@ -305,7 +305,7 @@ ROWS = {
 
 
 def placed() -> list[Panel]:
-    """All panels, numbered and laid out: each row's from left to right, wrapping at the dashboard's width."""
+    """Returns all panels, numbered and laid out from left to right, wrapped at the dashboard's width."""
     panels: list[Panel] = []
     below = 0
     for title, row in ROWS.items():

@@ -42,7 +42,7 @@ def rate(name: str, *matchers: str) -> str:
 
 
 def rates(by: str, name: str, *matchers: str) -> str:
-    """That, summed over all labels but `by`."""
+    """Returns the rate summed over all labels but `by`."""
     return f"sum by ({by}) ({rate(name, *matchers)})"
 
 

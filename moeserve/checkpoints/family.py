@@ -79,7 +79,7 @@ def _hash_layers(config: Config, layer: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """One model family: how its config and the names of its experts' tensors are read, in any storage.
 
     `block` and `spelling` (gate, up, down) are as transformers writes them; reading accepts every known one.
@@ -101,14 +101,14 @@ class Family:
 
 _W = ("w1", "w3", "w2")
 
-FAMILIES: dict[str, Family] = {
-    row.model_type: row
-    for row in (
-        Family("deepseek_v2", has_experts=_after_dense(0)),
-        Family("deepseek_v3", has_experts=_after_dense(3)),
-        Family("deepseek_v4", block="ffn", spelling=_W, activation=_limited_silu, by_token=_hash_layers),
-        Family("glm4_moe", has_experts=_after_dense(1)),
-        Family(
+FAMILIES: dict[str, ModelFamily] = {
+    entry.model_type: entry
+    for entry in (
+        ModelFamily("deepseek_v2", has_experts=_after_dense(0)),
+        ModelFamily("deepseek_v3", has_experts=_after_dense(3)),
+        ModelFamily("deepseek_v4", block="ffn", spelling=_W, activation=_limited_silu, by_token=_hash_layers),
+        ModelFamily("glm4_moe", has_experts=_after_dense(1)),
+        ModelFamily(
             "gpt_oss",
             inner_key="intermediate_size",
             activation=_swigluoai,
@@ -117,8 +117,8 @@ FAMILIES: dict[str, Family] = {
             interleaved=True,
             bias=True,
         ),
-        Family("kimi_k2", has_experts=_after_dense(3)),
-        Family(
+        ModelFamily("kimi_k2", has_experts=_after_dense(3)),
+        ModelFamily(
             "llama4_text",
             block="feed_forward",
             inner_key="intermediate_size",
@@ -126,17 +126,17 @@ FAMILIES: dict[str, Family] = {
             stacked=True,
             transposed=True,
         ),
-        Family("minimax_m2", block="block_sparse_moe", spelling=_W, inner_key="intermediate_size"),
-        Family("mixtral", block="block_sparse_moe", spelling=_W, inner_key="intermediate_size"),
-        Family("olmoe", inner_key="intermediate_size"),
-        Family("qwen2_moe", has_experts=_sparse_step),
-        Family("qwen3_moe", has_experts=_sparse_step),
+        ModelFamily("minimax_m2", block="block_sparse_moe", spelling=_W, inner_key="intermediate_size"),
+        ModelFamily("mixtral", block="block_sparse_moe", spelling=_W, inner_key="intermediate_size"),
+        ModelFamily("olmoe", inner_key="intermediate_size"),
+        ModelFamily("qwen2_moe", has_experts=_sparse_step),
+        ModelFamily("qwen3_moe", has_experts=_sparse_step),
     )
 }
 """The table of families by the `model_type` of the text config; a new one is one line here."""
 
 
-def family_of(config: Config) -> tuple[Family, Config]:
+def family_of(config: Config) -> tuple[ModelFamily, Config]:
     """Returns the family of a model and the config of its text part.
 
     Raises CheckpointError, with what is supported, for a family that is not known.

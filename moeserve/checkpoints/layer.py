@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from moeserve.checkpoints.dialects.dialect import Storage
-from moeserve.checkpoints.family import Family
+from moeserve.checkpoints.family import ModelFamily
 from moeserve.checkpoints.names import LayerNames
 from moeserve.checkpoints.store import CheckpointError, TensorStore
 from moeserve.checkpoints.stored import StoredMatrix, StoredTensor, bias_name
@@ -42,7 +42,7 @@ class StoredLayer:
 
     store: TensorStore
     names: LayerNames
-    family: Family
+    family: ModelFamily
     storage: Storage
     experts: int  # E
     hidden: int  # H

@@ -23,7 +23,7 @@ WARM_UP_CALLS = 5  # of each caller, not counted
 
 
 @dataclass(frozen=True)
-class Load:
+class BenchLoad:
     """The call that every caller repeats."""
 
     layer: int
@@ -55,7 +55,7 @@ class Result:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommand."""
+    """Adds the subcommand `bench` and its arguments."""
     about = "drive a running service with random rows and time its answers"
     parser = subparsers.add_parser("bench", help=about, description=about)
     add_address(parser, timeout=30.0)
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.calls else 1
 
 
-def make_load(model: moe_pb2.GetModelReply, args: argparse.Namespace) -> Load:
+def make_load(model: moe_pb2.GetModelReply, args: argparse.Namespace) -> BenchLoad:
     """Makes random rows in the model's dtype, each for different random experts with even weights.
 
     ValueError: the layer is not served.
@@ -109,10 +109,10 @@ def make_load(model: moe_pb2.GetModelReply, args: argparse.Namespace) -> Load:
         hidden = hidden.astype(np.float16)
     experts = np.argsort(random.random((rows, info.experts)), axis=1)[:, : info.top_k].astype(np.int32)
     weights = np.full((rows, info.top_k), 1 / info.top_k, dtype=np.float32)
-    return Load(chosen, hidden, experts, weights, dtype if dtype == "bf16" else "", args.transport)
+    return BenchLoad(chosen, hidden, experts, weights, dtype if dtype == "bf16" else "", args.transport)
 
 
-def measure(client: MoeClient, load: Load, concurrency: int, duration: float) -> Result:
+def measure(client: MoeClient, load: BenchLoad, concurrency: int, duration: float) -> Result:
     """Drives the service for `duration` seconds from `concurrency` threads of one client."""
     callers = [_Caller(client, load) for _ in range(concurrency)]
     ready, begin, end = threading.Barrier(concurrency + 1), threading.Event(), threading.Event()
@@ -136,7 +136,7 @@ def measure(client: MoeClient, load: Load, concurrency: int, duration: float) ->
 class _Caller:
     """A thread that makes one call after another."""
 
-    def __init__(self, client: MoeClient, load: Load) -> None:
+    def __init__(self, client: MoeClient, load: BenchLoad) -> None:
         self.latencies: list[float] = []
         self.errors: Counter[str] = Counter()
         self._client = client
@@ -166,7 +166,7 @@ class _Caller:
         self._client.forward(load.layer, load.hidden, load.experts, load.weights, dtype=load.dtype)
 
 
-def _result(load: Load, callers: list[_Caller], seconds: float, jobs_per_step: float) -> Result:
+def _result(load: BenchLoad, callers: list[_Caller], seconds: float, jobs_per_step: float) -> Result:
     latencies = np.array([latency for caller in callers for latency in caller.latencies] or [np.nan])
     calls = sum(len(caller.latencies) for caller in callers)
     rows = load.hidden.shape[0]

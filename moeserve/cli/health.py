@@ -14,7 +14,7 @@ ASK_SECONDS = 0.25  # between two questions while waiting
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommand."""
+    """Adds the subcommand `health` and its arguments."""
     about = "ask a running service whether it serves (grpc.health.v1): exit code 0, else 1 with the reason"
     parser = subparsers.add_parser("health", help=about, description=about)
     add_address(parser, timeout=5.0)

@@ -13,7 +13,7 @@ from moeserve.cli.arguments.configured import add_config_flags, config_of, given
 
 if TYPE_CHECKING:
     from moeserve.cli.shown.plan_shown import Planned
-    from moeserve.cli.vllm.reading import Finding
+    from moeserve.cli.vllm.reading import VllmSetting
     from moeserve.runtime.config import Config
 
 
@@ -22,7 +22,7 @@ MEASURE_SECONDS = 8.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommand."""
+    """Adds the subcommand `plan` and its arguments."""
     about = "show which kernel and all2all backend each layer gets, and why not the others; needs no GPU"
     parser = subparsers.add_parser("plan", help=about, description=about)
     add_config_flags(parser, serving=False)
@@ -128,7 +128,7 @@ def _from_vllm(args: argparse.Namespace) -> None:
         print(f"\n{_planned(args, config_of(args, keys)).text()}")
 
 
-def _findings(args: argparse.Namespace, path: str) -> list[Finding]:
+def _findings(args: argparse.Namespace, path: str) -> list[VllmSetting]:
     """Reads vLLM's settings, for the checkpoint's scheme where all its layers have the same."""
     from moeserve.checkpoints.checkpoint import Checkpoint
     from moeserve.cli.vllm.reading import read

@@ -14,7 +14,7 @@ DONE = ("planned", "moved", "even")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommand."""
+    """Adds the subcommand `rebalance` and its arguments."""
     about = "move experts of a running service so that its ranks' loads are even, while it serves"
     parser = subparsers.add_parser("rebalance", help=about, description=about)
     add_address(parser, timeout=OPERATION_SECONDS)

@@ -28,7 +28,7 @@ windows one after the other.
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommand."""
+    """Adds the subcommand `record` and its arguments."""
     about = "record how many tokens each expert gets, of a running service or from others' count files"
     parser = subparsers.add_parser(
         "record",

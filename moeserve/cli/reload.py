@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommand."""
+    """Adds the subcommand `reload` and its arguments."""
     about = "bring a running service to the weights of another checkpoint of the same shapes, while it serves"
     parser = subparsers.add_parser("reload", help=about, description=about)
     add_address(parser, timeout=OPERATION_SECONDS)

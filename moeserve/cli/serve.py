@@ -41,7 +41,7 @@ class Cluster(Protocol):
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommand."""
+    """Adds the subcommand `serve` and its arguments."""
     about = "serve a checkpoint's experts until told to stop (SIGINT or SIGTERM)"
     parser = subparsers.add_parser("serve", help=about, description=about)
     add_config_flags(parser, serving=True)

@@ -14,7 +14,7 @@ from typing import Any
 from moeserve.cli.arguments.sizes import SIZE_NAMES, WAY_OUT, Sizes, add_size_flags, sizes_of
 from moeserve.experts.balance import BALANCERS, Wish, balancer_named
 from moeserve.experts.balance.cost import CostModel
-from moeserve.experts.balance.forecast import Forecast, Setting, balance_of, forecast, rank_bytes
+from moeserve.experts.balance.forecast import Forecast, ForecastSetting, balance_of, forecast, rank_bytes
 from moeserve.experts.balance.incremental import UNLIMITED
 from moeserve.experts.balance.measured import WEIGHT_BITS, measured
 from moeserve.experts.balance.objective import ActiveExperts, ReplicaCost, StepTime, Tokens
@@ -76,7 +76,7 @@ bench/experts/gpu_experts.py on your machine, and --rate changes any.
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommand."""
+    """Adds the subcommand `simulate` and its arguments."""
     about = "plan expert placement from recorded loads: balance, moves, memory, time a step; needs no GPU"
     parser = subparsers.add_parser(
         "simulate",
@@ -194,7 +194,7 @@ def _rows(
     if args.budget_bytes is not None:
         budget = min(budget, args.budget_bytes // model.expert_bytes)
     settings = [
-        Setting(ranks, redundant, args.nodes, args.tokens, budget, model=model)
+        ForecastSetting(ranks, redundant, args.nodes, args.tokens, budget, model=model)
         for ranks in args.ranks
         for redundant in args.redundant
     ]
@@ -218,7 +218,7 @@ def _rows(
 SHIFT = ("mean_balancedness", "worst_layer_balancedness", "moves_per_layer", "moved_bytes", "plan_seconds")
 
 
-def _row(found: Forecast, setting: Setting, load: Load) -> dict[str, Any]:
+def _row(found: Forecast, setting: ForecastSetting, load: Load) -> dict[str, Any]:
     last, moves = found.changes[-1], found.changes[-1].moves
     balance = balance_of(last.after, load, setting)
     return {
@@ -250,7 +250,7 @@ def rates_of(rates: Sequence[str]) -> dict[str, Any]:
     return changes
 
 
-def _objective(name: str, setting: Setting) -> ReplicaCost:
+def _objective(name: str, setting: ForecastSetting) -> ReplicaCost:
     tokens = setting.ranks * setting.rank_tokens
     if name == "active":
         return ActiveExperts(tokens, setting.model.top_k)

@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommand."""
+    """Adds the subcommand `status` and its arguments."""
     about = "show state, ranks and balance of a running service"
     parser = subparsers.add_parser("status", help=about, description=about)
     add_address(parser, timeout=10.0)

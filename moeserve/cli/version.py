@@ -12,7 +12,7 @@ PACKAGES = ("numpy", "grpcio", "protobuf", "torch", "safetensors", "ray", "trans
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommand."""
+    """Adds the subcommand `version` and its arguments."""
     about = "show the versions of moeserve and of what it uses"
     parser = subparsers.add_parser("version", help=about, description=about)
     parser.set_defaults(func=run)

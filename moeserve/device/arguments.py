@@ -89,7 +89,7 @@ class Arguments:
         return "\n".join((f"struct {self.name} {{", *fields, "};", *places, size, ""))
 
     def bound(self, given: Mapping[str, Argument]) -> Arguments:
-        """The same struct with the fields of `given` filled once: `pack` then takes the others.
+        """Returns the struct with the fields of `given` filled once: `pack` then takes the others.
 
         Raises as `pack` does, except that fields may be missing.
         """

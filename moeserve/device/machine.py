@@ -11,19 +11,24 @@ import torch
 
 GIB = 1 << 30
 
-OPTIONAL_MODULES = (
-    "triton",
-    "cuda.bindings",
-    "flashinfer",
-    "deep_ep",
-    "deep_gemm",
-    "triton_kernels",
-    "aiter",
-    "nccl.ep",
-    "nixl_ep",
-    "mori",
+_NVIDIA = frozenset(
+    {
+        "triton",
+        "cuda.bindings",
+        "flashinfer",
+        "deep_ep",
+        "deep_gemm",
+        "triton_kernels",
+        "nccl.ep",
+        "nixl_ep",
+    }
 )
-"""Packages that some kernel or dispatcher needs; looked up, never imported, when a machine is described."""
+_AMD = frozenset({"triton", "triton_kernels", "aiter", "mori"})
+
+OPTIONAL_MODULES = _NVIDIA | _AMD
+"""Packages that some kernel or dispatcher needs, by whose GPUs they are made for; looked up, never imported,
+when a machine is described.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,12 +78,7 @@ def _host_memory() -> int:
         return int(next(line for line in lines if line.startswith("MemTotal")).split()[1]) * 1024
 
 
-_NVIDIA = frozenset(
-    {"triton", "cuda.bindings", "flashinfer", "deep_ep", "deep_gemm", "triton_kernels", "nccl.ep", "nixl_ep"}
-)
-_AMD = frozenset({"triton", "triton_kernels", "aiter", "mori"})
-
-_NAMED: dict[str, tuple[str, int, frozenset[str]]] = {
+NAMED: dict[str, tuple[str, int, frozenset[str]]] = {
     "cpu": ("cpu", 64, frozenset()),
     "a100": ("sm80", 80, _NVIDIA),
     "l40s": ("sm89", 48, _NVIDIA),
@@ -101,9 +101,9 @@ def machine_named(name: str, modules: Iterable[str] | None = None) -> Machine:
     Raises ValueError with the names known.
     """
     key = name.lower()
-    if key not in _NAMED:
-        raise ValueError(f"unknown machine {name!r}; known: {', '.join(_NAMED)}")
-    arch, memory, packages = _NAMED[key]
+    if key not in NAMED:
+        raise ValueError(f"unknown machine {name!r}; known: {', '.join(NAMED)}")
+    arch, memory, packages = NAMED[key]
     return Machine(key, arch, memory * GIB, packages if modules is None else frozenset(modules))
 
 

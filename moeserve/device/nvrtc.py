@@ -64,7 +64,7 @@ class Function:
     arguments: Arguments
 
     def bound(self, given: Mapping[str, Argument]) -> Function:
-        """The same kernel with some arguments given once; `launch` then takes the others."""
+        """Returns the kernel with some arguments given once; `launch` then takes the others."""
         return replace(self, arguments=self.arguments.bound(given))
 
     def launch(
@@ -191,7 +191,7 @@ def compiled(source: str, arch: str, options: tuple[str, ...] = ()) -> bytes:
 
 
 def cache_folder() -> Path:
-    """Where cubins are kept: `MOESERVE_CACHE`, else `moeserve` in the user's cache folder; then `kernels`."""
+    """Returns the folder of cubins: `kernels` in `MOESERVE_CACHE`, else in `moeserve` of the user's cache."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(os.environ.get("MOESERVE_CACHE") or Path(home) / "moeserve") / "kernels"
 

@@ -17,7 +17,7 @@ from moeserve.dispatch.routing import Routing
 
 
 @dataclass(frozen=True, eq=False)
-class _Ticket:
+class _RangeTicket:
     dispatcher: Dispatcher  # that dispatched, and brings home
     own: Any
 
@@ -39,9 +39,9 @@ class ByRows(Dispatcher):
         """Dispatches with the part for the fullest lane's rows. Raises ValueError above the last range."""
         dispatcher = self._dispatcher(max(routing.lane_rows))
         arrived = dispatcher.dispatch(hidden, routing)
-        return Dispatched(arrived.batch, _Ticket(dispatcher, arrived.ticket))
+        return Dispatched(arrived.batch, _RangeTicket(dispatcher, arrived.ticket))
 
-    def combine(self, outputs: Tensor, ticket: _Ticket) -> Tensor:
+    def combine(self, outputs: Tensor, ticket: _RangeTicket) -> Tensor:
         """Home by the dispatcher that dispatched: `[T, H]`."""
         return ticket.dispatcher.combine(outputs, ticket.own)
 

@@ -131,6 +131,7 @@ class DispatchEntry:
     partial_sums: str = "float32"  # how sums over ranks are rounded on the way home
     host_sync: bool = False  # reads counts on the host
     ordered: bool = True  # rows of a slot arrive in the order of lanes and of their rows
+    permutes: bool = True  # groups and weighs rows by the kernels of `permute`, not by its own
     quantizes: bool = False  # the library rounds rows itself: codes may differ from the format's
     limits: Limits = field(default_factory=Limits)
     reference: bool = False  # judges the others; wins only when named

@@ -19,7 +19,7 @@ MOST_SLOTS = 1024
 
 @dataclass(frozen=True, eq=False)
 class Homes:
-    """Where each choice of the arrived rows went in the batch, and what its output weighs.
+    """The place of each choice of the arrived rows in the batch, and the weight of its output.
 
     With `starts`, places and weights are flat, `[P]` for the P choices that are here, row by row, and row i
     begins at `starts[i]`. Without, they are `[R, K]`, and a choice that is not here has the place

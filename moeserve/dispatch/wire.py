@@ -1,4 +1,4 @@
-"""What travels: the bytes of one row (`Record`), and the formats whose rows can travel alone."""
+"""What travels: the bytes of one row (`WireRecord`), and the formats whose rows can travel alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALIGN = 16
 
 
 @dataclass(frozen=True)
-class Record:
+class WireRecord:
     """Byte layout of one row on the wire: the format's parts, then K slots (int32) and K weights (float32).
 
     Rows of several lanes stand in one `[rows, nbytes]` uint8 tensor, so a phase needs one collective, and any

@@ -1,1 +1,1 @@
-"""Where experts live and how they compute: gate, activation, kernels, placement, load, checkpoints."""
+"""One layer's experts: gate, activation, kernels, placement, load, and the bank of prepared weights."""

@@ -112,7 +112,7 @@ Act = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class ActivationRow:
+class ActivationEntry:
     """One activation: its function, and its parameters with their defaults (None: off unless given)."""
 
     act: Act
@@ -175,20 +175,20 @@ def _situ(gate: Tensor, up: Tensor, *, beta: float, linear_beta: float | None = 
     return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * up
 
 
-ACTIVATIONS: Mapping[str, ActivationRow] = {
-    "silu": ActivationRow(_silu, {"limit": None}),
-    "gelu": ActivationRow(_gelu),
-    "gelu_tanh": ActivationRow(_gelu_tanh),
-    "relu2": ActivationRow(_relu2),
-    "swigluoai": ActivationRow(_swiglu_oai, {"limit": 7.0, "alpha": 1.702, "beta": 1.0}),
-    "swigluoai_uninterleave": ActivationRow(
+ACTIVATIONS: Mapping[str, ActivationEntry] = {
+    "silu": ActivationEntry(_silu, {"limit": None}),
+    "gelu": ActivationEntry(_gelu),
+    "gelu_tanh": ActivationEntry(_gelu_tanh),
+    "relu2": ActivationEntry(_relu2),
+    "swigluoai": ActivationEntry(_swiglu_oai, {"limit": 7.0, "alpha": 1.702, "beta": 1.0}),
+    "swigluoai_uninterleave": ActivationEntry(
         _swiglu_oai, {"limit": None, "alpha": 1.0, "beta": 0.0}, needs=frozenset({"limit"})
     ),
-    "swiglustep": ActivationRow(_swiglu_step, {"limit": 7.0}),
-    "situ": ActivationRow(_situ, {"beta": None, "linear_beta": None}, needs=frozenset({"beta"})),
-    "silu_no_mul": ActivationRow(functional.silu),
-    "gelu_no_mul": ActivationRow(functional.gelu),
-    "gelu_tanh_no_mul": ActivationRow(_gelu_tanh_no_mul),
-    "relu2_no_mul": ActivationRow(_relu2_no_mul),
+    "swiglustep": ActivationEntry(_swiglu_step, {"limit": 7.0}),
+    "situ": ActivationEntry(_situ, {"beta": None, "linear_beta": None}, needs=frozenset({"beta"})),
+    "silu_no_mul": ActivationEntry(functional.silu),
+    "gelu_no_mul": ActivationEntry(functional.gelu),
+    "gelu_tanh_no_mul": ActivationEntry(_gelu_tanh_no_mul),
+    "relu2_no_mul": ActivationEntry(_relu2_no_mul),
 }
 """Every activation by name; a new one is one function and one line here."""

@@ -48,7 +48,7 @@ class KernelSpans:
 
     @property
     def names(self) -> str:
-        """As one label: the kernels that serve, by rising rows."""
+        """The names of the kernels that serve, by rising rows, as one label."""
         return "+".join(entry.name for entry in self.entries)
 
     @property

@@ -101,7 +101,7 @@ class Plain:
 
     @property
     def spec(self) -> Spec:
-        """Dtype and shape."""
+        """The dtype and the shape of the tensor."""
         return Spec(self.dtype, self.storage.shape)
 
     def rows(self, start: int, stop: int) -> Plain:

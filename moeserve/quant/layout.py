@@ -1,6 +1,6 @@
 """Layouts: invertible re-packings of a stored matrix into the tensors that a kernel family, or a file, wants.
 
-A `Move` rearranges one tensor; a `Rearrangement` is the layout that moves each part of a format by itself,
+A `TensorMove` rearranges one tensor; a `Rearrangement` is the layout that moves each part of a format alone,
 and moves compose. Layouts that need more than one part at a time write `pack` and `unpack` themselves.
 """
 
@@ -49,7 +49,7 @@ class Layout(Protocol):
         """
 
 
-class Move(Protocol):
+class TensorMove(Protocol):
     """An invertible rearrangement of one stored tensor `[..., n, k]`, matrix by matrix, of any device."""
 
     def forward(self, stored: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Move(Protocol):
         """The inverse, with the shape and dtype of `like`, whose values are not read."""
 
 
-Moves = Callable[[Part, torch.Size], Sequence[Move]]
+Moves = Callable[[Part, torch.Size], Sequence[TensorMove]]
 """The moves of one part of a matrix of logical shape `[..., N, K]`, in their order; none: it stays."""
 
 

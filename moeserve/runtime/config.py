@@ -125,7 +125,7 @@ class BalanceConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Where clients reach the service."""
+    """The addresses at which clients and Prometheus reach the service."""
 
     host: str = "127.0.0.1"
     port: int = 50051  # the coordinator's; 0 picks a free one

@@ -23,7 +23,7 @@ def one_version(versions: Iterable[int]) -> int:
     return found[0]
 
 
-class Overloaded(RuntimeError):
+class LaneFull(RuntimeError):
     """The lane holds as many calls as it may; try again after `pushback` seconds."""
 
     def __init__(self, message: str, pushback: float) -> None:

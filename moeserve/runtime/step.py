@@ -59,7 +59,7 @@ class Header:
 
 
 class Stamp(NamedTuple):
-    """Under what an answer was computed."""
+    """The epoch and the weights under which an answer was computed."""
 
     epoch: int
     weights_version: int

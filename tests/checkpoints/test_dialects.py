@@ -33,7 +33,7 @@ CLAIMS: list[tuple[dict[str, Any] | None, str]] = [
     (DEEPSEEK | {"modules_to_not_convert": ["lm_head"]}, "fp8_block"),
     (DEEPSEEK | {"fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate", "lm_head"]}, "fp8_block"),
     ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, "mxfp4_blocks"),
-    *((row.config, row.dialect) for row in PRODUCERS.values() if "expert_dtype" not in row.model),
+    *((entry.config, entry.dialect) for entry in PRODUCERS.values() if "expert_dtype" not in entry.model),
 ]
 """Quantization configs as published models have them, and the dialect that must claim each."""
 
@@ -60,7 +60,7 @@ def name_of(config: dict[str, Any] | None) -> str:
 
 @pytest.mark.parametrize(("config", "name"), CLAIMS, ids=name_of)
 def test_exactly_one_dialect_claims_a_config(config: dict[str, Any] | None, name: str) -> None:
-    assert [row.name for row in DIALECTS.values() if row.claims(config)] == [name]
+    assert [entry.name for entry in DIALECTS.values() if entry.claims(config)] == [name]
     assert dialect_for(config) is DIALECTS[name]
 
 
@@ -69,27 +69,27 @@ def test_a_config_that_nobody_claims_is_refused_with_what_is_supported(config: d
     with pytest.raises(CheckpointError, match="is not supported as configured; supported: ") as error:
         dialect_for(config)
     assert repr(config.get("quant_method")) in str(error.value)
-    assert all(row.reads in str(error.value) for row in DIALECTS.values())
+    assert all(entry.reads in str(error.value) for entry in DIALECTS.values())
 
 
-@pytest.mark.parametrize("row", DIALECTS.values(), ids=DIALECTS)
-def test_every_dialect_is_tried(row: Any) -> None:
-    claimed = [config for config, name in CLAIMS if name == row.name]
-    assert claimed, f"CLAIMS needs a config that {row.name} claims"
+@pytest.mark.parametrize("entry", DIALECTS.values(), ids=DIALECTS)
+def test_every_dialect_is_tried(entry: Any) -> None:
+    claimed = [config for config, name in CLAIMS if name == entry.name]
+    assert claimed, f"CLAIMS needs a config that {entry.name} claims"
     for config in claimed:
-        storage = row.storage(config or {}, torch.bfloat16, LAYER)
+        storage = entry.storage(config or {}, torch.bfloat16, LAYER)
         assert len({tensor.suffix for tensor in storage.everything}) == len(storage.everything)
 
 
 def test_fp8_leaves_out_what_the_config_lists() -> None:
-    row = DIALECTS["fp8_block"]
+    entry = DIALECTS["fp8_block"]
     listed = DEEPSEEK | {"modules_to_not_convert": ["lm_head", "model.layers.1.mlp.experts"]}
-    assert row.skips(listed, layer_names("model.layers.1.mlp"))
-    assert not row.skips(listed, layer_names("model.layers.10.mlp"))
-    assert not row.skips(listed, layer_names("model.layers.0.mlp"))
+    assert entry.skips(listed, layer_names("model.layers.1.mlp"))
+    assert not entry.skips(listed, layer_names("model.layers.10.mlp"))
+    assert not entry.skips(listed, layer_names("model.layers.0.mlp"))
     one = DEEPSEEK | {"ignored_layers": ["language_model.model.layers.1.mlp.experts.0.gate_proj"]}
-    assert row.skips(one, layer_names("model.layers.1.mlp"))
-    assert not row.skips(DEEPSEEK, layer_names("model.layers.1.mlp"))
+    assert entry.skips(one, layer_names("model.layers.1.mlp"))
+    assert not entry.skips(DEEPSEEK, layer_names("model.layers.1.mlp"))
 
 
 def test_a_scale_of_the_whole_matrix_must_be_shared() -> None:
@@ -174,16 +174,16 @@ def test_dense_layers_default_as_in_transformers(model_type: str, dense: int) ->
 def test_family_of_what_transformers_writes(family: str) -> None:
     with torch.device("meta"):
         model = make_model(family, dtype=torch.float32, seed=0, hidden=64, num_hidden_layers=2, **SMALL)
-    row, config = family_of(model.config.to_dict())
-    assert row.model_type == family
-    assert required(config, row.inner_key) > 0
-    assert row.activation(config).gated
+    entry, config = family_of(model.config.to_dict())
+    assert entry.model_type == family
+    assert required(config, entry.inner_key) > 0
+    assert entry.activation(config).gated
 
 
 def test_a_text_model_inside_another_is_found() -> None:
     text = {"model_type": "deepseek_v3", "hidden_size": 64}
-    row, config = family_of({"model_type": "kimi_k25", "text_config": text})
-    assert row.model_type == "deepseek_v3"
+    entry, config = family_of({"model_type": "kimi_k25", "text_config": text})
+    assert entry.model_type == "deepseek_v3"
     assert config["hidden_size"] == 64
 
 

@@ -319,9 +319,11 @@ REFUSED: dict[str, tuple[str, Config, str]] = {
 def test_a_config_that_is_not_supported_is_named(
     name: str, changed: Config, message: str, tmp_path: Path
 ) -> None:
-    row = PRODUCERS[name]
-    config = {k: v for k, v in (dict(row.config or {}) | changed).items() if v is not None or k in MEANT_NULL}
-    write(tmp_path, replace(row, config=config))
+    entry = PRODUCERS[name]
+    config = {
+        k: v for k, v in (dict(entry.config or {}) | changed).items() if v is not None or k in MEANT_NULL
+    }
+    write(tmp_path, replace(entry, config=config))
     with pytest.raises(CheckpointError, match=re.escape(message)):
         Checkpoint(tmp_path)
 

@@ -138,16 +138,16 @@ def test_dynamic_rules_of_gptq_change_numbers() -> None:
     ],
 )
 def test_a_layer_that_is_left_out_is_read_as_it_is(name: str, entry: dict[str, Any], tmp_path: Path) -> None:
-    row = PRODUCERS[name]
+    producer = PRODUCERS[name]
     (tmp_path / "plain").mkdir()
-    unquantized = write(tmp_path / "plain", replace(row, config=None, make=plain))
-    quantized = write(tmp_path, replace(row, config=dict(row.config or {}) | entry))
+    unquantized = write(tmp_path / "plain", replace(producer, config=None, make=plain))
+    quantized = write(tmp_path, replace(producer, config=dict(producer.config or {}) | entry))
     first = {n: t for n, t in load_file(tmp_path / "plain" / "model.safetensors").items() if "layers.0" in n}
     second = {n: t for n, t in load_file(tmp_path / "model.safetensors").items() if "layers.1" in n}
     save_file(first | second, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(tmp_path)
     assert checkpoint.scheme(0).name == "bf16"
-    assert checkpoint.scheme(1).name == row.scheme
+    assert checkpoint.scheme(1).name == producer.scheme
     for layer, meant in ((0, unquantized), (1, quantized)):
         read = checkpoint.experts(layer, range(EXPERTS))
         for expert in range(EXPERTS):

@@ -40,7 +40,7 @@ def test_weights_are_what_was_written(producer: Producer, tmp_path: Path) -> Non
 def test_exactly_one_dialect_claims_what_it_writes(producer: Producer, tmp_path: Path) -> None:
     write(tmp_path, producer)
     config = Checkpoint(tmp_path).quantization
-    assert [row.name for row in DIALECTS.values() if row.claims(config)] == [producer.dialect]
+    assert [entry.name for entry in DIALECTS.values() if entry.claims(config)] == [producer.dialect]
 
 
 @every_producer
@@ -67,7 +67,7 @@ def test_slices_are_the_expert_in_pieces(producer: Producer, tmp_path: Path) -> 
         assert torch.equal(downs[index], down[:, own])
 
 
-STATIC = {name: row for name, row in PRODUCERS.items() if row.scheme.endswith("_static")}
+STATIC = {name: entry for name, entry in PRODUCERS.items() if entry.scheme.endswith("_static")}
 
 
 @pytest.mark.parametrize("producer", STATIC.values(), ids=STATIC)
@@ -159,10 +159,10 @@ def test_a_scale_that_is_no_number_is_named(producer: Producer, tmp_path: Path) 
 @pytest.mark.parametrize("block", ["mlp", "block_sparse_moe"])
 @pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), W_NAMES], ids=str)
 def test_experts_may_be_renamed(block: str, names: tuple[str, str, str], tmp_path: Path) -> None:
-    row = PRODUCERS["ct NVFP4"]
+    entry = PRODUCERS["ct NVFP4"]
     model = {"model_type": "mixtral", "intermediate_size": INNER, "num_local_experts": EXPERTS}
     model |= {"num_experts": EXPERTS}
-    renamed = Producer(row.dialect, row.scheme, row.config, row.make, None, names, block, model)
+    renamed = Producer(entry.dialect, entry.scheme, entry.config, entry.make, None, names, block, model)
     meant = write(tmp_path, renamed)
     read = Checkpoint(tmp_path).experts(0, [1])
     assert torch.equal(read.gate_up.dequantize()[0], meant[0, 1][0])

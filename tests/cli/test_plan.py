@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from costing_ranks import FITTING
 
 from moeserve.cli import main
 from moeserve.cli.shown.tables import table
@@ -163,9 +164,6 @@ def test_an_unknown_table_is_refused_with_those_known(capsys: pytest.CaptureFixt
     )
 
 
-BOTH = {"allgather_reducescatter", "all2allv"}
-
-
 @pytest.fixture
 def measuring(checkpoint: str, tmp_path: Path) -> Path:
     """A configuration of two CPU ranks with short lanes, whose costs are kept beside it."""
@@ -183,11 +181,11 @@ def test_dispatchers_are_measured_and_the_plan_follows(
 ) -> None:
     (plan,) = planned([str(measuring), "--measure"], capsys)["plans"]
     measured = {dispatcher["dispatcher"]: dispatcher["points"] for dispatcher in plan["costs"]["dispatchers"]}
-    assert measured.keys() == BOTH
+    assert measured.keys() == FITTING
     for points in measured.values():
         assert points[0]["rows"] == 1 and [p["rows"] for p in points] == sorted(p["rows"] for p in points)
         assert all(point["dispatch"] > 0 and point["combine"] > 0 for point in points)
-    assert {dispatcher["name"] for dispatcher in plan["dispatchers"]} <= BOTH
+    assert {dispatcher["name"] for dispatcher in plan["dispatchers"]} <= FITTING
     assert plan["dispatchers"][-1]["up_to"] == plan["costs"]["setting"]["lane_rows"] == 16
     assert (plan["costs"]["setting"]["ranks"], plan["costs"]["setting"]["device"]) == (2, "cpu")
     (kept,) = (measuring.parent / "costs").iterdir()
@@ -200,7 +198,7 @@ def test_dispatchers_are_measured_and_the_plan_follows(
     assert "  cost     measured on " in shown
     head = shown.index("  microseconds of dispatch + combine")
     table_head, first, *_ = shown[head:].splitlines()[1:]
-    assert all(f"{name} (bf16)" in table_head for name in BOTH)
+    assert all(f"{name} (bf16)" in table_head for name in FITTING)
     assert first.split()[0] == "1" and first.count("*") == 1
 
     text = measuring.read_text().replace("'always'", "'never'")

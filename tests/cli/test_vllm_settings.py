@@ -17,9 +17,9 @@ from moeserve.cli.vllm.backends import (
     AUTO_MEMBER,
     MEMBERS,
     MOE_BACKENDS,
-    Family,
-    Member,
     MoeBackend,
+    VllmFamily,
+    VllmMember,
     family_of,
 )
 from moeserve.cli.vllm.reading import merged, read, toml
@@ -60,21 +60,21 @@ SETTINGS = [(name, value) for name, switch in SWITCHES.items() for value in valu
 
 
 def test_schemes_fall_into_every_family() -> None:
-    assert ONE_OF_EACH.keys() == set(Family)
+    assert ONE_OF_EACH.keys() == set(VllmFamily)
 
 
 @pytest.mark.parametrize("member", MEMBERS.values(), ids=lambda m: f"{m.family.value} {m.name}")
-def test_a_member_is_a_kernel_that_computes_its_family_or_a_reason(member: Member) -> None:
+def test_a_member_is_a_kernel_that_computes_its_family_or_a_reason(member: VllmMember) -> None:
     assert member.kernel or member.note.startswith(("not built: ", "no kernel: "))
     if member.kernel:
         schemes = {scheme for entry in PINS[member.kernel] for scheme in entry.schemes}
         assert member.family in {family_of(scheme) for scheme in schemes}
 
 
-@pytest.mark.parametrize("row", MOE_BACKENDS.values(), ids=lambda row: row.name)
-def test_a_name_asks_for_members_that_there_are_or_says_why_not(row: MoeBackend) -> None:
-    assert row.members or row.note.startswith("not built: ")
-    for family, names in row.members.items():
+@pytest.mark.parametrize("entry", MOE_BACKENDS.values(), ids=lambda entry: entry.name)
+def test_a_name_asks_for_members_that_there_are_or_says_why_not(entry: MoeBackend) -> None:
+    assert entry.members or entry.note.startswith("not built: ")
+    for family, names in entry.members.items():
         assert names
         assert all(name == AUTO_MEMBER or (family, name) in MEMBERS for name in names)
 
@@ -89,14 +89,14 @@ def test_every_setting_gives_keys_that_exist_or_a_reason(name: str, value: str) 
         assert from_mapping(Config, tomllib.loads(toml(found.keys))) == Config().with_values(found.keys)
 
 
-@pytest.mark.parametrize("row", MOE_BACKENDS.values(), ids=lambda row: row.name)
-def test_every_name_gives_a_kernel_or_a_reason(row: MoeBackend) -> None:
+@pytest.mark.parametrize("entry", MOE_BACKENDS.values(), ids=lambda entry: entry.name)
+def test_every_name_gives_a_kernel_or_a_reason(entry: MoeBackend) -> None:
     for family, stored in ONE_OF_EACH.items():
-        (found,) = read({}, row.name, stored)
+        (found,) = read({}, entry.name, stored)
         assert found.keys or found.why
         if "plan.kernel" in found.keys:
             assert found.keys["plan.kernel"] in {"auto", *PINS}
-        elif family in row.members:
+        elif family in entry.members:
             assert found.why.startswith(("not built: ", "no kernel: "))
 
 
@@ -116,7 +116,7 @@ class TestANewNumberFormat:
     def test_has_keys_or_a_reason_for_every_setting(self, name: str, value: str) -> None:
         (found,) = read({name: value}, "", NEW)
         assert found.keys or found.why
-        if SWITCHES[name].families != set(Family):
+        if SWITCHES[name].families != set(VllmFamily):
             assert (found.keys, found.why) == ({}, "it says nothing about nf4 experts")
 
     def test_keeps_the_settings_of_experts_of_any_kind(self) -> None:
@@ -128,7 +128,7 @@ class TestANewNumberFormat:
     @pytest.mark.parametrize("backend", MOE_BACKENDS.values(), ids=lambda backend: backend.name)
     def test_has_a_reason_for_every_name(self, backend: MoeBackend) -> None:
         (found,) = read({}, backend.name, NEW)
-        if backend.members.keys() == set(Family):
+        if backend.members.keys() == set(VllmFamily):
             assert found.keys == {"plan.kernel": "auto"}
         elif backend.members:
             assert (found.keys, found.why) == ({}, "vLLM does not take it for nf4 experts")

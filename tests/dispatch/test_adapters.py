@@ -10,12 +10,12 @@ from math import inf
 import numpy as np
 import pytest
 import torch
-from adapter_ranks import built, refusals, run_over_stand_ins, unreachable
+from adapter_ranks import STANDS_FOR, built, refusals, run_over_stand_ins, unreachable
 from deepep_rounding import rounded_by_deepep
 from dispatcher_cases import RANKS, Case, Outcome, cases_of, run_cases
 from parallel import parallel_launch
 
-from moeserve.device.machine import machine_named, this_machine
+from moeserve.device.machine import Machine, machine_named, this_machine
 from moeserve.dispatch.backends import DISPATCHERS, dispatcher_named
 from moeserve.dispatch.backends.deepep_v2 import DeepEPElastic
 from moeserve.dispatch.dispatcher import DispatchSpec
@@ -36,17 +36,9 @@ from moeserve.experts.kernel import Problem
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats import FORMATS
 
-ADAPTERS = (
-    "deepep_ht",
-    "deepep_ll",
-    "deepep_v2",
-    "flashinfer",
-    "flashinfer_two_sided",
-    "nccl_ep",
-    "nccl_ep_ll",
-    "nixl_ep",
-    "mori",
-)
+ADAPTERS = tuple(name for name, entry in DISPATCHERS.items() if entry.modules)
+"""Dispatchers over packages that need not be installed."""
+
 FEW_WIRES = {"bf16", "fp8_group128", "fp8_group128_ue8m0", "mxfp4"}
 
 
@@ -169,17 +161,17 @@ def problem(**changed: object) -> Problem:
     ],
 )
 def test_a_plan_hears_limits_as_data(dispatcher: str, changed: dict[str, object], reason: str) -> None:
-    row, machine = DISPATCHERS[dispatcher], machine_named("h200", DISPATCHERS[dispatcher].modules)
-    assert row.refuses(problem(), machine) is None
-    said = row.refuses(problem(**changed), machine)
+    entry, machine = DISPATCHERS[dispatcher], machine_named("h200", DISPATCHERS[dispatcher].modules)
+    assert entry.refuses(problem(), machine) is None
+    said = entry.refuses(problem(**changed), machine)
     assert said is not None and said.startswith(reason)
 
 
 def test_a_package_that_is_missing_is_named() -> None:
     for dispatcher in ADAPTERS:
-        arch = "mi300x" if dispatcher == "mori" else "h200"
-        said = DISPATCHERS[dispatcher].refuses(problem(), machine_named(arch, ()))
-        assert said == f"needs the package {', '.join(DISPATCHERS[dispatcher].modules)}"
+        row = DISPATCHERS[dispatcher]
+        said = row.refuses(problem(), Machine("bare", min(row.archs), 1 << 30))
+        assert said == f"needs the package {', '.join(row.modules)}"
 
 
 @pytest.mark.parametrize(
@@ -266,8 +258,8 @@ def test_deepep_rounds_by_one_true_quotient() -> None:
 
 def installed(dispatcher: str) -> bool:
     """Whether the dispatcher's library is on this machine and meant for its GPUs."""
-    row, machine = DISPATCHERS[dispatcher], this_machine()
-    return machine.arch in row.archs and row.modules <= machine.modules
+    entry, machine = DISPATCHERS[dispatcher], this_machine()
+    return machine.arch in entry.archs and entry.modules <= machine.modules
 
 
 @pytest.mark.gpu(2)
@@ -283,34 +275,24 @@ def test_two_gpus_answer_as_one(dispatcher: str) -> None:
         assert sum(outcome.received for outcome in outcomes) == outcomes[0].pairs, str(case)
 
 
-REAL = {
-    "deep_ep": ("fakes.deep_ep", ("Buffer.__init__", "Buffer.dispatch", "Buffer.combine")),
-    "flashinfer.comm.trtllm_moe_alltoall": (
-        "fakes.flashinfer",
-        ("MoeAlltoAll.__init__", "MoeAlltoAll.dispatch", "MoeAlltoAll.combine"),
-    ),
-    "flashinfer.comm.trtllm_alltoall": (
-        "fakes.flashinfer",
-        (
-            "MnnvlMoe.mnnvl_moe_alltoallv_prepare_without_allgather",
-            "MnnvlMoe.mnnvl_moe_alltoallv",
-            "MnnvlMoe.mnnvl_moe_alltoallv_combine",
-        ),
-    ),
-    "nccl.ep": ("fakes.nccl_ep", ("Group.create_handle", "Handle.dispatch", "Handle.combine", "Tensor")),
-    "mori.ops": ("fakes.mori", ("EpDispatchCombineOp.dispatch", "EpDispatchCombineOp.combine")),
-    "nixl_ep": ("fakes.nixl_ep", ("Buffer.__init__", "Buffer.low_latency_dispatch")),
-}
+CALLED = {name: (fake, calls) for name, fake in STANDS_FOR.items() if (calls := fake.STANDS_FOR[name])}
+"""Modules with their stand-in, and the names of it that adapters call."""
 
 
-@pytest.mark.parametrize("module", REAL)
+def test_every_adapter_has_a_stand_in() -> None:
+    needed = {module for dispatcher in ADAPTERS for module in DISPATCHERS[dispatcher].modules}
+    assert needed <= STANDS_FOR.keys()
+    assert all(any(f"{name}.".startswith(f"{module}.") for name in CALLED) for module in needed)
+
+
+@pytest.mark.parametrize("module", CALLED)
 def test_stand_ins_take_what_the_library_takes(module: str) -> None:
     if find_spec(module.partition(".")[0]) is None:
         pytest.skip(f"needs {module}")
-    fake, names = REAL[module]
+    fake, names = CALLED[module]
     for name in names:
         taken = []
-        for home in (import_module(module), import_module(fake)):
+        for home in (import_module(module), fake):
             found = home
             for part in name.split("."):
                 found = getattr(found, part)
@@ -320,10 +302,9 @@ def test_stand_ins_take_what_the_library_takes(module: str) -> None:
 
 @pytest.mark.parametrize("dispatcher", ADAPTERS)
 def test_how_long_a_rank_waits_is_the_plans_or_said(dispatcher: str) -> None:
-    row = DISPATCHERS[dispatcher]
-    module = "nccl_ep" if dispatcher.startswith("nccl_ep") else dispatcher
-    source = inspect.getsource(import_module(f"moeserve.dispatch.backends.{module}"))
-    assert ("spec.patience" in source) == (row.limits.waiting == "")
+    entry = DISPATCHERS[dispatcher]
+    source = inspect.getsource(import_module(entry.build.__module__))
+    assert ("spec.patience" in source) == (entry.limits.waiting == "")
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeserve.dispatch.costs.costs import Costs, DispatcherCost, Fit, Point, Setting, cheapest, table
+from moeserve.dispatch.costs.costs import Costs, CostSetting, DispatcherCost, Fit, Point, cheapest, table
 from moeserve.dispatch.costs.files import costs_folder, costs_path, store_costs, stored_costs
 from moeserve.dispatch.costs.measure import sizes
 
-SETTING = Setting(
+SETTING = CostSetting(
     hosts=("here",),
     device="NVIDIA H200",
     ranks=4,

@@ -7,7 +7,7 @@ from moeserve.dispatch.libraries.travel import widened
 from moeserve.dispatch.peers.wires import RowRecord
 from moeserve.dispatch.permute import group_rows, take_rows, weigh_rows
 from moeserve.dispatch.routing import Routing
-from moeserve.dispatch.wire import ALIGN, ROW_WISE, Record, row_bytes
+from moeserve.dispatch.wire import ALIGN, ROW_WISE, WireRecord, row_bytes
 from moeserve.quant.formats import FORMATS
 
 ROUTING = Routing(
@@ -20,7 +20,7 @@ ROUTING = Routing(
 @pytest.mark.parametrize("hidden", [256, 200])
 @pytest.mark.parametrize("name", sorted(ROW_WISE))
 def test_a_record_comes_back_bit_for_bit(name: str, hidden: int) -> None:
-    record = Record(FORMATS[name], hidden, 3)
+    record = WireRecord(FORMATS[name], hidden, 3)
     rows = torch.randn(2, hidden, generator=torch.Generator().manual_seed(0))
     packed = record.pack(rows, ROUTING)
     assert packed.shape == (2, record.nbytes) and packed.dtype == torch.uint8 and record.nbytes % ALIGN == 0
@@ -37,7 +37,7 @@ def test_a_record_comes_back_bit_for_bit(name: str, hidden: int) -> None:
     [("fp32", 28672 + 32 + 32), ("bf16", 14336 + 32 + 32), ("fp8_group128", 7168 + 224 + 32 + 32)],
 )
 def test_bytes_of_a_row(name: str, nbytes: int) -> None:
-    assert Record(FORMATS[name], 7168, 8).nbytes == nbytes
+    assert WireRecord(FORMATS[name], 7168, 8).nbytes == nbytes
 
 
 def test_only_row_wise_formats_travel() -> None:
@@ -92,7 +92,7 @@ def test_a_lane_of_any_strides_is_packed(name: str, rows: int, top_k: int, strid
     width = 128
     hidden = _table(rows, width, torch.float32, strides)
     slots, weights = (_table(rows, top_k, kind, strides) for kind in (torch.int32, torch.float32))
-    record, wire = Record(FORMATS[name], width, top_k), FORMATS[name]
+    record, wire = WireRecord(FORMATS[name], width, top_k), FORMATS[name]
     want = [row_bytes(part) for part in wire.quantize(hidden.clone()).parts]
     tokens, got_slots, got_weights = record.unpack(record.pack(hidden, Routing(slots, weights, (rows,))))
     assert torch.equal(got_slots, slots) and torch.equal(got_weights, weights)

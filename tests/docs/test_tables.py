@@ -12,6 +12,7 @@ import pytest
 from moeserve.cli.shown.tables import MACHINES, TABLES, table
 from moeserve.cli.vllm.backends import MEMBERS, MOE_BACKENDS
 from moeserve.cli.vllm.switches import BACKEND_NAMES, SWITCHES
+from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.quant.schemes import SCHEMES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -59,6 +60,15 @@ def test_a_table_has_a_row_for_each_and_no_empty_end(name: str, column: int, row
     head, _, *body = [re.split(r" ?\| ?", line)[1:-1] for line in table(name).splitlines()]
     assert [cells[column].strip("`") for cells in body] == rows
     assert all(len(cells) == len(head) and cells[-1] for cells in body)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in DISPATCHERS.items() if entry.modules])
+def test_an_adapter_says_what_it_ran_on(name: str) -> None:
+    _, _, section = (DOCS / "backends.md").read_text().partition("### All2all backends of libraries\n")
+    first = [
+        line.split(" | ")[0] for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")
+    ]
+    assert any(f"`{name}`" in cell for cell in first), "add a row to docs/backends.md"
 
 
 def test_machines_are_planned_as_they_are_named() -> None:

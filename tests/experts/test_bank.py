@@ -26,11 +26,11 @@ PLAIN = Scheme(BF16, BF16)
 OWN = frozenset({"triton", "cuda.bindings"})
 """Packages that our own kernels run with; who needs another is a library, whose packing may need it too."""
 
-ROWS = [
-    pytest.param(row, scheme, id=f"{row.name}-{scheme}")
-    for row in KERNELS.values()
+ENTRIES = [
+    pytest.param(entry, scheme, id=f"{entry.name}-{scheme}")
+    for entry in KERNELS.values()
     for scheme in (PLAIN, FP8)
-    if scheme in row.schemes and row.modules - OWN <= this_machine().modules
+    if scheme in entry.schemes and entry.modules - OWN <= this_machine().modules
 ]
 
 
@@ -38,8 +38,8 @@ def made(experts: int, scheme: Scheme = PLAIN, shape: ExpertShape = SHAPE) -> Ex
     return make_weights(shape, experts, scheme.weights, torch.Generator().manual_seed(fresh_seed()))
 
 
-def kernel_of(row: KernelEntry, scheme: Scheme = PLAIN, shape: ExpertShape = SHAPE) -> Kernel:
-    return row.build(KernelSpec(scheme, shape, torch.bfloat16))
+def kernel_of(entry: KernelEntry, scheme: Scheme = PLAIN, shape: ExpertShape = SHAPE) -> Kernel:
+    return entry.build(KernelSpec(scheme, shape, torch.bfloat16))
 
 
 GROUPED = KERNELS["torch_grouped_mm"]
@@ -58,9 +58,9 @@ def bank() -> Bank:
     return bank
 
 
-@pytest.mark.parametrize(("row", "scheme"), ROWS)
-def test_slots_hold_what_prepare_makes_and_empty_ones_zeros(row: KernelEntry, scheme: Scheme) -> None:
-    weights, kernel = made(3, scheme), kernel_of(row, scheme)
+@pytest.mark.parametrize(("entry", "scheme"), ENTRIES)
+def test_slots_hold_what_prepare_makes_and_empty_ones_zeros(entry: KernelEntry, scheme: Scheme) -> None:
+    weights, kernel = made(3, scheme), kernel_of(entry, scheme)
     bank = Bank()
     bank.load(0, kernel, weights, np.array([7, EMPTY, 2, 5, EMPTY], dtype=np.int32))
     together = kernel.prepare(weights)
@@ -195,10 +195,10 @@ def test_staging_what_does_not_fit_names_the_tensor(bank: Bank) -> None:
     assert bank.staged == ()
 
 
-@pytest.mark.parametrize(("row", "scheme"), ROWS)
-def test_checksums_cover_every_tensor(row: KernelEntry, scheme: Scheme) -> None:
+@pytest.mark.parametrize(("entry", "scheme"), ENTRIES)
+def test_checksums_cover_every_tensor(entry: KernelEntry, scheme: Scheme) -> None:
     """One flipped bit in codes, scales or biases changes it; the same expert elsewhere has the same one."""
-    kernel, weights = kernel_of(row, scheme), made(3, scheme)
+    kernel, weights = kernel_of(entry, scheme), made(3, scheme)
     expert = kernel.prepare(weights.rows(slice(1, 2))).slot(0)
     bank = Bank()
     bank.load(0, kernel, weights, [0, 1, 2])

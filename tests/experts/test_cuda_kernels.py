@@ -66,7 +66,7 @@ def test_every_form_compiles(module: ModuleType, tmp_path: Path, monkeypatch: py
     for form in FORMS:
         text = steps.source(*module.SOURCES)
         for rows in (prefill_wide.WIDE.rows, prefill_wide.NARROW.rows)[: 1 + (module is prefill_wide)]:
-            options = (*steps.Form(**form).options, *steps.defined({"MOST_ROWS": rows}))
+            options = (*steps.GemmForm(**form).options, *steps.defined({"MOST_ROWS": rows}))
             assert nvrtc.compiled(text, "sm_90a", options)
     assert nvrtc.compiled(steps.source(*steps.ROWS_SOURCES), "sm_90a")
 

@@ -89,16 +89,16 @@ def test_a_step_of_few_rows(kind: str, rounds: bool, bias: bool, launched: list[
         "fp8": side(torch.zeros(4, dtype=torch.uint8), scale=torch.ones(SLOTS, 2, 2), bias=bias),
         "bf16": side(torch.zeros(4, dtype=torch.bfloat16), scale=None, bias=bias),
     }[kind]
-    form = few.Form(kind, FewTile(8, 4, 4, 8), bias=bias, rounds=rounds)
+    form = few.FewForm(kind, FewTile(8, 4, 4, 8), bias=bias, rounds=rounds)
     few._turns.cache_clear()
     answer = few.step(form, (x, scale), batch(tokens), (made, made), SHAPE)
     assert answer.shape == (ROWS, HIDDEN) and launched == ["few"]
 
 
-def four_bit(scale: bool = True, bias: bool = True) -> prefill_codes.Weights:
+def four_bit(scale: bool = True, bias: bool = True) -> prefill_codes.PrefillCodesWeights:
     codes = torch.zeros(SLOTS, 4, 1, 64, 32, dtype=torch.int32)
     scales = torch.zeros(8, dtype=torch.int32) if scale else None
-    return prefill_codes.Weights(
+    return prefill_codes.PrefillCodesWeights(
         codes, scales, torch.ones(SLOTS, 256), torch.zeros(SLOTS, 256) if bias else None
     )
 
@@ -106,7 +106,7 @@ def four_bit(scale: bool = True, bias: bool = True) -> prefill_codes.Weights:
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_step_of_some_rows_on_four_bit_weights(bias: bool, launched: list[str]) -> None:
     x = torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16)
-    form, weights = decode_codes.Form(16, bias=bias), four_bit(bias=bias)
+    form, weights = decode_codes.DecodeForm(16, bias=bias), four_bit(bias=bias)
     answer = decode_codes.step(form, x, batch(BF16.quantize(x)), (weights, weights), SHAPE)
     assert answer.shape == (ROWS, HIDDEN) and launched == ["decode_codes"]
 
@@ -115,7 +115,7 @@ def test_a_step_of_some_rows_on_four_bit_weights(bias: bool, launched: list[str]
 def test_a_step_of_many_fp8_rows(bias: bool, launched: list[str]) -> None:
     codes, scale = torch.zeros(ROWS, HIDDEN, dtype=torch.float8_e4m3fn), torch.ones(ROWS, 2)
     added = torch.zeros(SLOTS, 256) if bias else None
-    weights = prefill.Weights(torch.zeros(4, dtype=torch.uint8), torch.ones(SLOTS, 2, 2), added)
+    weights = prefill.PrefillWeights(torch.zeros(4, dtype=torch.uint8), torch.ones(SLOTS, 2, 2), added)
     step = prefill.PrefillStep(batch(BF16.quantize(codes.bfloat16())), ROWS)
     inner = step.gate_up(step.rows(codes, scale), weights, SHAPE.activation, INNER)
     assert step.down(inner, weights, HIDDEN, torch.bfloat16).shape == (ROWS, HIDDEN)
@@ -125,7 +125,7 @@ def test_a_step_of_many_fp8_rows(bias: bool, launched: list[str]) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_step_of_bf16_rows(bias: bool, launched: list[str]) -> None:
     x = torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16)
-    weights = prefill_wide.Weights(x, torch.zeros(SLOTS, 256) if bias else None)
+    weights = prefill_wide.WideWeights(x, torch.zeros(SLOTS, 256) if bias else None)
     step = prefill_wide.WidePrefillStep(batch(BF16.quantize(x)), ROWS)
     inner = step.gate_up(x, weights, SHAPE.activation, INNER)
     assert step.down(inner, weights, HIDDEN, torch.float32).shape == (ROWS, HIDDEN)
@@ -140,7 +140,7 @@ def test_a_step_of_many_rows_on_four_bit_weights(kind: str, bias: bool, launched
     weights = four_bit(scale=not kind.startswith("fp8"), bias=bias)
     for _, plan in prefill_codes.PLANS[kind]:
         step = prefill_codes.CodesStep(made, ROWS, plan)
-        rows = step.round(x) if plan.scaled else prefill_codes.Rows(x)
+        rows = step.round(x) if plan.scaled else prefill_codes.PrefillCodesRows(x)
         inner = step.gate_up(rows, weights, SHAPE.activation, INNER)
         assert step.down(inner, weights, HIDDEN, torch.bfloat16).shape == (ROWS, HIDDEN)
     assert launched.count("prefill_codes") == 4

@@ -16,7 +16,7 @@ from moeserve.experts.batch import ExpertShape, Grouping
 from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.kernels import KERNELS
 from moeserve.experts.kernels.cuda import decode_codes
-from moeserve.experts.kernels.cuda.decode_codes import Form
+from moeserve.experts.kernels.cuda.decode_codes import DecodeForm
 from moeserve.experts.kernels.cuda.steps import source
 from moeserve.experts.kernels.torch_reference import TorchReference
 from moeserve.quant.format import Format, Scheme
@@ -32,7 +32,7 @@ ALL_ROWS = sorted({8, 32} | {rows for _, rows in decode_codes.ROWS})
 
 @pytest.mark.parametrize("rows", ALL_ROWS)
 def test_every_form_fits_a_multiprocessor_and_has_a_ring(rows: int) -> None:
-    form = Form(rows)
+    form = DecodeForm(rows)
     assert form.shared <= decode_codes.MOST_SHARED
     assert form.stages >= 3
 
@@ -45,7 +45,7 @@ def test_every_form_compiles(rows: int, tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
     for bias, limited, out in ((False, False, torch.bfloat16), (True, True, torch.float32)):
-        form = Form(rows, bias=bias, limited=limited, out=out)
+        form = DecodeForm(rows, bias=bias, limited=limited, out=out)
         assert nvrtc.compiled(source(*decode_codes.SOURCES), "sm_90a", form.options)
 
 
@@ -77,7 +77,7 @@ def test_some_rows_agree_with_the_reference(
     made_of: list[int] = []
     launched = decode_codes.step
 
-    def step(form: Form, *given: Any) -> Tensor:
+    def step(form: DecodeForm, *given: Any) -> Tensor:
         made_of.append(form.rows)
         return launched(form, *given)
 

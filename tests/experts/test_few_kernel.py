@@ -49,7 +49,7 @@ def test_every_tile_fits_a_multiprocessor_and_its_ring_of_rows_the_shares_of_k(k
     """A place in the ring of rows is filled by one helper and, within a tile, read by one share of K."""
     assert tiles(kind)
     for tile in tiles(kind):
-        assert few.Form(kind, tile).shared <= 227 << 10
+        assert few.FewForm(kind, tile).shared <= 227 << 10
         assert tile.pieces % few.HELPER_WARPS == 0
         assert tile.pieces % tile.workers == 0
         assert tile.stages >= 2
@@ -72,7 +72,7 @@ def test_every_form_compiles(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
     for tile in tiles(kind):
         for bias, limited, out in ((False, False, torch.bfloat16), (True, True, torch.float32)):
-            form = few.Form(kind, tile, bias=bias, limited=limited, out=out, rounds=kind == "fp8" and bias)
+            form = few.FewForm(kind, tile, bias=bias, limited=limited, out=out, rounds=kind == "fp8" and bias)
             assert nvrtc.compiled(few.source(*few.sources(kind)), "sm_90a", few.options(form))
 
 

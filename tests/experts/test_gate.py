@@ -16,12 +16,12 @@ EXACT = [name for name in ROUTINGS if name not in SIMULATED]
 
 def gate_of(method: str, experts: int = 16, top_k: int = 3, **settings: object) -> Gate:
     """A gate of `method` with everything it needs; K = 1 and no groups where it cannot have more."""
-    row = ROUTINGS[method]
-    groups = {"groups": 4, "topk_groups": 2} if row.grouped else {}
-    free = {"scoring": "sigmoid"} if row.scoring is None else {}
-    free |= {"renormalize": False} if row.renormalize is None else {}
-    free |= {"biased": True} if row.biased is None else {}
-    gate = Gate(method, experts, row.largest_top_k or top_k, **(groups | free | settings))  # type: ignore[arg-type]
+    entry = ROUTINGS[method]
+    groups = {"groups": 4, "topk_groups": 2} if entry.grouped else {}
+    free = {"scoring": "sigmoid"} if entry.scoring is None else {}
+    free |= {"renormalize": False} if entry.renormalize is None else {}
+    free |= {"biased": True} if entry.biased is None else {}
+    gate = Gate(method, experts, entry.largest_top_k or top_k, **(groups | free | settings))  # type: ignore[arg-type]
     return gate.with_bias(torch.linspace(0.2, -0.2, experts)) if gate.biased else gate
 
 

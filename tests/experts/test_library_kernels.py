@@ -101,23 +101,23 @@ def test_torch_takes_the_call_that_its_stand_in_takes() -> None:
 REAL_SCALED_GROUPED_MM = F.scaled_grouped_mm
 
 
-def shape_of(row: KernelEntry, scheme: Scheme, activation: Activation, *, bias: bool) -> ExpertShape:
+def shape_of(entry: KernelEntry, scheme: Scheme, activation: Activation, *, bias: bool) -> ExpertShape:
     """Sizes with more than one tile of everything, as small as the row allows."""
-    h, i = row.looser.get(scheme, row.multiple_of)
+    h, i = entry.looser.get(scheme, entry.multiple_of)
     hidden, inner = (-(-size // by) * by for size, by in ((144, h), (96, i)))
     return ExpertShape(hidden, inner, activation, bias=bias)
 
 
-def names_of(row: KernelEntry, scheme: Scheme) -> list[str]:
+def names_of(entry: KernelEntry, scheme: Scheme) -> list[str]:
     """A row's activations for a scheme: those that libraries compute; of ours, one of each kind."""
-    names = row.fewer_activations.get(scheme, row.activations)
+    names = entry.fewer_activations.get(scheme, entry.activations)
     few = {"silu", "swigluoai", "relu2_no_mul"}
     return sorted(names if len(names) < 6 else few)
 
 
-def wire_of(row: KernelEntry, scheme: Scheme) -> Format:
+def wire_of(entry: KernelEntry, scheme: Scheme) -> Format:
     """The scheme's own format where the row eats it."""
-    return scheme.activations if scheme.activations in row.eats else BF16
+    return scheme.activations if scheme.activations in entry.eats else BF16
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -125,26 +125,26 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def answers(
-    row: KernelEntry, scheme: Scheme, weights: ExpertWeights, shape: ExpertShape, grouping: Grouping
+    entry: KernelEntry, scheme: Scheme, weights: ExpertWeights, shape: ExpertShape, grouping: Grouping
 ) -> tuple[Tensor, Tensor]:
     """A row's answers, and what is expected of the same rows, which bf16 holds exactly."""
-    arrival = Arrival(COUNTS, grouping, row.row_align, spare=2 * row.row_align + 1)
+    arrival = Arrival(COUNTS, grouping, entry.row_align, spare=2 * entry.row_align + 1)
     generator = torch.Generator().manual_seed(fresh_seed())
     rows = [own.bfloat16().float() for own in arrival.rows(shape.hidden, generator)]
-    kernel = row.build(KernelSpec(scheme, shape, torch.float32))
-    batch = arrival.batch(rows, shape.hidden, wire_of(row, scheme))
+    kernel = entry.build(KernelSpec(scheme, shape, torch.float32))
+    batch = arrival.batch(rows, shape.hidden, wire_of(entry, scheme))
     outputs = kernel.apply(kernel.prepare(weights), batch)
     assert outputs.shape == batch.tokens.shape and outputs.dtype == torch.float32
     found = torch.cat(arrival.segments(outputs, batch))
     return found, torch.cat(
-        [expected(row, scheme, weights.rows(slice(i, i + 1)), shape, own) for i, own in enumerate(rows)]
+        [expected(entry, scheme, weights.rows(slice(i, i + 1)), shape, own) for i, own in enumerate(rows)]
     )
 
 
 def expected(
-    row: KernelEntry, scheme: Scheme, expert: ExpertWeights, shape: ExpertShape, x: Tensor
+    entry: KernelEntry, scheme: Scheme, expert: ExpertWeights, shape: ExpertShape, x: Tensor
 ) -> Tensor:
-    """The definition, one expert at a time; the first GEMM's sums rounded to bf16 where the row says so."""
+    """The definition, one expert at a time; the first GEMM's sums rounded to bf16 where the entry says so."""
 
     def rounded(values: Tensor, scale: Tensor | None) -> Tensor:
         form = scheme.activations
@@ -153,8 +153,8 @@ def expected(
         return form.quantize(values).dequantize()
 
     between = rounded(x, expert.input_scale) @ expert.gate_up.dequantize()[0].T
-    between = between.bfloat16().float() if row.bf16_sums else between
-    if row.name in BF16_BIASES:
+    between = between.bfloat16().float() if entry.bf16_sums else between
+    if entry.name in BF16_BIASES:
         expert = replace(expert, **{name: bias.bfloat16().float() for name, bias in biases(expert).items()})
     if expert.gate_up_bias is not None:
         between = between + expert.gate_up_bias
@@ -163,9 +163,9 @@ def expected(
     return y if expert.down_bias is None else y + expert.down_bias
 
 
-def made(row: KernelEntry, scheme: Scheme, shape: ExpertShape) -> ExpertWeights:
+def made(entry: KernelEntry, scheme: Scheme, shape: ExpertShape) -> ExpertWeights:
     weights = make_scheme(shape, len(COUNTS), scheme, torch.Generator().manual_seed(fresh_seed()))
-    if row.name == "flashinfer_cutedsl" and weights.inner_scale is not None:
+    if entry.name == "flashinfer_cutedsl" and weights.inner_scale is not None:
         return replace(weights, inner_scale=torch.full((len(COUNTS),), float(weights.inner_scale[0])))
     return weights
 
@@ -177,22 +177,22 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("row", "scheme"), CASES)
-def test_a_library_is_handed_what_it_computes_the_reference_from(row: KernelEntry, scheme: Scheme) -> None:
-    for name in names_of(row, scheme):
-        for bias in {False, scheme not in row.unbiased}:
-            shape = shape_of(row, scheme, activation_named(name), bias=bias)
-            weights = made(row, scheme, shape)
-            for grouping in row.groupings:
-                found, expected = answers(row, scheme, weights, shape, grouping)
+@pytest.mark.parametrize(("entry", "scheme"), CASES)
+def test_a_library_is_handed_what_it_computes_the_reference_from(entry: KernelEntry, scheme: Scheme) -> None:
+    for name in names_of(entry, scheme):
+        for bias in {False, scheme not in entry.unbiased}:
+            shape = shape_of(entry, scheme, activation_named(name), bias=bias)
+            weights = made(entry, scheme, shape)
+            for grouping in entry.groupings:
+                found, expected = answers(entry, scheme, weights, shape, grouping)
                 assert error(found, expected) <= BOUND, (name, bias, grouping)
 
 
-@pytest.mark.parametrize(("row", "scheme"), CASES)
-def test_an_expert_prepared_alone_equals_its_slot(row: KernelEntry, scheme: Scheme) -> None:
-    shape = shape_of(row, scheme, Activation("silu"), bias=scheme not in row.unbiased)
-    weights = made(row, scheme, shape)
-    kernel = row.build(KernelSpec(scheme, shape, torch.bfloat16))
+@pytest.mark.parametrize(("entry", "scheme"), CASES)
+def test_an_expert_prepared_alone_equals_its_slot(entry: KernelEntry, scheme: Scheme) -> None:
+    shape = shape_of(entry, scheme, Activation("silu"), bias=scheme not in entry.unbiased)
+    weights = made(entry, scheme, shape)
+    kernel = entry.build(KernelSpec(scheme, shape, torch.bfloat16))
     together, none = kernel.prepare(weights), kernel.prepare(weights.rows(slice(0, 0)))
     assert none.slots == 0
     for slot in range(len(COUNTS)):
@@ -212,16 +212,16 @@ def raw(prepared: Prepared, slot: int) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_no_slots_no_rows_and_slots_with_none(name: str) -> None:
-    row = KERNELS[name]
-    scheme = min(row.schemes, key=str)
-    shape = shape_of(row, scheme, Activation("silu"), bias=False)
-    kernel = row.build(KernelSpec(scheme, shape, torch.bfloat16))
+    entry = KERNELS[name]
+    scheme = min(entry.schemes, key=str)
+    shape = shape_of(entry, scheme, Activation("silu"), bias=False)
+    kernel = entry.build(KernelSpec(scheme, shape, torch.bfloat16))
     for counts in ((), (0, 0), (0, 4)):
-        weights = made(row, scheme, shape).rows(slice(0, len(counts)))
-        for grouping in row.groupings:
-            arrival = Arrival(counts, grouping, row.row_align)
+        weights = made(entry, scheme, shape).rows(slice(0, len(counts)))
+        for grouping in entry.groupings:
+            arrival = Arrival(counts, grouping, entry.row_align)
             rows = arrival.rows(shape.hidden, torch.Generator().manual_seed(0))
-            batch = arrival.batch(rows, shape.hidden, wire_of(row, scheme))
+            batch = arrival.batch(rows, shape.hidden, wire_of(entry, scheme))
             outputs = kernel.apply(kernel.prepare(weights), batch)
             assert outputs.shape == batch.tokens.shape and outputs.dtype == torch.bfloat16
             assert all(bool(own.isfinite().all()) for own in arrival.segments(outputs, batch))
@@ -247,14 +247,14 @@ def test_rows_know_their_slot_and_rows_without_one_are_not_computed(
 
 
 def test_blackwell_gets_exponents_where_hopper_gets_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    row, scheme = KERNELS["deep_gemm"], scheme_named("fp8_block128_ue8m0 x fp8_group128_ue8m0")
+    entry, scheme = KERNELS["deep_gemm"], scheme_named("fp8_block128_ue8m0 x fp8_group128_ue8m0")
     monkeypatch.setattr(deep_gemm, "packs_scales", lambda device: True)
-    shape = shape_of(row, scheme, Activation("silu"), bias=False)
-    weights = made(row, scheme, shape)
-    kernel = row.build(KernelSpec(scheme, shape, torch.bfloat16))
+    shape = shape_of(entry, scheme, Activation("silu"), bias=False)
+    weights = made(entry, scheme, shape)
+    kernel = entry.build(KernelSpec(scheme, shape, torch.bfloat16))
     assert kernel.prepare(weights).per_slot["gate_up.scale"].dtype == torch.int32
-    for grouping in row.groupings:
-        found, expected = answers(row, scheme, weights, shape, grouping)
+    for grouping in entry.groupings:
+        found, expected = answers(entry, scheme, weights, shape, grouping)
         assert error(found, expected) <= BOUND
 
 
@@ -286,10 +286,10 @@ def test_a_limit_reaches_the_library(name: str) -> None:
 
 
 def test_cutedsl_takes_one_inner_scale_and_says_so() -> None:
-    row, scheme = KERNELS["flashinfer_cutedsl"], scheme_named("nvfp4 x nvfp4_static")
-    shape = shape_of(row, scheme, Activation("silu"), bias=False)
+    entry, scheme = KERNELS["flashinfer_cutedsl"], scheme_named("nvfp4 x nvfp4_static")
+    shape = shape_of(entry, scheme, Activation("silu"), bias=False)
     weights = make_scheme(shape, len(COUNTS), scheme, torch.Generator().manual_seed(1))
-    kernel = row.build(KernelSpec(scheme, shape, torch.bfloat16))
+    kernel = entry.build(KernelSpec(scheme, shape, torch.bfloat16))
     with pytest.raises(ValueError, match=r"one scale, and experts have .*; name flashinfer_trtllm"):
         kernel.prepare(weights)
     alone = [kernel.prepare(weights.rows(slice(i, i + 1))) for i in range(len(COUNTS))]
@@ -353,9 +353,9 @@ def test_limits_are_refused_by_name(
 
 
 def test_a_package_that_is_not_there_and_slots_that_are_too_many() -> None:
-    row = KERNELS["flashinfer_trtllm"]
+    entry = KERNELS["flashinfer_trtllm"]
     problem = Problem(Scheme(BF16, BF16), BF16, SILU, experts=8192, ranks=2, top_k=2, lane_rows=64)
-    assert row.refuses(problem, machine_named("b200", ())) == "needs the package flashinfer"
-    assert row.refuses(problem, machine_named("b200")) == "holds at most 2044 experts a rank, not 4096"
+    assert entry.refuses(problem, machine_named("b200", ())) == "needs the package flashinfer"
+    assert entry.refuses(problem, machine_named("b200")) == "holds at most 2044 experts a rank, not 4096"
     for name in LIBRARIES[1:]:
         assert KERNELS[name].modules, name

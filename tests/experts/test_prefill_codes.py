@@ -17,7 +17,7 @@ from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
 from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.kernels import KERNELS, cuda_fp4, cuda_w4a8
 from moeserve.experts.kernels.cuda import prefill_codes, rounded
-from moeserve.experts.kernels.cuda.prefill_codes import CodesPlan, CodesStep, Form
+from moeserve.experts.kernels.cuda.prefill_codes import CodesPlan, CodesStep, PrefillCodesForm
 from moeserve.experts.kernels.torch_reference import TorchReference
 from moeserve.experts.kernels.triton_fp4 import TritonFp4
 from moeserve.quant.format import Format, Packed, Scheme
@@ -158,9 +158,9 @@ def test_a_blocks_memory_is_within_what_hopper_gives() -> None:
     assert all(plan.shared <= 227 << 10 for plan in PLANS)
 
 
-def forms(plan: CodesPlan) -> list[Form]:
+def forms(plan: CodesPlan) -> list[PrefillCodesForm]:
     return [
-        Form(bias=bias, fused=fused, limited=limited, out=out, plan=plan)
+        PrefillCodesForm(bias=bias, fused=fused, limited=limited, out=out, plan=plan)
         for bias, fused, limited, out in itertools.product(
             (False, True), (False, True), (False, True), prefill_codes.OUTS.values()
         )

@@ -11,7 +11,7 @@ from moeserve.experts.placement import EMPTY, Placement
 from moeserve.experts.routing.address_book import AddressBook
 from moeserve.experts.routing.replicas import REPLICA_CHOICES, Crowd, choice_named
 
-SPLITS = [name for name, row in REPLICA_CHOICES.items() if row.split is not None and not row.least_rows]
+SPLITS = [name for name, entry in REPLICA_CHOICES.items() if entry.split is not None and not entry.least_rows]
 SIZES = [  # experts, ranks, slots a rank
     (16, 4, 4),  # no spare slot
     (16, 4, 6),

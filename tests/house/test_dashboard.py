@@ -121,11 +121,13 @@ def test_it_names_no_machine() -> None:
 def test_its_metrics_and_their_labels_exist(panel: dict[str, Any]) -> None:
     for target in panel["targets"]:
         names = re.findall(r"\bmoe_\w+", target["expr"])
-        rows = [METRICS.get(name) or METRICS.get(re.sub(r"_(bucket|sum|count)$", "", name)) for name in names]
-        assert names and all(rows), target["expr"]
+        entries = [
+            METRICS.get(name) or METRICS.get(re.sub(r"_(bucket|sum|count)$", "", name)) for name in names
+        ]
+        assert names and all(entries), target["expr"]
         by = re.findall(r"by \(([^)]*)\)", target["expr"])
         wanted = {label.strip() for labels in by for label in labels.split(",")} - {"le"}
-        known = {"model_name", "rank"}.union(*(row.labels for row in rows if row))
+        known = {"model_name", "rank"}.union(*(entry.labels for entry in entries if entry))
         assert wanted <= known, target["expr"]
 
 

@@ -121,3 +121,23 @@ def test_one_gpu_runs_the_experts_alone_and_two_all() -> None:
     assert [[step.gpus for step in together] for together in gpu_check.steps_for(2)] == [
         [(0,), (1,)], [(0, 1)], [(0, 1)],
     ]  # fmt: skip
+
+
+def test_whole_steps_are_recorded_beside_the_tree_before() -> None:
+    def line(bench: str, case: str, after: float | None) -> dict[str, object]:
+        ratio = None if after is None else after / 10
+        return {"bench": bench, "case": case, "unit": "us", BEFORE: 10.0, AFTER: after, "ratio": ratio}
+
+    found = gpu_check.recorded(
+        [
+            line("gpu_experts", "fp8, 1 tokens x 2, 2 of 64 experts active, whole", 9.0),
+            line("gpu_experts", "fp8, 1 tokens x 2, 2 of 64 experts active, kernel", 8.0),
+            line("gpu_layer", "fp8, 1 tokens a rank, EP2, nvlink_ll: layer", 7.0),
+            line("gpu_layer", "fp8, 1 tokens a rank, EP2, nvlink_ll: experts", 6.0),
+            line("gpu_a2a", "nvlink_ll, fp8_group128, uniform, 1 tokens a rank, EP2, dispatch", 5.0),
+            line(
+                "gpu_a2a", "nvlink_ll, fp8_group128, uniform, 1 tokens a rank, EP2, dispatch + combine", None
+            ),
+        ]
+    )
+    assert [(one.ours, one.peers) for one in found] == [(9.0, {BEFORE: 10.0}), (7.0, {BEFORE: 10.0})]

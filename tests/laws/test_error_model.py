@@ -100,7 +100,7 @@ FLOAT32 = Losses()
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel written down: what it loses as its row says it, and what else it does."""
+    """A kernel written down: what it loses as its entry says it, and what else it does."""
 
     lost: Losses = FLOAT32
     noise: float = 0.0  # standard deviation of sums relative to S

@@ -18,6 +18,7 @@ from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertShape, Grouping
 from moeserve.experts.kernel import KernelSpec, Problem
 from moeserve.experts.kernels import KERNELS
+from moeserve.experts.kernels.torch_reference import TorchReference
 from moeserve.quant.format import Format, Parts, Scheme
 from moeserve.quant.formats import WIRES
 from moeserve.quant.formats.floats import BF16, FLOATS, FP32
@@ -56,11 +57,12 @@ def counted(form: Format, calls: list[torch.Size]) -> Format:
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_weights_are_decoded_once_for_each_active_expert(name: str) -> None:
+    """By the reference, which serves a scheme on a CPU where no kernel computes on its codes."""
     scheme = QUANTIZED[name]
-    _, kernel_name, wire = planned(scheme, BF16)
+    _, _, wire = planned(scheme, BF16)
     generator, calls = torch.Generator().manual_seed(fresh_seed()), list[torch.Size]()
     noted = Scheme(counted(scheme.weights, calls), scheme.activations)
-    kernel = KERNELS[kernel_name].build(KernelSpec(noted, SHAPE, torch.bfloat16))
+    kernel = TorchReference(KernelSpec(noted, SHAPE, torch.bfloat16))
     prepared = kernel.prepare(make_scheme(SHAPE, len(COUNTS), scheme, generator))
     assert not calls, "weights stay as they are stored"
     arrival = Arrival(COUNTS, Grouping.RAGGED)
@@ -97,7 +99,7 @@ def test_rounding_before_dispatch_is_rounding_after(name: str, model: Format) ->
     assert answers[0].any()
 
 
-@pytest.mark.parametrize("dispatcher", [row.name for row in DISPATCHERS.values() if "cpu" in row.archs])
+@pytest.mark.parametrize("dispatcher", [entry.name for entry in DISPATCHERS.values() if "cpu" in entry.archs])
 def test_every_dispatcher_is_held_to_its_law_with_every_wire_of_a_scheme(dispatcher: str) -> None:
     """What arrives is, bit for bit, what was rounded at home: `test_dispatchers` checks that."""
     wires = {scheme.activations.name for scheme in TRAVELLING.values()}

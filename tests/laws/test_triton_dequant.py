@@ -5,6 +5,7 @@ On a GPU the laws of all kernels hold it to the reference.
 
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,7 +20,9 @@ from moeserve.experts.kernels import KERNELS
 from moeserve.experts.kernels.triton.stored import ROUNDINGS, Stored, product_dtype
 from moeserve.experts.kernels.triton_dequant import UNREAD
 from moeserve.quant.format import Scheme
+from moeserve.quant.formats import format_named
 from moeserve.quant.formats.floats import BF16
+from moeserve.quant.layouts.word_codes import element_of
 from moeserve.quant.schemes import SCHEMES, scheme_named
 
 ENTRY = KERNELS["triton_dequant"]
@@ -34,6 +37,14 @@ def test_every_scheme_it_reads_has_this_kernel_on_every_nvidia_gpu() -> None:
         problem = Problem(scheme, BF16, shape, experts=8, ranks=4, top_k=2, lane_rows=64)
         refused = ENTRY.refuses(problem, machine_named(machine))
         assert (refused is None) == (scheme.weights not in UNREAD), (scheme, machine, refused)
+
+
+def test_codes_in_bytes_are_nobodys_until_their_element_is_named() -> None:
+    """A new format with codes in bytes is refused, and not read as INT4."""
+    new = replace(format_named("int4_group32"), name="nf4_group32")
+    assert element_of(new) is None
+    with pytest.raises(ValueError, match="nf4_group32 codes have no element; name it in ELEMENTS"):
+        Stored.of(new)
 
 
 @pytest.mark.parametrize("scheme", sorted(ENTRY.schemes, key=str), ids=str)

@@ -7,7 +7,7 @@ import torch
 from proto_fake import FAR, FakeService, rows
 
 from moeserve.proto.client import Choice, Patience
-from moeserve.proto.client.batch import SPLIT_ROWS, Part, spread
+from moeserve.proto.client.batch import SPLIT_ROWS, BatchPart, spread
 from moeserve.proto.client.payload import SHARE_BYTES
 from moeserve.proto.errors import NotFound, WeightsChanged
 from moeserve.proto.tensors import TensorError
@@ -27,7 +27,7 @@ from moeserve.proto.tensors import TensorError
     ],
 )
 def test_rows_are_cut_evenly_and_no_finer_than_pays(count, lanes, most, cuts):
-    parts = [Part(at, cuts[at], cuts[at + 1]) for at in range(len(cuts) - 1)]
+    parts = [BatchPart(at, cuts[at], cuts[at + 1]) for at in range(len(cuts) - 1)]
     assert list(spread(count, lanes, most)) == parts
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from moeserve.proto import moe_pb2
 from moeserve.runtime.doors.lane_door import LaneStream
-from moeserve.runtime.rank.lane import Call
+from moeserve.runtime.rank.lane import LaneCall
 
 Ended = Callable[[moe_pb2.ForwardStreamReply], None]
 
@@ -19,17 +19,17 @@ class Door:
     """Starts calls that end when the test says so."""
 
     def __init__(self) -> None:
-        self.begun: list[tuple[Call, Ended]] = []
-        self.left: list[Call] = []
+        self.begun: list[tuple[LaneCall, Ended]] = []
+        self.left: list[LaneCall] = []
         self.meanwhile: Callable[[], None] = lambda: None
 
-    def begin(self, request: moe_pb2.ForwardRequest, ended: Ended) -> Call | None:
-        call = Call(lambda call: ended(moe_pb2.ForwardStreamReply(job_id=request.job_id)))
+    def begin(self, request: moe_pb2.ForwardRequest, ended: Ended) -> LaneCall | None:
+        call = LaneCall(lambda call: ended(moe_pb2.ForwardStreamReply(job_id=request.job_id)))
         self.begun.append((call, ended))
         self.meanwhile()
         return call
 
-    def leave(self, call: Call) -> None:
+    def leave(self, call: LaneCall) -> None:
         self.left.append(call)
         call.give_up(RuntimeError("left"))
 

@@ -37,12 +37,12 @@ def placed(kept: Regions) -> SharedTensor:
     return SharedTensor(RemoteRegion.open(make(kept)), 64, Spec(known("x", "fp32"), (2, 4)), 0)
 
 
-@pytest.mark.parametrize("row", TRANSPORTS, ids=lambda row: row.name)
-def test_every_transport_brings_the_same_bytes_there_and_back(kept, row):
+@pytest.mark.parametrize("entry", TRANSPORTS, ids=lambda entry: entry.name)
+def test_every_transport_brings_the_same_bytes_there_and_back(kept, entry):
     tensor, output = placed(kept), placed(kept)
     tensor.array[:] = HIDDEN.numpy()
     spec = moe_pb2.Tensor(dtype=moe_pb2.DTYPE_FP32, shape=(2, 4))
-    if row.payload == "region":
+    if entry.payload == "region":
         spec.region.CopyFrom(tensor.place)
         asked = request(spec, output=output.place)
     else:
@@ -50,13 +50,13 @@ def test_every_transport_brings_the_same_bytes_there_and_back(kept, row):
         asked = request(spec)
     with Payloads(kept).open(asked) as opened:
         assert torch.equal(opened.hidden, HIDDEN)
-        assert sum(status.in_use for status in kept.list()) == (2 if row.payload == "region" else 0)
+        assert sum(status.in_use for status in kept.list()) == (2 if entry.payload == "region" else 0)
         reply = opened.reply(opened.hidden * 2, epoch=3, weights_version=4)
     assert (reply.epoch, reply.weights_version) == (3, 4)
-    assert reply.hidden.WhichOneof("payload") == row.payload
+    assert reply.hidden.WhichOneof("payload") == entry.payload
     got = (
         output.tensor
-        if row.payload == "region"
+        if entry.payload == "region"
         else torch.frombuffer(bytearray(reply.hidden.data), dtype=torch.float32)
     )
     assert torch.equal(got.reshape(2, 4), HIDDEN * 2)

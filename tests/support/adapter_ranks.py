@@ -6,9 +6,11 @@ import sys
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
+import fakes
 import torch
 from dispatcher_cases import Case, Outcome, run_cases, spec_of
 
@@ -17,23 +19,11 @@ from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.libraries import probe
 from moeserve.dispatch.libraries.probe import RankLocation, Surroundings
 
-STANDS_FOR = {
-    "deep_ep": "fakes.deep_ep",
-    "flashinfer": "fakes.flashinfer",
-    "flashinfer.comm": "fakes.flashinfer",
-    "flashinfer.comm.trtllm_moe_alltoall": "fakes.flashinfer",
-    "flashinfer.comm.trtllm_alltoall": "fakes.flashinfer",
-    "flashinfer.comm.mapping": "fakes.flashinfer",
-    "flashinfer.comm.mnnvl": "fakes.flashinfer",
-    "flashinfer.comm.comm_backend": "fakes.flashinfer",
-    "nccl.ep": "fakes.nccl_ep",
-    "nccl.ep.interop.torch": "fakes.nccl_ep",
-    "nixl_ep": "fakes.nixl_ep",
-    "mori": "fakes.mori",
-    "mori.ops": "fakes.mori",
-    "mori.shmem": "fakes.mori",
-}
-"""Modules by the stand-in that answers for them."""
+STAND_INS = tuple(import_module(f"fakes.{found.name}") for found in iter_modules(fakes.__path__))
+"""Every file of tests/support/fakes; one that stands for modules lists them in its `STANDS_FOR`."""
+
+STANDS_FOR = {name: fake for fake in STAND_INS for name in getattr(fake, "STANDS_FOR", ())}
+"""Modules by the stand-in that answers for them, a parent before its children."""
 
 
 def a_gpu_host(spec: DispatchSpec, dispatcher: str) -> Surroundings:
@@ -49,7 +39,7 @@ def install(dispatcher: str) -> None:
         parent, _, child = name.rpartition(".")
         if parent:
             sys.modules.setdefault(parent, ModuleType(parent))
-        sys.modules[name] = import_module(fake)
+        sys.modules[name] = fake
         if parent:
             setattr(sys.modules[parent], child, sys.modules[name])
     probe.surroundings = lambda spec: a_gpu_host(spec, dispatcher)

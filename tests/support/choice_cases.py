@@ -19,26 +19,26 @@ from moeserve.experts.routing.meter import LoadMeter
 from moeserve.experts.routing.methods import ROUTINGS, choose_by_score
 
 INF = float("inf")
-SIMULATED = [name for name, row in ROUTINGS.items() if row.choose is not choose_by_score]
+SIMULATED = [name for name, entry in ROUTINGS.items() if entry.choose is not choose_by_score]
 
 
 def every_gate() -> list[Gate]:
     """Each method with every setting that it takes."""
     made = []
-    for name, row in ROUTINGS.items():
+    for name, entry in ROUTINGS.items():
         if name in SIMULATED:
             continue
         settings = (
             {"scoring": "softmax", "renormalize": True, "biased": False} if name == "Unspecified" else {}
         )
-        if row.renormalize is None:
+        if entry.renormalize is None:
             settings["renormalize"] = settings.get("renormalize", False)
-        top = 1 if row.largest_top_k == 1 else 3
+        top = 1 if entry.largest_top_k == 1 else 3
         made.append(Gate(name, 16, top, **settings))
         made.append(Gate(name, 21, top, **settings))
-        if row.scaled:
+        if entry.scaled:
             made.append(Gate(name, 16, top, scaling=2.5, **settings))
-        if row.grouped:
+        if entry.grouped:
             made.append(Gate(name, 16, top, groups=4, topk_groups=2, **settings))
             made.append(Gate(name, 32, 8, groups=8, topk_groups=4, logits_dtype_weights=True, **settings))
     return made
@@ -138,11 +138,11 @@ def check_route(placement: Placement, choice: str, device: str) -> None:
     with kernels_everywhere():
         book = AddressBook(placement, device, choice, 1)
         assert gate.in_one_launch(logits)
-        desks = [StepAddressing(1, book, meter, rows) for meter in meters]
-        found = routed(gate, logits, valid, desks[0])
-        wanted = addressed(Choices(*gate.route(logits), valid), desks[1])
+        addressings = [StepAddressing(1, book, meter, rows) for meter in meters]
+        found = routed(gate, logits, valid, addressings[0])
+        wanted = addressed(Choices(*gate.route(logits), valid), addressings[1])
         with pytest.raises(ValueError, match="must be"):
-            routed(gate, logits[:, 1:], valid, desks[0])
+            routed(gate, logits[:, 1:], valid, addressings[0])
     assert all(map(torch.equal, found, wanted)), (choice, found, wanted)
     assert int((found[0] == EMPTY).sum()) == 4 * int((~valid).sum())
     one, other = (meter.snapshot(0.0).read() for meter in meters)

@@ -45,6 +45,10 @@ def plan_of(ranks: int, wanted: Wanted, extra: DispatchEntry | None = None) -> P
     return make_plan(problem, machine_named("cpu", ()), KERNELS, rows, wanted)
 
 
+FITTING = {span.dispatcher.name for span in plan_of(2, Wanted()).fitting}
+"""Dispatchers that two ranks on CPUs may choose between."""
+
+
 def chosen(
     book: CostBook, plan: Plan, rank: int, monitor: Callable[[list[Candidate], float], Measured] = measure
 ) -> Choice:

@@ -77,7 +77,7 @@ class Case:
         return (self.placement, self.wire, self.dtype, self.step, *sizes)
 
     @property
-    def row(self) -> DispatchEntry:
+    def entry(self) -> DispatchEntry:
         """The dispatcher's row."""
         return DISPATCHERS[self.dispatcher]
 
@@ -251,7 +251,7 @@ def compute(case: Case, rank: int, batch: ExpertBatch) -> Tensor:
 def rounded(case: Case, rows: Tensor) -> Packed:
     """`rows [T, H]` as they arrive: rounded by the wire's own formula, or by the library that sends them."""
     wire = FORMATS[case.wire]
-    if not case.row.quantizes or len(wire.parts) == 1:
+    if not case.entry.quantizes or len(wire.parts) == 1:
         return wire.quantize(rows)
     parts = rounded_by_deepep(rows.float(), power_of_two=case.wire.endswith("ue8m0"))
     return Packed(wire, rows.shape, parts)
@@ -269,7 +269,7 @@ def arrived_exactly(case: Case, rank: int, batch: ExpertBatch) -> bool:
         first, count = int(batch.offsets[slot]), int(batch.counts[slot])
         flat = [part.flatten(0, -2) for part in batch.tokens.parts]
         got = _row_bytes([part[first : first + count] for part in flat])
-        if not case.row.ordered:
+        if not case.entry.ordered:
             got, expected = sorted(got), sorted(expected)
         if got != expected:
             return False
@@ -378,27 +378,28 @@ USUAL_WIRES = {*(form.name for form in FLOATS.values()), "fp8_group128", "mxfp4"
 
 def law_cases(arch: str = "cpu", ranks: int = RANKS) -> list[Case]:
     """Every case of every dispatcher that runs on `arch` by itself, from the tables."""
-    rows = (row for row in DISPATCHERS.values() if arch in row.archs and not row.modules)
+    entries = (entry for entry in DISPATCHERS.values() if arch in entry.archs and not entry.modules)
     device = "cpu" if arch == "cpu" else "cuda"
-    return [case for row in rows for case in cases_of(row, device, ranks)]
+    return [case for entry in entries for case in cases_of(entry, device, ranks)]
 
 
-def cases_of(row: DispatchEntry, device: str = "cpu", ranks: int = RANKS) -> list[Case]:
+def cases_of(entry: DispatchEntry, device: str = "cpu", ranks: int = RANKS) -> list[Case]:
     """Every case of one dispatcher: placement x wire x dtype x step, as far as its row goes."""
-    if (row.max_ranks or ranks) < ranks:
+    if (entry.max_ranks or ranks) < ranks:
         return []
     cases = []
     for placement in placements(ranks):
-        if placement == "sliced" and not row.sliced:
+        if placement == "sliced" and not entry.sliced:
             continue
-        for wire in sorted(row.wires if placement == "even" else row.wires & USUAL_WIRES):
+        for wire in sorted(entry.wires if placement == "even" else entry.wires & USUAL_WIRES):
             native = next((dtype for dtype, f in FLOATS.items() if f.name == wire), torch.bfloat16)
             for dtype in sorted({torch.float32, native}, key=str):
-                if row.limits.refuses(ranks, TOP_K, HIDDEN, FLOATS[dtype].name):
+                if entry.limits.refuses(ranks, TOP_K, HIDDEN, FLOATS[dtype].name):
                     continue
                 align = 1 if dtype == torch.float32 else 8
                 cases += [
-                    Case(row.name, placement, wire, dtype, step, align, None, device, ranks) for step in STEPS
+                    Case(entry.name, placement, wire, dtype, step, align, None, device, ranks)
+                    for step in STEPS
                 ]
     return cases + [one for case in cases if (one := _of_one_choice(case)) is not None]
 
@@ -407,7 +408,7 @@ def _of_one_choice(case: Case) -> Case | None:
     """The same step of a top-1 model, where it tells more: a row has one choice, one weight and one scale."""
     tells = case.placement in TOP_1_PLACEMENTS and case.wire in TOP_1_WIRES
     name = FLOATS[case.dtype].name
-    if not tells or case.row.limits.refuses(case.ranks, 1, NARROW, name):
+    if not tells or case.entry.limits.refuses(case.ranks, 1, NARROW, name):
         return None
     return replace(case, top_k=1, hidden=NARROW)
 

@@ -80,20 +80,20 @@ class Losses:
         return sqrt(hardware**2 + self.products**2 + 2 * f32_sum(k) ** 2)
 
 
-def losses(row: KernelEntry, scheme: Scheme, out_dtype: torch.dtype = torch.float32) -> Losses:
-    """What a row's kernel loses with a scheme, by what the row says.
+def losses(entry: KernelEntry, scheme: Scheme, out_dtype: torch.dtype = torch.float32) -> Losses:
+    """Returns what an entry's kernel loses with a scheme, as the entry declares it.
 
     A kernel of plain floats may keep what stands between the GEMMs, and its answers, in what it multiplies.
     """
-    product = UNIT[row.rounded_products[scheme]] if scheme in row.rounded_products else 0.0
+    product = UNIT[entry.rounded_products[scheme]] if scheme in entry.rounded_products else 0.0
     kept = max(UNIT[scheme.activations], product) if scheme.activations in UNIT else 0.0
-    if row.bf16_sums:
+    if entry.bf16_sums:
         kept = max(kept, UNIT[BF16])
     return Losses(
-        e4m3_sums=scheme in row.e4m3_sums,
+        e4m3_sums=scheme in entry.e4m3_sums,
         products=product * UNIFORM * sqrt(2),  # of a scale, and of a code times it
         sums=kept * UNIFORM,
-        out=max(kept, UNIT[BF16] if row.bf16_answers else UNIT[PLAIN_OF[out_dtype]]) * UNIFORM,
+        out=max(kept, UNIT[BF16] if entry.bf16_answers else UNIT[PLAIN_OF[out_dtype]]) * UNIFORM,
     )
 
 
@@ -458,13 +458,13 @@ def settled_rows(rows: list[Tensor], scheme: Scheme, wire: Format, weights: Expe
 
 
 def bound_of(
-    row: KernelEntry, spec: KernelSpec, weights: ExpertWeights, rows: list[Tensor], wire: Format
+    entry: KernelEntry, spec: KernelSpec, weights: ExpertWeights, rows: list[Tensor], wire: Format
 ) -> float:
-    """What the error of a row's kernel may be, whose `rows` of each slot are what `wire` brought."""
+    """Returns how large the error of an entry's kernel may be; `rows` of each slot are what `wire` made."""
     most = max((len(own) for own in rows), default=0)
     padded = torch.stack([torch.nn.functional.pad(own.double(), (0, 0, 0, most - len(own))) for own in rows])
     there = torch.tensor([[i < len(own) for i in range(most)] for own in rows])
     scheme = spec.scheme
     came = wire == scheme.activations
     cases = cases_of(scheme, spec.shape.activation, weights, padded[None], there[None], came=came)
-    return float(cases.answers_and_bounds(losses(row, scheme, spec.out_dtype))[1])
+    return float(cases.answers_and_bounds(losses(entry, scheme, spec.out_dtype))[1])

@@ -30,8 +30,8 @@ from moeserve.experts.kernels.triton.dequant_step import (
     CUTS,
     FINE,
     WORD_CUTS,
+    DequantRows,
     DequantStep,
-    Rows,
     Side,
     cut_for,
 )
@@ -220,9 +220,9 @@ def error_of_step(
         for kernel in (triton_dequant.TritonDequant(spec), TorchReference(spec))
     )
     carried = [wire.quantize(own).dequantize() for own in rows]
-    row = triton_dequant.ENTRY  # what is multiplied in float32 here has scales of bf16, also for fp16
-    row = replace(row, rounded_products=dict.fromkeys(row.rounded_products, BF16))
-    bound = bound_of(row, spec, weights, carried, wire)
+    entry = triton_dequant.ENTRY  # what is multiplied in float32 here has scales of bf16, also for fp16
+    entry = replace(entry, rounded_products=dict.fromkeys(entry.rounded_products, BF16))
+    bound = bound_of(entry, spec, weights, carried, wire)
     return float((found - wanted).norm() / wanted.norm()), bound
 
 
@@ -280,7 +280,7 @@ def check_outside() -> None:
         x = torch.ones(12, 64, dtype=torch.bfloat16)
         side = Side(Stored.of(BF16), {"codes": weights.gate_up.parts[0]}, words=False, bias=None)
         torch.use_deterministic_algorithms(mode=True)  # torch.empty is NaN then
-        out = step.gemm(Rows(x), side, 64, torch.float32)
+        out = step.gemm(DequantRows(x), side, 64, torch.float32)
         torch.use_deterministic_algorithms(mode=False)
         written = (~out.isnan()).any(1).tolist()
         assert written == [r < 4 or 7 <= r < 9 for r in range(12)], (cut, written)

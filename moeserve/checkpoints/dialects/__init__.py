@@ -18,12 +18,12 @@ from moeserve.checkpoints.dialects import (
     quark,
 )
 from moeserve.checkpoints.dialects.dialect import Dialect, Quantization
-from moeserve.checkpoints.family import FAMILIES, Family, family_of
+from moeserve.checkpoints.family import FAMILIES, ModelFamily, family_of
 from moeserve.checkpoints.store import CheckpointError
 
 DIALECTS: dict[str, Dialect] = {
-    row.name: row
-    for row in (
+    entry.name: entry
+    for entry in (
         plain.ENTRY,
         fp8_block.ENTRY,
         fp8_tensor.ENTRY,
@@ -44,17 +44,17 @@ def dialect_for(quantization: Quantization) -> Dialect:
 
     Raises CheckpointError, with what is supported, where none does.
     """
-    claiming = [row for row in DIALECTS.values() if row.claims(quantization)]
+    claiming = [entry for entry in DIALECTS.values() if entry.claims(quantization)]
     if len(claiming) == 1:
         return claiming[0]
     if claiming:
-        names = ", ".join(row.name for row in claiming)
+        names = ", ".join(entry.name for entry in claiming)
         raise CheckpointError(f"dialects {names} all claim the quantization config {quantization}")
     method = (quantization or {}).get("quant_method")
-    supported = "; ".join(row.reads for row in DIALECTS.values())
+    supported = "; ".join(entry.reads for entry in DIALECTS.values())
     raise CheckpointError(
         f"quantization quant_method={method!r} is not supported as configured; supported: {supported}"
     )
 
 
-__all__ = ["DIALECTS", "FAMILIES", "Dialect", "Family", "dialect_for", "family_of"]
+__all__ = ["DIALECTS", "FAMILIES", "Dialect", "ModelFamily", "dialect_for", "family_of"]

@@ -23,7 +23,7 @@ INFORMATIVE = {"scale_dtype", "zp_dtype", "observer", "observer_kwargs"}
 
 
 @dataclass(frozen=True)
-class Numbers:
+class CompressedNumbers:
     """How weights or inputs are quantized: the fields of QuantizationArgs that matter for reading."""
 
     bits: int
@@ -44,17 +44,17 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Group:
+class ConfigGroup:
     """One entry of `config_groups`; `inputs` is None where activations are not quantized."""
 
     name: str
     targets: tuple[str, ...]
-    weights: Numbers | None
-    inputs: Numbers | None
+    weights: CompressedNumbers | None
+    inputs: CompressedNumbers | None
     format: str
 
 
-def numbers(raw: Mapping[str, Any], where: str) -> Numbers:
+def numbers(raw: Mapping[str, Any], where: str) -> CompressedNumbers:
     """Checks the QuantizationArgs `raw`, found at the key `where` of the config, and returns their numbers.
 
     Raises CheckpointError, which names a key that is unknown, of another type, or contradicts another.
@@ -75,7 +75,7 @@ def numbers(raw: Mapping[str, Any], where: str) -> Numbers:
         )
     group, block, actorder = raw.get("group_size"), raw.get("block_structure"), raw.get("actorder")
     inferred = "tensor" if group is None else "group" if isinstance(group, int) and group > 0 else "channel"
-    found = Numbers(
+    found = CompressedNumbers(
         bits=raw.get("num_bits", 8),
         type=str(raw.get("type") or "int").lower(),
         symmetric=bool(raw.get("symmetric", True)),
@@ -91,7 +91,7 @@ def numbers(raw: Mapping[str, Any], where: str) -> Numbers:
     return found
 
 
-def _checks(n: Numbers) -> list[tuple[str, object, str | None]]:
+def _checks(n: CompressedNumbers) -> list[tuple[str, object, str | None]]:
     """Yields each key with its value and, where the value is not accepted, what would be."""
     grouped = n.strategy in ("group", "tensor_group")
     size = n.group if isinstance(n.group, int) and not isinstance(n.group, bool) else -2
@@ -154,7 +154,7 @@ def _actorder(raw: Any, where: str) -> str | None:
     return str(found)
 
 
-def groups(settings: Mapping[str, Any]) -> tuple[Group, ...]:
+def groups(settings: Mapping[str, Any]) -> tuple[ConfigGroup, ...]:
     """Returns all groups. Raises CheckpointError for none, or one that compressed-tensors does not write."""
     raw = settings.get("config_groups")
     if not isinstance(raw, Mapping) or not raw:
@@ -162,7 +162,7 @@ def groups(settings: Mapping[str, Any]) -> tuple[Group, ...]:
     return tuple(_group(name, group, settings.get("format")) for name, group in raw.items())
 
 
-def _group(name: str, raw: object, form: object) -> Group:
+def _group(name: str, raw: object, form: object) -> ConfigGroup:
     where = f"config_groups.{name}"
     if isinstance(raw, Sequence) and not isinstance(raw, str):
         if name not in PRESETS:
@@ -173,13 +173,15 @@ def _group(name: str, raw: object, form: object) -> Group:
     targets = raw.get("targets")
     if not isinstance(targets, Sequence) or isinstance(targets, str) or not targets:
         raise CheckpointError(f"{where}.targets must be a non-empty list, found {targets!r}")
-    parsed: dict[str, Numbers | None] = {}
+    parsed: dict[str, CompressedNumbers | None] = {}
     for key in ("weights", "input_activations"):
         if raw.get(key) is not None and not isinstance(raw[key], Mapping):
             raise CheckpointError(f"{where}.{key} must be an object or null, found {raw[key]!r}")
         parsed[key] = numbers(raw[key], f"{where}.{key}") if raw.get(key) else None
     found = raw.get("format") or form
-    return Group(name, tuple(map(str, targets)), parsed["weights"], parsed["input_activations"], str(found))
+    return ConfigGroup(
+        name, tuple(map(str, targets)), parsed["weights"], parsed["input_activations"], str(found)
+    )
 
 
 def matches(entry: str, name: str) -> bool:
@@ -187,7 +189,7 @@ def matches(entry: str, name: str) -> bool:
     return bool(re.match(entry[3:], name)) if entry.startswith("re:") else entry == name
 
 
-def group_of(settings: Mapping[str, Any], names: LayerNames) -> Group | None:
+def group_of(settings: Mapping[str, Any], names: LayerNames) -> ConfigGroup | None:
     """Returns the group of the layer's experts; None where they are ignored or no group targets them.
 
     Raises CheckpointError where experts of the layer belong to different groups, or only some to none.
@@ -200,7 +202,7 @@ def group_of(settings: Mapping[str, Any], names: LayerNames) -> Group | None:
     exact = {entry for entry in ignore if not entry.startswith("re:")}
     patterns = [re.compile(entry[3:]) for entry in ignore if entry.startswith("re:")]
     every = groups(settings)
-    found: dict[str, Group | None] = {}
+    found: dict[str, ConfigGroup | None] = {}
     for module in names.modules():
         ignored = module in exact or any(pattern.match(module) for pattern in patterns)
         found[module] = None if ignored else _target(every, module)
@@ -212,11 +214,11 @@ def group_of(settings: Mapping[str, Any], names: LayerNames) -> Group | None:
     return found[first]
 
 
-def _called(group: Group | None) -> str:
+def _called(group: ConfigGroup | None) -> str:
     return group.name if group else "unquantized"
 
 
-def _target(every: Sequence[Group], module: str) -> Group | None:
+def _target(every: Sequence[ConfigGroup], module: str) -> ConfigGroup | None:
     """Returns the first group with a target that means `module`: by name, or else by class."""
     named = (group for group in every if any(matches(target, module) for target in group.targets))
     of_class = (group for group in every if CLASS_NAME in group.targets)

@@ -15,7 +15,7 @@ import torch
 
 from moeserve.checkpoints.dialects import forms
 from moeserve.checkpoints.dialects.act_order import read_order
-from moeserve.checkpoints.dialects.compressed_config import Group, Numbers, group_of
+from moeserve.checkpoints.dialects.compressed_config import CompressedNumbers, ConfigGroup, group_of
 from moeserve.checkpoints.dialects.compressed_transforms import check_transforms
 from moeserve.checkpoints.dialects.dialect import Dialect, Quantization, Settings, StaticScale, Storage
 from moeserve.checkpoints.dialects.words import unpacked
@@ -69,8 +69,10 @@ class StoredForm:
     """One entry of `STORED_FORMS`: the weights and inputs it fits, and the files' formats that store it."""
 
     reads: str  # the weights, in the words of the config
-    fits: Callable[[Numbers, Numbers | None], bool]  # by numbers of weights and of inputs
-    storage: Callable[[Group, Numbers, Format], Storage | str]  # or, as text, what would be accepted
+    fits: Callable[[CompressedNumbers, CompressedNumbers | None], bool]  # by numbers of weights and of inputs
+    storage: Callable[
+        [ConfigGroup, CompressedNumbers, Format], Storage | str
+    ]  # or, as text, what would be accepted
     formats: tuple[str, ...]
 
 
@@ -107,25 +109,25 @@ def _storage(settings: Settings, dtype: torch.dtype, names: LayerNames) -> Stora
     raise CheckpointError(f"{_described(group)} are not supported; supported: {supported}")
 
 
-def _described(group: Group) -> str:
+def _described(group: ConfigGroup) -> str:
     return f"config_groups.{group.name}: weights {group.weights} with inputs {group.inputs}"
 
 
-def _mxfp4(group: Group, _: Numbers, plain: Format) -> Storage | str:
+def _mxfp4(group: ConfigGroup, _: CompressedNumbers, plain: Format) -> Storage | str:
     activations = _mx_inputs(group.inputs, plain)
     if activations is None:
         return "no inputs, or dynamic float4 or float8 inputs in groups of 32"
     return forms.mx(MXFP4, activations, codes="weight_packed")
 
 
-def _mxfp8(group: Group, _: Numbers, plain: Format) -> Storage | str:
+def _mxfp8(group: ConfigGroup, _: CompressedNumbers, plain: Format) -> Storage | str:
     activations = _mx_inputs(group.inputs, plain)
     if activations not in (plain, MXFP8) or activations is None:
         return "no inputs, or dynamic float8 inputs in groups of 32"
     return forms.mx(MXFP8, activations)
 
 
-def _mx_inputs(inputs: Numbers | None, plain: Format) -> Format | None:
+def _mx_inputs(inputs: CompressedNumbers | None, plain: Format) -> Format | None:
     if inputs is None:
         return plain
     if inputs.type == "float" and inputs.group == 32 and inputs.dynamic is True:
@@ -133,7 +135,7 @@ def _mx_inputs(inputs: Numbers | None, plain: Format) -> Format | None:
     return None
 
 
-def _nvfp4(group: Group, _: Numbers, plain: Format) -> Storage | str:
+def _nvfp4(group: ConfigGroup, _: CompressedNumbers, plain: Format) -> Storage | str:
     inputs = group.inputs
     if inputs is None:
         return forms.nvfp4_divided(plain)
@@ -143,7 +145,7 @@ def _nvfp4(group: Group, _: Numbers, plain: Format) -> Storage | str:
     return forms.nvfp4_divided(NVFP4_STATIC, static)
 
 
-def _fp8(group: Group, weights: Numbers, plain: Format) -> Storage | str:
+def _fp8(group: ConfigGroup, weights: CompressedNumbers, plain: Format) -> Storage | str:
     inputs = group.inputs
     if not weights.symmetric or (inputs is not None and (inputs.type, inputs.bits) != ("float", 8)):
         return "symmetric float8 weights and float8 inputs"
@@ -167,7 +169,7 @@ def _fp8(group: Group, weights: Numbers, plain: Format) -> Storage | str:
     return "weights per tensor, per channel or in blocks of (128, 128)"
 
 
-def _int8(group: Group, weights: Numbers, _: Format) -> Storage | str:
+def _int8(group: ConfigGroup, weights: CompressedNumbers, _: Format) -> Storage | str:
     inputs, stored = group.inputs, {"channel": forms.per_channel, "tensor": forms.per_tensor}
     if weights.strategy not in stored or not weights.symmetric:
         return "symmetric weights per channel or per tensor"
@@ -182,7 +184,7 @@ def _int8(group: Group, weights: Numbers, _: Format) -> Storage | str:
     return form(INT8_CHANNEL, INT8_TOKEN if inputs.symmetric else INT8_TOKEN_ASYMMETRIC)
 
 
-def _packed(group: Group, weights: Numbers, plain: Format) -> Storage | str:
+def _packed(group: ConfigGroup, weights: CompressedNumbers, plain: Format) -> Storage | str:
     inputs = group.inputs
     span = weights.group if weights.strategy == "group" else WHOLE
     if weights.bits not in (4, 8) or weights.strategy not in ("group", "channel"):
@@ -204,7 +206,7 @@ def _packed(group: Group, weights: Numbers, plain: Format) -> Storage | str:
     return _integers(group, Scheme(INT4[span], activations), 4)
 
 
-def _integers(group: Group, scheme: Scheme, bits: int) -> Storage:
+def _integers(group: ConfigGroup, scheme: Scheme, bits: int) -> Storage:
     """Returns the storage of symmetric integers, in words or in bytes as the group's format says."""
     return _words(scheme, bits) if group.format == WORDS_FORMAT else _bytes(scheme, bits)
 
@@ -259,14 +261,14 @@ def _check_shape(matrix: StoredMatrix, tensor: StoredTensor) -> None:
 
 
 def _float(bits: int, strategy: str | None = None, group: int | None = None) -> Callable[..., bool]:
-    def fits(n: Numbers, _: Numbers | None) -> bool:
+    def fits(n: CompressedNumbers, _: CompressedNumbers | None) -> bool:
         grouped = strategy is None or (n.strategy, n.group) == (strategy, group)
         return n.type == "float" and n.bits == bits and grouped
 
     return fits
 
 
-def _int8_inputs(weights: Numbers, inputs: Numbers | None) -> bool:
+def _int8_inputs(weights: CompressedNumbers, inputs: CompressedNumbers | None) -> bool:
     return weights.type == "int" and weights.bits == 8 and inputs is not None
 
 

@@ -70,7 +70,7 @@ class Storage:
 
     @property
     def everything(self) -> tuple[StoredTensor, ...]:
-        """All tensors that a projection may have; its static scale is one of them."""
+        """Every tensor that a projection may have, its static scale included."""
         return self.tensors + ((self.static.tensor,) if self.static else ())
 
     def read(self, matrix: StoredMatrix) -> Packed:

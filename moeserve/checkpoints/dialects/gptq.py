@@ -37,7 +37,7 @@ ROW_VECTOR: tuple[Axes, ...] = (("n",),)
 
 
 @dataclass(frozen=True)
-class Numbers:
+class GptqNumbers:
     """The settings of one module in the config."""
 
     bits: int
@@ -55,7 +55,7 @@ def _claims(quantization: Quantization) -> bool:
     return bool(quantization["quant_method"] == "gptq")
 
 
-def _numbers(settings: Settings) -> Numbers:
+def _numbers(settings: Settings) -> GptqNumbers:
     for key, kind in REQUIRED.items():
         value = settings.get(key)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -70,7 +70,7 @@ def _numbers(settings: Settings) -> Numbers:
     if group not in INT4:
         raise CheckpointError(f"group_size={group} is not supported, only {', '.join(map(str, INT4))}")
     ordered = bool(settings["desc_act"]) and group != WHOLE
-    return Numbers(bits, group, ordered, symmetric, LESS[form])
+    return GptqNumbers(bits, group, ordered, symmetric, LESS[form])
 
 
 def _of_module(settings: Settings, module: str) -> Settings | None:
@@ -88,8 +88,8 @@ def _of_module(settings: Settings, module: str) -> Settings | None:
     return settings if any(f".{module}".endswith(f".{name}") for name in flat) else None
 
 
-def _of_layer(settings: Settings, names: LayerNames) -> Numbers | None:
-    found: dict[Numbers | None, str] = {}
+def _of_layer(settings: Settings, names: LayerNames) -> GptqNumbers | None:
+    found: dict[GptqNumbers | None, str] = {}
     for module in names.modules():
         own = _of_module(settings, module)
         found.setdefault(None if own is None else _numbers(own), module)
@@ -103,7 +103,7 @@ def _skips(settings: Settings, names: LayerNames) -> bool:
     return _of_layer(settings, names) is None
 
 
-def _format(numbers: Numbers) -> Format:
+def _format(numbers: GptqNumbers) -> Format:
     if numbers.bits == 8:
         return (INT8_ACT_ORDER if numbers.act_order else INT8)[numbers.group]
     tables = {
@@ -122,7 +122,7 @@ def _storage(settings: Settings, dtype: torch.dtype, names: LayerNames) -> Stora
     return _words(numbers, Scheme(_format(numbers), FLOATS[dtype]))
 
 
-def _words(numbers: Numbers, scheme: Scheme) -> Storage:
+def _words(numbers: GptqNumbers, scheme: Scheme) -> Storage:
     each, group = 32 // numbers.bits, numbers.group
     codes = StoredTensor("qweight", WORDS, 1, each, INPUT_MAJOR)
     scale = StoredTensor("scales", FLOAT_SCALES, 1, group, INPUT_MAJOR, scale=True)

@@ -16,7 +16,7 @@ RECORD = "moeserve_quantize.json"
 
 
 @dataclass(frozen=True)
-class Record:
+class RewriteRecord:
     """The fingerprint of the source, the options, and the digest of every file that is whole."""
 
     source: Mapping[str, Mapping[str, Any]]  # file: bytes, when it was modified, digest of its header
@@ -29,7 +29,7 @@ class Record:
         found = {"source": self.source, "options": self.options, "shards": shards}
         write_whole(folder / RECORD, json.dumps(found, indent=2) + "\n")
 
-    def difference(self, other: Record) -> str | None:
+    def difference(self, other: RewriteRecord) -> str | None:
         """Describes the first difference of `other` in source or options; None if there is none."""
         for key in {**self.options, **other.options}:
             mine, theirs = self.options.get(key), other.options.get(key)
@@ -41,7 +41,7 @@ class Record:
         return None
 
 
-def load(folder: Path) -> Record | None:
+def load(folder: Path) -> RewriteRecord | None:
     """Reads the record in `folder`; None if there is none. Raises CheckpointError for a damaged one."""
     file = folder / RECORD
     if not file.is_file():
@@ -51,7 +51,7 @@ def load(folder: Path) -> Record | None:
         shards = {
             name: Written(int(made["nbytes"]), str(made["sha256"])) for name, made in raw["shards"].items()
         }
-        return Record(dict(raw["source"]), dict(raw["options"]), shards)
+        return RewriteRecord(dict(raw["source"]), dict(raw["options"]), shards)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{file} is damaged ({error!r}): delete {folder} and start anew") from error
 

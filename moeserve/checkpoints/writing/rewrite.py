@@ -21,7 +21,7 @@ from moeserve import __version__
 from moeserve.checkpoints.checkpoint import QUANTIZATION_FILES, Checkpoint
 from moeserve.checkpoints.store import INDEX, read_json
 from moeserve.checkpoints.writing.plan import RewritePlan, Shard, plan_of
-from moeserve.checkpoints.writing.record import RECORD, Record, fingerprint, load
+from moeserve.checkpoints.writing.record import RECORD, RewriteRecord, fingerprint, load
 from moeserve.checkpoints.writing.shards import PARTIAL, ShardFile, Written, digest, write_whole
 from moeserve.checkpoints.writing.targets import Target
 
@@ -86,14 +86,14 @@ class Rewrite:
         return Done(self.plan.nbytes, tuple(shard.name for shard in todo), kept, broken)
 
     @property
-    def _record(self) -> Record:
+    def _record(self) -> RewriteRecord:
         options = {
             "format": self.target.entry.preset,
             "group_size": self.target.group,
             "shard_bytes": self.shard_bytes,
             "moeserve": __version__,
         }
-        return Record(fingerprint(self.source.path), options)
+        return RewriteRecord(fingerprint(self.source.path), options)
 
     def _check_folder(self) -> None:
         folder = self.destination
@@ -107,7 +107,7 @@ class Rewrite:
                 f"name a folder that is empty or not there yet"
             )
 
-    def _begun(self, progress: Progress) -> tuple[Record, tuple[str, ...]]:
+    def _begun(self, progress: Progress) -> tuple[RewriteRecord, tuple[str, ...]]:
         """Returns the record of whole files, and the names of files with other bytes than recorded."""
         now, found = self._record, load(self.destination)
         if found is None:
@@ -130,7 +130,7 @@ class Rewrite:
         path = self.destination / shard.name
         return path.is_file() and path.stat().st_size == made.nbytes and digest(path) == made
 
-    def _unfinish(self, record: Record) -> None:
+    def _unfinish(self, record: RewriteRecord) -> None:
         """Removes what makes the folder open as a checkpoint, until it is complete, and saves the record."""
         for name in (CONFIG, INDEX):
             (self.destination / name).unlink(missing_ok=True)

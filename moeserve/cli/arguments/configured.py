@@ -92,7 +92,7 @@ def config_of(args: argparse.Namespace, over_file: Mapping[str, Any] = MappingPr
 
 
 def given(args: argparse.Namespace, over_file: Mapping[str, Any] = MappingProxyType({})) -> Config:
-    """The same configuration, unchecked: it may lack a checkpoint.
+    """Returns the same configuration, unchecked: it may lack a checkpoint.
 
     Relative paths of flags start at the working directory. Raises ConfigError, or ValueError for two files or
     two checkpoints.

@@ -31,7 +31,7 @@ class Planned:
     balance: BalanceConfig = field(default_factory=BalanceConfig)
 
     def by_costs(self, costs_of: Callable[[Plan], Costs | None]) -> Planned:
-        """With every plan by its costs, where it has some."""
+        """Returns a copy whose plans follow their measured costs, where they have some."""
         made: dict[int, Plan] = {}
         for plan in self.plans.values():
             costs = costs_of(plan)
@@ -63,7 +63,7 @@ class Planned:
         return "\n\n".join(sections)
 
     def json(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Returns what is printed as text as JSON, for programs."""
         mesh, machine = self.served.mesh, self.machine
         return {
             "machine": {

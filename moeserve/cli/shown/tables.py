@@ -45,7 +45,7 @@ def machines() -> str:
 
 
 def kernels_by_rows() -> str:
-    """Where the kernels of a family take over from each other on one machine, as `make_plan` chooses."""
+    """Returns where a family's kernels take over from each other on one machine, as `make_plan` chooses."""
     planned = {scheme: _planned(scheme, machine_named(MEASURED))[0] for scheme in SCHEMES.values()}
     rows = (
         (
@@ -93,7 +93,7 @@ def switches() -> str:
 
 def backends() -> str:
     """Returns every name that vLLM's `--moe-backend` takes."""
-    rows = ((f"`{row.name}`", _backend(row.name)) for row in MOE_BACKENDS.values())
+    rows = ((f"`{entry.name}`", _backend(entry.name)) for entry in MOE_BACKENDS.values())
     return _markdown(("name", "here"), rows)
 
 
@@ -135,8 +135,8 @@ def _planned(scheme: Scheme, machine: Machine) -> tuple[Plan, str]:
 
 
 def _backend(name: str) -> str:
-    row = MOE_BACKENDS[name]
-    return "<br>".join([*told(row), row.note] if row.note else told(row))
+    entry = MOE_BACKENDS[name]
+    return "<br>".join([*told(entry), entry.note] if entry.note else told(entry))
 
 
 def _dispatcher(name: str) -> str:

@@ -14,7 +14,7 @@ from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import FLOATS
 
 
-class Family(Enum):
+class VllmFamily(Enum):
     """The kinds of experts that vLLM chooses a backend for; vLLM has an enum for each."""
 
     UNQUANTIZED = "unquantized"
@@ -28,27 +28,27 @@ class Family(Enum):
     W4A8_INT8 = "W4A8-INT8"
 
 
-def family_of(scheme: Scheme) -> Family | None:
+def family_of(scheme: Scheme) -> VllmFamily | None:
     """Returns vLLM's family of a scheme; None for a number format that vLLM has no family for."""
     weights, plain = scheme.weights.name, scheme.activations in FLOATS.values()
     if scheme.weights in FLOATS.values():
-        return Family.UNQUANTIZED
+        return VllmFamily.UNQUANTIZED
     if weights.startswith("int4") and scheme.activations.name.startswith("fp8"):
-        return Family.W4A8_FP8
+        return VllmFamily.W4A8_FP8
     if weights.startswith("int4"):
-        return Family.WNA16 if plain else Family.W4A8_INT8
+        return VllmFamily.WNA16 if plain else VllmFamily.W4A8_INT8
     if weights.startswith("int8"):
-        return Family.WNA16 if plain else Family.INT8
+        return VllmFamily.WNA16 if plain else VllmFamily.INT8
     if weights.startswith(("mxfp6", "mxint8")):
-        return Family.MXFP4  # OCP MX has one enum there
-    return next((family for family in Family if weights.startswith(family.value.lower())), None)
+        return VllmFamily.MXFP4  # OCP MX has one enum there
+    return next((family for family in VllmFamily if weights.startswith(family.value.lower())), None)
 
 
 @dataclass(frozen=True)
-class Member:
+class VllmMember:
     """One member of an enum of vLLM, and the entry of `KERNELS` that corresponds to it."""
 
-    family: Family
+    family: VllmFamily
     name: str
     classes: str  # what computes it there, tried in this order
     kernel: str = ""  # empty: `note` says why
@@ -61,7 +61,7 @@ class MoeBackend:
     """One name of vLLM's `--moe-backend`: the members that it asks for, by family."""
 
     name: str
-    members: Mapping[Family, tuple[str, ...]] = field(default_factory=dict)
+    members: Mapping[VllmFamily, tuple[str, ...]] = field(default_factory=dict)
     device: str = "auto"  # `plan.device`
     note: str = ""  # of the name as a whole; the reason where it has no members
 
@@ -69,7 +69,7 @@ class MoeBackend:
 AUTO_MEMBER = "auto"
 """As a member of a `MoeBackend`: the name leaves the choice to the plan."""
 
-AITER_ROWS = "a static scale for all experts (method 1): no row; other kinds by their methods"
+AITER_METHODS = "a static scale for all experts (method 1): no entry here; other kinds by their methods"
 AITER_W4A16 = "not built: AITER's kernel for bf16 rows, which has one activation, gpt-oss' own"
 AITER_W4A8 = "no kernel: AITER's rounds rows with one static scale for all experts"
 AITER_MX8 = "not built: AITER's MXFP8 experts, which the package flydsl compiles (gfx950)"
@@ -97,146 +97,156 @@ _MARLIN4 = "four-bit weights decoded in the kernel, on Hopper"
 _MARLIN8 = "8-bit weights decoded in the kernel"
 
 
-def _unquantized() -> tuple[Member, ...]:
-    kind = Family.UNQUANTIZED
+def _unquantized() -> tuple[VllmMember, ...]:
+    kind = VllmFamily.UNQUANTIZED
     return (
-        Member(kind, "FLASHINFER_TRTLLM", "TrtLlmBf16 monolithic, modular", "flashinfer_trtllm", BLACKWELL),
-        Member(
+        VllmMember(
+            kind, "FLASHINFER_TRTLLM", "TrtLlmBf16 monolithic, modular", "flashinfer_trtllm", BLACKWELL
+        ),
+        VllmMember(
             kind, "FLASHINFER_CUTLASS", "FlashInferExperts", "flashinfer_cutlass", "on Hopper and Blackwell"
         ),
-        Member(kind, "AITER", "AiterExperts", "aiter", "gated activations"),
-        Member(kind, "TRITON", "TritonExperts", "triton_bf16", "on Hopper"),
-        Member(kind, "BATCHED_TRITON", "BatchedTritonExperts", "triton_bf16", PADDED),
-        Member(kind, "XPU", "XPUExperts", note=XPU),
-        Member(
+        VllmMember(kind, "AITER", "AiterExperts", "aiter", "gated activations"),
+        VllmMember(kind, "TRITON", "TritonExperts", "triton_bf16", "on Hopper"),
+        VllmMember(kind, "BATCHED_TRITON", "BatchedTritonExperts", "triton_bf16", PADDED),
+        VllmMember(kind, "XPU", "XPUExperts", note=XPU),
+        VllmMember(
             kind,
             "CPU",
             "CPUUnquantized x86, Arm, portable",
             "torch_grouped_mm",
             "on any CPU, by AMX where it has it",
         ),
-        Member(kind, "TPU", "none", note=PLUG_IN),
-        Member(kind, "OOT", "none", note=PLUG_IN),
+        VllmMember(kind, "TPU", "none", note=PLUG_IN),
+        VllmMember(kind, "OOT", "none", note=PLUG_IN),
     )
 
 
-def _fp8() -> tuple[Member, ...]:
-    kind = Family.FP8
+def _fp8() -> tuple[VllmMember, ...]:
+    kind = VllmFamily.FP8
     return (
-        Member(kind, "NONE", "none", note=NO_CHOICE),
-        Member(kind, "AITER", "AiterExperts", "aiter", AITER_ROWS),
-        Member(kind, "FLASHINFER_TRTLLM", "TrtLlmFp8 monolithic, modular", "flashinfer_trtllm", BLACKWELL),
-        Member(kind, "FLASHINFER_CUTLASS", "FlashInferExperts", "flashinfer_cutlass", CUTLASS_FP8),
-        Member(kind, "DEEPGEMM", "TritonOrDeepGemmExperts", "deep_gemm", DEEP_GEMM_FP8),
-        Member(kind, "BATCHED_DEEPGEMM", "BatchedDeepGemmExperts", "deep_gemm", PADDED),
-        Member(kind, "VLLM_CUTLASS", "TritonOrCutlassExperts", "torch_scaled_grouped_mm", _ROW_WISE),
-        Member(kind, "BATCHED_VLLM_CUTLASS", "CutlassBatchedExpertsFp8", note=OWN_BATCHED),
-        Member(kind, "TRITON", "TritonExperts", "triton_fp8", _FP8_BLOCKS),
-        Member(kind, "BATCHED_TRITON", "BatchedTritonExperts", "triton_fp8", f"{_FP8_BLOCKS}, {PADDED}"),
-        Member(kind, "MARLIN", "MarlinExperts", "triton_dequant", _MARLIN8, plain=True),
-        Member(kind, "HUMMING", "Humming indexed, grouped", note=HUMMING),
-        Member(kind, "XPU", "XPUExperts Fp8, MxFp8, BlockFp8", note=XPU),
-        Member(kind, "CPU", "CPUExpertsFp8", "torch_reference", ON_CPU),
-        Member(kind, "HPC", "HPCExperts", note="not built: the package hpc"),
+        VllmMember(kind, "NONE", "none", note=NO_CHOICE),
+        VllmMember(kind, "AITER", "AiterExperts", "aiter", AITER_METHODS),
+        VllmMember(
+            kind, "FLASHINFER_TRTLLM", "TrtLlmFp8 monolithic, modular", "flashinfer_trtllm", BLACKWELL
+        ),
+        VllmMember(kind, "FLASHINFER_CUTLASS", "FlashInferExperts", "flashinfer_cutlass", CUTLASS_FP8),
+        VllmMember(kind, "DEEPGEMM", "TritonOrDeepGemmExperts", "deep_gemm", DEEP_GEMM_FP8),
+        VllmMember(kind, "BATCHED_DEEPGEMM", "BatchedDeepGemmExperts", "deep_gemm", PADDED),
+        VllmMember(kind, "VLLM_CUTLASS", "TritonOrCutlassExperts", "torch_scaled_grouped_mm", _ROW_WISE),
+        VllmMember(kind, "BATCHED_VLLM_CUTLASS", "CutlassBatchedExpertsFp8", note=OWN_BATCHED),
+        VllmMember(kind, "TRITON", "TritonExperts", "triton_fp8", _FP8_BLOCKS),
+        VllmMember(kind, "BATCHED_TRITON", "BatchedTritonExperts", "triton_fp8", f"{_FP8_BLOCKS}, {PADDED}"),
+        VllmMember(kind, "MARLIN", "MarlinExperts", "triton_dequant", _MARLIN8, plain=True),
+        VllmMember(kind, "HUMMING", "Humming indexed, grouped", note=HUMMING),
+        VllmMember(kind, "XPU", "XPUExperts Fp8, MxFp8, BlockFp8", note=XPU),
+        VllmMember(kind, "CPU", "CPUExpertsFp8", "torch_reference", ON_CPU),
+        VllmMember(kind, "HPC", "HPCExperts", note="not built: the package hpc"),
     )
 
 
-def _mxfp8() -> tuple[Member, ...]:
-    kind = Family.MXFP8
+def _mxfp8() -> tuple[VllmMember, ...]:
+    kind = VllmFamily.MXFP8
     return (
-        Member(kind, "FLASHINFER_TRTLLM", "TrtLlmFp8 monolithic, modular", "flashinfer_trtllm", BLACKWELL),
-        Member(kind, "DEEPGEMM", "DeepGemmExperts", "deep_gemm", BLACKWELL),
-        Member(kind, "MARLIN", "MarlinExperts", "triton_dequant", _MARLIN8, plain=True),
-        Member(kind, "XPU", "XPUExpertsMxFp8", note=XPU),
-        Member(kind, "AITER_MXFP8", "AiterMxfp8Experts", note=AITER_MX8),
-        Member(kind, "HUMMING", "Humming indexed, grouped", note=HUMMING),
-        Member(kind, "TRITON_MXFP8", "Mxfp8NativeTriton", note="not built: MX instructions of gfx950"),
-        Member(kind, "EMULATION", "Mxfp8Emulation", "torch_reference", REFERENCE),
+        VllmMember(
+            kind, "FLASHINFER_TRTLLM", "TrtLlmFp8 monolithic, modular", "flashinfer_trtllm", BLACKWELL
+        ),
+        VllmMember(kind, "DEEPGEMM", "DeepGemmExperts", "deep_gemm", BLACKWELL),
+        VllmMember(kind, "MARLIN", "MarlinExperts", "triton_dequant", _MARLIN8, plain=True),
+        VllmMember(kind, "XPU", "XPUExpertsMxFp8", note=XPU),
+        VllmMember(kind, "AITER_MXFP8", "AiterMxfp8Experts", note=AITER_MX8),
+        VllmMember(kind, "HUMMING", "Humming indexed, grouped", note=HUMMING),
+        VllmMember(kind, "TRITON_MXFP8", "Mxfp8NativeTriton", note="not built: MX instructions of gfx950"),
+        VllmMember(kind, "EMULATION", "Mxfp8Emulation", "torch_reference", REFERENCE),
     )
 
 
-def _nvfp4() -> tuple[Member, ...]:
-    kind = Family.NVFP4
+def _nvfp4() -> tuple[VllmMember, ...]:
+    kind = VllmFamily.NVFP4
     return (
-        Member(kind, "FLASHINFER_TRTLLM", "TrtLlmNvFp4 monolithic, modular", "flashinfer_trtllm", BLACKWELL),
-        Member(kind, "FLASHINFER_CUTEDSL", "FlashInferCuteDSLExperts", "flashinfer_cutedsl", ONE_INNER_SCALE),
-        Member(
+        VllmMember(
+            kind, "FLASHINFER_TRTLLM", "TrtLlmNvFp4 monolithic, modular", "flashinfer_trtllm", BLACKWELL
+        ),
+        VllmMember(
+            kind, "FLASHINFER_CUTEDSL", "FlashInferCuteDSLExperts", "flashinfer_cutedsl", ONE_INNER_SCALE
+        ),
+        VllmMember(
             kind,
             "FLASHINFER_CUTEDSL_BATCHED",
             "FlashInferCuteDSLBatchedExperts",
             "flashinfer_cutedsl",
             PADDED,
         ),
-        Member(kind, "FLASHINFER_CUTLASS", "FlashInferExperts", "flashinfer_cutlass", BLACKWELL),
-        Member(kind, "FLASHINFER_B12X", "FlashInferB12xExperts", note=B12X),
-        Member(kind, "VLLM_CUTLASS", "CutlassExpertsFp4", note=OWN),
-        Member(kind, "MARLIN", "MarlinExperts", "cuda_fp4", _MARLIN4, plain=True),
-        Member(kind, "HUMMING", "Humming indexed, grouped, batched", note=HUMMING),
-        Member(kind, "EMULATION", "Nvfp4QuantizationEmulationTriton", "torch_reference", REFERENCE),
+        VllmMember(kind, "FLASHINFER_CUTLASS", "FlashInferExperts", "flashinfer_cutlass", BLACKWELL),
+        VllmMember(kind, "FLASHINFER_B12X", "FlashInferB12xExperts", note=B12X),
+        VllmMember(kind, "VLLM_CUTLASS", "CutlassExpertsFp4", note=OWN),
+        VllmMember(kind, "MARLIN", "MarlinExperts", "cuda_fp4", _MARLIN4, plain=True),
+        VllmMember(kind, "HUMMING", "Humming indexed, grouped, batched", note=HUMMING),
+        VllmMember(kind, "EMULATION", "Nvfp4QuantizationEmulationTriton", "torch_reference", REFERENCE),
     )
 
 
-def _mxfp4() -> tuple[Member, ...]:
-    kind, trtllm, cutlass = Family.MXFP4, "TrtLlmMxfp4 monolithic, modular", "FlashInferExperts"
+def _mxfp4() -> tuple[VllmMember, ...]:
+    kind, trtllm, cutlass = VllmFamily.MXFP4, "TrtLlmMxfp4 monolithic, modular", "FlashInferExperts"
     return (
-        Member(kind, "NONE", "none", note=NO_CHOICE),
-        Member(kind, "FLASHINFER_TRTLLM_MXFP4_BF16", trtllm, "flashinfer_trtllm", BLACKWELL),
-        Member(kind, "FLASHINFER_TRTLLM_MXFP4_MXFP8", trtllm, "flashinfer_trtllm", BLACKWELL),
-        Member(kind, "FLASHINFER_CUTLASS_MXFP4_BF16", cutlass, "flashinfer_cutlass", "on Hopper"),
-        Member(kind, "FLASHINFER_CUTLASS_MXFP4_MXFP8", cutlass, "flashinfer_cutlass", BLACKWELL),
-        Member(kind, "AITER_MXFP4_BF16", "AiterExperts, AiterW4A16", note=AITER_W4A16),
-        Member(kind, "AITER_MXFP4_FP8", "AiterW4A8", note=AITER_W4A8),
-        Member(kind, "AITER_MXFP4_MXFP4", "AiterExperts", "aiter", "on gfx950"),
-        Member(kind, "TRITON", "OAITriton monolithic, OAITritonExperts", "triton_kernels", _SAME_PACKAGE),
-        Member(kind, "TRITON_UNFUSED", "UnfusedOAITritonExperts", "triton_kernels", _SAME_PACKAGE),
-        Member(kind, "DEEPGEMM_MXFP4", "DeepGemmFP4Experts", "deep_gemm", "MXFP8 rows, on Blackwell"),
-        Member(kind, "MARLIN", "MarlinExperts", "cuda_fp4", _MARLIN4, plain=True),
-        Member(kind, "BATCHED_MARLIN", "BatchedMarlinExperts", "cuda_fp4", PADDED, plain=True),
-        Member(kind, "HUMMING", "Humming indexed, grouped, batched", note=HUMMING),
-        Member(kind, "XPU", "XPUExpertsMxFp4", note=XPU),
-        Member(kind, "CPU", "CPUExpertsMxfp4", "torch_reference", ON_CPU),
-        Member(kind, "EMULATION", "OCP_MXQuantizationEmulationTriton", "torch_reference", REFERENCE),
-        Member(kind, "CK", "AiterExperts", "aiter", "MXFP4 rows, on gfx950"),
-        Member(kind, "SM100_FI_MXFP4_MXFP8_TRTLLM", trtllm, "flashinfer_trtllm", BLACKWELL),
-        Member(kind, "SM100_FI_MXFP4_MXFP8_CUTLASS", cutlass, "flashinfer_cutlass", BLACKWELL),
-        Member(kind, "SM100_FI_MXFP4_BF16", trtllm, "flashinfer_trtllm", BLACKWELL),
-        Member(kind, "SM90_FI_MXFP4_BF16", cutlass, "flashinfer_cutlass", "on Hopper"),
+        VllmMember(kind, "NONE", "none", note=NO_CHOICE),
+        VllmMember(kind, "FLASHINFER_TRTLLM_MXFP4_BF16", trtllm, "flashinfer_trtllm", BLACKWELL),
+        VllmMember(kind, "FLASHINFER_TRTLLM_MXFP4_MXFP8", trtllm, "flashinfer_trtllm", BLACKWELL),
+        VllmMember(kind, "FLASHINFER_CUTLASS_MXFP4_BF16", cutlass, "flashinfer_cutlass", "on Hopper"),
+        VllmMember(kind, "FLASHINFER_CUTLASS_MXFP4_MXFP8", cutlass, "flashinfer_cutlass", BLACKWELL),
+        VllmMember(kind, "AITER_MXFP4_BF16", "AiterExperts, AiterW4A16", note=AITER_W4A16),
+        VllmMember(kind, "AITER_MXFP4_FP8", "AiterW4A8", note=AITER_W4A8),
+        VllmMember(kind, "AITER_MXFP4_MXFP4", "AiterExperts", "aiter", "on gfx950"),
+        VllmMember(kind, "TRITON", "OAITriton monolithic, OAITritonExperts", "triton_kernels", _SAME_PACKAGE),
+        VllmMember(kind, "TRITON_UNFUSED", "UnfusedOAITritonExperts", "triton_kernels", _SAME_PACKAGE),
+        VllmMember(kind, "DEEPGEMM_MXFP4", "DeepGemmFP4Experts", "deep_gemm", "MXFP8 rows, on Blackwell"),
+        VllmMember(kind, "MARLIN", "MarlinExperts", "cuda_fp4", _MARLIN4, plain=True),
+        VllmMember(kind, "BATCHED_MARLIN", "BatchedMarlinExperts", "cuda_fp4", PADDED, plain=True),
+        VllmMember(kind, "HUMMING", "Humming indexed, grouped, batched", note=HUMMING),
+        VllmMember(kind, "XPU", "XPUExpertsMxFp4", note=XPU),
+        VllmMember(kind, "CPU", "CPUExpertsMxfp4", "torch_reference", ON_CPU),
+        VllmMember(kind, "EMULATION", "OCP_MXQuantizationEmulationTriton", "torch_reference", REFERENCE),
+        VllmMember(kind, "CK", "AiterExperts", "aiter", "MXFP4 rows, on gfx950"),
+        VllmMember(kind, "SM100_FI_MXFP4_MXFP8_TRTLLM", trtllm, "flashinfer_trtllm", BLACKWELL),
+        VllmMember(kind, "SM100_FI_MXFP4_MXFP8_CUTLASS", cutlass, "flashinfer_cutlass", BLACKWELL),
+        VllmMember(kind, "SM100_FI_MXFP4_BF16", trtllm, "flashinfer_trtllm", BLACKWELL),
+        VllmMember(kind, "SM90_FI_MXFP4_BF16", cutlass, "flashinfer_cutlass", "on Hopper"),
     )
 
 
-def _integers() -> tuple[Member, ...]:
-    kind, int8, humming = Family.WNA16, Family.INT8, "Humming indexed, grouped, batched"
+def _integers() -> tuple[VllmMember, ...]:
+    kind, int8, humming = VllmFamily.WNA16, VllmFamily.INT8, "Humming indexed, grouped, batched"
     return (
-        Member(kind, "FLASHINFER_TRTLLM", "TrtLlmMxint4 monolithic", note=MXINT4),
-        Member(kind, "MARLIN", "MarlinExperts", "triton_dequant", INTEGERS, plain=True),
-        Member(kind, "BATCHED_MARLIN", "BatchedMarlinExperts", "triton_dequant", PADDED, plain=True),
-        Member(kind, "TRITON", "TritonWNA16Experts", "triton_dequant", INTEGERS),
-        Member(kind, "HUMMING", humming, note=HUMMING),
-        Member(kind, "CPU", "CPUExpertsInt4", "torch_reference", ON_CPU),
-        Member(kind, "XPU", "XPUExpertsWNA16", note=XPU),
-        Member(kind, "EMULATION", "Int4EmulationTriton", "torch_reference", f"{REFERENCE}, INT8 too"),
-        Member(int8, "TRITON", "TritonExperts", "triton_dequant", "products of int8 codes"),
-        Member(int8, "HUMMING", humming, note=HUMMING),
-        Member(int8, "CPU", "CPUExpertsInt8 Arm, x86", "torch_reference", ON_CPU),
-        Member(Family.W4A8_FP8, "VLLM_CUTLASS", "CutlassExpertsW4A8Fp8", note=OWN),
-        Member(Family.W4A8_INT8, "CPU", "CPUExpertsInt4 Arm", "torch_reference", ON_CPU),
+        VllmMember(kind, "FLASHINFER_TRTLLM", "TrtLlmMxint4 monolithic", note=MXINT4),
+        VllmMember(kind, "MARLIN", "MarlinExperts", "triton_dequant", INTEGERS, plain=True),
+        VllmMember(kind, "BATCHED_MARLIN", "BatchedMarlinExperts", "triton_dequant", PADDED, plain=True),
+        VllmMember(kind, "TRITON", "TritonWNA16Experts", "triton_dequant", INTEGERS),
+        VllmMember(kind, "HUMMING", humming, note=HUMMING),
+        VllmMember(kind, "CPU", "CPUExpertsInt4", "torch_reference", ON_CPU),
+        VllmMember(kind, "XPU", "XPUExpertsWNA16", note=XPU),
+        VllmMember(kind, "EMULATION", "Int4EmulationTriton", "torch_reference", f"{REFERENCE}, INT8 too"),
+        VllmMember(int8, "TRITON", "TritonExperts", "triton_dequant", "products of int8 codes"),
+        VllmMember(int8, "HUMMING", humming, note=HUMMING),
+        VllmMember(int8, "CPU", "CPUExpertsInt8 Arm, x86", "torch_reference", ON_CPU),
+        VllmMember(VllmFamily.W4A8_FP8, "VLLM_CUTLASS", "CutlassExpertsW4A8Fp8", note=OWN),
+        VllmMember(VllmFamily.W4A8_INT8, "CPU", "CPUExpertsInt4 Arm", "torch_reference", ON_CPU),
     )
 
 
-MEMBERS: dict[tuple[Family, str], Member] = {
+MEMBERS: dict[tuple[VllmFamily, str], VllmMember] = {
     (member.family, member.name): member
     for member in (*_unquantized(), *_fp8(), *_mxfp8(), *_nvfp4(), *_mxfp4(), *_integers())
 }
 """The table of members, by family and name."""
 
-_U, _F8, _M8, _N4, _M4, _W, _I8 = list(Family)[:7]
+_U, _F8, _M8, _N4, _M4, _W, _I8 = list(VllmFamily)[:7]
 _TRT4 = ("FLASHINFER_TRTLLM_MXFP4_BF16", "FLASHINFER_TRTLLM_MXFP4_MXFP8")
 _CUT4 = ("FLASHINFER_CUTLASS_MXFP4_BF16", "FLASHINFER_CUTLASS_MXFP4_MXFP8")
 _AITER4 = ("AITER_MXFP4_BF16", "AITER_MXFP4_FP8", "AITER_MXFP4_MXFP4")
-_ANY = dict.fromkeys(Family, (AUTO_MEMBER,))
+_ANY = dict.fromkeys(VllmFamily, (AUTO_MEMBER,))
 
 
-def _same(member: str, *families: Family) -> dict[Family, tuple[str, ...]]:
+def _same(member: str, *families: VllmFamily) -> dict[VllmFamily, tuple[str, ...]]:
     return dict.fromkeys(families, (member,))
 
 

@@ -11,9 +11,9 @@ from moeserve.cli.vllm.backends import (
     AUTO_MEMBER,
     MEMBERS,
     MOE_BACKENDS,
-    Family,
-    Member,
     MoeBackend,
+    VllmFamily,
+    VllmMember,
     family_of,
 )
 from moeserve.cli.vllm.switches import ANY, DISPATCHER, GIVEN, SWITCHES, WEIGHTS, Here, Switch, Value
@@ -44,14 +44,14 @@ ABOUT_EXPERTS = (
 )
 """Words in the name of a switch that is about experts, or may be."""
 
-EVERY = frozenset(Family)
+EVERY = frozenset(VllmFamily)
 """The families of a switch that is about experts of any kind, also of formats that vLLM has no family for."""
 
 ON, OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 @dataclass(frozen=True)
-class Finding:
+class VllmSetting:
     """One setting of vLLM, and the configuration keys that do the same."""
 
     said: str  # as it was set: `VLLM_MOE_DP_CHUNK_SIZE=256`
@@ -64,7 +64,7 @@ class Finding:
         return [self.said, f"  {', '.join(found)}" + (f": {self.why}" if self.why else "")]
 
 
-def read(environ: Mapping[str, str], backend: str, stored: Scheme | None) -> list[Finding]:
+def read(environ: Mapping[str, str], backend: str, stored: Scheme | None) -> list[VllmSetting]:
     """What vLLM's environment and its `--moe-backend` (empty: not given) say of experts stored as `stored`.
 
     Without `stored`, what depends on it is told for every kind of experts, and gives no key. Switches that
@@ -77,17 +77,17 @@ def read(environ: Mapping[str, str], backend: str, stored: Scheme | None) -> lis
         if name in SWITCHES and value
     ]
     findings += [
-        Finding(f"{name}={environ[name]}", why="unknown here; if it is about experts, it has no effect")
+        VllmSetting(f"{name}={environ[name]}", why="unknown here; if it is about experts, it has no effect")
         for name in sorted(environ)
         if name.startswith(PREFIX) and name not in SWITCHES and any(word in name for word in ABOUT_EXPERTS)
     ]
     if backend:
         keys, why = of_backend(backend, stored)
-        findings.append(Finding(f"--moe-backend {backend}", keys, why))
+        findings.append(VllmSetting(f"--moe-backend {backend}", keys, why))
     return findings
 
 
-def merged(findings: Iterable[Finding]) -> dict[str, Value]:
+def merged(findings: Iterable[VllmSetting]) -> dict[str, Value]:
     """Merges the keys of all findings; `auto` gives way to any other value.
 
     Raises ConfigError where two settings want different values.
@@ -108,7 +108,7 @@ def merged(findings: Iterable[Finding]) -> dict[str, Value]:
     return keys
 
 
-def text(findings: Sequence[Finding], keys: Mapping[str, Value]) -> str:
+def text(findings: Sequence[VllmSetting], keys: Mapping[str, Value]) -> str:
     """Formats each finding, then all keys as a configuration file."""
     told = [line for finding in findings for line in finding.lines()]
     told = told or ["vLLM's environment says nothing about experts"]
@@ -154,13 +154,13 @@ def told(backend: MoeBackend) -> list[str]:
     return [f"{', '.join(families)}: {meaning}" for meaning, families in alike.items()]
 
 
-def member_of(backend: MoeBackend, family: Family) -> Member:
+def member_of(backend: MoeBackend, family: VllmFamily) -> VllmMember:
     """Returns the member that stands for a name: the first that has a kernel here, else the first."""
     members = [MEMBERS[family, name] for name in backend.members[family]]
     return next((member for member in members if member.kernel), members[0])
 
 
-def _of_members(backend: MoeBackend, family: Family) -> tuple[dict[str, Value], str]:
+def _of_members(backend: MoeBackend, family: VllmFamily) -> tuple[dict[str, Value], str]:
     if AUTO_MEMBER in backend.members[family]:
         return {"plan.kernel": AUTO}, "the plan chooses"
     member = member_of(backend, family)
@@ -180,21 +180,21 @@ def _plain(stored: Scheme) -> bool:
     return stored.activations in FLOATS.values()
 
 
-def _switch(switch: Switch, value: str, stored: Scheme | None) -> Finding:
+def _switch(switch: Switch, value: str, stored: Scheme | None) -> VllmSetting:
     said = f"{switch.name}={value}"
     here = _answer(switch, value)
     if stored is not None and switch.families != EVERY and family_of(stored) not in switch.families:
-        return Finding(said, why=f"it says nothing about {_kind(stored)} experts")
+        return VllmSetting(said, why=f"it says nothing about {_kind(stored)} experts")
     if here.backend:
         keys, why = of_backend(here.backend, stored)
-        return Finding(said, keys, f"as --moe-backend {here.backend}: {why}")
+        return VllmSetting(said, keys, f"as --moe-backend {here.backend}: {why}")
     if DISPATCHER in here.keys.values():
         return _dispatcher(said, value)
     if stored is None and here.keys and switch.families != EVERY:
-        kinds = ", ".join(family.value for family in Family if family in switch.families)
-        return Finding(said, why=f"for {kinds} experts {shown(here)}")
+        kinds = ", ".join(family.value for family in VllmFamily if family in switch.families)
+        return VllmSetting(said, why=f"for {kinds} experts {shown(here)}")
     keys = {key: _number(said, value) if given == GIVEN else given for key, given in here.keys.items()}
-    return _with_weights(Finding(said, keys, here.why), stored)
+    return _with_weights(VllmSetting(said, keys, here.why), stored)
 
 
 def _answer(switch: Switch, value: str) -> Here:
@@ -212,7 +212,7 @@ def shown(here: Here) -> str:
     """Formats what one value of a switch means for any checkpoint."""
     if here.backend:
         return f"as `--moe-backend {here.backend}`"
-    words = {GIVEN: "the same number", DISPATCHER: "the dispatcher of that name"}
+    words = {GIVEN: "the same number", DISPATCHER: "the all2all backend of that name"}
     keys = [
         f"`{key}`, {words[value]}" if value in words else f"`{key} = {json.dumps(value)}`"
         for key, value in here.keys.items()
@@ -220,11 +220,11 @@ def shown(here: Here) -> str:
     return ": ".join(part for part in (", ".join(keys), here.why) if part)
 
 
-def _dispatcher(said: str, value: str) -> Finding:
+def _dispatcher(said: str, value: str) -> VllmSetting:
     try:
-        return Finding(said, {"plan.all2all_backend": dispatcher_named(value).name})
+        return VllmSetting(said, {"plan.all2all_backend": dispatcher_named(value).name})
     except ValueError as error:
-        return Finding(said, why=str(error))
+        return VllmSetting(said, why=str(error))
 
 
 def _number(said: str, value: str) -> int:
@@ -233,7 +233,7 @@ def _number(said: str, value: str) -> int:
     return int(value)
 
 
-def _with_weights(finding: Finding, stored: Scheme | None) -> Finding:
+def _with_weights(finding: VllmSetting, stored: Scheme | None) -> VllmSetting:
     """Fills in the format of the stored weights; drops the key for a scheme that is unknown or stored."""
     load_as = str(finding.keys.get("model.load_as", ""))
     if stored is None or WEIGHTS not in load_as:
@@ -242,7 +242,7 @@ def _with_weights(finding: Finding, stored: Scheme | None) -> Finding:
     try:
         scheme = scheme_to_load_as(wanted, BF16)
     except ValueError:
-        return Finding(finding.said, why=f"there is no scheme {wanted}")
+        return VllmSetting(finding.said, why=f"there is no scheme {wanted}")
     if scheme == stored:
-        return Finding(finding.said, why=f"nothing to do: the checkpoint says {wanted} itself")
-    return Finding(finding.said, dict(finding.keys) | {"model.load_as": wanted}, finding.why)
+        return VllmSetting(finding.said, why=f"nothing to do: the checkpoint says {wanted} itself")
+    return VllmSetting(finding.said, dict(finding.keys) | {"model.load_as": wanted}, finding.why)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from moeserve.cli.vllm.backends import Family
+from moeserve.cli.vllm.backends import VllmFamily
 
 Value = str | int
 
@@ -39,7 +39,7 @@ class Switch:
     default: str  # there
     does: str  # there
     answers: Mapping[str, Here]  # by value: `1` and `0` for a flag, its words, or `ANY`
-    families: frozenset[Family] = frozenset(Family)  # the experts that it concerns
+    families: frozenset[VllmFamily] = frozenset(VllmFamily)  # the experts that it concerns
 
     @property
     def flag(self) -> bool:
@@ -55,7 +55,7 @@ def _always(why: str) -> dict[str, Here]:
     return {ANY: Here(why=why)}
 
 
-def _of(*families: Family) -> frozenset[Family]:
+def _of(*families: VllmFamily) -> frozenset[VllmFamily]:
     return frozenset(families)
 
 
@@ -70,14 +70,14 @@ DEEP_GEMM = (
         "1",
         "lets DeepGEMM compute experts and linear layers",
         _flag(Here(backend="deep_gemm"), ABSENT),
-        _of(Family.FP8, Family.MXFP8, Family.MXFP4),
+        _of(VllmFamily.FP8, VllmFamily.MXFP8, VllmFamily.MXFP4),
     ),
     Switch(
         "VLLM_MOE_USE_DEEP_GEMM",
         "1",
         "lets DeepGEMM compute experts of FP8 blocks; 0 takes it off the list, 1 insists on it",
         _flag(Here(backend="deep_gemm"), ABSENT),
-        _of(Family.FP8, Family.MXFP8, Family.MXFP4),
+        _of(VllmFamily.FP8, VllmFamily.MXFP8, VllmFamily.MXFP4),
     ),
     Switch(
         "VLLM_USE_DEEP_GEMM_E8M0",
@@ -90,7 +90,7 @@ DEEP_GEMM = (
             ),
             UNCHANGED,
         ),
-        _of(Family.FP8),
+        _of(VllmFamily.FP8),
     ),
 )
 
@@ -105,10 +105,10 @@ FLASHINFER = (
             _of(kind),
         )
         for short, kind in (
-            ("FP8", Family.FP8),
-            ("FP4", Family.NVFP4),
-            ("FP16", Family.UNQUANTIZED),
-            ("INT4", Family.WNA16),
+            ("FP8", VllmFamily.FP8),
+            ("FP4", VllmFamily.NVFP4),
+            ("FP16", VllmFamily.UNQUANTIZED),
+            ("INT4", VllmFamily.WNA16),
         )
     ),
     Switch(
@@ -120,28 +120,28 @@ FLASHINFER = (
             "latency": Here(backend="flashinfer_trtllm"),
             "masked_gemm": Here(backend="flashinfer_cutedsl"),
         },
-        _of(Family.UNQUANTIZED, Family.FP8, Family.NVFP4),
+        _of(VllmFamily.UNQUANTIZED, VllmFamily.FP8, VllmFamily.NVFP4),
     ),
     Switch(
         "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8",
         "0",
         "insists on FlashInfer's TRT-LLM kernel of MXFP4 weights with MXFP8 activations",
         _flag(Here(backend="flashinfer_trtllm_afp8"), ABSENT),
-        _of(Family.MXFP4),
+        _of(VllmFamily.MXFP4),
     ),
     Switch(
         "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS",
         "0",
         "the same by FlashInfer's CUTLASS kernel",
         _flag(Here(backend="flashinfer_cutlass_afp8"), ABSENT),
-        _of(Family.MXFP4),
+        _of(VllmFamily.MXFP4),
     ),
     Switch(
         "VLLM_USE_FLASHINFER_MOE_MXFP4_BF16",
         "0",
         "insists on FlashInfer for MXFP4 with BF16 activations (CUTLASS on SM90); 0 takes it off the list",
         _flag(Here(backend="flashinfer_cutlass"), ABSENT),
-        _of(Family.MXFP4),
+        _of(VllmFamily.MXFP4),
     ),
 )
 
@@ -151,14 +151,14 @@ MARLIN = (
         "unset",
         "insists on Marlin for MXFP4",
         _flag(Here(backend="marlin"), ABSENT),
-        _of(Family.MXFP4),
+        _of(VllmFamily.MXFP4),
     ),
     Switch(
         "VLLM_TEST_FORCE_FP8_MARLIN",
         "0",
         "insists on Marlin, and so on activations left as they are, for FP8 and NVFP4",
         _flag(Here(backend="marlin"), ABSENT),
-        _of(Family.FP8, Family.NVFP4),
+        _of(VllmFamily.FP8, VllmFamily.NVFP4),
     ),
     Switch(
         "VLLM_MARLIN_INPUT_DTYPE",
@@ -168,7 +168,7 @@ MARLIN = (
             "int8": Here({"model.load_as": f"{WEIGHTS} x int8_token"}, "a scale for each token"),
             "fp8": Here({"model.load_as": f"{WEIGHTS} x fp8_token"}, "a scale for each token"),
         },
-        _of(Family.WNA16, Family.MXFP4),
+        _of(VllmFamily.WNA16, VllmFamily.MXFP4),
     ),
     Switch(
         "VLLM_MARLIN_USE_ATOMIC_ADD",
@@ -181,7 +181,7 @@ MARLIN = (
         "0",
         "Triton instead of Marlin for AWQ",
         _flag(Here(backend="triton"), ABSENT),
-        _of(Family.WNA16),
+        _of(VllmFamily.WNA16),
     ),
     Switch(
         "VLLM_HUMMING_MOE_GEMM_TYPE",
@@ -265,7 +265,7 @@ MEMORY = (
                 {"plan.kernel": "torch_reference"}, "decodes an expert's weights in each step that needs it"
             ),
         ),
-        _of(Family.MXFP8),
+        _of(VllmFamily.MXFP8),
     ),
 )
 

@@ -24,12 +24,12 @@ from moeserve.dispatch.dispatcher import (
 from moeserve.dispatch.exchange import PARTIAL_SUMS, TORCH_ARCHS, check_group, exchange
 from moeserve.dispatch.permute import Homes, group_rows, take_rows, weigh_rows
 from moeserve.dispatch.routing import Routing
-from moeserve.dispatch.wire import ROW_WISE, Record
+from moeserve.dispatch.wire import ROW_WISE, WireRecord
 from moeserve.experts.batch import Grouping
 
 
 @dataclass(frozen=True, eq=False)
-class _Ticket:
+class _CopiesTicket:
     homes: Homes
     sent: list[int]  # copies for each rank
     received: list[int]  # copies from each rank
@@ -44,7 +44,7 @@ class AllToAllV(Dispatcher):
         check_spec(spec)
         check_group(spec)
         self._spec = spec
-        self._record = Record(spec.wire, spec.hidden, spec.top_k)
+        self._record = WireRecord(spec.wire, spec.hidden, spec.top_k)
         self._traffic = Traffic()
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
@@ -62,10 +62,10 @@ class AllToAllV(Dispatcher):
         batch, homes = group_rows(tokens, local_slots(spec, slots), weights, (spec.slots, spec.row_align))
         place = bound.T.flatten().cumsum(0).view(bound.T.shape).T - 1  # [T, ranks]: where each copy stands
         taken = bound.sum(dim=1)
-        ticket = _Ticket(homes, sent, received, place[bound], taken.cumsum(0) - taken)
+        ticket = _CopiesTicket(homes, sent, received, place[bound], taken.cumsum(0) - taken)
         return Dispatched(batch, ticket)
 
-    def combine(self, outputs: Tensor, ticket: _Ticket) -> Tensor:
+    def combine(self, outputs: Tensor, ticket: _CopiesTicket) -> Tensor:
         """Sends every copy's partial sum back, and adds up each row's, in rank order: `[T, H]`."""
         spec = self._spec
         partials = weigh_rows(outputs, ticket.homes, spec.dtype)

@@ -25,12 +25,12 @@ from moeserve.dispatch.dispatcher import (
 from moeserve.dispatch.exchange import PARTIAL_SUMS, TORCH_ARCHS, check_group, exchange, spread, sum_partials
 from moeserve.dispatch.permute import Homes, group_rows, weigh_rows
 from moeserve.dispatch.routing import Routing
-from moeserve.dispatch.wire import ROW_WISE, Record
+from moeserve.dispatch.wire import ROW_WISE, WireRecord
 from moeserve.experts.batch import Grouping
 
 
 @dataclass(frozen=True, eq=False)
-class Ticket:
+class GatherTicket:
     """What `combine` needs of `dispatch`."""
 
     homes: Homes
@@ -44,7 +44,7 @@ class AllGatherReduceScatter(Dispatcher):
         check_spec(spec)
         check_group(spec)
         self._spec = spec
-        self._record = Record(spec.wire, spec.hidden, spec.top_k)
+        self._record = WireRecord(spec.wire, spec.hidden, spec.top_k)
         self._traffic = Traffic()
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
@@ -57,9 +57,9 @@ class AllGatherReduceScatter(Dispatcher):
         self._traffic = self._traffic.plus(dispatched=mine.nbytes * (spec.ranks - 1))
         tokens, slots, weights = self._record.unpack(arrived)
         batch, homes = group_rows(tokens, local_slots(spec, slots), weights, (spec.slots, spec.row_align))
-        return Dispatched(batch, Ticket(homes, lane_rows))
+        return Dispatched(batch, GatherTicket(homes, lane_rows))
 
-    def combine(self, outputs: Tensor, ticket: Ticket) -> Tensor:
+    def combine(self, outputs: Tensor, ticket: GatherTicket) -> Tensor:
         """Sends each lane its rows' partial sums, and adds up what comes for this one: `[T, H]`."""
         spec, own = self._spec, ticket.lane_rows[self._spec.rank]
         partials = weigh_rows(outputs, ticket.homes, spec.dtype)

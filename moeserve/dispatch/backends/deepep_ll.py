@@ -46,7 +46,7 @@ _ROWS_STEP = 4  # a slot's block is whole steps of it, for tensor copies of scal
 
 
 @dataclass(frozen=True, eq=False)
-class _Ticket:
+class _PaddedTicket:
     slots: Tensor  # [T or 1, K] int64, as dispatched
     weights: Tensor  # [T or 1, K] float32
     handle: Any
@@ -105,10 +105,10 @@ class LowLatency(Dispatcher):
         batch = ExpertBatch(tokens, Grouping.PADDED, counts, offsets)
         sent = hidden.shape[0] * spec.top_k * spec.wire.nbytes((1, self._travelling))
         self._traffic = self._traffic.plus(dispatched=sent)
-        ticket = _Ticket(ids, weights, handle, hidden.shape[0])
+        ticket = _PaddedTicket(ids, weights, handle, hidden.shape[0])
         return Dispatched(batch, ticket)
 
-    def combine(self, outputs: Tensor, ticket: _Ticket) -> Tensor:
+    def combine(self, outputs: Tensor, ticket: _PaddedTicket) -> Tensor:
         """Sends outputs `[e, C, H]` home pair by pair, where they are weighed and added: `[T, H]`."""
         spec, capacity = self._spec, self._spec.ranks * self._rows
         wide = widened(outputs.reshape(spec.slots * capacity, spec.hidden), self._travelling)

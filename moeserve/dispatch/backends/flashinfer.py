@@ -19,7 +19,7 @@ from moeserve.dispatch.dispatcher import DispatchEntry, DispatchSpec, Pace
 from moeserve.dispatch.libraries.row_exchange import Arrived, RowExchange
 from moeserve.dispatch.limits import Limits
 from moeserve.dispatch.routing import Routing
-from moeserve.dispatch.wire import ROW_WISE, Record
+from moeserve.dispatch.wire import ROW_WISE, WireRecord
 from moeserve.experts.batch import Grouping
 from moeserve.experts.placement import EMPTY
 
@@ -39,7 +39,7 @@ class FlashInfer(RowExchange):
 
     def __init__(self, spec: DispatchSpec) -> None:
         super().__init__(spec, ENTRY)
-        self._record = Record(spec.wire, spec.hidden, spec.top_k)
+        self._record = WireRecord(spec.wire, spec.hidden, spec.top_k)
         self._top_k = next(k for k in TOP_K if k >= spec.top_k)
         self._row_bytes = self._record.nbytes + self._top_k * torch.int32.itemsize
         self._exchange = _opened(spec, self._row_bytes, self._top_k)

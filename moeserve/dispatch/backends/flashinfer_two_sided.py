@@ -19,7 +19,7 @@ from moeserve.dispatch.libraries.row_exchange import Arrived, RowExchange
 from moeserve.dispatch.libraries.travel import presented
 from moeserve.dispatch.limits import Limits
 from moeserve.dispatch.routing import Routing
-from moeserve.dispatch.wire import ROW_WISE, Record
+from moeserve.dispatch.wire import ROW_WISE, WireRecord
 from moeserve.experts.batch import Grouping
 from moeserve.experts.placement import EMPTY
 
@@ -31,7 +31,7 @@ class FlashInferTwoSided(RowExchange):
 
     def __init__(self, spec: DispatchSpec) -> None:
         super().__init__(spec, ENTRY)
-        self._record = Record(spec.wire, spec.hidden, spec.top_k)
+        self._record = WireRecord(spec.wire, spec.hidden, spec.top_k)
         self._row_bytes = self._record.nbytes
         self._library: Any = import_module("flashinfer.comm.trtllm_alltoall").MnnvlMoe
         mapping, memory = joined(spec)

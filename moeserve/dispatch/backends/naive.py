@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moeserve.dispatch.backends.allgather_reducescatter import Ticket
+from moeserve.dispatch.backends.allgather_reducescatter import GatherTicket
 from moeserve.dispatch.checks import check_lane, check_spec, local_slots
 from moeserve.dispatch.dispatcher import (
     Dispatched,
@@ -21,7 +21,7 @@ from moeserve.dispatch.dispatcher import (
 from moeserve.dispatch.exchange import PARTIAL_SUMS, TORCH_ARCHS, check_group, sum_partials
 from moeserve.dispatch.permute import group_rows, weigh_rows
 from moeserve.dispatch.routing import Routing
-from moeserve.dispatch.wire import ROW_WISE, Record
+from moeserve.dispatch.wire import ROW_WISE, WireRecord
 from moeserve.experts.batch import Grouping
 
 
@@ -32,7 +32,7 @@ class Naive(Dispatcher):
         check_spec(spec)
         check_group(spec)
         self._spec = spec
-        self._record = Record(spec.wire, spec.hidden, spec.top_k)
+        self._record = WireRecord(spec.wire, spec.hidden, spec.top_k)
         self._traffic = Traffic()
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
@@ -47,9 +47,9 @@ class Naive(Dispatcher):
         self._traffic = self._traffic.plus(dispatched=mine.nbytes * (spec.ranks - 1))
         tokens, slots, weights = self._record.unpack(arrived)
         batch, homes = group_rows(tokens, local_slots(spec, slots), weights, (spec.slots, spec.row_align))
-        return Dispatched(batch, Ticket(homes, lane_rows))
+        return Dispatched(batch, GatherTicket(homes, lane_rows))
 
-    def combine(self, outputs: Tensor, ticket: Ticket) -> Tensor:
+    def combine(self, outputs: Tensor, ticket: GatherTicket) -> Tensor:
         """Broadcasts every rank's partial sums of all rows; this lane adds up its own: `[T, H]`."""
         spec = self._spec
         mine = weigh_rows(outputs, ticket.homes, spec.dtype)

@@ -31,6 +31,7 @@ ENTRY = DispatchEntry(
     in_flight=BUFFERS,
     buffer_bytes=lambda spec: PeerLayout(spec, Grouping.PADDED).nbytes,
     max_ranks=MOST_RANKS,
+    permutes=False,
     sliced=True,
     partial_sums=PARTIAL_SUMS,
     limits=Limits(top_k=MOST_CHOICES, hidden_multiple=HIDDEN_MULTIPLE, one_host=True),

@@ -136,7 +136,7 @@ def hopeless(points: Sequence[Point], rival: Sequence[Point]) -> bool:
 
 
 @dataclass(frozen=True)
-class Setting:
+class CostSetting:
     """What costs hold for; others are measured anew."""
 
     hosts: tuple[str, ...]
@@ -154,9 +154,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Costs:
-    """All that was measured in one setting."""
+    """The times that were measured in one setting."""
 
-    setting: Setting
+    setting: CostSetting
     dispatchers: tuple[DispatcherCost, ...] = ()
     refused: tuple[
         tuple[str, str, str], ...
@@ -200,7 +200,7 @@ class Costs:
         )
         if any(not cost.points for cost in dispatchers):
             raise ValueError("a dispatcher's costs have no points")
-        return cls(Setting(**setting), dispatchers)
+        return cls(CostSetting(**setting), dispatchers)
 
 
 def cheapest(

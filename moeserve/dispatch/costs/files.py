@@ -1,4 +1,4 @@
-"""Where measured costs are kept between runs: one JSON file a setting."""
+"""Files that keep measured costs between runs: one JSON file a setting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from moeserve.dispatch.costs.costs import Costs, Setting
+from moeserve.dispatch.costs.costs import Costs, CostSetting
 
 log = logging.getLogger(__name__)
 
@@ -23,13 +23,13 @@ def costs_folder(named: str = "") -> Path:
     return Path(os.environ.get("MOESERVE_CACHE") or Path(home) / "moeserve") / "costs"
 
 
-def costs_path(setting: Setting, folder: Path) -> Path:
+def costs_path(setting: CostSetting, folder: Path) -> Path:
     """The file in `folder` that keeps the costs of `setting`."""
     key = hashlib.sha256(json.dumps(asdict(setting), sort_keys=True).encode()).hexdigest()
     return folder / f"{setting.device.replace(' ', '-').lower()}-{setting.ranks}-ranks-{key[:16]}.json"
 
 
-def stored_costs(setting: Setting, folder: Path) -> Costs | None:
+def stored_costs(setting: CostSetting, folder: Path) -> Costs | None:
     """What was kept for exactly this setting. A file that cannot be read is as none, and is logged."""
     path = costs_path(setting, folder)
     try:

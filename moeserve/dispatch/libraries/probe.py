@@ -31,7 +31,7 @@ RDMA_ADAPTERS = "/sys/class/infiniband"
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where a rank runs: host name and its GPU's id, empty where there is none."""
+    """The place where a rank runs: host name and its GPU's id, empty where there is none."""
 
     host: str
     gpu: str
@@ -49,7 +49,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProbeFinding:
     """A check that failed on one rank."""
 
     check: str
@@ -125,7 +125,7 @@ def _gathered(value: Any, ranks: int) -> list[Any]:
     return values
 
 
-Check = Callable[[DispatchEntry, DispatchSpec, Surroundings, "list[RankLocation]"], "Finding | None"]
+Check = Callable[[DispatchEntry, DispatchSpec, Surroundings, "list[RankLocation]"], "ProbeFinding | None"]
 
 
 def _architecture(
@@ -133,7 +133,9 @@ def _architecture(
 ) -> Any:
     if here.arch in entry.archs:
         return None
-    return Finding("GPU", here.arch, " or ".join(sorted(entry.archs)), "use allgather_reducescatter here")
+    return ProbeFinding(
+        "GPU", here.arch, " or ".join(sorted(entry.archs)), "use allgather_reducescatter here"
+    )
 
 
 def _peers(
@@ -143,7 +145,7 @@ def _peers(
         return None
     away = [rank for rank, location in enumerate(locations) if location.host != here.location.host]
     if away:
-        return Finding(
+        return ProbeFinding(
             "peer memory",
             f"ranks {away} on other hosts",
             "all ranks on one host",
@@ -152,7 +154,7 @@ def _peers(
     others = [rank for rank in range(spec.ranks) if rank != spec.rank]
     hidden = [rank for rank in others if not here.reaches(locations[rank].gpu)]
     if hidden:
-        return Finding(
+        return ProbeFinding(
             "peer memory",
             f"no access to the GPUs of ranks {hidden}",
             "access between every pair of GPUs, one a rank",
@@ -169,14 +171,14 @@ def _import(
             package = importlib.import_module(name)
         except (ImportError, OSError, AssertionError) as error:
             reason = " ".join(str(error).split()) or "no reason given"
-            return Finding(
+            return ProbeFinding(
                 f"import of {name}",
                 f"{type(error).__name__}: {reason}",
                 "a build for this torch, CUDA and Python",
                 f"install or build {name} on every host",
             )
         if lacking := sorted(entry.limits.api.difference(dir(package))):
-            return Finding(
+            return ProbeFinding(
                 f"package {name}",
                 f"one without {', '.join(lacking)}",
                 "the generation that has it",
@@ -190,7 +192,7 @@ def _nccl(entry: DispatchEntry, spec: DispatchSpec, here: Surroundings, location
     if oldest is None or (here.nccl is not None and here.nccl >= oldest):
         return None
     found = "none" if here.nccl is None else dotted(here.nccl)
-    return Finding(
+    return ProbeFinding(
         "NCCL at run time", found, f"at least {dotted(oldest)}", "install a newer nvidia-nccl on every host"
     )
 
@@ -204,13 +206,15 @@ def _sizes(
         return None
     found = f"{spec.ranks} ranks, top-{spec.top_k}, H={spec.hidden}, {dtype}, wire {spec.wire}"
     wires = f"a wire of {', '.join(sorted(entry.wires))}, whole experts"
-    return Finding("sizes", found, f"it {reason}" if reason else wires, "name another dispatcher or wire")
+    return ProbeFinding(
+        "sizes", found, f"it {reason}" if reason else wires, "name another dispatcher or wire"
+    )
 
 
 def _rdma(entry: DispatchEntry, spec: DispatchSpec, here: Surroundings, locations: list[RankLocation]) -> Any:
     if not entry.limits.rdma or here.adapters:
         return None
-    return Finding(
+    return ProbeFinding(
         "RDMA",
         f"no adapter in {RDMA_ADAPTERS}",
         "one",

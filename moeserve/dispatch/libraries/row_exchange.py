@@ -35,7 +35,7 @@ class Arrived:
 
 
 @dataclass(frozen=True, eq=False)
-class Ticket:
+class ExchangeTicket:
     """What `combine` needs of a dispatched step."""
 
     homes: Homes
@@ -81,11 +81,11 @@ class RowExchange(Dispatcher):
         tokens = Packed(spec.wire, shape, parts_arrived(arrived.parts, spec))
         sizes = spec.slots, spec.row_align
         batch, homes = group_rows(tokens, arrived.slots.int(), arrived.weights, sizes)
-        ticket = Ticket(homes, arrived.handle, hidden.shape[0])
+        ticket = ExchangeTicket(homes, arrived.handle, hidden.shape[0])
         self._traffic = self._traffic.plus(dispatched=_most_copies(spec, ticket.own) * self._row_bytes)
         return Dispatched(batch, ticket)
 
-    def combine(self, outputs: Tensor, ticket: Ticket) -> Tensor:
+    def combine(self, outputs: Tensor, ticket: ExchangeTicket) -> Tensor:
         """Sends this rank's weighted sums to the rows' own ranks, and takes this lane's: `[T, H]`."""
         spec = self._spec
         partials = weigh_rows(outputs, ticket.homes, spec.dtype)

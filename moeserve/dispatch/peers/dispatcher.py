@@ -27,7 +27,7 @@ from moeserve.dispatch.peers.kernels import (
     MOST_RANKS,
     MOST_SHARED,
     TABLES,
-    Arrived,
+    PeerArrival,
     PeerKernels,
 )
 from moeserve.dispatch.peers.layout import NOWHERE, PeerLayout
@@ -47,9 +47,9 @@ MOST_CHOICES = 32
 
 
 @dataclass(frozen=True, eq=False)
-class _Ticket:
+class _PeerTicket:
     step: int  # this dispatcher's count
-    arrived: Arrived
+    arrived: PeerArrival
     routing: Routing
 
 
@@ -81,9 +81,9 @@ class PeerDispatcher(Dispatcher):
             assert self._kernels is not None
             arrived = self._kernels.dispatch(hidden, routing)
         batch = ExpertBatch(arrived.tokens, self._layout.grouping, arrived.counts, arrived.offsets)
-        return Dispatched(batch, _Ticket(self._steps, arrived, routing))
+        return Dispatched(batch, _PeerTicket(self._steps, arrived, routing))
 
-    def combine(self, outputs: Tensor, ticket: _Ticket) -> Tensor:
+    def combine(self, outputs: Tensor, ticket: _PeerTicket) -> Tensor:
         """Brings `outputs`, shaped as the batch, home as one partial sum a row and rank: `[T, H]`.
 
         Raises ValueError for outputs of another size or dtype, and for a step dispatched too long ago.
@@ -99,7 +99,7 @@ class PeerDispatcher(Dispatcher):
         return answer
 
     def exclude(self, ranks: Iterable[int]) -> None:
-        """From the next phase on neither waits for `ranks` nor stores to them; this rank alone does so."""
+        """Stops waiting for `ranks` and storing to them, from the next phase on; only this rank does so."""
         self._liveness.exclude(ranks)
 
     def interrupt(self) -> None:
@@ -123,7 +123,7 @@ class PeerDispatcher(Dispatcher):
         """Unmaps and frees the peer memory; on a GPU it waits for the device."""
         self._memory.close()
 
-    def _check(self, outputs: Tensor, ticket: _Ticket) -> None:
+    def _check(self, outputs: Tensor, ticket: _PeerTicket) -> None:
         shape, dtype = ticket.arrived.tokens.shape, self._spec.dtype
         if outputs.numel() != math.prod(shape) or outputs.dtype != dtype:
             found = f"{outputs.dtype} {list(outputs.shape)}"

@@ -1,4 +1,4 @@
-"""Both phases over peer memory on a GPU: one kernel each, launched without reading data on the host."""
+"""Dispatch and combine over peer memory on a GPU: one kernel each, which reads no data on the host."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ NANOSECONDS = 10**9
 
 
 @dataclass(frozen=True, eq=False)
-class Arrived:
+class PeerArrival:
     """What a dispatch leaves for the batch and for the way home."""
 
     tokens: Packed  # [e, C, H] or [Rmax, H]
@@ -95,7 +95,7 @@ class Division:
 
 
 class PeerKernels:
-    """Both phases over `memory`. Buffers a caller gets are new each time, and belong to the caller."""
+    """Runs dispatch and combine over `memory`. Buffers a caller gets are new, and belong to the caller."""
 
     def __init__(self, layout: PeerLayout, memory: PeerMemory, liveness: PeerLiveness) -> None:
         self._layout, self._memory, self._liveness = layout, memory, liveness
@@ -117,7 +117,7 @@ class PeerKernels:
             peers | {"at_partials": layout.partials}
         )
 
-    def dispatch(self, hidden: Tensor, routing: Routing) -> Arrived:
+    def dispatch(self, hidden: Tensor, routing: Routing) -> PeerArrival:
         """Sends this lane's rows and groups what arrives."""
         spec, layout = self._spec, self._layout
         own, rows = routing.lane_rows[spec.rank], sum(routing.lane_rows)
@@ -153,7 +153,7 @@ class PeerKernels:
         self._dispatch.launch(d.blocks, THREADS, given, shared=shared)
         return arrived
 
-    def combine(self, outputs: Tensor, arrived: Arrived, routing: Routing) -> Tensor:
+    def combine(self, outputs: Tensor, arrived: PeerArrival, routing: Routing) -> Tensor:
         """Sends weighted partial sums of `outputs` home, and adds up this lane's: `[T, H]`."""
         spec, layout = self._spec, self._layout
         own, rows = routing.lane_rows[spec.rank], sum(routing.lane_rows)
@@ -223,9 +223,9 @@ class PeerKernels:
         run = stretch * TEAMS if fair > TEAMS else fair
         return Division(-(-rows // run) + 1, choice_senders, senders, groups_log2, run, stretch)
 
-    def _arrival(self, rows: int) -> Arrived:
+    def _arrival(self, rows: int) -> PeerArrival:
         spec, device = self._spec, self._spec.device
-        return Arrived(
+        return PeerArrival(
             spec.wire.empty(self._layout.batch_shape(rows), device),
             torch.empty(spec.slots, dtype=torch.int32, device=device),
             torch.empty(spec.slots + 1, dtype=torch.int32, device=device),
@@ -236,7 +236,7 @@ class PeerKernels:
 
 
 def program_for(layout: PeerLayout, wire: WireCode) -> Program:
-    """Both kernels' text and options for steps of `layout`, whose rows `wire` encodes."""
+    """Returns both kernels' text and options for steps of `layout`, whose rows `wire` encodes."""
     ragged = int(layout.grouping is Grouping.RAGGED)
     options = (*wire.options, f"-DTOP_K={layout.spec.top_k}", f"-DRAGGED={ragged}")
     return Program(source(__package__, *SOURCES), options)

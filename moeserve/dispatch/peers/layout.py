@@ -1,4 +1,4 @@
-"""Where everything stands in a rank's peer memory, and why nothing is overwritten before it is read.
+"""The layout of a rank's peer memory, and why nothing is overwritten before it is read.
 
 Each rank writes into sections of its own in the memory of every other rank. Every section exists twice, and
 a step uses the copy of its sequence number's parity. So step n + 2 writes where step n wrote, and the reader
@@ -93,17 +93,17 @@ class PeerLayout:
 
     @property
     def begun(self) -> int:
-        """Where the section `begun` begins, in bytes."""
+        """The offset of the section `begun`, in bytes."""
         return self._ends[0]
 
     @property
     def choices(self) -> int:
-        """Where the section `choices` begins, in bytes."""
+        """The offset of the section `choices`, in bytes."""
         return self._ends[1]
 
     @property
     def weights(self) -> int:
-        """Where the section `weights` begins, in bytes."""
+        """The offset of the section `weights`, in bytes."""
         return self._ends[2]
 
     @property
@@ -118,12 +118,12 @@ class PeerLayout:
 
     @property
     def records(self) -> int:
-        """Where the section `records` begins, in bytes."""
+        """The offset of the section `records`, in bytes."""
         return self._ends[3]
 
     @property
     def partials(self) -> int:
-        """Where the section `partials` begins, in bytes."""
+        """The offset of the section `partials`, in bytes."""
         return self._ends[4]
 
     @property

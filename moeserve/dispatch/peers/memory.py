@@ -40,7 +40,7 @@ class Mapped(Protocol):
 
 
 class PeerMemory:
-    """The same `nbytes` on every rank, zeroed, each mapped into all others.
+    """A buffer of `nbytes` on every rank, zeroed, each mapped into all others.
 
     Collective over torch.distributed's default group, whose ranks must share a host. When one rank cannot
     allocate or map, or is `refused` for a reason of its caller's, all raise RuntimeError with every rank's

@@ -1,4 +1,4 @@
-"""Both phases of a dispatcher over peer memory on the CPU, over shared memory: the kernels' protocol and
+"""Dispatch and combine over peer memory on the CPU, over shared memory: the kernels' protocol and
 layout.
 
 Stores of one process are seen by another in the order they were made (x86; elsewhere each tensor operation
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moeserve.dispatch.checks import local_slots
 from moeserve.dispatch.dispatcher import DispatchSpec
-from moeserve.dispatch.peers.kernels import Arrived
+from moeserve.dispatch.peers.kernels import PeerArrival
 from moeserve.dispatch.peers.layout import CHOICES, NOWHERE, WORD, PeerLayout
 from moeserve.dispatch.peers.liveness import GIVEN_UP_BYTES, PeerLiveness
 from moeserve.dispatch.peers.memory import PeerMemory
@@ -44,7 +44,7 @@ class PeerTwin:
         self.sent = torch.zeros(2, dtype=torch.int64)
         """Copies that dispatches have sent to other ranks, and sums that combines did."""
 
-    def dispatch(self, hidden: Tensor, routing: Routing) -> Arrived:
+    def dispatch(self, hidden: Tensor, routing: Routing) -> PeerArrival:
         """Sends this lane's rows and groups what arrives."""
         self.sequence = next_sequence(self.sequence)
         self._send(self._layout.record.pack(hidden), routing)
@@ -57,9 +57,9 @@ class PeerTwin:
         records = self._records(places >= 0, routing.lane_rows, deadline)
         tokens = self._grouped(records, places)
         sequence = torch.tensor([_word(self.sequence)], dtype=torch.int32)
-        return Arrived(tokens, counts.int(), offsets.int(), places.int(), weights, sequence)
+        return PeerArrival(tokens, counts.int(), offsets.int(), places.int(), weights, sequence)
 
-    def combine(self, outputs: Tensor, arrived: Arrived, routing: Routing) -> Tensor:
+    def combine(self, outputs: Tensor, arrived: PeerArrival, routing: Routing) -> Tensor:
         """Sends weighted partial sums of `outputs [rows, H]` home, and adds up this lane's: `[T, H]`."""
         spec, lane_rows, here = self._spec, routing.lane_rows, arrived.places >= 0
         taken = here.sum(dim=1)
@@ -140,7 +140,7 @@ class PeerTwin:
         return torch.cat(found)
 
     def _offsets(self, counts: Tensor) -> Tensor:
-        """Where each slot's segment of the batch begins: `[e + 1]` int64."""
+        """Returns where each slot's segment of the batch begins: `[e + 1]` int64."""
         align = self._spec.row_align
         rooms = -(-counts // align) * align
         if self._layout.grouping is Grouping.PADDED:
@@ -262,7 +262,7 @@ def _word(sequence: int) -> int:
 
 
 def positions(slots: Tensor) -> Tensor:
-    """Of each choice, how many rows before it chose the same slot: int32, as `slots [T, K]`."""
+    """Returns how many rows before each choice chose the same slot: int32, as `slots [T, K]`."""
     flat = slots.flatten()
     ordered, order = torch.sort(flat, stable=True)
     first = torch.searchsorted(ordered, ordered)

@@ -37,7 +37,7 @@ class RowRecord:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each part begins."""
+        """The offset of each part in a row's record, in bytes."""
         ends = [0]
         for width in self.widths:
             ends.append(ends[-1] + -(-width // ALIGN) * ALIGN)

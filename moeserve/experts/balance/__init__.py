@@ -42,7 +42,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class BalancerRow:
+class BalancerEntry:
     """One policy of the table: how to build it, what it is, and which wishes it knows."""
 
     name: str
@@ -51,23 +51,23 @@ class BalancerRow:
     knows: tuple[str, ...] = ()
 
 
-BALANCERS: dict[str, BalancerRow] = {
+BALANCERS: dict[str, BalancerEntry] = {
     entry.name: entry
     for entry in (
-        BalancerRow("even", lambda wish: Even(), "contiguous blocks, whatever the load"),
-        BalancerRow(
+        BalancerEntry("even", lambda wish: Even(), "contiguous blocks, whatever the load"),
+        BalancerEntry(
             "eplb",
             lambda wish: Eplb(wish.nodes, wish.groups),
             "DeepSeek's: replicate the hottest, pack the heaviest first, from scratch",
             ("nodes", "groups"),
         ),
-        BalancerRow(
+        BalancerEntry(
             "incremental",
             lambda wish: Incremental(wish.worth, wish.nodes, wish.groups, wish.cost),
             "swaps and replicas that pay their bytes, from the placement as it is",
             ("nodes", "groups", "worth", "cost"),
         ),
-        BalancerRow(
+        BalancerEntry(
             "flexible",
             lambda wish: Flexible(),
             "replicas on different ranks, for the most room to choose among them in each step; from scratch",

@@ -23,7 +23,7 @@ REPEATS, ENOUGH = 9, 0.5  # timings of one plan, and seconds after which fewer d
 
 
 @dataclass(frozen=True)
-class Setting:
+class ForecastSetting:
     """The group to plan for: ranks, redundant experts over all ranks, tokens each lane brings to a step."""
 
     ranks: int
@@ -67,7 +67,7 @@ class Balance:
 
 
 @dataclass(frozen=True, eq=False)
-class Change:
+class ForecastChange:
     """A plan and what it takes to get to it."""
 
     before: Placement
@@ -88,7 +88,7 @@ class Forecast:
     load's.
     """
 
-    changes: tuple[Change, ...]
+    changes: tuple[ForecastChange, ...]
     balances: tuple[Balance, ...]
 
     @property
@@ -97,7 +97,7 @@ class Forecast:
         return self.changes[-1].after
 
 
-def forecast(policy: Policy, loads: Sequence[Load], setting: Setting) -> Forecast:
+def forecast(policy: Policy, loads: Sequence[Load], setting: ForecastSetting) -> Forecast:
     """Plans for the first load when nothing is loaded, then rebalances to each next one.
 
     The first plan's ranks and slots are named towards contiguous blocks, so that its moves compare with
@@ -114,12 +114,12 @@ def forecast(policy: Policy, loads: Sequence[Load], setting: Setting) -> Forecas
             fresh, seconds = _timed(lambda: policy.first(before, load))  # noqa: B023
             named = aligned(before.slots, fresh.slots, setting.ranks, nodes=setting.nodes)
             placement = Placement(named, setting.ranks, experts)
-        changes.append(Change(before, placement, seconds))
+        changes.append(ForecastChange(before, placement, seconds))
         balances.append(balance_of(placement, load, setting))
     return Forecast(tuple(changes), tuple(balances))
 
 
-def balance_of(placement: Placement, load: Load, setting: Setting) -> Balance:
+def balance_of(placement: Placement, load: Load, setting: ForecastSetting) -> Balance:
     """How evenly `placement` serves `load`, over all of it and in single steps of the setting's size.
 
     A step's pairs (token, expert) are drawn independently, and each replica of an expert gets its share of

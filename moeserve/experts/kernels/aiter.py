@@ -136,7 +136,7 @@ def _scale(form: Format, scale: Tensor, rows: int) -> Tensor:
 
 
 def _as_fnuz(form: Format, codes: Tensor) -> Tensor:
-    """The same bits as E4M3FNUZ; -0 becomes 0. ValueError: a NaN code, which would read as 240."""
+    """Returns the same bits as E4M3FNUZ; -0 becomes 0. ValueError: a NaN code, which would read as 240."""
     bits = codes.view(torch.uint8)
     if bool((bits & NAN_BITS == NAN_BITS).any()):
         raise ValueError(f"{form} codes hold NaN (0x7F or 0xFF), which E4M3FNUZ would read as 240")

@@ -42,12 +42,12 @@ class CudaBf16Some(PanelKernel):
     """Two grouped GEMMs in tiles of at most 32 rows of a slot."""
 
     def _rows(self, slots: Mapping[str, Tensor], batch: ExpertBatch, tokens: Packed) -> Tensor:
-        from moeserve.experts.kernels.cuda.prefill_wide import Weights, WidePrefillStep
+        from moeserve.experts.kernels.cuda.prefill_wide import WidePrefillStep, WideWeights
 
         spec, x = self._spec, as_bf16(tokens)
         step = WidePrefillStep(batch, x.shape[0], self._width())
         gate_up, down = (
-            Weights(slots[f"{side}.codes"], slots.get(f"{side}_bias")) for side in ("gate_up", "down")
+            WideWeights(slots[f"{side}.codes"], slots.get(f"{side}_bias")) for side in ("gate_up", "down")
         )
         inner = step.gate_up(x, gate_up, spec.shape.activation, spec.shape.inner)
         return step.down(inner, down, spec.shape.hidden, spec.out_dtype)

@@ -66,7 +66,7 @@ class CudaFp4Many(Fp4Kernel):
         plan = prefill_codes.plan_for("scaled" if is_rounded else "bf16", batch)
         step = prefill_codes.CodesStep(batch, tokens.shape[0], plan)
         if not is_rounded:
-            x = prefill_codes.Rows(_widened(tokens))
+            x = prefill_codes.PrefillCodesRows(_widened(tokens))
         elif tokens.format == FP8_GROUP:
             x = step.rows(*tokens.parts)
         else:

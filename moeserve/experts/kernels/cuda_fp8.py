@@ -41,7 +41,7 @@ class CudaFp8Many(PanelKernel):
     """Two grouped GEMMs in tiles of at most 128 rows of a slot."""
 
     def _rows(self, slots: Mapping[str, Tensor], batch: ExpertBatch, tokens: Packed) -> Tensor:
-        from moeserve.experts.kernels.cuda.prefill import PrefillStep, Weights
+        from moeserve.experts.kernels.cuda.prefill import PrefillStep, PrefillWeights
 
         spec = self._spec
         step = PrefillStep(batch, tokens.shape[0])
@@ -52,7 +52,7 @@ class CudaFp8Many(PanelKernel):
             assert rounded.scale is not None
             x = step.rows(rounded.values, rounded.scale[:, : tokens.shape[0]].t())
         gate_up, down = (
-            Weights(slots[f"{side}.codes"], slots[f"{side}.scale"], slots.get(f"{side}_bias"))
+            PrefillWeights(slots[f"{side}.codes"], slots[f"{side}.scale"], slots.get(f"{side}_bias"))
             for side in ("gate_up", "down")
         )
         inner = step.gate_up(x, gate_up, spec.shape.activation, spec.shape.inner)

@@ -106,7 +106,7 @@ Scaled = tuple[Tensor, Tensor]
 
 
 def _scaled(rows: Scaled, codes: Tensor, scale: Tensor) -> tuple[Scaled, Scaled, dict[str, tuple[int, int]]]:
-    """Both operands as the package reads them, and how many rows and columns share a scale in each."""
+    """Returns both operands as the package reads them, and the rows and columns that share a scale."""
     x, x_scale = rows
     exponents = scale.dtype == torch.int32
     if x_scale.dtype == torch.uint8:  # of 32 columns: four to a word

@@ -28,14 +28,14 @@ class TritonBf16(HopperKernel):
         return Prepared({name.removesuffix(".codes"): t.contiguous() for name, t in fitted.items()})
 
     def _rows(self, slots: Mapping[str, Tensor], batch: ExpertBatch, tokens: Packed) -> Tensor:
-        from moeserve.experts.kernels.triton.grouped import Rows, Weights
+        from moeserve.experts.kernels.triton.grouped import GroupedRows, GroupedWeights
 
         gate_up, down = (
-            Weights("bf16", slots[side], None, None, slots.get(f"{side}_bias"), slots[side].shape[1])
+            GroupedWeights("bf16", slots[side], None, None, slots.get(f"{side}_bias"), slots[side].shape[1])
             for side in ("gate_up", "down")
         )
         step = step_for("bf16", batch, tokens)
-        between = step.gemm(Rows(as_bf16(tokens)), gate_up, torch.bfloat16)
+        between = step.gemm(GroupedRows(as_bf16(tokens)), gate_up, torch.bfloat16)
         inner = step.activate(between, self._spec.shape, fp8=False)
         return step.gemm(inner, down, self._spec.out_dtype)
 

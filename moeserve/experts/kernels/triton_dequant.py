@@ -21,12 +21,13 @@ from moeserve.experts.kernels.triton.stored import ROUNDINGS, SUMMED, Rounding, 
 from moeserve.quant.act_order import in_order
 from moeserve.quant.format import Format, Packed, Scheme
 from moeserve.quant.formats import FORMATS
-from moeserve.quant.formats.floats import BF16, FP16, FP32
+from moeserve.quant.formats.floats import BF16, FP16
 from moeserve.quant.formats.nvfp4 import NVFP4_E4M3
+from moeserve.quant.layouts.word_codes import element_of
 from moeserve.quant.schemes import SCHEMES
 
 if TYPE_CHECKING:
-    from moeserve.experts.kernels.triton.dequant_step import DequantStep, Rows, Side
+    from moeserve.experts.kernels.triton.dequant_step import DequantRows, DequantStep, Side
 
 
 class TritonDequant:
@@ -51,7 +52,7 @@ class TritonDequant:
         return Prepared(tensors | {name: t for name, t in fitted.tensors().items() if name in whole})
 
     def _prepared(self, packed: Packed) -> dict[str, Tensor]:
-        """One side's tensors."""
+        """Returns one side's tensors as the kernel reads them."""
         columns = {}
         if self._stored.ordered:
             packed, places = in_order(packed)
@@ -63,12 +64,12 @@ class TritonDequant:
         return {part.name: t.contiguous() for part, t in parts} | columns
 
     def _dtype(self, device: torch.device) -> torch.dtype:
-        """What is multiplied."""
+        """Returns the dtype of the products' operands."""
         return product_dtype(self._stored, self._spec.scheme.activations, fp8_products(device))
 
     def apply(self, prepared: Prepared, batch: ExpertBatch) -> Tensor:
         """RAGGED -> `[Rmax, H]`, PADDED -> `[e, C, H]`; rows outside the segments are undefined."""
-        from moeserve.experts.kernels.triton.dequant_step import DequantStep, Rows, cut_for
+        from moeserve.experts.kernels.triton.dequant_step import DequantRows, DequantStep, cut_for
 
         shape, spec, slot = batch.tokens.shape, self._spec, prepared.per_slot
         tokens = flat(batch.tokens)
@@ -86,20 +87,26 @@ class TritonDequant:
         plain = dtype if rounding is None else torch.float32  # what stands between GEMM and rounding
         between = step.gemm(x, self._side(prepared, "gate_up", words=words), spec.shape.gate_up_rows, plain)
         inner = step.activate(between, spec.shape, plain)
-        y = Rows(inner) if rounding is None else step.round(inner, rounding, slot.get("inner_scale"), dtype)
+        y = (
+            DequantRows(inner)
+            if rounding is None
+            else step.round(inner, rounding, slot.get("inner_scale"), dtype)
+        )
         return step.gemm(
             y, self._side(prepared, "down", words=words), spec.shape.hidden, spec.out_dtype
         ).view(shape)
 
-    def _rows(self, step: DequantStep, tokens: Packed, given: Tensor | None, dtype: torch.dtype) -> Rows:
+    def _rows(
+        self, step: DequantStep, tokens: Packed, given: Tensor | None, dtype: torch.dtype
+    ) -> DequantRows:
         """Rows as the first GEMM reads them; those that travelled in the scheme's own format are not rounded
         again.
         """
-        from moeserve.experts.kernels.triton.dequant_step import Rows
+        from moeserve.experts.kernels.triton.dequant_step import DequantRows
 
         rounding = self._rounding
         if rounding is None:
-            return Rows(_values(tokens).to(dtype))
+            return DequantRows(_values(tokens).to(dtype))
         if tokens.format == self._spec.scheme.activations:
             return _as_they_came(tokens, rounding, dtype)
         return step.round(_values(tokens), rounding, given, dtype)
@@ -117,14 +124,14 @@ def _values(tokens: Packed) -> Tensor:
     return tokens.parts[0] if tokens.format in PLAIN else tokens.dequantize().contiguous()
 
 
-def _as_they_came(tokens: Packed, rounding: Rounding, dtype: torch.dtype) -> Rows:
+def _as_they_came(tokens: Packed, rounding: Rounding, dtype: torch.dtype) -> DequantRows:
     """Rows in the scheme's activation format: codes and scales, or values where block scales are in them."""
-    from moeserve.experts.kernels.triton.dequant_step import Rows
+    from moeserve.experts.kernels.triton.dequant_step import DequantRows
 
     if rounding.x_span < 0:
-        return Rows(_values(tokens).to(dtype))
+        return DequantRows(_values(tokens).to(dtype))
     codes, scale, *zero = tokens.parts
-    return Rows((codes.float() - zero[0] if zero else codes).to(dtype), scale, rounding.x_span)
+    return DequantRows((codes.float() - zero[0] if zero else codes).to(dtype), scale, rounding.x_span)
 
 
 def fp8_products(device: torch.device) -> frozenset[str]:
@@ -141,8 +148,9 @@ def roomy(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) in ROOMY
 
 
-UNREAD = frozenset({FP32, NVFP4_E4M3})
-"""Weights that it does not decode: the last are rounded for products in E4M3, and these are in bf16."""
+UNREAD = frozenset(form for form in FORMATS.values() if element_of(form) is None) | {NVFP4_E4M3}
+"""Weights that it does not decode: codes whose element has no name in `word_codes.py`, float32, and NVFP4
+that is rounded for products in E4M3, where these are in bf16."""
 
 COMPUTED_SCHEMES = frozenset(scheme for scheme in SCHEMES.values() if scheme.weights not in UNREAD) | {
     Scheme(w, a) for w, a in product(FORMATS.values(), (BF16, FP16)) if w not in PLAIN | UNREAD

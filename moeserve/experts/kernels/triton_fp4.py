@@ -21,7 +21,7 @@ from moeserve.quant.formats.nvfp4 import NVFP4
 from moeserve.quant.layouts.hopper_fp4 import HOPPER_FP4, pack_codes, pack_scales
 
 if TYPE_CHECKING:
-    from moeserve.experts.kernels.triton.grouped import Weights
+    from moeserve.experts.kernels.triton.grouped import GroupedWeights
 
 FORM = HOPPER_FP4.name
 """The prepared form of codes and scales in the order in which a warp group reads them."""
@@ -42,12 +42,12 @@ class Fp4Kernel(HopperKernel):
         biases = {"gate_up_bias": fitted.gate_up_bias, "down_bias": fitted.down_bias}
         return Prepared(tensors | {name: bias for name, bias in biases.items() if bias is not None})
 
-    def _sides(self, slots: Mapping[str, Tensor]) -> list[Weights]:
+    def _sides(self, slots: Mapping[str, Tensor]) -> list[GroupedWeights]:
         """Gate and up, and down, as `few.cu` and the grouped GEMM read them."""
-        from moeserve.experts.kernels.triton.grouped import Weights
+        from moeserve.experts.kernels.triton.grouped import GroupedWeights
 
         return [
-            Weights(
+            GroupedWeights(
                 "fp4",
                 slots[f"{side}.codes"],
                 slots[f"{side}.row_scale"],
@@ -63,11 +63,11 @@ class TritonFp4(Fp4Kernel):
     """Two grouped GEMMs in bf16, exact for these weights: a code times its block's scale has six bits."""
 
     def _rows(self, slots: Mapping[str, Tensor], batch: ExpertBatch, tokens: Packed) -> Tensor:
-        from moeserve.experts.kernels.triton.grouped import Rows
+        from moeserve.experts.kernels.triton.grouped import GroupedRows
 
         gate_up, down = self._sides(slots)
         step = step_for("fp4", batch, tokens)
-        between = step.gemm(Rows(as_bf16(tokens)), gate_up, torch.bfloat16)
+        between = step.gemm(GroupedRows(as_bf16(tokens)), gate_up, torch.bfloat16)
         inner = step.activate(between, self._spec.shape, fp8=False)
         return step.gemm(inner, down, self._spec.out_dtype)
 

@@ -24,11 +24,13 @@ class TritonFp8(HopperKernel):
         return Prepared({name: t.contiguous() for name, t in self._spec.fit(weights).tensors().items()})
 
     def _rows(self, slots: Mapping[str, Tensor], batch: ExpertBatch, tokens: Packed) -> Tensor:
-        from moeserve.experts.kernels.triton.grouped import Rows, Weights, scale_storage
+        from moeserve.experts.kernels.triton.grouped import GroupedRows, GroupedWeights, scale_storage
 
         (rows, width), spec = tokens.shape, self._spec
         gate_up, down = (
-            Weights("fp8", codes, slots[f"{side}.scale"], None, slots.get(f"{side}_bias"), codes.shape[1])
+            GroupedWeights(
+                "fp8", codes, slots[f"{side}.scale"], None, slots.get(f"{side}_bias"), codes.shape[1]
+            )
             for side in ("gate_up", "down")
             for codes in (slots[f"{side}.codes"],)
         )
@@ -36,7 +38,7 @@ class TritonFp8(HopperKernel):
         if tokens.format == FP8_GROUP:
             scale = scale_storage(width, rows, tokens.device)
             scale[:, :rows].copy_(tokens.parts[1].t())
-            x = Rows(tokens.parts[0], scale)
+            x = GroupedRows(tokens.parts[0], scale)
         else:
             x = step.round(tokens.parts[0])
         between = step.gemm(x, gate_up, torch.float32)

@@ -23,7 +23,7 @@ class Choices(NamedTuple):
 
 
 class StepAddressing(NamedTuple):
-    """Where a lane's choices of one step get their slots, and are counted."""
+    """Finds the slots of a lane's choices in one step, and counts them."""
 
     layer: int  # position among the served layers
     book: AddressBook

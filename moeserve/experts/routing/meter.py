@@ -129,7 +129,7 @@ class LoadMeter:
         _add(by_slot, slots)
 
     def tables(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Where such a step counts: `[E]` and `[S]` int64."""
+        """Returns the counters of such a step, by expert and by slot: `[E]` and `[S]` int64."""
         phase = self.metering.phase(rows)
         return self._open[phase, layer], self._slots[phase, layer]
 

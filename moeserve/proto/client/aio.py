@@ -13,11 +13,11 @@ from moeserve.proto import health, moe_pb2
 from moeserve.proto.channel import MAX_MESSAGE_BYTES
 from moeserve.proto.client.aio_link import AsyncLink
 from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, check_options
-from moeserve.proto.client.call import Call, PartCall
+from moeserve.proto.client.call import ClientCall, PartCall
 from moeserve.proto.client.core import Core, Settings
 from moeserve.proto.client.lanes import check_serving
 from moeserve.proto.client.patience import OPERATION_SECONDS, Clock, Patience, Retries
-from moeserve.proto.client.payload import Inline
+from moeserve.proto.client.payload import InlineRows
 from moeserve.proto.errors import MoeError, WeightsChanged, from_rpc
 from moeserve.proto.tensors import Array, Spec, known
 from moeserve.proto.transports.shared_memory import RemoteRegion, SharedTensor
@@ -62,7 +62,7 @@ class AsyncMoeClient:
     def forward_logits(
         self, layer: int, hidden: Array | SharedTensor, logits: Array, **options: Unpack[CallOptions]
     ) -> Coroutine[Any, Any, Array]:
-        """The same, routed by the service from the router linear's output `logits` [T, E]."""
+        """Does as `forward`, routed by the service from the router linear's output `logits` [T, E]."""
         check_options(options)
         return self._hidden(layer, hidden, Logits(logits), options)
 
@@ -159,7 +159,7 @@ class AsyncMoeClient:
         # asked for whole again where its parts saw different weights
         return await self._patiently(clock, lambda: self._once(call, clock), retried=WeightsChanged)
 
-    async def _once(self, call: Call[AsyncLink], clock: Clock) -> Reply:
+    async def _once(self, call: ClientCall[AsyncLink], clock: Clock) -> Reply:
         """Asks for all parts and joins them. Raises WeightsChanged where they saw different weights."""
         parts = call.parts(await self._patiently(clock, lambda: self._topology(clock)))
         tasks = [asyncio.create_task(self._part(part, clock)) for part in parts]
@@ -188,7 +188,7 @@ class AsyncMoeClient:
         payload = part.payload(region, link.regions)
         try:
             request = part.request(payload)
-            if isinstance(payload, Inline):
+            if isinstance(payload, InlineRows):
                 reply = await link.unary(link.lane.Forward, request, clock.remaining)
             else:
                 reply = await link.ask(request, clock.remaining)

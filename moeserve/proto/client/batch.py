@@ -87,7 +87,7 @@ def check_options(options: Mapping[str, object]) -> None:
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """Rows [start, stop) of a batch, which one lane computes as one job."""
 
     index: int
@@ -96,7 +96,7 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class ClientBatch:
     """The arrays of one call, in host memory. `like` is what the caller passed as hidden states."""
 
     layer: int
@@ -109,7 +109,7 @@ class Batch:
     @classmethod
     def of(
         cls, layer: int, hidden: Array | SharedTensor, route: Choice | Logits, options: CallOptions
-    ) -> Batch:
+    ) -> ClientBatch:
         """Checks the arrays against each other; TensorError names the one that is wrong."""
         dtype, output = options.get("dtype", ""), options.get("output")
         if dtype not in ("", "bf16"):
@@ -135,7 +135,7 @@ class Batch:
         return cls(layer, rows, routes, hidden, output, version)
 
     @classmethod
-    def of_request(cls, request: moe_pb2.ForwardRequest) -> Batch | None:
+    def of_request(cls, request: moe_pb2.ForwardRequest) -> ClientBatch | None:
         """The arrays of a request whose tensors all ride inline, as views of its bytes.
 
         None where a tensor or the answer lies in a region, and for a request that is malformed: such a
@@ -172,7 +172,7 @@ class Batch:
             )
         return bound.pop() if bound else None
 
-    def parts(self, lanes: int, max_message_bytes: int) -> tuple[Part, ...]:
+    def parts(self, lanes: int, max_message_bytes: int) -> tuple[BatchPart, ...]:
         """The rows spread evenly over at most `lanes` lanes; more parts only where a message lacks room."""
         rows = len(self.hidden.storage)
         arrays = (self.hidden, *self.routes.values())
@@ -183,7 +183,7 @@ class Batch:
             raise TensorError("hidden", f"{text}; raise the server's message limit, or use shared memory")
         return spread(rows, lanes, max(1, most))
 
-    def request(self, part: Part) -> moe_pb2.ForwardRequest:
+    def request(self, part: BatchPart) -> moe_pb2.ForwardRequest:
         """The request for the rows of `part`, complete but for hidden states, names and times."""
         request = moe_pb2.ForwardRequest(layer=self.layer, weights_version=self.weights_version)
         for field, array in self.routes.items():
@@ -211,14 +211,14 @@ class Batch:
         return Reply(array, epoch, versions[0])
 
 
-def spread(rows: int, lanes: int, most: int) -> tuple[Part, ...]:
+def spread(rows: int, lanes: int, most: int) -> tuple[BatchPart, ...]:
     """`rows` cut into even parts: one a lane, but none under SPLIT_ROWS rows, and none over `most`."""
     parts = max(min(lanes, rows // SPLIT_ROWS), -(-rows // most), 1)
     cuts = [rows * cut // parts for cut in range(parts + 1)]
-    return tuple(Part(index, cuts[index], cuts[index + 1]) for index in range(parts))
+    return tuple(BatchPart(index, cuts[index], cuts[index + 1]) for index in range(parts))
 
 
-def whole(batch: Batch, parts: tuple[Part, ...]) -> NDArray[Any] | None:
+def whole(batch: ClientBatch, parts: tuple[BatchPart, ...]) -> NDArray[Any] | None:
     """Memory to join the parts in; None when there is but one part, whose answer is the whole."""
     return np.empty_like(batch.hidden.storage) if len(parts) > 1 else None
 

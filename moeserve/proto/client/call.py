@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 from numpy.typing import NDArray
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.client.batch import Batch, Part, Reply, whole
+from moeserve.proto.client.batch import BatchPart, ClientBatch, Reply, whole
 from moeserve.proto.client.lanes import Lanes, message_limit
-from moeserve.proto.client.payload import Inline, Payload, Placed, Pooled, shares
+from moeserve.proto.client.payload import InlineRows, Payload, Placed, Pooled, shares
 from moeserve.proto.errors import MoeError, Unavailable
 from moeserve.proto.host_id import host_id
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion
@@ -25,14 +25,14 @@ L = TypeVar("L")
 
 
 @dataclass(frozen=True, eq=False)
-class Call(Generic[L]):
+class ClientCall(Generic[L]):
     """One call: its rows, and where they may go.
 
     lanes: those there are; model: as the caller names it; bound: the only lane it may go to; transport: one
     of payload.TRANSPORTS; turn: where spreading starts.
     """
 
-    batch: Batch
+    batch: ClientBatch
     lanes: Lanes[L]
     model: str = ""
     bound: int | None = None
@@ -65,7 +65,7 @@ class PartCall(Generic[L]):
     joined: [T, H], where the answers of all parts go; None where this part is the whole call.
     """
 
-    def __init__(self, call: Call[L], part: Part, joined: NDArray[Any] | None) -> None:
+    def __init__(self, call: ClientCall[L], part: BatchPart, joined: NDArray[Any] | None) -> None:
         self.alone = joined is None  # whether it is all of its call
         self._call = call
         self._part = part
@@ -86,11 +86,11 @@ class PartCall(Generic[L]):
         return call.lanes.link(topology, lane), Pooled.size(nbytes) if near else 0
 
     def payload(self, region: RemoteRegion | None, pool: RegionPool) -> Payload:
-        """Where the rows go: in `region`, where the caller placed them, or inline."""
+        """Chooses where the rows go: in `region`, where the caller placed them, or inline."""
         batch = self._call.batch
         if batch.placed:
             return Placed(batch)
-        return Inline(self._rows) if region is None else Pooled(self._rows, region, pool)
+        return InlineRows(self._rows) if region is None else Pooled(self._rows, region, pool)
 
     def request(self, payload: Payload) -> moe_pb2.ForwardRequest:
         """The request of this attempt, its rows where `payload` has them.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.client.batch import Batch, CallOptions, Choice, Logits
-from moeserve.proto.client.call import Call
+from moeserve.proto.client.batch import CallOptions, Choice, ClientBatch, Logits
+from moeserve.proto.client.call import ClientCall
 from moeserve.proto.client.lanes import Lanes
 from moeserve.proto.client.patience import Clock, Patience
 from moeserve.proto.client.payload import TRANSPORTS, shares
@@ -54,15 +54,15 @@ class Core(Generic[L]):
 
     def call(
         self, layer: int, hidden: Array | SharedTensor, route: Choice | Logits, options: CallOptions
-    ) -> Call[L]:
+    ) -> ClientCall[L]:
         """A call of its checked arrays. Raises TensorError, and ValueError for tensors of two lanes."""
-        batch = Batch.of(layer, hidden, route, options)
+        batch = ClientBatch.of(layer, hidden, route, options)
         asked, settings = options.get("lane"), self._settings
         bound = batch.lane(settings.lane if asked is None else asked)
-        return Call(batch, self.lanes, settings.model, bound, settings.transport, self.lanes.turn())
+        return ClientCall(batch, self.lanes, settings.model, bound, settings.transport, self.lanes.turn())
 
     def place(self, topology: moe_pb2.GetTopologyReply, rank: int, spec: Spec) -> tuple[L, int]:
-        """Where a tensor in shared memory of lane `rank` is made: the way there, and the region's bytes.
+        """Returns where lane `rank` makes a tensor in shared memory: the way there, and the region's bytes.
 
         Raises MoeError where there is no such lane, or it cannot share memory with this process.
         """

@@ -1,4 +1,4 @@
-"""Where the hidden states of a part lie while it is asked for, and where its answer is looked for."""
+"""Payloads: where the hidden states of a part lie during its call, and where its answer is read from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.client.batch import Batch
+from moeserve.proto.client.batch import ClientBatch
 from moeserve.proto.errors import MoeError
 from moeserve.proto.tensors import Plain, TensorError, as_numpy, describe_into, encode_into, spec_of
 from moeserve.proto.transports.region_calls import RegionCalls
@@ -42,7 +42,7 @@ class Payload(Protocol):
         """There was no answer, and one may still be written later."""
 
 
-class Inline:
+class InlineRows:
     """Rows that ride in the message, and their answer in the reply."""
 
     calls = None
@@ -110,7 +110,7 @@ class Pooled:
 class Placed:
     """Rows, answer or both lie where the caller allocated them; what was not allocated rides inline."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: ClientBatch) -> None:
         self._batch = batch
 
     @property

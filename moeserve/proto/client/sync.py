@@ -17,7 +17,7 @@ import grpc
 from moeserve.proto import health, moe_pb2
 from moeserve.proto.channel import MAX_MESSAGE_BYTES
 from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, check_options
-from moeserve.proto.client.call import Call, PartCall
+from moeserve.proto.client.call import ClientCall, PartCall
 from moeserve.proto.client.core import Core, Settings
 from moeserve.proto.client.lanes import check_serving
 from moeserve.proto.client.patience import OPERATION_SECONDS, Clock, Patience, Retries
@@ -77,7 +77,7 @@ class MoeClient:
     def forward_logits(
         self, layer: int, hidden: Array | SharedTensor, logits: Array, **options: Unpack[CallOptions]
     ) -> Array:
-        """The same, routed by the service from the router linear's output `logits` [T, E]."""
+        """Does as `forward`, routed by the service from the router linear's output `logits` [T, E]."""
         return self.call(layer, hidden, Logits(logits), **options).hidden
 
     def call(
@@ -184,7 +184,7 @@ class MoeClient:
     def _ask(self, method: Callable[..., Any], request: Any) -> Any:
         return self._door.unary(method, request, self._core.seconds)
 
-    def _once(self, call: Call[Link], clock: Clock) -> Reply:
+    def _once(self, call: ClientCall[Link], clock: Clock) -> Reply:
         """Asks for all parts and joins them. Raises WeightsChanged where they saw different weights."""
         parts = call.parts(self._patiently(clock, lambda: self._topology(clock)))
         attempts = [self._start(part, clock) for part in parts]

@@ -11,7 +11,7 @@ import grpc
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.channel import connect
 from moeserve.proto.client.call import PartCall
-from moeserve.proto.client.payload import Inline, Payload
+from moeserve.proto.client.payload import InlineRows, Payload
 from moeserve.proto.client.stream import StreamPool
 from moeserve.proto.errors import MoeError, Unavailable, from_rpc
 from moeserve.proto.timeouts import bounded
@@ -116,7 +116,7 @@ class Link:
         A part that is `alone` is sent only when it is waited for: a blocking unary call needs no other
         thread, and is a tenth faster.
         """
-        if isinstance(payload, Inline):
+        if isinstance(payload, InlineRows):
             if alone:
                 return Sent(lambda: self._forward(request, timeout), _nothing)
             return self.forward(request, timeout)

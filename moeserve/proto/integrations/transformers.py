@@ -44,12 +44,12 @@ class Service(Protocol):
         """One layer's experts, mixed: [T, H] on the CPU, in the dtype of `hidden`."""
 
     def model(self) -> moe_pb2.GetModelReply:
-        """What is served."""
+        """The description of the model that is served."""
 
 
 @dataclass(frozen=True, eq=False)
 class Remote:
-    """Where an experts module finds its weights: decoder layer `layer` of `service`."""
+    """The remote weights of an experts module: decoder layer `layer` of `service`."""
 
     service: Service
     layer: int

@@ -65,7 +65,7 @@ def put_behind(client: MoeClient) -> None:
     from moeserve.proto.integrations.transformers import attach, without_expert_weights
 
     class RemoteExpertsModels(model_manager.ModelManager):  # type: ignore[misc]
-        """The server's models."""
+        """The models of the server, with their experts behind moeserve."""
 
         def _load_model(self, *arguments: Any, **options: Any) -> Any:
             with without_expert_weights():

@@ -94,7 +94,7 @@ class RemoteRegion:
         return as_numpy(memoryview(self._memory)[offset : offset + spec.nbytes], spec, "region")
 
     def message(self, offset: int, spec: Spec) -> moe_pb2.Region:
-        """The same place, as the contract names it."""
+        """Returns this place as a message of the contract."""
         return moe_pb2.Region(name=self.name, offset=offset, size=spec.nbytes)
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class SharedTensor:
 
     @property
     def place(self) -> moe_pb2.Region:
-        """Where it lies, as the contract names it."""
+        """Returns its place in shared memory, as a message of the contract."""
         return self.region.message(self.offset, self.spec)
 
     def close(self) -> None:

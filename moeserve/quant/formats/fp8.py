@@ -123,8 +123,10 @@ def to_fnuz(packed: Packed, like: Format = FP8_E4M3FNUZ) -> Packed:
 
 
 def one_scale(gate: Packed, up: Packed) -> tuple[Packed, Packed]:
-    """Both halves of a per-tensor gate_up re-quantized with the larger of their scales, for kernels that
-    take one scale an expert; through FP16, as it is usually done. It rounds the half with the smaller scale.
+    """Returns both halves of a per-tensor gate_up re-quantized with the larger of their scales.
+
+    Kernels that take one scale an expert need that. It goes through FP16, as usual, and
+    rounds the half with the smaller scale.
     """
     scale = torch.maximum(gate.parts[1], up.parts[1])
     halves = []

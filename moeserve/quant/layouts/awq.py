@@ -16,7 +16,7 @@ from torch import Tensor
 from moeserve.quant.bits import pack_nibbles, unpack_nibbles
 from moeserve.quant.format import Part
 from moeserve.quant.formats.int4 import INT4_ASYMMETRIC
-from moeserve.quant.layout import Move, Rearrangement
+from moeserve.quant.layout import Rearrangement, TensorMove
 from moeserve.quant.layouts.pieces import pieces
 from moeserve.quant.layouts.words import (
     ColumnsInOrder,
@@ -64,8 +64,8 @@ def _eighths(rows: slice) -> slice:
     return slice(rows.start // 8, -(-rows.stop // 8))
 
 
-def _moves(part: Part, shape: torch.Size) -> Sequence[Move]:
-    moves: dict[str, Sequence[Move]] = {
+def _moves(part: Part, shape: torch.Size) -> Sequence[TensorMove]:
+    moves: dict[str, Sequence[TensorMove]] = {
         "codes": (AcrossRows(shape[-1]),),
         "scale": (Turned(),),
         "zero": (Turned(), EIGHT, INTERLEAVED, Nibbles(), Words()),

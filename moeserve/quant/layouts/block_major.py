@@ -15,7 +15,7 @@ from moeserve.quant.formats.floats import BF16, FP16
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_BLOCK_UE8M0, FP8_CHANNEL, FP8_TENSOR
 from moeserve.quant.formats.int4 import INT4
 from moeserve.quant.formats.mx import MXFP8
-from moeserve.quant.layout import Move, Rearrangement, must_divide
+from moeserve.quant.layout import Rearrangement, TensorMove, must_divide
 
 BYTES = 128
 
@@ -36,7 +36,7 @@ class BlockMajor:
         return moved.transpose(-3, -2).reshape(like.shape)
 
 
-def _moves(part: Part, _: torch.Size) -> tuple[Move, ...]:
+def _moves(part: Part, _: torch.Size) -> tuple[TensorMove, ...]:
     return (BlockMajor(),) if part.name == "codes" else ()
 
 

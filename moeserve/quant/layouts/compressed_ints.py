@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moeserve.quant.format import Packed, Part
-from moeserve.quant.layout import Move, Rearrangement
+from moeserve.quant.layout import Rearrangement, TensorMove
 from moeserve.quant.layouts.integers import ALL_GROUPED
 from moeserve.quant.layouts.words import (
     Biased,
@@ -33,9 +33,9 @@ NAMES = {
 }
 
 
-def _moves(part: Part, _: torch.Size) -> Sequence[Move]:
+def _moves(part: Part, _: torch.Size) -> Sequence[TensorMove]:
     bits = 4 if part.dtype == torch.uint8 else 8
-    moves: dict[str, Sequence[Move]] = {
+    moves: dict[str, Sequence[TensorMove]] = {
         "codes": codes(bits),
         "scale": (),
         "zero": (Turned(), Nibbles() if bits == 4 else Biased(), Words(), Turned()),

@@ -21,7 +21,7 @@ from moeserve.quant.elements import FP32_MANTISSA_BITS
 from moeserve.quant.format import Packed, Part
 from moeserve.quant.formats.fp8 import FP8_BLOCK_UE8M0, FP8_GROUP, FP8_GROUP64, FP8_GROUP_UE8M0
 from moeserve.quant.formats.mx import MXFP4, MXFP8
-from moeserve.quant.layout import Move, Rearrangement
+from moeserve.quant.layout import Rearrangement, TensorMove
 from moeserve.quant.layouts.words import Words
 
 ALIGNED = 4
@@ -70,11 +70,11 @@ class Repeated:
         return moved[..., :: self.block, :]
 
 
-def _float_moves(part: Part, _: torch.Size) -> Sequence[Move]:
+def _float_moves(part: Part, _: torch.Size) -> Sequence[TensorMove]:
     return (ColumnMajor(),) if part.name == "scale" else ()
 
 
-def _exponent_moves(part: Part, shape: torch.Size) -> Sequence[Move]:
+def _exponent_moves(part: Part, shape: torch.Size) -> Sequence[TensorMove]:
     if part.name != "scale":
         return ()
     exponents = (Exponents(),) if part.dtype == torch.float32 else ()

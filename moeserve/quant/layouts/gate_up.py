@@ -12,7 +12,7 @@ import torch
 
 from moeserve.quant.format import WHOLE, Format, Part
 from moeserve.quant.formats import FORMATS
-from moeserve.quant.layout import Move, Rearrangement, must_divide
+from moeserve.quant.layout import Rearrangement, TensorMove, must_divide
 from moeserve.quant.layouts.rows import Alternated, Exchanged, Separated
 
 BY_ROWS = frozenset(form for form in FORMATS.values() if all(p.rows in (1, WHOLE) for p in form.parts))
@@ -21,8 +21,8 @@ BY_ROWS = frozenset(form for form in FORMATS.values() if all(p.rows in (1, WHOLE
 CUTE_GROUP = 64
 
 
-def _in_order(name: str, formats: frozenset[Format], order: Sequence[Move]) -> Rearrangement:
-    def moves(part: Part, shape: torch.Size) -> Sequence[Move]:
+def _in_order(name: str, formats: frozenset[Format], order: Sequence[TensorMove]) -> Rearrangement:
+    def moves(part: Part, shape: torch.Size) -> Sequence[TensorMove]:
         if part.rows == WHOLE:
             return ()
         must_divide("rows", shape[-2], 2 * part.rows)  # a block across both halves belongs to neither

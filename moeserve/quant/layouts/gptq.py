@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moeserve.quant.format import WHOLE, Packed, Part
-from moeserve.quant.layout import Move, Rearrangement
+from moeserve.quant.layout import Rearrangement, TensorMove
 from moeserve.quant.layouts.integers import GROUPED
 from moeserve.quant.layouts.words import (
     Less,
@@ -37,8 +37,8 @@ def _bits(part: Part) -> int:
     return 4 if part.dtype == torch.uint8 else 8
 
 
-def _moves(less: int, part: Part, _: torch.Size) -> Sequence[Move]:
-    moves: dict[str, Sequence[Move]] = {
+def _moves(less: int, part: Part, _: torch.Size) -> Sequence[TensorMove]:
+    moves: dict[str, Sequence[TensorMove]] = {
         "codes": (*codes(_bits(part)), Turned()),
         "scale": (Turned(),),
         "zero": (Less(less), Turned(), Nibbles(), Words()),

@@ -22,7 +22,7 @@ from moeserve.quant.bits import pack_nibbles, unpack_nibbles
 from moeserve.quant.format import WHOLE, Part
 from moeserve.quant.formats.mx import MXFP4
 from moeserve.quant.formats.nvfp4 import NVFP4
-from moeserve.quant.layout import Move, Rearrangement
+from moeserve.quant.layout import Rearrangement, TensorMove
 from moeserve.quant.layouts.pieces import pieces
 
 ROWS, DEPTH, STAGE = 64, 128, 256
@@ -128,7 +128,7 @@ class HeldCodes:
     columns: int
 
     def forward(self, stored: Tensor) -> Tensor:
-        """The words."""
+        """Returns the codes packed into words."""
         *lead, n, _ = stored.shape
         shape = (*lead, -(-n // ROWS), -(-self.columns // STAGE), ROWS, 32)
         words = torch.empty(shape, dtype=torch.int32, device=stored.device)
@@ -154,7 +154,7 @@ class HeldScales:
     times: int
 
     def forward(self, stored: Tensor) -> Tensor:
-        """The words."""
+        """Returns the scales packed into words."""
         *lead, n, groups = stored.shape
         shape = (*lead, -(-n // ROWS), -(-groups * self.times // (STAGE // GROUP)), 8, 32)
         words = torch.empty(shape, dtype=torch.int32, device=stored.device)
@@ -178,7 +178,7 @@ def _blocks(rows: slice) -> slice:
     return slice(rows.start // ROWS, -(-rows.stop // ROWS))
 
 
-def _moves(part: Part, shape: torch.Size) -> Sequence[Move]:
+def _moves(part: Part, shape: torch.Size) -> Sequence[TensorMove]:
     if part.name == "codes":
         return (HeldCodes(shape[-1]),)
     return () if part.rows == WHOLE else (HeldScales(int(part.columns) // GROUP),)

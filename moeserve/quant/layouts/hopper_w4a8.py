@@ -78,7 +78,7 @@ def _codes(four: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class JoinedBlocks:
     """Codes and scales of a matrix in one tensor, `codes`; what else the format stores stays."""
 
     name: str
@@ -133,4 +133,4 @@ def _span(form: Format) -> int:
     return int(form.parts[1].columns)
 
 
-HOPPER_W4A8 = Blocks("hopper_w4a8", frozenset({MXFP4, NVFP4_E4M3}))
+HOPPER_W4A8 = JoinedBlocks("hopper_w4a8", frozenset({MXFP4, NVFP4_E4M3}))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moeserve.quant.bits import pack_nibbles, unpack_nibbles
 from moeserve.quant.format import WHOLE, Part
-from moeserve.quant.layout import Move, Rearrangement, must_divide
+from moeserve.quant.layout import Rearrangement, TensorMove, must_divide
 from moeserve.quant.layouts.integers import IN_RUNS
 from moeserve.quant.layouts.pieces import pieces
 from moeserve.quant.layouts.words import (
@@ -96,7 +96,7 @@ def _fours(tiles: Tensor) -> Tensor:
     return tiles.reshape(tiles.shape[0], tiles.numel() // (tiles.shape[0] * size), size)
 
 
-def _moves(part: Part, shape: torch.Size) -> Sequence[Move]:
+def _moves(part: Part, shape: torch.Size) -> Sequence[TensorMove]:
     if part.name == "codes":
         four = part.dtype == torch.uint8
         return (Tiled(4, shape[-1]),) if four else (Biased(), Tiled(8, shape[-1]))

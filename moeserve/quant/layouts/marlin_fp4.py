@@ -17,7 +17,7 @@ from torch import Tensor
 from moeserve.quant.format import WHOLE, Packed, Part
 from moeserve.quant.formats.mx import MXFP4
 from moeserve.quant.formats.nvfp4 import NVFP4
-from moeserve.quant.layout import Move, Rearrangement
+from moeserve.quant.layout import Rearrangement, TensorMove
 from moeserve.quant.layouts.marlin import GROUP_ORDER, Tiled
 from moeserve.quant.layouts.words import ColumnsInOrder, Turned
 
@@ -38,7 +38,7 @@ class Unsigned:
         return ((moved.to(torch.int16) << 7).view(torch.float16) / SHIFT).to(like.dtype)
 
 
-def _moves(part: Part, shape: torch.Size) -> Sequence[Move]:
+def _moves(part: Part, shape: torch.Size) -> Sequence[TensorMove]:
     if part.name == "codes":
         return (Tiled(4, shape[-1]),)
     if part.rows == WHOLE:

@@ -19,7 +19,7 @@ from torch import Tensor
 from moeserve.quant.format import Part
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_BLOCK
-from moeserve.quant.layout import Move, Moves, Rearrangement, must_divide
+from moeserve.quant.layout import Moves, Rearrangement, TensorMove, must_divide
 
 ROWS, BYTES = 64, 128
 """Rows of a panel, bytes of each."""
@@ -55,7 +55,7 @@ class Panels:
 
 
 def _moves(sides: int) -> Moves:
-    def moves(part: Part, _: torch.Size) -> Sequence[Move]:
+    def moves(part: Part, _: torch.Size) -> Sequence[TensorMove]:
         return (Panels(sides),) if part.name == "codes" else ()
 
     return moves

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moeserve.quant.format import Part
 from moeserve.quant.formats.mx import MXFP4
-from moeserve.quant.layout import Move, Rearrangement, must_divide
+from moeserve.quant.layout import Rearrangement, TensorMove, must_divide
 from moeserve.quant.layouts.pieces import pieces
 
 TILE_ROWS, TILE_BYTES = 16, 32
@@ -108,7 +108,7 @@ class Folded:
         return split.movedim(-4, -2).reshape(like.shape)
 
 
-def _moves(part: Part, _: torch.Size) -> tuple[Move, ...]:
+def _moves(part: Part, _: torch.Size) -> tuple[TensorMove, ...]:
     return (Interleaved(),) if part.name == "codes" else (Folded(),)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from moeserve.quant.format import Part
 from moeserve.quant.formats.mx import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8
 from moeserve.quant.formats.nvfp4 import NVFP4, NVFP4_STATIC
-from moeserve.quant.layout import Move, Rearrangement
+from moeserve.quant.layout import Rearrangement, TensorMove
 
 ROWS, COLUMNS, ATOM = 128, 4, 32
 """A tile, and the rows of it whose first bytes are 16 apart."""
@@ -49,7 +49,7 @@ class Swizzled:
 BLOCK_SCALED = frozenset({NVFP4, NVFP4_STATIC, MXFP4, MXFP6_E3M2, MXFP6_E2M3, MXFP8})
 
 
-def _moves(part: Part, _: torch.Size) -> tuple[Move, ...]:
+def _moves(part: Part, _: torch.Size) -> tuple[TensorMove, ...]:
     return (Swizzled(),) if part.name == "scale" else ()
 
 

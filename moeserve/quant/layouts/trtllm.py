@@ -2,7 +2,7 @@
 
 The kernels compute the transposed product, so a tile's epilogue writes rows of the weights; `Shuffled` puts
 them where its registers are. Epilogue tiles of 128 rows shuffle within 32, tiles of 64 within 16. Block
-scales go the way of their rows and are then interleaved 128x4. Each row of the table is what one matrix of
+scales go the way of their rows and are then interleaved 128x4. Each entry of the table is what one matrix of
 one kernel goes through, made of those moves:
 
 - `trtllm_rows_128`, `trtllm_rows_64`: the shuffle alone.
@@ -23,7 +23,7 @@ from moeserve.quant.formats.floats import BF16, FP16
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_BLOCK_UE8M0
 from moeserve.quant.formats.mx import MXFP4, MXFP8
 from moeserve.quant.formats.nvfp4 import NVFP4
-from moeserve.quant.layout import Move, Rearrangement, must_divide
+from moeserve.quant.layout import Rearrangement, TensorMove, must_divide
 from moeserve.quant.layouts.block_major import BlockMajor
 from moeserve.quant.layouts.gate_up import BY_ROWS
 from moeserve.quant.layouts.rows import Alternated, Exchanged, Shuffled
@@ -39,15 +39,15 @@ FP8_BLOCKS: frozenset[Format] = frozenset({FP8_BLOCK, FP8_BLOCK_UE8M0})
 PLAIN: frozenset[Format] = frozenset({BF16, FP16})
 
 
-def _rows(name: str, formats: frozenset[Format], order: Sequence[Move]) -> Rearrangement:
-    def moves(part: Part, _: torch.Size) -> Sequence[Move]:
+def _rows(name: str, formats: frozenset[Format], order: Sequence[TensorMove]) -> Rearrangement:
+    def moves(part: Part, _: torch.Size) -> Sequence[TensorMove]:
         return () if part.rows == WHOLE else order
 
     return Rearrangement(name, formats, moves)
 
 
-def _block_scaled(name: str, order: Sequence[Move]) -> Rearrangement:
-    def moves(part: Part, shape: torch.Size) -> Sequence[Move]:
+def _block_scaled(name: str, order: Sequence[TensorMove]) -> Rearrangement:
+    def moves(part: Part, shape: torch.Size) -> Sequence[TensorMove]:
         if part.rows == WHOLE:
             return ()
         must_divide("rows", shape[-2], SCALE_ROWS)  # padding would stand between rows that were shuffled
@@ -56,8 +56,8 @@ def _block_scaled(name: str, order: Sequence[Move]) -> Rearrangement:
     return Rearrangement(name, FOUR_BITS, moves)
 
 
-def _blocks(name: str, halves: Sequence[Move]) -> Rearrangement:
-    def moves(part: Part, shape: torch.Size) -> Sequence[Move]:
+def _blocks(name: str, halves: Sequence[TensorMove]) -> Rearrangement:
+    def moves(part: Part, shape: torch.Size) -> Sequence[TensorMove]:
         if halves:
             must_divide("rows", shape[-2], 2 * part.rows)
         return (*halves, TILE_64, BlockMajor()) if part.name == "codes" else halves

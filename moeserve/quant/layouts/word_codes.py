@@ -25,7 +25,8 @@ from moeserve.quant.format import WHOLE, Format, Part
 from moeserve.quant.formats import FORMATS, mx
 from moeserve.quant.formats.int4_fp8 import INT4_FP8
 from moeserve.quant.formats.nvfp4 import NVFP4, NVFP4_E4M3
-from moeserve.quant.layout import Move, Rearrangement, must_divide
+from moeserve.quant.layout import Rearrangement, TensorMove, must_divide
+from moeserve.quant.layouts.integers import ALL_GROUPED
 from moeserve.quant.layouts.pieces import pieces
 
 DEPTH = 256
@@ -68,8 +69,9 @@ ELEMENTS: dict[Format, str] = {
     mx.MXFP6_E2M3: "e2m3",
     mx.MXINT8: "int8_64ths",
     INT4_FP8: "signed_int4",
+    **{form: "int4" for form in ALL_GROUPED if form.bits == 4},
 }
-"""Elements whose dtype does not tell what they are."""
+"""Elements whose dtype does not tell what they are: codes packed in bytes, and integers of 64ths."""
 
 ELEMENT_OF = {
     torch.bfloat16: "float",
@@ -78,13 +80,12 @@ ELEMENT_OF = {
     torch.float8_e4m3fnuz: "e4m3fnuz",
     torch.float8_e5m2: "e5m2",
     torch.int8: "int8",
-    torch.uint8: "int4",
 }
 
 
-def element_of(form: Format) -> str:
-    """What the codes of `form` are. KeyError for float32, which is no code."""
-    return ELEMENTS.get(form, ELEMENT_OF[form.dtype])
+def element_of(form: Format) -> str | None:
+    """What the codes of `form` are. None for float32, which is no code, and for bytes that no table names."""
+    return ELEMENTS.get(form, ELEMENT_OF.get(form.dtype))
 
 
 def pack_words(element: str, codes: Tensor) -> Tensor:
@@ -162,7 +163,7 @@ class WordCodes:
         return words
 
     def back(self, moved: Tensor, like: Tensor) -> Tensor:
-        """The codes."""
+        """Returns the codes that the words hold."""
         found = torch.empty(like.shape, dtype=torch.uint8, device=moved.device)
         for matrix, rows in pieces(found, 1):
             codes = unpack_words(WORDS[self.element], moved[matrix][rows], self.columns)
@@ -177,7 +178,7 @@ class ByGroup:
     multiple: int
 
     def forward(self, stored: Tensor) -> Tensor:
-        """Groups first, contiguous."""
+        """Returns the scales with groups first, contiguous."""
         plain = stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
         padded = F.pad(plain, (0, -plain.shape[-1] % self.multiple))
         return padded.mT.contiguous().view(stored.dtype)
@@ -190,14 +191,12 @@ class ByGroup:
 def _element(form: Format) -> str | None:
     """The element of a format that is held in words; None where it is not."""
     narrow = all(part.dtype.itemsize == 1 for part in form.parts if part.name == "zero")
-    if form == NVFP4_E4M3 or form.dtype == torch.float32 or not narrow:
-        return None
     element = element_of(form)
-    return element if element in WORDS else None
+    return element if element in WORDS and narrow and form != NVFP4_E4M3 else None
 
 
 def _layout(element: str, formats: frozenset[Format]) -> Rearrangement:
-    def moves(part: Part, shape: torch.Size) -> Sequence[Move]:
+    def moves(part: Part, shape: torch.Size) -> Sequence[TensorMove]:
         if part.name == "codes":
             return (WordCodes(element, shape[-1]),)
         if part.rows != 1 or (part.columns == WHOLE and part.name != "zero"):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moeserve.quant.bits import pack_nibbles, unpack_nibbles
 from moeserve.quant.format import Packed
-from moeserve.quant.layout import Move, must_divide
+from moeserve.quant.layout import TensorMove, must_divide
 
 BYTES = 4
 """Bytes of a word."""
@@ -144,7 +144,7 @@ class OneRow:
         return moved.reshape(like.shape)
 
 
-def codes(bits: int) -> tuple[Move, ...]:
+def codes(bits: int) -> tuple[TensorMove, ...]:
     """Codes `[..., N, *]` of 4 or 8 bits as words along K, 8-bit ones biased."""
     return (Words(),) if bits == 4 else (Biased(), Words())
 

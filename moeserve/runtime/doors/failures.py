@@ -15,7 +15,7 @@ from moeserve.proto.tensors import TensorError
 from moeserve.runtime.doors.operations import BadRequest, NothingToBalance
 from moeserve.runtime.doors.payloads.errors import NamedRegionRefused, RegionLimit, UnknownRegion
 from moeserve.runtime.doors.request import NotServed
-from moeserve.runtime.errors import CallerLeft, DeadlinePassed, GroupUnavailable, Overloaded, WrongVersion
+from moeserve.runtime.errors import CallerLeft, DeadlinePassed, GroupUnavailable, LaneFull, WrongVersion
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ _TABLE: tuple[tuple[type[Exception], str, str], ...] = (
     (UnknownRegion, "NOT_FOUND", "unknown_region"),
     (NamedRegionRefused, "PERMISSION_DENIED", "named_regions_off"),
     (RegionLimit, "RESOURCE_EXHAUSTED", "region_limit"),
-    (Overloaded, "RESOURCE_EXHAUSTED", "overloaded"),
+    (LaneFull, "RESOURCE_EXHAUSTED", "overloaded"),
     (GroupUnavailable, "UNAVAILABLE", "not_serving"),
     (WrongVersion, "FAILED_PRECONDITION", "wrong_version"),
     (NothingToBalance, "FAILED_PRECONDITION", "nothing_to_balance"),

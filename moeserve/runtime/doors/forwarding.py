@@ -12,8 +12,8 @@ import grpc
 import numpy as np
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.client.batch import SPLIT_ROWS, Batch
-from moeserve.proto.client.call import Call, PartCall
+from moeserve.proto.client.batch import SPLIT_ROWS, ClientBatch
+from moeserve.proto.client.call import ClientCall, PartCall
 from moeserve.proto.client.lanes import Lanes, check_serving
 from moeserve.proto.client.payload import Payload
 from moeserve.proto.client.sync_link import Link, Sent
@@ -104,9 +104,9 @@ class Forwarding:
         self, request: moe_pb2.ForwardRequest, topology: moe_pb2.GetTopologyReply, calls: _LaneCalls
     ) -> moe_pb2.ForwardReply:
         turn = self._lanes.turn()
-        batch = Batch.of_request(request)
+        batch = ClientBatch.of_request(request)
         if batch is not None and len(batch.hidden.storage) >= 2 * SPLIT_ROWS and len(topology.lanes) > 1:
-            call = Call(batch, self._lanes, request.model, None, "inline", turn, request.job_id)
+            call = ClientCall(batch, self._lanes, request.model, None, "inline", turn, request.job_id)
             try:
                 return _in_parts(call, topology, calls)
             except InvalidArgument:
@@ -146,7 +146,7 @@ class _LaneCalls:
 
 
 def _in_parts(
-    call: Call[Link], topology: moe_pb2.GetTopologyReply, calls: _LaneCalls
+    call: ClientCall[Link], topology: moe_pb2.GetTopologyReply, calls: _LaneCalls
 ) -> moe_pb2.ForwardReply:
     """The answer of a call whose parts all lanes run at once."""
     parts = call.parts(topology)

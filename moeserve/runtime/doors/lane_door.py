@@ -19,7 +19,7 @@ from moeserve.runtime.doors.operations import BadRequest
 from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.doors.request import CheckedRequest, RequestReader
 from moeserve.runtime.errors import CallerLeft, DeadlinePassed
-from moeserve.runtime.rank.lane import Call, Lane
+from moeserve.runtime.rank.lane import Lane, LaneCall
 from moeserve.runtime.step import Stamp
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             raise DeadlinePassed(f"layer {asked.batch.layer}: no answer within the deadline")
         return self._reply(asked, call)
 
-    def _left(self, call: Call, context: grpc.ServicerContext) -> None:
+    def _left(self, call: LaneCall, context: grpc.ServicerContext) -> None:
         """The call's RPC is over. A thread must not wait for an answer that nobody takes."""
         self._lane.cancel(call)
         if context.time_remaining() == 0:
@@ -133,7 +133,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         request: moe_pb2.ForwardRequest,
         ended: Callable[[moe_pb2.ForwardStreamReply], None],
         method: str = "ForwardStream",
-    ) -> Call | None:
+    ) -> LaneCall | None:
         """Starts a request; `ended` gets its reply, from whichever thread ends it.
 
         method: as metrics name it. Returns the call, or None for a request that has ended already.
@@ -164,7 +164,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             return None
         transport = asked.transport
 
-        def answer(call: Call) -> None:
+        def answer(call: LaneCall) -> None:
             end(lambda: self._reply(asked, call))
             asked.close()
 
@@ -179,12 +179,12 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             end(lambda error=error: fail(error))  # type: ignore[misc]
             return None
 
-    def leave(self, call: Call) -> None:
+    def leave(self, call: LaneCall) -> None:
         """The stream's caller is gone: the call ends, and with it the hold on the caller's memory."""
         self._lane.cancel(call)
         call.give_up(CallerLeft("the caller left before its answer was there"))
 
-    def _reply(self, asked: CheckedRequest, call: Call) -> moe_pb2.ForwardReply:
+    def _reply(self, asked: CheckedRequest, call: LaneCall) -> moe_pb2.ForwardReply:
         return asked.reply(*call.result())
 
     def _empty(self, asked: CheckedRequest) -> moe_pb2.ForwardReply:
@@ -238,7 +238,7 @@ class LaneStream:
     def __init__(self, door: LaneDoor, replies: queue.SimpleQueue[moe_pb2.ForwardStreamReply | None]) -> None:
         self._door = door
         self._replies = replies
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, LaneCall] = {}
         self._open = 1  # requests that have not ended, and the consumer
         self._caller_left = threading.Event()
         self._lock = threading.Lock()

@@ -13,7 +13,7 @@ from moeserve.experts.routing.gate import Gate
 from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import TensorError
 from moeserve.runtime.doors.payloads import OpenRequest, Payloads
-from moeserve.runtime.rank.lane import Batch
+from moeserve.runtime.rank.lane import LaneBatch
 from moeserve.runtime.served import Served
 from moeserve.runtime.step import Stamp
 
@@ -29,7 +29,7 @@ class CheckedRequest:
     Close it when it is answered, or when it will not be.
     """
 
-    batch: Batch
+    batch: LaneBatch
     transport: str  # inline, shared_memory
     request: OpenRequest
 
@@ -75,7 +75,7 @@ class RequestReader:
             raise
         shared = request.hidden.WhichOneof("payload") == "region" or request.HasField("output")
         return CheckedRequest(
-            Batch(request.layer, hidden, experts, weights, deadline, request.weights_version),
+            LaneBatch(request.layer, hidden, experts, weights, deadline, request.weights_version),
             "shared_memory" if shared else "inline",
             opened,
         )

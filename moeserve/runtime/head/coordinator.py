@@ -25,7 +25,7 @@ from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.in_flight import StepsInFlight
 from moeserve.runtime.head.pending_change import Outcome
 from moeserve.runtime.head.reception import Reception, Seat
-from moeserve.runtime.head.sequencer import Pace
+from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.head.two_phase_commit import TwoPhaseCommit
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ BLAME_SECONDS = 0.2  # after a rank failed an entry: a peer that died is found b
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the group stands, for status and health."""
+    """The state of the group, for status and health."""
 
     state: str  # forming, preparing, joining, serving, failed, stopped
     reason: str
@@ -61,7 +61,7 @@ class Coordinator:
     `layers` are the decoder indices of the placement's layers.
     """
 
-    def __init__(self, epoch: Epoch, layers: tuple[int, ...], pace: Pace, host: str, token: str) -> None:
+    def __init__(self, epoch: Epoch, layers: tuple[int, ...], pace: StepPace, host: str, token: str) -> None:
         self._group = Group(epoch, epoch.mesh.ranks)
         self._lock, self._seats = self._group.lock, self._group.seats
         self._changes = TwoPhaseCommit(self._group, layers)

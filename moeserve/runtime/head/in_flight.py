@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moeserve.runtime.head.sequencer import Pace, Sequencer
+from moeserve.runtime.head.sequencer import Sequencer, StepPace
 from moeserve.runtime.step import Announcement, Step
 
 MOST = 2
@@ -26,7 +26,7 @@ class _Running:
 class StepsInFlight:
     """Jobs that wait, steps that run, and how many of both there were. Not thread-safe: its owner locks."""
 
-    def __init__(self, ranks: int, pace: Pace) -> None:
+    def __init__(self, ranks: int, pace: StepPace) -> None:
         self.steps = self.jobs = 0  # since the service began
         self._ranks = ranks
         self._sequencer = Sequencer(ranks, pace)

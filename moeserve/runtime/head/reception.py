@@ -1,4 +1,4 @@
-"""Where ranks connect: `Reception` checks who comes and hands on what they say; a `Seat` is one of them."""
+"""`Reception` accepts ranks' streams, checks them and hands on what they say; a `Seat` is one of them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from moeserve.runtime.step import Announcement, Step
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepPace:
     """Bounds of a step, and how long a job may wait for company.
 
     After a step that had company, or while callers outnumber one, the next step waits until no job has
@@ -34,7 +34,7 @@ class _Queue:
 class Sequencer:
     """Queues of announced jobs, one a layer. Not thread-safe: its owner holds a lock."""
 
-    def __init__(self, ranks: int, pace: Pace) -> None:
+    def __init__(self, ranks: int, pace: StepPace) -> None:
         self._ranks = ranks
         self._pace = pace
         self._queues: dict[int, _Queue] = {}

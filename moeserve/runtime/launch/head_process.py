@@ -14,7 +14,7 @@ from moeserve.runtime.doors.operations import Operations
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator, Progress
 from moeserve.runtime.head.rebalancer import Rebalancer
-from moeserve.runtime.head.sequencer import Pace
+from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.telemetry.head import CoordinatorTelemetry
 
@@ -35,7 +35,7 @@ class HeadProcess:
             served.mesh, len(served.layers), served.checkpoint.num_experts, config.balance.redundant_experts
         )
         step, server = config.step, config.server
-        pace = Pace(step.lane_rows, step.max_step_tokens, step.quiet_seconds, step.gather_seconds)
+        pace = StepPace(step.lane_rows, step.max_step_tokens, step.quiet_seconds, step.gather_seconds)
         self.token = secrets.token_hex(16)
         self.coordinator = Coordinator(epoch, served.layers, pace, host, self.token)
         self.rebalancer = Rebalancer(
@@ -70,7 +70,7 @@ class HeadProcess:
 
     @property
     def streams(self) -> str:
-        """Where ranks connect, `host:port`."""
+        """The address that ranks connect to, `host:port`."""
         return self.coordinator.address
 
     def metrics_targets(self) -> list[str]:

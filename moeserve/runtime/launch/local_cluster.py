@@ -128,6 +128,6 @@ def _run_rank(spec: RankSpec) -> None:
 
 
 def _host_of(config: Config) -> str:
-    """Where lanes listen: the front door's host, or this machine's own address when that is every address."""
+    """Returns the host that lanes listen on: the front door's, or this machine's if that is every address."""
     host = config.server.host
     return socket.gethostbyname(socket.gethostname()) if host in EVERY_ADDRESS else host

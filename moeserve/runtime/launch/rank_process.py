@@ -160,7 +160,7 @@ class _RankProcess:
 
     @property
     def weights_address(self) -> str:
-        """Where peers copy this rank's experts."""
+        """The address from which peers copy this rank's experts."""
         return self._weights.address
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moeserve import __version__
-from moeserve.dispatch.costs.costs import Costs, Setting, table
+from moeserve.dispatch.costs.costs import Costs, CostSetting, table
 from moeserve.dispatch.costs.files import costs_folder, store_costs, stored_costs
 from moeserve.dispatch.costs.measure import METHOD, Candidate, gathered, measure
 from moeserve.dispatch.dispatcher import DispatchSpec
@@ -47,13 +47,13 @@ class Costing:
         asked = self.measure == ALWAYS or (self.measure == AUTO and plan.machine.device != "cpu")
         return asked and plan.chooses
 
-    def setting(self, plan: Plan, hosts: tuple[str, ...]) -> Setting:
+    def setting(self, plan: Plan, hosts: tuple[str, ...]) -> CostSetting:
         """What costs of the dispatchers of `plan` hold for, between ranks on `hosts`."""
         problem = plan.problem
         versions = {"moeserve": __version__, "method": METHOD, "torch": torch.__version__}
         if platform := torch.version.cuda or torch.version.hip:
             versions["cuda"] = platform
-        return Setting(
+        return CostSetting(
             hosts=hosts,
             device=plan.machine.name,
             ranks=problem.ranks,
@@ -82,7 +82,7 @@ class CostBook:
 
     def __init__(self, costing: Costing) -> None:
         self._costing = costing
-        self.known: dict[Setting, Costs] = {}
+        self.known: dict[CostSetting, Costs] = {}
 
     def choose(self, plans: Mapping[int, Plan], spec_of: SpecOf) -> dict[int, Plan]:
         """`plans` by layer with dispatchers chosen by cost where that counts, alike on all ranks.
@@ -106,7 +106,7 @@ class CostBook:
         return [span.key for span in plan.fitting] if self._costing.counts(plan) else []
 
     def _costs(self, plan: Plan, hosts: tuple[str, ...], keys: Sequence[Key], spec_of: SpecOf) -> Costs:
-        """Of every dispatcher in `keys`: those that rank 0 knows, and the others measured by all."""
+        """Returns the costs of every dispatcher in `keys`: those rank 0 knows, and others measured by all."""
         costs = self._recalled(self._costing.setting(plan, hosts))
         spans = {span.key: span for span in plan.fitting}
         missing = [spans[key] for key in keys if not costs.tried(*key)]
@@ -121,7 +121,7 @@ class CostBook:
         self.known[costs.setting] = costs
         return costs
 
-    def _recalled(self, setting: Setting) -> Costs:
+    def _recalled(self, setting: CostSetting) -> Costs:
         """What rank 0 knows or has kept, the same on every rank."""
         box: list[Costs | None] = [None]
         if dist.get_rank() == 0:

@@ -115,17 +115,17 @@ class Plan:
 
     @property
     def kernel_names(self) -> str:
-        """As one label: the kernels that serve, by rising rows."""
+        """The names of the kernels that serve, by rising rows, as one label."""
         return self.kernel.names
 
     @property
     def dispatcher_names(self) -> str:
-        """As one label: those that serve, by rising rows."""
+        """The names of the dispatchers that serve, by rising rows, as one label."""
         return "+".join(dict.fromkeys(span.dispatcher.name for span in self.dispatchers))
 
     @property
     def wire_names(self) -> str:
-        """Their wires, likewise."""
+        """The names of the dispatchers' wires, in the same order, as one label."""
         return "+".join(dict.fromkeys(span.wire.name for span in self.dispatchers))
 
     def span(self, rows: int) -> DispatchSpan:
@@ -206,7 +206,7 @@ def _serving(
 
 
 def _most_rows(problem: Problem, dispatcher: DispatchEntry) -> int:
-    """Of a lane, that a dispatcher is given where another can take over."""
+    """Returns the most rows of a lane that a dispatcher is given where another can take over."""
     padded = dispatcher.grouping is Grouping.PADDED
     return min(PADDED_ROWS, problem.lane_rows) if padded else problem.lane_rows
 
@@ -225,7 +225,7 @@ class _Search(Generic[Entry]):
     refused: list[tuple[str, str]]
 
     def able(self, entries: Sequence[tuple[Entry, Collection[str]]]) -> list[Entry]:
-        """Of entries, each with the names that pin it, those that can serve, references last.
+        """Returns the entries that can serve, references last; each comes with the names that pin it.
 
         Raises NoPlan for a name that pins none of them.
         """

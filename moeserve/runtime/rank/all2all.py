@@ -79,7 +79,7 @@ class RankDispatchers:
         return self._built[key]
 
     def leave(self) -> None:
-        """Closes every dispatcher."""
+        """Closes the dispatchers of every layer."""
         for dispatcher in self._built.values():
             dispatcher.close()
         self._built, self._of_layer, self._parts, self._specs = {}, {}, {}, {}

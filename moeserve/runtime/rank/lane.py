@@ -1,4 +1,4 @@
-"""`Lane`: a rank's jobs between its doors and its step thread; `Call`: one caller's batch on it."""
+"""`Lane`: a rank's jobs between its doors and its step thread; `LaneCall`: one caller's batch on it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeserve.runtime.errors import DeadlinePassed, GroupUnavailable, Overloaded, one_version
+from moeserve.runtime.errors import DeadlinePassed, GroupUnavailable, LaneFull, one_version
 from moeserve.runtime.step import Announcement, Job, Stamp
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class LaneBatch:
     """One call's rows: what a door has checked and routed."""
 
     layer: int
@@ -27,10 +27,10 @@ class Batch:
     weights_version: int = 0  # demanded; 0: none
 
 
-class Call:
+class LaneCall:
     """A batch under way. It ends once: answered whole, or failed with the first failure of its parts."""
 
-    def __init__(self, ended: Callable[[Call], None] = lambda call: None) -> None:
+    def __init__(self, ended: Callable[[LaneCall], None] = lambda call: None) -> None:
         self.jobs: list[Job] = []
         self.error: Exception | None = None
         self._ended = ended
@@ -128,17 +128,17 @@ class Lane:
         for job in jobs:
             job.fail(GroupUnavailable(reason))
 
-    def submit(self, batch: Batch, ended: Callable[[Call], None] = lambda call: None) -> Call:
+    def submit(self, batch: LaneBatch, ended: Callable[[LaneCall], None] = lambda call: None) -> LaneCall:
         """Starts a batch of at least one row; one over the lane's capacity is split and answered whole.
 
         `ended` is called once, by the thread that ends the call. Raises GroupUnavailable or Overloaded.
         """
 
-        def leave(done: Call) -> None:
+        def leave(done: LaneCall) -> None:
             self._forget(done)
             ended(done)
 
-        call = Call(leave)
+        call = LaneCall(leave)
         columns = (batch.hidden, batch.experts, batch.weights)
         starts = range(0, batch.hidden.shape[0], self.capacity)
         parts = ([column[at : at + self.capacity] for column in columns] for at in starts)
@@ -162,13 +162,13 @@ class Lane:
                 raise GroupUnavailable(self._closed)
             if len(self._jobs) + len(call.jobs) > self._queue_limit:
                 text = f"lane {self.rank} holds {len(self._jobs)} jobs and takes {self._queue_limit} at most"
-                raise Overloaded(text, pushback=0.05)
+                raise LaneFull(text, pushback=0.05)
             self._jobs.update({job.number: job for job in call.jobs})
         for job in call.jobs:
             self.announce(Announcement(self.rank, job.number, job.layer, job.hidden.shape[0], job.deadline))
         return call
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: LaneCall) -> None:
         """Forgets a call whose caller has left; its rows may still travel."""
         self._forget(call)
 
@@ -184,7 +184,7 @@ class Lane:
         for job in late:
             job.fail(DeadlinePassed(f"layer {job.layer}: no answer within the deadline"))
 
-    def _forget(self, call: Call) -> None:
+    def _forget(self, call: LaneCall) -> None:
         with self._lock:
             for job in call.jobs:
                 self._jobs.pop(job.number, None)

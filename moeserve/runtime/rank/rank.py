@@ -26,6 +26,7 @@ from moeserve.experts.routing.address_book import AddressBook
 from moeserve.experts.routing.choices import Choices, StepAddressing, addressed, routed
 from moeserve.experts.routing.gate import Gate
 from moeserve.experts.routing.meter import LoadMeter, Reading
+from moeserve.quant.format import Format
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.planning.costing import TABLE_ORDER, CostBook, Costing
 from moeserve.runtime.planning.layers import dispatch_spec
@@ -66,6 +67,7 @@ class Rank:
         self._built: dict[KernelSpec, Kernel] = {}
         self._kernels: dict[int, Kernel] = {}
         self._warm: set[tuple[KernelSpec, Arrivals]] = set()
+        self._grouped: set[tuple[Format, tuple[int, int, int, int]]] = set()  # whose kernels are warm
         self._dispatchers = RankDispatchers(CostBook(costing), self._dispatch_spec)
         self._graphs = StepGraphs(served.graph_rows, device)
         self._book: AddressBook | None = None
@@ -113,11 +115,13 @@ class Rank:
                     warm(self._kernels[layer], self.bank[layer], arrivals)
                     self._warm.add(key)
         if len(self._warm) > before:
-            self._warm_around_kernels(self._book, self.meter)
-            log.info("rank %d: its kernels are warm in %.1f s", self.index, time.perf_counter() - started)
+            kernels = time.perf_counter()
+            self._warm_choices(self._book, self.meter)
+            text = "rank %d: its kernels are warm in %.1f s, choices and routing in %.1f s"
+            log.info(text, self.index, kernels - started, time.perf_counter() - kernels)
 
-    def _warm_around_kernels(self, book: AddressBook, meter: LoadMeter) -> None:
-        """What a step does before and after its kernel, as far as no other rank takes part."""
+    def _warm_choices(self, book: AddressBook, meter: LoadMeter) -> None:
+        """What a step does with its rows' choices and logits before they leave this rank."""
         served, device = self.served, self.device
 
         def addressing(rows: int) -> StepAddressing:
@@ -126,14 +130,24 @@ class Rank:
         warm_choices(served, addressing, device)
         for layer in {numbers_of(self.gate(layer)): layer for layer in served.layers}.values():
             warm_routing(self._gate_here(layer), (torch.float32, served.dtype), addressing(1), device)
-        grouped = {
+
+    def _warm_grouping(self) -> None:
+        """Groups and weighs rows where a dispatcher that serves leaves that to the kernels of `permute`."""
+        if self.device == "cpu":
+            return
+        wanted = {
             (span.wire, (plan.problem.top_k, plan.problem.shape.hidden, slots, plan.kernel.row_align))
-            for layer, plan in self._planned.items()
-            for span in plan.fitting
-            if span.dispatcher.grouping is Grouping.RAGGED and (slots := self.bank[layer].slots)
+            for layer, plan in self.plans.items()
+            for span in plan.dispatchers
+            if span.dispatcher.grouping is Grouping.RAGGED and span.dispatcher.permutes
+            if (slots := self.bank[layer].slots)
         }
-        for wire, sizes in grouped:
-            warm_grouping(wire, sizes, served.dtype, device)
+        started = time.perf_counter()
+        for wire, sizes in wanted - self._grouped:
+            warm_grouping(wire, sizes, self.served.dtype, self.device)
+        if wanted - self._grouped:
+            log.info("rank %d: grouping rows is warm in %.1f s", self.index, time.perf_counter() - started)
+        self._grouped |= wanted
 
     def _warm_steps(self) -> None:
         """Whole steps of the first layer of every plan, where this rank is the only one."""
@@ -177,7 +191,7 @@ class Rank:
         return self._checkpoint(1 if held is None else held[1]).gate(layer)
 
     def use_weights(self, paths: Sequence[str]) -> None:
-        """Where the checkpoint of every version lies; each is opened when it is first read from.
+        """Sets the folder of each version's checkpoint; each is opened when it is first read from.
 
         Those that no layer holds are closed: a version that was abandoned may come again from another folder.
         """
@@ -222,6 +236,7 @@ class Rank:
         """
         self.leave()
         self.plans = self._dispatchers.join(self._planned)
+        self._warm_grouping()
         self._warm_steps()
         release_cached(self.device)
 

@@ -51,7 +51,7 @@ def warm_routing(
 
 
 def numbers_of(gate: Gate) -> tuple[object, ...]:
-    """All of a gate but its bias: gates that have the same share their kernel."""
+    """Returns a gate without its bias: gates that have the same share their kernel."""
     return tuple(value for name, value in vars(gate).items() if name != "bias")
 
 

@@ -38,7 +38,7 @@ class CoordinatorTelemetry(Telemetry):
         self._up: Callable[[], Iterable[int]] = tuple
         self._progress: Callable[[], Progress] | None = None
         self._loads: Callable[[], tuple[Placement, Load]] | None = None
-        self._window = LoadWindow(BALANCE_SECONDS, SNAPSHOT_SECONDS)
+        self._window = RecentLoad(BALANCE_SECONDS, SNAPSHOT_SECONDS)
         self._cycles = {end: self._counter("moe_balance_cycles_total", outcome=end) for end in OUTCOMES}
         self._reloads = {end: self._counter("moe_reloads_total", outcome=end) for end in RELOADED}
         self._moves = self._counter("moe_balance_moves_total")
@@ -155,7 +155,7 @@ class _Computed(Collector):
         return self._compute()
 
 
-class LoadWindow:
+class RecentLoad:
     """Expert load of the last `seconds`, from readings of a load that only grows while its ranks live.
 
     A reading below the one before (a rank started again) and a new placement both begin the window anew.

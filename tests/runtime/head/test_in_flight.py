@@ -3,13 +3,13 @@
 import math
 
 from moeserve.runtime.head.in_flight import MOST, StepsInFlight
-from moeserve.runtime.head.sequencer import Pace
+from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.step import Announcement
 
 
 def waiting(*layers: int) -> StepsInFlight:
     """Two ranks, and a job at 0.0 for each of `layers`."""
-    steps = StepsInFlight(2, Pace(lane_rows=8, step_rows=16))
+    steps = StepsInFlight(2, StepPace(lane_rows=8, step_rows=16))
     for number, layer in enumerate(layers):
         steps.announce(Announcement(0, number, layer, 1, math.inf), 0.0)
     return steps

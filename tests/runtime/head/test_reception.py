@@ -19,7 +19,7 @@ from moeserve.runtime.control.stream import Stream, StreamClosed, connect
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head import reception
 from moeserve.runtime.head.coordinator import Coordinator, Progress
-from moeserve.runtime.head.sequencer import Pace
+from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.launch.head_process import HeadProcess
 from moeserve.runtime.mesh import Mesh
 
@@ -29,7 +29,7 @@ TOKEN, SECONDS = "a token", 5.0
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
     epoch = Epoch.first(Mesh(2, 1, 2), layers=1, experts=4)
-    made = Coordinator(epoch, (0,), Pace(8, 16), "127.0.0.1", TOKEN)
+    made = Coordinator(epoch, (0,), StepPace(8, 16), "127.0.0.1", TOKEN)
     made.start()
     try:
         yield made

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from moeserve.runtime.head.sequencer import Pace, Sequencer
+from moeserve.runtime.head.sequencer import Sequencer, StepPace
 from moeserve.runtime.step import Announcement
 
-PACE = Pace(lane_rows=8, step_rows=16, quiet=0.5, gather=4.0)
+PACE = StepPace(lane_rows=8, step_rows=16, quiet=0.5, gather=4.0)
 
 
 def job(

@@ -23,7 +23,7 @@ from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.errors import GroupUnavailable
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.rank.all2all import PeersLate
-from moeserve.runtime.rank.lane import Batch, Lane
+from moeserve.runtime.rank.lane import Lane, LaneBatch
 from moeserve.runtime.rank.member import Member, ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.served import served_from
@@ -139,7 +139,7 @@ def served_once(path: Path, **step: Any) -> tuple[list[dict[str, Any]], Any, lis
     lane.open()
     announced = list[int]()
     lane.announce = lambda job: announced.append(job.job)
-    call = lane.submit(Batch(0, *batch_of(rank)))
+    call = lane.submit(LaneBatch(0, *batch_of(rank)))
     header = Header(1, epoch.number, 0, (3,), ((announced[0], 3),))
     prepare = {"kind": "prepare", "generation": GENERATION, "epoch": epoch_message(epoch)}
     wire = Wire([prepare, header_message(header, GENERATION)])

@@ -22,7 +22,7 @@ from moeserve.runtime.head.coordinator import Progress
 from moeserve.runtime.head.rebalancer import OUTCOMES, Cycle
 from moeserve.runtime.step import Phases, StepRecord
 from moeserve.runtime.telemetry.exporter import RankTelemetry, Telemetry, write_scrape_targets
-from moeserve.runtime.telemetry.head import HOT_EXPERTS, HOT_LAYERS, CoordinatorTelemetry, LoadWindow
+from moeserve.runtime.telemetry.head import HOT_EXPERTS, HOT_LAYERS, CoordinatorTelemetry, RecentLoad
 from moeserve.runtime.telemetry.metrics import COORDINATOR, METRICS, PROCESS, RANK, SECONDS, STATES, Metric
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -87,30 +87,30 @@ def filled_coordinator() -> CoordinatorTelemetry:
 
 
 @pytest.mark.parametrize(
-    ("filled", "rows"), [(filled_rank, PROCESS + RANK), (filled_coordinator, PROCESS + COORDINATOR)]
+    ("filled", "entries"), [(filled_rank, PROCESS + RANK), (filled_coordinator, PROCESS + COORDINATOR)]
 )
-def test_a_process_exports_exactly_its_rows(
-    filled: Callable[[], Telemetry], rows: tuple[Metric, ...]
+def test_a_process_exports_exactly_its_entries(
+    filled: Callable[[], Telemetry], entries: tuple[Metric, ...]
 ) -> None:
     read = text_string_to_metric_families(scrape(filled()))
     families = {family.name: family for family in read if family.name.startswith("moe_")}
     # the parser takes _total off a counter's name
-    assert families.keys() == {row.name.removesuffix("_total") for row in rows}
-    for row in rows:
-        family = families[row.name.removesuffix("_total")]
-        assert family.type == row.kind and family.documentation == row.help
+    assert families.keys() == {entry.name.removesuffix("_total") for entry in entries}
+    for entry in entries:
+        family = families[entry.name.removesuffix("_total")]
+        assert family.type == entry.kind and family.documentation == entry.help
         own = {"model_name", "rank"} if filled is filled_rank else {"model_name"}
         for sample in family.samples:
-            assert sample.labels.keys() - {"le"} == own | set(row.labels), sample
+            assert sample.labels.keys() - {"le"} == own | set(entry.labels), sample
 
 
-@pytest.mark.parametrize("row", METRICS.values(), ids=lambda row: row.name)
-def test_rows_follow_the_naming_rules(row: Metric) -> None:
-    assert row.name.startswith("moe_") and row.help.endswith(".")
-    assert (row.kind == "counter") == row.name.endswith("_total")
-    assert (row.kind == "histogram") == bool(row.buckets) == row.name.endswith("_duration_seconds")
-    assert not {"job", "reason", "model_name"} & set(row.labels)
-    assert "expert" not in row.labels or row.name == "moe_expert_load_ratio"  # the hottest only
+@pytest.mark.parametrize("entry", METRICS.values(), ids=lambda entry: entry.name)
+def test_entries_follow_the_naming_rules(entry: Metric) -> None:
+    assert entry.name.startswith("moe_") and entry.help.endswith(".")
+    assert (entry.kind == "counter") == entry.name.endswith("_total")
+    assert (entry.kind == "histogram") == bool(entry.buckets) == entry.name.endswith("_duration_seconds")
+    assert not {"job", "reason", "model_name"} & set(entry.labels)
+    assert "expert" not in entry.labels or entry.name == "moe_expert_load_ratio"  # the hottest only
 
 
 def test_buckets_begin_at_50_microseconds() -> None:
@@ -232,12 +232,12 @@ class TestLoadWindow:
 
     placement = Placement.even(1, 2, 2)
 
-    def add(self, window: LoadWindow, now: float, *tokens: float) -> tuple[list[float], list[float]]:
+    def add(self, window: RecentLoad, now: float, *tokens: float) -> tuple[list[float], list[float]]:
         recent, routed = window.add(now, self.placement, Load(np.array([tokens], dtype=np.float64)))
         return recent[0].tolist(), routed[0].tolist()
 
     def test_old_load_leaves_it(self) -> None:
-        window = LoadWindow(seconds=60, step=5)
+        window = RecentLoad(seconds=60, step=5)
         assert self.add(window, 0, 10, 0) == ([10, 0], [10, 0])
         assert self.add(window, 30, 10, 5)[0] == [10, 5]
         assert self.add(window, 61, 12, 5)[0] == [12, 5]
@@ -245,20 +245,20 @@ class TestLoadWindow:
         assert self.add(window, 200, 12, 5)[0] == [0, 0]
 
     def test_frequent_scrapes_remember_few_readings(self) -> None:
-        window = LoadWindow(seconds=60, step=5)
+        window = RecentLoad(seconds=60, step=5)
         for at_second in range(600):
             self.add(window, at_second, at_second, 0)
         assert len(window._readings) <= 60 / 5 + 2
 
     def test_a_rank_that_starts_again_begins_it_anew_and_counters_never_fall(self) -> None:
-        window = LoadWindow(seconds=60, step=5)
+        window = RecentLoad(seconds=60, step=5)
         self.add(window, 0, 10, 10)
         recent, routed = self.add(window, 6, 4, 12)
         assert recent == [0, 2] and routed == [10, 12]
         assert self.add(window, 12, 7, 12) == ([3, 2], [13, 12])
 
     def test_a_new_placement_is_judged_by_its_own_load(self) -> None:
-        window = LoadWindow(seconds=60, step=5)
+        window = RecentLoad(seconds=60, step=5)
         self.add(window, 0, 10, 0)
         swapped = Placement(np.array([[1, 0]]), 2, 2)
         recent, routed = window.add(6, swapped, Load(np.array([[11.0, 3.0]])))

@@ -7,6 +7,9 @@ from deepep_rounding import rounded_by_deepep
 
 from fakes.wires import check, everyones, needed, shuffled, stale
 
+STANDS_FOR = {"deep_ep": ("Buffer.__init__", "Buffer.dispatch", "Buffer.combine")}
+"""Modules that it answers for, each with the names that take what the library's own take."""
+
 topk_idx_t = torch.int64
 LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 

@@ -6,6 +6,25 @@ import torch
 
 from fakes.wires import check, everyones, shuffled, stale
 
+STANDS_FOR = {
+    "flashinfer": (),
+    "flashinfer.comm": (),
+    "flashinfer.comm.trtllm_moe_alltoall": (
+        "MoeAlltoAll.__init__",
+        "MoeAlltoAll.dispatch",
+        "MoeAlltoAll.combine",
+    ),
+    "flashinfer.comm.trtllm_alltoall": (
+        "MnnvlMoe.mnnvl_moe_alltoallv_prepare_without_allgather",
+        "MnnvlMoe.mnnvl_moe_alltoallv",
+        "MnnvlMoe.mnnvl_moe_alltoallv_combine",
+    ),
+    "flashinfer.comm.mapping": (),
+    "flashinfer.comm.mnnvl": (),
+    "flashinfer.comm.comm_backend": (),
+}
+"""Modules that it answers for, each with the names that take what the library's own take."""
+
 TOP_K = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)
 
 

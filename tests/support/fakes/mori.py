@@ -8,6 +8,13 @@ import torch.distributed as dist
 
 from fakes.wires import check, everyones, needed, shuffled, stale
 
+STANDS_FOR = {
+    "mori": (),
+    "mori.ops": ("EpDispatchCombineOp.dispatch", "EpDispatchCombineOp.combine"),
+    "mori.shmem": (),
+}
+"""Modules that it answers for, each with the names that take what the library's own take."""
+
 
 class EpDispatchCombineKernelType(Enum):
     IntraNode = 0

@@ -9,6 +9,12 @@ import torch.distributed as dist
 
 from fakes.wires import check, everyones, needed, shuffled
 
+STANDS_FOR = {
+    "nccl.ep": ("Group.create_handle", "Handle.dispatch", "Handle.combine", "Tensor"),
+    "nccl.ep.interop.torch": (),
+}
+"""Modules that it answers for, each with the names that take what the library's own take."""
+
 
 class Algorithm(IntEnum):
     LOW_LATENCY = 0

@@ -6,6 +6,9 @@ import torch.distributed as dist
 from fakes.deep_ep import _low_latency_combine, _low_latency_dispatch
 from fakes.wires import check
 
+STANDS_FOR = {"nixl_ep": ("Buffer.__init__", "Buffer.low_latency_dispatch")}
+"""Modules that it answers for, each with the names that take what the library's own take."""
+
 topk_idx_t = torch.int64
 
 

@@ -15,7 +15,7 @@ from moeserve.device.nvrtc import Function, Program, tensor_map
 from moeserve.device.source import Part
 from moeserve.experts.batch import ExpertBatch, ExpertShape
 from moeserve.experts.kernel import KernelSpec
-from moeserve.experts.kernels.cuda.prefill_codes import Weights
+from moeserve.experts.kernels.cuda.prefill_codes import PrefillCodesWeights
 from moeserve.experts.kernels.cuda.steps import (
     CLUSTER,
     NUMBERS,
@@ -72,7 +72,7 @@ MOST_SHARED = 227 << 10
 
 
 @dataclass(frozen=True)
-class Form:
+class DecodeForm:
     """One compiled form of the kernel."""
 
     rows: int  # of a slot that one pass over its weights serves: 8, 16, 24 or 32
@@ -107,14 +107,16 @@ class Form:
         return defined(flags | {"OUT": OUTS[self.out]})
 
 
-def form_for(spec: KernelSpec, batch: ExpertBatch) -> Form:
+def form_for(spec: KernelSpec, batch: ExpertBatch) -> DecodeForm:
     """How the kernel computes `batch`."""
     shape = spec.shape
     rows = next(rows for most, rows in ROWS if batch.rows_a_slot <= most)
-    return Form(rows, bias=shape.bias, limited=shape.activation.limit is not None, out=spec.out_dtype)
+    return DecodeForm(rows, bias=shape.bias, limited=shape.activation.limit is not None, out=spec.out_dtype)
 
 
-def step(form: Form, x: Tensor, batch: ExpertBatch, sides: Sequence[Weights], shape: ExpertShape) -> Tensor:
+def step(
+    form: DecodeForm, x: Tensor, batch: ExpertBatch, sides: Sequence[PrefillCodesWeights], shape: ExpertShape
+) -> Tensor:
     """`[R, H]` of `form.out`: rows `x [R, H]` bf16 through gate and up `sides[0]`, and down `sides[1]`.
 
     Rows outside the slots' segments are not written. Nothing is read on the host.
@@ -151,7 +153,7 @@ def step(form: Form, x: Tensor, batch: ExpertBatch, sides: Sequence[Weights], sh
 
 
 @cache
-def _function(form: Form) -> Function:
+def _function(form: DecodeForm) -> Function:
     return Program(source(*SOURCES), form.options).function("decode_codes", ARGUMENTS)
 
 

@@ -71,7 +71,7 @@ INNER_MULTIPLE = 32
 """What the inner size must be a multiple of: half a block of 64 rows of weights."""
 
 if TYPE_CHECKING:
-    from moeserve.experts.kernels.triton.grouped import Weights
+    from moeserve.experts.kernels.triton.grouped import GroupedWeights
 
 KINDS = {"fp4": 0, "fp8": 1, "bf16": 2}
 STAGE_BYTES = {"fp4": 9216, "fp8": 8192, "bf16": 8192}
@@ -83,7 +83,7 @@ ROW_BYTES = {"fp4": 512, "fp8": 128, "bf16": 128}
 
 
 @dataclass(frozen=True)
-class Form:
+class FewForm:
     """One compiled form of the kernel."""
 
     kind: str
@@ -106,10 +106,10 @@ class Form:
 
 
 def step(
-    form: Form,
+    form: FewForm,
     x: tuple[Tensor, Tensor | None],
     batch: ExpertBatch,
-    sides: Sequence[Weights],
+    sides: Sequence[GroupedWeights],
     shape: ExpertShape,
 ) -> Tensor:
     """`[R, H]` of `form.out`: rows `x` through gate and up `sides[0]`, and down `sides[1]`.
@@ -151,7 +151,7 @@ def step(
     return out
 
 
-def _weights(gate_up: Weights, down: Weights) -> dict[str, Argument]:
+def _weights(gate_up: GroupedWeights, down: GroupedWeights) -> dict[str, Argument]:
     """The arguments that hold the codes of both sides."""
     if gate_up.scale_words is None or down.scale_words is None:
         return {"gate_up": map_by_eights(gate_up.codes, 4), "down": map_of(down.codes)}
@@ -177,7 +177,7 @@ def _halves(packed: Tensor, parts: int) -> TensorMap:
     return tensor_map(packed.view(-1, words), (parts, words // 2), swizzle=0)
 
 
-def options(form: Form) -> tuple[str, ...]:
+def options(form: FewForm) -> tuple[str, ...]:
     """The compiler's options for `form`."""
     flags = {
         "KIND": KINDS[form.kind],
@@ -194,7 +194,7 @@ def options(form: Form) -> tuple[str, ...]:
 
 
 @cache
-def _function(form: Form) -> Function:
+def _function(form: FewForm) -> Function:
     return Program(source(*sources(form.kind)), options(form)).function("few", ARGUMENTS[form.kind])
 
 

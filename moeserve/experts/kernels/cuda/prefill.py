@@ -18,7 +18,7 @@ from moeserve.experts.kernels.cuda.steps import (
     NUMBERS,
     OUTS,
     Block,
-    Form,
+    GemmForm,
     Groups,
     numbers,
     source,
@@ -53,7 +53,7 @@ BLOCK = Block(384, 208224, waits=True)
 
 
 @dataclass(frozen=True)
-class Rows:
+class PrefillRows:
     """E4M3 codes `[R, K]`, and their scales `[groups, K / 128, 128]` float32, by row of a group."""
 
     codes: Tensor
@@ -61,7 +61,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Weights:
+class PrefillWeights:
     """One side's weights: panels of E4M3 codes, scales of 128x128, and biases `[e, N]` if any."""
 
     codes: Tensor
@@ -78,26 +78,34 @@ class PrefillStep(Groups):
         """The rows by which a group grows, and the most it has."""
         return UNIT, GROUP_ROWS
 
-    def rows(self, codes: Tensor, scale: Tensor) -> Rows:
+    def rows(self, codes: Tensor, scale: Tensor) -> PrefillRows:
         """Rows `codes [R, K]` and `scale [R, K / 128]`, of any strides, as the GEMM reads them."""
-        return Rows(codes, self.grouped(scale))
+        return PrefillRows(codes, self.grouped(scale))
 
-    def gate_up(self, x: Rows, weights: Weights, activation: Activation, inner: int) -> Rows:
+    def gate_up(
+        self, x: PrefillRows, weights: PrefillWeights, activation: Activation, inner: int
+    ) -> PrefillRows:
         """Rows `[R, inner]` after the first GEMM and an activation of `FUSED_ACTIVATIONS`, rounded again."""
         codes = torch.empty((self.capacity, inner), dtype=torch.float8_e4m3fn, device=x.codes.device)
-        inner_rows = Rows(codes, self.scale_storage(-(-inner // DEPTH)))
-        form = Form(weights.bias is not None, fused=True, limited=activation.limit is not None)
+        inner_rows = PrefillRows(codes, self.scale_storage(-(-inner // DEPTH)))
+        form = GemmForm(weights.bias is not None, fused=True, limited=activation.limit is not None)
         self._run(form, (x, weights), inner_rows, numbers(activation))
         return inner_rows
 
-    def down(self, x: Rows, weights: Weights, hidden: int, out_dtype: torch.dtype) -> Tensor:
+    def down(self, x: PrefillRows, weights: PrefillWeights, hidden: int, out_dtype: torch.dtype) -> Tensor:
         """`[R, hidden]`: rows times their slot's weights, plus the bias; other rows are not written."""
         out = torch.empty((self.capacity, hidden), dtype=out_dtype, device=x.codes.device)
-        form = Form(weights.bias is not None, out=OUTS[out_dtype])
-        self._run(form, (x, weights), Rows(out, x.scale), NO_NUMBERS)
+        form = GemmForm(weights.bias is not None, out=OUTS[out_dtype])
+        self._run(form, (x, weights), PrefillRows(out, x.scale), NO_NUMBERS)
         return out
 
-    def _run(self, form: Form, given: tuple[Rows, Weights], out: Rows, numbers: Mapping[str, float]) -> None:
+    def _run(
+        self,
+        form: GemmForm,
+        given: tuple[PrefillRows, PrefillWeights],
+        out: PrefillRows,
+        numbers: Mapping[str, float],
+    ) -> None:
         x, weights = given
         n = out.codes.shape[1]
         arguments: dict[str, Argument] = {
@@ -117,5 +125,5 @@ class PrefillStep(Groups):
 
 
 @cache
-def _function(form: Form) -> Function:
+def _function(form: GemmForm) -> Function:
     return Program(source(*SOURCES), form.options).function("prefill", ARGUMENTS)

@@ -114,7 +114,7 @@ def plan_for(kind: str, batch: ExpertBatch) -> CodesPlan:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PrefillCodesRows:
     """Rows `[R, K]` bf16; or E4M3 codes, as what is multiplied, and their scales.
 
     Scales are `[groups, K / 128, most]`, by row of a group.
@@ -125,7 +125,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Weights:
+class PrefillCodesWeights:
     """One side's codes and scales in the plan's order, with a float32 a row `[e, N]`."""
 
     codes: Tensor
@@ -134,16 +134,16 @@ class Weights:
     bias: Tensor | None
 
 
-def weights_of(slot: Mapping[str, Tensor], side: str) -> Weights:
+def weights_of(slot: Mapping[str, Tensor], side: str) -> PrefillCodesWeights:
     """The weights of `side` among tensors named `<side>.codes`, and so on."""
     names = (f"{side}.codes", f"{side}.scale", f"{side}.row_scale", f"{side}_bias")
     codes, scale, row_scale, bias = (slot.get(name) for name in names)
     assert codes is not None and row_scale is not None
-    return Weights(codes, scale, row_scale, bias)
+    return PrefillCodesWeights(codes, scale, row_scale, bias)
 
 
 @dataclass(frozen=True)
-class Form(steps.Form):
+class PrefillCodesForm(steps.GemmForm):
     """One compiled form of the GEMM."""
 
     plan: CodesPlan = field(kw_only=True)
@@ -169,11 +169,11 @@ class CodesStep(Groups):
         """The rows by which a group grows, and the most it has."""
         return self.plan.grain, self.plan.most
 
-    def rows(self, codes: Tensor, scale: Tensor) -> Rows:
+    def rows(self, codes: Tensor, scale: Tensor) -> PrefillCodesRows:
         """Rows `codes [R, K]` E4M3 and `scale [R, K / 128]`, of any strides, as the GEMM reads them."""
-        return Rows(codes.to(self.plan.codes), self.grouped(scale))
+        return PrefillCodesRows(codes.to(self.plan.codes), self.grouped(scale))
 
-    def round(self, x: Tensor) -> Rows:
+    def round(self, x: Tensor) -> PrefillCodesRows:
         """Rows of `x [R, K]` bf16 in E4M3 with a scale for every 128."""
         width = x.shape[1]
         blocks = -(-width // DEPTH)
@@ -190,26 +190,36 @@ class CodesStep(Groups):
             "blocks": blocks,
         }
         function.launch(grid, rounded.THREADS, given)
-        return Rows(codes, grouped)
+        return PrefillCodesRows(codes, grouped)
 
-    def gate_up(self, x: Rows, weights: Weights, activation: Activation, inner: int) -> Rows:
+    def gate_up(
+        self, x: PrefillCodesRows, weights: PrefillCodesWeights, activation: Activation, inner: int
+    ) -> PrefillCodesRows:
         """Rows `[R, inner]` after the first GEMM and one of `FUSED_ACTIVATIONS`, rounded again as `x` is."""
         plan = self.plan
         values = torch.empty((self.capacity, inner), dtype=plan.codes, device=x.values.device)
-        rows = Rows(values, self.scale_storage(-(-inner // DEPTH)) if plan.scaled else None)
+        rows = PrefillCodesRows(values, self.scale_storage(-(-inner // DEPTH)) if plan.scaled else None)
         bias, limited = weights.bias is not None, activation.limit is not None
-        form = Form(bias, fused=True, limited=limited, out=OUTS[torch.bfloat16], plan=plan)
+        form = PrefillCodesForm(bias, fused=True, limited=limited, out=OUTS[torch.bfloat16], plan=plan)
         self._run(form, (x, weights), rows, numbers(activation))
         return rows
 
-    def down(self, x: Rows, weights: Weights, hidden: int, out_dtype: torch.dtype) -> Tensor:
+    def down(
+        self, x: PrefillCodesRows, weights: PrefillCodesWeights, hidden: int, out_dtype: torch.dtype
+    ) -> Tensor:
         """`[R, hidden]`: rows times their slot's weights, plus the bias; other rows are not written."""
         out = torch.empty((self.capacity, hidden), dtype=out_dtype, device=x.values.device)
-        form = Form(weights.bias is not None, out=OUTS[out_dtype], plan=self.plan)
-        self._run(form, (x, weights), Rows(out), NO_NUMBERS)
+        form = PrefillCodesForm(weights.bias is not None, out=OUTS[out_dtype], plan=self.plan)
+        self._run(form, (x, weights), PrefillCodesRows(out), NO_NUMBERS)
         return out
 
-    def _run(self, form: Form, given: tuple[Rows, Weights], out: Rows, numbers: Mapping[str, float]) -> None:
+    def _run(
+        self,
+        form: PrefillCodesForm,
+        given: tuple[PrefillCodesRows, PrefillCodesWeights],
+        out: PrefillCodesRows,
+        numbers: Mapping[str, float],
+    ) -> None:
         (x, weights), plan, n = given, self.plan, out.values.shape[1]
         values = x.values.view(torch.uint8) if plan.eight else x.values
         arguments: dict[str, Argument] = {
@@ -259,5 +269,5 @@ struct Product<{n}> {{
 
 
 @cache
-def _function(form: Form) -> Function:
+def _function(form: PrefillCodesForm) -> Function:
     return Program(source(form.plan), form.options).function("prefill_codes", ARGUMENTS)

@@ -19,7 +19,7 @@ from moeserve.experts.kernels.cuda.steps import (
     NUMBERS,
     OUTS,
     Block,
-    Form,
+    GemmForm,
     Groups,
     defined,
     numbers,
@@ -58,7 +58,7 @@ NARROW = Width(32, 16, Block(384, 205408, waits=True))
 
 
 @dataclass(frozen=True)
-class Weights:
+class WideWeights:
     """One side's weights in panels of bf16, and biases `[e, N]` float32 if any."""
 
     values: Tensor
@@ -76,22 +76,22 @@ class WidePrefillStep(Groups):
         """The rows by which a group grows, and the most it has."""
         return UNIT, self.width.rows
 
-    def gate_up(self, x: Tensor, weights: Weights, activation: Activation, inner: int) -> Tensor:
+    def gate_up(self, x: Tensor, weights: WideWeights, activation: Activation, inner: int) -> Tensor:
         """bf16 `[R, inner]`: rows `x [R, H]` bf16 after the first GEMM and one of `FUSED_ACTIVATIONS`."""
         out = torch.empty((self.capacity, inner), dtype=torch.bfloat16, device=x.device)
-        form = Form(weights.bias is not None, fused=True, limited=activation.limit is not None)
+        form = GemmForm(weights.bias is not None, fused=True, limited=activation.limit is not None)
         self._run(form, (x, weights), out, numbers(activation))
         return out
 
-    def down(self, x: Tensor, weights: Weights, hidden: int, out_dtype: torch.dtype) -> Tensor:
+    def down(self, x: Tensor, weights: WideWeights, hidden: int, out_dtype: torch.dtype) -> Tensor:
         """`[R, hidden]`: rows times their slot's weights, plus the bias; other rows are not written."""
         out = torch.empty((self.capacity, hidden), dtype=out_dtype, device=x.device)
-        form = Form(weights.bias is not None, out=OUTS[out_dtype])
+        form = GemmForm(weights.bias is not None, out=OUTS[out_dtype])
         self._run(form, (x, weights), out, NO_NUMBERS)
         return out
 
     def _run(
-        self, form: Form, given: tuple[Tensor, Weights], out: Tensor, numbers: Mapping[str, float]
+        self, form: GemmForm, given: tuple[Tensor, WideWeights], out: Tensor, numbers: Mapping[str, float]
     ) -> None:
         x, weights = given
         n, values, width = out.shape[1], weights.values, self.width
@@ -109,6 +109,6 @@ class WidePrefillStep(Groups):
 
 
 @cache
-def _function(form: Form, rows: int) -> Function:
+def _function(form: GemmForm, rows: int) -> Function:
     options = (*form.options, *defined({"MOST_ROWS": rows}))
     return Program(source(*SOURCES), options).function("prefill_wide", ARGUMENTS)

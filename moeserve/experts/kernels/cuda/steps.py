@@ -47,7 +47,7 @@ ROWS_SOURCES = (LIST, SCALES, "rows.cu")
 
 
 @dataclass(frozen=True)
-class Form:
+class GemmForm:
     """One compiled form of a grouped GEMM: with an activation fused, or with an output dtype of `OUTS`."""
 
     bias: bool

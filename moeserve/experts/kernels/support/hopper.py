@@ -17,7 +17,7 @@ from moeserve.quant.formats.floats import BF16
 from moeserve.quant.layouts.panels import PANELS, PANELS_GATE_UP
 
 if TYPE_CHECKING:
-    from moeserve.experts.kernels.triton.grouped import GroupedStep, Weights
+    from moeserve.experts.kernels.triton.grouped import GroupedStep, GroupedWeights
 
 FORM = PANELS.name
 """The prepared form of FP8 and bf16 weights whose codes lie in panels, scales and biases as they are."""
@@ -43,7 +43,7 @@ def step_for(kind: str, batch: ExpertBatch, tokens: Packed) -> GroupedStep:
     return GroupedStep(batch, tokens.shape[0], tile_for(device, kind, batch.rows_a_slot))
 
 
-def few_step(spec: KernelSpec, batch: ExpertBatch, tokens: Packed, sides: Sequence[Weights]) -> Tensor:
+def few_step(spec: KernelSpec, batch: ExpertBatch, tokens: Packed, sides: Sequence[GroupedWeights]) -> Tensor:
     """`[R, H]`: the whole step by `few.cu`, on gate and up `sides[0]` and down `sides[1]`.
 
     ValueError: the rank has more slots than the kernel lists.
@@ -53,7 +53,7 @@ def few_step(spec: KernelSpec, batch: ExpertBatch, tokens: Packed, sides: Sequen
     check_slots(batch, few.MOST_SLOTS)
     kind, shape = sides[0].kind, spec.shape
     device = torch.cuda.get_device_name(tokens.device)
-    form = few.Form(
+    form = few.FewForm(
         kind,
         few_tile_for(device, kind, batch.rows_a_slot * batch.slots),
         bias=shape.bias,
@@ -110,13 +110,13 @@ class PanelKernel(HopperKernel):
         }
         return Prepared({name: t.contiguous() for name, t in (fitted.tensors() | sides).items()})
 
-    def _sides(self, kind: str, slots: Mapping[str, Tensor]) -> list[Weights]:
+    def _sides(self, kind: str, slots: Mapping[str, Tensor]) -> list[GroupedWeights]:
         """Gate and up, and down, as `few.cu` reads them."""
-        from moeserve.experts.kernels.triton.grouped import Weights
+        from moeserve.experts.kernels.triton.grouped import GroupedWeights
 
         shape = self._spec.shape
         return [
-            Weights(
+            GroupedWeights(
                 kind, slots[f"{side}.codes"], slots.get(f"{side}.scale"), None, slots.get(f"{side}_bias"), n
             )
             for side, n in (("gate_up", shape.gate_up_rows), ("down", shape.hidden))

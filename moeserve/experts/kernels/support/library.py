@@ -64,7 +64,7 @@ class LibraryStep:
         return torch.where(inside, slot, outside).int()
 
     def segments(self, outside: int) -> Tensor:
-        """As `slots`, but rows that fill a segment up to its alignment have its slot too."""
+        """Returns `slots`, but rows that fill a segment up to its alignment have its slot too."""
         offsets = self.batch.offsets
         rows = torch.arange(self.capacity, dtype=offsets.dtype, device=offsets.device)
         slot = torch.searchsorted(offsets[1:], rows, right=True)

@@ -64,7 +64,7 @@ def kernel_ranges(family: str, device: str) -> tuple[KernelRange, ...]:
 
 @cache
 def _tables() -> dict[str, dict[str, list[tuple[float, Tile]]]]:
-    """By device and kind of weights: (most rows a slot, tile), ascending."""
+    """Reads the tiles by device and kind of weights: (most rows a slot, tile), ascending."""
     return {
         read["device"]: {
             kind: [(_most(most), Tile(*numbers)) for most, numbers in entries]
@@ -76,7 +76,7 @@ def _tables() -> dict[str, dict[str, list[tuple[float, Tile]]]]:
 
 @cache
 def _few_tables() -> dict[str, dict[str, list[tuple[float, FewTile]]]]:
-    """By device and kind of weights: (most rows of a step, tile), ascending."""
+    """Reads the tiles by device and kind of weights: (most rows of a step, tile), ascending."""
     return {
         read["device"]: {
             kind: [(_most(most), FewTile(*numbers)) for most, numbers in entries]
@@ -88,7 +88,7 @@ def _few_tables() -> dict[str, dict[str, list[tuple[float, FewTile]]]]:
 
 @cache
 def _range_tables() -> dict[str, dict[str, tuple[KernelRange, ...]]]:
-    """By device and family: ranges, the first of those that cover a step decides."""
+    """Reads the ranges by device and family; the first of those that cover a step decides."""
     return {
         read["device"]: {
             family: tuple(KernelRange(name, least, *map(_most, most)) for name, least, *most in entries)

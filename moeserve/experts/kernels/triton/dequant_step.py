@@ -46,7 +46,7 @@ def cut_for(rows_per_slot: float, *, words: bool = False) -> Cut:
 
 
 @dataclass(frozen=True)
-class Rows:
+class DequantRows:
     """Activations `values [R, K]`, and float32 scales of every `span` columns (0: all of them, -1: none)."""
 
     values: Tensor
@@ -97,7 +97,7 @@ class DequantStep:
         """The work list, `[4 + 4 limit]` int32."""
         return work_list(self.batch, self.limit, self.cut.rows)
 
-    def round(self, x: Tensor, how: Rounding, given: Tensor | None, dtype: torch.dtype) -> Rows:
+    def round(self, x: Tensor, how: Rounding, given: Tensor | None, dtype: torch.dtype) -> DequantRows:
         """Rows of `x [R, K]` (any float) rounded, as `dtype`; `given [e]`: the scales of a static format."""
         width = x.shape[1]
         values = torch.empty((self.capacity, width), dtype=dtype, device=x.device)
@@ -113,7 +113,7 @@ class DequantStep:
             rounding.round_tokens[(self.limit, self.cut.rows)](
                 x, values, scale, constant, self.tiles, width, how.element, how.rule, block
             )
-        return Rows(values, scale, how.x_span)
+        return DequantRows(values, scale, how.x_span)
 
     def _in_order(self, x: Tensor, columns: Tensor) -> Tensor:
         """Rows of `x [R, K]`, their columns as the weights of their slots have them."""
@@ -145,7 +145,7 @@ class DequantStep:
         )
         return out
 
-    def gemm(self, x: Rows, side: Side, n: int, dtype: torch.dtype) -> Tensor:
+    def gemm(self, x: DequantRows, side: Side, n: int, dtype: torch.dtype) -> Tensor:
         """`[R, n]`: each row times the weights of its slot, plus the bias; other rows are not written."""
         cut, stored, words = self.cut, side.stored, side.words
         out = torch.empty((self.capacity, n), dtype=dtype, device=x.values.device)

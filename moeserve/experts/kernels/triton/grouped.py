@@ -25,7 +25,7 @@ KINDS = {"bf16": 0, "fp8": 1, "fp4": 2}
 
 
 @dataclass(frozen=True)
-class Weights:
+class GroupedWeights:
     """One side's weights as the GEMM reads them; `n` output rows a slot."""
 
     kind: str
@@ -37,7 +37,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Rows:
+class GroupedRows:
     """Activations `values [R, K]`: bf16, or E4M3 codes with `scale [K / 128, stride]` float32."""
 
     values: Tensor
@@ -62,7 +62,7 @@ class GroupedStep:
         """The work list, `[4 + 4 limit]` int32."""
         return work_list(self.batch, self.limit, self.tile.rows)
 
-    def gemm(self, x: Rows, weights: Weights, out_dtype: torch.dtype) -> Tensor:
+    def gemm(self, x: GroupedRows, weights: GroupedWeights, out_dtype: torch.dtype) -> Tensor:
         """`[R, n]`: each row times the weights of its slot, plus the bias; other rows are not written."""
         tile, kind = self.tile, weights.kind
         out = torch.empty((self.capacity, weights.n), dtype=out_dtype, device=x.values.device)
@@ -95,7 +95,7 @@ class GroupedStep:
         )
         return out
 
-    def activate(self, between: Tensor, shape: ExpertShape, *, fp8: bool) -> Rows:
+    def activate(self, between: Tensor, shape: ExpertShape, *, fp8: bool) -> GroupedRows:
         """The activation of `between [R, 2I]`: bf16 `[R, I]`, or E4M3 with scales."""
         activation, inner = shape.activation, shape.inner
         rounded = self._rounded(inner, between.device, fp8=fp8)
@@ -118,7 +118,7 @@ class GroupedStep:
         )
         return rounded
 
-    def round(self, x: Tensor) -> Rows:
+    def round(self, x: Tensor) -> GroupedRows:
         """Rows of `x [R, K]` in E4M3 with a scale for every 128."""
         width = x.shape[1]
         rounded = self._rounded(width, x.device, fp8=True)
@@ -128,11 +128,11 @@ class GroupedStep:
         )
         return rounded
 
-    def _rounded(self, width: int, device: torch.device, *, fp8: bool) -> Rows:
+    def _rounded(self, width: int, device: torch.device, *, fp8: bool) -> GroupedRows:
         values = torch.empty(
             (self.capacity, width), dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16, device=device
         )
-        return Rows(values, scale_storage(width, self.capacity, device) if fp8 else None)
+        return GroupedRows(values, scale_storage(width, self.capacity, device) if fp8 else None)
 
 
 def scale_storage(width: int, capacity: int, device: torch.device) -> Tensor:
@@ -147,7 +147,7 @@ def _launch_registers(tile: Tile) -> int:
     return min(65536 // threads // 8 * 8, 168)
 
 
-def _descriptors(x: Rows, weights: Weights, tile: Tile) -> tuple[Any, Any, Any]:
+def _descriptors(x: GroupedRows, weights: GroupedWeights, tile: Tile) -> tuple[Any, Any, Any]:
     """Tensor maps of rows, weights and, for codes, of their scales."""
     wide = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=x.values.dtype.itemsize * 8)
     if weights.scale_words is not None:

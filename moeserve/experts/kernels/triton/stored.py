@@ -29,12 +29,15 @@ class Stored:
 
     @classmethod
     def of(cls, form: Format, *, exact: bool = False) -> Stored:
-        """What `form` stores."""
+        """Returns how the kernels read what `form` stores. ValueError: no table names its codes' element."""
+        element = element_of(form)
+        if element is None:
+            raise ValueError(f"{form} codes have no element; name it in ELEMENTS of layouts/word_codes.py")
         parts = {part.name: part for part in form.parts[1:]}
         zero, order = parts.pop("zero", None), parts.pop("order", None)
         fine = next((part for part in parts.values() if part.columns != WHOLE), None)
         outer = next((part for part in parts.values() if part.columns == WHOLE), None)
-        return cls(element_of(form), fine, outer, zero, order is not None, exact)
+        return cls(element, fine, outer, zero, order is not None, exact)
 
     @property
     def span(self) -> int:

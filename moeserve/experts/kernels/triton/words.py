@@ -75,7 +75,7 @@ def _matrix(stored: Stored, packed: Packed, dtype: torch.dtype) -> dict[str, Ten
 
 
 def _values(scale: Tensor) -> Tensor:
-    """Scales as float64."""
+    """Returns stored scales as float64 values."""
     if scale.dtype == torch.float32:
         return scale.double()
     return (decode_e8m0(scale) if scale.dtype == torch.uint8 else decode_fp8(scale)).double()

@@ -83,7 +83,7 @@ class Hold:
 
 
 class Regions:
-    """All regions of this process. Every method may be called from any thread.
+    """Keeps all regions of this process. Every method may be called from any thread.
 
     A region lives until it is released, or the last lease on it ends, or nobody fetched it within ten
     seconds; its bytes count against the limit until no call holds it any more.

@@ -21,7 +21,7 @@ class Lent:
 
 @dataclass(frozen=True, eq=False)
 class Room:
-    """Where an answer goes.
+    """The place that an answer goes to.
 
     `put` takes the answer there and fills the empty message that stands for it; `close` once at the end.
     """

@@ -209,7 +209,7 @@ class Mover:
 
 @dataclass(frozen=True, eq=False)
 class CopySources:
-    """Where one rank's copies come from (itself, its peers, the disk), and the bank they go to."""
+    """The sources of one rank's copies (itself, its peers, the disk), and the bank they go to."""
 
     rank: int
     host_id: str

@@ -1,5 +1,5 @@
 // Hopper's own instructions, by name: barriers in shared memory, bulk copies into a cluster, wgmma.
-// Another source follows it in one text.
+// Another source follows it in one text. `lane` in these texts is CUDA's: a thread's place in its warp, 0 to 31.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
