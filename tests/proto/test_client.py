@@ -151,8 +151,9 @@ def test_weights_that_keep_changing_end_a_call_as_unavailable(client_of, far):
 def test_a_demanded_version_is_in_every_part(client_of, far):
     with client_of(far.address) as client:
         client.forward(3, *rows(4 * SPLIT_ROWS), weights_version=1)
-        with pytest.raises(ValueError, match="weights_version=-1 must be a version"):
-            client.forward(3, *rows(1), weights_version=-1)
+        for wrong in (-1, 1 << 64):
+            with pytest.raises(ValueError, match=f"weights_version={wrong} must be a version"):
+                client.forward(3, *rows(1), weights_version=wrong)
     assert [request.weights_version for request in far.asked] == [1, 1]
 
 

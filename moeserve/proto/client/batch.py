@@ -130,7 +130,7 @@ class ClientBatch:
         if output is not None and output.spec != rows.spec:
             raise TensorError("output", f"{output.spec} cannot take the answer {rows.spec}")
         version = options.get("weights_version", 0)
-        if version < 0:
+        if not 0 <= version < 1 << 64:
             raise ValueError(f"weights_version={version} must be a version, from 1 on, or 0 for any")
         return cls(layer, rows, routes, hidden, output, version)
 

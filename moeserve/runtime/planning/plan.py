@@ -183,7 +183,8 @@ def make_plan(
     if chosen is None:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in refused)
         raise NoPlan(
-            f"nothing serves {problem.scheme} experts of {problem.shape} "
+            f"nothing serves {problem.scheme} experts with H={problem.shape.hidden}, I={problem.shape.inner} "
+            f"and {problem.shape.activation.name}{' and biases' if problem.shape.bias else ''} "
             f"on {machine.name} ({machine.arch}):{reasons}"
         )
     told = {name for name, _ in refused} | {entry.name for entry in chosen.entries}
