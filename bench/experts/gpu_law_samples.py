@@ -1,7 +1,7 @@
 """Thousands of small random cases a scheme against the bounds of the kernels' laws.
 
-For every kernel of our own that this machine runs and every scheme of its row with rounded rows: samples, the
-largest error, the bounds of `tests/support/error_model.py`, and how many samples are over theirs; beside it,
+For every kernel of our own that this machine runs and every scheme of its entry with rounded rows: samples,
+the largest error, the bounds of `tests/support/error_model.py`, and how many samples are over theirs; beside it,
 how many are over the constants that were the laws' bounds before. Exit status 1 when one is over its own.
 
     python -m bench.experts.gpu_law_samples                 # on a GPU; about three minutes
@@ -159,7 +159,7 @@ class Draw:
         cases = error_model.cases_of(
             self.scheme, self.shape.activation, weights, packed.dequantize(), there, came=came
         )
-        wanted, bounds = cases.answers_and_bounds(error_model.losses(self.row, self.scheme))
+        wanted, bounds = cases.answers_and_bounds(error_model.losses(self.entry, self.scheme))
         if not run:
             return torch.zeros(n), bounds.cpu()
         found = self.found(weights, packed, n)
