@@ -1,8 +1,8 @@
 """Thousands of small random cases a scheme against the bounds of the kernels' laws.
 
 For every kernel of our own that this machine runs and every scheme of its entry with rounded rows: samples,
-the largest error, the bounds of `tests/support/error_model.py`, and how many samples are over theirs; beside it,
-how many are over the constants that were the laws' bounds before. Exit status 1 when one is over its own.
+the largest error, the bounds of `tests/support/error_model.py`, and how many samples are over theirs; beside
+it, how many are over the constants that were the laws' bounds before. Exit status 1 when one is over its own.
 
     python -m bench.experts.gpu_law_samples                 # on a GPU; about three minutes
     python -m bench.experts.gpu_law_samples --samples 20    # without one: what runs there, Triton interpreted
