@@ -11,7 +11,7 @@ import torch
 
 from moeserve.device.machine import machine_named
 from moeserve.dispatch.backends import DISPATCHERS
-from moeserve.dispatch.costs import measure as measuring
+from moeserve.dispatch.costs import timed_steps
 from moeserve.dispatch.costs.measure import Candidate, Measured, measure
 from moeserve.dispatch.dispatcher import DispatchEntry, Dispatcher, DispatchSpec
 from moeserve.experts.activation import Activation
@@ -130,18 +130,18 @@ def _no_rank_1(spec: DispatchSpec) -> Dispatcher:
 @contextmanager
 def _room_on_rank_1_for(rank: int, most: int) -> Iterator[None]:
     """While it lasts, rank 1 has no memory for a step of more than `most` rows a lane."""
-    true = measuring.reserve
+    true = timed_steps.reserve
 
     def reserve(spec: DispatchSpec, rows: int) -> None:
         if rank == 1 and rows > most:
             raise torch.OutOfMemoryError("out of memory: tried to allocate 7 bytes\nand more lines")
         true(spec, rows)
 
-    measuring.reserve = reserve
+    timed_steps.reserve = reserve
     try:
         yield
     finally:
-        measuring.reserve = true
+        timed_steps.reserve = true
 
 
 def _broken_on_rank_1(spec: DispatchSpec) -> Dispatcher:

@@ -34,7 +34,7 @@ NOT_A_LANE = GrpcStatus(
 """How the front door refuses the calls of a lane."""
 
 STREAM_CALLS = 16
-"""Calls of one stream that lanes run at once; its next request is read when one of them has ended."""
+"""Calls of one stream that run or whose replies wait for gRPC; its next request is read when one was taken."""
 
 _DTYPES = {"fp32": moe_pb2.DTYPE_FP32, "bf16": moe_pb2.DTYPE_BF16, "fp16": moe_pb2.DTYPE_FP16}
 
@@ -76,6 +76,8 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         """Forward for many calls on one stream; replies come as they are ready, under their job ids."""
         caller = Caller(context)
         stream = _FrontStream(lambda request: self._stream_reply(request, caller))
+        if not context.add_callback(stream.leave):
+            return  # the RPC is over already
         threading.Thread(
             target=stream.consume, args=(request_iterator,), name="front-stream", daemon=True
         ).start()
@@ -194,12 +196,19 @@ class _FrontStream:
     def __init__(self, answer: Callable[[moe_pb2.ForwardRequest], moe_pb2.ForwardStreamReply]) -> None:
         self._answer = answer
         self._ready: queue.SimpleQueue[moe_pb2.ForwardStreamReply | None] = queue.SimpleQueue()
-        self._room = threading.Semaphore(STREAM_CALLS)
+        self._room = threading.Semaphore(STREAM_CALLS)  # for calls and replies that gRPC has not taken
+        self._left = False
+
+    def leave(self) -> None:
+        """Reads no further request: the stream is over, answered or not."""
+        self._left = True
+        self._room.release()
 
     def replies(self) -> Iterator[moe_pb2.ForwardStreamReply]:
         """Every reply, until the last request is answered."""
         while (reply := self._ready.get()) is not None:
             yield reply
+            self._room.release()  # gRPC asks for the next: a caller that reads nothing is read no further
 
     def consume(self, requests: Iterator[moe_pb2.ForwardRequest]) -> None:
         """Reads requests until the caller sends no more, and returns when all are answered."""
@@ -207,6 +216,8 @@ class _FrontStream:
             with ThreadPoolExecutor(STREAM_CALLS, thread_name_prefix="front-stream") as pool:
                 for request in requests:
                     self._room.acquire()
+                    if self._left:
+                        break
                     pool.submit(self._run, request)
         except Exception as error:  # gRPC ends the iterator of a broken stream with one of several types
             log.debug("a stream broke: %s", error)
@@ -214,10 +225,7 @@ class _FrontStream:
             self._ready.put(None)
 
     def _run(self, request: moe_pb2.ForwardRequest) -> None:
-        try:
-            self._ready.put(self._answer(request))
-        finally:
-            self._room.release()
+        self._ready.put(self._answer(request))
 
 
 def _rank_status(rank: int, seat: Seat | None) -> moe_pb2.RankStatus:

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from moeserve import __version__
+from moeserve.dispatch.costs.agreement import gathered
 from moeserve.dispatch.costs.costs import Costs, CostSetting, table
 from moeserve.dispatch.costs.files import costs_folder, store_costs, stored_costs
-from moeserve.dispatch.costs.measure import METHOD, Candidate, gathered, measure
+from moeserve.dispatch.costs.measure import METHOD, Candidate, measure
 from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.runtime.config import ALWAYS, AUTO, NEVER, Config
 from moeserve.runtime.planning.plan import DispatchSpan, Plan
