@@ -34,7 +34,7 @@ NOT_A_LANE = GrpcStatus(
 """How the front door refuses the calls of a lane."""
 
 STREAM_CALLS = 16
-"""Calls of one stream that run or whose replies wait for gRPC; its next request is read when one was taken."""
+"""Calls of one stream that run, or whose replies gRPC has not taken; with so many no request is read."""
 
 _DTYPES = {"fp32": moe_pb2.DTYPE_FP32, "bf16": moe_pb2.DTYPE_BF16, "fp16": moe_pb2.DTYPE_FP16}
 
