@@ -11,9 +11,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moeserve.device.machine import Machine
 from moeserve.dispatch.limits import Limits
+from moeserve.dispatch.members import Member, Members
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.batch import ExpertBatch, Grouping
 from moeserve.experts.kernel import Problem
@@ -45,10 +47,12 @@ class Traffic:
 
 
 class Dispatcher(Protocol):
-    """Carries rows to their slots' ranks and weighted sums home. Collective: all ranks call in one order.
+    """Carries rows to their slots' owners and weighted sums home.
 
-    On a GPU both phases queue their work on the current stream and return; the host does not wait for it.
-    A dispatcher inherits from this class, for what it need not say itself.
+    Collective over the members that take part in a step: every owner, and each lane that brings rows. They
+    call both phases in one order of steps. A member that is no owner and brings no row takes no part, and
+    nobody waits for it. On a GPU both phases queue their work on the current stream and return; the host does
+    not wait for it. A dispatcher inherits from this class, for what it need not say itself.
     """
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
@@ -67,8 +71,16 @@ class Dispatcher(Protocol):
     def traffic(self) -> Traffic:
         """Bytes that it has sent to other ranks so far."""
 
+    def expect(self, number: int, absent: tuple[int, ...] = ()) -> None:
+        """Says which step a recorded dispatch runs as when it is replayed next, and which lanes are absent.
+
+        `number` is the step's, as in `Routing`; `absent` are lanes that the recording has rows of and the step
+        does not name. What is launched and not replayed learns both from its routing. Nothing to do by default.
+        """
+        return
+
     def late(self) -> tuple[int, ...]:
-        """Ranks it stopped waiting for since this was last asked, ascending, without waiting for the device.
+        """Seats it stopped waiting for since this was last asked, ascending, without waiting for the device.
 
         None by default: over torch.distributed a peer that stays away is an error of the collective.
         """
@@ -88,11 +100,15 @@ class Dispatcher(Protocol):
 
 @dataclass(frozen=True)
 class DispatchSpec:
-    """What a dispatcher is built for."""
+    """What a dispatcher is built for: one member of a group, and what travels.
 
-    rank: int
-    ranks: int
-    slots: int  # of one rank, e
+    Slots are numbered over all owners' places: those of owner o begin at `o * slots`, or at 0 for every owner
+    when experts are sliced.
+    """
+
+    members: Members
+    seat: int  # of the member that it is built for
+    slots: int  # numbers that each owner's place has
     hidden: int
     top_k: int
     lane_rows: int  # most rows a lane brings to a step
@@ -103,6 +119,39 @@ class DispatchSpec:
     device: str = "cpu"
     patience: float = 30.0  # seconds a dispatcher waits for a peer before it names it late
     on_late: str = "fail"  # "fail": the step fails naming the late; "drop": it goes on without their rows
+    held: int | None = None  # slots that this member holds of its `slots` numbers; None: all of them
+
+    @property
+    def member(self) -> Member:
+        """The member that it is built for."""
+        return self.members.at(self.seat)
+
+    @property
+    def slots_here(self) -> int:
+        """e: slots that this member holds; 0 for one that is no owner."""
+        if self.member.owner is None:
+            return 0
+        return self.slots if self.held is None else self.held
+
+    @property
+    def first_slot(self) -> int:
+        """The number of this member's first slot."""
+        return 0 if self.sliced else (self.member.owner or 0) * self.slots
+
+    @property
+    def rank(self) -> int:
+        """This member's position in the process group."""
+        return self.members.position(self.seat)
+
+    @property
+    def ranks(self) -> int:
+        """How many members the process group has."""
+        return len(self.members)
+
+    def own_rows(self, lane_rows: tuple[int, ...]) -> int:
+        """How many of a step's rows this member brings; 0 without a lane."""
+        lane = self.member.lane
+        return 0 if lane is None else lane_rows[lane]
 
 
 class Pace(Enum):
@@ -118,7 +167,7 @@ class DispatchEntry:
     """What one dispatcher can do, as data."""
 
     name: str
-    build: Callable[[DispatchSpec], Dispatcher]
+    build: Callable[[DispatchSpec, ProcessGroup | None], Dispatcher]  # over a group of the spec's members
     wires: frozenset[str]  # names of row-wise formats it carries
     grouping: Grouping
     pace: Pace
@@ -128,6 +177,7 @@ class DispatchEntry:
     modules: frozenset[str] = frozenset()
     max_ranks: int | None = None
     sliced: bool = False  # carries rows to all ranks for sliced experts
+    unequal: bool = False  # lanes and owners may be different members, and lanes be absent from a step
     partial_sums: str = "float32"  # how sums over ranks are rounded on the way home
     host_sync: bool = False  # reads counts on the host
     ordered: bool = True  # rows of a slot arrive in the order of lanes and of their rows
