@@ -76,7 +76,7 @@ def build(placement: Placement, dispatcher: str, rows: int) -> Layer:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     shape = ExpertShape(HIDDEN, INNER, Activation("silu"), bias=False)
     scheme = Scheme(FP8_BLOCK, FP8_GROUP)
-    entry, slots = KERNELS["triton_fp8"], placement.slots_per_rank
+    entry, slots = KERNELS["triton_fp8"], placement.slots_per_owner
     kernel = entry.build(KernelSpec(scheme, shape, torch.bfloat16))
     weights = ExpertWeights(
         random_packed(FP8_BLOCK, (slots, shape.gate_up_rows, HIDDEN)),
@@ -142,7 +142,7 @@ def evenness(layer: Layer, load: np.ndarray, rows: int, placement: Placement) ->
         valid = torch.ones(rows, dtype=torch.bool, device="cuda")
         for choice, book in layer.books.items():
             slots = book.resolve(0, experts, valid)
-            counts = torch.bincount(slots.flatten() // placement.slots_per_rank, minlength=placement.ranks)
+            counts = torch.bincount(slots.flatten() // placement.slots_per_owner, minlength=placement.owners)
             dist.all_reduce(counts)
             found[choice].append(float(counts.float().mean() / counts.max()))
     return {choice: statistics.mean(values) for choice, values in found.items()}

@@ -46,7 +46,7 @@ class Epoch:
         """The epoch with `slots [S]` at `layer` (a position), and every other layer as it is."""
         rows = self.placement.slots.copy()
         rows[layer] = slots
-        return self._next(placement=Placement(rows, self.placement.ranks, self.placement.experts))
+        return self._next(placement=self.placement.with_slots(rows))
 
     def reloaded(self, layer: int, version: int) -> Epoch:
         """This placement with the weights of `version`, one of `weights`, at `layer` (a position)."""
@@ -88,7 +88,7 @@ class Epoch:
         if not keep:
             raise ValueError("no rank survives")
         rows = [
-            np.concatenate([self.placement.of_rank(layer, rank) for rank in keep])
+            np.concatenate([self.placement.of_owner(layer, rank) for rank in keep])
             for layer in range(self.placement.layers)
         ]
         slots = np.stack([_fill(row, self.placement.experts, layer) for layer, row in enumerate(rows)])
@@ -100,7 +100,7 @@ class Epoch:
         """`ranks` more ranks at the end, their slots filled with replicas of the experts that have fewest."""
         if self.mesh.sliced:
             raise ValueError("a group whose ranks hold slices of every expert cannot grow")
-        total, width = self.mesh.ranks + ranks, self.placement.slots_per_rank
+        total, width = self.mesh.ranks + ranks, self.placement.slots_per_owner
         slots = np.full((self.placement.layers, total * width), EMPTY, dtype=np.int32)
         slots[:, : self.placement.slots.shape[1]] = self.placement.slots
         for row in slots:

@@ -20,7 +20,7 @@ def spare_epoch() -> Epoch:
 def test_first_is_the_even_load() -> None:
     epoch = Epoch.first(Mesh(2, 2, 4), layers=3, experts=10)
     assert epoch.number == 1
-    assert [sorted(e for e in epoch.placement.of_rank(0, rank) if e != EMPTY) for rank in range(4)] == [
+    assert [sorted(e for e in epoch.placement.of_owner(0, rank) if e != EMPTY) for rank in range(4)] == [
         [0, 1, 2],
         [3, 4, 5],
         [6, 7],
@@ -29,13 +29,13 @@ def test_first_is_the_even_load() -> None:
 
 
 def test_slices_have_one_owner() -> None:
-    assert Epoch.first(Mesh(2, 2, 1), layers=1, experts=5).placement.ranks == 1
+    assert Epoch.first(Mesh(2, 2, 1), layers=1, experts=5).placement.owners == 1
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_without_keeps_every_expert(lost: int) -> None:
     epoch = spare_epoch().without({lost})
-    assert (epoch.number, epoch.mesh.ranks, epoch.placement.ranks) == (8, 2, 2)
+    assert (epoch.number, epoch.mesh.ranks, epoch.placement.owners) == (8, 2, 2)
     assert set(epoch.placement.slots[0].tolist()) - {EMPTY} == set(range(6))
 
 
@@ -51,7 +51,7 @@ def test_without_says_when_there_is_no_room() -> None:
 def test_joined_fills_new_slots_with_the_rarest() -> None:
     epoch = spare_epoch().joined(1)
     assert (epoch.mesh.ranks, epoch.placement.slots.shape) == (4, (1, 12))
-    assert sorted(epoch.placement.of_rank(0, 3).tolist()) == [1, 3, 5]
+    assert sorted(epoch.placement.of_owner(0, 3).tolist()) == [1, 3, 5]
     assert np.array_equal(epoch.placement.slots[:, :9], spare_epoch().placement.slots)
 
 

@@ -214,7 +214,7 @@ def spec_of(case: Case, rank: int) -> DispatchSpec:
     return DispatchSpec(
         rank=rank,
         ranks=case.ranks,
-        slots=placement.slots_per_rank,
+        slots=placement.slots_per_owner,
         hidden=case.hidden,
         top_k=case.top_k,
         lane_rows=LANE_ROWS,
@@ -235,7 +235,7 @@ def computed_by(case: Case, rank: int) -> range:
 def compute(case: Case, rank: int, batch: ExpertBatch) -> Tensor:
     """This rank's experts over a batch; rows that no slot owns come back as NaN, to be left out."""
     placement = placements(case.ranks)[case.placement]
-    held = placement.of_rank(0, 0 if case.placement == "sliced" else rank)
+    held = placement.of_owner(0, 0 if case.placement == "sliced" else rank)
     terms = computed_by(case, rank)
     rows = batch.tokens.dequantize().flatten(0, -2)  # PADDED slots one after the other, as offsets count
     outputs = torch.full_like(rows, float("nan"))

@@ -70,7 +70,7 @@ def epoch_message(epoch: Epoch) -> Message:
         "versions": epoch.versions,
         "weights": epoch.weights,
         "slots": placement.slots.tolist(),
-        "owners": placement.ranks,
+        "owners": placement.owners,
         "experts": placement.experts,
     }
 
@@ -88,7 +88,7 @@ def stage_message(number: int, change: Change, decoder_layer: int, rank: int) ->
     them.
     """
     placement = change.epoch.placement
-    width = placement.slots_per_rank
+    width = placement.slots_per_owner
     owner = 0 if change.epoch.mesh.sliced else rank
     copies = [
         [move.slot % width, move.expert, *_source(move.source, width)]

@@ -126,7 +126,7 @@ def _measure(job: _Job, pipe: Connection) -> None:
         )
 
         def spec_of(plan: Plan, span: DispatchSpan) -> Any:
-            return dispatch_spec(served, plan, span, (job.rank, placement.slots_per_rank, device))
+            return dispatch_spec(served, plan, span, (job.rank, placement.slots_per_owner, device))
 
         book = CostBook(replace(costing_of(config), measure="always", anew=True, seconds=job.seconds))
         book.choose(plans, spec_of)

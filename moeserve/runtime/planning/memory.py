@@ -35,7 +35,7 @@ def planned_bytes(served: Served, plans: Mapping[int, Plan], balance: BalanceCon
     """
     mesh, experts_of_layer = served.mesh, served.checkpoint.num_experts
     first = Epoch.first(mesh, len(served.layers), experts_of_layer, balance.redundant_experts)
-    slots = first.placement.slots_per_rank
+    slots = first.placement.slots_per_owner
     experts = {layer: expert_bytes(plan) for layer, plan in plans.items()}
     made = {id(plan): plan for plan in plans.values()}.values()
     steps = [step_bytes(plan, span, slots) for plan in made for span in plan.dispatchers]

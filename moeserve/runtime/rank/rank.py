@@ -213,7 +213,7 @@ class Rank:
 
     def _held_in(self, epoch: Epoch, position: int) -> tuple[tuple[int, ...], int]:
         owner = 0 if self.served.mesh.sliced else self.index
-        slots = epoch.placement.of_rank(position, owner)
+        slots = epoch.placement.of_owner(position, owner)
         return tuple(slots.tolist()), epoch.version(position)
 
     def _checkpoint(self, version: int) -> Checkpoint:
