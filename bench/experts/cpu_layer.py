@@ -30,8 +30,8 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from bench.lib.quiet import idle
 from bench.lib.numbers import Numbers
+from bench.lib.quiet import idle
 from bench.lib.record import Result, write
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec
