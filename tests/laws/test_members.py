@@ -3,6 +3,7 @@ and the numbers of steps jump.
 """
 
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,7 @@ def test_cases_have_what_the_law_is_about() -> None:
     """Numbers jump by odd and even amounts, to just before the turn of sequence numbers, and over it."""
     for run in range(len(RUNS)):
         given = numbers(run)
-        jumps = [after - before for before, after in zip(given, given[1:], strict=False)]
+        jumps = [after - before for before, after in pairwise(given)]
         assert min(jumps) > 0
         assert {jump % 2 for jump in jumps} == {0, 1}
         assert {jump % 2 for jump in jumps if jump > 900} == {0, 1}, "far jumps too"

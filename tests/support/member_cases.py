@@ -392,8 +392,8 @@ class MemberRun:
         return step_lanes(replace(self.case, dispatcher="", fault=None), step)
 
     def _wait_or_run_ahead(self, run: int, step: int) -> None:
-        """A lane that was absent sleeps in the first run until the steps without it are over; in the second it
-        goes ahead, and owners dawdle.
+        """A lane that was absent sleeps in the first run until the steps without it are over. In the second
+        run it goes ahead, and owners dawdle.
         """
         if run == 0:
             missed = [before for before in range(step) if not self._takes_part(before, self.seat)]
@@ -550,7 +550,7 @@ def faulty_cases(shape: str) -> list[MemberCase]:
 
 
 def gpu_member_cases(shape: str, seeds: int = 3) -> list[MemberCase]:
-    """Cases of one group of two GPUs: over peer memory with all that they carry, the others with some of it."""
+    """Cases of one group of two GPUs: over peer memory all wires and seeds, the others some of them."""
     cases = []
     for name in OURS:
         entry, peers = DISPATCHERS[name], name in OURS[-2:]
