@@ -11,9 +11,9 @@ Members are ranks, or lanes x owners, or roles one by one. Every byte of every a
 Lanes are absent at random, for one step or for many on end: a member that is no owner then does not call, and
 comes back whenever the others have got to. Numbers of steps jump. Up to two steps are under way at a time
 where the dispatcher allows it; choices are missing, or all rows go to one expert. Afterwards one member waits
-2 s before a step, and those that wait for it must name it. Prints wrong rows; device memory, host memory, open
-files and threads at the end beside those at the start; and who was named. A tool that watches every access
-makes all members late: --watched has them wait for minutes, meet over gloo, and leaves out the late one.
+2 s before a step, and those that wait for it must name it. Prints wrong rows; by how much device memory, host
+memory, open files and threads have grown; and who was named. A tool that watches every access makes all
+members late: --watched has them wait for minutes, meet over gloo, and leaves out the late one.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def joined(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Soaks, delays, prints from the first member, and fails on a wrong row or a late one that nobody names."""
+    """Soaks, delays, prints, and fails on a wrong row or a late member that nobody names."""
     args = parsed()
     joined(args)
     spec = spec_for(args)

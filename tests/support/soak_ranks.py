@@ -1,0 +1,14 @@
+"""What each member of a soak does on a CPU."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from bench.dispatch.gpu_soak import Soaked, parsed, soak, spec_for
+
+
+def soaked(rank: int, world: int, options: list[str]) -> Soaked:
+    """Worker: so many steps with random lanes absent, as the bench takes them."""
+    args = parsed(["--device", "cpu", *options])
+    assert dist.get_world_size() == world
+    return soak(spec_for(args), args.dispatcher, args.steps)
