@@ -29,7 +29,7 @@ from moeserve.experts.routing.meter import LoadMeter, Reading
 from moeserve.quant.format import Format
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.planning.costing import TABLE_ORDER, CostBook, Costing
-from moeserve.runtime.planning.layers import dispatch_spec
+from moeserve.runtime.planning.layers import Place, dispatch_spec
 from moeserve.runtime.planning.plan import DispatchSpan, Plan
 from moeserve.runtime.rank.all2all import RankDispatchers
 from moeserve.runtime.rank.graphs import StepGraphs, padded_rows
@@ -71,6 +71,7 @@ class Rank:
         self._dispatchers = RankDispatchers(CostBook(costing), self._dispatch_spec)
         self._graphs = StepGraphs(served.graph_rows, device)
         self._book: AddressBook | None = None
+        self._epoch: Epoch | None = None  # as it was loaded last
         self._gates: dict[int, tuple[Gate, Gate]] = {}  # by layer: as it is stored, and on the device
 
     def load(self, epoch: Epoch, progress: LayerProgress = iter) -> None:
@@ -78,6 +79,7 @@ class Rank:
 
         At first that is its experts of every layer, and only those; after a change, the slots that differ.
         """
+        self._epoch = epoch
         for layer in progress(self.served.layers):
             position = self._position[layer]
             wanted = self._held_in(epoch, position)
@@ -349,8 +351,9 @@ class Rank:
         return hidden * scale.to(hidden.dtype), (slots != EMPTY).to(weights.dtype)
 
     def _dispatch_spec(self, plan: Plan, span: DispatchSpan) -> DispatchSpec:
-        slots = self.bank[self.served.layers[0]].slots  # every layer has as many
-        return dispatch_spec(self.served, plan, span, (self.index, slots, self.device))
+        if self._epoch is None:
+            raise RuntimeError(f"rank {self.index} has loaded no experts")
+        return dispatch_spec(self.served, plan, span, Place.at(self._epoch, self.index, self.device))
 
 
 def _stopwatch() -> Callable[[], float]:
