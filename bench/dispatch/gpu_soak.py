@@ -31,6 +31,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from bench.dispatch.exact_steps import compute, held_by, lane_rows, members_named, wrong_rows
 from bench.lib.record import Result, write
@@ -160,10 +161,10 @@ class Soaked:
     late: tuple[int, ...]
 
 
-def soak(spec: DispatchSpec, name: str, steps: int) -> Soaked:
-    """So many steps over the dispatcher `name`. Collective over the default group."""
+def soak(spec: DispatchSpec, name: str, steps: int, group: ProcessGroup) -> Soaked:
+    """So many steps over the dispatcher `name`. Collective over `group`."""
     entry = DISPATCHERS[name]
-    dispatcher = entry.build(spec, dist.group.WORLD)
+    dispatcher = entry.build(spec, group)
     running = Steps(dispatcher, spec, entry.in_flight)
     warm = min(200, steps // 4)
     before, began = Held.now(spec.device), time.monotonic()
@@ -175,11 +176,11 @@ def soak(spec: DispatchSpec, name: str, steps: int) -> Soaked:
             sys.exit(f"seat {spec.seat}: {int(running.wrong)} wrong rows by step {seed}")
     running.drain()
     wrong = running.wrong.clone()
-    dist.all_reduce(wrong)
+    dist.all_reduce(wrong, group=group)
     rate = (steps - warm) / (time.monotonic() - began)
     grown = Held.now(spec.device).since(before)
     late = dispatcher.late()
-    dist.barrier()
+    dist.barrier(group=group)
     dispatcher.close()
     return Soaked(int(wrong), grown, rate, running.absent, late)
 
@@ -220,10 +221,10 @@ def lateness(spec: DispatchSpec, name: str) -> tuple[bool, float]:
     return all(late.seat in seen[at] for at in waiting), max(times[at] for at in waiting)
 
 
-def spec_for(args: argparse.Namespace) -> DispatchSpec:
-    """What this member's dispatcher is built for. The default group is there."""
-    members = members_named(args.members, dist.get_world_size(), args.room)
-    member = members.present[dist.get_rank()]
+def spec_for(args: argparse.Namespace, rank: int, world: int) -> DispatchSpec:
+    """What the dispatcher of the member at position `rank` is built for."""
+    members = members_named(args.members, world, args.room)
+    member = members.present[rank]
     return DispatchSpec(
         members=members,
         seat=member.seat,
@@ -275,8 +276,10 @@ def main() -> None:
     """Soaks, delays, prints, and fails on a wrong row or a late member that nobody names."""
     args = parsed()
     joined(args)
-    spec = spec_for(args)
-    found = soak(spec, args.dispatcher, args.steps)
+    spec = spec_for(args, dist.get_rank(), dist.get_world_size())
+    group = dist.group.WORLD
+    assert group is not None, "the default group is there"
+    found = soak(spec, args.dispatcher, args.steps, group)
     said = f"seat {spec.seat}: {args.steps} steps of {args.dispatcher}, absent from {found.absent}"
     well = not found.wrong and not found.late
     print("ok  " if well else "FAIL", said, f"{found.wrong} wrong rows, late {list(found.late)}", flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from parallel import group
 
 from bench.dispatch.gpu_soak import Soaked, parsed, soak, spec_for
 
@@ -10,5 +10,4 @@ from bench.dispatch.gpu_soak import Soaked, parsed, soak, spec_for
 def soaked(rank: int, world: int, options: list[str]) -> Soaked:
     """Worker: so many steps with random lanes absent, as the bench takes them."""
     args = parsed(["--device", "cpu", *options])
-    assert dist.get_world_size() == world
-    return soak(spec_for(args), args.dispatcher, args.steps)
+    return soak(spec_for(args, rank, world), args.dispatcher, args.steps, group())
