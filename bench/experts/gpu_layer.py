@@ -121,7 +121,7 @@ def build(scheme: str, dispatcher: str, rows: int, args: argparse.Namespace) -> 
     weights, activations = format_named(weights_name), format_named(activations_name)
     experts = args.experts
     stored, slots = Scheme(weights, activations), experts // ranks
-    problem = Problem(stored, BF16, SHAPE, experts, ranks, TOP_K, rows)
+    problem = Problem(stored, BF16, SHAPE, experts, ranks, ranks, TOP_K, rows)
     (entry, *_), _ = kernels_that_serve(problem, this_machine(), KERNELS, args.kernel or usual)
     kernel = entry.build(KernelSpec(stored, SHAPE, torch.bfloat16))
     spec = DispatchSpec(

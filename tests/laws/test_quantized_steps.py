@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def planned(scheme: Scheme, model: Format) -> tuple[Problem, str, Format]:
     """What an unpinned plan chooses on a CPU: problem, kernel and wire."""
-    problem = Problem(scheme, model, SHAPE, experts=len(COUNTS), ranks=1, top_k=2, lane_rows=64)
+    problem = Problem(scheme, model, SHAPE, experts=len(COUNTS), lanes=1, owners=1, top_k=2, lane_rows=64)
     plan = make_plan(problem, machine_named("cpu"), KERNELS, DISPATCHERS)
     return problem, plan.kernel.name, plan.dispatchers[0].wire
 
@@ -104,5 +104,5 @@ def test_every_dispatcher_is_held_to_its_law_with_every_wire_of_a_scheme(dispatc
     """What arrives is, bit for bit, what was rounded at home: `test_dispatchers` checks that."""
     wires = {scheme.activations.name for scheme in TRAVELLING.values()}
     assert wires <= DISPATCHERS[dispatcher].wires
-    if (DISPATCHERS[dispatcher].max_ranks or 2) > 1:
+    if (DISPATCHERS[dispatcher].max_owners or 2) > 1:
         assert wires <= {case.wire for case in law_cases() if case.dispatcher == dispatcher}

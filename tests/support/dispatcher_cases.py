@@ -385,7 +385,7 @@ def law_cases(arch: str = "cpu", ranks: int = RANKS) -> list[Case]:
 
 def cases_of(entry: DispatchEntry, device: str = "cpu", ranks: int = RANKS) -> list[Case]:
     """Every case of one dispatcher: placement x wire x dtype x step, as far as its row goes."""
-    if (entry.max_ranks or ranks) < ranks:
+    if min(entry.max_lanes or ranks, entry.max_owners or ranks) < ranks:
         return []
     cases = []
     for placement in placements(ranks):

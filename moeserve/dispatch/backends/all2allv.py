@@ -118,6 +118,7 @@ ENTRY = DispatchEntry(
     archs=TORCH_ARCHS,
     buffer_bytes=lambda spec: 0,
     sliced=True,
+    unequal=True,
     partial_sums=PARTIAL_SUMS,
     host_sync=True,
     verified=("cpu", "sm90"),

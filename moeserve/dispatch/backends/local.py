@@ -62,7 +62,8 @@ ENTRY = DispatchEntry(
     pace=Pace.ANY,
     archs=TORCH_ARCHS,
     buffer_bytes=lambda spec: 0,
-    max_ranks=1,
+    max_lanes=1,
+    max_owners=1,
     sliced=True,
     verified=("cpu", "sm90"),
 )

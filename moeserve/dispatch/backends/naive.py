@@ -84,6 +84,7 @@ ENTRY = DispatchEntry(
     archs=TORCH_ARCHS,
     buffer_bytes=lambda spec: 0,
     sliced=True,
+    unequal=True,
     partial_sums=PARTIAL_SUMS,
     reference=True,
     verified=("cpu", "sm90"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from moeserve.dispatch.members import Member, Members
 from moeserve.experts.placement import EMPTY, Placement
 from moeserve.runtime.control.orders import ExpertCopy, StagedCopy, StageOrder, Vote
 from moeserve.runtime.control.stream import Message
@@ -62,7 +63,7 @@ def announcement_from(message: Message, lane: int, now: float) -> Announcement:
 
 def epoch_message(epoch: Epoch) -> Message:
     """The message that holds a whole epoch."""
-    mesh, placement = epoch.mesh, epoch.placement
+    mesh, placement, members = epoch.mesh, epoch.placement, epoch.members
     return {
         "kind": "epoch",
         "number": epoch.number,
@@ -72,15 +73,21 @@ def epoch_message(epoch: Epoch) -> Message:
         "slots": placement.slots.tolist(),
         "owners": placement.owners,
         "experts": placement.experts,
+        "room": placement.room,
+        "members": [[member.seat, member.lane, member.owner] for member in members.present],
+        "max_lanes": members.max_lanes,
+        "max_owners": members.max_owners,
     }
 
 
 def epoch_from(message: Message) -> Epoch:
     """The epoch that a message holds."""
     slots = np.array(message["slots"], dtype=np.int32)
-    placement = Placement(slots, message["owners"], message["experts"])
+    placement = Placement(slots, message["owners"], message["experts"], tuple(message["room"]))
+    present = tuple(Member(seat, lane, owner) for seat, lane, owner in message["members"])
+    members = Members(present, message["max_lanes"], message["max_owners"])
     mesh, versions, weights = Mesh(*message["mesh"]), tuple(message["versions"]), tuple(message["weights"])
-    return Epoch(message["number"], mesh, placement, versions, weights)
+    return Epoch(message["number"], mesh, placement, members, versions, weights)
 
 
 def stage_message(number: int, change: Change, decoder_layer: int, owner: int | None) -> Message:

@@ -19,10 +19,9 @@ import torch.distributed as dist
 from moeserve.device.machine import torch_device
 from moeserve.dispatch.costs.costs import Costs
 from moeserve.runtime.config import Config, ConfigError
-from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.launch.environment import machine_for, set_environment
 from moeserve.runtime.planning.costing import CostBook, costing_of
-from moeserve.runtime.planning.layers import dispatch_spec, plans_for
+from moeserve.runtime.planning.layers import Place, dispatch_spec, first_epoch, plans_for
 from moeserve.runtime.planning.plan import DispatchSpan, Plan
 from moeserve.runtime.served import served_from
 
@@ -112,9 +111,7 @@ def _measure(job: _Job, pipe: Connection) -> None:
         served, machine = served_from(config), machine_for(config)
         device = torch_device(machine, job.rank)
         plans = plans_for(served, machine, config.plan.wanted)
-        placement = Epoch.first(
-            served.mesh, len(served.layers), served.checkpoint.num_experts, config.balance.redundant_experts
-        ).placement
+        place = Place.at(first_epoch(served), job.rank, device)
         if device != "cpu":
             torch.cuda.set_device(device)
         dist.init_process_group(
@@ -126,7 +123,7 @@ def _measure(job: _Job, pipe: Connection) -> None:
         )
 
         def spec_of(plan: Plan, span: DispatchSpan) -> Any:
-            return dispatch_spec(served, plan, span, (job.rank, placement.slots_per_owner, device))
+            return dispatch_spec(served, plan, span, place)
 
         book = CostBook(replace(costing_of(config), measure="always", anew=True, seconds=job.seconds))
         book.choose(plans, spec_of)

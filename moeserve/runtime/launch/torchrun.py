@@ -17,10 +17,9 @@ from torch import Tensor
 
 from moeserve.device.machine import torch_device
 from moeserve.runtime.config import Config, ConfigError
-from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.launch.environment import machine_for
 from moeserve.runtime.planning.costing import costing_of
-from moeserve.runtime.planning.layers import plans_for
+from moeserve.runtime.planning.layers import first_epoch, plans_for
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.served import served_from
 from moeserve.runtime.step import LaneRows
@@ -44,8 +43,7 @@ def join_torchrun(config: Config) -> Rank:
         dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=limit)
     plans = plans_for(served, machine, config.plan.wanted)
     rank = Rank(index, served, plans, device, costing_of(config))
-    redundant = config.balance.redundant_experts
-    rank.load(Epoch.first(mesh, len(served.layers), served.checkpoint.num_experts, redundant))
+    rank.load(first_epoch(served))
     rank.join()
     return rank
 

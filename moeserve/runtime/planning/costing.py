@@ -57,7 +57,10 @@ class Costing:
         return CostSetting(
             hosts=hosts,
             device=plan.machine.name,
-            ranks=problem.ranks,
+            lanes=problem.lanes_here,
+            owners=problem.owners_here,
+            max_lanes=problem.lanes,
+            max_owners=problem.owners,
             hidden=problem.shape.hidden,
             top_k=problem.top_k,
             experts=problem.experts,
@@ -92,7 +95,7 @@ class CostBook:
         differently, and when a dispatcher fails while it is measured.
         """
         made = {id(plan): plan for plan in plans.values()}
-        if any(plan.problem.ranks > 1 for plan in made.values()):
+        if any(plan.problem.owners_here > 1 for plan in made.values()):
             offers = [self._offers(plan) for plan in made.values()]
             everyone = gathered((socket.gethostname(), offers))
             hosts = tuple(sorted({host for host, _ in everyone}))
