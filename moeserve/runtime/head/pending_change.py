@@ -62,7 +62,7 @@ class PendingChange:
         return sorted(set(self.seats) - set(self.voted))
 
     def vote(self, seat: int, staged: tuple[StagedCopy, ...], refused: str) -> None:
-        """Counts a member's vote: the last yes decides; a no abandons, as do differing copies of an expert."""
+        """Counts a vote: the last yes decides; a no abandons, as do differing copies of an expert."""
         if self.stage is not Stage.PREPARING:
             return
         if refused:

@@ -22,7 +22,7 @@ SpecOf = Callable[[Plan, DispatchSpan], DispatchSpec]
 
 
 class PeersLate(RuntimeError):
-    """A step has no right answer: members were late for it, and their rows not waited for; names their seats."""
+    """A step has no right answer: it went without the rows of members that were late; names their seats."""
 
 
 class StepTraffic(NamedTuple):

@@ -85,7 +85,7 @@ class LaneCall:
 
 
 class Lane:
-    """Jobs of one lane, of the member that has it. Doors submit; the step thread takes what a header names and finishes it.
+    """Jobs of one lane. Doors submit; the step thread takes what a header names and finishes it.
 
     A job stays here until it ends or its caller leaves. A header may name a job that is gone: its rows still
     travel, as rows without experts.
@@ -161,7 +161,9 @@ class Lane:
             if self._closed is not None:
                 raise GroupUnavailable(self._closed)
             if len(self._jobs) + len(call.jobs) > self._queue_limit:
-                text = f"lane {self.number} holds {len(self._jobs)} jobs and takes {self._queue_limit} at most"
+                text = (
+                    f"lane {self.number} holds {len(self._jobs)} jobs and takes {self._queue_limit} at most"
+                )
                 raise LaneFull(text, pushback=0.05)
             self._jobs.update({job.number: job for job in call.jobs})
         for job in call.jobs:

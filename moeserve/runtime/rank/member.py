@@ -206,7 +206,9 @@ class Member:
         """Raises RuntimeError where this process was started with another lane than its seat has."""
         own = None if self._lane is None else self._lane.number
         if (given := epoch.members.at(self._rank.index).lane) != own:
-            raise RuntimeError(f"seat {self._rank.index} has lane {given}; its process was started with {own}")
+            raise RuntimeError(
+                f"seat {self._rank.index} has lane {given}; its process was started with {own}"
+            )
 
     def _join_generation(self, entry: Message) -> None:
         """Everyone is prepared: joins the generation's process group and takes jobs."""

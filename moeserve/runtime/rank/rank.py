@@ -339,7 +339,9 @@ class Rank:
         """The number of the next step. Raises ValueError where it does not rise."""
         following = self._number + 1
         if number is not None and number < following:
-            raise ValueError(f"rank {self.index}: step {number} comes after step {self._number}; numbers rise")
+            raise ValueError(
+                f"rank {self.index}: step {number} comes after step {self._number}; numbers rise"
+            )
         self._number = following if number is None else number
         return self._number
 
