@@ -22,7 +22,7 @@ SpecOf = Callable[[Plan, DispatchSpan], DispatchSpec]
 
 
 class PeersLate(RuntimeError):
-    """A step has no right answer: ranks were late for it, and their rows were not waited for; names them."""
+    """A step has no right answer: it went without the rows of members that were late; names their seats."""
 
 
 class StepTraffic(NamedTuple):
@@ -46,7 +46,7 @@ class RankDispatchers:
         self._plans: dict[int, Plan] = {}
         self._counted: dict[Dispatcher, Traffic] = {}  # what each had sent when last asked
         self._launched: dict[tuple[int, int], StepTraffic] = {}  # by layer and rows, the last
-        self._late: set[int] = set()  # ranks that these dispatchers do not wait for any more
+        self._late: set[int] = set()  # seats that these dispatchers do not wait for any more
 
     def __getitem__(self, layer: int) -> Dispatcher:
         """What carries the rows of `layer` (decoder index). KeyError before `join`."""
@@ -91,11 +91,18 @@ class RankDispatchers:
         for dispatcher in list(self._built.values()):
             dispatcher.interrupt()
 
+    def expect(self, layer: int, rows: int, step: tuple[int, tuple[int, ...]]) -> None:
+        """Says that a graph of `layer`, of `rows` rows a lane, is replayed next as `step`: its number, and
+        the lanes of the graph that launch nothing in it.
+        """
+        number, absent = step
+        self._parts[layer, self._plans[layer].span(rows).key].expect(number, absent)
+
     def late(self, layer: int) -> tuple[int, ...]:
-        """Ranks whose rows the last steps of `layer` went without; to be asked once an answer is on the host.
+        """Seats whose rows the last steps of `layer` went without; to be asked once an answer is on the host.
 
         Raises PeersLate, naming them, where the configuration says that a step fails without them, and from
-        then on for every step until the dispatchers are built anew: nobody waits for those ranks any more.
+        then on for every step until the dispatchers are built anew: nobody waits for those members any more.
         """
         late = self._of_layer[layer].late()
         self._late.update(late)
