@@ -48,9 +48,6 @@ def check_lane(spec: DispatchSpec, hidden: Tensor, routing: Routing) -> None:
         )
     if min(rows) < 0 or max(rows) > spec.lane_rows:
         raise ValueError(f"lane_rows {list(rows)} must lie between 0 and a lane's capacity, {spec.lane_rows}")
-    for lane, seat in enumerate(spec.members.seat_of_lane):
-        if seat is None and rows[lane]:
-            raise ValueError(f"lane_rows {list(rows)} names lane {lane}, which no member has")
     own = spec.own_rows(rows)
     expected: tuple[tuple[str, Tensor, list[int], torch.dtype], ...] = (
         ("hidden", hidden, [own, spec.hidden], spec.dtype),

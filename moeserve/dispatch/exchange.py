@@ -54,6 +54,19 @@ class Exchange:
         if None in self._owner_at:  # some steps are not of the whole group
             dist.all_reduce(torch.zeros(1, device=spec.device), group=self._group)
 
+    def begun(self, lane_rows: tuple[int, ...]) -> tuple[int, ...]:
+        """A step's rows by lane, without those that a recording gives to lanes that no member has yet.
+
+        Raises RuntimeError where a CUDA graph is recorded of a step that some lane may be absent from when it
+        is replayed: collectives cannot leave it out.
+        """
+        if None in self._owner_at and self._spec.device != "cpu" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a step over torch.distributed that lanes may be absent from is not recorded")
+        seats = self._spec.members.seat_of_lane
+        if None not in seats:
+            return lane_rows
+        return tuple(0 if seat is None else rows for seat, rows in zip(seats, lane_rows, strict=True))
+
     def idle(self, lane_rows: tuple[int, ...]) -> bool:
         """Whether this member has no part in a step, or no lane has a row in it: then it launches nothing."""
         return not any(lane_rows) or not (self.owns or self._spec.own_rows(lane_rows))

@@ -15,14 +15,16 @@ ours, and `end_group` then finds nothing left to do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]  # not exported
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import PrefixStore, ProcessGroup, Store, distributed_c10d  # type: ignore[attr-defined]  # not exported
+
+c10d: Any = distributed_c10d  # whose private names have no types
 
 TAG = "user:moeserve"
 """Under which torch lists our groups: one name for all, since torch never drops a name from its lists."""
@@ -44,7 +46,7 @@ def form_group(store: Store, name: str, rank: int, size: int, kind: GroupKind) -
     communicator is formed here by all members, because its first use must not be a message between two.
     Raises ValueError for a name that a group of this process has, and RuntimeError when members stay away.
     """
-    world: Any = c10d._world
+    world = c10d._world
     if name in world.pg_names.values():
         raise ValueError(f"this process has a group named {name!r} already; end it first, or name another")
     if not 0 <= rank < size:
@@ -54,7 +56,7 @@ def form_group(store: Store, name: str, rank: int, size: int, kind: GroupKind) -
     ranks = _default_ranks(met, (rank, size), limit)
     group: Any = ProcessGroup(met, rank, size)
     if kind.backend == "nccl":
-        device, carrier = torch.device(kind.device), _nccl(met, name, (rank, size), limit)
+        device, carrier = _numbered(kind.device), _nccl(met, name, (rank, size), limit)
         group._set_default_backend(ProcessGroup.BackendType.NCCL)
         group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, carrier)
         group.bound_device_id = device
@@ -78,6 +80,12 @@ def form_group(store: Store, name: str, rank: int, size: int, kind: GroupKind) -
     c10d._register_process_group(name, group)
     formed: ProcessGroup = group
     return formed
+
+
+def _numbered(device: str) -> torch.device:
+    """`device` with its index, which is the current one's where it names none."""
+    named = torch.device(device)
+    return named if named.index is not None else torch.device(named.type, torch.cuda.current_device())
 
 
 def _nccl(store: Store, name: str, place: tuple[int, int], limit: timedelta) -> Any:
@@ -110,7 +118,7 @@ def end_group(group: ProcessGroup) -> None:
 
     Nobody may be in one of its collectives any more. Ending it again does nothing.
     """
-    world: Any = c10d._world
+    world = c10d._world
     if group not in world.pg_map:
         return
     dist.destroy_process_group(group)
@@ -128,11 +136,20 @@ def abort_group(group: ProcessGroup) -> None:
         group.abort()
 
 
-def group_beside(group: ProcessGroup, name: str, kind: GroupKind) -> ProcessGroup:
-    """One more group of the same members, who meet where they met for `group`. Collective.
+def group_beside(group: ProcessGroup, kind: GroupKind, ranks: Sequence[int] = ()) -> ProcessGroup:
+    """One more group of the members at `ranks`, this one among them, or of all, who meet where `group` met.
 
-    Members use a `name` only once in the life of `group`.
+    Collective over `group`, whose members may take their places in different parts of it at once.
     """
-    world: Any = c10d._world
+    world = c10d._world
     _, store = world.pg_map[group]
-    return form_group(store, f"{group.group_name}/{name}", group.rank(), group.size(), kind)
+    taken = list(ranks) or list(range(group.size()))
+    count = store.add(f"beside/{group.rank()}", 1)  # every member counts alike
+    name = f"{group.group_name}/beside-{count}-{taken[0]}"
+    return form_group(store, name, taken.index(group.rank()), len(taken), kind)
+
+
+def default_store() -> Store:
+    """Where the default group of this process met: for a launcher inside a program that owns one."""
+    store: Store = c10d._get_default_store()
+    return store

@@ -59,8 +59,9 @@ class AllToAllV(Dispatcher):
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """Sends each row once to every owner it needs and groups what arrived by slot."""
-        spec, exchange, lane_rows = self._spec, self._exchange, routing.lane_rows
+        spec, exchange = self._spec, self._exchange
         check_lane(spec, hidden, routing)
+        lane_rows = exchange.begun(routing.lane_rows)
         if exchange.idle(lane_rows):
             return Dispatched(self._nothing, self._idle)
         bound = self._by_position(destinations(spec, routing.slots))  # [T, positions]

@@ -50,8 +50,9 @@ class AllGatherReduceScatter(Dispatcher):
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """Sends this lane's rows to all owners and groups what arrived by slot."""
-        spec, lane_rows, exchange = self._spec, routing.lane_rows, self._exchange
+        spec, exchange = self._spec, self._exchange
         check_lane(spec, hidden, routing)
+        lane_rows = exchange.begun(routing.lane_rows)
         if exchange.idle(lane_rows):
             batch, homes = self._nothing
             return Dispatched(batch, GatherTicket(homes, lane_rows))

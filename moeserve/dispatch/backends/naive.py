@@ -37,8 +37,9 @@ class Naive(Dispatcher):
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """Broadcasts lane after lane and groups the rows by slot."""
-        spec, lane_rows, exchange = self._spec, routing.lane_rows, self._exchange
+        spec, exchange = self._spec, self._exchange
         check_lane(spec, hidden, routing)
+        lane_rows = exchange.begun(routing.lane_rows)
         if exchange.idle(lane_rows):
             return Dispatched(self._nothing[0], GatherTicket(self._nothing[1], lane_rows))
         mine = self._record.pack(hidden, routing)
