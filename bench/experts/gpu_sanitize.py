@@ -5,8 +5,8 @@ odd sizes and biases and with even ones, with slots without rows and rows of NaN
 tensor has an allocation of its own, so that a read past its end is one past an allocation. Answers are also
 held to the reference, computed on the CPU. Each tool has a process for each kernel, all at once.
 With `--only dispatch` dispatchers over peer memory run instead, in two processes on two GPUs: as ranks, and
-as members of which one or both do only one of bringing rows and holding experts. These come one after the other, since
-kernels that wait for each other take turns with all others of their GPU.
+as members of which one or both do only one of bringing rows and holding experts. These come one after the
+other, since kernels that wait for each other take turns with all others of their GPU.
 usage: python -m bench.experts.gpu_sanitize [--tools memcheck] [--kernels triton_fp8] [--seconds 60]
        [--record]
        python -m bench.experts.gpu_sanitize --only dispatch --seconds 900 [--record]   # on two GPUs
