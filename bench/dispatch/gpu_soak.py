@@ -73,9 +73,11 @@ class Plan:
         self._number = 0
 
     def step(self, seed: int, *, alone: bool) -> Planned:
-        """The next step. Its number jumps only if it is `alone`, with no other under way."""
-        jumps = alone and self._random.random() < 0.3
-        self._number += self._random.choice((2, 3, self._random.randint(4, FAR))) if jumps else 1
+        """The next step. Steps under way together have numbers of different parity; `alone` it has any."""
+        jump = 1
+        if self._random.random() < 0.3:
+            jump = self._random.choice((2, 3, self._random.randint(4, FAR)))
+        self._number += jump if alone else jump | 1
         most = 4 if self._random.random() < 0.5 else self._spec.lane_rows
         rows = tuple(self._rows(seed, lane, most) for lane in range(len(self._back)))
         return Planned(seed, self._number, rows)
