@@ -11,7 +11,8 @@ LANES_A_WORD = 4
 LANE_WORDS = MOST_LANES // LANES_A_WORD
 
 PEERS = {
-    "headers": "const u64*",  # [lanes + owners] addresses of the header of each place's member, as mapped here
+    # [lanes + owners] addresses of the header of each place's member, as mapped here
+    "headers": "const u64*",
     "live": "u32*",  # as `PeerLiveness` has them
     "partners": "const u32*",
     "host_flags": "u32*",

@@ -116,7 +116,8 @@ class PeerKernels:
         self._counts = torch.zeros(counts, dtype=torch.int32, device=spec.device)
         self._sent = torch.zeros(2, dtype=torch.int64, device=spec.device)
         self.sent = torch.zeros(2, dtype=torch.int64, pin_memory=True)
-        """Copies that dispatches have sent to other members, and sums that combines did, as far as is known."""
+        """Copies that dispatches have sent to other members, and sums that combines did, as far as is known.
+        """
         peers = self._peers()
         self._dispatch = program.function("peer_dispatch", DISPATCH).bound(peers | self._fixed())
         self._combine = program.function("peer_combine", COMBINE).bound(
@@ -129,7 +130,8 @@ class PeerKernels:
         )
 
     def expect(self, number: int, absent: int) -> None:
-        """The dispatch that is replayed next runs as step `number`, without the lanes of the bits `absent`."""
+        """The dispatch that is replayed next runs as step `number`, without the lanes of the bits `absent`.
+        """
         in_order(self._device)
         sequence = sequence_of(number)
         if self._next != sequence:
@@ -139,7 +141,8 @@ class PeerKernels:
         self._next, self._absent = next_sequence(sequence), absent
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> PeerArrival:
-        """Sends this lane's rows and groups what arrives. Recorded, it runs as the step that `expect` names."""
+        """Sends this lane's rows and groups what arrives. Recorded, it runs as the step that `expect` names.
+        """
         spec, layout = self._spec, self._layout
         own, rows = spec.own_rows(routing.lane_rows), sum(routing.lane_rows)
         number = 0

@@ -38,7 +38,9 @@ class PeerTables:
             self.admit(spec.members.at(seat), view)
 
     def admit(self, member: Member, view: Tensor) -> None:
-        """Enters the memory of `member`, mapped here as `view`, and forgets what the seat's holder before told."""
+        """Enters the memory of `member`, mapped here as `view`, and forgets what the seat's holder before
+        told.
+        """
         base, layout = view.data_ptr(), self._layout
         if member.seat != layout.spec.seat:
             self.header[member.seat].zero_()
