@@ -181,7 +181,8 @@ class DispatchEntry:
     in_flight: int = 1  # batches between dispatch and combine
     buffer_bytes: Callable[[DispatchSpec], int] | None = None  # of a rank's device; None: its library's own
     modules: frozenset[str] = frozenset()
-    max_ranks: int | None = None
+    max_lanes: int | None = None
+    max_owners: int | None = None
     sliced: bool = False  # carries rows to all ranks for sliced experts
     unequal: bool = False  # lanes and owners may be different members, and lanes be absent from a step
     partial_sums: str = "float32"  # how sums over ranks are rounded on the way home
@@ -200,10 +201,26 @@ class DispatchEntry:
             return f"runs on {', '.join(sorted(self.archs))}, not on {machine.arch}"
         if missing := self.modules - machine.modules:
             return f"needs the package {', '.join(sorted(missing))}"
-        if self.max_ranks is not None and problem.ranks > self.max_ranks:
-            return f"joins at most {self.max_ranks} ranks, not {problem.ranks}"
+        if reason := self._refuses_members(problem):
+            return reason
         if problem.sliced and not self.sliced:
             return "carries rows to whole experts only, and here every rank holds a slice of each"
         return self.limits.refuses(
-            problem.ranks, problem.top_k, problem.shape.hidden, problem.model_format.name
+            problem.lanes, problem.top_k, problem.shape.hidden, problem.model_format.name
         )
+
+    def _refuses_members(self, problem: Problem) -> str | None:
+        """Why it cannot serve a group of these lanes and owners, or None."""
+        if not self.unequal and not problem.equal:
+            if problem.reserved_lanes or problem.reserved_owners:
+                found = f"{problem.reserved_lanes} lanes and {problem.reserved_owners} owners reserved"
+            else:
+                found = f"{problem.lanes} lanes and {problem.owners} owners"
+            return f"serves groups in which every member has a lane and experts; here are {found}"
+        for kind, count, most in (
+            ("lanes", problem.lanes, self.max_lanes),
+            ("owners", problem.owners, self.max_owners),
+        ):
+            if most is not None and count > most:
+                return f"joins at most {most} {'ranks' if problem.equal else kind}, not {count}"
+        return None

@@ -145,7 +145,7 @@ def test_checks_stand_in_the_order_of_their_cost() -> None:
 def problem(**changed: object) -> Problem:
     shape = ExpertShape(7168, 2048, Activation("silu"))
     scheme = Scheme(FORMATS["fp8_block128"], FORMATS["fp8_group128"])
-    return replace(Problem(scheme, FORMATS["bf16"], shape, 256, 4, 8, 128), **changed)
+    return replace(Problem(scheme, FORMATS["bf16"], shape, 256, 4, 4, 8, 128), **changed)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def problem(**changed: object) -> Problem:
         ("deepep_ll", {"top_k": 12}, "takes at most 11 experts a token, not 12"),
         ("deepep_ll", {"shape": ExpertShape(9216, 64, Activation("silu"))}, "H=9216 is more than its"),
         ("flashinfer", {"top_k": 23}, "takes at most 22 experts a token, not 23"),
-        ("flashinfer", {"ranks": 65}, "joins at most 64 ranks, not 65"),
+        ("flashinfer", {"lanes": 65, "owners": 65}, "joins at most 64 ranks, not 65"),
         ("nccl_ep", {"sliced": True}, "carries rows to whole experts only"),
     ],
 )

@@ -224,7 +224,7 @@ def test_what_does_not_fit_is_refused_with_the_bytes(monkeypatch: pytest.MonkeyP
 
 def test_on_a_cpu_it_serves_only_when_named() -> None:
     shape = ExpertShape(256, 256, Activation("silu"))
-    asked = Problem(Scheme(BF16, BF16), BF16, shape, experts=8, ranks=4, top_k=2, lane_rows=64)
+    asked = Problem(Scheme(BF16, BF16), BF16, shape, experts=8, lanes=4, owners=4, top_k=2, lane_rows=64)
     cpu = machine_named("cpu", ())
     alone = {name: DISPATCHERS[name] for name in ("nvlink_ll", "all2allv")}
     assert make_plan(asked, cpu, KERNELS, alone, Wanted()).dispatcher_names == "all2allv"

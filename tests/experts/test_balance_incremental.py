@@ -96,7 +96,7 @@ def test_small_decode_batches_spread_active_experts_and_prefill_spreads_tokens()
     by_active = Incremental(cost=active)(start, load, UNLIMITED)
     assert by_tokens.replicas(0, 0).size > 1
     assert by_active.replicas(0, 0).size == 1
-    counts = [np.count_nonzero(by_active.of_rank(0, rank) != EMPTY) for rank in range(3)]
+    counts = [np.count_nonzero(by_active.of_owner(0, rank) != EMPTY) for rank in range(3)]
     assert sorted(counts) == [2, 3, 3]
 
 

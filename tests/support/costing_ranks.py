@@ -14,6 +14,7 @@ from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.costs import timed_steps
 from moeserve.dispatch.costs.measure import Candidate, Measured, measure
 from moeserve.dispatch.dispatcher import DispatchEntry, Dispatcher, DispatchSpec
+from moeserve.dispatch.members import Members
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertShape
 from moeserve.experts.kernel import Problem
@@ -40,7 +41,9 @@ class Choice:
 
 
 def plan_of(ranks: int, wanted: Wanted, extra: DispatchEntry | None = None) -> Plan:
-    problem = Problem(Scheme(BF16, BF16), BF16, SHAPE, experts=8, ranks=ranks, top_k=2, lane_rows=LANE_ROWS)
+    problem = Problem(
+        Scheme(BF16, BF16), BF16, SHAPE, experts=8, lanes=ranks, owners=ranks, top_k=2, lane_rows=LANE_ROWS
+    )
     rows = DISPATCHERS | ({extra.name: extra} if extra else {})
     return make_plan(problem, machine_named("cpu", ()), KERNELS, rows, wanted)
 
@@ -62,7 +65,14 @@ def chosen(
     def spec_of(asked: Plan, span: DispatchSpan) -> DispatchSpec:
         problem = asked.problem
         return DispatchSpec(
-            rank, problem.ranks, 8 // problem.ranks, 64, 2, span.up_to, torch.bfloat16, span.wire
+            Members.of_ranks(problem.owners),
+            rank,
+            8 // problem.owners,
+            64,
+            2,
+            span.up_to,
+            torch.bfloat16,
+            span.wire,
         )
 
     costing.measure = watched

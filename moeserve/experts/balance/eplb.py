@@ -37,17 +37,17 @@ class Eplb:
     def __call__(self, placement: Placement, load: Load, budget: int) -> Placement:
         """The placement after at most `budget` moves; spends them on the layers that gain most a move."""
         kept = self.aligned(placement, self.first(placement, load))
-        return layers_within(budget, placement, Placement(kept, placement.ranks, placement.experts), load)
+        return layers_within(budget, placement, placement.with_slots(kept), load)
 
     def aligned(self, placement: Placement, fresh: Placement) -> NDArray[np.int32]:
         """The slots of `fresh` with ranks and slots renamed towards `placement`."""
         nodes = self.nodes if self.groups % self.nodes == 0 else 1
-        return aligned(placement.slots, fresh.slots, placement.ranks, nodes=nodes)
+        return aligned(placement.slots, fresh.slots, placement.owners, nodes=nodes)
 
     def first(self, placement: Placement, load: Load) -> Placement:
         """The placement to load when nothing is loaded yet, of the size of `placement`."""
-        slots = eplb_slots(load.tokens, placement.slots.shape[1], placement.ranks, self.nodes, self.groups)
-        return Placement(slots.astype(np.int32), placement.ranks, placement.experts)
+        slots = eplb_slots(load.tokens, placement.slots.shape[1], placement.owners, self.nodes, self.groups)
+        return placement.with_slots(slots.astype(np.int32))
 
 
 def eplb_slots(tokens: NDArray[np.floating], slots: int, ranks: int, nodes: int = 1, groups: int = 1) -> Ints:

@@ -20,4 +20,4 @@ class Even:
 
     def first(self, placement: Placement, load: Load) -> Placement:
         """The placement to load when nothing is loaded yet, of the size of `placement`."""
-        return spread(placement.layers, placement.experts, placement.ranks, placement.slots_per_rank)
+        return spread(placement.layers, placement.experts, placement.owners, placement.slots_per_owner)

@@ -34,13 +34,13 @@ class Flexible:
 
     def __call__(self, placement: Placement, load: Load, budget: int) -> Placement:
         """The placement after at most `budget` moves; spends them on the layers that gain most a move."""
-        kept = aligned(placement.slots, self.first(placement, load).slots, placement.ranks)
-        return layers_within(budget, placement, Placement(kept, placement.ranks, placement.experts), load)
+        kept = aligned(placement.slots, self.first(placement, load).slots, placement.owners)
+        return layers_within(budget, placement, placement.with_slots(kept), load)
 
     def first(self, placement: Placement, load: Load) -> Placement:
         """The placement to load when nothing is loaded yet, of the size of `placement`."""
-        slots = flexible_slots(load.tokens, placement.slots.shape[1], placement.ranks)
-        return Placement(slots.astype(np.int32), placement.ranks, placement.experts)
+        slots = flexible_slots(load.tokens, placement.slots.shape[1], placement.owners)
+        return placement.with_slots(slots.astype(np.int32))
 
 
 def flexible_slots(tokens: NDArray[np.floating], slots: int, ranks: int) -> Ints:

@@ -127,7 +127,7 @@ def balance_of(placement: Placement, load: Load, setting: ForecastSetting) -> Ba
     even.
     """
     model, tokens = setting.model, setting.rank_tokens * setting.ranks
-    ranks = placement.rank_load(load.tokens)
+    ranks = placement.owner_load(load.tokens)
     total = ranks.sum(axis=1, keepdims=True)
     share = np.where(total > 0, ranks / np.where(total > 0, total, 1.0), 1 / setting.ranks)
     random = np.random.default_rng(0)
@@ -145,7 +145,7 @@ def balance_of(placement: Placement, load: Load, setting: ForecastSetting) -> Ba
 
 def rank_bytes(placement: Placement, model: CostModel) -> int:
     """Bytes of expert slots each rank holds, over all layers; empty slots count, they are allocated."""
-    return placement.layers * placement.slots_per_rank * model.expert_bytes
+    return placement.layers * placement.slots_per_owner * model.expert_bytes
 
 
 def _active(placement: Placement, load: Load, tokens: int, top_k: int) -> NDArray[np.float64]:
@@ -154,7 +154,7 @@ def _active(placement: Placement, load: Load, tokens: int, top_k: int) -> NDArra
     copies = np.stack([np.bincount(r[r != EMPTY], minlength=placement.experts) for r in placement.slots])
     chance = ActiveExperts(tokens, top_k)(load.tokens, copies.astype(np.float64))
     of_slot = np.where(placement.slots == EMPTY, 0.0, np.take_along_axis(chance, held, axis=1))
-    active: NDArray[np.float64] = of_slot.reshape(placement.layers, placement.ranks, -1).sum(axis=2)
+    active: NDArray[np.float64] = of_slot.reshape(placement.layers, placement.owners, -1).sum(axis=2)
     return active
 
 

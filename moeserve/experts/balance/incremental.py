@@ -44,7 +44,7 @@ class Incremental:
 
     def __call__(self, placement: Placement, load: Load, budget: int) -> Placement:
         """The placement after at most `budget` moves."""
-        return self._improved(placement, load, budget, self.worth / placement.ranks)
+        return self._improved(placement, load, budget, self.worth / placement.owners)
 
     def first(self, placement: Placement, load: Load) -> Placement:
         """The placement to load when nothing is loaded yet, of the size of `placement`: moves cost nothing.
@@ -68,7 +68,7 @@ class Incremental:
             moves = np.vstack([moves, moves_a_layer(placement.slots, afresh)])
         taken = best_steps(imbalance, moves, budget, worth=worth)
         slots = np.where((taken == len(paths.imbalance))[:, None], afresh, paths.after(taken))
-        return Placement(slots, placement.ranks, placement.experts)
+        return placement.with_slots(slots)
 
     def _stuck(self, placement: Placement, price: NDArray[np.float64], worth: float) -> bool:
         """Whether a layer ended so far from even that packing it afresh, most of its slots, might pay."""

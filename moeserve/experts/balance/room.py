@@ -36,11 +36,11 @@ def even_with_room(layers: int, experts: int, ranks: int, redundant: int) -> Pla
 def spread(layers: int, experts: int, ranks: int, width: int) -> Placement:
     """`Placement.even` with `width` slots a rank; those it does not need are empty."""
     even = Placement.even(layers, experts, ranks)
-    if width < even.slots_per_rank:
+    if width < even.slots_per_owner:
         raise ValueError(
             f"{width} slots a rank on {ranks} ranks cannot hold {experts} experts evenly; "
-            f"each rank needs {even.slots_per_rank}"
+            f"each rank needs {even.slots_per_owner}"
         )
     slots = np.full((layers, ranks, width), EMPTY, dtype=np.int32)
-    slots[:, :, : even.slots_per_rank] = even.slots.reshape(layers, ranks, -1)
+    slots[:, :, : even.slots_per_owner] = even.slots.reshape(layers, ranks, -1)
     return Placement(slots.reshape(layers, -1), ranks, experts)

@@ -32,12 +32,12 @@ class Search:
                 f"load {list(load.tokens.shape)} is not of {placement.layers} layers "
                 f"and {placement.experts} experts"
             )
-        if placement.ranks % nodes:
-            raise ValueError(f"{placement.ranks} ranks must be a multiple of {nodes} nodes")
-        self._start, self._ranks, self._cost = placement.slots, placement.ranks, cost
+        if placement.owners % nodes:
+            raise ValueError(f"{placement.owners} ranks must be a multiple of {nodes} nodes")
+        self._start, self._ranks, self._cost = placement.slots, placement.owners, cost
         self._node = np.arange(self._ranks) // (self._ranks // nodes)
         self._many = nodes > 1
-        self._width = placement.slots_per_rank
+        self._width = placement.slots_per_owner
         self._layers = np.arange(placement.layers)  # those still walking
         self._ids = placement.slots.astype(np.int64)
         self._tokens = load.tokens.astype(np.float64)

@@ -46,15 +46,15 @@ def _rows(placement: Placement, layer: int, target: Row, staging_slots: int) -> 
     """Rows of `layer` from now to `target`: each keeps every expert and changes few slots of a rank."""
     now = placement.slots[layer].copy()
     while (wanted := np.flatnonzero((now != target) & (target != EMPTY))).size:
-        room = np.full(placement.ranks, staging_slots)
+        room = np.full(placement.owners, staging_slots)
         then = now.copy()
         for slot in wanted.tolist():
             if then[slot] == now[slot] and (more := _together(now, then, target, slot, room)):
                 for each in more:
                     then[each] = target[each]
-                    room[each // placement.slots_per_rank] -= 1
+                    room[each // placement.slots_per_owner] -= 1
         if (then == now).all():
-            then = _exchanged(now, target, placement.slots_per_rank, staging_slots)
+            then = _exchanged(now, target, placement.slots_per_owner, staging_slots)
         yield then.copy()
         now = then
     if (now != target).any():

@@ -11,10 +11,10 @@ from moeserve.runtime.doors.admin_door import AdminDoor
 from moeserve.runtime.doors.endpoint import Endpoint
 from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor
 from moeserve.runtime.doors.operations import Operations
-from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator, Progress
 from moeserve.runtime.head.rebalancer import Rebalancer
 from moeserve.runtime.head.sequencer import StepPace
+from moeserve.runtime.planning.layers import first_epoch
 from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.telemetry.head import CoordinatorTelemetry
 
@@ -31,9 +31,7 @@ class HeadProcess:
 
     def __init__(self, config: Config, host: str) -> None:
         served = served_from(config)
-        epoch = Epoch.first(
-            served.mesh, len(served.layers), served.checkpoint.num_experts, config.balance.redundant_experts
-        )
+        epoch = first_epoch(served)
         step, server = config.step, config.server
         pace = StepPace(step.lane_rows, step.max_step_tokens, step.quiet_seconds, step.gather_seconds)
         self.token = secrets.token_hex(16)

@@ -178,7 +178,7 @@ class RecentLoad:
             tokens = load.tokens
             last = self._last if self._last.shape == tokens.shape else np.zeros_like(tokens)
             grown = np.maximum(tokens - last, 0.0)
-            rows = placement.rank_load(grown)
+            rows = placement.owner_load(grown)
             self._routed = self._routed + rows if self._routed.shape == rows.shape else rows
             if placement != self._placement or (tokens < last).any():
                 self._readings = deque([(now, tokens - grown)])
