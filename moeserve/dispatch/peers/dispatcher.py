@@ -339,6 +339,6 @@ def lacks_room(layout: PeerLayout) -> str:
     if needed <= free:
         return ""
     return (
-        f"needs {needed} bytes for {spec.lane_rows} rows a lane, {layout.lanes} lanes and {spec.slots} slots;
-        " f"{free} are free: lower lane_rows, or use another dispatcher for so many rows"
+        f"needs {needed} bytes for {spec.lane_rows} rows a lane, {layout.lanes} lanes and "
+        f"{spec.slots} slots; {free} are free: lower lane_rows, or use another dispatcher for so many rows"
     )
