@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moeserve.checkpoints.checkpoint import Checkpoint
+from moeserve.device.waits import check_waits
 from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.bank import Bank
@@ -254,8 +255,9 @@ class Rank:
     def late(self, layer: int) -> tuple[int, ...]:
         """Ranks whose rows the last steps of `layer` went without; to be asked once an answer is on the host.
 
-        Raises PeersLate as `RankDispatchers.late` does.
+        Raises RuntimeError as `check_waits` does, and PeersLate as `RankDispatchers.late` does.
         """
+        check_waits()
         return self._dispatchers.late(layer)
 
     def step(self, layer: int, rows: LaneRows, lane_rows: tuple[int, ...]) -> tuple[Tensor, Phases]:
