@@ -11,6 +11,7 @@ from moeserve.device.arguments import Argument
 from moeserve.device.nvrtc import Program
 from moeserve.device.residency import resident_blocks
 from moeserve.device.source import Part, source
+from moeserve.device.waits import spoiled_word
 from moeserve.dispatch.peers.arguments import COMBINE, DISPATCH, LANE_WORDS, LANES_A_WORD
 from moeserve.dispatch.peers.layout import WORD, PeerLayout
 from moeserve.dispatch.peers.liveness import PeerLiveness
@@ -104,7 +105,7 @@ class PeerKernels:
         self._layout, self._tables, self._liveness = layout, tables, liveness
         spec = self._spec = layout.spec
         self._brings, self._owns = spec.member.lane is not None, spec.member.owner is not None
-        self._device = torch.device(spec.device)
+        self._device = liveness.live.device  # with its index
         self._wire = wire_code(spec)
         program = program_for(layout, self._wire)
         self._blocks = resident_blocks(self._device)
@@ -126,6 +127,7 @@ class PeerKernels:
                 "sums": tables.sums,
                 "sums_here": tables.sums_here,
                 "parity_bytes": layout.sums_bytes,
+                "spoiled": spoiled_word(self._device),
             }
         )
 

@@ -38,7 +38,8 @@ class PeerTables:
             self._enter(spec.members.at(seat), view)
 
     def admit(self, member: Member, view: Tensor) -> None:
-        """Enters the memory of `member`, mapped here as `view`; what the seat's last holder told is forgotten.
+        """Enters the memory of `member`, mapped here as `view`; what the seat's last holder told is
+        forgotten.
 
         No member that was there from the start is admitted: it may have told something already.
         """
