@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -121,24 +122,24 @@ class DispatchSpec:
     on_late: str = "fail"  # "fail": the step fails naming the late; "drop": it goes on without their rows
     held: int | None = None  # slots that this member holds of its `slots` numbers; None: all of them
 
-    @property
+    @cached_property
     def member(self) -> Member:
         """The member that it is built for."""
         return self.members.at(self.seat)
 
-    @property
+    @cached_property
     def slots_here(self) -> int:
         """e: slots that this member holds; 0 for one that is no owner."""
         if self.member.owner is None:
             return 0
         return self.slots if self.held is None else self.held
 
-    @property
+    @cached_property
     def first_slot(self) -> int:
         """The number of this member's first slot."""
         return 0 if self.sliced else (self.member.owner or 0) * self.slots
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """This member's position in the process group."""
         return self.members.position(self.seat)
@@ -152,6 +153,10 @@ class DispatchSpec:
         """How many of a step's rows this member brings; 0 without a lane."""
         lane = self.member.lane
         return 0 if lane is None else lane_rows[lane]
+
+    def takes_part(self, lane_rows: tuple[int, ...]) -> bool:
+        """Whether this member takes part in a step, as `Members.in_step` says of all."""
+        return any(lane_rows) if self.member.owner is not None else self.own_rows(lane_rows) > 0
 
 
 class Pace(Enum):

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
+from moeserve.dispatch.members import Members
+from moeserve.runtime.control.messages import epoch_from
 from moeserve.runtime.control.stream import Stream, StreamClosed, connect
 from moeserve.runtime.head.coordinator import Coordinator
 
@@ -42,3 +46,26 @@ class FakeMember:
 
     def announce(self, job: int, rows: int) -> None:
         self.say("announce", job=job, layer=0, rows=rows, left=None)
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Returns once it is true, within SECONDS."""
+    limit = time.monotonic() + SECONDS
+    while not true():
+        if time.monotonic() > limit:
+            raise AssertionError(f"not true within {SECONDS:g} s")
+        time.sleep(0.01)
+
+
+def serving(coordinator: Coordinator, members: Members) -> dict[int, FakeMember]:
+    """The members' processes, by seat, of a group that serves: prepared, joined, each at its position."""
+    found = {seat: FakeMember(coordinator, seat) for seat in members.seats}
+    for one in found.values():
+        assert epoch_from(one.entry("prepare")["epoch"]).members == members
+        one.say("prepared", bytes_read=0, weight_bytes=0)
+    for seat, one in found.items():
+        joining = one.entry("join")
+        assert (joining["position"], joining["size"]) == (members.position(seat), len(members))
+        one.say("joined")
+    coordinator.wait_serving(SECONDS)
+    return found

@@ -93,7 +93,7 @@ def wire_code(spec: DispatchSpec) -> WireCode:
         number = FUSED.get(wire.name, RECORDS)
     record = RowRecord(wire, spec.hidden)
     options = [
-        f"-DRANKS={spec.ranks}",
+        "-D",
         f"-DHIDDEN={spec.hidden}",
         f"-DSOURCE={SOURCES[spec.dtype]}",
         f"-DWIRE={number}",

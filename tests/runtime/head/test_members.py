@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from fake_members import SECONDS, TOKEN, FakeMember
+from fake_members import SECONDS, TOKEN, FakeMember, serving, until
 
 from moeserve.dispatch.members import Member, Members
 from moeserve.experts.placement import Placement
-from moeserve.runtime.control.messages import epoch_from, order_from
+from moeserve.runtime.control.messages import order_from
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.changes import rebalance
 from moeserve.runtime.head.coordinator import Coordinator
@@ -37,27 +37,12 @@ def coordinator() -> Iterator[Coordinator]:
         made.stop()
 
 
-def served(coordinator: Coordinator) -> dict[int, FakeMember]:
-    """The members, by seat, of a group that serves."""
-    members = {seat: FakeMember(coordinator, seat) for seat in MEMBERS.seats}
-    for seat, one in members.items():
-        epoch = epoch_from(one.entry("prepare")["epoch"])
-        assert epoch.members == MEMBERS and epoch.members.at(seat).seat == seat
-        one.say("prepared", bytes_read=0, weight_bytes=0)
-    for seat, one in members.items():
-        joining = one.entry("join")
-        assert (joining["position"], joining["size"]) == (MEMBERS.position(seat), len(MEMBERS))
-        one.say("joined")
-    coordinator.wait_serving(SECONDS)
-    return members
-
-
 def nothing_came(*members: FakeMember) -> bool:
     return all(one.entries.empty() for one in members)
 
 
 def test_a_step_is_sent_to_owners_and_named_lanes_and_waits_for_them_only(coordinator: Coordinator) -> None:
-    members = served(coordinator)
+    members = serving(coordinator, MEMBERS)
     timed: queue.SimpleQueue[int] = queue.SimpleQueue()
     coordinator.observe_step = lambda layer, seconds: timed.put(layer)
     members[1].announce(job=7, rows=3)
@@ -76,7 +61,7 @@ def test_a_step_is_sent_to_owners_and_named_lanes_and_waits_for_them_only(coordi
 
 
 def test_a_member_without_a_lane_announces_no_job(coordinator: Coordinator) -> None:
-    members = served(coordinator)
+    members = serving(coordinator, MEMBERS)
     members[4].announce(job=3, rows=1)
     assert members[4].entry("closed")
     reason = members[0].entry("abort")["reason"]
@@ -88,7 +73,8 @@ def test_a_reserved_seat_is_refused(
     coordinator: Coordinator, seat: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert FakeMember(coordinator, seat).entry("closed")
-    assert f"seat {seat} is vacant: the members of this group have seats [0, 1, 4, 6]" in caplog.text
+    refused = f"seat {seat} is vacant: the members of this group have seats [0, 1, 4, 6]"
+    until(lambda: refused in caplog.text)
     assert not coordinator.seats()
 
 
@@ -109,7 +95,7 @@ def swapped(placement: Placement) -> Placement:
 
 
 def test_an_expert_moves_between_owners_and_lanes_adopt_it(coordinator: Coordinator) -> None:
-    members = served(coordinator)
+    members = serving(coordinator, MEMBERS)
     placement, ended = moved(coordinator)
     stride = placement.slots_per_owner
     for seat, one in members.items():
@@ -133,7 +119,7 @@ def test_an_expert_moves_between_owners_and_lanes_adopt_it(coordinator: Coordina
 
 
 def test_a_lane_that_cannot_take_a_change_abandons_it(coordinator: Coordinator) -> None:
-    members = served(coordinator)
+    members = serving(coordinator, MEMBERS)
     before, (_, ended) = coordinator.epoch, moved(coordinator)
     order = order_from(members[1].entry("stage"))
     members[1].say("voted", change=order.change, staged=[], refused="its weights cannot be read")
@@ -144,7 +130,7 @@ def test_a_lane_that_cannot_take_a_change_abandons_it(coordinator: Coordinator) 
 def test_a_lost_lane_ends_the_generation_until_it_is_back(
     coordinator: Coordinator,
 ) -> None:
-    members = served(coordinator)
+    members = serving(coordinator, MEMBERS)
     members.pop(0).stream.close()
     for one in members.values():
         assert "rank 0 (pid 100) is lost" in one.entry("abort")["reason"]

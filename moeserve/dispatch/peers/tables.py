@@ -1,0 +1,51 @@
+"""`PeerTables`: the addresses of members' memory, in tables that kernels read from this member's device.
+
+Graphs that were recorded hold the addresses of the tables only, so that they stay true when a seat changes
+hands.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moeserve.dispatch.members import Member
+from moeserve.dispatch.peers.layout import PeerLayout
+from moeserve.dispatch.peers.liveness import GIVEN_UP_BYTES, HEADER_BYTES
+from moeserve.dispatch.peers.memory import PeerMemory
+
+
+class PeerTables:
+    """`headers [lanes + owners]`, `arrivals [owners]` and `sums [lanes]`: int64 addresses, 0 where none is.
+
+    They are changed on the current stream, after what it was given before. Views of this member's own memory,
+    uint8 or int32, stand beside them; None where it has no such part.
+    """
+
+    def __init__(self, layout: PeerLayout, memory: PeerMemory) -> None:
+        self._layout, self._memory = layout, memory
+        spec, mine = layout.spec, memory.mine
+        table = {"dtype": torch.int64, "device": spec.device}
+        self.headers = torch.zeros(layout.lanes + layout.owners, **table)
+        self.arrivals = torch.zeros(layout.owners, **table)
+        self.sums = torch.zeros(layout.lanes, **table)
+        self.header = mine[:HEADER_BYTES].view(torch.int32)
+        owner, lane = spec.member.owner, spec.member.lane
+        self.arrivals_here = None if owner is None else mine[layout.arrivals :]
+        self.sums_here = None if lane is None else mine[layout.sums(spec.member) :]
+        self.admit(spec.member, mine)
+        for seat, view in memory.views.items():
+            self.admit(spec.members.at(seat), view)
+
+    def admit(self, member: Member, view: Tensor) -> None:
+        """Enters the memory of `member`, mapped here as `view`, and forgets what the seat's holder before told."""
+        base, layout = view.data_ptr(), self._layout
+        if member.seat != layout.spec.seat:
+            self.header[member.seat].zero_()
+        if member.lane is not None:
+            self.headers[member.lane].fill_(base)
+            self.sums[member.lane].fill_(base + layout.sums(member))
+        if member.owner is not None:
+            self.headers[layout.lanes + member.owner].fill_(base)
+            self.arrivals[member.owner].fill_(base + layout.arrivals)
+            self.header[GIVEN_UP_BYTES // 4 + member.owner].zero_()
