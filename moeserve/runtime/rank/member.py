@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not exported
+from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]  # not exported
 
+from moeserve.dispatch.group import GroupKind, abort_group, end_group, form_group
 from moeserve.runtime.control.messages import (
     announcement_message,
     committed_epoch,
@@ -75,6 +75,7 @@ class Member:
         self._entries: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._generation = 0  # newest that was announced; entries of older ones are dropped
         self._epoch: Epoch | None = None
+        self._group: ProcessGroup | None = None  # of the generation that was joined
         self.steps = 0
         self.expert_rows = 0
         self._reported = 0  # steps in the last report
@@ -150,10 +151,10 @@ class Member:
         gloo sees a dead peer by itself; a NCCL kernel waits for ever, and peer memory until patience ends.
         """
         self._rank.interrupt()
-        if self._group_settings.backend == "nccl" and dist.is_initialized():
+        if (group := self._group) is not None:
             try:
-                dist.distributed_c10d._get_default_group().abort()
-            except RuntimeError as error:
+                abort_group(group)
+            except (RuntimeError, ValueError) as error:
                 log.info("rank %d: the process group was gone already: %s", self._rank.index, error)
 
     def _execute(self, entry: Message) -> None:
@@ -217,7 +218,7 @@ class Member:
         started = time.perf_counter()
         self._join(entry["store"], entry["generation"], (entry["position"], entry["size"]))
         grouped = time.perf_counter()
-        self._rank.join()
+        self._rank.join(self._group)
         log.info(
             "rank %d: joined generation %d, its process group in %.2f s, dispatchers in %.2f s",
             self._rank.index,
@@ -301,20 +302,20 @@ class Member:
     def _join(self, store: str, generation: int, place: tuple[int, int]) -> None:
         """Joins the process group of a generation; `place` is this member's position, and of how many."""
         host, port = store.rsplit(":", 1)
-        limit = timedelta(seconds=self._group_settings.timeout)
+        settings = self._group_settings
+        limit = timedelta(seconds=settings.timeout)
         shared = TCPStore(host, int(port), is_master=False, timeout=limit, wait_for_workers=False)
-        dist.init_process_group(
-            self._group_settings.backend,
-            store=PrefixStore(f"generation-{generation}", shared),
-            rank=place[0],
-            world_size=place[1],
-            timeout=limit,
-        )
+        kind = GroupKind(settings.backend, settings.timeout, self._rank.device)
+        self._group = form_group(shared, f"moeserve-{store}-{generation}", *place, kind)
+        if generation != self._generation:  # its abort found no group yet
+            raise RuntimeError("the generation was aborted while its process group formed")
 
     def _leave(self) -> None:
+        """Closes the dispatchers and ends the generation's group; no other group of the process changes."""
         self._rank.leave()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        group, self._group = self._group, None
+        if group is not None:
+            end_group(group)
 
     def _version(self, header: Header) -> int:
         """The version of the weights that the step's layer is at here."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.dispatch.dispatcher import DispatchSpec
@@ -277,14 +278,15 @@ class Rank:
         mesh, owner = self.served.mesh, self.member.owner
         return (owner, mesh.slices) if mesh.sliced and owner is not None else (0, 1)
 
-    def join(self) -> None:
-        """Builds the dispatchers over the process group that is up now; layers of the same sizes share one.
+    def join(self, group: ProcessGroup | None = None) -> None:
+        """Builds the dispatchers over `group`, of this epoch's members by position; None: this one is alone.
 
-        Collective. Where several could serve and the configuration asks for it, they are measured first.
+        Layers of the same sizes share one. The group stays its owner's, who ends it after `leave`. Collective
+        over it. Where several could serve and the configuration asks for it, they are measured first.
         """
         self.leave()
         self._number = 0
-        self.plans = self._dispatchers.join(self._planned)
+        self.plans = self._dispatchers.join(self._planned, group)
         self._warm_grouping()
         self._warm_steps()
         release_cached(self.device)
