@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moeserve.checkpoints.checkpoint import Checkpoint
+from moeserve.device.waits import check_waits
 from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.members import Member
 from moeserve.dispatch.routing import Routing
@@ -303,8 +304,9 @@ class Rank:
     def late(self, layer: int) -> tuple[int, ...]:
         """Seats whose rows the last steps of `layer` went without; to be asked once an answer is on the host.
 
-        Raises PeersLate as `RankDispatchers.late` does.
+        Raises RuntimeError as `check_waits` does, and PeersLate as `RankDispatchers.late` does.
         """
+        check_waits()
         return self._dispatchers.late(layer)
 
     def step(
