@@ -94,7 +94,7 @@ class CostBook:
     ) -> dict[int, Plan]:
         """`plans` by layer with dispatchers chosen by cost where that counts, alike on all members.
 
-        Collective over `group`; None: this member is alone, and has no choice. Raises RuntimeError when members
+        Collective over `group`; None: this member is alone, and has no choice. Raises RuntimeError when they
         would choose differently, and when a dispatcher fails while it is measured.
         """
         made = {id(plan): plan for plan in plans.values()}
