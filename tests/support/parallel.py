@@ -12,6 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,7 +125,9 @@ def _run(
         kind, met = kind_of(rank, device), dist.FileStore(store, world)
         _formed.append(form_group(met, "workers", rank, world, kind))
         pipe.send((worker(rank, world, *args), None))
-        dist.barrier(group=group())
+        with suppress(ValueError):  # a worker that ended its default group has ended this one with it
+            dist.get_backend(group())
+            dist.barrier(group=group())
         end_group(_formed.pop())
     except Exception:
         pipe.send((None, traceback.format_exc()))

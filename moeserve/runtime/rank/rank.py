@@ -261,10 +261,10 @@ class Rank:
 
     def _held_in(self, epoch: Epoch, position: int) -> tuple[tuple[int, ...], int]:
         """Experts in the slots that this member has at a layer, and the version of their weights."""
-        owner = 0 if epoch.mesh.sliced else epoch.members.at(self.index).owner
-        held = Place.at(epoch, self.index, self.device).held
-        slots = epoch.placement.of_owner(position, owner)[:held].tolist() if owner is not None else []
-        return tuple(slots[:held]), epoch.version(position)
+        member, sliced = epoch.members.at(self.index), epoch.mesh.sliced
+        held = epoch.slots_of(member)
+        place = epoch.placement.of_owner(position, 0 if sliced or member.owner is None else member.owner)
+        return tuple(place[:held].tolist()), epoch.version(position)
 
     def _checkpoint(self, version: int) -> Checkpoint:
         """The checkpoint of a version, opened. Raises ValueError for one that is not of the same shapes."""

@@ -2,7 +2,7 @@
 
 import math
 
-from moeserve.dispatch.members import Members
+from moeserve.dispatch.members import Member, Members
 from moeserve.runtime.head.in_flight import MOST, StepsInFlight
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.step import FIRST_NUMBER, Announcement
@@ -53,3 +53,13 @@ def test_a_group_that_ends_takes_its_steps_along() -> None:
         and steps.due(9.0) is None
         and steps.start(1, 9.0, MEMBERS) is None
     )
+
+
+def test_nobody_waits_for_a_lane_that_a_step_does_not_name() -> None:
+    members = Members((Member(0, lane=0), Member(1, lane=1), Member(3, owner=0)), 2, 2)
+    steps = StepsInFlight(2, StepPace(lane_rows=8, step_rows=16))
+    steps.announce(Announcement(1, 1, 5, 2, math.inf), 0.0)
+    assert steps.start(1, 1.0, members) is not None
+    assert steps.finish(3, FIRST_NUMBER, 2.0) is None
+    assert steps.finish(0, FIRST_NUMBER, 2.5) is None, "it had no part in it, and ends nothing"
+    assert (steps.finish(1, FIRST_NUMBER, 3.0), steps.running) == ((5, 2.0), 0)

@@ -5,6 +5,7 @@ import logging
 import torch
 from torch import Tensor
 
+from moeserve.dispatch.members import Member, Members
 from moeserve.runtime.rank.graphs import GraphStep, StepGraphs, absent_lanes, padded_rows
 from moeserve.runtime.step import LaneInput
 
@@ -109,3 +110,53 @@ def test_a_step_without_a_row_runs_padded_too() -> None:
     for _ in range(3):
         assert graphs.run(GraphStep(0, "", (0, 0)), lane(0), layer).shape == (0, H)
     assert set(layer.calls) == {(1, (1, 1))}
+
+
+def test_a_graph_has_rows_of_every_lane_and_absent_ones_are_told_before_a_replay() -> None:
+    record, layer, told = Recorder(), Layer(), []
+    graphs = StepGraphs(64, "cpu", record)
+    steps = [
+        GraphStep(0, "", (3, 2, 0, 0), absent=(2, 3)),  # as it is: absent lanes bring nothing
+        GraphStep(0, "", (3, 0, 4, 0), absent=(1, 3)),  # recorded: with rows of all, the reserved one too
+        GraphStep(0, "", (4, 0, 0, 0), absent=(1, 2, 3)),
+        GraphStep(0, "", (3, 1, 1, 4)),  # the reserved lane was taken, and nothing is recorded again
+    ]
+    for at, step in enumerate(steps):
+        answer = graphs.run(
+            step, lane(step.lane_rows[0], at), layer, lambda step=step: told.append(step.absent)
+        )
+        assert torch.equal(answer, torch.full((step.lane_rows[0], H), 2.0 * at))
+    # the recorder's replay calls it again
+    assert layer.calls == [(4, (4, 4, 0, 0))] + 3 * [(4, (4, 4, 4, 4))]
+    assert (record.captured, record.replayed) == (1, 3)
+    assert told == [step.absent for step in steps[1:]]
+
+
+def test_what_cannot_be_recorded_is_launched_without_the_absent_lanes() -> None:
+    def refuse(work):
+        raise RuntimeError("operation not permitted")
+
+    graphs, layer, told = StepGraphs(64, "cpu", refuse), Layer(), []
+    for absent in ((), (1,), ()):
+        step = GraphStep(0, "", (3, 0 if absent else 1), absent)
+        graphs.run(step, lane(3), layer, lambda: told.append("replayed"))
+    calls = [lanes for _, lanes in layer.calls]
+    # the second is tried to be recorded, which calls nothing here, and launched
+    assert calls == [(4, 4), (4, 0), (4, 4)] and not told
+
+
+def test_a_member_without_a_lane_has_no_rows_in_its_graph() -> None:
+    record, layer = Recorder(), Layer()
+    graphs = StepGraphs(64, "cpu", record)
+    for _ in range(3):
+        assert graphs.run(GraphStep(0, "", (3,), brings=False), lane(0), layer).shape == (0, H)
+    assert set(layer.calls) == {(0, (4,))} and record.replayed == 2
+
+
+def test_absent_lanes_are_those_of_nobody_who_launches() -> None:
+    both, lane_only, owner_only = Member(0, lane=0, owner=0), Member(1, lane=1), Member(2, owner=1)
+    members = Members((both, lane_only, owner_only), 4, 2)
+    assert absent_lanes(members, (5, 3, 0, 0)) == (2, 3)
+    assert absent_lanes(members, (5, 0, 0, 0)) == (1, 2, 3)
+    assert absent_lanes(members, (0, 3, 0, 0)) == (2, 3)  # lane 0 is an owner's, who launches anyway
+    assert absent_lanes(Members.of_ranks(2), (0, 3)) == ()
