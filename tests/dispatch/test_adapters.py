@@ -151,7 +151,7 @@ def problem(**changed: object) -> Problem:
 @pytest.mark.parametrize(
     ("dispatcher", "changed", "reason"),
     [
-        ("deepep_ht", {"ranks": 3}, "joins 2, 4, 8 ranks, not 3"),
+        ("deepep_ht", {"lanes": 3, "owners": 3}, "joins 2, 4, 8 ranks, not 3"),
         ("deepep_ht", {"model_format": FORMATS["fp16"]}, "carries hidden states in bf16, not in fp16"),
         ("deepep_ll", {"top_k": 12}, "takes at most 11 experts a token, not 12"),
         ("deepep_ll", {"shape": ExpertShape(9216, 64, Activation("silu"))}, "H=9216 is more than its"),

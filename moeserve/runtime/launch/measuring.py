@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moeserve.device.machine import torch_device
 from moeserve.dispatch.costs.costs import Costs
 from moeserve.runtime.config import Config, ConfigError
-from moeserve.runtime.launch.environment import machine_for, set_environment
+from moeserve.runtime.launch.environment import machine_for, own_device, set_environment
 from moeserve.runtime.planning.costing import CostBook, costing_of
 from moeserve.runtime.planning.layers import Place, dispatch_spec, first_epoch, plans_for
 from moeserve.runtime.planning.plan import DispatchSpan, Plan
@@ -109,11 +108,9 @@ def _measure(job: _Job, pipe: Connection) -> None:
     torch.set_num_threads(config.cluster.threads_per_rank or max(1, (os.cpu_count() or 1) // ranks))
     try:
         served, machine = served_from(config), machine_for(config)
-        device = torch_device(machine, job.rank)
+        device = own_device(config, machine, job.rank)
         plans = plans_for(served, machine, config.plan.wanted)
         place = Place.at(first_epoch(served), job.rank, device)
-        if device != "cpu":
-            torch.cuda.set_device(device)
         dist.init_process_group(
             "gloo" if device == "cpu" else "nccl",
             init_method=f"file://{job.store}",

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moeserve.device.machine import torch_device
 from moeserve.runtime.config import Config, ConfigError
-from moeserve.runtime.launch.environment import machine_for
+from moeserve.runtime.launch.environment import machine_for, own_device
 from moeserve.runtime.planning.costing import costing_of
 from moeserve.runtime.planning.layers import first_epoch, plans_for
 from moeserve.runtime.rank.rank import Rank
@@ -35,9 +34,7 @@ def join_torchrun(config: Config) -> Rank:
     if world != mesh.ranks:
         raise ConfigError(f"torchrun started {world} processes; the configured mesh has {mesh.ranks} ranks")
     served, machine = served_from(config), machine_for(config)
-    device = torch_device(machine, int(os.environ.get("LOCAL_RANK", index)))
-    if device != "cpu":
-        torch.cuda.set_device(device)
+    device = own_device(config, machine, int(os.environ.get("LOCAL_RANK", index)))
     if not dist.is_initialized():
         limit = timedelta(seconds=config.step.timeout_seconds)
         dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=limit)

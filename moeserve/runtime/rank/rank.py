@@ -323,7 +323,7 @@ class Rank:
         routing = Routing(slots, weights, lane_rows)
         arrived = dispatcher.dispatch(hidden, routing)
         dispatched = lap()
-        batch = replace(arrived.batch, likely=sum(lane_rows) * slots.shape[1] / self._book.slots)
+        batch = replace(arrived.batch, likely=sum(lane_rows) * slots.shape[1] / self._book.room)
         outputs = self._kernels[layer].apply(self.bank[layer], batch)
         computed = lap()
         answer = dispatcher.combine(outputs, arrived.ticket)
