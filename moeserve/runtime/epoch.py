@@ -149,6 +149,12 @@ class Epoch:
             row[first : first + len(rarest)] = rarest
         return self._next(members=members, placement=replace(placement, slots=slots, room=tuple(rooms)))
 
+    def slots_of(self, member: Member) -> int:
+        """How many slots of each layer `member` has; 0 without an owner's place."""
+        if member.owner is None:
+            return 0
+        return self.placement.room[0 if self.mesh.sliced else member.owner]
+
     def _member(self, seat: int) -> Member:
         if seat not in self.members.seats:
             raise ValueError(f"seat {seat} is vacant; the members have seats {list(self.members.seats)}")

@@ -29,6 +29,7 @@ from moeserve.dispatch.libraries.probe import (
 from moeserve.dispatch.libraries.row_exchange import Arrived
 from moeserve.dispatch.libraries.travel import only_first, parts_arrived, parts_travelling, presented, widened
 from moeserve.dispatch.limits import Limits
+from moeserve.dispatch.members import Member, Members
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertShape
@@ -167,6 +168,25 @@ def test_a_plan_hears_limits_as_data(dispatcher: str, changed: dict[str, object]
     assert said is not None and said.startswith(reason)
 
 
+UNEQUAL = {
+    "lanes and owners": Members.split(2, 2),
+    "reserved": Members.of_ranks(2, max_owners=3),
+    "crossed": Members((Member(0, 0, 1), Member(1, 1, 0)), 2, 2),
+}
+
+
+@pytest.mark.parametrize("members", UNEQUAL)
+@pytest.mark.parametrize("dispatcher", ADAPTERS)
+def test_libraries_refuse_members_that_are_no_ranks_by_name(dispatcher: str, members: str) -> None:
+    spec = replace(SPEC, members=UNEQUAL[members])
+    with pytest.raises(
+        ValueError, match=f"dispatcher {dispatcher} joins ranks that each bring rows and hold"
+    ):
+        DISPATCHERS[dispatcher].build(spec, None)
+    with pytest.raises(ValueError, match=f"{dispatcher} joins ranks with as many slots each; rank 0 holds 3"):
+        DISPATCHERS[dispatcher].build(replace(SPEC, held=3), None)
+
+
 def test_a_package_that_is_missing_is_named() -> None:
     for dispatcher in ADAPTERS:
         row = DISPATCHERS[dispatcher]
@@ -198,7 +218,7 @@ def test_how_far_a_row_travels() -> None:
     assert Limits(hidden_multiple=8).refuses(4, 8, 100, "bf16") == "H=100 must be a multiple of 8"
 
 
-SPEC = DispatchSpec(0, 2, 4, 2880, 2, 8, torch.bfloat16, FORMATS["fp8_group128"])
+SPEC = DispatchSpec(Members.of_ranks(2), 0, 4, 2880, 2, 8, torch.bfloat16, FORMATS["fp8_group128"])
 
 
 def test_what_is_added_to_a_row_is_taken_off_again() -> None:
@@ -215,10 +235,10 @@ def test_what_is_added_to_a_row_is_taken_off_again() -> None:
 
 
 def test_an_empty_lane_presents_a_row_that_goes_nowhere() -> None:
-    none = Routing(torch.empty((0, 2), dtype=torch.int32), torch.empty(0, 2), (0, 3))
+    none = Routing(torch.empty((0, 2), dtype=torch.int32), torch.empty(0, 2), (0, 3), 1)
     rows, slots, weights = presented(torch.empty((0, 2880), dtype=torch.bfloat16), none)
     assert (rows.shape, slots.tolist(), weights.tolist()) == ((1, 2880), [[-1, -1]], [[0.0, 0.0]])
-    one = Routing(torch.tensor([[-1, 3]], dtype=torch.int32), torch.tensor([[float("nan"), 2.0]]), (1, 3))
+    one = Routing(torch.tensor([[-1, 3]], dtype=torch.int32), torch.tensor([[float("nan"), 2.0]]), (1, 3), 1)
     assert presented(torch.ones(1, 2880), one)[2].tolist() == [[0.0, 2.0]]
 
 

@@ -130,5 +130,3 @@ def test_reserved_owners_have_no_room() -> None:
         ValueError, match=r"3 experts need a slot each, and the room of 2 owners, \[1, 1\], is 2"
     ):
         Placement.blocks(1, 3, 1, (1, 1))
-    book = AddressBook(placement)
-    assert (book.slots, book.room) == (12, 6)

@@ -13,6 +13,7 @@ from torch import Tensor
 from moeserve.device.machine import machine_named
 from moeserve.dispatch.backends import DISPATCHERS, local
 from moeserve.dispatch.dispatcher import DispatchSpec
+from moeserve.dispatch.members import Members
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertShape, Grouping
@@ -86,12 +87,12 @@ def test_rounding_before_dispatch_is_rounding_after(name: str, model: Format) ->
     prepared = kernel.prepare(make_scheme(SHAPE, len(COUNTS), scheme, generator))
     hidden = torch.randn(33, SHAPE.hidden, generator=generator).to(model.dtype)
     scores, slots = torch.rand(33, len(COUNTS), generator=generator).topk(problem.top_k)
-    routing = Routing(slots.int(), scores, (33,))
     answers = []
     for carried in (wire, model):
-        spec = DispatchSpec(0, 1, len(COUNTS), SHAPE.hidden, problem.top_k, 64, model.dtype, carried)
-        dispatcher = local.ENTRY.build(spec)
-        arrived = dispatcher.dispatch(hidden, routing)
+        alone = Members.of_ranks(1)
+        spec = DispatchSpec(alone, 0, len(COUNTS), SHAPE.hidden, problem.top_k, 64, model.dtype, carried)
+        dispatcher = local.ENTRY.build(spec, None)
+        arrived = dispatcher.dispatch(hidden, Routing(slots.int(), scores, (33,), 1))
         assert arrived.batch.tokens.format == carried
         answers.append(dispatcher.combine(kernel.apply(prepared, arrived.batch), arrived.ticket))
     assert torch.equal(*answers)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from parallel import group
+from torch.distributed import ProcessGroup
 
 from moeserve.device.machine import machine_named
 from moeserve.dispatch.backends import DISPATCHERS
@@ -52,15 +54,13 @@ FITTING = {span.dispatcher.name for span in plan_of(2, Wanted()).fitting}
 """Dispatchers that two ranks on CPUs may choose between."""
 
 
-def chosen(
-    book: CostBook, plan: Plan, rank: int, monitor: Callable[[list[Candidate], float], Measured] = measure
-) -> Choice:
+def chosen(book: CostBook, plan: Plan, rank: int, monitor: Callable[..., Measured] = measure) -> Choice:
     """One choice, with an eye on what it measures."""
     seen: list[str] = []
 
-    def watched(candidates: list[Candidate], seconds: float) -> Measured:
+    def watched(candidates: list[Candidate], seconds: float, over: ProcessGroup | None) -> Measured:
         seen.extend(candidate.entry.name for candidate in candidates)
-        return monitor(candidates, seconds)
+        return monitor(candidates, seconds, over)
 
     def spec_of(asked: Plan, span: DispatchSpan) -> DispatchSpec:
         problem = asked.problem
@@ -77,7 +77,7 @@ def chosen(
 
     costing.measure = watched
     try:
-        made = book.choose({0: plan, 3: plan}, spec_of)
+        made = book.choose({0: plan, 3: plan}, spec_of, group())
     finally:
         costing.measure = measure
     if made[0] is not made[3]:
@@ -131,10 +131,10 @@ def _refusal(how: Costing, plan: Plan, rank: int) -> str:
         return str(error)
 
 
-def _no_rank_1(spec: DispatchSpec) -> Dispatcher:
+def _no_rank_1(spec: DispatchSpec, group: ProcessGroup | None) -> Dispatcher:
     if spec.rank == 1:
         raise RuntimeError("needs 7 bytes more than rank 1 has")
-    return DISPATCHERS["all2allv"].build(spec)
+    return DISPATCHERS["all2allv"].build(spec, group)
 
 
 @contextmanager
@@ -154,9 +154,9 @@ def _room_on_rank_1_for(rank: int, most: int) -> Iterator[None]:
         timed_steps.reserve = true
 
 
-def _broken_on_rank_1(spec: DispatchSpec) -> Dispatcher:
+def _broken_on_rank_1(spec: DispatchSpec, group: ProcessGroup | None) -> Dispatcher:
     """Rank 1 runs out of memory once its rows have arrived, when the others go on."""
-    dispatcher = DISPATCHERS["all2allv"].build(spec)
+    dispatcher = DISPATCHERS["all2allv"].build(spec, group)
     dispatch = dispatcher.dispatch
 
     def broken(*args: Any) -> Any:
@@ -168,7 +168,7 @@ def _broken_on_rank_1(spec: DispatchSpec) -> Dispatcher:
     return dispatcher
 
 
-def _broken(spec: DispatchSpec) -> Dispatcher:
-    dispatcher = DISPATCHERS["all2allv"].build(spec)
+def _broken(spec: DispatchSpec, group: ProcessGroup | None) -> Dispatcher:
+    dispatcher = DISPATCHERS["all2allv"].build(spec, group)
     dispatcher.combine = lambda outputs, ticket: (_ for _ in ()).throw(ValueError("a byte is wrong"))  # type: ignore[method-assign]
     return dispatcher

@@ -41,11 +41,8 @@ class Place:
     @classmethod
     def at(cls, epoch: Epoch, seat: int, device: str) -> Place:
         """The place of `seat` in `epoch`. Raises ValueError for a vacant seat."""
-        owner, placement = epoch.members.at(seat).owner, epoch.placement
-        if owner is not None and epoch.mesh.sliced:
-            owner = 0
-        held = 0 if owner is None else placement.room[owner]
-        return cls(epoch.members, seat, placement.slots_per_owner, held, device)
+        held = epoch.slots_of(epoch.members.at(seat))
+        return cls(epoch.members, seat, epoch.placement.slots_per_owner, held, device)
 
 
 def first_epoch(served: Served) -> Epoch:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from torch.distributed import ProcessGroup
 
 from moeserve.device import waits
 from moeserve.device.machine import machine_named
@@ -39,8 +40,8 @@ class Impatient(Local):
     built: list[DispatchSpec] = []  # noqa: RUF012
     patient = False
 
-    def __init__(self, spec: DispatchSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: DispatchSpec, group: ProcessGroup | None) -> None:
+        super().__init__(spec, group)
         self.built.append(spec)
         self._late: tuple[int, ...] = () if self.patient else (2, 5)
 
