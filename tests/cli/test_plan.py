@@ -212,7 +212,9 @@ def test_dispatchers_are_measured_and_the_plan_follows(
         assert all(point["dispatch"] > 0 and point["combine"] > 0 for point in points)
     assert {dispatcher["name"] for dispatcher in plan["dispatchers"]} <= FITTING
     assert plan["dispatchers"][-1]["up_to"] == plan["costs"]["setting"]["lane_rows"] == 16
-    assert (plan["costs"]["setting"]["ranks"], plan["costs"]["setting"]["device"]) == (2, "cpu")
+    setting = plan["costs"]["setting"]
+    assert [setting[name] for name in ("lanes", "owners", "max_lanes", "max_owners")] == [2] * 4
+    assert setting["device"] == "cpu"
     (kept,) = (measuring.parent / "costs").iterdir()
     assert json.loads(kept.read_text()) == plan["costs"]
 
