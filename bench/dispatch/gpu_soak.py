@@ -11,9 +11,9 @@ Members are ranks, or lanes x owners, or roles one by one. Every byte of every a
 Lanes are absent at random, for one step or for many on end: a member that is no owner then does not call, and
 comes back whenever the others have got to. Numbers of steps jump. Up to two steps are under way at a time
 where the dispatcher allows it; choices are missing, or all rows go to one expert. Afterwards one member waits
-2 s before a step, and those that wait for it must name it. Prints wrong rows; device memory, host memory, open
-files and threads at the end beside those at the start; and who was named. A tool that watches every access
-makes all members late: --watched has them wait for minutes, meet over gloo, and leaves out the late one.
+2 s before a step, and those that wait for it must name it. Prints wrong rows; by how much device memory, host
+memory, open files and threads have grown; and who was named. A tool that watches every access makes all
+members late: --watched has them wait for minutes, meet over gloo, and leaves out the late one.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from bench.dispatch.exact_steps import compute, held_by, lane_rows, members_named, wrong_rows
 from bench.lib.record import Result, write
@@ -72,9 +73,11 @@ class Plan:
         self._number = 0
 
     def step(self, seed: int, *, alone: bool) -> Planned:
-        """The next step. Its number jumps only if it is `alone`, with no other under way."""
-        jumps = alone and self._random.random() < 0.3
-        self._number += self._random.choice((2, 3, self._random.randint(4, FAR))) if jumps else 1
+        """The next step. Steps under way together have numbers of different parity; `alone` it has any."""
+        jump = 1
+        if self._random.random() < 0.3:
+            jump = self._random.choice((2, 3, self._random.randint(4, FAR)))
+        self._number += jump if alone else jump | 1
         most = 4 if self._random.random() < 0.5 else self._spec.lane_rows
         rows = tuple(self._rows(seed, lane, most) for lane in range(len(self._back)))
         return Planned(seed, self._number, rows)
@@ -160,10 +163,10 @@ class Soaked:
     late: tuple[int, ...]
 
 
-def soak(spec: DispatchSpec, name: str, steps: int) -> Soaked:
-    """So many steps over the dispatcher `name`. Collective over the default group."""
+def soak(spec: DispatchSpec, name: str, steps: int, group: ProcessGroup) -> Soaked:
+    """So many steps over the dispatcher `name`. Collective over `group`."""
     entry = DISPATCHERS[name]
-    dispatcher = entry.build(spec, dist.group.WORLD)
+    dispatcher = entry.build(spec, group)
     running = Steps(dispatcher, spec, entry.in_flight)
     warm = min(200, steps // 4)
     before, began = Held.now(spec.device), time.monotonic()
@@ -175,11 +178,11 @@ def soak(spec: DispatchSpec, name: str, steps: int) -> Soaked:
             sys.exit(f"seat {spec.seat}: {int(running.wrong)} wrong rows by step {seed}")
     running.drain()
     wrong = running.wrong.clone()
-    dist.all_reduce(wrong)
+    dist.all_reduce(wrong, group=group)
     rate = (steps - warm) / (time.monotonic() - began)
     grown = Held.now(spec.device).since(before)
     late = dispatcher.late()
-    dist.barrier()
+    dist.barrier(group=group)
     dispatcher.close()
     return Soaked(int(wrong), grown, rate, running.absent, late)
 
@@ -220,10 +223,10 @@ def lateness(spec: DispatchSpec, name: str) -> tuple[bool, float]:
     return all(late.seat in seen[at] for at in waiting), max(times[at] for at in waiting)
 
 
-def spec_for(args: argparse.Namespace) -> DispatchSpec:
-    """What this member's dispatcher is built for. The default group is there."""
-    members = members_named(args.members, dist.get_world_size(), args.room)
-    member = members.present[dist.get_rank()]
+def spec_for(args: argparse.Namespace, rank: int, world: int) -> DispatchSpec:
+    """What the dispatcher of the member at position `rank` is built for."""
+    members = members_named(args.members, world, args.room)
+    member = members.present[rank]
     return DispatchSpec(
         members=members,
         seat=member.seat,
@@ -272,11 +275,13 @@ def joined(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Soaks, delays, prints from the first member, and fails on a wrong row or a late one that nobody names."""
+    """Soaks, delays, prints, and fails on a wrong row or a late member that nobody names."""
     args = parsed()
     joined(args)
-    spec = spec_for(args)
-    found = soak(spec, args.dispatcher, args.steps)
+    spec = spec_for(args, dist.get_rank(), dist.get_world_size())
+    group = dist.group.WORLD
+    assert group is not None, "the default group is there"
+    found = soak(spec, args.dispatcher, args.steps, group)
     said = f"seat {spec.seat}: {args.steps} steps of {args.dispatcher}, absent from {found.absent}"
     well = not found.wrong and not found.late
     print("ok  " if well else "FAIL", said, f"{found.wrong} wrong rows, late {list(found.late)}", flush=True)

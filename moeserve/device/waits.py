@@ -25,6 +25,7 @@ NANOSECONDS = 10**9
 FIELDS = {
     "bound": "u64",  # nanoseconds that a block waits for others at most
     "expired": "u32*",  # the host's: set by a block that waited longer
+    "spoiled": "u32*",  # the device's, likewise: see `spoiled_word`
 }
 """The arguments of a kernel whose blocks wait for each other."""
 
@@ -34,24 +35,36 @@ class GridWait:
 
     def __init__(self, kernel: str, device: torch.device) -> None:
         self._kernel, self._device = kernel, device
+        self._spoiled = spoiled_word(device)
         self._expired = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._word = self._expired.numpy()  # of the same memory; a tensor is slow to read
 
     def arguments(self) -> dict[str, Argument]:
         """The values of `FIELDS`."""
-        return {"bound": int(WAIT_SECONDS * NANOSECONDS), "expired": self._expired}
+        return {"bound": int(WAIT_SECONDS * NANOSECONDS), "expired": self._expired, "spoiled": self._spoiled}
 
     def check(self) -> None:
         """Raises RuntimeError if blocks of a launch waited in vain since the last call; waits for nothing."""
         if not self._word[0]:
             return
         self._word[0] = 0
+        self._spoiled.zero_()
         raise RuntimeError(
             f"{self._kernel}: blocks of a launch of up to {resident_blocks(self._device)} waited "
             f"{WAIT_SECONDS:g} s for others that did not run, and its answer is wrong; probably another "
             f"kernel holds multiprocessors of {self._device}: raise members.held_multiprocessors to as many "
             "as it holds"
         )
+
+
+@cache
+def spoiled_word(device: torch.device) -> torch.Tensor:
+    """int32 `[1]` on `device`: not 0 while what kernels computed there means nothing, until `check` has said
+    so.
+
+    What sends their outputs to others reads it on the device, and sends nothing then.
+    """
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 @cache

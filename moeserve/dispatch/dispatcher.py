@@ -75,8 +75,9 @@ class Dispatcher(Protocol):
     def expect(self, number: int, absent: tuple[int, ...] = ()) -> None:
         """Says which step a recorded dispatch runs as when it is replayed next, and which lanes are absent.
 
-        `number` is the step's, as in `Routing`; `absent` are lanes that the recording has rows of and the step
-        does not name. What is launched and not replayed learns both from its routing. Nothing to do by default.
+        `number` is the step's, as in `Routing`; `absent` are lanes that the recording has rows of and the
+        step does not name. What is launched and not replayed learns both from its routing. Nothing to do by
+        default.
         """
         return
 

@@ -144,8 +144,8 @@ STEPS: tuple[Rows, ...] = (
 JUMPS = (1, 1, 2, 1, 3, 1, 2, 2, 1000, 1)
 """From the number of the step before to that of each step, odd and even amounts, steps one at a time."""
 
-PAIRS = (1, 1, 2, 1, 1, 1, 4, 1, 999, 1)
-"""The same, two steps under way: those of a pair follow each other."""
+PAIRS = (1, 1, 2, 3, 1, 1, 4, 999, 1001, 5)
+"""The same, two steps under way: the numbers of a pair differ in parity, so they lie an odd amount apart."""
 
 RUNS = {"one_at_a_time": JUMPS, "two_under_way": PAIRS}
 

@@ -11,7 +11,8 @@ LANES_A_WORD = 4
 LANE_WORDS = MOST_LANES // LANES_A_WORD
 
 PEERS = {
-    "headers": "const u64*",  # [lanes + owners] addresses of the header of each place's member, as mapped here
+    # [lanes + owners] addresses of the header of each place's member, as mapped here
+    "headers": "const u64*",
     "live": "u32*",  # as `PeerLiveness` has them
     "partners": "const u32*",
     "host_flags": "u32*",
@@ -77,6 +78,7 @@ COMBINE = Arguments(
     sums="const u64*",  # [lanes] addresses of each lane's sums
     sums_here="u8*?",  # this lane's
     parity_bytes="u64",  # from one parity's sums to the other's
+    spoiled="const u32*",  # not 0 when `outputs` mean nothing: then nothing is sent
     homes="int",  # blocks that work for this member's own rows
     outputs="const uint4*",  # rows of the batch
     places="const int*?",  # see `PeerArrival`; null without an owner's place

@@ -66,8 +66,8 @@ class _PeerTicket:
 class PeerDispatcher(Dispatcher):
     """The dispatcher over the memory of members that share a host.
 
-    `PeerDispatcher(spec, grouping, group)` is collective over a process group of the spec's members. All raise
-    RuntimeError when one of them lacks room.
+    `PeerDispatcher(spec, grouping, group)` is collective over a process group of the spec's members. All
+    raise RuntimeError when one of them lacks room.
     """
 
     def __init__(self, spec: DispatchSpec, grouping: Grouping, group: ProcessGroup | None) -> None:
@@ -81,9 +81,9 @@ class PeerDispatcher(Dispatcher):
     def seated(cls, spec: DispatchSpec, grouping: Grouping, offers: Sequence[PeerOffer]) -> PeerDispatcher:
         """The dispatcher of a member that takes a vacant seat of a group whose `offers` it was given.
 
-        `spec.members` are those of the group and this one. Not collective: each of the others takes the seat's
-        `offer` by `admit` before the first step in which this member takes part. Raises ValueError for an
-        offer of another layout or of no member, and RuntimeError where memory cannot be had or mapped.
+        `spec.members` are those of the group and this one. Not collective: each of the others takes the
+        seat's `offer` by `admit` before the first step in which this member takes part. Raises ValueError for
+        an offer of another layout or of no member, and RuntimeError where memory cannot be had or mapped.
         """
         check_spec(spec)
         check_sizes(spec)
@@ -165,8 +165,8 @@ class PeerDispatcher(Dispatcher):
     def expect(self, number: int, absent: tuple[int, ...] = ()) -> None:
         """Says which step a recorded dispatch runs as when it is replayed next, and which lanes are absent.
 
-        Raises ValueError for a number that is no later than the last, and for an absent lane of an owner: that
-        member takes part in every step, and brings rows that choose nothing.
+        Raises ValueError for a number that is no later than the last, and for an absent lane of an owner:
+        that member takes part in every step, and brings rows that choose nothing.
         """
         for lane in absent:
             seat = self._liveness.members.seat_of_lane[lane]
@@ -181,7 +181,8 @@ class PeerDispatcher(Dispatcher):
         return _request(self._layout).offer(self._memory)
 
     def admit(self, offer: PeerOffer) -> None:
-        """Lets the member of `offer` take part from the next step on; it has a seat, lane or place that is vacant.
+        """Lets the member of `offer` take part from the next step on; it has a seat, lane or place that is
+        vacant.
 
         Nothing is compiled, allocated on the device or recorded again. It is called between two steps, by the
         thread that launches them. Raises ValueError for a seat that is taken or another layout, and
@@ -338,6 +339,6 @@ def lacks_room(layout: PeerLayout) -> str:
     if needed <= free:
         return ""
     return (
-        f"needs {needed} bytes for {spec.lane_rows} rows a lane, {layout.lanes} lanes and {spec.slots} slots; "
-        f"{free} are free: lower lane_rows, or use another dispatcher for so many rows"
+        f"needs {needed} bytes for {spec.lane_rows} rows a lane, {layout.lanes} lanes and "
+        f"{spec.slots} slots; {free} are free: lower lane_rows, or use another dispatcher for so many rows"
     )

@@ -11,6 +11,7 @@ from moeserve.device.arguments import Argument
 from moeserve.device.nvrtc import Program
 from moeserve.device.residency import resident_blocks
 from moeserve.device.source import Part, source
+from moeserve.device.waits import spoiled_word
 from moeserve.dispatch.peers.arguments import COMBINE, DISPATCH, LANE_WORDS, LANES_A_WORD
 from moeserve.dispatch.peers.layout import WORD, PeerLayout
 from moeserve.dispatch.peers.liveness import PeerLiveness
@@ -104,7 +105,7 @@ class PeerKernels:
         self._layout, self._tables, self._liveness = layout, tables, liveness
         spec = self._spec = layout.spec
         self._brings, self._owns = spec.member.lane is not None, spec.member.owner is not None
-        self._device = torch.device(spec.device)
+        self._device = liveness.live.device  # with its index
         self._wire = wire_code(spec)
         program = program_for(layout, self._wire)
         self._blocks = resident_blocks(self._device)
@@ -116,7 +117,8 @@ class PeerKernels:
         self._counts = torch.zeros(counts, dtype=torch.int32, device=spec.device)
         self._sent = torch.zeros(2, dtype=torch.int64, device=spec.device)
         self.sent = torch.zeros(2, dtype=torch.int64, pin_memory=True)
-        """Copies that dispatches have sent to other members, and sums that combines did, as far as is known."""
+        """Copies that dispatches have sent to other members, and sums that combines did, as far as is known.
+        """
         peers = self._peers()
         self._dispatch = program.function("peer_dispatch", DISPATCH).bound(peers | self._fixed())
         self._combine = program.function("peer_combine", COMBINE).bound(
@@ -125,11 +127,13 @@ class PeerKernels:
                 "sums": tables.sums,
                 "sums_here": tables.sums_here,
                 "parity_bytes": layout.sums_bytes,
+                "spoiled": spoiled_word(self._device),
             }
         )
 
     def expect(self, number: int, absent: int) -> None:
-        """The dispatch that is replayed next runs as step `number`, without the lanes of the bits `absent`."""
+        """The dispatch that is replayed next runs as step `number`, without the lanes of the bits `absent`.
+        """
         in_order(self._device)
         sequence = sequence_of(number)
         if self._next != sequence:
@@ -139,7 +143,8 @@ class PeerKernels:
         self._next, self._absent = next_sequence(sequence), absent
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> PeerArrival:
-        """Sends this lane's rows and groups what arrives. Recorded, it runs as the step that `expect` names."""
+        """Sends this lane's rows and groups what arrives. Recorded, it runs as the step that `expect` names.
+        """
         spec, layout = self._spec, self._layout
         own, rows = spec.own_rows(routing.lane_rows), sum(routing.lane_rows)
         number = 0

@@ -39,12 +39,12 @@ OVER = -(2**63)
 class PeerLiveness:
     """What one member knows of the others, by place: lane l has place l, owner o has place `max_lanes + o`.
 
-    `live [places + 1]` int32 on the device is 0 for a place that is neither waited for nor stored to; its last
-    word is the kernels' own. `host_flags [places + 1]` int32 holds the sequence number in which each place was
-    given up, 0 for none; kernels write it. Its last word is the sequence number of a step whose own blocks did
-    not run together. `host_word [1]` int64 says for whom waiting has ended; kernels that wait read it now and
-    then. Tensors of the host are pinned. `partners [2, places]` int32 on the device has the other place of a
-    place's member, or the same one, and the member's seat.
+    `live [places + 1]` int32 on the device is 0 for a place that is neither waited for nor stored to; its
+    last word is the kernels' own. `host_flags [places + 1]` int32 holds the sequence number in which each
+    place was given up, 0 for none; kernels write it. Its last word is the sequence number of a step whose own
+    blocks did not run together. `host_word [1]` int64 says for whom waiting has ended; kernels that wait read
+    it now and then. Tensors of the host are pinned. `partners [2, places]` int32 on the device has the other
+    place of a place's member, or the same one, and the member's seat.
     """
 
     def __init__(self, members: Members, device: str) -> None:

@@ -33,19 +33,26 @@ class PeerTables:
         owner, lane = spec.member.owner, spec.member.lane
         self.arrivals_here = None if owner is None else mine[layout.arrivals :]
         self.sums_here = None if lane is None else mine[layout.sums(spec.member) :]
-        self.admit(spec.member, mine)
+        self._enter(spec.member, mine)
         for seat, view in memory.views.items():
-            self.admit(spec.members.at(seat), view)
+            self._enter(spec.members.at(seat), view)
 
     def admit(self, member: Member, view: Tensor) -> None:
-        """Enters the memory of `member`, mapped here as `view`, and forgets what the seat's holder before told."""
+        """Enters the memory of `member`, mapped here as `view`; what the seat's last holder told is
+        forgotten.
+
+        No member that was there from the start is admitted: it may have told something already.
+        """
+        self.header[member.seat].zero_()
+        if member.owner is not None:
+            self.header[GIVEN_UP_BYTES // 4 + member.owner].zero_()
+        self._enter(member, view)
+
+    def _enter(self, member: Member, view: Tensor) -> None:
         base, layout = view.data_ptr(), self._layout
-        if member.seat != layout.spec.seat:
-            self.header[member.seat].zero_()
         if member.lane is not None:
             self.headers[member.lane].fill_(base)
             self.sums[member.lane].fill_(base + layout.sums(member))
         if member.owner is not None:
             self.headers[layout.lanes + member.owner].fill_(base)
             self.arrivals[member.owner].fill_(base + layout.arrivals)
-            self.header[GIVEN_UP_BYTES // 4 + member.owner].zero_()

@@ -18,11 +18,16 @@ Row = NDArray[np.int32]
 def rebalance(epoch: Epoch, target: Placement, staging_slots: int) -> Iterator[Change]:
     """The changes from `epoch` to `target`, in order; each copies into `staging_slots` slots a rank at most.
 
-    Raises ValueError for a placement of another size, or `staging_slots` under 1.
+    Raises ValueError for a placement of another size or room, or `staging_slots` under 1.
     """
     if staging_slots < 1:
         raise ValueError(f"staging_slots={staging_slots} must be 1 or more to move experts")
     epoch.placement.moves_to(target)  # refuses another size
+    if target.room != epoch.placement.room:
+        raise ValueError(
+            f"a placement with room for {list(target.room)} experts cannot follow one with room for "
+            f"{list(epoch.placement.room)}; room changes only when members come or go"
+        )
     changed = (epoch.placement.slots != target.slots).any(axis=1)
     for layer in np.flatnonzero(changed).tolist():
         for row in _rows(epoch.placement, layer, target.slots[layer], staging_slots):

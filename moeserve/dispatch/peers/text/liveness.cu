@@ -69,7 +69,8 @@ DEVICE bool await(const Watch& w, int place, u32 sequence, Here here) {
 }
 
 // Waits until `here()`, which other blocks of this grid bring about. They wait for other members only, so a time of twice
-// the patience is over only when some of them do not run: then the host is told, the answer means nothing, and it is false.
+// the patience is over only when some of them do not run: then the host is told, nobody is stored to any more, since the
+// answer means nothing, and it is false.
 template <class Here>
 DEVICE bool await_blocks(const Watch& w, u32 sequence, Here here) {
   u64 end = 0;
@@ -80,6 +81,7 @@ DEVICE bool await_blocks(const Watch& w, u32 sequence, Here here) {
     if (end == 0) end = now + 2 * w.patience;
     if (now < end) continue;
     store_relaxed(w.host_flags + PLACES, sequence);
+    for (int place = 0; place < PLACES; ++place) *(volatile u32*)(w.live + place) = 0;
     return false;
   }
 }

@@ -28,7 +28,7 @@ DEVICE void wait_for_inner(const Task& t, const Group& g, u32& deadline) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(made) : "l"(t.made + 1 + g.slot) : "memory");
     return made >= parts;
   };
-  await_blocks(here, deadline, t.bound, t.expired);
+  await_blocks(here, deadline, t.bound, t.expired, t.spoiled);
 }
 
 // By one thread of each of four warps, since one takes too long to ask for all that a stage needs. Each brings one of

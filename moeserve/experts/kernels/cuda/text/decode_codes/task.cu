@@ -56,7 +56,7 @@ struct Task {
   void* out;
   u32* made;
   u64 bound;
-  u32* expired;
+  u32 *expired, *spoiled;
   float limit, alpha, beta;
 
   DEVICE explicit Task(const DecodeArguments& args)
@@ -71,6 +71,7 @@ struct Task {
         made(args.made),
         bound(args.bound),
         expired(args.expired),
+        spoiled(args.spoiled),
         limit(args.limit),
         alpha(args.alpha),
         beta(args.beta) {}

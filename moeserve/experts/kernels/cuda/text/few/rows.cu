@@ -8,7 +8,7 @@ DEVICE void wait_for_all(const Task& t, u64 all_there) {
     asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(turn) : "l"(t.turns) : "memory");
     return turn >= all_there;
   };
-  await_blocks(here, deadline, t.bound, t.expired);
+  await_blocks(here, deadline, t.bound, t.expired, t.spoiled);
   asm volatile("fence.proxy.async;" ::: "memory");
 }
 

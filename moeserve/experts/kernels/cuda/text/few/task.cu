@@ -96,7 +96,7 @@ struct Task {
   void* out;
   u64* turns;
   u64 bound;
-  u32* expired;
+  u32 *expired, *spoiled;
   float limit, alpha, beta;
 
   DEVICE explicit Task(const FewArguments& args)
@@ -120,6 +120,7 @@ struct Task {
         turns(args.turns),
         bound(args.bound),
         expired(args.expired),
+        spoiled(args.spoiled),
         limit(args.limit),
         alpha(args.alpha),
         beta(args.beta) {}
