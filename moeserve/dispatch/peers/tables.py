@@ -25,10 +25,10 @@ class PeerTables:
     def __init__(self, layout: PeerLayout, memory: PeerMemory) -> None:
         self._layout, self._memory = layout, memory
         spec, mine = layout.spec, memory.mine
-        table = {"dtype": torch.int64, "device": spec.device}
-        self.headers = torch.zeros(layout.lanes + layout.owners, **table)
-        self.arrivals = torch.zeros(layout.owners, **table)
-        self.sums = torch.zeros(layout.lanes, **table)
+        self.headers, self.arrivals, self.sums = (
+            torch.zeros(places, dtype=torch.int64, device=spec.device)
+            for places in (layout.lanes + layout.owners, layout.owners, layout.lanes)
+        )
         self.header = mine[:HEADER_BYTES].view(torch.int32)
         owner, lane = spec.member.owner, spec.member.lane
         self.arrivals_here = None if owner is None else mine[layout.arrivals :]
