@@ -204,14 +204,18 @@ class Regions:
         self._handover.close()
 
     def grant(self, name: str) -> int:
-        """A descriptor of `name`, the caller's to close, for one lease more; KeyError if none."""
+        """A descriptor of `name`, the caller's to close, for one lease more.
+
+        Raises KeyError where there is no such region, OSError where no descriptor is left.
+        """
         with self._lock:
             region = self._regions[name]
             if region.descriptor is None:
                 raise KeyError(name)
+            descriptor = os.dup(region.descriptor)
             region.claimed = True
             region.leases += 1
-            return os.dup(region.descriptor)
+            return descriptor
 
     def lease_ended(self, name: str) -> None:
         """One lease on `name` ended; with the last one the region goes."""
