@@ -214,17 +214,18 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
     def ListRegions(
         self, request: moe_pb2.ListRegionsRequest, context: grpc.ServicerContext
     ) -> moe_pb2.ListRegionsReply:
-        """Every region of this rank."""
+        """The regions that were registered by name. A sealed one is its maker's, and in no list."""
         rows = [
             moe_pb2.RegionInfo(name=r.name, size=r.size, in_use=r.in_use, named=r.named)
             for r in self._regions.list()
+            if r.named
         ]
         return moe_pb2.ListRegionsReply(regions=rows)
 
     def ReleaseRegion(
         self, request: moe_pb2.ReleaseRegionRequest, context: grpc.ServicerContext
     ) -> moe_pb2.ReleaseRegionReply:
-        """Forgets a region; calls that hold it finish."""
+        """Forgets the region whose whole name the caller knows; calls that hold it finish."""
         guarded(context, lambda: self._regions.release(request.name))
         return moe_pb2.ReleaseRegionReply()
 

@@ -177,15 +177,15 @@ class Regions:
             self._reclaim_if_idle(region)
 
     def release(self, name: str) -> None:
-        """Forgets the region, by its whole name or by the name that `list` shows; calls that hold it finish.
+        """Forgets the region of this whole name, which only its maker knows; calls that hold it finish.
 
         Raises UnknownRegion.
         """
         with self._lock:
-            named = [region for region in self._regions.values() if name in (region.name, region.public)]
-            if not named:
+            region = self._regions.get(name)
+            if region is None:
                 raise UnknownRegion(f"this lane has no region {_without_secret(name)!r}")
-            self._forget(named[0])
+            self._forget(region)
 
     def list(self) -> tuple[RegionStatus, ...]:
         """Every region that calls may use, oldest first."""
