@@ -67,7 +67,17 @@ _TABLE: tuple[tuple[type[Exception], str, str], ...] = (
 
 
 def status_of(error: Exception) -> GrpcStatus:
-    """The status that `error` ends a call with: what a lane said, or what the table has; else INTERNAL."""
+    """The status that `error` ends a call with: what a lane said, or what the table has; else INTERNAL.
+
+    `error` has no traceback afterwards: a call keeps what it failed with, and the frames of the traceback
+    keep the call and its rows.
+    """
+    status = _status_of(error)
+    error.__traceback__ = None
+    return status
+
+
+def _status_of(error: Exception) -> GrpcStatus:
     if isinstance(error, MoeError):
         return GrpcStatus(error.code, error.reason, error.message, error.retry_after)
     for kind, code, reason in _TABLE:

@@ -7,6 +7,7 @@ import math
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -79,8 +80,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         if not context.add_callback(lambda: self._left(call, context)):  # the RPC is over already
             self._left(call, context)
         if not call.wait(asked.batch.deadline - time.time()):
-            self._lane.cancel(call)
-            raise DeadlinePassed(f"layer {asked.batch.layer}: no answer within the deadline")
+            call.give_up(DeadlinePassed(f"layer {asked.batch.layer}: no answer within the deadline"))
         return self._reply(asked, call)
 
     def _left(self, call: LaneCall, context: grpc.ServicerContext) -> None:
@@ -126,7 +126,17 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             ended(moe_pb2.ForwardStreamReply(job_id=request.job_id, error=failed))
             return _nothing
         call = self.begin(request, ended, "RegionCall")
-        return _nothing if call is None else lambda: self.leave(call)
+        if call is None:
+            return _nothing
+        under_way = weakref.ref(call)  # a lease may be idle for long, and must not keep what was answered
+        del call
+
+        def leave() -> None:
+            call = under_way()
+            if call is not None:
+                self.leave(call)
+
+        return leave
 
     def begin(
         self,

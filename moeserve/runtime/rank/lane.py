@@ -52,7 +52,7 @@ class LaneCall:
             if self._left and self.error is None:
                 return
             self._done.set()
-        self._ended(self)
+        self._end()
 
     def give_up(self, error: Exception) -> None:
         """Lets its waiter go with `error`, unless it has ended; parts that still end are nobody's."""
@@ -61,7 +61,15 @@ class LaneCall:
                 return
             self.error = error
             self._done.set()
-        self._ended(self)
+        self._end()
+
+    def _end(self) -> None:
+        """Tells of the end, once. The call and its jobs hold each other no more: both go when nobody reads
+        the answer, without waiting for a collection."""
+        for job in self.jobs:
+            job.disown()
+        ended, self._ended = self._ended, _nobody_asks
+        ended(self)
 
     @property
     def ended(self) -> bool:
@@ -188,6 +196,10 @@ class Lane:
         with self._lock:
             for job in call.jobs:
                 self._jobs.pop(job.number, None)
+
+
+def _nobody_asks(call: LaneCall) -> None:
+    """Hears that a call ended whose end was told."""
 
 
 def _nobody(job: Announcement) -> None:
