@@ -79,10 +79,10 @@ class Job:
     hidden: Tensor  # [T, H]
     experts: Tensor  # [T, K] int32
     weights: Tensor  # [T, K] float32
-    deadline: float  # time.time() seconds; inf for none
+    deadline: float  # time.monotonic() seconds; inf for none
     ended: Callable[[Job], None]  # called by the thread that ends it; after `disown` nobody hears of it
     weights_version: int = 0  # the one it must be computed with; 0: whichever is served
-    created: float = field(default_factory=time.time)
+    created: float = field(default_factory=time.monotonic)
     output: Tensor | None = None  # [T, H]
     stamp: Stamp = NOT_YET
     error: Exception | None = None

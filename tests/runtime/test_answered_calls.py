@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,10 +14,12 @@ import torch
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import encode, plain
+from moeserve.runtime.control.stream import StreamClosed
+from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.doors.lane_door import LaneDoor
 from moeserve.runtime.doors.payloads import Payloads, Regions
 from moeserve.runtime.doors.request import CheckedRequest
-from moeserve.runtime.errors import GroupUnavailable
+from moeserve.runtime.errors import BatchTooLarge, GroupUnavailable
 from moeserve.runtime.rank.lane import Lane, LaneBatch
 from moeserve.runtime.step import Announcement, Stamp
 
@@ -115,6 +119,38 @@ def test_a_call_that_was_given_up_goes_too(ranked: Ranked) -> None:
     kept = weakref.ref(call), weakref.ref(call.jobs[0])
     del call
     assert [found() for found in kept] == [None, None]
+
+
+def test_a_clock_that_is_set_moves_no_deadline(ranked: Ranked, monkeypatch: pytest.MonkeyPatch) -> None:
+    def announce(job: Announcement) -> None:
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + 3600)
+        ranked.announced.append(job)
+        threading.Timer(0.05, ranked.step).start()
+
+    ranked.lane.announce = announce
+    context: Any = Context()
+    assert ranked.door.Forward(ranked.request(4), context).HasField("hidden")
+
+
+def test_a_batch_that_no_lane_ever_takes_is_not_told_to_come_again(ranked: Ranked) -> None:
+    rows = 4 * 100 + 1
+    batch = LaneBatch(0, torch.ones(rows, 1), torch.zeros(rows, 2, dtype=torch.int32), torch.ones(rows, 2))
+    with pytest.raises(BatchTooLarge, match="401 rows in one call, and lane 0 takes 100 x 4") as refused:
+        ranked.lane.submit(batch)
+    status = status_of(refused.value)
+    assert (status.code, status.pushback) == ("INVALID_ARGUMENT", None)
+
+
+def test_a_rank_without_its_coordinator_is_unavailable(ranked: Ranked) -> None:
+    def announce(job: Announcement) -> None:
+        raise StreamClosed("the other end closed the stream")
+
+    ranked.lane.announce = announce
+    replies: list[moe_pb2.ForwardStreamReply] = []
+    assert ranked.door.begin(ranked.request(4), replies.append) is None
+    assert (replies[0].error.code, replies[0].error.reason) == (14, "not_serving")
+    assert ranked.lane.in_flight == 0
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["failed", "late"])

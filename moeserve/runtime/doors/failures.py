@@ -12,10 +12,18 @@ import grpc
 from moeserve.proto import moe_pb2
 from moeserve.proto.errors import CODE_OF_NAME, PUSHBACK_KEY, REASON_KEY, MoeError
 from moeserve.proto.tensors import TensorError
+from moeserve.runtime.control.stream import StreamClosed
 from moeserve.runtime.doors.operations import BadRequest, NothingToBalance
 from moeserve.runtime.doors.payloads.errors import NamedRegionRefused, RegionLimit, UnknownRegion
 from moeserve.runtime.doors.request import NotServed
-from moeserve.runtime.errors import CallerLeft, DeadlinePassed, GroupUnavailable, LaneFull, WrongVersion
+from moeserve.runtime.errors import (
+    BatchTooLarge,
+    CallerLeft,
+    DeadlinePassed,
+    GroupUnavailable,
+    LaneFull,
+    WrongVersion,
+)
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +66,9 @@ _TABLE: tuple[tuple[type[Exception], str, str], ...] = (
     (NamedRegionRefused, "PERMISSION_DENIED", "named_regions_off"),
     (RegionLimit, "RESOURCE_EXHAUSTED", "region_limit"),
     (LaneFull, "RESOURCE_EXHAUSTED", "overloaded"),
+    (BatchTooLarge, "INVALID_ARGUMENT", "too_many_rows"),
     (GroupUnavailable, "UNAVAILABLE", "not_serving"),
+    (StreamClosed, "UNAVAILABLE", "not_serving"),  # of the rank to its coordinator
     (WrongVersion, "FAILED_PRECONDITION", "wrong_version"),
     (NothingToBalance, "FAILED_PRECONDITION", "nothing_to_balance"),
     (DeadlinePassed, "DEADLINE_EXCEEDED", "deadline"),

@@ -58,7 +58,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         """Runs one batch and waits for its answer."""
         started, transport, code = time.perf_counter(), "inline", "OK"
         remaining = seconds_left(context)
-        deadline = math.inf if remaining is None else time.time() + remaining
+        deadline = math.inf if remaining is None else time.monotonic() + remaining
         try:
             asked = self._reader.read(request, deadline)
             transport = asked.transport
@@ -79,7 +79,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         call = self._lane.submit(asked.batch)
         if not context.add_callback(lambda: self._left(call, context)):  # the RPC is over already
             self._left(call, context)
-        if not call.wait(asked.batch.deadline - time.time()):
+        if not call.wait(asked.batch.deadline - time.monotonic()):
             call.give_up(DeadlinePassed(f"layer {asked.batch.layer}: no answer within the deadline"))
         return self._reply(asked, call)
 
@@ -149,7 +149,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         method: as metrics name it. Returns the call, or None for a request that has ended already.
         """
         started = time.perf_counter()
-        deadline = time.time() + request.timeout_ms / 1000 if request.timeout_ms else math.inf
+        deadline = time.monotonic() + request.timeout_ms / 1000 if request.timeout_ms else math.inf
         transport = "inline"
 
         def end(outcome: Callable[[], moe_pb2.ForwardReply]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeserve.runtime.errors import DeadlinePassed, GroupUnavailable, LaneFull, one_version
+from moeserve.runtime.errors import BatchTooLarge, DeadlinePassed, GroupUnavailable, LaneFull, one_version
 from moeserve.runtime.step import Announcement, Job, Stamp
 
 
@@ -23,7 +23,7 @@ class LaneBatch:
     hidden: Tensor  # [T, H] of the served dtype
     experts: Tensor  # [T, K] int32, EMPTY = none
     weights: Tensor  # [T, K] float32, final
-    deadline: float = math.inf  # time.time() seconds
+    deadline: float = math.inf  # time.monotonic() seconds
     weights_version: int = 0  # demanded; 0: none
 
 
@@ -139,8 +139,15 @@ class Lane:
     def submit(self, batch: LaneBatch, ended: Callable[[LaneCall], None] = lambda call: None) -> LaneCall:
         """Starts a batch of at least one row; one over the lane's capacity is split and answered whole.
 
-        `ended` is called once, by the thread that ends the call. Raises GroupUnavailable or Overloaded.
+        `ended` is called once, by the thread that ends the call. Raises GroupUnavailable, LaneFull, or
+        BatchTooLarge for a batch that the lane could not take even while it holds no other.
         """
+        rows = batch.hidden.shape[0]
+        if rows > self._queue_limit * self.capacity:
+            raise BatchTooLarge(
+                f"hidden: {rows} rows in one call, and lane {self.rank} takes {self._queue_limit} x "
+                f"{self.capacity} at most; send them in several calls"
+            )
 
         def leave(done: LaneCall) -> None:
             self._forget(done)
@@ -172,8 +179,14 @@ class Lane:
                 text = f"lane {self.rank} holds {len(self._jobs)} jobs and takes {self._queue_limit} at most"
                 raise LaneFull(text, pushback=0.05)
             self._jobs.update({job.number: job for job in call.jobs})
-        for job in call.jobs:
-            self.announce(Announcement(self.rank, job.number, job.layer, job.hidden.shape[0], job.deadline))
+        try:
+            for job in call.jobs:
+                self.announce(
+                    Announcement(self.rank, job.number, job.layer, job.hidden.shape[0], job.deadline)
+                )
+        except BaseException:
+            self._forget(call)
+            raise
         return call
 
     def cancel(self, call: LaneCall) -> None:

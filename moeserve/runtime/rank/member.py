@@ -109,7 +109,7 @@ class Member:
             try:
                 return self._entries.get(timeout=REPORT_SECONDS)
             except queue.Empty:
-                self._lane.expire(time.time())
+                self._lane.expire(time.monotonic())
                 self._report()
 
     def _receive(self) -> None:
@@ -131,7 +131,14 @@ class Member:
                 self._entries.put(message)
         except StreamClosed as closed:
             self._lane.close(f"the coordinator is gone: {closed}")
-            self._entries.put({"kind": "stop"})
+        except Exception as error:
+            log.exception(
+                "rank %d: the thread that receives entries ends, and with it the rank", self._rank.index
+            )
+            self._lane.close(
+                f"an entry of the coordinator could not be taken: {type(error).__name__}: {error}"
+            )
+        self._entries.put({"kind": "stop"})
 
     def _interrupt(self) -> None:
         """Ends the step under way, whose callers have been told: nothing waits for a dead rank.
@@ -305,7 +312,7 @@ class Member:
         return self._epoch.version(self._rank.served.layers.index(header.layer))
 
     def _step(self, header: Header, generation: int) -> None:
-        started = time.time()
+        started = time.monotonic()
         version = self._version(header)
         jobs = [wanted_in(job, version) for job in self._lane.take(header.jobs)]
         served, top_k = self._rank.served, self._rank.plans[header.layer].problem.top_k
@@ -321,7 +328,7 @@ class Member:
         self.expert_rows += max(0, phases.expert_rows)
         self._stream.send({"kind": "done", "generation": generation, "step": header.number})
         if time.monotonic() - self._reported_at > REPORT_SECONDS:
-            self._lane.expire(time.time())
+            self._lane.expire(time.monotonic())
             self._report()
         wait = max((started - job.created for job in jobs if job is not None), default=0.0)
         self._observe(StepRecord(header.number, header.layer, len(jobs), at, wait, phases, late))
