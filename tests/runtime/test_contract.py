@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.errors import REASON_KEY
+from moeserve.proto.texts import LONGEST_TEXT
 from moeserve.runtime.doors.admin_door import AdminDoor
 from moeserve.runtime.doors.contract import register
 from moeserve.runtime.doors.endpoint import Endpoint
@@ -123,6 +126,51 @@ def test_each_call_is_served_by_exactly_the_doors_that_should(
     assert refused.value.details() == refusal.message
     assert (REASON_KEY, refusal.reason) in refused.value.trailing_metadata()
     assert doors.answered == []
+
+
+@pytest.mark.parametrize(("service", "method", "streams"), METHODS)
+def test_what_is_no_message_is_said_and_logged_nowhere(
+    doors: Doors, service: str, method: str, streams: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    door = "lane" if service == "LaneService" else "front"
+    if service == "MoeService" and method.endswith("Region"):
+        door = "lane"
+    if _server(door, service, method) is None:
+        return
+    with pytest.raises(grpc.RpcError) as refused:
+        doors.call(door, service, method, b"\xff\xff no message at all")
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert (REASON_KEY, "bad_message") in refused.value.trailing_metadata()
+    assert len(refused.value.details()) <= LONGEST_TEXT
+    assert caplog.records == []
+
+
+def test_what_came_before_it_on_a_stream_is_answered(doors: Doors) -> None:
+    call = doors.channels["lane"].stream_stream("/moeserve.v1.LaneService/ForwardStream")
+    replies = call(iter([b"", b"", b"\xff\xff", b""]), timeout=5)
+    assert [next(replies), next(replies)] == [b"", b""]
+    with pytest.raises(grpc.RpcError) as refused:
+        next(replies)
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_many_of_them_leave_nothing(doors: Doors) -> None:
+    call = doors.channels["lane"].unary_unary("/moeserve.v1.LaneService/CreateRegion")
+
+    def malformed(times: int) -> None:
+        for _ in range(times):
+            with pytest.raises(grpc.RpcError):
+                call(b"\xff\xff", timeout=5)
+
+    malformed(50)
+    gc.collect()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    malformed(200)
+    gc.collect()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert after - before < 200 * 1000
 
 
 @pytest.mark.parametrize("path", ["/moeserve.v1.LaneService/Drop", "/moeserve.v1.Nobody/Forward", "/x"])

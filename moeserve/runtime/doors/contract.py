@@ -7,15 +7,16 @@ every service's name, with the words that the door gives: so no servicer holds m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from moeserve.proto import moe_pb2
-from moeserve.runtime.doors.failures import GrpcStatus
+from moeserve.runtime.doors.failures import GrpcStatus, guarded, status_of
 
 OLD_SERVICE = "MoeService"
 
@@ -67,8 +68,60 @@ def _handler(
     )
     if answering is None:
         return make(lambda request, context: elsewhere.abort(context))
+    parse = GetMessageClass(method.input_type).FromString
+    parsing = _parsing_stream if method.client_streaming else _parsing_unary
     return make(
-        answering,
-        request_deserializer=GetMessageClass(method.input_type).FromString,
+        parsing(answering, parse),
+        request_deserializer=_Unparsed,
         response_serializer=GetMessageClass(method.output_type).SerializeToString,
     )
+
+
+class _Unparsed:
+    """The bytes of a message, until they are parsed in the thread of their own call.
+
+    gRPC would parse in the one thread that serves all calls, answer what it cannot parse with INTERNAL, log a
+    traceback and leak the call.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def parsed(self, parse: Callable[[bytes], Any]) -> Any:
+        """The message, once; the bytes are let go of. Raises DecodeError."""
+        data, self._data = self._data, b""
+        return parse(data)
+
+
+def _parsing_unary(answering: Callable[..., Any], parse: Callable[[bytes], Any]) -> Callable[..., Any]:
+    """`answering`, of an unparsed message; bytes that are none end the call with INVALID_ARGUMENT."""
+
+    def answer(message: _Unparsed, context: grpc.ServicerContext) -> Any:
+        return answering(guarded(context, lambda: message.parsed(parse)), context)
+
+    return answer
+
+
+def _parsing_stream(answering: Callable[..., Any], parse: Callable[[bytes], Any]) -> Callable[..., Any]:
+    """`answering`, of unparsed messages. The first that is none is the last that is read.
+
+    What was asked before it is answered, and then the stream ends with INVALID_ARGUMENT.
+    """
+
+    def answer(messages: Iterator[_Unparsed], context: grpc.ServicerContext) -> Iterator[Any]:
+        wrong: list[DecodeError] = []
+
+        def requests() -> Iterator[Any]:
+            for message in messages:
+                try:
+                    request = message.parsed(parse)
+                except DecodeError as error:
+                    wrong.append(error)
+                    return
+                yield request
+
+        yield from answering(requests(), context)
+        if wrong:
+            status_of(wrong[0]).abort(context)
+
+    return answer

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.errors import CODE_OF_NAME, PUSHBACK_KEY, REASON_KEY, MoeError
 from moeserve.proto.tensors import TensorError
+from moeserve.proto.texts import clipped
 from moeserve.runtime.control.stream import StreamClosed
 from moeserve.runtime.doors.operations import BadRequest, NothingToBalance
 from moeserve.runtime.doors.payloads.errors import NamedRegionRefused, RegionLimit, UnknownRegion
@@ -39,6 +41,10 @@ class GrpcStatus:
     message: str
     pushback: float | None = None  # seconds
 
+    def __post_init__(self) -> None:
+        """Cuts a message over a kibibyte: it travels in the trailers of a call."""
+        object.__setattr__(self, "message", clipped(self.message))
+
     def as_message(self) -> moe_pb2.Error:
         """The `Error` that says so in a reply of a stream."""
         error = moe_pb2.Error(code=CODE_OF_NAME[self.code], reason=self.reason, message=self.message)
@@ -61,6 +67,7 @@ class GrpcStatus:
 _TABLE: tuple[tuple[type[Exception], str, str], ...] = (
     (TensorError, "INVALID_ARGUMENT", "bad_tensor"),
     (BadRequest, "INVALID_ARGUMENT", "bad_request"),
+    (DecodeError, "INVALID_ARGUMENT", "bad_message"),
     (NotServed, "NOT_FOUND", "not_served"),
     (UnknownRegion, "NOT_FOUND", "unknown_region"),
     (NamedRegionRefused, "PERMISSION_DENIED", "named_regions_off"),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from moeserve.proto.tensors import TensorError
+from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.payloads.errors import NamedRegionRefused, RegionLimit, UnknownRegion
 from moeserve.runtime.doors.payloads.handover import Handover, TakeCall
 from moeserve.runtime.doors.payloads.memory import named_memory, sealed_memory
@@ -138,10 +139,10 @@ class Regions:
         UnknownRegion when there is no such object, RegionLimit when there is no room.
         """
         if not self.limits.allow_named:
-            text = f"region {name!r}: registering by name is unsafe and off; use CreateRegion, or allow it"
-            raise NamedRegionRefused(text)
+            refused = "registering by name is unsafe and off; use CreateRegion, or allow it"
+            raise NamedRegionRefused(f"region {quoted(name)}: {refused}")
         if not NAME.fullmatch(name):
-            raise TensorError("name", f"{name!r} must be 1 to 128 letters, digits, '_', '.' or '-'")
+            raise TensorError("name", f"{quoted(name)} must be 1 to 128 letters, digits, '_', '.' or '-'")
         self._reserve(size)
         try:
             memory = named_memory(key, offset, size)
@@ -162,7 +163,7 @@ class Regions:
         with self._lock:
             region = self._regions.get(name)
             if region is None:
-                raise UnknownRegion(f"{field}: this lane has no region {_without_secret(name)!r}")
+                raise UnknownRegion(f"{field}: this lane has no region {_without_secret(name)}")
             length = region.memory.nbytes
             if not 0 <= offset <= length or not 0 <= size <= length - offset:
                 text = f"{size} bytes at offset {offset} leave region {region.public!r} of {length} bytes"
@@ -184,7 +185,7 @@ class Regions:
         with self._lock:
             region = self._regions.get(name)
             if region is None:
-                raise UnknownRegion(f"this lane has no region {_without_secret(name)!r}")
+                raise UnknownRegion(f"this lane has no region {_without_secret(name)}")
             self._forget(region)
 
     def list(self) -> tuple[RegionStatus, ...]:
@@ -271,6 +272,6 @@ class Regions:
 
 
 def _without_secret(name: str) -> str:
-    """A name as far as it may stand in logs and messages."""
+    """A name as far as it may stand in logs and messages, in quotation marks."""
     match = re.fullmatch(r"(region-\d+)-[0-9a-f]{32}", name)
-    return match.group(1) if match else name
+    return quoted(match.group(1) if match else name)
