@@ -14,6 +14,8 @@ from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.errors import REASON_KEY
 from moeserve.proto.texts import LONGEST_TEXT
 from moeserve.runtime.doors.admin_door import AdminDoor
+from moeserve.runtime.doors.admission import Admission, DoorLimits
+from moeserve.runtime.doors.calling import Calling
 from moeserve.runtime.doors.contract import register
 from moeserve.runtime.doors.endpoint import Endpoint
 from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor
@@ -76,7 +78,7 @@ class Doors:
         self.channels = {}
         for door, refusal in {"lane": NOT_THE_FRONT_DOOR, "front": NOT_A_LANE}.items():
             servicers = {name: _Echo(name, self.answered) for name in DOORS[door]}
-            self._endpoints[door] = Endpoint(servicers, refusal, 4, 1 << 20)
+            self._endpoints[door] = Endpoint(servicers, refusal, DoorLimits(calls=4), 1 << 20)
             self.channels[door] = grpc.insecure_channel(self._endpoints[door].start("127.0.0.1", 0))
 
     def call(self, door: str, service: str, method: str, payload: bytes = b"") -> bytes:
@@ -183,4 +185,4 @@ def test_what_the_contract_has_not_is_unimplemented(doors: Doors, door: str, pat
 
 def test_a_service_that_the_contract_has_not_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"services \['LaneServcie'\] are not in the contract, which has"):
-        register(grpc.server(None), {"LaneServcie": object()}, NOT_A_LANE)
+        register(grpc.server(None), {"LaneServcie": object()}, NOT_A_LANE, Calling(Admission(DoorLimits())))
