@@ -209,7 +209,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         self, request: moe_pb2.CreateRegionRequest, context: grpc.ServicerContext
     ) -> moe_pb2.CreateRegionReply:
         """Makes a sealed region of this rank's host."""
-        name, size = guarded(context, lambda: self._regions.create(request.size))
+        name, size = guarded(context, lambda: self._regions.create(request.size, context.peer()))
         return moe_pb2.CreateRegionReply(name=name, size=size, socket=self._regions.socket)
 
     def RegisterRegion(
@@ -224,11 +224,11 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
     def ListRegions(
         self, request: moe_pb2.ListRegionsRequest, context: grpc.ServicerContext
     ) -> moe_pb2.ListRegionsReply:
-        """The regions that were registered by name. A sealed one is its maker's, and in no list."""
+        """The regions that this connection made, and those that anyone registered by name."""
         rows = [
             moe_pb2.RegionInfo(name=r.name, size=r.size, in_use=r.in_use, named=r.named)
             for r in self._regions.list()
-            if r.named
+            if r.named or r.maker == context.peer()
         ]
         return moe_pb2.ListRegionsReply(regions=rows)
 

@@ -39,12 +39,13 @@ class RegionLimits:
 
 @dataclass(frozen=True)
 class RegionStatus:
-    """One line of the list: `name` without its secret part, bytes, calls that hold it, and its sort."""
+    """One line of the list: `name` without its secret part, bytes, calls that hold it, sort, maker."""
 
     name: str
     size: int
     in_use: int
     named: bool
+    maker: str
 
 
 @dataclass
@@ -53,6 +54,7 @@ class _Region:
     public: str
     memory: memoryview
     descriptor: int | None
+    maker: str = ""
     made: float = field(default_factory=time.monotonic)
     claimed: bool = False
     leases: int = 0
@@ -111,8 +113,10 @@ class Regions:
         """Bytes of all regions, those that were released but are still held included."""
         return self._bytes
 
-    def create(self, size: int) -> tuple[str, int]:
+    def create(self, size: int, maker: str = "") -> tuple[str, int]:
         """Makes a sealed region of at least `size` bytes: its secret name, and its size in whole pages.
+
+        maker: the connection that asked for it, which alone sees it in its list.
 
         Raises TensorError for a size below 1 and RegionLimit when there is no room.
         """
@@ -129,7 +133,7 @@ class Regions:
             self._made += 1
             public = f"region-{self._made}"
             name = f"{public}-{secrets.token_hex(16)}"
-            self._regions[name] = _Region(name, public, memory, descriptor)
+            self._regions[name] = _Region(name, public, memory, descriptor, maker)
         return name, size
 
     def register(self, name: str, key: str, offset: int, size: int) -> None:
@@ -192,8 +196,8 @@ class Regions:
         """Every region that calls may use, oldest first."""
         with self._lock:
             return tuple(
-                RegionStatus(region.public, region.memory.nbytes, region.holds, region.descriptor is None)
-                for region in self._regions.values()
+                RegionStatus(r.public, r.memory.nbytes, r.holds, r.descriptor is None, r.maker)
+                for r in self._regions.values()
             )
 
     def close(self) -> None:
