@@ -19,7 +19,7 @@ from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 10.0  # within which whoever connects has to introduce itself
-MOST_STRANGERS = 64  # who have yet to introduce themselves; beside them, as many as there are ranks
+MOST_STRANGERS = 64  # who have yet to introduce themselves; beside them, as many as there are seats
 ACCEPT_AGAIN_SECONDS = 0.2  # after a connection could not be accepted, for want of a descriptor
 
 
@@ -58,9 +58,9 @@ class RankEvents(Protocol):
 class Reception:
     """Accepts ranks' streams at `address`, one thread each."""
 
-    def __init__(self, host: str, ranks: int, token: str, events: RankEvents) -> None:
-        self._ranks, self._token, self._events = ranks, token, events
-        self._strangers = threading.BoundedSemaphore(MOST_STRANGERS + ranks)
+    def __init__(self, host: str, seats: int, token: str, events: RankEvents) -> None:
+        self._room, self._token, self._events = seats, token, events  # how many seats there are
+        self._strangers = threading.BoundedSemaphore(MOST_STRANGERS + seats)
         self._closed = threading.Event()
         self._listener = socket.create_server((host, 0))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
@@ -130,8 +130,8 @@ class Reception:
         if hello["kind"] != "hello" or not hmac.compare_digest(token, self._token.encode()):
             raise ValueError("a stream must begin with hello and the group's token")
         rank = int(hello["rank"])
-        if not 0 <= rank < self._ranks:
-            raise ValueError(f"rank {rank} is outside a group of {self._ranks}")
+        if not 0 <= rank < self._room:
+            raise ValueError(f"seat {rank} is outside a group of {self._room} seats")
         return rank, Seat(
             stream,
             int(hello["pid"]),

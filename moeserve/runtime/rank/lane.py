@@ -145,7 +145,7 @@ class Lane:
         rows = batch.hidden.shape[0]
         if rows > self._queue_limit * self.capacity:
             raise BatchTooLarge(
-                f"hidden: {rows} rows in one call, and lane {self.rank} takes {self._queue_limit} x "
+                f"hidden: {rows} rows in one call, and lane {self.number} takes {self._queue_limit} x "
                 f"{self.capacity} at most; send them in several calls"
             )
 
