@@ -17,7 +17,7 @@ from moeserve.proto.host_id import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.control.messages import plans_message
 from moeserve.runtime.control.stream import Stream, StreamClosed, connect
-from moeserve.runtime.doors.endpoint import Endpoint
+from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR, LaneDoor
 from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
 from moeserve.runtime.doors.request import RequestReader
@@ -132,7 +132,7 @@ class _RankProcess:
         self._endpoint = Endpoint(
             {"LaneService": door},
             NOT_THE_FRONT_DOOR,
-            config.server.max_concurrent_calls,
+            door_limits(config.server),
             config.server.max_message_bytes,
         )
         self.member.on_serving = self._serving
