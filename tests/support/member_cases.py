@@ -145,20 +145,21 @@ STEPS: tuple[Rows, ...] = (
 """Rows of each step. A lane without rows is absent from it."""
 
 HALF_TURN = 2**31
-"""Numbers of consecutive steps lie less than this apart, so that peer memory tells earlier from later."""
-
-JUMPS = (1, 1, 2, HALF_TURN - 2, None, 1, 2, 2, 1000, 1)
-"""From the number of the step before to that of each step, odd and even amounts, steps one at a time; None:
-to just before the turn of the sequence numbers, or over it.
+"""A step that a member is still in and one that another has come to lie less than this apart, so that peer
+memory tells the earlier from the later.
 """
 
-PAIRS = (1, 1, HALF_TURN - 1, 3, None, 1, 4, 999, 2001, 5)
+JUMPS = (1, 1, 2, 3, None, 1, 2, 2, 1000, 1)
+"""From the number of the step before to that of each step, odd and even amounts, steps one at a time; None:
+to where the run says.
+"""
+
+PAIRS = (1, 1, 2, 3, HALF_TURN - 20_000, 1, 4, 999, None, 5)
 """The same, two steps under way: the numbers of a pair differ in parity, so they lie an odd amount apart."""
 
 RUNS = {"one_at_a_time": JUMPS, "two_under_way": PAIRS}
 
-
-SEED_TURNS = 3 * LAST + 100_000
+SEED_TURNS = 3 * LAST - HALF_TURN // 2 + 100_000
 """What is added to the numbers of each further case over one dispatcher."""
 
 
@@ -167,7 +168,8 @@ def numbers(run: int) -> list[int]:
     goes over it step by step; the second jumps over the next turn. No two have the same sequence number:
     a word of a whole turn ago looks like one of now.
     """
-    last, turn = (5000, LAST - 4) if run == 0 else (LAST + 30_000, 2 * LAST + 20_001)
+    starts = (HALF_TURN + 5000, LAST + HALF_TURN // 2 + 30_000)
+    last, turn = starts[run], (LAST - 4, 2 * LAST + 20_001)[run]
     found = []
     for jump in list(RUNS.values())[run]:
         last = turn if jump is None else last + jump
