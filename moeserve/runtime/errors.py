@@ -31,6 +31,10 @@ class LaneFull(RuntimeError):
         self.pushback = pushback
 
 
+class BatchTooLarge(ValueError):
+    """A call has more rows than a lane takes at once; names both."""
+
+
 class DeadlinePassed(TimeoutError):
     """The caller's deadline passed before the answer was there."""
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from member_cases import (
     GPU_SHAPES,
+    HALF_TURN,
     OURS,
     RUNS,
+    SEED_TURNS,
     SHAPES,
     MemberCase,
     Seen,
@@ -76,14 +78,22 @@ def disagreeing(outcomes: Outcomes, cases: list[MemberCase]) -> list[tuple[objec
 
 def test_cases_have_what_the_law_is_about() -> None:
     """Numbers jump by odd and even amounts, to just before the turn of sequence numbers, and over it."""
+    far = set()
     for run in range(len(RUNS)):
         given = numbers(run)
         jumps = [after - before for before, after in pairwise(given)]
         assert min(jumps) > 0
+        assert HALF_TURN - 15_000 < max(jumps) < HALF_TURN
         assert {jump % 2 for jump in jumps} == {0, 1}
-        assert {jump % 2 for jump in jumps if jump > 900} == {0, 1}, "far jumps too"
         turns = [number // LAST for number in given]
         assert turns[-1] > turns[0]
+        far |= {jump % 2 for jump in jumps if jump > HALF_TURN // 2}
+    assert far == {0, 1}
+    every = [
+        number + SEED_TURNS * seed for seed in range(3) for run in range(len(RUNS)) for number in numbers(run)
+    ]
+    assert every == sorted(every)
+    assert len({number % LAST for number in every}) == len(every), "no two share a sequence number"
     assert numbers(1)[0] > numbers(0)[-1]
     assert {case.dispatcher for cases in LAW.values() for case in cases} == set(OURS)
 

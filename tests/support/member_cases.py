@@ -51,6 +51,9 @@ STRIDE = 4
 ROOMS = (4, 0, 3, 2)
 """Slots that the owners of placement `rooms` have, one after the other; one owner alone has three."""
 
+PATIENCE = 30.0
+"""Seconds that members wait for one another."""
+
 ASLEEP = 30.0
 """Seconds in which the steps that do not name a sleeping lane must be over."""
 
@@ -141,25 +144,33 @@ STEPS: tuple[Rows, ...] = (
 )
 """Rows of each step. A lane without rows is absent from it."""
 
-JUMPS = (1, 1, 2, 1, 3, 1, 2, 2, 1000, 1)
-"""From the number of the step before to that of each step, odd and even amounts, steps one at a time."""
+HALF_TURN = 2**31
+"""Numbers of consecutive steps lie less than this apart, so that peer memory tells earlier from later."""
 
-PAIRS = (1, 1, 2, 3, 1, 1, 4, 999, 1001, 5)
+JUMPS = (1, 1, 2, HALF_TURN - 2, None, 1, 2, 2, 1000, 1)
+"""From the number of the step before to that of each step, odd and even amounts, steps one at a time; None:
+to just before the turn of the sequence numbers, or over it.
+"""
+
+PAIRS = (1, 1, HALF_TURN - 1, 3, None, 1, 4, 999, 2001, 5)
 """The same, two steps under way: the numbers of a pair differ in parity, so they lie an odd amount apart."""
 
 RUNS = {"one_at_a_time": JUMPS, "two_under_way": PAIRS}
 
 
+SEED_TURNS = 3 * LAST + 100_000
+"""What is added to the numbers of each further case over one dispatcher."""
+
+
 def numbers(run: int) -> list[int]:
     """The numbers of a run's steps. The first run jumps to just before the turn of the sequence numbers and
-    goes over it step by step; the second jumps over the next turn.
+    goes over it step by step; the second jumps over the next turn. No two have the same sequence number:
+    a word of a whole turn ago looks like one of now.
     """
-    jumps = list(RUNS.values())[run]
-    found, last = [], (0, LAST + 5000)[run]
-    for at, jump in enumerate(jumps):
-        if at == 4:
-            last = (LAST - 4, 2 * LAST + 1)[run] - jump  # odd and even amounts, see the test of these
-        last += jump
+    last, turn = (5000, LAST - 4) if run == 0 else (LAST + 30_000, 2 * LAST + 20_001)
+    found = []
+    for jump in list(RUNS.values())[run]:
+        last = turn if jump is None else last + jump
         found.append(last)
     return found
 
@@ -274,7 +285,7 @@ def spec_of(case: MemberCase, seat: int) -> DispatchSpec:
         sliced=case.sliced,
         row_align=case.row_align,
         device=case.device,
-        patience=2.0 if case.fault else 30.0,
+        patience=2.0 if case.fault else PATIENCE,
         held=None if owner is None or case.sliced else placement.room[owner],
     )
 
@@ -491,7 +502,7 @@ def run_members(rank: int, world: int, cases: list[MemberCase], told: str) -> li
                 built_for, first = case.built_for, 0
             going = MemberRun(case, seat, dispatcher, Path(told))
             runs = tuple(going.run(run, first) for run in range(len(RUNS)))
-            first += numbers(len(RUNS) - 1)[-1]
+            first += SEED_TURNS
             seen.append(Seen(runs, dispatcher.late()))
     if dispatcher is not None:
         dispatcher.close()
@@ -507,11 +518,16 @@ def broken(seen: list[Seen], case: MemberCase) -> list[str]:
             here = [member.runs[run][step] for member in seen]
             came = [one for one in here if one is not None]
             where = f"{name}, step {step}"
+            if not came:
+                continue  # no lane of the group is named: nobody was called
             if any(one.worst > 1.0 for one in came):
                 found.append(f"{where}: error over its bound, by member: {[one.worst for one in came]}")
             if not all(one.exact for one in came):
                 found.append(f"{where}: what arrived is not what was sent: {[one.exact for one in came]}")
-            received, pairs = sum(one.received for one in came), copies * max(one.pairs for one in came)
+            received, pairs = (
+                sum(one.received for one in came),
+                copies * max((one.pairs for one in came), default=0),
+            )
             if received != pairs:
                 found.append(f"{where}: {received} of {pairs} valid pairs arrived")
             again = [member.runs[0][step] for member in seen]

@@ -9,6 +9,7 @@ import numpy as np
 from moeserve.experts.balance import balancer_named
 from moeserve.experts.placement import Move
 from moeserve.proto import moe_pb2
+from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.errors import GroupUnavailable
 from moeserve.runtime.head.rebalancer import Cycle, RebalancePlan, Rebalancer
 from moeserve.runtime.served import Served
@@ -42,7 +43,7 @@ class Operations:
             )
             raise NothingToBalance(f"{text}; parallel.enable_expert_parallel serves whole experts")
         try:
-            policy = balancer_named(request.policy) if request.policy else None
+            policy = balancer_named(clipped(request.policy)) if request.policy else None
         except ValueError as error:
             raise BadRequest(f"policy: {error}") from error
         self._check_serving()
@@ -54,7 +55,7 @@ class Operations:
     def reload(self, request: moe_pb2.ReloadRequest) -> moe_pb2.ReloadReply:
         """Reloads every layer, once the checkpoint is seen to fit."""
         if not PurePath(request.checkpoint).is_absolute():
-            given = f"checkpoint: {request.checkpoint!r}"
+            given = f"checkpoint: {quoted(request.checkpoint)}"
             raise BadRequest(f"{given} must be an absolute path, which every host of the service knows")
         try:
             self._served.reloaded_from(request.checkpoint)

@@ -8,7 +8,7 @@ from moeserve import __version__
 from moeserve.experts.balance import Policy, balancer_named
 from moeserve.runtime.config import OFF, Config
 from moeserve.runtime.doors.admin_door import AdminDoor
-from moeserve.runtime.doors.endpoint import Endpoint
+from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor
 from moeserve.runtime.doors.operations import Operations
 from moeserve.runtime.head.coordinator import Coordinator, Progress
@@ -54,7 +54,7 @@ class HeadProcess:
         self._endpoint = Endpoint(
             {"FrontService": self._front, "AdminService": AdminDoor(Operations(served, self.rebalancer))},
             NOT_A_LANE,
-            server.max_concurrent_calls,
+            door_limits(server),
             server.max_message_bytes,
         )
         self.coordinator.on_change = self._changed
