@@ -43,6 +43,7 @@ class HeadProcess:
         )
         self._telemetry = CoordinatorTelemetry(model_name(config), __version__, served.layers)
         self._telemetry.progress(self.coordinator.progress)
+        self._telemetry.why_not = lambda: why_not_serving(self.coordinator.progress())
         self._telemetry.seats(served.mesh.ranks, self.coordinator.seats)
         self._telemetry.loads(lambda: (self.coordinator.epoch.placement, self.coordinator.load()))
         self._telemetry.weights_version(lambda: self.coordinator.epoch.weights_version)
@@ -89,6 +90,11 @@ class HeadProcess:
     def _changed(self, progress: Progress) -> None:
         self._endpoint.set_serving(serving=progress.state == "serving")
         self._telemetry.set_progress(progress)
+
+
+def why_not_serving(progress: Progress) -> str:
+    """Why layers cannot be served now; empty while they can."""
+    return "" if progress.state == "serving" else progress.reason or f"the group is {progress.state}"
 
 
 def policy_of(config: Config) -> Policy:
