@@ -53,9 +53,14 @@ class ByRows(Dispatcher):
             total = total.plus(dispatcher.traffic.dispatched, dispatcher.traffic.combined)
         return total
 
+    def expect(self, number: int, absent: tuple[int, ...] = ()) -> None:
+        """Tells all its dispatchers: only the one that was recorded is replayed, and it is not known here."""
+        for dispatcher in self._dispatchers:
+            dispatcher.expect(number, absent)
+
     def late(self) -> tuple[int, ...]:
-        """Ranks that any of them stopped waiting for."""
-        return tuple(sorted({rank for dispatcher in self._dispatchers for rank in dispatcher.late()}))
+        """Seats that any of them stopped waiting for."""
+        return tuple(sorted({seat for dispatcher in self._dispatchers for seat in dispatcher.late()}))
 
     def interrupt(self) -> None:
         """Ends the waits of all its dispatchers."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -74,8 +75,9 @@ class Dispatcher(Protocol):
     def expect(self, number: int, absent: tuple[int, ...] = ()) -> None:
         """Says which step a recorded dispatch runs as when it is replayed next, and which lanes are absent.
 
-        `number` is the step's, as in `Routing`; `absent` are lanes that the recording has rows of and the step
-        does not name. What is launched and not replayed learns both from its routing. Nothing to do by default.
+        `number` is the step's, as in `Routing`; `absent` are lanes that the recording has rows of and the
+        step does not name. What is launched and not replayed learns both from its routing. Nothing to do by
+        default.
         """
         return
 
@@ -121,24 +123,24 @@ class DispatchSpec:
     on_late: str = "fail"  # "fail": the step fails naming the late; "drop": it goes on without their rows
     held: int | None = None  # slots that this member holds of its `slots` numbers; None: all of them
 
-    @property
+    @cached_property
     def member(self) -> Member:
         """The member that it is built for."""
         return self.members.at(self.seat)
 
-    @property
+    @cached_property
     def slots_here(self) -> int:
         """e: slots that this member holds; 0 for one that is no owner."""
         if self.member.owner is None:
             return 0
         return self.slots if self.held is None else self.held
 
-    @property
+    @cached_property
     def first_slot(self) -> int:
         """The number of this member's first slot."""
         return 0 if self.sliced else (self.member.owner or 0) * self.slots
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """This member's position in the process group."""
         return self.members.position(self.seat)
@@ -152,6 +154,10 @@ class DispatchSpec:
         """How many of a step's rows this member brings; 0 without a lane."""
         lane = self.member.lane
         return 0 if lane is None else lane_rows[lane]
+
+    def takes_part(self, lane_rows: tuple[int, ...]) -> bool:
+        """Whether this member takes part in a step, as `Members.in_step` says of all."""
+        return any(lane_rows) if self.member.owner is not None else self.own_rows(lane_rows) > 0
 
 
 class Pace(Enum):
@@ -175,7 +181,8 @@ class DispatchEntry:
     in_flight: int = 1  # batches between dispatch and combine
     buffer_bytes: Callable[[DispatchSpec], int] | None = None  # of a rank's device; None: its library's own
     modules: frozenset[str] = frozenset()
-    max_ranks: int | None = None
+    max_lanes: int | None = None
+    max_owners: int | None = None
     sliced: bool = False  # carries rows to all ranks for sliced experts
     unequal: bool = False  # lanes and owners may be different members, and lanes be absent from a step
     partial_sums: str = "float32"  # how sums over ranks are rounded on the way home
@@ -194,10 +201,26 @@ class DispatchEntry:
             return f"runs on {', '.join(sorted(self.archs))}, not on {machine.arch}"
         if missing := self.modules - machine.modules:
             return f"needs the package {', '.join(sorted(missing))}"
-        if self.max_ranks is not None and problem.ranks > self.max_ranks:
-            return f"joins at most {self.max_ranks} ranks, not {problem.ranks}"
+        if reason := self._refuses_members(problem):
+            return reason
         if problem.sliced and not self.sliced:
             return "carries rows to whole experts only, and here every rank holds a slice of each"
         return self.limits.refuses(
-            problem.ranks, problem.top_k, problem.shape.hidden, problem.model_format.name
+            problem.lanes, problem.top_k, problem.shape.hidden, problem.model_format.name
         )
+
+    def _refuses_members(self, problem: Problem) -> str | None:
+        """Why it cannot serve a group of these lanes and owners, or None."""
+        if not self.unequal and not problem.equal:
+            if problem.reserved_lanes or problem.reserved_owners:
+                found = f"{problem.reserved_lanes} lanes and {problem.reserved_owners} owners reserved"
+            else:
+                found = f"{problem.lanes} lanes and {problem.owners} owners"
+            return f"serves groups in which every member has a lane and experts; here are {found}"
+        for kind, count, most in (
+            ("lanes", problem.lanes, self.max_lanes),
+            ("owners", problem.owners, self.max_owners),
+        ):
+            if most is not None and count > most:
+                return f"joins at most {most} {'ranks' if problem.equal else kind}, not {count}"
+        return None

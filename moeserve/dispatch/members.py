@@ -106,11 +106,15 @@ class Members:
         return alike and (self.max_lanes, self.max_owners) == (count, count)
 
     def in_step(self, lane_rows: tuple[int, ...]) -> tuple[int, ...]:
-        """Seats that take part in a step: every owner, and the lanes that bring rows. Ascending."""
+        """Seats that take part in a step, ascending: every owner, and the lanes that bring rows.
+
+        Nobody takes part in a step that no lane brings rows to.
+        """
         return tuple(
             member.seat
             for member in self.present
-            if member.owner is not None or (member.lane is not None and lane_rows[member.lane] > 0)
+            if (member.owner is not None and any(lane_rows))
+            or (member.lane is not None and lane_rows[member.lane] > 0)
         )
 
     def without(self, seats: Collection[int]) -> Members:

@@ -151,6 +151,15 @@ class ClusterConfig:
     start_timeout_seconds: float = 600.0
 
 
+@dataclass(frozen=True)
+class MembersConfig:
+    """How many members the group has room for, and what its GPUs leave to others."""
+
+    max_lanes: int = 0  # that bring rows, callers' own ones with them; 0: as many as ranks
+    max_owners: int = 0  # that hold experts; 0: as many as ranks
+    held_multiprocessors: int = 0  # of each GPU: that waiting kernels of others may hold
+
+
 LAST_PORT = 65535
 
 CHECKED_APART = ("server.port", "server.metrics_port")
@@ -184,6 +193,7 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     step: StepConfig = field(default_factory=StepConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    members: MembersConfig = field(default_factory=MembersConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
@@ -239,9 +249,27 @@ class Config:
             _ = self.parallel.mesh, self.plan.wanted
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        self._check_members()
         self._check_ports()
         self._check_load_as()
         return self
+
+    def _check_members(self) -> None:
+        """Room for fewer than the ranks is refused here, room for more than a dispatcher has in its plan."""
+        mesh = self.parallel.mesh
+        for name, what in (("max_lanes", "lane"), ("max_owners", "place that holds experts")):
+            count = getattr(self.members, name)
+            if 0 < count < mesh.ranks:
+                raise ConfigError(
+                    f"members.{name} = {count} is less than the {mesh.ranks} ranks, "
+                    f"each of which has a {what}; give 0 (as many as ranks), or {mesh.ranks} or more"
+                )
+        if mesh.sliced and self.members.max_owners > mesh.ranks:
+            raise ConfigError(
+                f"members.max_owners = {self.members.max_owners} is more than the {mesh.ranks} ranks, "
+                "which hold slices of every expert, so that no other member can hold experts; "
+                "set parallel.enable_expert_parallel"
+            )
 
     def _check_ports(self) -> None:
         """gRPC takes a port over 65535 modulo 65536, and would listen at another one than was said."""

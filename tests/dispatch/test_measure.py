@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from measuring_ranks import LANE_ROWS, PHASE_SECONDS, measured
 from parallel import parallel_launch
 
@@ -15,6 +14,7 @@ from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.costs.costs import DispatcherCost, Point, cheapest, hopeless
 from moeserve.dispatch.costs.measure import Candidate, expected, measure, point_of, sizes
 from moeserve.dispatch.dispatcher import DispatchSpec
+from moeserve.dispatch.members import Members
 from moeserve.dispatch.routing import Routing
 from moeserve.quant.formats import BF16
 
@@ -81,15 +81,6 @@ def test_a_hopeless_dispatcher_does_not_shorten_what_the_others_are_compared_by(
     assert ranges[0][0] < 300  # by the time of 4096 rows, which the slow one has not
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def graphed(step: Callable[[], object], inner: int = 50) -> float:
     """Seconds of `step` on a GPU, in a graph that holds it `inner` times."""
     step()
@@ -111,14 +102,13 @@ def graphed(step: Callable[[], object], inner: int = 50) -> float:
 
 @pytest.mark.gpu(1)
 @pytest.mark.timed
-@pytest.mark.usefixtures("alone")
 def test_on_a_gpu_replayed_steps_are_timed_without_the_host() -> None:
-    spec = DispatchSpec(0, 1, 8, 256, 2, 16, torch.bfloat16, BF16, device="cuda")
-    found = measure([Candidate(DISPATCHERS["local"], spec, graph_rows=16)], 1.0).costs[0].points[0]
-    dispatcher = DISPATCHERS["local"].build(spec)
+    spec = DispatchSpec(Members.of_ranks(1), 0, 8, 256, 2, 16, torch.bfloat16, BF16, device="cuda")
+    found = measure([Candidate(DISPATCHERS["local"], spec, graph_rows=16)], 1.0, None).costs[0].points[0]
+    dispatcher = DISPATCHERS["local"].build(spec, None)
     hidden = torch.ones((1, 256), dtype=torch.bfloat16, device="cuda")
     slots = torch.tensor([[3, 5]], dtype=torch.int32, device="cuda")
-    routing = Routing(slots, torch.ones((1, 2), device="cuda"), (1,))
+    routing = Routing(slots, torch.ones((1, 2), device="cuda"), (1,), 1)
     arrived = dispatcher.dispatch(hidden, routing)
     outputs = torch.zeros(arrived.batch.tokens.shape, dtype=torch.bfloat16, device="cuda")
 

@@ -11,7 +11,7 @@ REPLICATED = np.array([[0, 1, 2, 0, 3, 0], [3, 2, 1, 0, EMPTY, 1]])
 
 
 def replicated() -> Placement:
-    return Placement(REPLICATED, ranks=3, experts=4)
+    return Placement(REPLICATED, owners=3, experts=4)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_even_gives_the_remainder_to_the_first_ranks(
 ) -> None:
     placement = Placement.even(2, experts, ranks)
     for layer in range(2):
-        found = [[e for e in placement.of_rank(layer, rank).tolist() if e != EMPTY] for rank in range(ranks)]
+        found = [[e for e in placement.of_owner(layer, rank).tolist() if e != EMPTY] for rank in range(ranks)]
         assert found == owned
 
 
@@ -43,7 +43,7 @@ def test_a_placement_is_frozen_and_compared_by_value() -> None:
 @pytest.mark.parametrize(
     ("slots", "ranks", "message"),
     [
-        ([[0, 1, 2]], 2, "slots a multiple of ranks=2"),
+        ([[0, 1, 2]], 2, "slots a multiple of owners=2"),
         ([[0, 1, 5, 2]], 2, "slots hold experts 0 to 5; a layer has experts 0 to 3"),
         ([[0, 1, 1, 2]], 2, r"layer 0 has no slot for experts \[3\]"),
     ],
@@ -63,7 +63,7 @@ def test_moves_are_the_slots_that_change() -> None:
 
 def test_load_splits_over_replicas() -> None:
     load = np.array([[90.0, 10.0, 20.0, 30.0], [5.0, 8.0, 2.0, 1.0]])
-    assert replicated().rank_load(load).tolist() == [[40.0, 50.0, 60.0], [3.0, 9.0, 4.0]]
+    assert replicated().owner_load(load).tolist() == [[40.0, 50.0, 60.0], [3.0, 9.0, 4.0]]
     assert replicated().imbalance(load) == pytest.approx([60 / 50, 9 / (16 / 3)])
     assert replicated().imbalance(np.zeros((2, 4))).tolist() == [1.0, 1.0]
 

@@ -123,7 +123,7 @@ class Turned:
     def __call__(self, placement: Placement, load: Load, budget: int) -> Placement:
         slots = placement.slots.copy()
         slots[0, :2] = slots[0, 1::-1]
-        return Placement(slots, placement.ranks, placement.experts)
+        return placement.with_slots(slots)
 
     def first(self, placement: Placement, load: Load) -> Placement:
         return placement

@@ -26,7 +26,9 @@ PLAIN = Scheme(BF16, BF16)
 
 def problem(scheme: Scheme = PLAIN, **changes: object) -> Problem:
     shape = ExpertShape(256, 256, Activation("silu"))
-    return replace(Problem(scheme, BF16, shape, experts=8, ranks=4, top_k=2, lane_rows=64), **changes)  # type: ignore[arg-type]
+    return replace(
+        Problem(scheme, BF16, shape, experts=8, lanes=4, owners=4, top_k=2, lane_rows=64), **changes
+    )  # type: ignore[arg-type]
 
 
 def plan(asked: Problem, machine: Machine = CPU, **wanted: str):
@@ -44,7 +46,7 @@ def test_bf16_on_cpu_gets_the_grouped_kernel_and_the_plain_wire() -> None:
 
 
 def test_one_rank_needs_no_wire() -> None:
-    assert plan(problem(ranks=1)).dispatcher_names == "local"
+    assert plan(problem(lanes=1, owners=1)).dispatcher_names == "local"
 
 
 def test_fp8_blocks_travel_as_the_groups_they_are_rounded_to_anyway() -> None:

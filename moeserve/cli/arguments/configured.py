@@ -28,6 +28,16 @@ FLAGS: dict[str, tuple[str, type, str]] = {
         "all2all backend that carries tokens to experts; auto lets the plan choose",
     ),
     "--kernel": ("plan.kernel", str, "kernel that computes experts; auto lets the plan choose"),
+    "--max-lanes": (
+        "members.max_lanes",
+        int,
+        "number of lanes the group has room for, its ranks' own counted; 0: as many as ranks",
+    ),
+    "--max-owners": (
+        "members.max_owners",
+        int,
+        "number of members that may hold experts, its ranks counted; 0: as many as ranks",
+    ),
     "--device": ("plan.device", str, "where experts are computed: auto, cpu or cuda"),
 }
 SERVE_FLAGS: dict[str, tuple[str, type, str]] = {
@@ -37,6 +47,11 @@ SERVE_FLAGS: dict[str, tuple[str, type, str]] = {
         "server.metrics_port",
         int,
         "port of the head's metrics, and rank r takes this + 1 + r; 0 picks free ports, -1 turns metrics off",
+    ),
+    "--held-multiprocessors": (
+        "members.held_multiprocessors",
+        int,
+        "number of multiprocessors of each GPU that waiting kernels of others may hold",
     ),
     "--ray-address": (
         "cluster.ray_address",

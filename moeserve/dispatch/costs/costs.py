@@ -141,7 +141,10 @@ class CostSetting:
 
     hosts: tuple[str, ...]
     device: str  # the machine's name
-    ranks: int
+    lanes: int  # that bring rows
+    owners: int  # that hold experts
+    max_lanes: int  # reserved ones counted
+    max_owners: int
     hidden: int
     top_k: int
     experts: int

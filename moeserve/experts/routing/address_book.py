@@ -27,10 +27,10 @@ class AddressBook:
     ) -> None:
         layers, slots = placement.slots.shape
         self.experts, self.slots = placement.experts, slots
-        size = Size(layers, placement.experts, slots, placement.ranks)
+        size = Size(layers, placement.experts, slots, placement.owners)
         entry = choice_named(choice)
         split, self._least_rows = entry.split, entry.least_rows
-        lane %= placement.ranks
+        lane %= placement.owners
         self._splitter = None if split is None else Splitter(size, split, lane, device)
         self._on_device = splitter_on(device, size, split, lane)
         if self._on_device is not None:

@@ -85,7 +85,7 @@ class Operations:
             outcome=cycle.outcome,
             reason=cycle.reason,
             epoch=self._rebalancer.coordinator.epoch.number,
-            moves=[self._move(move, plan.target.slots_per_rank) for move in plan.moves],
+            moves=[self._move(move, plan.target.slots_per_owner) for move in plan.moves],
             planned_bytes=plan.nbytes,
             layers=self._gains(plan),
             gain=plan.gain,

@@ -1,8 +1,9 @@
 """`Coordinator`: forms the group, orders its steps, and changes its epoch. It never sees a tensor.
 
-Ranks connect one stream each. A generation is one process group: prepared (every rank has its experts),
-committed, joined, serving. When a rank is lost or cannot run an entry, the generation aborts and, once all
-ranks are there again, a fresh one forms.
+Members connect one stream each, and are known by their seats. A generation is one process group: prepared
+(every owner has its experts), committed, joined, serving. When a member is lost or cannot run an entry, the
+generation aborts and, once all members are there again, a fresh one forms. A step is sent to the members that
+take part in it, and waits for nobody else.
 """
 
 from __future__ import annotations
@@ -56,17 +57,16 @@ class _Votes:
 
 
 class Coordinator:
-    """Threads: its reception's, one a rank, and one that keeps the pace. All state is under one lock.
+    """Threads: its reception's, one a member, and one that keeps the pace. All state is under one lock.
 
     `layers` are the decoder indices of the placement's layers.
     """
 
     def __init__(self, epoch: Epoch, layers: tuple[int, ...], pace: StepPace, host: str, token: str) -> None:
-        self._group = Group(epoch, epoch.mesh.ranks)
+        self._group, room = Group(epoch), epoch.members
         self._lock, self._seats = self._group.lock, self._group.seats
         self._changes = TwoPhaseCommit(self._group, layers)
-        self._ranks = epoch.mesh.ranks
-        self._steps = StepsInFlight(self._ranks, pace)
+        self._steps = StepsInFlight(room.max_lanes, pace)
         self._votes = _Votes()
         self._state, self._reason = "forming", "waiting for ranks"
         self._failures = 0
@@ -75,7 +75,7 @@ class Coordinator:
         self._failing: tuple[float, str] | None = None
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._store_address = f"{host}:{self._store.port}"
-        self._reception = Reception(host, self._ranks, token, self)
+        self._reception = Reception(host, room.max_lanes + room.max_owners, token, self)
         self.address = self._reception.address
         self.on_change: Callable[[Progress], None] = lambda progress: None
         self.observe_step: Callable[[int, float], None] = lambda layer, seconds: None  # of the whole group
@@ -86,12 +86,12 @@ class Coordinator:
         return self._group.epoch
 
     def start(self) -> None:
-        """Begins to accept ranks, and to order their steps."""
+        """Begins to accept members, and to order their steps."""
         self._reception.start()
         threading.Thread(target=self._keep_pace, name="keep_pace", daemon=True).start()
 
     def stop(self, reason: str = "the service is stopping") -> None:
-        """Ends the group: ranks are told to stop."""
+        """Ends the group: members are told to stop."""
         with self._lock:
             self._changes.abandon(reason)
             self._set_state("stopped", reason)
@@ -118,7 +118,7 @@ class Coordinator:
             return self._progress()
 
     def seats(self) -> dict[int, Seat]:
-        """The ranks that are connected now, by number."""
+        """The members that are connected now, by seat."""
         with self._lock:
             return dict(self._seats)
 
@@ -134,9 +134,9 @@ class Coordinator:
         return np.asarray(np.sum(loads, axis=0) if loads else np.zeros(shape))
 
     def change(self, change: Change, timeout: float) -> Outcome:
-        """Has every rank prepare `change` while steps run, and commits it when all have; blocks until then.
+        """Has every member prepare `change` while steps run, and commits it when all have; blocks until then.
 
-        Abandoned, with the reason, when a rank cannot prepare it, copies of one expert differ, the group
+        Abandoned, with the reason, when a member cannot prepare it, copies of one expert differ, the group
         aborts or `timeout` seconds pass; everything is then as it was. One change at a time.
         """
         with self._lock:
@@ -144,11 +144,17 @@ class Coordinator:
                 return Outcome(f"the group is {self._state}: {self._reason}")
             return self._changes.run(change, timeout)
 
-    # -- ranks come and go ----------------------------------------------------------------------------------
+    # -- members come and go --------------------------------------------------------------------------------
 
     def rank_connected(self, rank: int, seat: Seat, refused: str) -> None:
-        """Seats a rank; when all are seated, a generation forms. ValueError: it cannot, or no longer."""
+        """Seats a member; when all are seated, a generation forms.
+
+        ValueError: it cannot start, comes too late, or the seat is a reserved one.
+        """
         with self._lock:
+            if rank not in self._group.members.seats:
+                taken = list(self._group.members.seats)
+                raise ValueError(f"seat {rank} is vacant: the members of this group have seats {taken}")
             if refused:
                 self._fail(refused)
                 raise ValueError(refused)
@@ -171,7 +177,7 @@ class Coordinator:
                 self._lock.notify_all()
 
     def rank_lost(self, rank: int, seat: Seat, why: str) -> None:
-        """Ends the generation of a rank whose stream ended. A failure keeps its own reason."""
+        """Ends the generation of a member whose stream ended. A failure keeps its own reason."""
         with self._lock:
             if self._seats.get(rank) is not seat:
                 return
@@ -180,16 +186,14 @@ class Coordinator:
                 self._abort(f"rank {rank} (pid {seat.pid}) is lost: {why}")
 
     def message_received(self, rank: int, seat: Seat, message: Message) -> None:
-        """Takes a rank's message about its generation; one about an older generation does not count."""
+        """Takes a member's message about its generation; one about an older generation does not count."""
         with self._lock:
             if message.get("generation") != self._group.generation:
                 return  # from before an abort
             match message["kind"]:
                 case "announce":
                     if self._state in ("serving", "joining"):
-                        now = time.monotonic()
-                        self._steps.announce(announcement_from(message, rank, now), now)
-                        self._emit()
+                        self._announced(rank, message)
                 case "done":
                     self._done(rank, message)
                 case "report":
@@ -201,7 +205,7 @@ class Coordinator:
                     )
                     self._vote("preparing", self._votes.prepared, rank, self._join)
                 case "joined":
-                    seat.plans = plans_from(message)
+                    seat.plans, seat.generation = plans_from(message), self._group.generation
                     self._vote("joining", self._votes.joined, rank, self._serve)
                 case "voted" | "adopted":
                     self._changes.message_received(rank, message)
@@ -217,13 +221,13 @@ class Coordinator:
     # -- a generation ---------------------------------------------------------------------------------------
 
     def _vote(self, state: str, votes: set[int], rank: int, passed: Callable[[], None]) -> None:
-        """Counts a rank's vote while the group is in `state`; the last one passes it on."""
+        """Counts a member's vote while the group is in `state`; the last one passes it on."""
         votes.add(rank)
-        if self._state == state and len(votes) == self._ranks:
+        if self._state == state and votes >= set(self._group.members.seats):
             passed()
 
     def _form(self) -> None:
-        """Begins a fresh generation, now that all ranks are connected."""
+        """Begins a fresh generation, now that all members are connected."""
         self._form_at = math.inf
         self._group.generation += 1
         self._votes = _Votes()
@@ -233,29 +237,32 @@ class Coordinator:
         )
 
     def _join(self) -> None:
+        """Has the members form a process group; each is told its position, which is its rank there."""
         self._set_state("joining", f"generation {self._group.generation} is joining")
-        self._group.broadcast(
-            {
-                "kind": "join",
-                "generation": self._group.generation,
-                "epoch": self.epoch.number,
-                "store": self._store_address,
-            }
-        )
+        members = self._group.members
+        entry = {
+            "kind": "join",
+            "generation": self._group.generation,
+            "epoch": self.epoch.number,
+            "store": self._store_address,
+            "size": len(members),
+        }
+        for number, seat in list(self._seats.items()):
+            self._group.send(seat, entry | {"position": members.position(number)})
 
     def _serve(self) -> None:
         self._failures = 0
         self._set_state("serving", "")
         log.info(
-            "generation %d serves epoch %d with %d ranks",
+            "generation %d serves epoch %d with %d members",
             self._group.generation,
             self.epoch.number,
-            self._ranks,
+            len(self._group.members),
         )
         self._emit()
 
     def _abort(self, reason: str) -> None:
-        """Ends the generation: doors fail their jobs, and a fresh one forms when all ranks are there."""
+        """Ends the generation: doors fail their jobs, and a fresh one forms when all members are there."""
         log.warning("generation %d aborts: %s", self._group.generation, reason)
         if self._state in ("preparing", "joining"):
             self._failures += 1
@@ -268,7 +275,7 @@ class Coordinator:
             self._fail(reason)
             return
         self._set_state("forming", reason)
-        self._form_at = time.monotonic() + SETTLE_SECONDS if len(self._seats) == self._ranks else math.inf
+        self._form_at = math.inf if self._group.missing else time.monotonic() + SETTLE_SECONDS
         self._lock.notify_all()
 
     def _fail(self, reason: str) -> None:
@@ -279,7 +286,7 @@ class Coordinator:
     # -- steps ----------------------------------------------------------------------------------------------
 
     def _emit(self) -> float | None:
-        """Sends steps that are due; returns when the next one is, or None."""
+        """Sends steps that are due to the members that take part; returns when the next one is, or None."""
         while self._state == "serving" and self._failing is None:
             now = time.monotonic()
             due = self._steps.due(now)
@@ -287,12 +294,23 @@ class Coordinator:
                 if due is not None:
                     self._lock.notify_all()
                 return due
-            step = self._steps.start(self.epoch.number, now)
+            members = self._group.members
+            step = self._steps.start(self.epoch.number, now, members)
             if step is None:
                 return None
-            for rank, seat in list(self._seats.items()):
-                self._group.send(seat, header_message(step.header(rank), self._group.generation))
+            for number in step.seats(members):
+                header = header_message(step.header(members.at(number)), self._group.generation)
+                self._group.send(self._seats[number], header)
         return None
+
+    def _announced(self, rank: int, message: Message) -> None:
+        """Queues the job of a message. Raises ValueError for a member that has no lane."""
+        lane = self._group.members.at(rank).lane
+        if lane is None:
+            raise ValueError(f"seat {rank} has no lane, and announced job {message['job']}")
+        now = time.monotonic()
+        self._steps.announce(announcement_from(message, lane, now), now)
+        self._emit()
 
     def _done(self, rank: int, message: Message) -> None:
         finished = self._steps.finish(rank, int(message["step"]), time.monotonic())
@@ -318,7 +336,7 @@ class Coordinator:
         with self._lock:
             while self._state not in ENDED:
                 now = time.monotonic()
-                if self._form_at <= now and len(self._seats) == self._ranks:
+                if self._form_at <= now and not self._group.missing:
                     self._form()
                 if self._failing is not None and self._failing[0] <= now:
                     self._abort(self._failing[1])

@@ -36,6 +36,7 @@ class Seat:
     plans: dict[int, tuple[str, str, str]] = field(default_factory=dict)  # layer -> kernel, dispatcher, wire
     bytes_read: int = 0
     weight_bytes: int = 0
+    generation: int = 0  # the last that it joined
     steps: int = 0
     expert_rows: int = 0
     load: np.ndarray | None = None  # [phases, L, E] tokens its lane sent, since it started

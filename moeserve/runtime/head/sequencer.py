@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from moeserve.runtime.step import Announcement, Step
+from moeserve.runtime.step import FIRST_NUMBER, Announcement, Step
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class _Queue:
 class Sequencer:
     """Queues of announced jobs, one a layer. Not thread-safe: its owner holds a lock."""
 
-    def __init__(self, ranks: int, pace: StepPace) -> None:
-        self._ranks = ranks
+    def __init__(self, max_lanes: int, pace: StepPace) -> None:
+        self._max_lanes = max_lanes
         self._pace = pace
         self._queues: dict[int, _Queue] = {}
         self._last_arrival = float("-inf")
         self._company = 1  # jobs of the last step
-        self._number = 0
+        self._number = FIRST_NUMBER  # of the next step; it rises for as long as the service lives
 
     @property
     def queued(self) -> int:
@@ -48,12 +48,15 @@ class Sequencer:
         return sum(len(queue.jobs) for queue in self._queues.values())
 
     def announce(self, job: Announcement, now: float) -> None:
-        """Queues a job that a door has ready. Raises ValueError when its rows are over the lane's capacity:
-        doors split first.
+        """Queues a job that a door has ready. Raises ValueError for a lane that there is no room for, and
+        for rows that are none or over the lane's capacity: doors split first.
         """
-        if job.rows > self._pace.lane_rows:
+        if not 0 <= job.lane < self._max_lanes:
+            raise ValueError(f"job {job.job} is of lane {job.lane}; there are {self._max_lanes} lanes")
+        if not 1 <= job.rows <= self._pace.lane_rows:
             raise ValueError(
-                f"job {job.job} of rank {job.rank} has {job.rows} rows; a lane takes {self._pace.lane_rows}"
+                f"job {job.job} of lane {job.lane} has {job.rows} rows; "
+                f"a lane takes 1 to {self._pace.lane_rows}"
             )
         self._queues.setdefault(job.layer, _Queue()).jobs.append((now, job))
         self._last_arrival = now
@@ -82,8 +85,8 @@ class Sequencer:
         layer = min(waiting, key=lambda layer: min((job.deadline, at) for at, job in waiting[layer].jobs))
         lanes = self._fill(waiting[layer])
         self._company = sum(len(lane) for lane in lanes)
-        self._number += 1
-        return Step(self._number, epoch, layer, tuple(tuple(lane) for lane in lanes))
+        number, self._number = self._number, self._number + 1
+        return Step(number, epoch, layer, tuple(tuple(lane) for lane in lanes))
 
     def _drop_expired(self, now: float) -> None:
         for queue in self._queues.values():
@@ -91,17 +94,17 @@ class Sequencer:
 
     def _fill(self, queue: _Queue) -> list[list[tuple[int, int]]]:
         """Jobs by lane, urgent ones first; what does not fit stays queued in its order."""
-        lanes: list[list[tuple[int, int]]] = [[] for _ in range(self._ranks)]
-        rows = [0] * self._ranks
+        lanes: list[list[tuple[int, int]]] = [[] for _ in range(self._max_lanes)]
+        rows = [0] * self._max_lanes
         left: list[tuple[float, Announcement]] = []
         for at, job in sorted(queue.jobs, key=lambda entry: (entry[1].deadline, entry[0])):
             fits = (
-                rows[job.rank] + job.rows <= self._pace.lane_rows
+                rows[job.lane] + job.rows <= self._pace.lane_rows
                 and sum(rows) + job.rows <= self._pace.step_rows
             )
             if fits or not any(rows):
-                lanes[job.rank].append((job.job, job.rows))
-                rows[job.rank] += job.rows
+                lanes[job.lane].append((job.job, job.rows))
+                rows[job.lane] += job.rows
             else:
                 left.append((at, job))
         queue.jobs = deque(sorted(left, key=lambda entry: entry[0]))

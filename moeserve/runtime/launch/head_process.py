@@ -11,10 +11,10 @@ from moeserve.runtime.doors.admin_door import AdminDoor
 from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor
 from moeserve.runtime.doors.operations import Operations
-from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator, Progress
 from moeserve.runtime.head.rebalancer import Rebalancer
 from moeserve.runtime.head.sequencer import StepPace
+from moeserve.runtime.planning.layers import first_epoch
 from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.telemetry.head import CoordinatorTelemetry
 
@@ -31,9 +31,7 @@ class HeadProcess:
 
     def __init__(self, config: Config, host: str) -> None:
         served = served_from(config)
-        epoch = Epoch.first(
-            served.mesh, len(served.layers), served.checkpoint.num_experts, config.balance.redundant_experts
-        )
+        epoch = first_epoch(served)
         step, server = config.step, config.server
         pace = StepPace(step.lane_rows, step.max_step_tokens, step.quiet_seconds, step.gather_seconds)
         self.token = secrets.token_hex(16)
@@ -43,8 +41,12 @@ class HeadProcess:
         )
         self._telemetry = CoordinatorTelemetry(model_name(config), __version__, served.layers)
         self._telemetry.progress(self.coordinator.progress)
+<<<<<<< HEAD
         self._telemetry.why_not = lambda: why_not_serving(self.coordinator.progress())
         self._telemetry.seats(served.mesh.ranks, self.coordinator.seats)
+=======
+        self._telemetry.members(lambda: self.coordinator.epoch.members, self.coordinator.seats)
+>>>>>>> members
         self._telemetry.loads(lambda: (self.coordinator.epoch.placement, self.coordinator.load()))
         self._telemetry.weights_version(lambda: self.coordinator.epoch.weights_version)
         self._telemetry.watch(self.rebalancer.interval, self.rebalancer.age)

@@ -147,7 +147,6 @@ class _RankProcess:
     def _mover_of(self, spec: RankSpec, rank: Rank, device: str) -> Mover:
         balance = spec.config.balance
         sources = CopySources(
-            spec.rank,
             host_id(),
             device,
             rank.bank,

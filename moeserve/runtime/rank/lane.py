@@ -1,4 +1,4 @@
-"""`Lane`: a rank's jobs between its doors and its step thread; `LaneCall`: one caller's batch on it."""
+"""`Lane`: a member's jobs between its doors and its step thread; `LaneCall`: one caller's batch on it."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ class LaneCall:
 
 
 class Lane:
-    """Jobs of one rank. Doors submit; the step thread takes what a header names and finishes it.
+    """Jobs of one lane. Doors submit; the step thread takes what a header names and finishes it.
 
     A job stays here until it ends or its caller leaves. A header may name a job that is gone: its rows still
     travel, as rows without experts.
     """
 
-    def __init__(self, rank: int, capacity: int, queue_limit: int) -> None:
-        self.rank = rank
+    def __init__(self, number: int, capacity: int, queue_limit: int) -> None:
+        self.number = number  # among the group's lanes
         self.capacity = capacity
         self.announce: Callable[[Announcement], None] = _nobody
         self._queue_limit = queue_limit
@@ -176,9 +176,12 @@ class Lane:
             if self._closed is not None:
                 raise GroupUnavailable(self._closed)
             if len(self._jobs) + len(call.jobs) > self._queue_limit:
-                text = f"lane {self.rank} holds {len(self._jobs)} jobs and takes {self._queue_limit} at most"
+                text = (
+                    f"lane {self.number} holds {len(self._jobs)} jobs and takes {self._queue_limit} at most"
+                )
                 raise LaneFull(text, pushback=0.05)
             self._jobs.update({job.number: job for job in call.jobs})
+<<<<<<< HEAD
         try:
             for job in call.jobs:
                 self.announce(
@@ -187,6 +190,10 @@ class Lane:
         except BaseException:
             self._forget(call)
             raise
+=======
+        for job in call.jobs:
+            self.announce(Announcement(self.number, job.number, job.layer, job.hidden.shape[0], job.deadline))
+>>>>>>> members
         return call
 
     def cancel(self, call: LaneCall) -> None:

@@ -4,16 +4,17 @@ import math
 
 import pytest
 
+from moeserve.dispatch.members import Member, Members
 from moeserve.runtime.head.sequencer import Sequencer, StepPace
-from moeserve.runtime.step import Announcement
+from moeserve.runtime.step import FIRST_NUMBER, Announcement
 
 PACE = StepPace(lane_rows=8, step_rows=16, quiet=0.5, gather=4.0)
 
 
 def job(
-    number: int, rank: int = 0, layer: int = 0, rows: int = 1, deadline: float = math.inf
+    number: int, lane: int = 0, layer: int = 0, rows: int = 1, deadline: float = math.inf
 ) -> Announcement:
-    return Announcement(rank, number, layer, rows, deadline)
+    return Announcement(lane, number, layer, rows, deadline)
 
 
 def made(*jobs: Announcement) -> Sequencer:
@@ -27,13 +28,15 @@ def test_jobs_of_one_layer_share_a_step_and_idle_lanes_take_part() -> None:
     step = made(job(1), job(2, rows=3), job(3, layer=1)).next_step(epoch=5, now=9.0)
     assert step is not None
     assert (step.layer, step.epoch, step.jobs, step.lane_rows) == (0, 5, (((1, 1), (2, 3)), ()), (4, 0))
-    assert step.header(0).jobs == ((1, 1), (2, 3))
-    assert step.header(1).jobs == ()
+    members = Members.of_ranks(2)
+    assert step.seats(members) == (0, 1)
+    assert step.header(members.at(0)).jobs == ((1, 1), (2, 3))
+    assert step.header(members.at(1)).jobs == ()
 
 
 def test_steps_are_numbered_in_order() -> None:
     sequencer = made(job(1), job(2, layer=1))
-    assert [sequencer.next_step(1, 0.0).number for _ in range(2)] == [1, 2]
+    assert [sequencer.next_step(1, 0.0).number for _ in range(2)] == [FIRST_NUMBER, FIRST_NUMBER + 1]
     assert sequencer.next_step(1, 0.0) is None
 
 
@@ -50,8 +53,8 @@ def test_a_lane_takes_no_more_than_its_rows() -> None:
 
 def test_a_step_takes_no_more_than_its_tokens() -> None:
     sequencer = Sequencer(3, PACE)
-    for rank in range(3):
-        sequencer.announce(job(rank, rank=rank, rows=8), 0.0)
+    for lane in range(3):
+        sequencer.announce(job(lane, lane=lane, rows=8), 0.0)
     assert sequencer.next_step(1, 9.0).lane_rows == (8, 8, 0)
     assert sequencer.next_step(1, 9.0).lane_rows == (0, 0, 8)
 
@@ -81,9 +84,29 @@ def test_company_is_waited_for_while_it_comes_but_not_for_ever() -> None:
     assert sequencer.ready_at(10.0) == 10.5  # the last step had company
 
 
-def test_a_job_over_the_lanes_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="job 1 of rank 0 has 9 rows; a lane takes 8"):
-        made(job(1, rows=9))
+@pytest.mark.parametrize("rows", [9, 0])
+def test_a_job_over_the_lanes_rows_or_without_any_is_refused(rows: int) -> None:
+    with pytest.raises(ValueError, match=f"job 1 of lane 0 has {rows} rows; a lane takes 1 to 8"):
+        made(job(1, rows=rows))
+
+
+def test_a_job_of_a_lane_that_there_is_no_room_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="job 1 is of lane 2; there are 2 lanes"):
+        made(job(1, lane=2))
+
+
+def test_a_step_is_of_owners_and_of_the_lanes_that_it_names() -> None:
+    members = Members(
+        (Member(0, lane=0), Member(1, lane=1), Member(4, owner=0), Member(5, lane=3, owner=1)), 4, 2
+    )
+    sequencer = Sequencer(members.max_lanes, PACE)
+    sequencer.announce(job(1, lane=1, rows=3), 0.0)
+    step = sequencer.next_step(epoch=5, now=9.0)
+    assert step is not None and step.lane_rows == (0, 3, 0, 0)
+    assert step.seats(members) == (1, 4, 5)
+    headers = {seat: step.header(members.at(seat)) for seat in members.seats}
+    assert {seat: header.jobs for seat, header in headers.items()} == {0: (), 1: ((1, 3),), 4: (), 5: ()}
+    assert {header.lane_rows for header in headers.values()} == {step.lane_rows}
 
 
 def test_clear_forgets_everything() -> None:

@@ -105,7 +105,7 @@ class Mine:
 
     def __post_init__(self) -> None:
         self.peers = Peers(TOKEN, "cpu")
-        sources = CopySources(0, "here", "cpu", self.bank, 2, self.peers, self.use, self.from_disk)
+        sources = CopySources("here", "cpu", self.bank, 2, self.peers, self.use, self.from_disk)
         copier = Copier(self.rate, "cpu")
         self.mover = Mover(sources, copier, self.votes.put, lambda order, text: self.wrong.append(text))
 
@@ -121,7 +121,7 @@ class Mine:
         return self.peer.slot(layer, expert)
 
     def vote(self, copies: tuple[ExpertCopy, ...], address: str, epoch: int = 2) -> Vote:
-        self.mover.stage(StageOrder(1, epoch, epoch, LAYER, 1, ("",), copies, {1: (address, "here")}))
+        self.mover.stage(StageOrder(1, epoch, epoch, LAYER, 1, ("",), copies, {1: (address, "here")}, 0))
         return self.votes.get(timeout=20)
 
 
@@ -199,11 +199,13 @@ def test_what_nobody_can_give_is_refused_with_every_reason(
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(mine, "from_disk", gone)
-    sources = CopySources(0, "here", "cpu", mine.bank, 2, Peers(TOKEN, "cpu"), mine.use, gone)
+    sources = CopySources("here", "cpu", mine.bank, 2, Peers(TOKEN, "cpu"), mine.use, gone)
     votes: queue.Queue[Vote] = queue.Queue()
     mover = Mover(sources, Copier(0, "cpu"), votes.put, lambda order, text: None)
     mover.stage(
-        StageOrder(1, 2, 2, LAYER, 1, ("",), (ExpertCopy(1, 2, (1, 2)),), {1: (mine.server.address, "here")})
+        StageOrder(
+            1, 2, 2, LAYER, 1, ("",), (ExpertCopy(1, 2, (1, 2)),), {1: (mine.server.address, "here")}, 0
+        )
     )
     refused = votes.get(timeout=20).refused
     assert "stream: cannot reach" in refused
@@ -225,12 +227,12 @@ def test_abandoning_ends_a_slow_copy_and_frees_its_room() -> None:
     server = WeightsServer("127.0.0.1", TOKEN, "cpu", peer)
     slow = Mine(bank_of(1), peer, server, rate=2000.0)  # a minute for one expert
     slow.mover.stage(
-        StageOrder(1, 2, 2, LAYER, 1, ("",), (ExpertCopy(0, 1, (1, 1)),), {1: (server.address, "here")})
+        StageOrder(1, 2, 2, LAYER, 1, ("",), (ExpertCopy(0, 1, (1, 1)),), {1: (server.address, "here")}, 0)
     )
     time.sleep(0.3)
     slow.mover.abandon()
     assert slow.bank.staged == ()
-    slow.mover.stage(StageOrder(1, 3, 3, LAYER, 1, ("",), (), {}))
+    slow.mover.stage(StageOrder(1, 3, 3, LAYER, 1, ("",), (), {}, 0))
     assert slow.votes.get(timeout=5).order.epoch == 3, "the abandoned one never voted"
     slow.mover.close()
     server.close()
