@@ -41,12 +41,8 @@ class HeadProcess:
         )
         self._telemetry = CoordinatorTelemetry(model_name(config), __version__, served.layers)
         self._telemetry.progress(self.coordinator.progress)
-<<<<<<< HEAD
         self._telemetry.why_not = lambda: why_not_serving(self.coordinator.progress())
-        self._telemetry.seats(served.mesh.ranks, self.coordinator.seats)
-=======
         self._telemetry.members(lambda: self.coordinator.epoch.members, self.coordinator.seats)
->>>>>>> members
         self._telemetry.loads(lambda: (self.coordinator.epoch.placement, self.coordinator.load()))
         self._telemetry.weights_version(lambda: self.coordinator.epoch.weights_version)
         self._telemetry.watch(self.rebalancer.interval, self.rebalancer.age)

@@ -145,7 +145,7 @@ class Lane:
         rows = batch.hidden.shape[0]
         if rows > self._queue_limit * self.capacity:
             raise BatchTooLarge(
-                f"hidden: {rows} rows in one call, and lane {self.rank} takes {self._queue_limit} x "
+                f"hidden: {rows} rows in one call, and lane {self.number} takes {self._queue_limit} x "
                 f"{self.capacity} at most; send them in several calls"
             )
 
@@ -181,19 +181,14 @@ class Lane:
                 )
                 raise LaneFull(text, pushback=0.05)
             self._jobs.update({job.number: job for job in call.jobs})
-<<<<<<< HEAD
         try:
             for job in call.jobs:
                 self.announce(
-                    Announcement(self.rank, job.number, job.layer, job.hidden.shape[0], job.deadline)
+                    Announcement(self.number, job.number, job.layer, job.hidden.shape[0], job.deadline)
                 )
         except BaseException:
             self._forget(call)
             raise
-=======
-        for job in call.jobs:
-            self.announce(Announcement(self.number, job.number, job.layer, job.hidden.shape[0], job.deadline))
->>>>>>> members
         return call
 
     def cancel(self, call: LaneCall) -> None:
