@@ -60,7 +60,8 @@ class Reception:
 
     def __init__(self, host: str, ranks: int, token: str, events: RankEvents) -> None:
         self._ranks, self._token, self._events = ranks, token, events
-        self._strangers = threading.BoundedSemaphore(MOST_STRANGERS + ranks)
+        self.most_strangers = MOST_STRANGERS + ranks
+        self._strangers = threading.BoundedSemaphore(self.most_strangers)
         self._closed = threading.Event()
         self._listener = socket.create_server((host, 0))
         self.address = f"{host}:{self._listener.getsockname()[1]}"

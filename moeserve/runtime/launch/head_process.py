@@ -52,8 +52,9 @@ class HeadProcess:
         self._front = FrontDoor(
             model_name(config), served, self.coordinator, server.max_message_bytes, self._telemetry.request
         )
+        operations = Operations(served, self.rebalancer, server.reload_root)
         self._endpoint = Endpoint(
-            {"FrontService": self._front, "AdminService": AdminDoor(Operations(served, self.rebalancer))},
+            {"FrontService": self._front, "AdminService": AdminDoor(operations)},
             NOT_A_LANE,
             door_limits(server),
             server.max_message_bytes,
