@@ -27,8 +27,14 @@ def clipped(text: str) -> str:
     return beginning[: LONGEST_TEXT - len(_CUT)].decode(errors="ignore") + _CUT
 
 
-def quoted(name: str) -> str:
-    """`name` in quotation marks, or its beginning and its length where it is long."""
+def quoted(name: object) -> str:
+    """`name` in quotation marks, or its beginning and its length where it is long.
+
+    Other values stand as they print where that is short, else by their type.
+    """
+    if not isinstance(name, str):
+        shown = repr(name)
+        return shown if len(shown) <= LONGEST_NAME else f"a {type(name).__name__}"
     if len(name) <= LONGEST_NAME:
         return repr(name)
     return f"{name[:LONGEST_NAME]!r}{_CUT} ({len(name)} characters)"

@@ -136,6 +136,7 @@ class ServerConfig:
     max_held_bytes: int = 2 << 30  # of the calls that a lane or the front door holds; it refuses more
     request_seconds: float = 30.0  # within which the message of a call has to arrive
     unread_seconds: float = 30.0  # within which the caller of a stream has to take a reply
+    reload_root: str = ""  # folder below which a checkpoint has to be to be reloaded; empty: anywhere
     region_bytes: int = 4 << 30  # of shared memory a rank may hand out
     allow_named_regions: bool = False  # unsafe: clients may register any shared-memory object by name
 

@@ -15,11 +15,11 @@ from google.protobuf.message import DecodeError
 
 from moeserve.proto import health, moe_pb2
 from moeserve.proto.errors import PUSHBACK_KEY, REASON_KEY
-from moeserve.runtime.doors.admission import LONGEST_PUSHBACK, Admission, DoorLimits, pushback
+from moeserve.runtime.doors.admission import Admission, DoorLimits
 from moeserve.runtime.doors.endpoint import Endpoint
 from moeserve.runtime.doors.framing import LARGE_BYTES, check_framing
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR
-from moeserve.runtime.errors import LaneFull
+from moeserve.runtime.errors import LONGEST_PUSHBACK, LaneFull, pushback
 
 SECONDS = 10.0
 

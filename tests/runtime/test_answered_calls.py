@@ -19,7 +19,7 @@ from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.doors.lane_door import LaneDoor
 from moeserve.runtime.doors.payloads import Payloads, Regions
 from moeserve.runtime.doors.request import CheckedRequest
-from moeserve.runtime.errors import BatchTooLarge, GroupUnavailable
+from moeserve.runtime.errors import BatchTooLarge, GroupUnavailable, LaneFull
 from moeserve.runtime.rank.lane import Lane, LaneBatch
 from moeserve.runtime.step import Announcement, Stamp
 
@@ -140,6 +140,17 @@ def test_a_batch_that_no_lane_ever_takes_is_not_told_to_come_again(ranked: Ranke
         ranked.lane.submit(batch)
     status = status_of(refused.value)
     assert (status.code, status.pushback) == ("INVALID_ARGUMENT", None)
+
+
+def test_a_full_lane_is_told_to_be_left_alone_for_longer_each_time(ranked: Ranked) -> None:
+    batch = LaneBatch(0, torch.ones(400, 1), torch.zeros(400, 2, dtype=torch.int32), torch.ones(400, 2))
+    ranked.lane.submit(batch)
+    told = []
+    for _ in range(8):
+        with pytest.raises(LaneFull) as refused:
+            ranked.lane.submit(batch)
+        told.append(refused.value.pushback)
+    assert told[0] <= 0.05 and told[3] > told[0] and 1 <= told[-1] <= 2
 
 
 def test_a_rank_without_its_coordinator_is_unavailable(ranked: Ranked) -> None:

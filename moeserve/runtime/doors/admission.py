@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moeserve.runtime.errors import LaneFull
+from moeserve.runtime.errors import LaneFull, pushback
 
-FIRST_PUSHBACK = 0.05  # seconds, after a caller's first refusal
-LONGEST_PUSHBACK = 2.0
 RECENT_SECONDS = 2.0  # for so long a caller that was refused counts among those who want to be served
 
 
@@ -147,9 +144,3 @@ class Admission:
                 for peer, caller in self._callers.items()
                 if caller.calls or now - caller.refused < RECENT_SECONDS
             }
-
-
-def pushback(refusals: int) -> float:
-    """Seconds after which a caller may come back that was refused so many times in a row."""
-    longest: float = min(LONGEST_PUSHBACK, FIRST_PUSHBACK * 2.0 ** min(refusals - 1, 30))
-    return longest * random.uniform(0.5, 1.0)

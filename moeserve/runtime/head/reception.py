@@ -60,7 +60,8 @@ class Reception:
 
     def __init__(self, host: str, seats: int, token: str, events: RankEvents) -> None:
         self._room, self._token, self._events = seats, token, events  # how many seats there are
-        self._strangers = threading.BoundedSemaphore(MOST_STRANGERS + seats)
+        self.most_strangers = MOST_STRANGERS + seats
+        self._strangers = threading.BoundedSemaphore(self.most_strangers)
         self._closed = threading.Event()
         self._listener = socket.create_server((host, 0))
         self.address = f"{host}:{self._listener.getsockname()[1]}"

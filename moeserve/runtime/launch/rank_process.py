@@ -116,6 +116,7 @@ class _RankProcess:
         }
         self._telemetry = RankTelemetry(name, spec.rank, __version__, dispatchers)
         self._telemetry.in_flight(lambda: lane.in_flight)
+        self._telemetry.why_not = lambda: lane.closed or ""
         self._telemetry.weights(lambda: (rank.bank.nbytes, rank.bytes_read))
         self._telemetry.device_bytes(rank.held_bytes)
         self._telemetry.regions(lambda: (len(self._regions.list()), self._regions.bytes))

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeserve.runtime.errors import BatchTooLarge, DeadlinePassed, GroupUnavailable, LaneFull, one_version
+from moeserve.runtime.errors import (
+    BatchTooLarge,
+    DeadlinePassed,
+    GroupUnavailable,
+    LaneFull,
+    one_version,
+    pushback,
+)
 from moeserve.runtime.step import Announcement, Job, Stamp
 
 
@@ -106,6 +113,7 @@ class Lane:
         self._queue_limit = queue_limit
         self._jobs: dict[int, Job] = {}
         self._numbers = itertools.count(1)
+        self._refusals = 0  # since a call was last taken
         self._lock = threading.Lock()
         self._closed: str | None = "the group is forming"
 
@@ -179,7 +187,9 @@ class Lane:
                 text = (
                     f"lane {self.number} holds {len(self._jobs)} jobs and takes {self._queue_limit} at most"
                 )
-                raise LaneFull(text, pushback=0.05)
+                self._refusals += 1
+                raise LaneFull(text, pushback(self._refusals))
+            self._refusals = 0
             self._jobs.update({job.number: job for job in call.jobs})
         try:
             for job in call.jobs:

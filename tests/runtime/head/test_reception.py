@@ -206,7 +206,7 @@ def test_strangers_are_limited_and_ranks_come_in_again(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reception, "HELLO_SECONDS", 1.0)
-    most = reception.MOST_STRANGERS + 2 + 2  # seats: room for two lanes and two owners
+    most = coordinator._reception.most_strangers
     strangers = [connect(coordinator.address, SECONDS) for _ in range(most)]
     until(lambda: sum(thread.name.startswith("rank (") for thread in threading.enumerate()) == most)
     assert closed_within(connect(coordinator.address, SECONDS), 0.5)
