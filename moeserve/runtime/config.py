@@ -135,6 +135,7 @@ class ServerConfig:
     max_streams: int = 256  # that are open at a lane or the front door; it refuses more, with pushback
     max_held_bytes: int = 2 << 30  # of the calls that a lane or the front door holds; it refuses more
     request_seconds: float = 30.0  # within which the message of a call has to arrive
+    drain_seconds: float = 10.0  # for calls under way when the service is told to stop
     unread_seconds: float = 30.0  # within which the caller of a stream has to take a reply
     reload_root: str = ""  # folder below which a checkpoint has to be to be reloaded; empty: anywhere
     region_bytes: int = 4 << 30  # of shared memory a rank may hand out

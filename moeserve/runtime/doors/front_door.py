@@ -100,7 +100,7 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
 
     def _topology(self) -> moe_pb2.GetTopologyReply:
         progress, seats = self._coordinator.progress(), self._coordinator.seats()
-        epoch = self._coordinator.epoch
+        epoch, draining = self._coordinator.epoch, self._coordinator.draining
         lanes = [
             moe_pb2.Lane(
                 rank=member.seat,
@@ -110,14 +110,14 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
                 lane=member.lane,
             )
             for member in epoch.members.present
-            if member.lane is not None and (seat := seats.get(member.seat))
+            if member.lane is not None and (seat := seats.get(member.seat)) and not draining
         ]
         return moe_pb2.GetTopologyReply(
             lanes=lanes,
             generation=progress.generation,
             epoch=epoch.number,
-            serving=progress.state == "serving",
-            reason=progress.reason,
+            serving=progress.state == "serving" and not draining,
+            reason=draining or progress.reason,
             max_message_bytes=self._max_message_bytes,
             members=_members(epoch, seats),
             max_lanes=epoch.members.max_lanes,

@@ -77,6 +77,8 @@ class Coordinator:
         self._store_address = f"{host}:{self._store.port}"
         self._reception = Reception(host, room.max_lanes + room.max_owners, token, self)
         self.address = self._reception.address
+        self.draining = ""  # why lanes take no further call, though the group serves
+        self._drained = set[int]()  # seats whose calls have ended since
         self.on_change: Callable[[Progress], None] = lambda progress: None
         self.observe_step: Callable[[int, float], None] = lambda layer, seconds: None  # of the whole group
 
@@ -101,6 +103,27 @@ class Coordinator:
             self._seats.clear()
             self._lock.notify_all()
         self._reception.close()
+
+    def drain(self, seconds: float, reason: str = "the service is stopping") -> bool:
+        """Has lanes take no further call, and waits until those under way have ended.
+
+        Steps go on meanwhile. Returns whether all ended within `seconds`.
+        """
+        with self._lock:
+            if self._state != "serving":
+                return True
+            self.draining = reason
+            generation = self._group.generation
+            self._group.broadcast(
+                {"kind": "drain", "generation": generation, "reason": reason, "seconds": seconds}
+            )
+            self._lock.wait_for(
+                lambda: (
+                    self._group.generation != generation or self._drained >= set(self._group.members.seats)
+                ),
+                seconds,
+            )
+            return self._group.generation == generation and self._drained >= set(self._group.members.seats)
 
     def wait_serving(self, timeout: float) -> None:
         """Returns once the group serves. Raises TimeoutError or RuntimeError, with the reason it does not."""
@@ -209,6 +232,9 @@ class Coordinator:
                     self._vote("joining", self._votes.joined, rank, self._serve)
                 case "voted" | "adopted":
                     self._changes.message_received(rank, message)
+                case "drained":
+                    self._drained.add(rank)
+                    self._lock.notify_all()
                 case "failed":
                     self._failing = self._failing or (
                         time.monotonic() + BLAME_SECONDS,

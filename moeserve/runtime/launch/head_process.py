@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 
 from moeserve import __version__
@@ -17,6 +18,10 @@ from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.planning.layers import first_epoch
 from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.telemetry.head import CoordinatorTelemetry
+
+log = logging.getLogger(__name__)
+
+REPLY_SECONDS = 2.0  # for answers that are there to reach the front door's callers
 
 EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 """Hosts to listen on that no client can be told."""
@@ -41,7 +46,10 @@ class HeadProcess:
         )
         self._telemetry = CoordinatorTelemetry(model_name(config), __version__, served.layers)
         self._telemetry.progress(self.coordinator.progress)
-        self._telemetry.why_not = lambda: why_not_serving(self.coordinator.progress())
+        self._telemetry.why_not = lambda: (
+            self.coordinator.draining or why_not_serving(self.coordinator.progress())
+        )
+        self._drain_seconds = server.drain_seconds
         self._telemetry.members(lambda: self.coordinator.epoch.members, self.coordinator.seats)
         self._telemetry.loads(lambda: (self.coordinator.epoch.placement, self.coordinator.load()))
         self._telemetry.weights_version(lambda: self.coordinator.epoch.weights_version)
@@ -79,9 +87,14 @@ class HeadProcess:
         return [a for a in (self.metrics_address, *(seats[rank].metrics for rank in sorted(seats))) if a]
 
     def stop(self) -> None:
-        """Refuses new calls, lets those under way finish, and ends the group."""
+        """Refuses new calls, gives those under way `server.drain_seconds`, and ends the group."""
         self.rebalancer.stop()
-        self._endpoint.stop(grace=2.0)
+        self._endpoint.set_serving(serving=False)
+        if not self.coordinator.drain(self._drain_seconds):
+            log.warning(
+                "calls were under way after server.drain_seconds = %g and have no answer", self._drain_seconds
+            )
+        self._endpoint.stop(grace=REPLY_SECONDS)
         self._front.close()
         self.coordinator.stop()
         self._telemetry.close()

@@ -136,6 +136,11 @@ class Lane:
         with self._lock:
             self._closed = None
 
+    def drain(self, reason: str) -> None:
+        """Takes no further job, and goes on with those it holds: the service is about to stop."""
+        with self._lock:
+            self._closed = self._closed or reason
+
     def close(self, reason: str) -> None:
         """Fails waiting jobs, and new ones, with GroupUnavailable: the group stopped serving."""
         with self._lock:

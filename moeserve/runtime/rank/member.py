@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 REPORT_SECONDS = 1.0  # between reports of load to the coordinator
 JOIN_SECONDS = 20.0  # for a process group to come together
+DRAIN_LOOK_SECONDS = 0.01  # between looks for calls under way, once no further one is taken
 ABORTED = -1  # as a member's generation: none is live
 
 
@@ -131,6 +132,9 @@ class Member:
                 message = self._stream.receive()
                 if message["kind"] in ("stage", "abandon"):
                     self._prepare_change(message)
+                    continue
+                if message["kind"] == "drain":
+                    threading.Thread(target=self._drain, args=(message,), name="drain", daemon=True).start()
                     continue
                 if message["kind"] == "abort":
                     self._generation = ABORTED
@@ -252,6 +256,18 @@ class Member:
             self.mover.stage(order_from(message))
         else:
             self.mover.abandon()
+
+    def _drain(self, message: Message) -> None:
+        """Takes no further call, and says when those under way have ended. Steps go on meanwhile."""
+        if self._lane is not None:
+            self._lane.drain(message["reason"])
+            until = time.monotonic() + message["seconds"]
+            while self._lane.in_flight and time.monotonic() < until:
+                time.sleep(DRAIN_LOOK_SECONDS)
+        try:
+            self._stream.send({"kind": "drained", "generation": message["generation"]})
+        except StreamClosed as closed:
+            log.info("rank %d: nobody waits for its calls any more: %s", self._rank.index, closed)
 
     def send_vote(self, vote: Vote) -> None:
         """Sends the mover's vote to the coordinator."""
