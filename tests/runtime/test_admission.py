@@ -14,6 +14,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from moeserve.proto import health, moe_pb2
+from moeserve.proto.client.deadline_watch import DeadlineWatch
 from moeserve.proto.errors import PUSHBACK_KEY, REASON_KEY
 from moeserve.runtime.doors.admission import Admission, DoorLimits
 from moeserve.runtime.doors.endpoint import Endpoint
@@ -240,6 +241,29 @@ def test_silent_streams_and_waiting_calls_leave_health_its_threads(serve: Callab
     service.go.set()
     ends.set()
     assert until(lambda: held(service) == (0, 0, 0))
+
+
+def test_who_watches_health_takes_no_thread(serve: Callable[..., Service]) -> None:
+    service = serve(calls=4)
+    watch = service.channel.unary_stream("/grpc.health.v1.Health/Watch")
+    watching = [watch(b"") for _ in range(60)]
+    assert [health.decode_check(next(one)) for one in watching] == ["SERVING"] * 60
+    assert service.healthy() == "SERVING"
+    service.endpoint.set_serving(serving=False)
+    assert [health.decode_check(next(one)) for one in watching] == ["NOT_SERVING"] * 60
+
+
+def test_a_deadline_s_act_that_fails_is_not_the_last() -> None:
+    watch, acted = DeadlineWatch(), threading.Event()
+
+    def fail() -> None:
+        raise RuntimeError("of a call that has ended")
+
+    watch.add(0.0, fail)
+    time.sleep(0.1)
+    watch.add(0.0, acted.set)
+    assert acted.wait(SECONDS)
+    watch.close()
 
 
 def test_calls_whose_message_does_not_come_are_cancelled(serve: Callable[..., Service]) -> None:

@@ -45,8 +45,8 @@ class Calling:
     def in_thread(self, behavior: Callable[..., Any], sort: str) -> Callable[..., Any]:
         """`behavior`, a handler's, run by the threads of its sort."""
 
-        def run(request: Any, context: grpc.ServicerContext) -> Any:
-            return behavior(request, context)
+        def run(*given: Any) -> Any:
+            return behavior(*given)
 
         run.experimental_thread_pool = self._pools[sort]  # type: ignore[attr-defined]  # so gRPC calls it
         return run

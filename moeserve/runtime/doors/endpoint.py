@@ -15,7 +15,7 @@ from moeserve.runtime.doors.calling import Calling
 from moeserve.runtime.doors.contract import Servicers, register
 from moeserve.runtime.doors.failures import GrpcStatus
 
-REFLECTIONS = 4  # threads of reflection, and of the first message of who watches health
+REFLECTIONS = 4  # threads of reflection
 
 
 class PortInUse(OSError):
@@ -45,9 +45,11 @@ class Endpoint:
         """Health in threads of its own; a watch has none."""
         parse = health_pb2.HealthCheckRequest.FromString
         serialize = health_pb2.HealthCheckResponse.SerializeToString
+        watch = self._calling.in_thread(self._health.Watch, "health")
+        watch.experimental_non_blocking = True  # type: ignore[attr-defined]  # it is given a callback, and returns
         handlers = {
             "Check": self._calling.unary(self._health.Check, parse, serialize, "health"),
-            "Watch": grpc.unary_stream_rpc_method_handler(self._health.Watch, parse, serialize),
+            "Watch": grpc.unary_stream_rpc_method_handler(watch, parse, serialize),
         }
         return grpc.method_handlers_generic_handler(health.SERVICE_NAME, handlers)
 
