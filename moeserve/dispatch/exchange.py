@@ -69,7 +69,7 @@ class Exchange:
 
     def idle(self, lane_rows: tuple[int, ...]) -> bool:
         """Whether this member has no part in a step, or no lane has a row in it: then it launches nothing."""
-        return not any(lane_rows) or not (self.owns or self._spec.own_rows(lane_rows))
+        return not self._spec.takes_part(lane_rows)
 
     def whole(self, lane_rows: tuple[int, ...]) -> bool:
         """Whether the step's participants are the whole group."""

@@ -56,8 +56,7 @@ class Members:
 
     @classmethod
     def of_ranks(cls, ranks: int, max_lanes: int = 0, max_owners: int = 0) -> Members:
-        """`ranks` members that are both: seat, lane and owner are the rank. Room for more where it is given.
-        """
+        """`ranks` members that are both, by seat, lane and owner; room for more where it is given."""
         present = tuple(Member(rank, rank, rank) for rank in range(ranks))
         return cls(present, max(ranks, max_lanes), max(ranks, max_owners))
 

@@ -132,6 +132,11 @@ class ServerConfig:
     metrics_port: int = 9400  # the head's; rank r takes this + 1 + r; 0 picks free ones, -1 turns metrics off
     max_message_bytes: int = 256 << 20
     max_concurrent_calls: int = 256  # a lane refuses more, with pushback
+    max_streams: int = 256  # that are open at a lane or the front door; it refuses more, with pushback
+    max_held_bytes: int = 2 << 30  # of the calls that a lane or the front door holds; it refuses more
+    request_seconds: float = 30.0  # within which the message of a call has to arrive
+    unread_seconds: float = 30.0  # within which the caller of a stream has to take a reply
+    reload_root: str = ""  # folder below which a checkpoint has to be to be reloaded; empty: anywhere
     region_bytes: int = 4 << 30  # of shared memory a rank may hand out
     allow_named_regions: bool = False  # unsafe: clients may register any shared-memory object by name
 
@@ -169,6 +174,10 @@ POSITIVE = frozenset(
         "balance.staging_slots",
         "balance.prepare_timeout_seconds",
         "server.max_concurrent_calls",
+        "server.max_streams",
+        "server.max_held_bytes",
+        "server.request_seconds",
+        "server.unread_seconds",
         "server.max_message_bytes",
         "cluster.start_timeout_seconds",
     }

@@ -92,10 +92,10 @@ class Job:
     hidden: Tensor  # [T, H]
     experts: Tensor  # [T, K] int32
     weights: Tensor  # [T, K] float32
-    deadline: float  # time.time() seconds; inf for none
-    ended: Callable[[Job], None]  # called once, by the thread that ends it
+    deadline: float  # time.monotonic() seconds; inf for none
+    ended: Callable[[Job], None]  # called by the thread that ends it; after `disown` nobody hears of it
     weights_version: int = 0  # the one it must be computed with; 0: whichever is served
-    created: float = field(default_factory=time.time)
+    created: float = field(default_factory=time.monotonic)
     output: Tensor | None = None  # [T, H]
     stamp: Stamp = NOT_YET
     error: Exception | None = None
@@ -109,6 +109,14 @@ class Job:
         """Ends the job with a failure."""
         self.error = error
         self.ended(self)
+
+    def disown(self) -> None:
+        """Lets go of the call that the job is a part of, whose answer or failure is there."""
+        self.ended = _nobody
+
+
+def _nobody(job: Job) -> None:
+    """Hears that a job ended whose call has ended already."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ SETTING = CostSetting(
     dtype="bf16",
     sliced=False,
     graph_rows=0,
+    held=0,
     versions=(("torch", "2.11"),),
 )
 MEASURED = (1, 16, 256, 4096)
@@ -124,6 +125,7 @@ def test_costs_are_read_again_for_exactly_their_setting(tmp_path: Path) -> None:
         replace(SETTING, owners=2),
         replace(SETTING, max_lanes=8),
         replace(SETTING, max_owners=8),
+        replace(SETTING, held=16),
         replace(SETTING, hosts=("here", "there")),
         replace(SETTING, versions=(("torch", "2.12"),)),
     ):

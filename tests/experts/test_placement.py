@@ -99,3 +99,34 @@ def test_a_book_is_updated_in_place() -> None:
     book.update(Placement(REPLICATED[:, ::-1], 3, 4))
     assert tables == [tensor.data_ptr() for tensor in (book._replicas, book._copies)]
     assert int(book.resolve(0, torch.tensor([[3]]), torch.tensor([True]))) == 1
+
+
+def test_slots_beyond_an_owners_room_stay_empty() -> None:
+    slots = np.array([[0, 1, EMPTY, 2, EMPTY, EMPTY, EMPTY, EMPTY, EMPTY]])
+    placement = Placement(slots, 3, 3, room=(3, 1, 0))
+    assert placement.usable.tolist() == [True] * 3 + [True, False, False] + [False] * 3
+    assert [placement.of_owner(0, owner).tolist() for owner in range(3)] == [[0, 1, EMPTY], [2], []]
+    assert placement != Placement(slots, 3, 3) and placement != Placement(slots, 3, 3, (3, 2, 0))
+    assert placement == Placement(slots, 3, 3, (3, 1, 0))
+    assert hash(placement) == hash(Placement(slots, 3, 3, (3, 1, 0)))
+    assert Placement(slots, 3, 3).room == (3, 3, 3)
+    assert placement.with_slots(np.roll(slots, 0)).room == (3, 1, 0)
+    load = np.array([[1.0, 1.0, 4.0]])
+    assert placement.imbalance(load) == pytest.approx([4 / 3])  # of two owners: the third has no room
+    with pytest.raises(
+        ValueError, match="owner 1 has room for 1 experts, and slot 4 beyond it holds expert 2"
+    ):
+        placement.with_slots(np.array([[0, 1, EMPTY, EMPTY, 2, EMPTY, EMPTY, EMPTY, EMPTY]]))
+    for room in ((3, 1), (4, 1, 0), (3, -1, 0)):
+        with pytest.raises(ValueError, match="must be 0 to 3 slots for each of 3 owners"):
+            Placement(slots, 3, 3, room)
+
+
+def test_reserved_owners_have_no_room() -> None:
+    placement = Placement.even(2, 5, 2, reserved=2)
+    assert (placement.owners, placement.room) == (4, (3, 3, 0, 0))
+    assert placement.slots[:, :6].tolist() == Placement.even(2, 5, 2).slots.tolist()
+    with pytest.raises(
+        ValueError, match=r"3 experts need a slot each, and the room of 2 owners, \[1, 1\], is 2"
+    ):
+        Placement.blocks(1, 3, 1, (1, 1))

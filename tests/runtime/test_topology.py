@@ -11,6 +11,7 @@ from checkpoints import make_checkpoint
 from fake_members import TOKEN, FakeMember, serving, until
 from houses import house_config
 
+from moeserve.cli.status import text
 from moeserve.dispatch.members import Member, Members
 from moeserve.proto import moe_pb2
 from moeserve.runtime.doors.front_door import FrontDoor
@@ -87,6 +88,13 @@ def test_status_tells_of_members_that_are_away_too(coordinator: Coordinator, fro
     away[1] = (*away[1][:-1], 0)
     assert told(rank.member for rank in status.ranks) == away
     assert (status.state, status.max_lanes, status.max_owners) == ("forming", 4, 3)
+    _, table, *_ = text(status).split("\n\n")
+    ranks = [line.split()[:5] for line in table.splitlines()]
+    assert ranks[-3:] == [
+        ["0", "2", "-", "0", "yes"],
+        ["1", "-", "0", "4", "no"],
+        ["5", "0", "2", "4", "yes"],
+    ]
 
 
 def test_lanes_that_are_away_take_no_calls(coordinator: Coordinator, front: FrontDoor) -> None:

@@ -520,6 +520,8 @@ def broken(seen: list[Seen], case: MemberCase) -> list[str]:
             here = [member.runs[run][step] for member in seen]
             came = [one for one in here if one is not None]
             where = f"{name}, step {step}"
+            if not came:
+                continue  # no lane of the group is named: nobody was called
             if any(one.worst > 1.0 for one in came):
                 found.append(f"{where}: error over its bound, by member: {[one.worst for one in came]}")
             if not all(one.exact for one in came):

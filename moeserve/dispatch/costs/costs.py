@@ -152,6 +152,7 @@ class CostSetting:
     dtype: str
     sliced: bool
     graph_rows: int  # steps of up to so many rows a lane were replayed from CUDA graphs
+    held: int  # multiprocessors of each GPU that grids leave to others
     versions: tuple[tuple[str, str], ...]  # (package, version)
 
 

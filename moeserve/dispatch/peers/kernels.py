@@ -132,8 +132,7 @@ class PeerKernels:
         )
 
     def expect(self, number: int, absent: int) -> None:
-        """The dispatch that is replayed next runs as step `number`, without the lanes of the bits `absent`.
-        """
+        """The dispatch replayed next runs as step `number`, without the lanes of the bits `absent`."""
         in_order(self._device)
         sequence = sequence_of(number)
         if self._next != sequence:
@@ -143,8 +142,7 @@ class PeerKernels:
         self._next, self._absent = next_sequence(sequence), absent
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> PeerArrival:
-        """Sends this lane's rows and groups what arrives. Recorded, it runs as the step that `expect` names.
-        """
+        """Sends this lane's rows and groups what arrives; recorded, as the step that `expect` names."""
         spec, layout = self._spec, self._layout
         own, rows = spec.own_rows(routing.lane_rows), sum(routing.lane_rows)
         number = 0

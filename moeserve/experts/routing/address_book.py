@@ -27,6 +27,7 @@ class AddressBook:
     ) -> None:
         layers, slots = placement.slots.shape
         self.experts, self.slots = placement.experts, slots
+        self.room = sum(placement.room)  # slots that owners have, of those numbers
         size = Size(layers, placement.experts, slots, placement.owners)
         entry = choice_named(choice)
         split, self._least_rows = entry.split, entry.least_rows
@@ -44,6 +45,7 @@ class AddressBook:
 
     def update(self, placement: Placement) -> None:
         """Rewrites the tables for `placement`, of the same size."""
+        self.room = sum(placement.room)
         for layer, row in enumerate(placement.slots):
             self.update_layer(layer, row)
 

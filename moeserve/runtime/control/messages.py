@@ -44,7 +44,7 @@ def announcement_message(job: Announcement, generation: int) -> Message:
 
     The time left travels and not a date, since hosts' clocks differ.
     """
-    left = None if math.isinf(job.deadline) else job.deadline - time.time()
+    left = None if math.isinf(job.deadline) else job.deadline - time.monotonic()
     return {
         "kind": "announce",
         "generation": generation,

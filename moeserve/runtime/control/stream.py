@@ -13,12 +13,17 @@ import json
 import socket
 import struct
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
+
+from moeserve.proto.texts import clipped
 
 Message = dict[str, Any]
 
 _LENGTH = struct.Struct("<I")
 _LIMIT = 1 << 26  # a placement of 58 layers x 1024 slots is 0.5 MB
+HELLO_BYTES = 1 << 18  # of the first message, whose sender has yet to show the token; 58 layers take 10 KB
 
 
 class StreamClosed(ConnectionError):
@@ -45,22 +50,28 @@ class Stream:
         except OSError as error:
             raise StreamClosed(str(error)) from error
 
-    def receive(self, within: float | None = None) -> Message:
-        """The next message; blocks for `within` seconds at most, or without a bound.
+    def receive(self) -> Message:
+        """The next message; blocks without a bound. Raises StreamClosed at the end."""
+        return self._message(self._read, _LIMIT)
+
+    def receive_first(self, within: float) -> Message:
+        """The first message of whoever connected: it has `within` seconds in all and HELLO_BYTES at most.
 
         Raises StreamClosed at the end, and when a bound has passed: the stream is of no use then.
         """
+        deadline = time.monotonic() + within
+        message = self._message(lambda size: self._read_until(size, deadline), HELLO_BYTES)
+        self._socket.settimeout(None)
+        return message
+
+    def _message(self, read: Callable[[int], bytes], limit: int) -> Message:
         try:
-            if within is not None:
-                self._socket.settimeout(within)
-            (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-            if length > _LIMIT:
-                raise StreamClosed(f"a frame of {length} bytes is over the limit of {_LIMIT}")
-            message = json.loads(self._read(length))
-            if within is not None:
-                self._socket.settimeout(None)
-        except (OSError, ValueError) as error:
-            raise StreamClosed(str(error)) from error
+            (length,) = _LENGTH.unpack(read(_LENGTH.size))
+            if length > limit:
+                raise StreamClosed(f"a frame of {length} bytes is over the limit of {limit}")
+            message = json.loads(read(length))
+        except (OSError, ValueError, RecursionError) as error:
+            raise StreamClosed(clipped(str(error))) from error
         if not isinstance(message, dict) or "kind" not in message:
             raise StreamClosed("a frame must be an object with a kind")
         return message
@@ -87,6 +98,18 @@ class Stream:
         if data is None or len(data) < size:
             raise StreamClosed("the other end closed the stream")
         return data
+
+    def _read_until(self, size: int, deadline: float) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            more = self._reader.read1(size - len(data))
+            if not more:
+                raise StreamClosed("the other end closed the stream")
+            data += more
+            if time.monotonic() > deadline:
+                raise StreamClosed("timed out: the first message took too long")
+        return bytes(data)
 
     def close(self) -> None:
         """Closes both directions; a thread blocked in `receive` gets StreamClosed."""

@@ -8,7 +8,7 @@ from moeserve import __version__
 from moeserve.experts.balance import Policy, balancer_named
 from moeserve.runtime.config import OFF, Config
 from moeserve.runtime.doors.admin_door import AdminDoor
-from moeserve.runtime.doors.endpoint import Endpoint
+from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor
 from moeserve.runtime.doors.operations import Operations
 from moeserve.runtime.head.coordinator import Coordinator, Progress
@@ -41,6 +41,7 @@ class HeadProcess:
         )
         self._telemetry = CoordinatorTelemetry(model_name(config), __version__, served.layers)
         self._telemetry.progress(self.coordinator.progress)
+        self._telemetry.why_not = lambda: why_not_serving(self.coordinator.progress())
         self._telemetry.members(lambda: self.coordinator.epoch.members, self.coordinator.seats)
         self._telemetry.loads(lambda: (self.coordinator.epoch.placement, self.coordinator.load()))
         self._telemetry.weights_version(lambda: self.coordinator.epoch.weights_version)
@@ -51,10 +52,11 @@ class HeadProcess:
         self._front = FrontDoor(
             model_name(config), served, self.coordinator, server.max_message_bytes, self._telemetry.request
         )
+        operations = Operations(served, self.rebalancer, server.reload_root)
         self._endpoint = Endpoint(
-            {"FrontService": self._front, "AdminService": AdminDoor(Operations(served, self.rebalancer))},
+            {"FrontService": self._front, "AdminService": AdminDoor(operations)},
             NOT_A_LANE,
-            server.max_concurrent_calls,
+            door_limits(server),
             server.max_message_bytes,
         )
         self.coordinator.on_change = self._changed
@@ -87,6 +89,11 @@ class HeadProcess:
     def _changed(self, progress: Progress) -> None:
         self._endpoint.set_serving(serving=progress.state == "serving")
         self._telemetry.set_progress(progress)
+
+
+def why_not_serving(progress: Progress) -> str:
+    """Why layers cannot be served now; empty while they can."""
+    return "" if progress.state == "serving" else progress.reason or f"the group is {progress.state}"
 
 
 def policy_of(config: Config) -> Policy:

@@ -10,19 +10,21 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 
 from moeserve.runtime.config import Config
-from moeserve.runtime.launch.head_process import EVERY_ADDRESS, HeadProcess
+from moeserve.runtime.launch.head_process import HeadProcess
 from moeserve.runtime.launch.rank_process import RankSpec, run_rank
 
 log = logging.getLogger(__name__)
 
 IMPORTED = (run_rank.__module__, "triton", "cuda.bindings.driver", "cuda.bindings.nvrtc")
 """What ranks come with; the forkserver leaves out what is not installed."""
+
+LANES_HOST = "127.0.0.1"
+"""Where lanes and control streams listen, whatever `server.host` says: all of it is on this machine."""
 
 STOP_SECONDS = 10.0
 WATCH_SECONDS = 0.1
@@ -39,8 +41,7 @@ class LocalCluster:
         self._context.set_forkserver_preload(list(IMPORTED))
         self._stopping = threading.Event()
         self._lock = threading.Lock()
-        self._host = _host_of(self._config)
-        self.head = HeadProcess(self._config, self._host)
+        self.head = HeadProcess(self._config, LANES_HOST)
 
     @property
     def address(self) -> str:
@@ -100,7 +101,7 @@ class LocalCluster:
         self.stop()
 
     def _spawn(self, rank: int) -> None:
-        spec = RankSpec(self._config, rank, self.head.streams, self.head.token, self._host, self._ranks, rank)
+        spec = RankSpec(self._config, rank, self.head.streams, self.head.token, LANES_HOST, self._ranks, rank)
         process = self._context.Process(target=_run_rank, args=(spec,), name=f"rank-{rank}", daemon=True)
         process.start()
         with self._lock:
@@ -125,9 +126,3 @@ def _run_rank(spec: RankSpec) -> None:
     """A terminal's Ctrl-C reaches every process of the service; the head alone decides when ranks stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     run_rank(spec)
-
-
-def _host_of(config: Config) -> str:
-    """Returns the host that lanes listen on: the front door's, or this machine's if that is every address."""
-    host = config.server.host
-    return socket.gethostbyname(socket.gethostname()) if host in EVERY_ADDRESS else host

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch forgets to export it
 
-from moeserve.device.machine import torch_device
 from moeserve.dispatch.costs.costs import Costs
 from moeserve.dispatch.group import GroupKind, end_group, form_group
 from moeserve.runtime.config import Config, ConfigError
-from moeserve.runtime.launch.environment import machine_for, set_environment
+from moeserve.runtime.launch.environment import machine_for, own_device, set_environment
 from moeserve.runtime.planning.costing import CostBook, costing_of
 from moeserve.runtime.planning.layers import Place, dispatch_spec, first_epoch, plans_for
 from moeserve.runtime.planning.plan import DispatchSpan, Plan
@@ -110,11 +109,9 @@ def _measure(job: _Job, pipe: Connection) -> None:
     torch.set_num_threads(config.cluster.threads_per_rank or max(1, (os.cpu_count() or 1) // ranks))
     try:
         served, machine = served_from(config), machine_for(config)
-        device = torch_device(machine, job.rank)
+        device = own_device(config, machine, job.rank)
         plans = plans_for(served, machine, config.plan.wanted)
         place = Place.at(first_epoch(served), job.rank, device)
-        if device != "cpu":
-            torch.cuda.set_device(device)
         kind = GroupKind("gloo" if device == "cpu" else "nccl", config.step.timeout_seconds, device)
         group = form_group(FileStore(job.store, ranks), "measuring", job.rank, ranks, kind)
 

@@ -13,16 +13,15 @@ from dataclasses import dataclass
 import torch
 
 from moeserve import __version__
-from moeserve.device.machine import torch_device
 from moeserve.proto.host_id import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.control.messages import plans_message
 from moeserve.runtime.control.stream import Stream, StreamClosed, connect
-from moeserve.runtime.doors.endpoint import Endpoint
+from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR, LaneDoor
 from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
 from moeserve.runtime.doors.request import RequestReader
-from moeserve.runtime.launch.environment import machine_for, set_environment, tune_process
+from moeserve.runtime.launch.environment import machine_for, own_device, set_environment, tune_process
 from moeserve.runtime.planning.costing import costing_of
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.rank.lane import Lane
@@ -105,9 +104,7 @@ class _RankProcess:
         config, served = spec.config, served_from(spec.config)
         machine = machine_for(config)
         name = model_name(config)
-        device = torch_device(machine, spec.gpu)
-        if device != "cpu":
-            torch.cuda.set_device(device)  # of this thread, which runs the steps
+        device = own_device(config, machine, spec.gpu)  # of this thread, which runs the steps
         plans = plans_for(served, machine, config.plan.wanted)
         rank = self.rank = Rank(spec.rank, served, plans, device, costing_of(config))
         self._regions = Regions(
@@ -119,6 +116,7 @@ class _RankProcess:
         }
         self._telemetry = RankTelemetry(name, spec.rank, __version__, dispatchers)
         self._telemetry.in_flight(lambda: lane.in_flight)
+        self._telemetry.why_not = lambda: lane.closed or ""
         self._telemetry.weights(lambda: (rank.bank.nbytes, rank.bytes_read))
         self._telemetry.device_bytes(rank.held_bytes)
         self._telemetry.regions(lambda: (len(self._regions.list()), self._regions.bytes))
@@ -135,7 +133,7 @@ class _RankProcess:
         self._endpoint = Endpoint(
             {"LaneService": door},
             NOT_THE_FRONT_DOOR,
-            config.server.max_concurrent_calls,
+            door_limits(config.server),
             config.server.max_message_bytes,
         )
         self.member.on_serving = self._serving

@@ -24,10 +24,9 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch forgets t
     rendezvous,
 )
 
-from moeserve.device.machine import torch_device
 from moeserve.dispatch.group import GroupKind, default_store, end_group, form_group, group_beside
 from moeserve.runtime.config import Config, ConfigError
-from moeserve.runtime.launch.environment import machine_for
+from moeserve.runtime.launch.environment import machine_for, own_device
 from moeserve.runtime.planning.costing import costing_of
 from moeserve.runtime.planning.layers import first_epoch, plans_for
 from moeserve.runtime.rank.rank import Rank
@@ -53,9 +52,7 @@ def join_torchrun(config: Config) -> HostedRank:
     if world != mesh.ranks:
         raise ConfigError(f"torchrun started {world} processes; the configured mesh has {mesh.ranks} ranks")
     served, machine = served_from(config), machine_for(config)
-    device = torch_device(machine, int(os.environ.get("LOCAL_RANK", index)))
-    if device != "cpu":
-        torch.cuda.set_device(device)
+    device = own_device(config, machine, int(os.environ.get("LOCAL_RANK", index)))
     plans = plans_for(served, machine, config.plan.wanted)
     rank = HostedRank(index, served, plans, device, costing_of(config))
     rank.kind = GroupKind("gloo" if device == "cpu" else "nccl", config.step.timeout_seconds, device)

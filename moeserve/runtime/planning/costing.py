@@ -43,6 +43,7 @@ class Costing:
     anew: bool = False  # whatever was kept
     seconds: float = 0.0  # of measuring; 0: what a start may take
     graph_rows: int = 0  # steps of up to so many rows a lane are replayed from CUDA graphs
+    held: int = 0  # multiprocessors of each GPU that grids leave to others
 
     def counts(self, plan: Plan) -> bool:
         """Whether cost has a say in `plan`: dispatchers to choose from, on a device where it is asked."""
@@ -69,13 +70,15 @@ class Costing:
             dtype=problem.model_format.name,
             sliced=problem.sliced,
             graph_rows=0 if plan.machine.device == "cpu" else self.graph_rows,
+            held=0 if plan.machine.device == "cpu" else self.held,
             versions=tuple(versions.items()),
         )
 
 
 def costing_of(config: Config) -> Costing:
     """How dispatchers are chosen by cost under `config`."""
-    return Costing(config.plan.measure, config.plan.costs, graph_rows=config.step.graph_rows)
+    plan, held = config.plan, config.members.held_multiprocessors
+    return Costing(plan.measure, plan.costs, graph_rows=config.step.graph_rows, held=held)
 
 
 TABLE_ORDER = Costing()

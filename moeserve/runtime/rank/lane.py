@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeserve.runtime.errors import DeadlinePassed, GroupUnavailable, LaneFull, one_version
+from moeserve.runtime.errors import (
+    BatchTooLarge,
+    DeadlinePassed,
+    GroupUnavailable,
+    LaneFull,
+    one_version,
+    pushback,
+)
 from moeserve.runtime.step import Announcement, Job, Stamp
 
 
@@ -23,7 +30,7 @@ class LaneBatch:
     hidden: Tensor  # [T, H] of the served dtype
     experts: Tensor  # [T, K] int32, EMPTY = none
     weights: Tensor  # [T, K] float32, final
-    deadline: float = math.inf  # time.time() seconds
+    deadline: float = math.inf  # time.monotonic() seconds
     weights_version: int = 0  # demanded; 0: none
 
 
@@ -52,7 +59,7 @@ class LaneCall:
             if self._left and self.error is None:
                 return
             self._done.set()
-        self._ended(self)
+        self._end()
 
     def give_up(self, error: Exception) -> None:
         """Lets its waiter go with `error`, unless it has ended; parts that still end are nobody's."""
@@ -61,7 +68,15 @@ class LaneCall:
                 return
             self.error = error
             self._done.set()
-        self._ended(self)
+        self._end()
+
+    def _end(self) -> None:
+        """Tells of the end, once. The call and its jobs hold each other no more: both go when nobody reads
+        the answer, without waiting for a collection."""
+        for job in self.jobs:
+            job.disown()
+        ended, self._ended = self._ended, _nobody_asks
+        ended(self)
 
     @property
     def ended(self) -> bool:
@@ -98,6 +113,7 @@ class Lane:
         self._queue_limit = queue_limit
         self._jobs: dict[int, Job] = {}
         self._numbers = itertools.count(1)
+        self._refusals = 0  # since a call was last taken
         self._lock = threading.Lock()
         self._closed: str | None = "the group is forming"
 
@@ -131,8 +147,15 @@ class Lane:
     def submit(self, batch: LaneBatch, ended: Callable[[LaneCall], None] = lambda call: None) -> LaneCall:
         """Starts a batch of at least one row; one over the lane's capacity is split and answered whole.
 
-        `ended` is called once, by the thread that ends the call. Raises GroupUnavailable or Overloaded.
+        `ended` is called once, by the thread that ends the call. Raises GroupUnavailable, LaneFull, or
+        BatchTooLarge for a batch that the lane could not take even while it holds no other.
         """
+        rows = batch.hidden.shape[0]
+        if rows > self._queue_limit * self.capacity:
+            raise BatchTooLarge(
+                f"hidden: {rows} rows in one call, and lane {self.number} takes {self._queue_limit} x "
+                f"{self.capacity} at most; send them in several calls"
+            )
 
         def leave(done: LaneCall) -> None:
             self._forget(done)
@@ -164,10 +187,18 @@ class Lane:
                 text = (
                     f"lane {self.number} holds {len(self._jobs)} jobs and takes {self._queue_limit} at most"
                 )
-                raise LaneFull(text, pushback=0.05)
+                self._refusals += 1
+                raise LaneFull(text, pushback(self._refusals))
+            self._refusals = 0
             self._jobs.update({job.number: job for job in call.jobs})
-        for job in call.jobs:
-            self.announce(Announcement(self.number, job.number, job.layer, job.hidden.shape[0], job.deadline))
+        try:
+            for job in call.jobs:
+                self.announce(
+                    Announcement(self.number, job.number, job.layer, job.hidden.shape[0], job.deadline)
+                )
+        except BaseException:
+            self._forget(call)
+            raise
         return call
 
     def cancel(self, call: LaneCall) -> None:
@@ -190,6 +221,10 @@ class Lane:
         with self._lock:
             for job in call.jobs:
                 self._jobs.pop(job.number, None)
+
+
+def _nobody_asks(call: LaneCall) -> None:
+    """Hears that a call ended whose end was told."""
 
 
 def _nobody(job: Announcement) -> None:

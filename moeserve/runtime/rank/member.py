@@ -118,7 +118,7 @@ class Member:
 
     def _expire_jobs(self) -> None:
         if self._lane is not None:
-            self._lane.expire(time.time())
+            self._lane.expire(time.monotonic())
 
     def _close_lane(self, reason: str) -> None:
         if self._lane is not None:
@@ -143,7 +143,14 @@ class Member:
                 self._entries.put(message)
         except StreamClosed as closed:
             self._close_lane(f"the coordinator is gone: {closed}")
-            self._entries.put({"kind": "stop"})
+        except Exception as error:
+            log.exception(
+                "rank %d: the thread that receives entries ends, and with it the rank", self._rank.index
+            )
+            self._close_lane(
+                f"an entry of the coordinator could not be taken: {type(error).__name__}: {error}"
+            )
+        self._entries.put({"kind": "stop"})
 
     def _interrupt(self) -> None:
         """Ends the step under way, whose callers have been told: nothing waits for a dead rank.
@@ -329,7 +336,7 @@ class Member:
         return [] if self._lane is None else self._lane.take(header.jobs)
 
     def _step(self, header: Header, generation: int) -> None:
-        started = time.time()
+        started = time.monotonic()
         version = self._version(header)
         jobs = [wanted_in(job, version) for job in self._taken(header)]
         served, top_k = self._rank.served, self._rank.plans[header.layer].problem.top_k

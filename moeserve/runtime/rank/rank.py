@@ -404,7 +404,7 @@ class Rank:
         hidden, weights = self._weigh_input(layer, rows.hidden, slots, weights)
         arrived = dispatcher.dispatch(hidden, Routing(slots, weights, lane_rows, launch.number))
         dispatched = lap()
-        likely = self._taken_rows(lane_rows) * slots.shape[1] / sum(self.epoch.placement.room)
+        likely = self._taken_rows(lane_rows) * slots.shape[1] / self._book.room
         outputs = self._computed(layer, replace(arrived.batch, likely=likely))
         computed = lap()
         answer = dispatcher.combine(outputs, arrived.ticket)

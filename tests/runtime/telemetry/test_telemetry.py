@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -353,3 +355,43 @@ def test_promtool_finds_nothing_to_say(filled: Callable[[], Telemetry]) -> None:
         [promtool, "check", "metrics"], input=text, text=True, capture_output=True, timeout=30, check=False
     )
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+
+
+def probed(port: int, path: str) -> tuple[int, str]:
+    """Status and text of what is at `path`."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as refused:
+        return refused.code, refused.read().decode()
+
+
+def test_probes_say_whether_layers_can_be_served() -> None:
+    made = RankTelemetry("m", 0, "1", {})
+    port = made.serve("127.0.0.1", 0)
+    try:
+        assert probed(port, "/readyz") == (503, "not serving: it is starting\n")
+        made.why_not = lambda: "rank 1 is lost: " + "x" * 10_000
+        for path in ("/readyz", "/health"):
+            code, text = probed(port, path)
+            assert code == 503 and text.startswith("not serving: rank 1 is lost") and len(text) < 1100
+        made.why_not = lambda: ""
+        assert probed(port, "/readyz") == probed(port, "/health") == (200, "serving\n")
+        assert probed(port, "/livez")[0] == 200
+        assert "moe_build_info" in probed(port, "/metrics")[1]
+        assert probed(port, "/")[0] == probed(port, "/metric")[0] == 404
+    finally:
+        made.close()
+
+
+def test_who_sends_no_request_holds_up_no_probe() -> None:
+    made = RankTelemetry("m", 0, "1", {})
+    made.why_not = lambda: ""
+    port = made.serve("127.0.0.1", 0)
+    silent = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(50)]
+    try:
+        assert probed(port, "/readyz")[0] == 200
+    finally:
+        for one in silent:
+            one.close()
+        made.close()

@@ -38,12 +38,13 @@ DEVICE void give_up(const Watch& w, int place, u32 sequence) {
 
 // Heeds the host's word: places that it has ended are live no more, and none of them is late. One thread in each tick of
 // 2^17 ns reads the word, since many waiting threads would hold up the bus that it lies behind.
-DEVICE void heed_host(const Watch& w) {
-  const u32 tick = (u32)(nanoseconds() >> 17);
+DEVICE void heed_host(const Watch& w, u64 now) {
+  const u32 tick = (u32)(now >> 17);
   u32* const asked = w.live + PLACES;
   if (*(volatile u32*)asked == tick || atomicExch(asked, tick) == tick) return;
   const u64 word = load_relaxed(w.host_word);
   if (!word) return;
+#pragma unroll 1
   for (int place = 0; place < PLACES; ++place)
     if (word >> 63 || word >> place & 1u) *(volatile u32*)(w.live + place) = 0;
 }
@@ -51,10 +52,11 @@ DEVICE void heed_host(const Watch& w) {
 // Whether the member of `place` will not come: it is not live, the host has ended waiting for it, it has given this member
 // up, or its time is over.
 DEVICE bool is_gone(const Watch& w, int place, u32 sequence) {
-  heed_host(w);
+  const u64 now = nanoseconds();
+  heed_host(w, now);
   if (!is_live(w, place)) return true;
-  if (w.deadline == 0) w.deadline = nanoseconds() + w.patience;
-  const bool late = nanoseconds() > w.deadline || load_relaxed(w.header + w.partners[PLACES + place]) != 0;
+  if (w.deadline == 0) w.deadline = now + w.patience;
+  const bool late = now > w.deadline || load_relaxed(w.header + w.partners[PLACES + place]) != 0;
   if (late) give_up(w, place, sequence);
   return late;
 }
@@ -81,6 +83,7 @@ DEVICE bool await_blocks(const Watch& w, u32 sequence, Here here) {
     if (end == 0) end = now + 2 * w.patience;
     if (now < end) continue;
     store_relaxed(w.host_flags + PLACES, sequence);
+#pragma unroll 1
     for (int place = 0; place < PLACES; ++place) *(volatile u32*)(w.live + place) = 0;
     return false;
   }

@@ -25,6 +25,7 @@ from moeserve.runtime.rank.weights.cuda_ipc import opened, shared
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
+HELLO_SECONDS = 10.0  # within which whoever connects has to show the token
 
 
 class PeerRefused(RuntimeError):
@@ -65,7 +66,7 @@ class WeightsServer:
 
     def _serve(self, stream: Stream, peer: object) -> None:
         try:
-            hello = stream.receive()
+            hello = stream.receive_first(HELLO_SECONDS)
             if hello["kind"] != "weights" or not hmac.compare_digest(str(hello["token"]), self._token):
                 raise ValueError("a peer must begin with weights and the group's token")
             copier = Copier(0, self._device)
