@@ -46,7 +46,7 @@ PATIENCE = 0.5
 WATCHED_PATIENCE = 120.0
 CHECK_EVERY = 50  # steps between looks at the count of wrong rows
 
-ABSENT, AWAY = 0.25, 0.02
+ABSENT, AWAY = 0.25, 0.005
 """How likely a lane is absent from a step, and from then on for up to AWAY_STEPS steps."""
 
 AWAY_STEPS = 60
@@ -99,7 +99,7 @@ class Steps:
         self._open: deque[tuple[Tensor, Routing, Dispatched] | None] = deque()
         self.wrong = torch.zeros((), dtype=torch.int64, device=spec.device)
         self.absent = 0
-        """Steps that this member took no part in."""
+        """Steps of others that this member took no part in."""
 
     def run(self, seed: int) -> None:
         """Dispatches one step, and combines the oldest when enough are under way."""
@@ -109,7 +109,7 @@ class Steps:
             self._open.append((hidden, routing, self._dispatcher.dispatch(hidden, routing)))
         else:
             self._open.append(None)
-            self.absent += 1
+            self.absent += any(step.rows)
         if len(self._open) >= 1 + seed % self._in_flight:
             self.drain(1)
 
@@ -159,7 +159,7 @@ class Soaked:
     wrong: int  # rows of all members
     grown: Held  # of this member
     rate: float  # steps a second
-    absent: int  # steps that this member took no part in
+    absent: int  # steps of others that this member took no part in
     late: tuple[int, ...]
 
 

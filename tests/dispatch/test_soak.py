@@ -18,7 +18,7 @@ def test_steps_with_absent_lanes_over_the_twin(dispatcher: str, members: str) ->
     assert [one.wrong for one in found] == [0, 0, 0]
     assert [one.late for one in found] == [(), (), ()]
     absent = [one.absent for one in found]
-    assert max(absent) > STEPS // 5, f"a lane-only member is absent from many steps: {absent}"
+    assert max(absent) > STEPS // 8, f"a lane-only member is absent from many steps: {absent}"
     assert min(absent) == 0, f"owners are in all of them: {absent}"
     for one in found:
         assert one.grown.host < GROWN

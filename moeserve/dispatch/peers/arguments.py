@@ -29,7 +29,10 @@ PEERS = {
     "sliced": "int",  # whether every owner holds a slice of every slot
     "sent": "u64*",  # copies that dispatches sent to other members, and sums that combines did
 }
-"""What both take: who the members are, and what this step's lanes bring."""
+"""What both take first: who the members are, and what this step's lanes bring."""
+
+PEER = Arguments("PeerArguments", **PEERS)
+"""The struct of these alone, as the kernels' common text reads them."""
 
 DISPATCH = Arguments(
     "DispatchArguments",

@@ -12,7 +12,7 @@ from moeserve.device.nvrtc import Program
 from moeserve.device.residency import resident_blocks
 from moeserve.device.source import Part, source
 from moeserve.device.waits import spoiled_word
-from moeserve.dispatch.peers.arguments import COMBINE, DISPATCH, LANE_WORDS, LANES_A_WORD
+from moeserve.dispatch.peers.arguments import COMBINE, DISPATCH, LANE_WORDS, LANES_A_WORD, PEER
 from moeserve.dispatch.peers.layout import WORD, PeerLayout
 from moeserve.dispatch.peers.liveness import PeerLiveness
 from moeserve.dispatch.peers.order import in_order
@@ -23,9 +23,11 @@ from moeserve.dispatch.routing import Routing
 from moeserve.experts.batch import Grouping
 from moeserve.quant.format import Packed
 
-SHARED_PARTS = ("memory", "liveness", "numbers", "records", "step", "packets")
+SHARED_PARTS = ("liveness", "numbers", "records", "step", "packets")
 DISPATCH_PARTS = ("exchange", "send", "choices", "places", "deliver", "dispatch")
 SOURCES: tuple[Part, ...] = (
+    "memory.cu",
+    PEER,
     *(f"{part}.cu" for part in SHARED_PARTS),
     DISPATCH,
     *(f"{part}.cu" for part in DISPATCH_PARTS),

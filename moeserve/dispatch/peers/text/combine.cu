@@ -112,8 +112,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
   const Opening opening(args.sums, LANES, args.live, warp == COMBINE_WARPS - 1);
   u32 sequence = 0, spoiled = 0;
   if (warp == COMBINE_WARPS - 1) sequence = *(volatile const u32*)args.sequence, spoiled = *(volatile const u32*)args.spoiled;
-  const Watch w{args.live,   args.partners, args.host_flags, args.host_word, args.headers,
-                args.header, args.seat,     args.patience,   0};
+  const Watch w = watch(args);
   auto open = [&] {  // to no lane, when what would be sent is spoiled
     if (warp == COMBINE_WARPS - 1) opening.open(step, sequence, spoiled ? ~0u : 0u, args.sums_here, args.parity_bytes);
     __syncthreads();

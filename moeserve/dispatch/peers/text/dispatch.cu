@@ -57,14 +57,16 @@ DEVICE State load_state(const u32* at) {
 }
 
 // Waits until every owner has begun another step than the one before which this lane must not store; layout.py says why.
-// Owners that do not come are stored to no more. The block calls it, and synchronises.
-DEVICE void wait_until_read(const Exchange& x, Step& step) {
+// Owners that do not come are stored to no more. The block calls it, and synchronises. It is called at all only after
+// steps without this lane, so that it stands aside from the text that every step runs.
+__device__ __noinline__ void wait_until_read(const DispatchArguments& args, Step& step) {
   if (threadIdx.x < 32) {
     const int owner = threadIdx.x;
-    const u32* begun = x.w.header + BEGUN + owner;
+    const Watch w = watch(args);
+    const u32* begun = args.header + BEGUN + owner;
     bool read = true;
-    if (owner < OWNERS && x.reaches(owner) && !(x.own_place >> owner & 1u))
-      read = await(x.w, LANES + owner, step.sequence, [&] { return load_acquire(begun) != step.behind; });
+    if (owner < OWNERS && step.owners >> owner & 1u && owner != args.owner)
+      read = await(w, LANES + owner, step.sequence, [&] { return load_acquire(begun) != step.behind; });
     const u32 lost = __ballot_sync(WHOLE_WARP, !read);
     if (owner == 0) step.owners &= ~lost;
   }
@@ -80,8 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Opening opening(args.arrivals, OWNERS, args.live, warp == 0);
   State was{};
   if (warp == 0) was = load_state(args.state);
-  const Watch w{args.live,   args.partners, args.host_flags, args.host_word, args.headers,
-                args.header, args.seat,     args.patience,   0};
+  const Watch w = watch(args);
   const Exchange x{
       step,
       w,
@@ -112,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (HAS_LANE && block >= readers + d.choice_senders) {
     auto open_to_send = [&] {
       open();
-      if (step.waits) wait_until_read(x, step);
+      if (step.waits) wait_until_read(args, step);
     };
     const u32 copies = send_rows(x, d, block - readers - d.choice_senders, (u8*)dynamic, open_to_send);
     if (copies) atomicAdd(args.sent, (u64)copies);
@@ -127,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     open();
     if (tells && live && warp_thread != args.lane)  // lanes that are absent are told too
       store_relaxed((u32*)header + BEGUN + args.owner, step.sequence);
-    if (HAS_LANE && step.waits && x.own_rows()) wait_until_read(x, step);
+    if (HAS_LANE && step.waits && x.own_rows()) wait_until_read(args, step);
   };
   if (HAS_LANE)
     send_choices(x, block - readers, d.choice_senders, open_and_tell);
@@ -135,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     open_and_tell();
   if (!keeps) return;
   if (HAS_LANE && warp == 0 && warp_thread < OWNERS && x.own_rows() && x.reaches(warp_thread) && warp_thread != args.owner) {
-    const u32* begun = w.header + BEGUN + warp_thread;
+    const u32* begun = args.header + BEGUN + warp_thread;
     await(w, LANES + warp_thread, step.sequence, [&] {
       const u32 found = load_acquire(begun);
       return found != 0 && (int)(found - step.sequence) >= 0;

@@ -12,53 +12,59 @@ DEVICE u32 next_sequence(u32 sequence) { return sequence == 0xFFFFFFFEu ? 1u : s
 #define GIVEN_UP_BYTES 256
 #define BEGUN (GIVEN_UP_BYTES / 4)
 
-// What a thread needs while it waits for other members.
+// What a thread needs while it waits for other members: what the kernel was given of them, and until when it waits.
 struct Watch {
-  u32* live;            // [PLACES + 1] of this GPU: 0 for a place that is vacant or given up; last, when the host was asked
-  const u32* partners;  // [2, PLACES] the other place of the place's member, or the same; the member's seat
-  u32* host_flags;      // [PLACES + 1] of the host: the sequence number in which a place was late; last, see await_blocks
-  const u64* host_word;  // of the host: a bit for each place that is over; the highest, whether all is over
-  const u64* headers;    // [PLACES] addresses of the headers of the places' members
-  u32* header;           // of this member
-  int seat;              // of this member
-  u64 patience;          // nanoseconds
+  const PeerArguments* peers;
   mutable u64 deadline;  // nanoseconds(); 0 before this thread waited for anybody
 };
 
-DEVICE bool is_live(const Watch& w, int place) { return *(volatile u32*)(w.live + place) != 0; }
+// Every kernel's arguments begin with those of PeerArguments.
+template <class Arguments>
+DEVICE Watch watch(const Arguments& args) {
+  return {(const PeerArguments*)&args, 0};
+}
+
+DEVICE bool is_live(const PeerArguments& peers, int place) { return *(volatile u32*)(peers.live + place) != 0; }
 
 // Gives the member of `place` up: from here on it is neither waited for nor stored to. The host finds that in its flags,
 // and the member in its own memory.
-DEVICE void give_up(const Watch& w, int place, u32 sequence) {
-  *(volatile u32*)(w.live + place) = 0;
-  *(volatile u32*)(w.live + w.partners[place]) = 0;
-  store_relaxed(w.host_flags + place, sequence);
-  store_relaxed((u32*)w.headers[place] + w.seat, sequence);
+DEVICE void give_up(const PeerArguments& peers, int place, u32 sequence) {
+  *(volatile u32*)(peers.live + place) = 0;
+  *(volatile u32*)(peers.live + peers.partners[place]) = 0;
+  store_relaxed(peers.host_flags + place, sequence);
+  store_relaxed((u32*)peers.headers[place] + peers.seat, sequence);
 }
 
 // Heeds the host's word: places that it has ended are live no more, and none of them is late. One thread in each tick of
 // 2^17 ns reads the word, since many waiting threads would hold up the bus that it lies behind.
-DEVICE void heed_host(const Watch& w, u64 now) {
+DEVICE void heed_host(const PeerArguments& peers, u64 now) {
   const u32 tick = (u32)(now >> 17);
-  u32* const asked = w.live + PLACES;
+  u32* const asked = peers.live + PLACES;
   if (*(volatile u32*)asked == tick || atomicExch(asked, tick) == tick) return;
-  const u64 word = load_relaxed(w.host_word);
+  const u64 word = load_relaxed(peers.host_word);
   if (!word) return;
 #pragma unroll 1
   for (int place = 0; place < PLACES; ++place)
-    if (word >> 63 || word >> place & 1u) *(volatile u32*)(w.live + place) = 0;
+    if (word >> 63 || word >> place & 1u) *(volatile u32*)(peers.live + place) = 0;
 }
 
-// Whether the member of `place` will not come: it is not live, the host has ended waiting for it, it has given this member
-// up, or its time is over.
-DEVICE bool is_gone(const Watch& w, int place, u32 sequence) {
+// Until when a thread may go on waiting for the member of `place`, which it has done until `deadline` (0: it begins); 0
+// when the member will not come: it is not live, the host has ended waiting for it, it has given this member up, or its
+// time is over. Every loop that waits calls it now and then; it stands aside, so that what they do else stays small.
+__device__ __noinline__ u64 waits_until(const PeerArguments& peers, int place, u32 sequence, u64 deadline) {
   const u64 now = nanoseconds();
-  heed_host(w, now);
-  if (!is_live(w, place)) return true;
-  if (w.deadline == 0) w.deadline = now + w.patience;
-  const bool late = now > w.deadline || load_relaxed(w.header + w.partners[PLACES + place]) != 0;
-  if (late) give_up(w, place, sequence);
-  return late;
+  heed_host(peers, now);
+  if (!is_live(peers, place)) return 0;
+  if (deadline == 0) deadline = now + peers.patience;
+  if (now <= deadline && load_relaxed(peers.header + peers.partners[PLACES + place]) == 0) return deadline;
+  give_up(peers, place, sequence);
+  return 0;
+}
+
+DEVICE bool is_gone(const Watch& w, int place, u32 sequence) {
+  const u64 until = waits_until(*w.peers, place, sequence, w.deadline);
+  if (until) w.deadline = until;
+  return until == 0;
 }
 
 // Waits until `here()`; false when the member of `place` will not come.
@@ -80,11 +86,11 @@ DEVICE bool await_blocks(const Watch& w, u32 sequence, Here here) {
     if (here()) return true;
     if (polls % 64) continue;
     const u64 now = nanoseconds();
-    if (end == 0) end = now + 2 * w.patience;
+    if (end == 0) end = now + 2 * w.peers->patience;
     if (now < end) continue;
-    store_relaxed(w.host_flags + PLACES, sequence);
+    store_relaxed(w.peers->host_flags + PLACES, sequence);
 #pragma unroll 1
-    for (int place = 0; place < PLACES; ++place) *(volatile u32*)(w.live + place) = 0;
+    for (int place = 0; place < PLACES; ++place) *(volatile u32*)(w.peers->live + place) = 0;
     return false;
   }
 }
