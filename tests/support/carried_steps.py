@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -85,7 +85,7 @@ def draw(placement: Placement, given: Drawn, device: str) -> Lanes:
     return Lanes(*([t.to(device) for t in each] for each in (hidden, experts, weights, slots)))
 
 
-def answer(step: Lanes, lane: int, rows: Tensor, slices: Iterable[range]) -> tuple[Tensor, Tensor]:
+def answer(step: Lanes, lane: int, rows: Tensor, slices: Collection[range]) -> tuple[Tensor, Tensor]:
     """The answer of a lane computed in one process, float64 `[T, H]`, and how far a dispatcher may be off.
 
     `rows` are the lane's, float32 and rounded to the wire; expert outputs are rounded to the hidden dtype, as
@@ -104,7 +104,9 @@ def answer(step: Lanes, lane: int, rows: Tensor, slices: Iterable[range]) -> tup
             total[here] += weight[here] * output
             size[here] += weight[here].abs() * output.abs()
     epsilon = 2.0**-21 if dtype == torch.float32 else torch.finfo(dtype).eps
-    return total, size * epsilon + 1e-12
+    roundings = step.experts[lane].shape[1] * len(slices) + 1
+    below = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2  # of each, if subnormal
+    return total, size * epsilon + roundings * below + 1e-12
 
 
 def worst(found: Tensor, expected: tuple[Tensor, Tensor]) -> float:

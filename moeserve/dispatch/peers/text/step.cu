@@ -69,8 +69,7 @@ struct Places {
 struct Step {
   u64 memory[TABLE];  // where this kernel stores: of owners or of lanes, from the sequence number's half on
   u64 here;           // where it reads what they stored
-  u32 sequence;
-  u32 lanes, owners;  // those that take part and are live, one bit each
+  u32 sequence, lanes, owners;  // lanes and owners that take part and are live, one bit each
   u32 behind;         // the number that all owners must have left behind before this lane stores anything
   bool waits;         // whether some may not have yet; layout.py says why
 };
