@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from parallel import parallel_launch
-from peer_ranks import DELAY, PATIENCE, everything, spec
+from peer_ranks import DELAY, PATIENCE, everything, number_after_seven, spec
 
 from moeserve.device.machine import machine_named
 from moeserve.device.source import source
@@ -245,3 +245,20 @@ def test_on_a_cpu_it_serves_only_when_named() -> None:
     assert (
         make_plan(asked, cpu, KERNELS, alone, Wanted(dispatcher="nvlink_ll")).dispatcher_names == "nvlink_ll"
     )
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (7, "step 7 comes after step 7: numbers of steps rise"),
+        (6, "step 6 comes after step 7: numbers of steps rise"),
+        (7 + 2**31, "step 2147483655 comes after step 7: a number rises by 2147483647 at most"),
+    ],
+)
+def test_numbers_that_do_not_tell_later_from_earlier_are_refused(number: int, why: str) -> None:
+    (heard,) = parallel_launch(1, number_after_seven, number, timeout=60)
+    assert heard.startswith(why)
+
+
+def test_the_longest_jump_is_taken() -> None:
+    assert parallel_launch(1, number_after_seven, 7 + 2**31 - 1, timeout=60) == ["taken"]

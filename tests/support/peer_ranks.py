@@ -223,3 +223,14 @@ def one_is_excluded(rank: int, world: int, dead_rank: int) -> tuple[bool, bool, 
     took = time.monotonic() - began
     well = all(torch.equal(answer, given.expected(rank, (dead_rank,))) for answer in answers)
     return well, dispatcher.late() == (), took
+
+
+def number_after_seven(rank: int, world: int, number: int) -> str:
+    """What a dispatcher says to a step of `number` after step 7: the refusal, or "taken"."""
+    dispatcher, given = PeerDispatcher(spec(rank, world), Grouping.RAGGED, group()), lanes(3, (2,) * world)
+    step(dispatcher, rank, given, 7)
+    try:
+        answer = step(dispatcher, rank, given, number)
+    except ValueError as error:
+        return str(error)
+    return "taken" if torch.equal(answer, given.expected(rank)) else "wrong"

@@ -41,7 +41,7 @@ from moeserve.dispatch.peers.memory import (
     exchanges,
     join_memory,
 )
-from moeserve.dispatch.peers.sequence import BUFFERS, LONGEST_JUMP
+from moeserve.dispatch.peers.sequence import BUFFERS, LAST, LONGEST_JUMP
 from moeserve.dispatch.peers.tables import PeerTables
 from moeserve.dispatch.peers.twin import PeerTwin
 from moeserve.dispatch.peers.wires import RowRecord
@@ -270,7 +270,7 @@ class PeerDispatcher(Dispatcher):
     def _rises(self, number: int) -> None:
         if number <= self._number:
             raise ValueError(f"step {number} comes after step {self._number}: numbers of steps rise, from 1")
-        if self._number and number - self._number > LONGEST_JUMP:
+        if self._number and (number - self._number) % LAST > LONGEST_JUMP:
             raise ValueError(
                 f"step {number} comes after step {self._number}: a number rises by {LONGEST_JUMP} at most"
             )

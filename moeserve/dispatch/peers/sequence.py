@@ -17,7 +17,9 @@ where they start over.
 """
 
 LONGEST_JUMP = 2**31 - 1
-"""How far a member's next step may be. Members that are under way together must be nearer than that too."""
+"""How far a member's next step may be, whole turns of `LAST` apart: then a later number is known from an
+earlier one. Members that are under way together must be nearer than that too.
+"""
 
 BUFFERS = 2
 """Copies of each section that peers write. A step uses the copy of its sequence number's parity, so that two
