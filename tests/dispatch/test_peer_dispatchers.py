@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from parallel import parallel_launch
-from peer_ranks import DELAY, PATIENCE, everything, number_after_seven, spec
+from peer_ranks import DELAY, PATIENCE, everything, number_after_seven, spec, two_streams
 
 from moeserve.device.machine import machine_named
 from moeserve.device.source import source
@@ -262,3 +262,9 @@ def test_numbers_that_do_not_tell_later_from_earlier_are_refused(number: int, wh
 
 def test_the_longest_jump_is_taken() -> None:
     assert parallel_launch(1, number_after_seven, 7 + 2**31 - 1, timeout=60) == ["taken"]
+
+
+@pytest.mark.gpu(2)
+def test_collective_kernels_of_two_streams_run_in_one_order() -> None:
+    for right in parallel_launch(2, two_streams, timeout=100, device="cuda"):
+        assert len(right) == 40 and all(right)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -234,3 +234,42 @@ def number_after_seven(rank: int, world: int, number: int) -> str:
     except ValueError as error:
         return str(error)
     return "taken" if torch.equal(answer, given.expected(rank)) else "wrong"
+
+
+def two_streams(rank: int, world: int) -> list[bool]:
+    """Steps of two dispatchers, on streams of their own and as large as the GPU: whether all answers are right.
+
+    Each stream waits for nothing but what dispatchers make it wait for.
+    """
+    wide = replace(spec(rank, world, PATIENCE), device="cuda", lane_rows=2048)
+    both = [PeerDispatcher(wide, grouping, group()) for grouping in (Grouping.PADDED, Grouping.RAGGED)]
+    given = [lanes(seed, (2048, 1500)[:world]) for seed in (51, 52)]
+    here = [
+        Lanes(*([tensor.cuda() for tensor in each] for each in (one.hidden, one.slots, one.weights)))
+        for one in given
+    ]
+    streams = [torch.cuda.Stream() for _ in both]
+    torch.cuda.synchronize()
+    answers = []
+    for number in range(1, 21):
+        arrived = []
+        for stream, dispatcher, one in zip(streams, both, here, strict=True):
+            with torch.cuda.stream(stream):
+                arrived.append(dispatcher.dispatch(one.hidden[rank], one.routing(rank, number)))
+        for stream, dispatcher, came in zip(streams, both, arrived, strict=True):
+            with torch.cuda.stream(stream):
+                answers.append(dispatcher.combine(doubled(came.batch), came.ticket))
+    torch.cuda.synchronize()
+    assert all(dispatcher.late() == () for dispatcher in both)
+    wanted = [_doubled_answer(one, rank) for one in given]
+    return [torch.equal(answer.cpu(), wanted[at % 2]) for at, answer in enumerate(answers)]
+
+
+def doubled(batch: ExpertBatch) -> Tensor:
+    """Every slot multiplies by 2, on the batch's own device and without a look at its counts."""
+    return batch.tokens.dequantize() * 2
+
+
+def _doubled_answer(given: Lanes, rank: int) -> Tensor:
+    here = torch.where(given.slots[rank] >= 0, given.weights[rank].nan_to_num(), 0.0)
+    return given.hidden[rank] * 2 * here.sum(dim=1, keepdim=True)

@@ -198,11 +198,11 @@ class PeerDispatcher(Dispatcher):
         self._spec = replace(self._spec, members=members)
 
     def dismiss(self, seat: int) -> None:
-        """Leaves `seat` vacant: nobody waits for its member any more, or stores to it; phases under way too.
+        """Leaves `seat` vacant, so that another member may take it; nobody waits for its last one any more.
 
-        Another member may take the seat only when this one has been seen dead, or has closed its dispatcher:
-        what it still stores would be taken for the next one's. Raises ValueError for a vacant seat, and for
-        this member's own.
+        It is for a member that has been seen dead, or has closed its dispatcher: what another one still stores
+        would be taken for that of the next. Until then such a member is excluded, and keeps its seat. Raises
+        ValueError for a vacant seat, and for this member's own.
         """
         if seat == self._spec.seat:
             raise ValueError(f"seat {seat} is this member's own; close the dispatcher to leave it")
