@@ -151,6 +151,7 @@ class ClusterConfig:
     cpus_per_rank: float = 1.0
     threads_per_rank: int = 0  # torch threads; 0: cores / ranks of a host, at least 1
     start_timeout_seconds: float = 600.0
+    give_up_seconds: float = 0.0  # without serving, once it has served: then the service ends; 0: never
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ TOKEN, SECONDS = "a token", 5.0
 class FakeMember:
     """A member's process as the head sees it: its stream, and every entry that came."""
 
-    def __init__(self, coordinator: Coordinator, seat: int) -> None:
+    def __init__(self, coordinator: Coordinator, seat: int, **more: Any) -> None:
         self.seat, self.generation = seat, 0
         self.entries: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.stream: Stream = connect(coordinator.address, SECONDS)
         hello = {"kind": "hello", "rank": seat, "token": TOKEN, "pid": 100 + seat, "host_id": "here"}
-        self.stream.send(hello | {"address": f"door {seat}", "weights": f"weights {seat}"})
+        self.stream.send(hello | {"address": f"door {seat}", "weights": f"weights {seat}"} | more)
         threading.Thread(target=self._receive, daemon=True).start()
 
     def _receive(self) -> None:

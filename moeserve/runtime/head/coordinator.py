@@ -24,6 +24,7 @@ from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.in_flight import StepsInFlight
+from moeserve.runtime.head.patience import Backoff, Patience
 from moeserve.runtime.head.pending_change import Outcome
 from moeserve.runtime.head.reception import Reception, Seat
 from moeserve.runtime.head.sequencer import StepPace
@@ -31,7 +32,7 @@ from moeserve.runtime.head.two_phase_commit import TwoPhaseCommit
 
 log = logging.getLogger(__name__)
 
-FORM_ATTEMPTS = 3  # generations that may fail in a row before they serve once; then the service gives up
+FIRST_ATTEMPTS = 3  # that members may say have failed before the group ever serves; then it cannot start
 SETTLE_SECONDS = 0.25  # after an abort, before the next generation: a killed rank's stream ends by then
 ENDED = ("failed", "stopped")  # states that no other follows, except "stopped" after "failed"
 BLAME_SECONDS = 0.2  # after a rank failed an entry: a peer that died is found by then, and is the cause
@@ -69,7 +70,12 @@ class Coordinator:
         self._steps = StepsInFlight(room.max_lanes, pace)
         self._votes = _Votes()
         self._state, self._reason = "forming", "waiting for ranks"
-        self._failures = 0
+        self.patience = Patience()
+        self._retries = Backoff()  # of generations that members say cannot form; deaths do not count
+        self._unserved_since: float | None = (
+            None  # when the group ceased to serve; None: serves, or never did
+        )
+        self._served = False  # whether any generation ever did
         self._form_at = math.inf
         # when to abort, unless a lost rank explains it before; why
         self._failing: tuple[float, str] | None = None
@@ -179,7 +185,7 @@ class Coordinator:
                 taken = list(self._group.members.seats)
                 raise ValueError(f"seat {rank} is vacant: the members of this group have seats {taken}")
             if refused:
-                self._fail(refused)
+                self._refused(rank, refused)
                 raise ValueError(refused)
             if rank in self._seats:
                 if self._state not in ENDED:
@@ -277,7 +283,8 @@ class Coordinator:
             self._group.send(seat, entry | {"position": members.position(number)})
 
     def _serve(self) -> None:
-        self._failures = 0
+        self._retries.reset()
+        self._served, self._unserved_since = True, None
         self._set_state("serving", "")
         log.info(
             "generation %d serves epoch %d with %d members",
@@ -287,27 +294,46 @@ class Coordinator:
         )
         self._emit()
 
-    def _abort(self, reason: str) -> None:
-        """Ends the generation: doors fail their jobs, and a fresh one forms when all members are there."""
+    def _abort(self, reason: str, *, said: bool = False) -> None:
+        """Ends the generation: doors fail their jobs, and a fresh one forms when all members are there.
+
+        `said`: a member says that it cannot go on. If this generation never served, the next one backs off.
+        """
         log.warning("generation %d aborts: %s", self._group.generation, reason)
-        if self._state in ("preparing", "joining"):
-            self._failures += 1
+        pause = SETTLE_SECONDS
+        if said and self._state in ("preparing", "joining"):
+            pause = max(pause, self._retries.next())
+            log.warning("the next generation is tried in %.1f s", pause)
+        if self._state == "serving":
+            self._unserved_since = time.monotonic()
         self._changes.abandon(reason)
         self._steps.clear()
         self._failing = None
         aborted, self._group.generation = self._group.generation, self._group.generation + 1
         self._group.broadcast({"kind": "abort", "generation": aborted, "reason": reason})
-        if self._failures >= FORM_ATTEMPTS:
-            self._fail(reason)
+        if not self._served and self._retries.failures >= FIRST_ATTEMPTS:
+            self._set_state("failed", reason)
             return
         self._set_state("forming", reason)
-        self._form_at = math.inf if self._group.missing else time.monotonic() + SETTLE_SECONDS
+        self._form_at = math.inf if self._group.missing else time.monotonic() + pause
         self._lock.notify_all()
 
-    def _fail(self, reason: str) -> None:
-        """Ends the service in state failed, where it cannot start or has failed too often."""
-        if self._state not in ENDED and (self._steps.steps == 0 or self._failures >= FORM_ATTEMPTS):
+    def _refused(self, rank: int, reason: str) -> None:
+        """Notes that a rank cannot start. The service ends only where the group has never served: else the
+        launcher tries again.
+        """
+        if self._state in ENDED:
+            return
+        if not self._served:
             self._set_state("failed", reason)
+        elif rank in self._group.missing:
+            self._set_state(self._state, reason)
+
+    def _give_up_at(self) -> float:
+        """When the service ends because it has not served for so long."""
+        if self._unserved_since is None or not self.patience.give_up:
+            return math.inf
+        return self._unserved_since + self.patience.give_up
 
     # -- steps ----------------------------------------------------------------------------------------------
 
@@ -365,12 +391,20 @@ class Coordinator:
                 if self._form_at <= now and not self._group.missing:
                     self._form()
                 if self._failing is not None and self._failing[0] <= now:
-                    self._abort(self._failing[1])
+                    self._abort(self._failing[1], said=True)
+                if self._give_up_at() <= now:
+                    self._set_state("failed", self._gave_up())
+                    return
                 due = self._emit() if self._failing is None else self._failing[0]
-                until = min(due if due is not None else math.inf, self._form_at)
+                until = min(due if due is not None else math.inf, self._form_at, self._give_up_at())
                 self._lock.wait(None if math.isinf(until) else max(0.0, until - time.monotonic()))
 
     # -- small things ---------------------------------------------------------------------------------------
+
+    def _gave_up(self) -> str:
+        limit, missing = self.patience.give_up, self._group.missing
+        who = f"ranks {missing} are missing; " if missing else ""
+        return f"not served for cluster.give_up_seconds = {limit:g}: {who}{self._reason}"
 
     def _set_state(self, state: str, reason: str) -> None:
         self._state, self._reason = state, reason

@@ -13,6 +13,7 @@ from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor
 from moeserve.runtime.doors.operations import Operations
 from moeserve.runtime.head.coordinator import Coordinator, Progress
+from moeserve.runtime.head.patience import Patience
 from moeserve.runtime.head.rebalancer import Rebalancer
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.planning.layers import first_epoch
@@ -41,6 +42,7 @@ class HeadProcess:
         pace = StepPace(step.lane_rows, step.max_step_tokens, step.quiet_seconds, step.gather_seconds)
         self.token = secrets.token_hex(16)
         self.coordinator = Coordinator(epoch, served.layers, pace, host, self.token)
+        self.coordinator.patience = Patience(config.cluster.give_up_seconds)
         self.rebalancer = Rebalancer(
             self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
         )

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import random
 import signal
 import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 
 from moeserve.runtime.config import Config
+from moeserve.runtime.head.patience import Backoff
 from moeserve.runtime.launch.head_process import HeadProcess
 from moeserve.runtime.launch.rank_process import RankSpec, run_rank
 
@@ -37,6 +42,7 @@ class LocalCluster:
         self._config = config.checked()
         self._ranks = config.parallel.mesh.ranks
         self._processes: dict[int, BaseProcess] = {}
+        self._restarts = Restarts()
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(IMPORTED))
         self._stopping = threading.Event()
@@ -111,15 +117,69 @@ class LocalCluster:
         while not self._stopping.wait(WATCH_SECONDS):
             if self.head.coordinator.progress().state in ("failed", "stopped"):
                 return
+            self._note_joined()
             for rank, process in list(self._processes.items()):
                 if not process.is_alive() and not self._stopping.is_set():
-                    log.warning(
-                        "rank %d (pid %s) ended with %s; it is started again",
-                        rank,
-                        process.pid,
-                        process.exitcode,
-                    )
-                    self._spawn(rank)
+                    self._start_again(rank, process)
+
+    def _note_joined(self) -> None:
+        """Forgets the failed starts of ranks whose process has joined a generation."""
+        for rank, seat in self.head.coordinator.seats().items():
+            if seat.generation and seat.pid == self._processes[rank].pid:
+                self._restarts.joined(rank)
+
+    def _start_again(self, rank: int, process: BaseProcess) -> None:
+        """Starts a rank whose process has ended, once its pause is over."""
+        now = time.monotonic()
+        if (pause := self._restarts.ended(rank, now)) is not None:
+            log.warning(
+                "rank %d (pid %s) ended with %s; it is started again in %.1f s (failed starts in a row: %d)",
+                rank,
+                process.pid,
+                process.exitcode,
+                pause,
+                self._restarts.failures(rank),
+            )
+        if self._restarts.due(rank, now):
+            self._spawn(rank)
+
+
+class Restarts:
+    """When ranks that ended are started again: at once where they had joined a group, else after a pause that
+    doubles.
+    """
+
+    def __init__(self, draw: Callable[[], float] = random.random) -> None:
+        self._backoffs: defaultdict[int, Backoff] = defaultdict(lambda: Backoff(draw))
+        self._joined = set[int]()  # ranks whose process has joined a generation
+        self._due: dict[int, float] = {}  # rank -> when to start it, of those that ended
+
+    def joined(self, rank: int) -> None:
+        """Notes that the rank's process has started as it should."""
+        self._joined.add(rank)
+        self._backoffs[rank].reset()
+
+    def ended(self, rank: int, now: float) -> float | None:
+        """Notes that the rank's process was found dead; seconds until it is started again the first time that
+        this is said of a process, then None.
+        """
+        if rank in self._due:
+            return None
+        pause = 0.0 if rank in self._joined else self._backoffs[rank].next()
+        self._joined.discard(rank)
+        self._due[rank] = now + pause
+        return pause
+
+    def due(self, rank: int, now: float) -> bool:
+        """Whether the rank is to be started now; it then counts as started."""
+        if self._due[rank] > now:
+            return False
+        del self._due[rank]
+        return True
+
+    def failures(self, rank: int) -> int:
+        """Processes of the rank in a row that joined no group."""
+        return self._backoffs[rank].failures
 
 
 def _run_rank(spec: RankSpec) -> None:
