@@ -152,6 +152,12 @@ class ClusterConfig:
     threads_per_rank: int = 0  # torch threads; 0: cores / ranks of a host, at least 1
     start_timeout_seconds: float = 600.0
     give_up_seconds: float = 0.0  # without serving, once it has served: then the service ends; 0: never
+    connect_seconds: float = 30.0  # for a rank to reach the head
+    answer_seconds: float = 10.0  # for a rank's process to answer that a generation forms
+    prepare_seconds: float = 120.0  # between two layers that a rank reads while a generation forms
+    join_seconds: float = 120.0  # for the ranks' process group and dispatchers
+    adopt_seconds: float = 60.0  # for every rank to serve a change of the epoch that was decided
+    send_seconds: float = 5.0  # while a rank takes nothing of what the head sends it
 
 
 @dataclass(frozen=True)
@@ -182,6 +188,12 @@ POSITIVE = frozenset(
         "server.unread_seconds",
         "server.max_message_bytes",
         "cluster.start_timeout_seconds",
+        "cluster.connect_seconds",
+        "cluster.answer_seconds",
+        "cluster.prepare_seconds",
+        "cluster.join_seconds",
+        "cluster.adopt_seconds",
+        "cluster.send_seconds",
     }
 )
 """Keys whose numbers must be more than 0; no other number but a port may be under 0."""

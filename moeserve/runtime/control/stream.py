@@ -30,6 +30,10 @@ class StreamClosed(ConnectionError):
     """The other end is gone, or sent something that is not a frame."""
 
 
+class StreamSilent(StreamClosed):
+    """The other end gave or took nothing within the bound of this one."""
+
+
 class Stream:
     """One connected socket. `send` is safe from several threads; one thread receives."""
 
@@ -40,15 +44,39 @@ class Stream:
         self._socket = connection
         self._reader: io.BufferedReader = connection.makefile("rb", buffering=1 << 16)  # type: ignore[assignment]
         self._lock = threading.Lock()
+        self._sends_within = 0.0  # seconds; 0: without a bound
+
+    def bound_sends(self, seconds: float) -> None:
+        """Sends to an end that takes no byte for so long raise StreamSilent; the stream is of no use then.
+
+        Receiving is not bounded by it.
+        """
+        limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._sends_within = seconds
+
+    def bound_receives(self, seconds: float) -> None:
+        """To receive from an other end that gives no byte for so long raises StreamSilent, and so does a send
+        that takes longer; the stream is of no use then.
+        """
+        self._socket.settimeout(seconds)
 
     def send(self, message: Message) -> None:
-        """Sends one message. Raises StreamClosed when the other end is gone."""
+        """Sends one message. Raises StreamClosed when the other end is gone, StreamSilent past a bound."""
         body = json.dumps(message, separators=(",", ":")).encode()
         try:
             with self._lock:
                 self._socket.sendall(_LENGTH.pack(len(body)) + body)
         except OSError as error:
-            raise StreamClosed(str(error)) from error
+            raise self._ended(error) from error
+
+    def _ended(self, error: OSError) -> StreamClosed:
+        """What a failure of the socket means."""
+        if isinstance(error, BlockingIOError):
+            return StreamSilent(f"it takes nothing of what is sent to it for {self._sends_within:g} s")
+        if isinstance(error, TimeoutError):
+            return StreamSilent(f"timed out: nothing came or was taken for {self._socket.gettimeout()} s")
+        return StreamClosed(clipped(str(error)))
 
     def receive(self) -> Message:
         """The next message; blocks without a bound. Raises StreamClosed at the end."""
@@ -70,7 +98,9 @@ class Stream:
             if length > limit:
                 raise StreamClosed(f"a frame of {length} bytes is over the limit of {limit}")
             message = json.loads(read(length))
-        except (OSError, ValueError, RecursionError) as error:
+        except OSError as error:
+            raise error if isinstance(error, StreamClosed) else self._ended(error) from error
+        except (ValueError, RecursionError) as error:
             raise StreamClosed(clipped(str(error))) from error
         if not isinstance(message, dict) or "kind" not in message:
             raise StreamClosed("a frame must be an object with a kind")
@@ -82,14 +112,14 @@ class Stream:
             with self._lock:
                 self._socket.sendall(data)
         except OSError as error:
-            raise StreamClosed(str(error)) from error
+            raise self._ended(error) from error
 
     def receive_bytes(self, into: memoryview) -> None:
         """Fills `into` with the raw bytes that come next. Raises StreamClosed."""
         try:
             read = self._reader.readinto(into)
         except OSError as error:
-            raise StreamClosed(str(error)) from error
+            raise self._ended(error) from error
         if read is None or read < len(into):
             raise StreamClosed("the other end closed the stream")
 

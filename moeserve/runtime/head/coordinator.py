@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch forgets to export it
@@ -24,7 +24,7 @@ from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.in_flight import StepsInFlight
-from moeserve.runtime.head.patience import Backoff, Patience
+from moeserve.runtime.head.patience import Backoff, Formation, Patience
 from moeserve.runtime.head.pending_change import Outcome
 from moeserve.runtime.head.reception import Reception, Seat
 from moeserve.runtime.head.sequencer import StepPace
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 FIRST_ATTEMPTS = 3  # that members may say have failed before the group ever serves; then it cannot start
 SETTLE_SECONDS = 0.25  # after an abort, before the next generation: a killed rank's stream ends by then
 ENDED = ("failed", "stopped")  # states that no other follows, except "stopped" after "failed"
+GONE_LOOK_SECONDS = 0.05  # between looks whether a process that was given up has ended
 BLAME_SECONDS = 0.2  # after a rank failed an entry: a peer that died is found by then, and is the cause
 
 
@@ -51,12 +52,6 @@ class Progress:
     in_flight: int
 
 
-@dataclass(eq=False)
-class _Votes:
-    prepared: set[int] = field(default_factory=set)
-    joined: set[int] = field(default_factory=set)
-
-
 class Coordinator:
     """Threads: its reception's, one a member, and one that keeps the pace. All state is under one lock.
 
@@ -68,9 +63,9 @@ class Coordinator:
         self._lock, self._seats = self._group.lock, self._group.seats
         self._changes = TwoPhaseCommit(self._group, layers)
         self._steps = StepsInFlight(room.max_lanes, pace)
-        self._votes = _Votes()
-        self._state, self._reason = "forming", "waiting for ranks"
         self.patience = Patience()
+        self._formation = Formation((), self.patience, 0.0)
+        self._state, self._reason = "forming", "waiting for ranks"
         self._retries = Backoff()  # of generations that members say cannot form; deaths do not count
         self._unserved_since: float | None = (
             None  # when the group ceased to serve; None: serves, or never did
@@ -85,6 +80,9 @@ class Coordinator:
         self.address = self._reception.address
         self.draining = ""  # why lanes take no further call, though the group serves
         self._drained = set[int]()  # seats whose calls have ended since
+        self._given_up = set[int]()  # pids of members that were parted with and may still run
+        self.on_given_up: Callable[[int, int], None] = lambda rank, pid: None  # the launcher ends the process
+        self.is_gone: Callable[[int], bool] = lambda pid: True  # whether that process has ended
         self.on_change: Callable[[Progress], None] = lambda progress: None
         self.observe_step: Callable[[int, float], None] = lambda layer, seconds: None  # of the whole group
 
@@ -95,6 +93,8 @@ class Coordinator:
 
     def start(self) -> None:
         """Begins to accept members, and to order their steps."""
+        self._reception.send_seconds, self._changes.adopt_seconds = self.patience.send, self.patience.adopt
+        self._changes.on_stuck = self._abort
         self._reception.start()
         threading.Thread(target=self._keep_pace, name="keep_pace", daemon=True).start()
 
@@ -190,7 +190,7 @@ class Coordinator:
             if rank in self._seats:
                 if self._state not in ENDED:
                     self._abort(f"rank {rank} connected again")
-                self._seats.pop(rank).stream.close()
+                self._part_with(rank, f"pid {seat.pid} has taken its place", seat.pid)
             if self._state in ENDED:
                 seat.stream.send({"kind": "stop"})
                 raise ValueError(f"rank {rank} connected when the group had {self._state}")
@@ -227,15 +227,22 @@ class Coordinator:
                     self._done(rank, message)
                 case "report":
                     self._report(seat, message)
+                case "here":
+                    self._formation.heard(rank, time.monotonic())
+                    self._lock.notify_all()
                 case "prepared":
                     seat.bytes_read, seat.weight_bytes = (
                         int(message["bytes_read"]),
                         int(message["weight_bytes"]),
                     )
-                    self._vote("preparing", self._votes.prepared, rank, self._join)
+                    self._formation.has_prepared(rank, time.monotonic())
+                    if self._state == "preparing" and self._formation.prepared:
+                        self._join()
                 case "joined":
                     seat.plans, seat.generation = plans_from(message), self._group.generation
-                    self._vote("joining", self._votes.joined, rank, self._serve)
+                    self._formation.has_joined(rank)
+                    if self._state == "joining" and self._formation.joined:
+                        self._serve()
                 case "voted" | "adopted":
                     self._changes.message_received(rank, message)
                 case "drained":
@@ -252,17 +259,15 @@ class Coordinator:
 
     # -- a generation ---------------------------------------------------------------------------------------
 
-    def _vote(self, state: str, votes: set[int], rank: int, passed: Callable[[], None]) -> None:
-        """Counts a member's vote while the group is in `state`; the last one passes it on."""
-        votes.add(rank)
-        if self._state == state and votes >= set(self._group.members.seats):
-            passed()
-
-    def _form(self) -> None:
-        """Begins a fresh generation, now that all members are connected."""
+    def _form(self, now: float) -> None:
+        """Begins a fresh generation, now that all members are connected and those before them have ended."""
+        self._given_up = {pid for pid in self._given_up if not self.is_gone(pid)}
+        if self._given_up:
+            self._form_at = now + GONE_LOOK_SECONDS
+            return
         self._form_at = math.inf
         self._group.generation += 1
-        self._votes = _Votes()
+        self._formation = Formation(self._group.members.seats, self.patience, now)
         self._set_state("preparing", f"generation {self._group.generation} is loading experts")
         self._group.broadcast(
             {"kind": "prepare", "generation": self._group.generation, "epoch": epoch_message(self.epoch)}
@@ -317,6 +322,32 @@ class Coordinator:
         self._set_state("forming", reason)
         self._form_at = math.inf if self._group.missing else time.monotonic() + pause
         self._lock.notify_all()
+
+    def _end_waits(self, now: float) -> None:
+        """Ends a formation that waits for a member for too long."""
+        if self._state == "preparing" and (silent := self._formation.silent(now)):
+            named = [f"rank {rank} (pid {self._seats[rank].pid}): {why}" for rank, why in silent.items()]
+            for rank, why in silent.items():
+                self._part_with(rank, why)
+            self._abort("; ".join(named))
+        elif self._state == "joining" and (stuck := self._formation.stuck(now)):
+            self._abort(stuck)
+
+    def _part_with(self, rank: int, why: str, heir: int = 0) -> None:
+        """Takes a member's seat: its process is told to stop, and the launcher ends it, unless it is the one
+        that takes the seat again, of pid `heir`.
+        """
+        seat = self._seats.pop(rank)
+        log.warning("rank %d (pid %d) is given up: %s", rank, seat.pid, why)
+        self._group.send(seat, {"kind": "stop"})
+        seat.stream.close()
+        if seat.pid != heir:
+            self._given_up.add(seat.pid)
+            self.on_given_up(rank, seat.pid)
+
+    def _waits_end(self) -> float:
+        """When a bound of the formation passes."""
+        return self._formation.due() if self._state in ("preparing", "joining") else math.inf
 
     def _refused(self, rank: int, reason: str) -> None:
         """Notes that a rank cannot start. The service ends only where the group has never served: else the
@@ -389,14 +420,16 @@ class Coordinator:
             while self._state not in ENDED:
                 now = time.monotonic()
                 if self._form_at <= now and not self._group.missing:
-                    self._form()
+                    self._form(now)
+                self._end_waits(now)
                 if self._failing is not None and self._failing[0] <= now:
                     self._abort(self._failing[1], said=True)
                 if self._give_up_at() <= now:
                     self._set_state("failed", self._gave_up())
                     return
                 due = self._emit() if self._failing is None else self._failing[0]
-                until = min(due if due is not None else math.inf, self._form_at, self._give_up_at())
+                due = math.inf if due is None else due
+                until = min(due, self._form_at, self._waits_end(), self._give_up_at())
                 self._lock.wait(None if math.isinf(until) else max(0.0, until - time.monotonic()))
 
     # -- small things ---------------------------------------------------------------------------------------

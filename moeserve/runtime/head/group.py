@@ -34,11 +34,13 @@ class Group:
         return sorted(set(self.members.seats) - set(self.seats))
 
     def send(self, seat: Seat, message: Message) -> None:
-        """Sends to one member. The thread that receives from a stream that fails here sees it as lost."""
+        """Sends to one member. One that cannot be reached is lost: the thread that receives from it ends."""
         try:
             seat.stream.send(message)
         except StreamClosed as closed:
             log.info("rank pid %d cannot be reached: %s", seat.pid, closed)
+            seat.unreachable = seat.unreachable or str(closed)
+            seat.stream.close()
 
     def broadcast(self, message: Message) -> None:
         """Sends `message` to every connected member."""

@@ -61,6 +61,11 @@ class PendingChange:
         """Seats that have not voted."""
         return sorted(set(self.seats) - set(self.voted))
 
+    @property
+    def behind(self) -> list[int]:
+        """Seats that do not serve it yet."""
+        return sorted(set(self.seats) - self.adopted)
+
     def vote(self, seat: int, staged: tuple[StagedCopy, ...], refused: str) -> None:
         """Counts a vote: the last yes decides; a no abandons, as do differing copies of an expert."""
         if self.stage is not Stage.PREPARING:

@@ -19,6 +19,7 @@ from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 10.0  # within which whoever connects has to introduce itself
+SEND_SECONDS = 5.0  # a rank that takes nothing of what is sent to it for so long is lost
 MOST_STRANGERS = 64  # who have yet to introduce themselves; beside them, as many as there are seats
 ACCEPT_AGAIN_SECONDS = 0.2  # after a connection could not be accepted, for want of a descriptor
 
@@ -39,6 +40,7 @@ class Seat:
     generation: int = 0  # the last that it joined
     steps: int = 0
     expert_rows: int = 0
+    unreachable: str = ""  # why what was sent to it did not arrive
     load: np.ndarray | None = None  # [phases, L, E] tokens its lane sent, since it started
 
 
@@ -62,6 +64,7 @@ class Reception:
         self._room, self._token, self._events = seats, token, events  # how many seats there are
         self.most_strangers = MOST_STRANGERS + seats
         self._strangers = threading.BoundedSemaphore(self.most_strangers)
+        self.send_seconds = SEND_SECONDS
         self._closed = threading.Event()
         self._listener = socket.create_server((host, 0))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
@@ -108,13 +111,16 @@ class Reception:
         rank, seat, why = -1, None, ""
         try:
             with closing(Stream(connection)) as stream:
+                stream.bound_sends(self.send_seconds)
                 hello = self._hello(stream)
                 rank, seat = self._introduced(hello, stream)
                 self._events.rank_connected(rank, seat, str(hello.get("refused", "")))
                 while True:
                     self._events.message_received(rank, seat, stream.receive())
         except StreamClosed as closed:
-            why = str(closed)
+            why = (seat.unreachable if seat is not None else "") or str(closed)
+            if seat is None:
+                log.warning("a stream from %s ended before its hello: %s", peer, why)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             log.error("refused a stream from %s: %s", peer, clipped(str(error)))
             why = f"sent a malformed message: {error}"

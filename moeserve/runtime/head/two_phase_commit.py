@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from moeserve.runtime.control.messages import commit_message, stage_message, staged_from
 from moeserve.runtime.control.stream import Message
@@ -27,6 +28,8 @@ class TwoPhaseCommit:
         self._group, self._layers = group, layers
         self._pending: PendingChange | None = None  # the change under way
         self._changes = 0
+        self.adopt_seconds = 60.0  # until every member serves what was decided
+        self.on_stuck: Callable[[str], None] = self.abandon  # ends the generation
 
     def run(self, change: Change, timeout: float) -> Outcome:
         """Has `change` prepared and voted on; blocks until it has ended, and holds no lock meanwhile."""
@@ -47,7 +50,9 @@ class TwoPhaseCommit:
         group.lock.wait_for(lambda: pending.stage is not Stage.PREPARING, timeout)
         if pending.stage is Stage.PREPARING:
             self.abandon(f"ranks {pending.missing} did not prepare it within {timeout:g} s")
-        group.lock.wait_for(lambda: pending.ended)
+        if not group.lock.wait_for(lambda: pending.ended, self.adopt_seconds):
+            late = f"ranks {pending.behind} did not adopt epoch {change.epoch.number}"
+            self.on_stuck(f"{late} within cluster.adopt_seconds = {self.adopt_seconds:g}")
         self._pending = None
         return Outcome(pending.reason, time.monotonic() - started, pending.staged)
 

@@ -42,7 +42,7 @@ class HeadProcess:
         pace = StepPace(step.lane_rows, step.max_step_tokens, step.quiet_seconds, step.gather_seconds)
         self.token = secrets.token_hex(16)
         self.coordinator = Coordinator(epoch, served.layers, pace, host, self.token)
-        self.coordinator.patience = Patience(config.cluster.give_up_seconds)
+        self.coordinator.patience = patience_of(config)
         self.rebalancer = Rebalancer(
             self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
         )
@@ -109,6 +109,19 @@ class HeadProcess:
 def why_not_serving(progress: Progress) -> str:
     """Why layers cannot be served now; empty while they can."""
     return "" if progress.state == "serving" else progress.reason or f"the group is {progress.state}"
+
+
+def patience_of(config: Config) -> Patience:
+    """How long the head waits, as configured."""
+    cluster = config.cluster
+    return Patience(
+        give_up=cluster.give_up_seconds,
+        answer=cluster.answer_seconds,
+        prepare=cluster.prepare_seconds,
+        join=cluster.join_seconds,
+        adopt=cluster.adopt_seconds,
+        send=cluster.send_seconds,
+    )
 
 
 def policy_of(config: Config) -> Policy:

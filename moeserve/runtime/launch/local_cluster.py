@@ -48,6 +48,7 @@ class LocalCluster:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self.head = HeadProcess(self._config, LANES_HOST)
+        self.head.coordinator.on_given_up, self.head.coordinator.is_gone = self._kill, self._gone
 
     @property
     def address(self) -> str:
@@ -121,6 +122,20 @@ class LocalCluster:
             for rank, process in list(self._processes.items()):
                 if not process.is_alive() and not self._stopping.is_set():
                     self._start_again(rank, process)
+
+    def _kill(self, rank: int, pid: int) -> None:
+        """Kills a rank's process that the head has given up; it is started again once it is seen dead."""
+        for process in self._living(pid):
+            log.warning("rank %d (pid %d) is killed", rank, pid)
+            process.kill()
+
+    def _gone(self, pid: int) -> bool:
+        """Whether no process of this cluster with that id runs any more."""
+        return not self._living(pid)
+
+    def _living(self, pid: int) -> list[BaseProcess]:
+        with self._lock:
+            return [one for one in self._processes.values() if one.pid == pid and one.is_alive()]
 
     def _note_joined(self) -> None:
         """Forgets the failed starts of ranks whose process has joined a generation."""

@@ -35,8 +35,6 @@ from moeserve.runtime.telemetry.exporter import RankTelemetry
 
 log = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 30.0
-
 
 @dataclass(frozen=True)
 class RankSpec:
@@ -58,7 +56,7 @@ def run_rank(spec: RankSpec) -> None:
     _prepare_process(spec)
     started = time.perf_counter()
     try:
-        stream = connect(spec.coordinator, CONNECT_SECONDS)
+        stream = connect(spec.coordinator, spec.config.cluster.connect_seconds)
     except StreamClosed as closed:
         log.warning("rank %d: no coordinator: %s", spec.rank, closed)
         return

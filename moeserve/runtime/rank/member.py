@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -41,7 +41,6 @@ from moeserve.runtime.step import Announcement, Header, Job, LaneInput, Stamp, S
 log = logging.getLogger(__name__)
 
 REPORT_SECONDS = 1.0  # between reports of load to the coordinator
-JOIN_SECONDS = 20.0  # for a process group to come together
 DRAIN_LOOK_SECONDS = 0.01  # between looks for calls under way, once no further one is taken
 ABORTED = -1  # as a member's generation: none is live
 
@@ -144,6 +143,7 @@ class Member:
                         self.mover.abandon()
                 elif message["kind"] == "prepare":
                     self._generation = message["generation"]
+                    self._say_here(self._generation)
                 self._entries.put(message)
         except StreamClosed as closed:
             self._close_lane(f"the coordinator is gone: {closed}")
@@ -203,7 +203,7 @@ class Member:
         self._check_lane(epoch)
         self._rank.use_weights(epoch.weights)
         if self._epoch is None or _loaded(self._epoch) != _loaded(epoch):
-            self._load(epoch)
+            self._load(epoch, entry["generation"])
         self._epoch = epoch
         self._stream.send(
             {
@@ -311,9 +311,19 @@ class Member:
             }
         )
 
-    def _load(self, epoch: Epoch) -> None:
-        started = time.perf_counter()
-        self._rank.load(epoch, progress_bar(self._rank.index))
+    def _say_here(self, generation: int) -> None:
+        """Tells the head that this process runs, and goes on."""
+        self._stream.send({"kind": "here", "generation": generation})
+
+    def _load(self, epoch: Epoch, generation: int) -> None:
+        started, bar = time.perf_counter(), progress_bar(self._rank.index)
+
+        def told(layers: Iterable[int]) -> Iterator[int]:
+            for layer in bar(layers):
+                self._say_here(generation)
+                yield layer
+
+        self._rank.load(epoch, told)
         log.info(
             "rank %d: read %.1f MB of expert weights for %d layers in %.2f s",
             self._rank.index,

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import queue
+import threading
 from collections.abc import Iterator
 
 import pytest
 from fake_members import SECONDS, TOKEN, FakeMember, serving, until
 
 from moeserve.dispatch.members import Members
+from moeserve.runtime.control.stream import connect
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head import coordinator as coordinators
+from moeserve.runtime.head.changes import rebalance
 from moeserve.runtime.head.coordinator import Coordinator
-from moeserve.runtime.head.patience import LEAST_SECONDS, MOST_SECONDS, Backoff, Patience
+from moeserve.runtime.head.patience import LEAST_SECONDS, MOST_SECONDS, Backoff, Formation, Patience
+from moeserve.runtime.head.pending_change import Outcome
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.mesh import Mesh
 
@@ -134,3 +140,140 @@ def test_the_operators_limit_without_serving_ends_the_service(coordinator: Coord
         "not served for cluster.give_up_seconds = 0.2: ranks [1] are missing; rank 1 (pid 101) is lost"
         in str(ended.value)
     )
+
+
+def formation() -> Formation:
+    return Formation((0, 1), Patience(answer=10.0, prepare=100.0, join=50.0), now=5.0)
+
+
+def test_who_does_not_answer_is_found_and_who_answers_has_longer() -> None:
+    forming = formation()
+    assert forming.due() == 15.0
+    forming.heard(0, 6.0)
+    assert (forming.due(), forming.silent(14.9)) == (15.0, {})
+    assert forming.silent(15.0) == {1: "it did not answer within cluster.answer_seconds = 10"}
+    forming.heard(1, 14.0)
+    assert forming.due() == 106.0
+    forming.heard(0, 90.0)  # one more layer
+    forming.has_prepared(1, 91.0)
+    assert (forming.due(), forming.silent(189.0)) == (190.0, {})
+    assert forming.silent(190.0) == {0: "it read no layer for cluster.prepare_seconds = 100"}
+
+
+def test_a_joining_is_bounded_and_blames_nobody() -> None:
+    forming = formation()
+    for seat in (0, 1):
+        forming.has_prepared(seat, 20.0 + seat)
+    assert (forming.due(), forming.silent(1e9), forming.stuck(70.9)) == (71.0, {}, "")
+    forming.has_joined(1)
+    assert forming.stuck(71.0) == "ranks [0] have not joined within cluster.join_seconds = 50"
+    forming.has_joined(0)
+    assert (forming.stuck(1e9), forming.due()) == ("", math.inf)
+
+
+def test_a_silent_member_is_named_told_to_stop_and_seen_dead_before_the_next_generation(
+    coordinator: Coordinator, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator.patience = Patience(answer=0.2)
+    killed, dead = queue.SimpleQueue[tuple[int, int]](), threading.Event()
+    coordinator.on_given_up = lambda rank, pid: killed.put((rank, pid))
+    coordinator.is_gone = lambda pid: dead.is_set()
+    members = [FakeMember(coordinator, seat) for seat in (0, 1)]
+    for one in members:
+        one.entry("prepare")
+    members[0].say("here")
+    assert killed.get(timeout=SECONDS) == (1, 101)
+    assert members[1].entry("stop") and members[1].entry("closed")
+    why = "rank 1 (pid 101): it did not answer within cluster.answer_seconds = 0.2"
+    assert members[0].entry("abort")["reason"] == why
+    assert coordinator.progress().reason == why and "rank 1 (pid 101) is given up" in caplog.text
+    FakeMember(coordinator, 1, pid=201)
+    with pytest.raises(queue.Empty):
+        members[0].entries.get(timeout=0.3)  # the one before it may still write to buffers
+    dead.set()
+    members[0].entry("prepare")
+
+
+def test_a_joining_that_hangs_ends(coordinator: Coordinator) -> None:
+    coordinator.patience = Patience(join=0.2)
+    members = [FakeMember(coordinator, seat) for seat in (0, 1)]
+    for one in members:
+        one.entry("prepare")
+        one.say("prepared", bytes_read=0, weight_bytes=0)
+    for one in members:
+        one.entry("join")
+    members[1].say("joined")
+    for one in members:
+        assert one.entry("abort")["reason"] == "ranks [0] have not joined within cluster.join_seconds = 0.2"
+    for one in members:
+        one.entry("prepare")
+
+
+def test_a_change_that_a_member_does_not_adopt_ends_the_generation() -> None:
+    made = Coordinator(
+        Epoch.first(Mesh(2, 1, 2), layers=1, experts=4), (0,), StepPace(8, 16), "127.0.0.1", TOKEN
+    )
+    made.patience = Patience(adopt=0.2)
+    made.start()
+    try:
+        members = serving(made, MEMBERS)
+        slots = made.epoch.placement.slots.copy()
+        slots[0, [0, 2]] = slots[0, [2, 0]]
+        (change,) = rebalance(made.epoch, made.epoch.placement.with_slots(slots), staging_slots=2)
+        ended: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        threading.Thread(target=lambda: ended.put(made.change(change, SECONDS)), daemon=True).start()
+        for one in members.values():
+            order = one.entry("stage")
+            staged = [[copy[0], copy[1], "sum", "stream", 8, 0.1, 0] for copy in order["copies"]]
+            one.say("voted", change=order["change"], staged=staged, refused="")
+        commits = [one.entry("commit") for one in members.values()]
+        members[0].say("adopted", change=commits[0]["change"])
+        reason = members[0].entry("abort")["reason"]
+        assert reason == "ranks [1] did not adopt epoch 2 within cluster.adopt_seconds = 0.2"
+        assert ended.get(timeout=SECONDS).abandoned == "", "what was decided stands"
+        assert made.epoch.number == 2
+    finally:
+        made.stop()
+
+
+def test_a_member_that_reads_nothing_is_lost_and_holds_nobody() -> None:
+    made = Coordinator(
+        Epoch.first(Mesh(2, 1, 2), layers=1, experts=4), (0,), StepPace(8, 16), "127.0.0.1", TOKEN
+    )
+    made.patience = Patience(send=0.3)
+    made.start()
+    deaf = connect(made.address, SECONDS)
+    try:
+        hello = {"kind": "hello", "rank": 1, "token": TOKEN, "pid": 9, "address": "", "host_id": "here"}
+        deaf.send(hello)
+        until(lambda: 1 in made.seats())
+        seat = made.seats()[1]
+        with made._lock:
+            until(
+                lambda: (
+                    made._group.send(seat, {"kind": "x", "text": "x" * (1 << 20)}) or seat.unreachable != ""
+                )
+            )
+        until(lambda: not made.seats())
+        assert (
+            "rank 1 (pid 9) is lost: it takes nothing of what is sent to it for 0.3 s"
+            in made.progress().reason
+        )
+    finally:
+        deaf.close()
+        made.stop()
+
+
+def test_a_superseded_member_is_told_to_stop_and_killed(coordinator: Coordinator) -> None:
+    killed: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    coordinator.on_given_up = lambda rank, pid: killed.put((rank, pid))
+    members = serving(coordinator, MEMBERS)
+    again = FakeMember(coordinator, 1, pid=201)
+    assert members[1].entry("abort") and members[1].entry("stop") and members[1].entry("closed")
+    assert killed.get(timeout=SECONDS) == (1, 101)
+    again.entry("prepare")
+    same = FakeMember(coordinator, 1, pid=201)  # the same process: only its older stream ends
+    again.entry("abort")
+    assert again.entry("stop") and again.entry("closed")
+    same.entry("prepare")
+    assert killed.empty()
