@@ -96,6 +96,7 @@ class StepConfig:
     max_step_tokens: int = 16384  # over all lanes
     quiet_seconds: float = 0.0005  # a step with company waits until no job came for so long
     gather_seconds: float = 0.004  # but never longer than this after its oldest job
+    due_seconds: float = 1.0  # a job is due so long after it came, or at its deadline where that is earlier
     timeout_seconds: float = 30.0  # of one collective; a rank that does not answer by then is lost
     late_seconds: float = 0.0  # a dispatcher over peer memory waits so long for a rank; 0: timeout_seconds
     on_late: str = FAIL  # what becomes of a step without a late rank's rows: fail, or drop them and go on

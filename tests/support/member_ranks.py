@@ -123,7 +123,7 @@ class Process:
         settings = ProcessGroupSettings("gloo", SECONDS)
         self.member = MemberProcess(self.rank, self.lane, stream, settings, self.records.append)
         if self.lane is not None:
-            self.lane.announce = self.member.announce
+            self.lane.announce, self.lane.withdraw = self.member.announce, self.member.withdraw
         weights = WeightsServer("127.0.0.1", TOKEN, "cpu", self.rank.bank)
         bank, use, read = self.rank.bank, self.rank.use_weights, self.rank.read_expert
         sources = CopySources("here", "cpu", bank, 2, Peers(TOKEN, "cpu"), use, read)

@@ -223,6 +223,8 @@ class Coordinator:
                 case "announce":
                     if self._state in ("serving", "joining"):
                         self._announced(rank, message)
+                case "withdraw":
+                    self._withdrawn(rank, message)
                 case "done":
                     self._done(rank, message)
                 case "report":
@@ -394,6 +396,12 @@ class Coordinator:
         now = time.monotonic()
         self._steps.announce(announcement_from(message, lane, now), now)
         self._emit()
+
+    def _withdrawn(self, rank: int, message: Message) -> None:
+        """Forgets jobs that no step has taken yet."""
+        lane = self._group.members.at(rank).lane
+        if lane is not None:
+            self._steps.withdraw(lane, {int(job) for job in message["jobs"]})
 
     def _done(self, rank: int, message: Message) -> None:
         finished = self._steps.finish(rank, int(message["step"]), time.monotonic())

@@ -5,6 +5,7 @@ Like the `Sequencer` that it asks it has no thread, socket or clock of its own.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from moeserve.dispatch.members import Members
@@ -47,6 +48,10 @@ class StepsInFlight:
         """Queues a job that a door has ready. Raises ValueError as `Sequencer.announce`."""
         self.jobs += 1
         self._sequencer.announce(job, now)
+
+    def withdraw(self, lane: int, jobs: Collection[int]) -> None:
+        """Forgets jobs of a lane that are in no step yet: their callers have left."""
+        self._sequencer.withdraw(lane, jobs)
 
     def due(self, now: float) -> float | None:
         """When the next step may start; None: nothing waits, or as many steps run as may."""

@@ -1,4 +1,5 @@
-"""`Sequencer`: turns announced jobs into steps, by layer, earliest deadline first, within a token budget.
+"""`Sequencer`: turns announced jobs into steps, by layer, those first that are due first, within a token
+budget.
 
 It decides, and nothing else: no thread, no socket, no clock of its own, so that its rules can be tested as a
 function.
@@ -7,6 +8,7 @@ function.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from moeserve.runtime.step import FIRST_NUMBER, Announcement, Step
@@ -24,6 +26,7 @@ class StepPace:
     step_rows: int
     quiet: float = 0.0005
     gather: float = 0.004
+    due: float = 1.0  # a job is due so long after it came, or at its deadline where that is earlier
 
 
 @dataclass(eq=False)
@@ -61,6 +64,11 @@ class Sequencer:
         self._queues.setdefault(job.layer, _Queue()).jobs.append((now, job))
         self._last_arrival = now
 
+    def withdraw(self, lane: int, jobs: Collection[int]) -> None:
+        """Forgets jobs of a lane whose callers have left; those that are in a step already stay there."""
+        for queue in self._queues.values():
+            queue.jobs = deque((at, job) for at, job in queue.jobs if job.lane != lane or job.job not in jobs)
+
     def clear(self) -> None:
         """Forgets every queued job: its door announces it again, or has failed it."""
         self._queues.clear()
@@ -82,11 +90,16 @@ class Sequencer:
         waiting = {layer: queue for layer, queue in self._queues.items() if queue.jobs}
         if not waiting:
             return None
-        layer = min(waiting, key=lambda layer: min((job.deadline, at) for at, job in waiting[layer].jobs))
+        layer = min(waiting, key=lambda layer: min(map(self._urgency, waiting[layer].jobs)))
         lanes = self._fill(waiting[layer])
         self._company = sum(len(lane) for lane in lanes)
         number, self._number = self._number, self._number + 1
         return Step(number, epoch, layer, tuple(tuple(lane) for lane in lanes))
+
+    def _urgency(self, entry: tuple[float, Announcement]) -> tuple[float, float]:
+        """When a job is due, and when it came: one without a deadline does not wait behind all that have one."""
+        at, job = entry
+        return min(job.deadline, at + self._pace.due), at
 
     def _drop_expired(self, now: float) -> None:
         for queue in self._queues.values():
@@ -97,7 +110,7 @@ class Sequencer:
         lanes: list[list[tuple[int, int]]] = [[] for _ in range(self._max_lanes)]
         rows = [0] * self._max_lanes
         left: list[tuple[float, Announcement]] = []
-        for at, job in sorted(queue.jobs, key=lambda entry: (entry[1].deadline, entry[0])):
+        for at, job in sorted(queue.jobs, key=self._urgency):
             fits = (
                 rows[job.lane] + job.rows <= self._pace.lane_rows
                 and sum(rows) + job.rows <= self._pace.step_rows

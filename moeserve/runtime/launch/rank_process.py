@@ -122,7 +122,7 @@ class _RankProcess:
             "nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds
         )
         self.member = Member(rank, lane, stream, group_settings, self._telemetry.observe_step)
-        lane.announce = self.member.announce
+        lane.announce, lane.withdraw = self.member.announce, self.member.withdraw
         self._weights = WeightsServer(spec.host, spec.token, device, rank.bank)
         self._mover = self._mover_of(spec, rank, device)
         self.member.mover = self._mover

@@ -110,6 +110,7 @@ class Lane:
         self.number = number  # among the group's lanes
         self.capacity = capacity
         self.announce: Callable[[Announcement], None] = _nobody
+        self.withdraw: Callable[[list[int]], None] = lambda jobs: None  # of callers who have left
         self._queue_limit = queue_limit
         self._jobs: dict[int, Job] = {}
         self._numbers = itertools.count(1)
@@ -207,7 +208,7 @@ class Lane:
         return call
 
     def cancel(self, call: LaneCall) -> None:
-        """Forgets a call whose caller has left; its rows may still travel."""
+        """Forgets a call whose caller has left: jobs in no step yet are withdrawn, the rows of others travel."""
         self._forget(call)
 
     def take(self, named: tuple[tuple[int, int], ...]) -> list[Job | None]:
@@ -223,9 +224,11 @@ class Lane:
             job.fail(DeadlinePassed(f"layer {job.layer}: no answer within the deadline"))
 
     def _forget(self, call: LaneCall) -> None:
+        """Holds a call's jobs no more; withdraws those without an answer."""
         with self._lock:
-            for job in call.jobs:
-                self._jobs.pop(job.number, None)
+            held = [job for job in call.jobs if self._jobs.pop(job.number, None) is not None]
+        if left := [job.number for job in held if job.output is None and job.error is None]:
+            self.withdraw(left)
 
 
 def _nobody_asks(call: LaneCall) -> None:

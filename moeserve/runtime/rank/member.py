@@ -92,6 +92,13 @@ class Member:
         """Tells the coordinator of a job; called by doors."""
         self._stream.send(announcement_message(job, self._generation))
 
+    def withdraw(self, jobs: list[int]) -> None:
+        """Tells the coordinator of jobs whose callers have left; called by doors."""
+        try:
+            self._stream.send({"kind": "withdraw", "generation": self._generation, "jobs": jobs})
+        except StreamClosed as closed:
+            log.info("rank %d: nobody waits for withdrawn jobs any more: %s", self._rank.index, closed)
+
     def run(self) -> None:
         """Executes entries until the stream ends."""
         threading.Thread(target=self._receive, name="stream", daemon=True).start()

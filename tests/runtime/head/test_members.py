@@ -60,6 +60,27 @@ def test_a_step_is_sent_to_owners_and_named_lanes_and_waits_for_them_only(coordi
     assert nothing_came(*members.values())
 
 
+def test_a_withdrawn_job_is_in_no_step(coordinator: Coordinator) -> None:
+    members = serving(coordinator, MEMBERS)
+    members[0].announce(job=1, rows=1)
+    first = members[0].entry("step")
+    members[1].announce(job=1, rows=2)
+    second = members[1].entry("step")
+    for job in (5, 6):
+        members[0].announce(job=job, rows=1)  # they wait: as many steps run as may
+    until(lambda: coordinator.progress().queued == 2)
+    members[1].say("withdraw", jobs=[5])  # of another lane
+    members[0].say("withdraw", jobs=[5, 1])  # and one whose step has begun: it goes on
+    until(lambda: coordinator.progress().queued == 1)
+    for seat in OWNERS:
+        for header in (first, second):
+            assert members[seat].entry("step")["number"] == header["number"]
+            members[seat].say("done", step=header["number"])
+    members[0].say("done", step=first["number"])
+    members[1].say("done", step=second["number"])
+    assert members[0].entry("step")["jobs"] == [[6, 1]]
+
+
 def test_a_member_without_a_lane_announces_no_job(coordinator: Coordinator) -> None:
     members = serving(coordinator, MEMBERS)
     members[4].announce(job=3, rows=1)

@@ -8,7 +8,7 @@ from moeserve.dispatch.members import Member, Members
 from moeserve.runtime.head.sequencer import Sequencer, StepPace
 from moeserve.runtime.step import FIRST_NUMBER, Announcement
 
-PACE = StepPace(lane_rows=8, step_rows=16, quiet=0.5, gather=4.0)
+PACE = StepPace(lane_rows=8, step_rows=16, quiet=0.5, gather=4.0, due=100.0)
 
 
 def job(
@@ -43,6 +43,31 @@ def test_steps_are_numbered_in_order() -> None:
 def test_the_earliest_deadline_goes_first() -> None:
     sequencer = made(job(1, layer=0), job(2, layer=1, deadline=50.0), job(3, layer=2, deadline=40.0))
     assert [sequencer.next_step(1, 9.0).layer for _ in range(3)] == [2, 1, 0]
+
+
+def test_a_job_without_a_deadline_does_not_wait_behind_all_that_have_one() -> None:
+    sequencer, served = Sequencer(2, PACE), list[int]()
+    sequencer.announce(job(1000, layer=0), 0.0)
+    for number in range(300):  # a job with a deadline comes for each that is served
+        now = float(number)
+        sequencer.announce(job(number, layer=1, deadline=now + 20.0), now)
+        step = sequencer.next_step(1, now)
+        assert step is not None
+        served += [one for one, _ in step.jobs[0]]
+    assert served.index(1000) == 80, "it is due at 100, as is what comes at 80, after it"
+
+
+def test_jobs_of_one_layer_without_a_deadline_get_their_turn() -> None:
+    sequencer = made(job(1, rows=8), job(2, rows=8, deadline=500.0))
+    assert sequencer.next_step(1, now=9.0).jobs[0] == ((1, 8),), "it came first, and no deadline is near"
+
+
+def test_withdrawn_jobs_are_in_no_step() -> None:
+    sequencer = made(job(1), job(2, lane=1), job(2), job(3, layer=4), job(4))
+    sequencer.withdraw(0, {2, 3, 4, 77})
+    assert sequencer.queued == 2
+    assert sequencer.next_step(1, now=9.0).jobs == (((1, 1),), ((2, 1),))
+    assert sequencer.next_step(1, now=9.0) is None
 
 
 def test_a_lane_takes_no_more_than_its_rows() -> None:
