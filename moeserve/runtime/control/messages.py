@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moeserve.dispatch.members import Member, Members
 from moeserve.experts.placement import EMPTY, Placement
@@ -132,6 +135,36 @@ def order_from(message: Message) -> StageOrder:
 
 def _source(slot: int, width: int) -> tuple[int, int]:
     return (EMPTY, EMPTY) if slot == EMPTY else divmod(slot, width)
+
+
+def report_message(generation: int, counts: tuple[int, int], tokens: NDArray[np.int64]) -> Message:
+    """What a member has counted since its start: steps and rows of its experts, and `tokens` `[P, L, E]`.
+
+    The tokens travel packed: as numbers they would hold the interpreter for milliseconds, at both ends.
+    """
+    packed = zlib.compress(np.ascontiguousarray(tokens, dtype="<i8").tobytes(), 1)
+    steps, expert_rows = counts
+    load = base64.b64encode(packed).decode("ascii")
+    return {
+        "kind": "report",
+        "generation": generation,
+        "steps": steps,
+        "expert_rows": expert_rows,
+        "load": load,
+    }
+
+
+def load_from(message: Message, shape: tuple[int, int, int]) -> NDArray[np.float64]:
+    """The tokens `[P, L, E]` of a report. Raises ValueError where it holds those of another shape."""
+    size = 8 * math.prod(shape)
+    unpacking = zlib.decompressobj()
+    try:
+        data = unpacking.decompress(base64.b64decode(message["load"], validate=True), size + 1)
+    except zlib.error as error:
+        raise ValueError(f"the load of a report cannot be unpacked: {error}") from error
+    if len(data) != size:
+        raise ValueError(f"the load of a report is not of {size} bytes, as one of shape {list(shape)} is")
+    return np.frombuffer(data, dtype="<i8").reshape(shape).astype(np.float64)
 
 
 def plans_message(plans: Mapping[int, Plan]) -> list[list[Any]]:

@@ -19,7 +19,13 @@ import numpy as np
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch forgets to export it
 
 from moeserve.experts.load import PHASES, Load
-from moeserve.runtime.control.messages import announcement_from, epoch_message, header_message, plans_from
+from moeserve.runtime.control.messages import (
+    announcement_from,
+    epoch_message,
+    header_message,
+    load_from,
+    plans_from,
+)
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.head.group import Group
@@ -159,8 +165,11 @@ class Coordinator:
         """The load of each of `PHASES`: `[phases, L, E]` float64."""
         with self._lock:
             loads = [seat.load for seat in self._seats.values() if seat.load is not None]
-        shape = (len(PHASES), self.epoch.placement.layers, self.epoch.placement.experts)
-        return np.asarray(np.sum(loads, axis=0) if loads else np.zeros(shape))
+        return np.asarray(np.sum(loads, axis=0) if loads else np.zeros(self._load_shape))
+
+    @property
+    def _load_shape(self) -> tuple[int, int, int]:
+        return len(PHASES), self.epoch.placement.layers, self.epoch.placement.experts
 
     def change(self, change: Change, timeout: float) -> Outcome:
         """Has every member prepare `change` while steps run, and commits it when all have; blocks until then.
@@ -411,7 +420,7 @@ class Coordinator:
 
     def _report(self, seat: Seat, message: Message) -> None:
         seat.steps, seat.expert_rows = int(message["steps"]), int(message["expert_rows"])
-        seat.load = np.asarray(message["load"], dtype=np.float64)
+        seat.load = load_from(message, self._load_shape)
 
     def _keep_pace(self) -> None:
         """Runs the pace's thread; the group fails, with the reason, when it cannot go on."""

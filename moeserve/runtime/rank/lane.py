@@ -208,7 +208,7 @@ class Lane:
         return call
 
     def cancel(self, call: LaneCall) -> None:
-        """Forgets a call whose caller has left: jobs in no step yet are withdrawn, the rows of others travel."""
+        """Forgets a call whose caller has left: its jobs that are in no step yet are withdrawn."""
         self._forget(call)
 
     def take(self, named: tuple[tuple[int, int], ...]) -> list[Job | None]:

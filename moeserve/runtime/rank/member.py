@@ -35,6 +35,7 @@ from moeserve.runtime.errors import WrongVersion
 from moeserve.runtime.rank.answers import on_host
 from moeserve.runtime.rank.lane import Lane
 from moeserve.runtime.rank.rank import LayerProgress, Rank
+from moeserve.runtime.rank.reports import Counted, Reports
 from moeserve.runtime.rank.weights.mover import Mover
 from moeserve.runtime.step import Announcement, Header, Job, LaneInput, Stamp, StepRecord, empty_input
 
@@ -78,6 +79,7 @@ class Member:
         self._group: ProcessGroup | None = None  # of the generation that was joined
         self.steps = 0
         self.expert_rows = 0
+        self._reports = Reports(stream.send)
         self._reported = 0  # steps in the last report
         self._reported_at = 0.0
         self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
@@ -111,6 +113,7 @@ class Member:
                 break
             except Exception as error:
                 self._report_failure(entry, error)
+        self._reports.close()
         self._close_lane("the rank is stopping")
         self._leave()
 
@@ -304,19 +307,13 @@ class Member:
         self._stream.send(adopted)
 
     def _report(self) -> None:
-        """Sends what was counted since the start, when it changed."""
+        """Has what was counted since the start sent, when it changed."""
         if self.steps == self._reported or self._generation == ABORTED:
             return
         self._reported, self._reported_at = self.steps, time.monotonic()
-        self._stream.send(
-            {
-                "kind": "report",
-                "generation": self._generation,
-                "steps": self.steps,
-                "expert_rows": self.expert_rows,
-                "load": self._rank.load_reading().tokens.tolist(),
-            }
-        )
+        if (meter := self._rank.meter) is not None:
+            load = meter.snapshot(time.monotonic())
+            self._reports.put(Counted(self._generation, self.steps, self.expert_rows, load))
 
     def _say_here(self, generation: int) -> None:
         """Tells the head that this process runs, and goes on."""
