@@ -120,6 +120,7 @@ class BalanceConfig:
     max_moves: int = 0  # of one look, over all layers; 0: as many as pay
     staging_slots: int = 2  # of a rank: experts it can copy in beside those it serves
     move_bytes_per_second: float = 2e9  # into a rank; 0: as fast as they come
+    copy_seconds: float = 20.0  # for a peer to give the next bytes of a copy; then the disk is read
     prepare_timeout_seconds: float = 60.0  # of one layer's copies; then they are abandoned
     replica_choice: str = "auto"  # how a lane picks one of an expert's replicas: hash, waterfill, lp, auto
 
@@ -182,6 +183,7 @@ POSITIVE = frozenset(
         "balance.interval_seconds",
         "balance.staging_slots",
         "balance.prepare_timeout_seconds",
+        "balance.copy_seconds",
         "server.max_concurrent_calls",
         "server.max_streams",
         "server.max_held_bytes",

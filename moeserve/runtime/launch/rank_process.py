@@ -29,7 +29,7 @@ from moeserve.runtime.rank.member import Member, ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopySources, Mover
-from moeserve.runtime.rank.weights.peers import Peers, WeightsServer
+from moeserve.runtime.rank.weights.peers import Peers, WeightsServer, unread_seconds
 from moeserve.runtime.served import model_name, served_from
 from moeserve.runtime.telemetry.exporter import RankTelemetry
 
@@ -123,7 +123,8 @@ class _RankProcess:
         )
         self.member = Member(rank, lane, stream, group_settings, self._telemetry.observe_step)
         lane.announce, lane.withdraw = self.member.announce, self.member.withdraw
-        self._weights = WeightsServer(spec.host, spec.token, device, rank.bank)
+        unread = unread_seconds(config.balance.move_bytes_per_second)
+        self._weights = WeightsServer(spec.host, spec.token, device, rank.bank, unread)
         self._mover = self._mover_of(spec, rank, device)
         self.member.mover = self._mover
         reader = RequestReader(name, served, rank.gate, Payloads(self._regions))
@@ -146,7 +147,7 @@ class _RankProcess:
             device,
             rank.bank,
             balance.staging_slots,
-            Peers(spec.token, device),
+            Peers(spec.token, device, balance.copy_seconds),
             rank.use_weights,
             rank.read_expert,
         )

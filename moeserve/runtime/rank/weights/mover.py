@@ -13,13 +13,14 @@ from moeserve.experts.bank import Bank
 from moeserve.experts.checksum import Slot, slot_checksum, slot_checksums
 from moeserve.experts.placement import EMPTY
 from moeserve.runtime.control.orders import ExpertCopy, StagedCopy, StageOrder, Vote
-from moeserve.runtime.control.stream import StreamClosed
+from moeserve.runtime.control.stream import StreamClosed, StreamSilent
 from moeserve.runtime.rank.weights.copies import Abandoned, Copier
 from moeserve.runtime.rank.weights.peers import PeerRefused, Peers
 
 log = logging.getLogger(__name__)
 
 RELEASE_SECONDS = 10.0
+FROM_PEER = ("cuda_ipc", "stream")  # paths that a peer's process has to run for
 TRIES = 3  # copies of one expert by one path whose checksum may be wrong, before the next path is tried
 
 
@@ -36,7 +37,8 @@ class Corrupted(RuntimeError):
 class Mover:
     """One thread. Orders and abandonments come from the coordinator's stream; `commit` from the step thread.
 
-    An expert is copied from a peer's GPU of this host, else over a peer's stream, else read from disk. A copy
+    An expert is copied from a peer's GPU of this host, else over a peer's stream, else read from disk; a peer
+    that gives nothing for too long is left for the disk. A copy
     whose checksum is not its owner's is fetched again; it is never voted for.
     """
 
@@ -177,13 +179,23 @@ class Mover:
         """Stages experts of `owner` by the first path that gives each right."""
         problems: list[str] = []
         corrupted = {copy.slot: 0 for copy, _ in left}
+        silent = False
         for path, fetch in self._sources.paths(order, owner, self._copier):
+            if silent and path in FROM_PEER:
+                continue  # it would be waited for as long again
             for _ in range(TRIES):
                 started = time.perf_counter()
                 try:
                     owners = fetch(left)
                 except (StreamClosed, PeerRefused, OSError) as error:
                     problems.append(f"{path}: {error}")
+                    silent = isinstance(error, StreamSilent)
+                    log.warning(
+                        "layer %d: owner %d gives no copy, the next path is tried: %s",
+                        order.layer,
+                        owner,
+                        problems[-1],
+                    )
                     break
                 with self._copier.stream():
                     found = slot_checksums([room for _, room in left])
