@@ -200,9 +200,9 @@ class PeerDispatcher(Dispatcher):
     def dismiss(self, seat: int) -> None:
         """Leaves `seat` vacant, so that another member may take it; nobody waits for its last one any more.
 
-        It is for a member that has been seen dead, or has closed its dispatcher: what another one still stores
-        would be taken for that of the next. Until then such a member is excluded, and keeps its seat. Raises
-        ValueError for a vacant seat, and for this member's own.
+        It is for a member that has been seen dead, or has closed its dispatcher: what another one still
+        stores would be taken for that of the next. Until then such a member is excluded, and keeps its seat.
+        Raises ValueError for a vacant seat, and for this member's own.
         """
         if seat == self._spec.seat:
             raise ValueError(f"seat {seat} is this member's own; close the dispatcher to leave it")
