@@ -1,4 +1,4 @@
-"""Sequence numbers: how ranks that share memory know the words of this step from those of earlier ones.
+"""Sequence numbers: how members that share memory know the words of this step from those of earlier ones.
 
 A step's number comes with the step, from whoever orders steps, so that members that were absent from some
 agree on it with the others. As a sequence number of 32 bits it stands beside everything that travels. Words
@@ -17,7 +17,9 @@ where they start over.
 """
 
 LONGEST_JUMP = 2**31 - 1
-"""How far a member's next step may be. Members that are under way together must be nearer than that too."""
+"""The most by which a member's number rises from a step to its next one. The steps that different members are
+in at the same time must lie nearer together than that, too.
+"""
 
 BUFFERS = 2
 """Copies of each section that peers write. A step uses the copy of its sequence number's parity, so that two
