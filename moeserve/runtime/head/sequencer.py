@@ -97,7 +97,7 @@ class Sequencer:
         return Step(number, epoch, layer, tuple(tuple(lane) for lane in lanes))
 
     def _urgency(self, entry: tuple[float, Announcement]) -> tuple[float, float]:
-        """When a job is due, and when it came: one without a deadline does not wait behind all that have one."""
+        """When a job is due, and when it came: one without a deadline does not wait behind all others."""
         at, job = entry
         return min(job.deadline, at + self._pace.due), at
 
