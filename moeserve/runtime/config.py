@@ -155,9 +155,10 @@ class ClusterConfig:
     start_timeout_seconds: float = 600.0
     give_up_seconds: float = 0.0  # without serving, once it has served: then the service ends; 0: never
     connect_seconds: float = 30.0  # for a rank to reach the head
+    hello_seconds: float = 10.0  # for whoever connects to the head to introduce itself as a rank
     answer_seconds: float = 10.0  # for a rank's process to answer that a generation forms
     prepare_seconds: float = 120.0  # between two layers that a rank reads while a generation forms
-    join_seconds: float = 120.0  # for the ranks' process group and dispatchers
+    join_seconds: float = 300.0  # for the ranks' process group and dispatchers
     adopt_seconds: float = 60.0  # for every rank to serve a change of the epoch that was decided
     send_seconds: float = 5.0  # while a rank takes nothing of what the head sends it
 
@@ -192,6 +193,7 @@ POSITIVE = frozenset(
         "server.max_message_bytes",
         "cluster.start_timeout_seconds",
         "cluster.connect_seconds",
+        "cluster.hello_seconds",
         "cluster.answer_seconds",
         "cluster.prepare_seconds",
         "cluster.join_seconds",

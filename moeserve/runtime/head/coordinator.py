@@ -100,7 +100,7 @@ class Coordinator:
     def start(self) -> None:
         """Begins to accept members, and to order their steps."""
         self._reception.send_seconds, self._changes.adopt_seconds = self.patience.send, self.patience.adopt
-        self._changes.on_stuck = self._abort
+        self._reception.hello_seconds, self._changes.on_stuck = self.patience.hello, self._abort
         self._reception.start()
         threading.Thread(target=self._keep_pace, name="keep_pace", daemon=True).start()
 

@@ -17,8 +17,9 @@ class Patience:
     give_up: float = 0.0  # without serving, after the group has served; 0: the service never ends by itself
     answer: float = 10.0  # until a member's process answers that a generation forms
     prepare: float = 120.0  # between two layers that a member reads
-    join: float = 120.0  # for the process group and dispatchers, of all members together
+    join: float = 300.0  # for the process group and dispatchers, of all members together
     adopt: float = 60.0  # until every member serves a change that was decided
+    hello: float | None = None  # until whoever connects has introduced itself; None: as `Reception` has it
     send: float = 5.0  # while a member takes nothing of what is sent to it
 
 

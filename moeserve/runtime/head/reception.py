@@ -65,6 +65,7 @@ class Reception:
         self.most_strangers = MOST_STRANGERS + seats
         self._strangers = threading.BoundedSemaphore(self.most_strangers)
         self.send_seconds = SEND_SECONDS
+        self.hello_seconds: float | None = None  # None: HELLO_SECONDS
         self._closed = threading.Event()
         self._listener = socket.create_server((host, 0))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
@@ -102,7 +103,7 @@ class Reception:
     def _hello(self, stream: Stream) -> Message:
         """What a stranger says first; it is one no more afterwards."""
         try:
-            return stream.receive_first(HELLO_SECONDS)
+            return stream.receive_first(self.hello_seconds or HELLO_SECONDS)
         finally:
             self._strangers.release()
 

@@ -122,6 +122,7 @@ def patience_of(config: Config) -> Patience:
         prepare=cluster.prepare_seconds,
         join=cluster.join_seconds,
         adopt=cluster.adopt_seconds,
+        hello=cluster.hello_seconds,
         send=cluster.send_seconds,
     )
 

@@ -11,7 +11,7 @@ import pytest
 from fake_members import SECONDS, TOKEN, FakeMember, serving, until
 
 from moeserve.dispatch.members import Members
-from moeserve.runtime.control.stream import connect
+from moeserve.runtime.control.stream import StreamClosed, connect
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head import coordinator as coordinators
 from moeserve.runtime.head.changes import rebalance
@@ -53,6 +53,9 @@ def test_deaths_while_the_group_forms_never_end_the_service(coordinator: Coordin
     members = (
         serving(coordinator, MEMBERS) if served else {seat: FakeMember(coordinator, seat) for seat in (0, 1)}
     )
+    if not served:
+        for one in members.values():
+            one.entry("prepare")
     for _ in range(8):
         members[1].stream.close()
         until(lambda: 1 not in coordinator.seats())
@@ -261,6 +264,21 @@ def test_a_member_that_reads_nothing_is_lost_and_holds_nobody() -> None:
         )
     finally:
         deaf.close()
+        made.stop()
+
+
+def test_the_configured_bound_of_a_hello_holds(caplog: pytest.LogCaptureFixture) -> None:
+    made = Coordinator(
+        Epoch.first(Mesh(2, 1, 2), layers=1, experts=4), (0,), StepPace(8, 16), "127.0.0.1", TOKEN
+    )
+    made.patience = Patience(hello=0.2)
+    made.start()
+    try:
+        silent = connect(made.address, SECONDS)
+        with pytest.raises(StreamClosed, match="the other end closed the stream"):
+            silent.receive()
+        until(lambda: "ended before its hello: " in caplog.text)
+    finally:
         made.stop()
 
 
