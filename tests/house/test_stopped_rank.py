@@ -52,6 +52,8 @@ def test_a_stopped_rank_is_named_killed_and_replaced(
         named = f"rank 1 (pid {before[1]}) is given up: it did not answer within cluster.answer_seconds = 2"
         assert named in caplog.text
         assert f"rank 0 (pid {before[0]}) is given up" not in caplog.text
+        if moment == "in a step":
+            assert f"aborts: no answer from rank 1 (pid {before[1]}); " in caplog.text
     until = time.monotonic() + 5.0
     while any(runs(pid) for pid in after):
         assert time.monotonic() < until

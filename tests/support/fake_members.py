@@ -21,6 +21,7 @@ class FakeMember:
 
     def __init__(self, coordinator: Coordinator, seat: int, **more: Any) -> None:
         self.seat, self.generation = seat, 0
+        self.runs = True  # and answers at once that it does
         self.entries: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.stream: Stream = connect(coordinator.address, SECONDS)
         hello = {"kind": "hello", "rank": seat, "token": TOKEN, "pid": 100 + seat, "host_id": "here"}
@@ -30,7 +31,11 @@ class FakeMember:
     def _receive(self) -> None:
         try:
             while True:
-                self.entries.put(self.stream.receive())
+                entry = self.stream.receive()
+                if entry["kind"] != "ask":
+                    self.entries.put(entry)
+                elif self.runs:
+                    self.stream.send({"kind": "here", "generation": entry["generation"]})
         except StreamClosed:
             self.entries.put({"kind": "closed"})
 

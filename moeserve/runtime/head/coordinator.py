@@ -80,6 +80,7 @@ class Coordinator:
         self._form_at = math.inf
         # when to abort, unless a lost rank explains it before; why
         self._failing: tuple[float, str] | None = None
+        self._unheard = set[int]()  # seats that have not answered since a member failed
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._store_address = f"{host}:{self._store.port}"
         self._reception = Reception(host, room.max_lanes + room.max_owners, token, self)
@@ -239,6 +240,7 @@ class Coordinator:
                 case "report":
                     self._report(seat, message)
                 case "here":
+                    self._unheard.discard(rank)
                     self._formation.heard(rank, time.monotonic())
                     self._lock.notify_all()
                 case "prepared":
@@ -260,11 +262,7 @@ class Coordinator:
                     self._drained.add(rank)
                     self._lock.notify_all()
                 case "failed":
-                    self._failing = self._failing or (
-                        time.monotonic() + BLAME_SECONDS,
-                        str(message["reason"]),
-                    )
-                    self._lock.notify_all()
+                    self._member_failed(rank, str(message["reason"]))
                 case unknown:
                     raise ValueError(f"unknown message {unknown!r} from rank {rank}")
 
@@ -333,6 +331,22 @@ class Coordinator:
         self._set_state("forming", reason)
         self._form_at = math.inf if self._group.missing else time.monotonic() + pause
         self._lock.notify_all()
+
+    def _member_failed(self, rank: int, reason: str) -> None:
+        """A member cannot go on. It may be the one that waited: the first one's word has all others asked."""
+        if self._failing is None:
+            self._failing = (time.monotonic() + BLAME_SECONDS, reason)
+            self._unheard = set(self._seats)
+            self._group.broadcast({"kind": "ask", "generation": self._group.generation})
+        self._unheard.discard(rank)
+        self._lock.notify_all()
+
+    def _blamed(self, reason: str) -> str:
+        """The reason of a failure, led by those who do not even answer."""
+        silent = [
+            f"rank {rank} (pid {self._seats[rank].pid})" for rank in sorted(self._unheard & set(self._seats))
+        ]
+        return f"no answer from {', '.join(silent)}; {reason}" if silent else reason
 
     def _end_waits(self, now: float) -> None:
         """Ends a formation that waits for a member for too long."""
@@ -440,7 +454,7 @@ class Coordinator:
                     self._form(now)
                 self._end_waits(now)
                 if self._failing is not None and self._failing[0] <= now:
-                    self._abort(self._failing[1], said=True)
+                    self._abort(self._blamed(self._failing[1]), said=True)
                 if self._give_up_at() <= now:
                     self._set_state("failed", self._gave_up())
                     return

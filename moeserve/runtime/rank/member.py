@@ -142,6 +142,9 @@ class Member:
                 if message["kind"] in ("stage", "abandon"):
                     self._prepare_change(message)
                     continue
+                if message["kind"] == "ask":
+                    self._say_here(message["generation"])
+                    continue
                 if message["kind"] == "drain":
                     threading.Thread(target=self._drain, args=(message,), name="drain", daemon=True).start()
                     continue

@@ -145,6 +145,28 @@ def test_the_operators_limit_without_serving_ends_the_service(coordinator: Coord
     )
 
 
+def test_who_does_not_answer_is_named_before_who_waited_for_it(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinators, "BLAME_SECONDS", 0.5)
+    members = serving(coordinator, MEMBERS)
+    members[1].runs = False
+    members[0].say("failed", reason="rank 0: step failed: timed out")
+    told = members[0].entry("abort")["reason"]
+    assert told == "no answer from rank 1 (pid 101); rank 0: step failed: timed out"
+    members[1].entry("abort")
+    for one in members.values():
+        one.entry("prepare")
+        one.say("prepared", bytes_read=0, weight_bytes=0)
+    for one in members.values():
+        one.entry("join")
+        one.say("joined")
+    coordinator.wait_serving(SECONDS)
+    members[1].runs = True
+    members[0].say("failed", reason="rank 0: step failed: a bug")
+    assert members[0].entry("abort")["reason"] == "rank 0: step failed: a bug", "who answers is not named"
+
+
 def formation() -> Formation:
     return Formation((0, 1), Patience(answer=10.0, prepare=100.0, join=50.0), now=5.0)
 
