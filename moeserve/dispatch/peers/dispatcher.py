@@ -125,11 +125,13 @@ class PeerDispatcher(Dispatcher):
         self._under_way: dict[
             int, tuple[int, int]
         ] = {}  # by half of the buffers: serial and step that have it
+        self._vacated: torch.cuda.Event | None = None  # when phases end that know a dismissed member
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """Sends each row once to every owner it needs, and places what arrives by slot.
 
-        Raises ValueError for a number that is no later than the last, or 2^31 or more later.
+        Raises ValueError for a number that is no later than the last, and for an owner's that is 2^31 or
+        more later.
         """
         check_lane(self._spec, hidden, routing)
         half = self._half(routing)
@@ -173,6 +175,8 @@ class PeerDispatcher(Dispatcher):
             if seat is not None and self._liveness.members.at(seat).owner is not None:
                 raise ValueError(f"lane {lane} is of seat {seat}, an owner, which no step leaves out")
         self._rises(number)
+        self._serial += 1  # nothing that was launched before has these buffers any more
+        self._under_way[number % BUFFERS] = self._serial, number
         if self._kernels is not None:
             self._kernels.expect(number, sum(1 << lane for lane in absent))
 
@@ -185,12 +189,19 @@ class PeerDispatcher(Dispatcher):
         vacant.
 
         Nothing is compiled, allocated on the device or recorded again. It is called between two steps, by the
-        thread that launches them. Raises ValueError for a seat that is taken or another layout, and
+        thread that launches them, and the new member begins its first step only when all others have returned
+        from it. Phases that were under way at the last `dismiss` are waited for: they have been told to wait
+        no more for a member of this seat. Raises ValueError for a seat that is taken or another layout, and
         RuntimeError where its memory cannot be mapped.
         """
         members = self._liveness.members.plus(offer.member)
         if text := disagreement(_request(self._layout).layout, offer):
             raise ValueError(f"seat {offer.member.seat} {text}")
+        if self._kernels is not None:
+            self._kernels.follow()
+        if self._vacated is not None:
+            self._vacated.synchronize()
+            self._vacated = None
         self._memory.sweep()
         if exchanges(self._spec.member, offer.member):
             self._tables.admit(offer.member, self._memory.map(offer))
@@ -207,14 +218,18 @@ class PeerDispatcher(Dispatcher):
         if seat == self._spec.seat:
             raise ValueError(f"seat {seat} is this member's own; close the dispatcher to leave it")
         self._liveness.dismiss(seat)
+        if self._kernels is not None:
+            self._vacated = self._kernels.follow()
         self._memory.unmap(seat)
         self._spec = replace(self._spec, members=self._liveness.members)
 
     def exclude(self, seats: Collection[int]) -> None:
         """Stops waiting for the members of `seats` and storing to them, also in phases under way.
 
-        Only this member does so.
+        Only this member does so. Raises ValueError for a vacant seat, and for this member's own.
         """
+        if self._spec.seat in seats:
+            raise ValueError(f"seat {self._spec.seat} is this member's own; close the dispatcher to leave it")
         self._liveness.exclude(seats)
 
     def interrupt(self) -> None:
@@ -270,9 +285,11 @@ class PeerDispatcher(Dispatcher):
     def _rises(self, number: int) -> None:
         if number <= self._number:
             raise ValueError(f"step {number} comes after step {self._number}: numbers of steps rise, from 1")
-        if self._number and number - self._number > LONGEST_JUMP:
+        owns = self._spec.member.owner is not None  # another may have been absent for longer
+        if self._number and owns and number - self._number > LONGEST_JUMP:
             raise ValueError(
-                f"step {number} comes after step {self._number}: a number rises by {LONGEST_JUMP} at most"
+                f"step {number} comes after step {self._number}: an owner's number rises by {LONGEST_JUMP} "
+                "at most"
             )
         self._number = number
 

@@ -26,6 +26,7 @@ before n.
   either, and nothing that it stores is read. Its seat gets another holder only when it has been seen dead.
 
 A flag is compared with m for equality, and with n as of two numbers that lie less than 2^31 steps apart.
+Owners take part in all steps, so their flags lie near n; a lane may have been absent for longer.
 """
 
 from __future__ import annotations
