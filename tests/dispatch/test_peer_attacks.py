@@ -13,6 +13,7 @@ from moeserve.dispatch.members import Member, Members
 from moeserve.dispatch.peers.dispatcher import PeerDispatcher
 from moeserve.dispatch.peers.kernels import LEAST_BLOCKS, PeerKernels
 from moeserve.dispatch.peers.layout import PeerLayout
+from moeserve.dispatch.peers.liveness import GIVEN_UP_BYTES
 from moeserve.experts.batch import Grouping
 
 BOTH, LANE = Member(0, lane=0, owner=0), Member(1, lane=1)
@@ -93,8 +94,8 @@ class Queued:
     """Kernels of a GPU that are under way: who follows them, and what they still read when they end."""
 
     def __init__(self, dispatcher: PeerDispatcher) -> None:
-        self.followed, self.told_at_end = 0, [0]
-        self._word = dispatcher._liveness.host_word
+        self.followed, self.told_at_end, self.begun_at_end = 0, [0], -1
+        self._word, self._header = dispatcher._liveness.host_word, dispatcher._tables.header
 
     def follow(self) -> Queued:
         self.followed += 1
@@ -102,6 +103,7 @@ class Queued:
 
     def synchronize(self) -> None:
         self.told_at_end = self._word.tolist()
+        self.begun_at_end = int(self._header[GIVEN_UP_BYTES // 4])
 
 
 def test_phases_under_way_hear_of_who_left_before_the_seat_is_taken_again() -> None:
@@ -116,6 +118,19 @@ def test_phases_under_way_hear_of_who_left_before_the_seat_is_taken_again() -> N
     assert queued.told_at_end == [1 << LANE.lane] and both._liveness.host_word.tolist() == [0]  # type: ignore[operator]
     both._kernels = None
     both.close(), lane.close()
+
+
+def test_what_an_owner_told_is_forgotten_before_the_next_one_can_tell_anything() -> None:
+    """Its begun flag would be lost otherwise, and this lane would give up an owner that came in time."""
+    lane_only, owner = Member(1, lane=1), Member(0, owner=0)
+    lane = member(1, Members((lane_only,), 2, 1))
+    lane._tables.header[GIVEN_UP_BYTES // 4] = 7
+    lane._kernels = queued = Queued(lane)  # type: ignore[assignment]
+    other = member(0, Members((lane_only, owner), 2, 1), (lane.offer(),))
+    lane.admit(other.offer())
+    assert queued.begun_at_end == 0
+    lane._kernels = None
+    lane.close(), other.close()
 
 
 @pytest.mark.parametrize("blocks", [LEAST_BLOCKS, 5, 6, 9, 20, 132])

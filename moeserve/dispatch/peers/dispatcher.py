@@ -191,7 +191,8 @@ class PeerDispatcher(Dispatcher):
         Nothing is compiled, allocated on the device or recorded again. It is called between two steps, by the
         thread that launches them, and the new member begins its first step only when all others have returned
         from it. Phases that were under way at the last `dismiss` are waited for: they have been told to wait
-        no more for a member of this seat. Raises ValueError for a seat that is taken or another layout, and
+        no more for a member of this seat. For an owner all that is queued is waited for, since it may tell
+        this member at once what it begins. Raises ValueError for a seat that is taken or another layout, and
         RuntimeError where its memory cannot be mapped.
         """
         members = self._liveness.members.plus(offer.member)
@@ -207,6 +208,8 @@ class PeerDispatcher(Dispatcher):
             self._tables.admit(offer.member, self._memory.map(offer))
         self._liveness.admit(offer.member)
         self._spec = replace(self._spec, members=members)
+        if self._kernels is not None and offer.member.owner is not None:
+            self._kernels.follow().synchronize()  # what its place's last owner told is forgotten by now
 
     def dismiss(self, seat: int) -> None:
         """Leaves `seat` vacant: nobody waits for its member any more, or stores to it; phases under way too.
