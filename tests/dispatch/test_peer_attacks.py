@@ -14,6 +14,7 @@ from moeserve.dispatch.peers.dispatcher import PeerDispatcher
 from moeserve.dispatch.peers.kernels import LEAST_BLOCKS, PeerKernels
 from moeserve.dispatch.peers.layout import PeerLayout
 from moeserve.dispatch.peers.liveness import GIVEN_UP_BYTES
+from moeserve.dispatch.peers.memory import PeerMemory
 from moeserve.experts.batch import Grouping
 
 BOTH, LANE = Member(0, lane=0, owner=0), Member(1, lane=1)
@@ -131,6 +132,18 @@ def test_what_an_owner_told_is_forgotten_before_the_next_one_can_tell_anything()
     assert queued.begun_at_end == 0
     lane._kernels = None
     lane.close(), other.close()
+
+
+def test_a_dispatcher_that_cannot_be_built_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*given: object) -> None:
+        raise ValueError("too few multiprocessors")
+
+    closed: list[PeerMemory] = []
+    monkeypatch.setattr("moeserve.dispatch.peers.dispatcher.PeerTwin", refuses)
+    monkeypatch.setattr(PeerMemory, "close", closed.append)
+    with pytest.raises(ValueError, match="too few multiprocessors"):
+        member(0, ALONE)
+    assert len(closed) == 1
 
 
 @pytest.mark.parametrize("blocks", [LEAST_BLOCKS, 5, 6, 9, 20, 132])

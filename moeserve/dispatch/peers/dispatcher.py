@@ -114,11 +114,15 @@ class PeerDispatcher(Dispatcher):
     def _begin(self, layout: PeerLayout, memory: PeerMemory) -> None:
         spec = self._spec = layout.spec
         self._layout, self._memory = layout, memory
-        self._liveness = PeerLiveness(spec.members, spec.device)
-        self._tables = PeerTables(layout, memory)
-        own = (layout, self._tables, self._liveness)
-        self._kernels = None if spec.device == "cpu" else PeerKernels(*own)
-        self._twin = PeerTwin(layout, memory, self._liveness) if spec.device == "cpu" else None
+        try:
+            self._liveness = PeerLiveness(spec.members, spec.device)
+            self._tables = PeerTables(layout, memory)
+            own = (layout, self._tables, self._liveness)
+            self._kernels = None if spec.device == "cpu" else PeerKernels(*own)
+            self._twin = PeerTwin(layout, memory, self._liveness) if spec.device == "cpu" else None
+        except BaseException:
+            memory.close()
+            raise
         self.counts_on_device = self._kernels is not None
         self._number = self._recorded = 0  # the last step's, and dispatches that were recorded
         self._serial = 0
