@@ -140,7 +140,7 @@ def test_a_dispatcher_that_cannot_be_built_keeps_no_memory(monkeypatch: pytest.M
 
     closed: list[PeerMemory] = []
     monkeypatch.setattr("moeserve.dispatch.peers.dispatcher.PeerTwin", refuses)
-    monkeypatch.setattr(PeerMemory, "close", closed.append)
+    monkeypatch.setattr(PeerMemory, "close", lambda memory: closed.append(memory))
     with pytest.raises(ValueError, match="too few multiprocessors"):
         member(0, ALONE)
     assert len(closed) == 1
