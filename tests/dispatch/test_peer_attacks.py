@@ -91,6 +91,15 @@ def test_a_member_does_not_exclude_itself() -> None:
     both.close(), lane.close()
 
 
+def test_a_vacant_seat_is_named_and_nobody_is_excluded_with_it() -> None:
+    both, lane = pair()
+    for attempt in (lambda: both.dismiss(2), lambda: both.exclude((1, 2))):
+        with pytest.raises(ValueError, match=r"seat 2 is vacant; members have the seats \[0, 1\]"):
+            attempt()
+    assert together((both, lane), (3, 5), 1) == [0, 0]
+    both.close(), lane.close()
+
+
 class Queued:
     """Kernels of a GPU that are under way: who follows them, and what they still read when they end."""
 
