@@ -77,6 +77,8 @@ class Members:
 
     def position(self, seat: int) -> int:
         """The rank of `seat` in a process group of those present. Raises ValueError for a vacant seat."""
+        if seat not in self.seats:
+            raise ValueError(f"seat {seat} is vacant; members have the seats {list(self.seats)}")
         return self.seats.index(seat)
 
     def at(self, seat: int) -> Member:

@@ -114,17 +114,22 @@ class PeerDispatcher(Dispatcher):
     def _begin(self, layout: PeerLayout, memory: PeerMemory) -> None:
         spec = self._spec = layout.spec
         self._layout, self._memory = layout, memory
-        self._liveness = PeerLiveness(spec.members, spec.device)
-        self._tables = PeerTables(layout, memory)
-        own = (layout, self._tables, self._liveness)
-        self._kernels = None if spec.device == "cpu" else PeerKernels(*own)
-        self._twin = PeerTwin(layout, memory, self._liveness) if spec.device == "cpu" else None
+        try:
+            self._liveness = PeerLiveness(spec.members, spec.device)
+            self._tables = PeerTables(layout, memory)
+            own = (layout, self._tables, self._liveness)
+            self._kernels = None if spec.device == "cpu" else PeerKernels(*own)
+            self._twin = PeerTwin(layout, memory, self._liveness) if spec.device == "cpu" else None
+        except BaseException:
+            memory.close()
+            raise
         self.counts_on_device = self._kernels is not None
         self._number = self._recorded = 0  # the last step's, and dispatches that were recorded
         self._serial = 0
         self._under_way: dict[
             int, tuple[int, int]
         ] = {}  # by half of the buffers: serial and step that have it
+        self._vacated: torch.cuda.Event | None = None  # when phases end that know a dismissed member
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """Sends each row once to every owner it needs, and places what arrives by slot.
@@ -173,6 +178,8 @@ class PeerDispatcher(Dispatcher):
             if seat is not None and self._liveness.members.at(seat).owner is not None:
                 raise ValueError(f"lane {lane} is of seat {seat}, an owner, which no step leaves out")
         self._rises(number)
+        self._serial += 1  # nothing that was launched before has these buffers any more
+        self._under_way[number % BUFFERS] = self._serial, number
         if self._kernels is not None:
             self._kernels.expect(number, sum(1 << lane for lane in absent))
 
@@ -185,17 +192,27 @@ class PeerDispatcher(Dispatcher):
         vacant.
 
         Nothing is compiled, allocated on the device or recorded again. It is called between two steps, by the
-        thread that launches them. Raises ValueError for a seat that is taken or another layout, and
+        thread that launches them, and the new member begins its first step only when all others have returned
+        from it. Phases that were under way at the last `dismiss` are waited for: they have been told to wait
+        no more for a member of this seat. For an owner all that is queued is waited for, since it may tell
+        this member at once what it begins. Raises ValueError for a seat that is taken or another layout, and
         RuntimeError where its memory cannot be mapped.
         """
         members = self._liveness.members.plus(offer.member)
         if text := disagreement(_request(self._layout).layout, offer):
             raise ValueError(f"seat {offer.member.seat} {text}")
+        if self._kernels is not None:
+            self._kernels.follow()
+        if self._vacated is not None:
+            self._vacated.synchronize()
+            self._vacated = None
         self._memory.sweep()
         if exchanges(self._spec.member, offer.member):
             self._tables.admit(offer.member, self._memory.map(offer))
         self._liveness.admit(offer.member)
         self._spec = replace(self._spec, members=members)
+        if self._kernels is not None and offer.member.owner is not None:
+            self._kernels.follow().synchronize()  # what its place's last owner told is forgotten by now
 
     def dismiss(self, seat: int) -> None:
         """Leaves `seat` vacant, so that another member may take it; nobody waits for its last one any more.
@@ -207,14 +224,18 @@ class PeerDispatcher(Dispatcher):
         if seat == self._spec.seat:
             raise ValueError(f"seat {seat} is this member's own; close the dispatcher to leave it")
         self._liveness.dismiss(seat)
+        if self._kernels is not None:
+            self._vacated = self._kernels.follow()
         self._memory.unmap(seat)
         self._spec = replace(self._spec, members=self._liveness.members)
 
     def exclude(self, seats: Collection[int]) -> None:
         """Stops waiting for the members of `seats` and storing to them, also in phases under way.
 
-        Only this member does so.
+        Only this member does so. Raises ValueError for a vacant seat, and for this member's own.
         """
+        if self._spec.seat in seats:
+            raise ValueError(f"seat {self._spec.seat} is this member's own; close the dispatcher to leave it")
         self._liveness.exclude(seats)
 
     def interrupt(self) -> None:

@@ -52,6 +52,9 @@ COUNTS = 6
 TABLES = 8
 """Bytes of shared memory that a block of dispatch counts with, for each slot."""
 
+LEAST_BLOCKS = 4
+"""Blocks of dispatch: one sends choices, one rows, one places what arrives and one lays it out."""
+
 SENDING = 0.485
 """The share of the blocks of dispatch that send, at most; the others place what arrives."""
 
@@ -111,6 +114,11 @@ class PeerKernels:
         self._wire = wire_code(spec)
         program = program_for(layout, self._wire)
         self._blocks = resident_blocks(self._device)
+        if self._blocks < LEAST_BLOCKS:
+            raise ValueError(
+                f"{self._blocks} multiprocessors of {self._device} are left to dispatchers over peer memory, "
+                f"which need {LEAST_BLOCKS}; lower members.held_multiprocessors"
+            )
         if not self._wire.fused:  # what a format keeps on the device is brought there now
             layout.record.pack(torch.zeros((1, spec.hidden), dtype=spec.dtype, device=spec.device))
         self._state = torch.zeros(4, dtype=torch.int32, device=spec.device)  # `State` in dispatch.cu
@@ -132,6 +140,12 @@ class PeerKernels:
                 "spoiled": spoiled_word(self._device),
             }
         )
+
+    def follow(self) -> torch.cuda.Event:
+        """Has the current stream follow the kernels of other streams; the event of when they have ended."""
+        in_order(self._device)
+        ended: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return ended
 
     def expect(self, number: int, absent: int) -> None:
         """The dispatch replayed next runs as step `number`, without the lanes of the bits `absent`."""
@@ -254,12 +268,11 @@ class PeerKernels:
     def _division(self, own: int, rows: int) -> Division:
         """How `own` rows go out and `rows` of all lanes' come in."""
         layout = self._layout
-        choice_senders = min(
-            CHOICE_SENDERS, max(1, -(-(layout.choice_words(own) + own * layout.weight_words) // THREADS))
-        )
         most = int(self._blocks * SENDING)
         together = min(GROUPS, MOST_SHARED // layout.record.nbytes).bit_length() - 1
         senders, groups_log2 = (own, 0) if own <= most else (most, together)
+        words = layout.choice_words(own) + own * layout.weight_words
+        choice_senders = min(CHOICE_SENDERS, max(1, -(-words // THREADS)), self._blocks - senders - 2)
         fair = max(1, -(-rows // (self._blocks - senders - choice_senders - 1)))
         stretch = -(-fair // TEAMS)
         run = stretch * TEAMS if fair > TEAMS else fair

@@ -79,10 +79,12 @@ class PeerLiveness:
         """Ends waiting for the members of `seats`, also in phases under way: their rows count as none.
 
         They are not named late for it, also if they were found late meanwhile. Waits for nothing itself.
+        Raises ValueError for a vacant seat, before anybody is excluded.
         """
+        excluded = [self.members.at(seat) for seat in seats]
         self._named |= set(seats)
-        for seat in seats:
-            for place in self.places_of(self.members.at(seat)):
+        for member in excluded:
+            for place in self.places_of(member):
                 with self._lock:
                     self.host_word |= 1 << place
                 self.live[place].zero_()
