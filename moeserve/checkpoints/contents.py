@@ -47,8 +47,8 @@ def missing_weights(folder: Path) -> str | None:
         files = sorted(set(named.values())) if isinstance(named, dict) else []
         lost = [file for file in files if not (folder / file).is_file()]
         return f"{folder} lacks {len(lost)} of {len(files)} shards, as {lost[0]}" if lost else None
-    forms = ("*.safetensors", *OTHER_FORMS)
-    return None if any(any(folder.glob(form)) for form in forms) else f"{folder} has no weights"
+    files = [file for form in ("*.safetensors", *OTHER_FORMS) for file in folder.glob(form)]
+    return None if any(file.is_file() for file in files) else f"{folder} has no weights"
 
 
 def _adapter(folder: Path) -> str:

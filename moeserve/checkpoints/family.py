@@ -61,7 +61,10 @@ def _after_dense(default: int) -> Callable[[Config, int], bool]:
     def has_experts(config: Config, layer: int) -> bool:
         frequency = config.get("moe_layer_freq") or 1
         if isinstance(frequency, list):  # one number a layer
-            return layer < len(frequency) and bool(frequency[layer])
+            if layer >= len(frequency):
+                found = f"moe_layer_freq has {len(frequency)} entries, and layer {layer} needs one"
+                raise CheckpointError(f"config.json: {found}: one a layer")
+            return bool(frequency[layer])
         dense = config.get("first_k_dense_replace", default) or 0
         return bool(layer >= dense and layer % frequency == 0)
 

@@ -154,7 +154,7 @@ def repository_of(path: Path) -> str | None:
 
 
 def _is_repository(path: Path) -> bool:
-    """Whether a folder is a repository of a hub cache or its `snapshots`, with no files of the model itself."""
+    """Whether a folder is a hub cache's repository or its `snapshots`, not the files of the model."""
     whole = path.resolve()
     repository = whole.parent if whole.name == "snapshots" else whole
     named = repository.name.startswith("models--") and repository.name.count("--") > 1

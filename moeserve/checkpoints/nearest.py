@@ -9,6 +9,9 @@ from difflib import get_close_matches
 MOST = 3
 """Names that an error lists."""
 
+ALIKE = 0.7
+"""Share of letters that two names must have in common, past the number of their layer or expert."""
+
 MOST_COMPARED = 4096
 """Names that are compared: those of the same expert or layer, or of a checkpoint that has few."""
 
@@ -26,7 +29,10 @@ def in_its_place(missing: str, names: Iterable[str]) -> str:
         own = place and place.search(missing)
         if place is not None and own is None:
             continue
-        around = [name for name in known if own is None or f"layers.{own[0]}." in name]
-        if found := get_close_matches(missing, around[:MOST_COMPARED], n=MOST, cutoff=0.5):
-            return f"; nearest that is there: {', '.join(found)}"
+        stem = "" if own is None else f"layers.{own[0]}."
+        around = [name for name in known if stem in name][:MOST_COMPARED]
+        tails = {name.partition(stem)[2] if stem else name: name for name in around}
+        wanted = missing.partition(stem)[2] if stem else missing
+        if found := get_close_matches(wanted, tails, n=MOST, cutoff=ALIKE):
+            return f"; nearest that is there: {', '.join(tails[tail] for tail in found)}"
     return "; nothing there has a name like it"

@@ -116,7 +116,10 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _header(file: Path) -> Iterator[tuple[str, Entry]]:
     """Returns the tensors that `file` declares, after checking that the file is as long as they need."""
-    check_fetched(file)
+    try:
+        check_fetched(file)
+    except OSError as error:  # as a link of a hub cache whose blob is gone
+        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
