@@ -206,12 +206,15 @@ def test_what_the_cache_lacks_is_downloaded(
     assert served_from(config).checkpoint.path == hub / FOLDER / "snapshots" / NEW
 
 
-def test_a_hub_that_cannot_be_reached_is_told(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [OSError, Exception], ids=["no route", "of the HTTP library"])
+def test_a_hub_that_cannot_be_reached_is_told(
+    kind: type[Exception], hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     huggingface_hub = pytest.importorskip("huggingface_hub")
     monkeypatch.delenv("HF_HUB_OFFLINE")
 
     def unreachable(*_: object, **__: object) -> str:
-        raise OSError("no route to host\nand more")
+        raise kind("no route to host\nand more")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     told = r"hub cache .* has no models--org--other; .* \(it could not be downloaded: no route to host\)$"
