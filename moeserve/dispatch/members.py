@@ -56,7 +56,7 @@ class Members:
 
     @classmethod
     def of_ranks(cls, ranks: int, max_lanes: int = 0, max_owners: int = 0) -> Members:
-        """`ranks` members that are both, by seat, lane and owner; room for more where it is given."""
+        """`ranks` members that are both: rank r has seat, lane and owner's place r. Room may be for more."""
         present = tuple(Member(rank, rank, rank) for rank in range(ranks))
         return cls(present, max(ranks, max_lanes), max(ranks, max_owners))
 
@@ -97,9 +97,9 @@ class Members:
 
     @cached_property
     def equal(self) -> bool:
-        """Whether every member is both, its lane and owner its position, and no room is reserved.
+        """Whether every member is both, with its position as lane and owner's place, and no room is reserved.
 
-        Libraries of the field serve such groups only, where both are the rank.
+        Libraries of the field serve only such groups: their rank is lane, owner and position at once.
         """
         count = len(self.present)
         alike = all((m.seat, m.lane, m.owner) == (at, at, at) for at, m in enumerate(self.present))

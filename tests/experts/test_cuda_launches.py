@@ -13,8 +13,12 @@ from torch import Tensor
 
 from moeserve.device import nvrtc, residency, waits
 from moeserve.device.arguments import MAP_BYTES, TensorMap
+from moeserve.dispatch.members import Members
 from moeserve.dispatch.peers import kernels as peers
 from moeserve.dispatch.peers.layout import PeerLayout
+from moeserve.dispatch.peers.liveness import PeerLiveness
+from moeserve.dispatch.peers.memory import PeerMemory
+from moeserve.dispatch.peers.tables import PeerTables
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
 from moeserve.experts.kernels.cuda import (
@@ -199,22 +203,38 @@ def test_rows_are_read_as_bf16(launched: Launches) -> None:
     assert rounded.widen(codes, torch.ones(ROWS, 2)).shape == (ROWS, HIDDEN) and launched == ["widen"]
 
 
+MEMBERS = {
+    "both": (Members.of_ranks(2), 0, (ROWS, 2)),
+    "lane": (Members.split(2, 3), 0, (ROWS, 2)),
+    "owner": (Members.split(2, 3), 2, (ROWS, 2)),
+    "reserved": (Members.of_ranks(2, 12, 8), 1, (2, ROWS, *(0,) * 10)),
+}
+"""Members of a group, one of them, and how many rows its lanes bring."""
+
+
+@pytest.mark.parametrize("role", MEMBERS)
 @pytest.mark.parametrize("grouping", list(Grouping))
 @pytest.mark.parametrize("wire", ["bf16", "fp8_group128", "mxfp4"])
 def test_a_dispatch_and_a_combine(
-    wire: str, grouping: Grouping, launched: Launches, monkeypatch: pytest.MonkeyPatch
+    wire: str, grouping: Grouping, role: str, launched: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **how: zeros(*size, **how))
-    made = replace(spec(0, 2), dtype=torch.bfloat16, hidden=HIDDEN, wire=WIRES[wire])
-    flags = torch.ones(3, dtype=torch.int32)
-    memory: Any = SimpleNamespace(pointers=zeros(2, dtype=torch.int64))
-    liveness: Any = SimpleNamespace(words=lambda: (flags, flags))
-    kernels = peers.PeerKernels(PeerLayout(made, grouping), memory, liveness)
-    slots = zeros(ROWS, made.top_k, dtype=torch.int32)
-    routing = Routing(slots, torch.ones(ROWS, made.top_k), (ROWS, 2))
-    hidden = zeros(ROWS, HIDDEN, dtype=torch.bfloat16)
-    arrived = kernels.dispatch(hidden, routing)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(peers, "in_order", lambda device: None)
+    members, seat, rows = MEMBERS[role]
+    made = replace(
+        spec(0, 2), members=members, seat=seat, dtype=torch.bfloat16, hidden=HIDDEN, wire=WIRES[wire]
+    )
+    layout, memory = PeerLayout(made, grouping), PeerMemory(PeerLayout(made, grouping).nbytes, "cpu")
+    kernels = peers.PeerKernels(layout, PeerTables(layout, memory), PeerLiveness(members, "cpu"))
+    own = made.own_rows(rows)
+    slots = zeros(own, made.top_k, dtype=torch.int32)
+    routing = Routing(slots, torch.ones(own, made.top_k), rows, 1)
+    arrived = kernels.dispatch(zeros(own, HIDDEN, dtype=torch.bfloat16), routing)
+    assert arrived.places.shape[0] == (0 if role == "lane" else ROWS + 2)
     outputs = zeros(*arrived.tokens.shape, dtype=torch.bfloat16).reshape(-1, HIDDEN)
-    assert kernels.combine(outputs, arrived, routing).shape == (ROWS, HIDDEN)
+    assert kernels.combine(outputs, arrived, routing).shape == (own, HIDDEN)
     assert launched == ["peer_dispatch", "peer_combine"]
+    assert all(0 < blocks <= 132 for blocks in launched.grids)
+    memory.close()

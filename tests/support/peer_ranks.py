@@ -237,7 +237,8 @@ def number_after_seven(rank: int, world: int, number: int) -> str:
 
 
 def two_streams(rank: int, world: int) -> list[bool]:
-    """Steps of two dispatchers, on streams of their own and as large as the GPU: whether all answers are right.
+    """Steps of two dispatchers, on streams of their own and as large as the GPU: whether all answers are
+    right.
 
     Each stream waits for nothing but what dispatchers make it wait for.
     """

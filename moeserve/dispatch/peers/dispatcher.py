@@ -41,7 +41,7 @@ from moeserve.dispatch.peers.memory import (
     exchanges,
     join_memory,
 )
-from moeserve.dispatch.peers.sequence import BUFFERS, LAST, LONGEST_JUMP
+from moeserve.dispatch.peers.sequence import BUFFERS
 from moeserve.dispatch.peers.tables import PeerTables
 from moeserve.dispatch.peers.twin import PeerTwin
 from moeserve.dispatch.peers.wires import RowRecord
@@ -129,7 +129,7 @@ class PeerDispatcher(Dispatcher):
     def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
         """Sends each row once to every owner it needs, and places what arrives by slot.
 
-        Raises ValueError for a number that is no later than the last, or 2^31 or more later.
+        Raises ValueError for a number that is no later than the last.
         """
         check_lane(self._spec, hidden, routing)
         half = self._half(routing)
@@ -200,9 +200,9 @@ class PeerDispatcher(Dispatcher):
     def dismiss(self, seat: int) -> None:
         """Leaves `seat` vacant, so that another member may take it; nobody waits for its last one any more.
 
-        It is for a member that has been seen dead, or has closed its dispatcher: what another one still stores
-        would be taken for that of the next. Until then such a member is excluded, and keeps its seat. Raises
-        ValueError for a vacant seat, and for this member's own.
+        It is for a member that has been seen dead, or has closed its dispatcher: what another one still
+        stores would be taken for that of the next. Until then such a member is excluded, and keeps its seat.
+        Raises ValueError for a vacant seat, and for this member's own.
         """
         if seat == self._spec.seat:
             raise ValueError(f"seat {seat} is this member's own; close the dispatcher to leave it")
@@ -270,10 +270,6 @@ class PeerDispatcher(Dispatcher):
     def _rises(self, number: int) -> None:
         if number <= self._number:
             raise ValueError(f"step {number} comes after step {self._number}: numbers of steps rise, from 1")
-        if self._number and (number - self._number) % LAST > LONGEST_JUMP:
-            raise ValueError(
-                f"step {number} comes after step {self._number}: a number rises by {LONGEST_JUMP} at most"
-            )
         self._number = number
 
 

@@ -11,13 +11,14 @@ of absent ones: its begun flag. All phases of a member run in one order, on one 
 wait for one another, so a begun flag n also says that the owner has copied out everything of the dispatches
 before n.
 
-* Choices, weights and records. Let lane s write and owner d read. Let n be the lane's step and m < n its step
-  before that, whatever was between them. Its dispatch m ended only when it had found a flag of d that is m or
-  later. If the parities of m and n differ, what s wrote at n's parity is older than m, and d has read it: d
-  had begun m. If they are equal, d may still be reading m, and s stores nothing of n before it has found a
-  flag of d other than m, which is a later one. That flag comes whatever s does: an owner stores it before it
-  waits for anybody, n's own at the latest. A lane that has not sent anything yet waits in the same way for a
-  flag at all. So it may follow another holder of its seat, whose rows the owners may not have read.
+* Choices, weights and records. Let lane s write and owner d read. Let n be the lane's step and m < n the last
+  one before in which it brought rows; steps without it may lie between. Its dispatch m ended only when it had
+  found a flag of d that is m or later. If the parities of m and n differ, what s wrote at n's parity is older
+  than m, and d has read it: d had begun m. If they are equal, d may still be reading m, and s stores nothing
+  of n before it has found a flag of d other than m, which is a later one. That flag comes whatever s does: an
+  owner stores it before it waits for anybody, n's own at the latest. A lane that has not sent anything yet
+  waits in the same way for a flag at all. So it may take a seat whose last holder's rows some owner has not
+  read yet.
 * Partial sums. Let owner d write and lane s read. Owner d stores sums of n for the rows whose choices of n it
   has read. Lane s sent them in its dispatch n, after it had added up the sums of its step before with the
   same parity, since the dispatcher refuses a combine that comes later. The sums of a step that s abandoned
@@ -25,7 +26,8 @@ before n.
 * A member that was given up is waited for no longer, so neither argument holds for it. It is not stored to
   either, and nothing that it stores is read. Its seat gets another holder only when it has been seen dead.
 
-A flag is compared with m for equality, and with n as of two numbers that lie less than 2^31 steps apart.
+A flag is compared with m for equality, and with n as of two numbers less than 2^31 apart: so far ahead of a
+lane an owner cannot be in steps of which each takes microseconds.
 """
 
 from __future__ import annotations

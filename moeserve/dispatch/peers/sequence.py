@@ -1,4 +1,4 @@
-"""Sequence numbers: how ranks that share memory know the words of this step from those of earlier ones.
+"""Sequence numbers: how members that share memory know the words of this step from those of earlier ones.
 
 A step's number comes with the step, from whoever orders steps, so that members that were absent from some
 agree on it with the others. As a sequence number of 32 bits it stands beside everything that travels. Words
@@ -14,11 +14,6 @@ NEVER = 0
 LAST = 2**32 - 2
 """Sequence numbers go from 1 to this and start over. 2^32 - 1 is left out, so that parity alternates also
 where they start over.
-"""
-
-LONGEST_JUMP = 2**31 - 1
-"""How far a member's next step may be, whole turns of `LAST` apart: then a later number is known from an
-earlier one. Members that are under way together must be nearer than that too.
 """
 
 BUFFERS = 2

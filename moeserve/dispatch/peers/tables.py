@@ -41,7 +41,8 @@ class PeerTables:
         """Enters the memory of `member`, mapped here as `view`; what the seat's last holder told is
         forgotten.
 
-        No member that was there from the start is admitted: it may have told something already.
+        Only for a member that comes later: one that was there from the start may have told this one something
+        already.
         """
         self.header[member.seat].zero_()
         if member.owner is not None:
