@@ -83,27 +83,30 @@ def located(named: str | Path) -> Path:
     if path.exists():
         return _snapshot(path, "main", str(path)) if _is_repository(path) else path
     wanted = HubId.of(str(named))
-    if wanted is None:
-        return path
+    return path if wanted is None else _cached(wanted, str(named))
+
+
+def _cached(wanted: HubId, named: str) -> Path:
     if not wanted.folder.is_dir():
         raise CheckpointError(
-            f"{named}: there is no folder {path.absolute()}, and the hub cache {cache()} has no "
+            f"{named}: there is no folder {Path(named).absolute()}, and the hub cache {cache()} has no "
             f"{wanted.folder.name}; {way_out(wanted)}"
         )
-    return _snapshot(wanted.folder, wanted.revision, str(named))
+    return _snapshot(wanted.folder, wanted.revision, named)
 
 
-def pinned(named: str) -> str:
+def pinned(named: str, *, folders: bool = True) -> str:
     """Returns what every process shall open for `named`: `org/name@commit` for a repository of a hub.
 
     A repository that the cache lacks, or has in part, is downloaded where that is possible. Raises
-    CheckpointError as `located` does, with the reason why nothing could be downloaded.
+    CheckpointError as `located` does, with the reason why nothing could be downloaded. Without `folders`,
+    `org/name` is no folder of the working directory, as in a configuration whose paths are resolved.
     """
     wanted = HubId.of(named)
-    if wanted is None or Path(named).exists():
+    if wanted is None or (folders and Path(named).exists()):
         return named
     try:
-        snapshot = located(named)
+        snapshot = _cached(wanted, named)
         lacking = missing_weights(snapshot)
     except CheckpointError as error:
         lacking = str(error)

@@ -116,7 +116,7 @@ def _from_vllm(args: argparse.Namespace) -> None:
     from moeserve.checkpoints.hub import pinned
     from moeserve.cli.vllm.reading import merged, text
 
-    path = pinned(given(args).model.checkpoint)
+    path = pinned(given(args).model.checkpoint, folders=False)
     findings = _findings(args, path)
     keys = merged(findings)
     if args.json:

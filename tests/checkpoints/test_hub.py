@@ -172,6 +172,17 @@ def test_a_file_finds_its_folder_beside_itself_first(hub: Path, tmp_path: Path, 
     assert configured(str(file)).model.checkpoint == str(tmp_path / "files" / "org" / "qwen3")
 
 
+def test_a_file_does_not_find_a_folder_of_the_working_directory(hub: Path, tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    file = tmp_path / "files" / "service.toml"
+    file.write_text('[model]\ncheckpoint = "org/qwen3"\n')
+    Path("org/qwen3").mkdir(parents=True)
+    config = configured(str(file))
+    assert config.model.checkpoint == f"org/qwen3@{OLD}"
+    assert served_from(config).checkpoint.path == hub / FOLDER / "snapshots" / OLD
+    assert configured("org/qwen3").model.checkpoint == str(Path.cwd() / "org/qwen3")
+
+
 def test_a_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     file = tmp_path / "service.toml"

@@ -107,7 +107,7 @@ def config_of(args: argparse.Namespace, over_file: Mapping[str, Any] = MappingPr
     from moeserve.checkpoints.hub import pinned
 
     config = given(args, over_file).checked()
-    return config.with_values({CHECKPOINT: pinned(config.model.checkpoint)})
+    return config.with_values({CHECKPOINT: pinned(config.model.checkpoint, folders=False)})
 
 
 def given(args: argparse.Namespace, over_file: Mapping[str, Any] = MappingProxyType({})) -> Config:
