@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from moeserve.checkpoints.hub import path_from
 from moeserve.checkpoints.load_as import scheme_to_load_as
 from moeserve.dispatch.backends import dispatcher_named
 from moeserve.experts.balance import BALANCERS
@@ -45,7 +46,7 @@ class ConfigError(ValueError):
 class ModelConfig:
     """The checkpoint that is served, and how."""
 
-    checkpoint: str = ""  # folder with config.json and safetensors; in a file, relative to the file's folder
+    checkpoint: str = ""  # folder with config.json and safetensors, or org/name of a hub; see `resolved`
     name: str = ""  # as clients call it; the folder's name when empty
     dtype: str = AUTO  # of hidden states and unquantized experts: auto (the checkpoint's), fp32, bf16, fp16
     load_as: str = ""  # a scheme that experts are quantized to while they are loaded; as stored when empty
@@ -233,9 +234,16 @@ class Config:
         return config.resolved(Path(path).absolute().parent)
 
     def resolved(self, folder: Path) -> Config:
-        """This configuration with its relative paths taken from `folder`; empty ones stay empty."""
-        paths = {"model.checkpoint": self.model.checkpoint, "plan.costs": self.plan.costs}
-        return self.with_values({key: str(folder / path) for key, path in paths.items() if path})
+        """This configuration with its relative paths taken from `folder` and `~` expanded.
+
+        Empty ones stay empty. `org/name` stays where no such folder exists: it is a repository of a hub.
+        """
+        paths: dict[str, str] = {}
+        if self.model.checkpoint:
+            paths["model.checkpoint"] = path_from(folder, self.model.checkpoint)
+        if self.plan.costs:
+            paths["plan.costs"] = str(folder / Path(self.plan.costs).expanduser())
+        return self.with_values(paths)
 
     def with_values(self, values: Mapping[str, Any]) -> Config:
         """This configuration with dotted keys replaced, such as `{"server.port": 0}`."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from moeserve.checkpoints.checkpoint import Checkpoint
+from moeserve.checkpoints.hub import HubId, repository_of
 from moeserve.dispatch.members import Members
 from moeserve.experts.kernel import Problem
 from moeserve.quant.format import Format, Scheme
@@ -111,5 +112,8 @@ def served_from(config: Config) -> Served:
 
 
 def model_name(config: Config) -> str:
-    """The name clients may give."""
-    return config.model.name or Path(config.model.checkpoint).resolve().name
+    """The name clients may give: the one configured, else `org/name` of a hub, else the folder's."""
+    named = config.model.checkpoint
+    repository = HubId.of(named)
+    of_hub = repository.repository if repository else repository_of(Path(named).resolve())
+    return config.model.name or of_hub or Path(named).resolve().name
