@@ -5,7 +5,7 @@ The step's header tells every rank how many rows each lane brings, so all ranks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -54,9 +54,15 @@ class ByRows(Dispatcher):
         return total
 
     def expect(self, number: int, absent: tuple[int, ...] = ()) -> None:
-        """Tells all its dispatchers: only the one that was recorded is replayed, and it is not known here."""
+        """Raises RuntimeError: the dispatcher that was recorded is told, and it is not known here."""
+        raise RuntimeError(
+            f"step {number} is to be replayed by one of several dispatchers; tell the one that was recorded"
+        )
+
+    def exclude(self, seats: Collection[int]) -> None:
+        """Ends the waits of all its dispatchers for the members of `seats`."""
         for dispatcher in self._dispatchers:
-            dispatcher.expect(number, absent)
+            dispatcher.exclude(seats)
 
     def late(self) -> tuple[int, ...]:
         """Seats that any of them stopped waiting for."""

@@ -4,7 +4,7 @@ do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -87,6 +87,13 @@ class Dispatcher(Protocol):
         None by default: over torch.distributed a peer that stays away is an error of the collective.
         """
         return ()
+
+    def exclude(self, seats: Collection[int]) -> None:
+        """Waits for no member of `seats` any more, what is under way included, and does not name them late.
+
+        Their rows count as none. Nothing to do by default: collectives end with their process group.
+        """
+        return
 
     def interrupt(self) -> None:
         """Waits for no other rank any more, what is under way included: the group has ended. From any thread.

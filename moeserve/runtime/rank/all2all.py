@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
@@ -93,6 +93,15 @@ class RankDispatchers:
         """Ends every dispatcher's waits for other ranks: the group has ended. From any thread."""
         for dispatcher in list(self._built.values()):
             dispatcher.interrupt()
+
+    def exclude(self, seats: Collection[int]) -> None:
+        """Ends every dispatcher's waits for the members of `seats`; steps go on without their rows.
+
+        They are late for no step from now on, also if they were before.
+        """
+        for dispatcher in list(self._built.values()):
+            dispatcher.exclude(seats)
+        self._late -= set(seats)
 
     def expect(self, layer: int, rows: int, step: tuple[int, tuple[int, ...]]) -> None:
         """Says that a graph of `layer`, of `rows` rows a lane, is replayed next as `step`: its number, and

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -296,6 +296,10 @@ class Rank:
         """Closes the dispatchers, and drops the graphs that use them."""
         self._graphs = StepGraphs(self.served.graph_rows, self.device)
         self._dispatchers.leave()
+
+    def exclude(self, seats: Collection[int]) -> None:
+        """Waits for no member of `seats` any more, also in the step under way; none is late for it."""
+        self._dispatchers.exclude(seats)
 
     def interrupt(self) -> None:
         """No dispatcher waits for another member any more: the group has ended. From any thread."""

@@ -89,6 +89,18 @@ def stepped(rank: Rank) -> Rank:
 
 
 @pytest.mark.usefixtures("impatient")
+def test_an_excluded_member_is_late_for_no_step_any_more(path: Path) -> None:
+    rank = stepped(rank_of(path))
+    with pytest.raises(PeersLate, match=r"no rows of ranks \[2, 5\]"):
+        rank.late(0)
+    rank.exclude((2,))
+    with pytest.raises(PeersLate, match=r"no rows of ranks \[5\]"):
+        rank.late(0)
+    rank.exclude((5,))
+    assert rank.late(0) == ()
+
+
+@pytest.mark.usefixtures("impatient")
 def test_steps_fail_by_the_names_of_the_late_until_the_dispatchers_are_built_anew(path: Path) -> None:
     rank = stepped(rank_of(path, late_seconds=1.5))
     for layer in (0, 1, 0):  # the dispatcher names them once
