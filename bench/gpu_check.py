@@ -1,12 +1,14 @@
 """Two trees on the same GPUs in turns: experts, a layer, dispatch and combine, before and after a change.
 
-    python -m bench.gpu_check --before .carry/before [--seconds 350] [--rounds 2] [--out FOLDER] [--record]
+    python -m bench.gpu_check --before .carry/before [--seconds 350] [--rounds 2] [--only layer,dispatch]
+                             [--out FOLDER] [--record]
 
 The tree before is a checkout in an ignored folder; one whose benches are still scripts (bench/gpu_experts.py)
 will do. Both trees are copied first, so that neither's records change, and compile first, at the same time.
 Then each round runs both, the second one in reverse order. With two GPUs or more the kinds of experts are
 shared out between two of them, and the layer and dispatch and combine run over both; with one GPU only the
-experts run. Each number is written to `samples.jsonl` under --out as soon as it is known; at the end, and
+experts run. --only names steps (experts, layer, dispatch); without experts nothing is compiled ahead. Each
+number is written to `samples.jsonl` under --out as soon as it is known; at the end, and
 when the time is over, comes a table of medians, which `table.jsonl` holds too. Exit status 1 where a step
 failed or a case is known of one tree alone. `--record` keeps the numbers of whole steps beside those of the
 tree before in bench/results/gpu_check.jsonl. Nothing is downloaded.
@@ -270,6 +272,7 @@ def main() -> int:
     parser.add_argument("--before", type=Path, required=True, help="folder of the tree to compare with")
     parser.add_argument("--seconds", type=float, default=350, help="most that all of it may take")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", default="", help="steps by name, as layer,dispatch; all when empty")
     parser.add_argument("--gpus", type=int, help="how many to use; those there are, at most two")
     parser.add_argument("--record", action="store_true", help="write whole steps into bench/results")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".carry/gpu_check")))
@@ -286,8 +289,9 @@ def main() -> int:
             copied(AFTER, ROOT, Path(folder), gpus),
         )
         check = Check(trees, args.out.resolve(), deadline)
-        steps = steps_for(gpus)
-        check.compile(gpus)
+        steps = only(args.only, steps_for(gpus))
+        if any(step.bench == "gpu_experts" for together in steps for step in together):
+            check.compile(gpus)
         for number in range(args.rounds):
             check.round(steps, number)
     lines = check.lines()
@@ -302,6 +306,15 @@ def main() -> int:
         flush=True,
     )
     return int(bool(check.failed or alone or not lines))
+
+
+def only(names: str, steps: list[list[Step]]) -> list[list[Step]]:
+    """The steps whose first word is among `names`, all where there are none. Raises ValueError for others."""
+    wanted = {name for name in names.split(",") if name}
+    known = {step.name.split()[0] for together in steps for step in together}
+    if wanted - known:
+        raise ValueError(f"unknown steps {sorted(wanted - known)}; known: {sorted(known)}")
+    return [together for together in steps if not wanted or together[0].name.split()[0] in wanted]
 
 
 WHOLE = re.compile(r"gpu_experts: .*, whole|gpu_layer: .*: layer|gpu_a2a: .*, dispatch \+ combine")

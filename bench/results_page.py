@@ -163,7 +163,15 @@ VIEWS = (
     View(
         "gpu_soak",
         "Ten thousand steps of random sizes, and a rank that comes too late",
-        r"(?P<line>.+), (?P<column>wrong rows|memory growth|step with a late rank)",
+        r"(?P<line>.+), (?P<column>wrong rows|(?:host )?memory growth|more open files and threads"
+        r"|step with a late rank)",
+        "{line}",
+        "{column}",
+    ),
+    View(
+        "gpu_seats",
+        "A seat of peer memory taken and left under load",
+        r"(?P<line>.+), (?P<column>wrong rows|programs compiled|memory growth|longest step)",
         "{line}",
         "{column}",
     ),

@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.lib.numbers import Numbers
 from bench.lib.record import Result, write
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec
+from moeserve.dispatch.members import Members
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.activation import Activation
 from moeserve.experts.balance import balancer_named
@@ -51,14 +53,15 @@ class Layer:
     dispatcher: Dispatcher
     kernel: Kernel
     prepared: Prepared
+    numbers: Numbers
 
     def step(
         self, choice: str, hidden: Tensor, experts: Tensor, weights: Tensor, lanes: tuple[int, ...]
     ) -> Tensor:
         """One step of the layer."""
         valid = torch.ones(len(hidden), dtype=torch.bool, device="cuda")
-        routing = Routing(self.books[choice].resolve(0, experts, valid), weights, lanes)
-        arrived = self.dispatcher.dispatch(hidden, routing)
+        routing = Routing(self.books[choice].resolve(0, experts, valid), weights, lanes, 0)
+        arrived = self.dispatcher.dispatch(hidden, self.numbers.next(routing))
         return self.dispatcher.combine(self.kernel.apply(self.prepared, arrived.batch), arrived.ticket)
 
 
@@ -76,15 +79,15 @@ def build(placement: Placement, dispatcher: str, rows: int) -> Layer:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     shape = ExpertShape(HIDDEN, INNER, Activation("silu"), bias=False)
     scheme = Scheme(FP8_BLOCK, FP8_GROUP)
-    entry, slots = KERNELS["triton_fp8"], placement.slots_per_rank
+    entry, slots = KERNELS["triton_fp8"], placement.slots_per_owner
     kernel = entry.build(KernelSpec(scheme, shape, torch.bfloat16))
     weights = ExpertWeights(
         random_packed(FP8_BLOCK, (slots, shape.gate_up_rows, HIDDEN)),
         random_packed(FP8_BLOCK, (slots, HIDDEN, INNER)),
     )
     spec = DispatchSpec(
-        rank=rank,
-        ranks=ranks,
+        members=Members.of_ranks(ranks),
+        seat=rank,
         slots=slots,
         hidden=HIDDEN,
         top_k=TOP_K,
@@ -95,7 +98,8 @@ def build(placement: Placement, dispatcher: str, rows: int) -> Layer:
         device="cuda",
     )
     books = {choice: AddressBook(placement, "cuda", choice, rank) for choice in CHOICES}
-    return Layer(books, DISPATCHERS[dispatcher].build(spec), kernel, kernel.prepare(weights))
+    carrier = DISPATCHERS[dispatcher].build(spec, dist.group.WORLD)
+    return Layer(books, carrier, kernel, kernel.prepare(weights), Numbers(carrier))
 
 
 def batch(load: np.ndarray, rows: int, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,7 +146,7 @@ def evenness(layer: Layer, load: np.ndarray, rows: int, placement: Placement) ->
         valid = torch.ones(rows, dtype=torch.bool, device="cuda")
         for choice, book in layer.books.items():
             slots = book.resolve(0, experts, valid)
-            counts = torch.bincount(slots.flatten() // placement.slots_per_rank, minlength=placement.ranks)
+            counts = torch.bincount(slots.flatten() // placement.slots_per_owner, minlength=placement.owners)
             dist.all_reduce(counts)
             found[choice].append(float(counts.float().mean() / counts.max()))
     return {choice: statistics.mean(values) for choice, values in found.items()}

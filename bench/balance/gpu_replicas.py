@@ -62,8 +62,8 @@ class Case:
 
     def loads(self, slots: Tensor) -> Tensor:
         """Rows of each rank."""
-        owners = slots.cpu().flatten().long() // self.placement.slots_per_rank
-        return torch.bincount(owners, minlength=self.placement.ranks)
+        owners = slots.cpu().flatten().long() // self.placement.slots_per_owner
+        return torch.bincount(owners, minlength=self.placement.owners)
 
     def checked(self, choice: str, slots: Tensor) -> float:
         """Largest over mean rows of a rank. Raises ValueError where `slots` are not those of `choice`."""

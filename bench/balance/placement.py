@@ -78,7 +78,7 @@ def shifts(loads: dict[str, Load], base: Placement, case: str) -> Iterator[Resul
             (ratio, still, moved.mean(), moved.max(), moves_a_layer(fresh[before].slots, theirs.slots).mean())
         )
     ratios, stills, moved, most, theirs = (np.array(column) for column in zip(*found, strict=True))
-    aim = 0.99 if base.ranks == 4 else None
+    aim = 0.99 if base.owners == 4 else None
     for title, value, unmoved in (
         ("mean of pairs", ratios.mean(), stills.mean()),
         ("worst pair", ratios.min(), stills.min()),
@@ -88,7 +88,7 @@ def shifts(loads: dict[str, Load], base: Placement, case: str) -> Iterator[Resul
             "placement", f"{case}, shift, {title}", round(float(value), 5), "of EPLB", "higher", aim, peers
         )
     peers = {DEEPSEEK: round(float(theirs.mean()), 2)}
-    aim = 6.0 if base.ranks == 4 else None
+    aim = 6.0 if base.owners == 4 else None
     for title, value in (("mean of pairs", moved.mean()), ("worst pair", moved.max())):
         yield Result(
             "placement",
@@ -124,12 +124,12 @@ def planning(loads: dict[str, Load], base: Placement, case: str) -> Iterator[Res
         f"{DEEPSEEK}'s own code, as ADRS timed it": 540.0,
     }
     for title, plan, aim in (
-        ("eplb from scratch", lambda: PEER.first(base, one), 5.0 if base.ranks in (4, 32) else None),
-        ("incremental, a shift", lambda: OURS(start, other, UNLIMITED), 5.0 if base.ranks == 4 else None),
+        ("eplb from scratch", lambda: PEER.first(base, one), 5.0 if base.owners in (4, 32) else None),
+        ("incremental, a shift", lambda: OURS(start, other, UNLIMITED), 5.0 if base.owners == 4 else None),
     ):
         best, median = timed(plan)
         name = f"{case}, {slots} slots, planning, {title}"
-        peers = published if (base.ranks, slots) == (32, 288) and title.startswith("eplb") else {}
+        peers = published if (base.owners, slots) == (32, 288) and title.startswith("eplb") else {}
         yield Result("placement", name, round(best, 3), "ms", "lower", aim, peers)
         yield Result("placement", f"{name}, median", round(median, 3), "ms", "lower")
 

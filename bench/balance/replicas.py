@@ -81,15 +81,15 @@ class Bench:
     """A placement's books, one a lane and choice, and what they make of steps."""
 
     def __init__(self, placement: Placement) -> None:
-        self._placement, lanes = placement, range(placement.ranks)
+        self._placement, lanes = placement, range(placement.owners)
         self._books = {name: [AddressBook(placement, choice=name, lane=n) for n in lanes] for name in CHOICES}
-        self._sets = list(range(1, 1 << placement.ranks)) if placement.ranks <= BOUNDED else []
+        self._sets = list(range(1, 1 << placement.owners)) if placement.owners <= BOUNDED else []
 
     def balance(self, steps: Steps) -> dict[str, float]:
         """Mean balance over steps, by choice, and what is possible."""
         found: dict[str, list[float]] = {}
         for layer, ids in steps:
-            mean = ids.size / self._placement.ranks
+            mean = ids.size / self._placement.owners
             for name, books in self._books.items():
                 rows = sum(self._rows(book, layer, lane) for book, lane in zip(books, ids, strict=True))
                 found.setdefault(name, []).append(mean / float(np.max(rows)))
@@ -103,14 +103,14 @@ class Bench:
         """Rows of each rank when `ids [T, K]` are resolved as one batch."""
         valid = torch.ones(len(ids), dtype=torch.bool)
         slots = book.resolve(layer, torch.from_numpy(ids), valid).numpy().reshape(-1)
-        return np.bincount(slots // self._placement.slots_per_rank, minlength=self._placement.ranks)
+        return np.bincount(slots // self._placement.slots_per_owner, minlength=self._placement.owners)
 
     def _least(self, layer: int, ids: Ids) -> float:
         """The least rows of the fullest rank: what must be inside a set of ranks, over their number."""
         counts = np.bincount(ids.reshape(-1), minlength=self._placement.experts)
         holders = np.zeros(self._placement.experts, dtype=np.int64)
-        for rank in range(self._placement.ranks):
-            held = self._placement.of_rank(layer, rank)
+        for rank in range(self._placement.owners):
+            held = self._placement.of_owner(layer, rank)
             holders[held[held >= 0]] |= 1 << rank
         return max(counts[holders & ~inside == 0].sum() / inside.bit_count() for inside in self._sets)
 
@@ -129,7 +129,7 @@ def evaluated(
             else:
                 wrong[planned, served] = found
     spare = base.slots.shape[1] - base.experts
-    head = f"EP{base.ranks} +{spare}, plans of {policy}"
+    head = f"EP{base.owners} +{spare}, plans of {policy}"
     worst = min(wrong, key=lambda pair: wrong[pair]["lp"])
     print(f"{head}: the worst pair is {worst[0]}, then {worst[1]}", flush=True)
     for title, many in (

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from moeserve.device.arguments import Arguments
 from moeserve.device.nvrtc import Program
 from moeserve.dispatch.dispatcher import DispatchSpec
-from moeserve.dispatch.peers.memory import PeerMemory
+from moeserve.dispatch.members import Member
+from moeserve.dispatch.peers.memory import MemoryRequest, join_memory
 from moeserve.dispatch.peers.wires import RowRecord
 from moeserve.dispatch.routing import Routing
 
@@ -47,12 +48,16 @@ extern "C" __global__ void store_to_all(const __grid_constant__ StoreArguments a
 
 def ceiling(rank: int, ranks: int, timed: Callable[[Step], float]) -> float:
     """GB/s that each GPU stores to its peers while all of them do."""
-    memory = PeerMemory(ranks * CEILING_BYTES, rank, ranks, "cuda")
+    here = dist.group.WORLD
+    assert here is not None
+    memory = join_memory(MemoryRequest(Member(rank, rank, rank), ranks * CEILING_BYTES, "cuda"), here)
+    views = [memory.mine if at == rank else memory.views[at] for at in range(ranks)]
+    addresses = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64, device="cuda")
     source = torch.zeros(CEILING_BYTES, dtype=torch.uint8, device="cuda")
     function = Program(STORES).function("store_to_all", STORED)
     blocks = torch.cuda.get_device_properties(rank).multi_processor_count
     given = {
-        "memory": memory.pointers,
+        "memory": addresses,
         "rows": source,
         "rank": rank,
         "ranks": ranks,

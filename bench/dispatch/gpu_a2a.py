@@ -22,16 +22,19 @@ import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bench.dispatch.a2a_peers import ceiling, flashinfer_step, nccl_steps
+from bench.lib.numbers import Numbers
 from bench.lib.record import Result, write
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.backends.all2allv import destinations
-from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec
+from moeserve.dispatch.dispatcher import Dispatched, Dispatcher, DispatchSpec
+from moeserve.dispatch.members import Members
 from moeserve.dispatch.peers.wires import RowRecord
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.load import read_trace
@@ -55,7 +58,7 @@ class Work:
 
     spec: DispatchSpec
     hidden: Tensor  # [T, H]
-    routing: Routing
+    routing: Routing  # without a step's number
 
     @property
     def tokens(self) -> int:
@@ -63,8 +66,11 @@ class Work:
         return self.hidden.shape[0]
 
 
-def graphed(step: Step, inner: int = 20, replays: int = 7) -> float:
-    """Microseconds of `step` in a graph that holds it `inner` times: the slowest rank's median."""
+def graphed(step: Step, inner: int = 20, replays: int = 7, numbers: Numbers | None = None) -> float:
+    """Microseconds of `step` in a graph that holds it `inner` times: the slowest rank's median.
+
+    `numbers` are those of the steps, where `step` is one of a dispatcher's.
+    """
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(2):
@@ -77,6 +83,8 @@ def graphed(step: Step, inner: int = 20, replays: int = 7) -> float:
     times = []
     for _ in range(replays + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if numbers is not None:
+            numbers.replayed(inner)
         dist.barrier()
         begin.record()
         graph.replay()
@@ -115,7 +123,7 @@ def work(spec: DispatchSpec, tokens: int, load: Tensor | None) -> Work:
     slots = (weight.cuda() / noise).topk(spec.top_k, dim=1).indices
     hidden = torch.randn((tokens, spec.hidden), device="cuda", generator=random).to(spec.dtype)
     weights = torch.rand((tokens, spec.top_k), device="cuda", generator=random)
-    return Work(spec, hidden, Routing(slots.int(), weights, (tokens,) * spec.ranks))
+    return Work(spec, hidden, Routing(slots.int(), weights, (tokens,) * spec.ranks, 0))
 
 
 def ours(name: str, task: Work, *, parted: bool = True) -> tuple[float, float]:
@@ -124,26 +132,30 @@ def ours(name: str, task: Work, *, parted: bool = True) -> tuple[float, float]:
     Not `parted`: the first is NaN, since some libraries refuse a dispatch that is not combined.
     """
     entry = DISPATCHERS[name]
-    dispatcher, timed = entry.build(task.spec), launched if entry.host_sync else graphed
+    dispatcher = entry.build(task.spec, dist.group.WORLD)
+    numbers = Numbers(dispatcher)
+    timed = launched if entry.host_sync else partial(graphed, numbers=numbers)
     try:
-        outputs = check(dispatcher, task)
+        outputs = check(dispatcher, task, numbers)
+
+        def out() -> Dispatched:
+            return dispatcher.dispatch(task.hidden, numbers.next(task.routing))
 
         def both() -> None:
-            arrived = dispatcher.dispatch(task.hidden, task.routing)
-            dispatcher.combine(outputs, arrived.ticket)
+            dispatcher.combine(outputs, out().ticket)
 
         alone = math.nan
         if parted:
-            alone = timed(lambda: dispatcher.dispatch(task.hidden, task.routing))
+            alone = timed(out)
         return alone, timed(both)
     finally:
         dist.barrier()
         dispatcher.close()
 
 
-def check(dispatcher: Dispatcher, task: Work) -> Tensor:
+def check(dispatcher: Dispatcher, task: Work, numbers: Numbers) -> Tensor:
     """Raises AssertionError unless experts that change nothing give back the rows; returns their outputs."""
-    arrived = dispatcher.dispatch(task.hidden, task.routing)
+    arrived = dispatcher.dispatch(task.hidden, numbers.next(task.routing))
     packed = arrived.batch.tokens
     outputs = (
         torch.stack([part.dequantize() for part in _slabs(packed)]).view(packed.shape).to(task.spec.dtype)
@@ -246,8 +258,8 @@ def main() -> None:
     for wire in args.wires:
         for tokens in args.tokens:
             spec = DispatchSpec(
-                rank=rank,
-                ranks=ranks,
+                members=Members.of_ranks(ranks),
+                seat=rank,
                 slots=args.experts // ranks,
                 hidden=args.hidden,
                 top_k=args.top_k,

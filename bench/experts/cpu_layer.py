@@ -30,10 +30,12 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from bench.lib.numbers import Numbers
 from bench.lib.quiet import idle
 from bench.lib.record import Result, write
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec
+from moeserve.dispatch.members import Members
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.activation import Activation
 from moeserve.experts.bank import Bank
@@ -88,11 +90,12 @@ class OneRank:
 
     def __init__(self, rank: int, ranks: int, form: Format, lane_rows: int) -> None:
         slots = EXPERTS // ranks
-        spec = DispatchSpec(rank, ranks, slots, SHAPE.hidden, TOP_K, lane_rows, form.dtype, form)
+        members = Members.of_ranks(ranks)
+        spec = DispatchSpec(members, rank, slots, SHAPE.hidden, TOP_K, lane_rows, form.dtype, form)
         self._rank, self._ranks = rank, ranks
-        self._dispatcher: Dispatcher = DISPATCHERS[
-            "local" if ranks == 1 else "allgather_reducescatter"
-        ].build(spec)
+        entry = DISPATCHERS["local" if ranks == 1 else "allgather_reducescatter"]
+        self._dispatcher: Dispatcher = entry.build(spec, dist.group.WORLD if ranks > 1 else None)
+        self._numbers = Numbers(self._dispatcher)
         self._kernel: Kernel = KERNELS[KERNEL].build(KernelSpec(Scheme(form, form), SHAPE, form.dtype))
         self._bank = Bank()
         self._bank.load(0, self._kernel, expert_weights(rank * slots, slots, form), range(slots))
@@ -100,10 +103,10 @@ class OneRank:
     def step(self, tokens: Tokens) -> Callable[[], Tensor]:
         """A run of the step on this rank's lane of `tokens`."""
         lane, rows = tokens.lane(self._rank, self._ranks)
-        routing = Routing(lane.experts, lane.weights, rows)
+        routing = Routing(lane.experts, lane.weights, rows, 0)
 
         def run() -> Tensor:
-            arrived = self._dispatcher.dispatch(lane.hidden, routing)
+            arrived = self._dispatcher.dispatch(lane.hidden, self._numbers.next(routing))
             outputs = self._kernel.apply(self._bank[0], arrived.batch)
             return self._dispatcher.combine(outputs, arrived.ticket)
 

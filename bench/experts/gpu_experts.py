@@ -93,7 +93,7 @@ def medians(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, f
 
 def kernels_for(held: Held, kind: str, named: str = AUTO) -> KernelSpans:
     """The kernels that a plan takes for `kind` on this machine. Raises LookupError where there is none."""
-    problem = Problem(SCHEMES[kind], BF16, held.shape, held.experts, 1, held.top_k, lane_rows=16384)
+    problem = Problem(SCHEMES[kind], BF16, held.shape, held.experts, 1, 1, held.top_k, lane_rows=16384)
     machine = this_machine()
     able, _ = kernels_that_serve(problem, machine, KERNELS, named)
     if not able or able[0].reference:

@@ -29,10 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.lib.numbers import Numbers
 from bench.lib.record import RESULTS, Result, write
 from moeserve.device.machine import this_machine
 from moeserve.dispatch.backends import DISPATCHERS
-from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec
+from moeserve.dispatch.dispatcher import Dispatched, Dispatcher, DispatchSpec
+from moeserve.dispatch.members import Members
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertBatch, ExpertShape, ExpertWeights
@@ -92,6 +94,7 @@ class Layer:
     dispatcher: Dispatcher
     kernel: Kernel
     prepared: Prepared
+    numbers: Numbers
     ranks: int
     experts: int  # of all ranks
 
@@ -104,10 +107,14 @@ class Layer:
         )
         if last == "address book":
             return slots
-        routing = Routing(slots, weights, (len(hidden),) * self.ranks)
-        arrived = self.dispatcher.dispatch(hidden, routing)
+        arrived = self.dispatch(hidden, slots, weights)
         outputs = self.kernel.apply(self.prepared, self.likely(arrived.batch, len(hidden)))
         return self.dispatcher.combine(outputs, arrived.ticket)
+
+    def dispatch(self, hidden: Tensor, slots: Tensor, weights: Tensor) -> Dispatched:
+        """The layer's rows to their slots, as the next step."""
+        routing = Routing(slots, weights, (len(hidden),) * self.ranks, 0)
+        return self.dispatcher.dispatch(hidden, self.numbers.next(routing))
 
     def likely(self, batch: ExpertBatch, tokens: int) -> ExpertBatch:
         """A batch with how many rows a slot likely has, as a rank says it."""
@@ -121,12 +128,12 @@ def build(scheme: str, dispatcher: str, rows: int, args: argparse.Namespace) -> 
     weights, activations = format_named(weights_name), format_named(activations_name)
     experts = args.experts
     stored, slots = Scheme(weights, activations), experts // ranks
-    problem = Problem(stored, BF16, SHAPE, experts, ranks, TOP_K, rows)
+    problem = Problem(stored, BF16, SHAPE, experts, ranks, ranks, TOP_K, rows)
     (entry, *_), _ = kernels_that_serve(problem, this_machine(), KERNELS, args.kernel or usual)
     kernel = entry.build(KernelSpec(stored, SHAPE, torch.bfloat16))
     spec = DispatchSpec(
-        rank=rank,
-        ranks=ranks,
+        members=Members.of_ranks(ranks),
+        seat=rank,
         slots=slots,
         hidden=HIDDEN,
         top_k=TOP_K,
@@ -142,20 +149,27 @@ def build(scheme: str, dispatcher: str, rows: int, args: argparse.Namespace) -> 
             matrix(weights, SHAPE.gate_up_rows, HIDDEN, slots), matrix(weights, HIDDEN, INNER, slots)
         )
     )
+    carrier = DISPATCHERS[dispatcher].build(spec, dist.group.WORLD)
     return Layer(
         gate.with_bias(torch.zeros(experts, device="cuda")),
         AddressBook(Placement.even(1, experts, ranks), "cuda", "auto", rank),
         LoadMeter((1, experts, experts), "cuda"),
-        DISPATCHERS[dispatcher].build(spec),
+        carrier,
         kernel,
         prepared,
+        Numbers(carrier),
         ranks,
         experts,
     )
 
 
-def microseconds(work: Callable[[], object], *, graphed: bool, repeats: int = 21) -> float:
-    """Median time of `work`, the slowest rank's; all ranks begin together."""
+def microseconds(
+    work: Callable[[], object], *, graphed: bool, numbers: Numbers | None = None, repeats: int = 21
+) -> float:
+    """Median time of `work`, the slowest rank's; all ranks begin together.
+
+    `numbers` are those of the steps, where `work` dispatches once.
+    """
     for _ in range(3):
         work()
     torch.cuda.synchronize()
@@ -170,6 +184,8 @@ def microseconds(work: Callable[[], object], *, graphed: bool, repeats: int = 21
     times = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if graphed and numbers is not None:
+            numbers.replayed(inner)
         dist.barrier()
         begin.record()
         run()
@@ -208,10 +224,10 @@ def phases(
     hidden, logits, valid = given
     gate = microseconds(lambda: layer.run("gate", *given), graphed=graphed)
     book = microseconds(lambda: layer.run("address book", *given), graphed=graphed)
-    whole = microseconds(lambda: layer.run("combine", *given), graphed=graphed)
+    whole = microseconds(lambda: layer.run("combine", *given), graphed=graphed, numbers=layer.numbers)
     ids, weights = layer.gate.route(logits)
-    routing = Routing(layer.book.resolve(0, ids, valid), weights, (len(hidden),) * layer.ranks)
-    arrived = layer.dispatcher.dispatch(hidden, routing)
+    slots = layer.book.resolve(0, ids, valid)
+    arrived = layer.dispatch(hidden, slots, weights)
     kept = layer.likely(arrived.batch, len(hidden))
     outputs = layer.kernel.apply(layer.prepared, kept)
     layer.dispatcher.combine(outputs, arrived.ticket)
@@ -219,10 +235,10 @@ def phases(
     active = active_experts(kept)
 
     def carried() -> Tensor:
-        there = layer.dispatcher.dispatch(hidden, routing)
+        there = layer.dispatch(hidden, slots, weights)
         return layer.dispatcher.combine(outputs, there.ticket)
 
-    carrying = microseconds(carried, graphed=graphed)
+    carrying = microseconds(carried, graphed=graphed, numbers=layer.numbers)
     experts = microseconds(lambda: layer.kernel.apply(layer.prepared, kept), graphed=graphed)
     found = {
         "gate": gate,

@@ -92,7 +92,7 @@ def weights_of(name: str) -> ExpertWeights:
 
 def problem_of(name: str, count: int) -> Problem:
     """A layer whose only rank gets `count` rows in each slot, one expert a token."""
-    return Problem(scheme_named(name), BF16, SHAPE, EXPERTS, 1, 1, lane_rows=EXPERTS * count)
+    return Problem(scheme_named(name), BF16, SHAPE, EXPERTS, 1, 1, 1, lane_rows=EXPERTS * count)
 
 
 def step_of(name: str, entry_name: str, count: int, padded: int) -> Callable[[], Tensor]:

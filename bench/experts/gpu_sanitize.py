@@ -4,9 +4,12 @@ Each entry of the table runs with some of its schemes and groupings, with few ro
 odd sizes and biases and with even ones, with slots without rows and rows of NaN outside the segments. Every
 tensor has an allocation of its own, so that a read past its end is one past an allocation. Answers are also
 held to the reference, computed on the CPU. Each tool has a process for each kernel, all at once.
+With `--only dispatch` dispatchers over peer memory run instead, in two processes on two GPUs: as ranks, and
+as members of which one or both do only one of bringing rows and holding experts. These come one after the
+other, since kernels that wait for each other take turns with all others of their GPU.
 usage: python -m bench.experts.gpu_sanitize [--tools memcheck] [--kernels triton_fp8] [--seconds 60]
        [--record]
-       python -m bench.experts.gpu_sanitize --dispatchers   # over peer memory, two ranks on two GPUs, instead
+       python -m bench.experts.gpu_sanitize --only dispatch --seconds 900 [--record]   # on two GPUs
        python -m bench.experts.gpu_sanitize --plain         # the cases alone
 
 initcheck reports reads of memory that nothing wrote. A tile of rows is read whole, so it also reports the
@@ -32,7 +35,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from zlib import crc32
 
@@ -84,8 +87,15 @@ ODD = (290, 192, 130)
 OURS = frozenset({"triton", "cuda.bindings"})
 """Packages that our own kernels are compiled by; who needs another is a library."""
 
-DISPATCHERS = ("nvlink_ll", "nvlink_ht")
-"""Whose kernels store into other ranks' memory."""
+DISPATCHERS: dict[str, tuple[str, ...]] = {
+    "nvlink_ll": ("--dispatcher", "nvlink_ll"),
+    "nvlink_ll, 1x1": ("--dispatcher", "nvlink_ll", "--members", "1x1"),
+    "nvlink_ll, both,lane": ("--dispatcher", "nvlink_ll", "--members", "both,lane"),
+    "nvlink_ht": ("--dispatcher", "nvlink_ht"),
+    "nvlink_ht, 1x1": ("--dispatcher", "nvlink_ht", "--members", "1x1"),
+    "nvlink_ht, both,lane": ("--dispatcher", "nvlink_ht", "--members", "both,lane"),
+}
+"""Those whose kernels store into other members' memory, by ranks and by members, as arguments of the soak."""
 
 SCHEMES_A_ROW = 6
 
@@ -205,7 +215,7 @@ class Run:
     def __init__(self, tool: str, entry: str, folder: Path) -> None:
         self.tool, self.entry, self._log = tool, entry, folder / f"{tool}-{entry}"
         own = (
-            soak(entry)
+            soak(DISPATCHERS[entry])
             if entry in DISPATCHERS
             else [sys.executable, "-m", __spec__.name, "--plain", "--kernels", entry]
         )
@@ -286,13 +296,13 @@ def dispatching(name: str) -> list[range]:
 DEVICE = record.ROOT / "moeserve" / "experts" / "kernels"
 
 
-def soak(dispatcher: str) -> list[str]:
-    """The command that has two ranks take some steps over `dispatcher`."""
+def soak(dispatcher: Sequence[str]) -> list[str]:
+    """The command that has two members take some small steps, each with minutes of patience."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
-    steps = ["--watched", "--dispatcher", dispatcher, "--steps", "24", "--lane-rows", "24"]
-    return [sys.executable, *launch, "-m", "bench.dispatch.gpu_soak", *steps]
+    steps = ["--watched", "--steps", "16", "--lane-rows", "24", "--hidden", "512"]
+    return [sys.executable, *launch, "-m", "bench.dispatch.gpu_soak", *dispatcher, *steps]
 
 
 def sanitizer(tool: str) -> list[str]:
@@ -307,15 +317,20 @@ def sanitizer(tool: str) -> list[str]:
 def sanitize(
     tools: Sequence[str], entries: Sequence[str], deadline: float, *, keep: bool
 ) -> list[record.Result]:
-    """Runs all entries under all tools at once: a line a case, a verdict a pair, recorded if `keep`."""
+    """Runs all entries under all tools: a line a case, a verdict a pair, recorded if `keep`.
+
+    Kernels run all at once, dispatchers one after the other.
+    """
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        runs = [Run(tool, entry, Path(folder)) for tool in tools for entry in entries]
-        for run in runs:
+        pairs = [(tool, entry) for tool in tools for entry in entries]
+        started = [Run(*pair, Path(folder)) for pair in pairs if pair[1] not in DISPATCHERS]
+        later = (Run(*pair, Path(folder)) for pair in pairs if pair[1] in DISPATCHERS)
+        for run in chain(started, later):
             ended = run.wait(deadline)
             agree, differ, reports, aside = run.said()
             name = f"{run.tool}, {run.entry}" + ("" if ended else ", stopped before its end")
-            of = "ranks" if run.entry in DISPATCHERS else "steps"
+            of = "members" if run.entry in DISPATCHERS else "steps"
             unit = f"reports in {agree + differ} {of}"
             unit += f", and {aside} of Triton's dispatch" if aside else ""
             print(f"== {name}: {reports} {unit}; {differ} answers differ", flush=True)
@@ -338,7 +353,10 @@ def main() -> int:
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--kernels", default="", help="names of kernels; all that run here")
     parser.add_argument(
-        "--dispatchers", action="store_true", help="dispatchers over peer memory, not kernels"
+        "--only",
+        choices=["kernels", "dispatch"],
+        default="kernels",
+        help="of experts, or those that dispatch over peer memory",
     )
     parser.add_argument("--plain", action="store_true", help="in this process, without a sanitizer")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile at first")
@@ -350,7 +368,7 @@ def main() -> int:
         return int(run_cases(names) > 0)
     deadline = time.monotonic() + arguments.seconds
     entries = list(DISPATCHERS)
-    if not arguments.dispatchers:
+    if arguments.only == "kernels":
         entries = [entry.name for entry in entries_here(names)]
         compile_cases(entries, arguments.workers, deadline)
         print(f"compiled with {deadline - time.monotonic():.0f} s left", flush=True)

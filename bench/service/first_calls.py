@@ -96,7 +96,7 @@ def over_grpc(folder: str, args: argparse.Namespace) -> None:
 
 def in_process(folder: str, args: argparse.Namespace) -> None:
     """The rank alone, with router logits; on a GPU each step is waited for."""
-    from moeserve.runtime.launch.torchrun import join_torchrun
+    from moeserve.runtime.launch.torchrun import join_torchrun, leave_torchrun
     from moeserve.runtime.step import LaneLogits
 
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -115,7 +115,7 @@ def in_process(folder: str, args: argparse.Namespace) -> None:
         return answer.cpu()
 
     report("a step in this process, with logits", call, args.most_rows)
-    torch.distributed.destroy_process_group()
+    leave_torchrun(rank)
 
 
 def config_of(folder: str, args: argparse.Namespace):  # type: ignore[no-untyped-def]

@@ -56,6 +56,7 @@ def _rank(index: int, path: Path, rows: int, store: str, pipe: Connection) -> No
 
     from moeserve.checkpoints.checkpoint import Checkpoint
     from moeserve.device.machine import machine_named
+    from moeserve.dispatch.group import GroupKind, end_group, form_group
     from moeserve.proto.heap import keep_freed_memory
     from moeserve.runtime.config import Wanted
     from moeserve.runtime.epoch import Epoch
@@ -67,12 +68,12 @@ def _rank(index: int, path: Path, rows: int, store: str, pipe: Connection) -> No
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))  # as a rank of the service
     keep_freed_memory()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=RANKS)
+    group = form_group(dist.FileStore(store, RANKS), "hop", index, RANKS, GroupKind("gloo", 60.0))
     mesh, checkpoint = Mesh.flatten(RANKS, 1, expert_parallel=True), Checkpoint(path)
     served = Served(checkpoint, checkpoint.layers, mesh, checkpoint.dtype, 4096)
     rank = Rank(index, served, plans_for(served, machine_named("cpu", ()), Wanted()), "cpu")
     rank.load(Epoch.first(mesh, len(served.layers), checkpoint.num_experts))
-    rank.join()
+    rank.join(group)
     lane = empty_input(checkpoint.hidden, checkpoint.top_k, served.dtype)
     if index == 0:
         random = torch.Generator().manual_seed(0)
@@ -85,15 +86,15 @@ def _rank(index: int, path: Path, rows: int, store: str, pipe: Connection) -> No
         )
     while (order := pipe.recv())[0]:
         calls, pause = order
-        dist.barrier()
+        dist.barrier(group=group)
         seconds = []
         for _ in range(calls):
             if pause:
-                dist.barrier()
+                dist.barrier(group=group)
                 time.sleep(pause)
             started = time.perf_counter()
             rank.step(served.layers[0], lane, (rows, 0))
             seconds.append(time.perf_counter() - started)
         pipe.send(seconds)
     rank.leave()
-    dist.destroy_process_group()
+    end_group(group)

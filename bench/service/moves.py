@@ -198,7 +198,7 @@ class Exchange:
     def __call__(self, placement: Placement, load: Load, budget: int) -> Placement:
         """Another placement of the same experts."""
         slots = self._random.permuted(placement.slots, axis=1)
-        return Placement(slots, placement.ranks, placement.experts)
+        return placement.with_slots(slots)
 
     def first(self, placement: Placement, load: Load) -> Placement:
         """Returns the first placement as it is."""

@@ -11,12 +11,16 @@ from typing import Any
 
 import torch
 
+from moeserve.checkpoints.contents import check_contents
 from moeserve.checkpoints.dialects import DIALECTS, dialect_for, family_of
 from moeserve.checkpoints.dialects.dialect import Quantization, Storage
+from moeserve.checkpoints.dtypes import dtype_of, say_casts
 from moeserve.checkpoints.family import EXPERT_COUNT_KEYS, TOP_K_KEYS, Config, required
+from moeserve.checkpoints.hub import located
 from moeserve.checkpoints.layer import StoredLayer
 from moeserve.checkpoints.load_as import keeps, scheme_to_load_as
 from moeserve.checkpoints.names import LayerNames, correction_biases, expert_layers
+from moeserve.checkpoints.nearest import in_its_place
 from moeserve.checkpoints.reading import copy_expert
 from moeserve.checkpoints.store import CheckpointError, TensorStore, read_json
 from moeserve.experts.batch import ExpertShape, ExpertWeights
@@ -29,11 +33,11 @@ __all__ = ["Checkpoint", "CheckpointError"]
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files in which producers put the quantization config when config.json has none."""
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 class Checkpoint:
-    """A Hugging Face checkpoint directory: shapes and routing of its experts, and their weights on request.
+    """A Hugging Face checkpoint: shapes and routing of its experts, and their weights on request.
+
+    `path` is its directory, or `org/name` or `org/name@revision` in the local hub cache.
 
     Opening reads config.json and the safetensors headers only, and compares the two. It raises
     CheckpointError (a ValueError), which names what the directory, the config or a tensor lacks or has
@@ -45,7 +49,8 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | Path, *, load_as: str | None = None) -> None:
-        self.path = Path(path)
+        self.path = located(path)
+        check_contents(self.path)
         self._load_as_name = load_as
         whole = _config(self.path)
         self.family, self.config = family_of(whole)
@@ -53,15 +58,17 @@ class Checkpoint:
         self.architecture = str((whole.get("architectures") or [self.model_type])[0])
         self.quantization = _quantization(self.path, whole, self.config)
         self.dialect = dialect_for(self.quantization)
-        self.dtype = _dtype(self.config, whole)  # of activations, and of weights that are not quantized
+        self._store = TensorStore(self.path)
+        self.dtype = dtype_of(self.config, self._store)  # of activations, and of weights not quantized
         self._load_as = None if load_as is None else scheme_to_load_as(load_as, FLOATS[self.dtype])
         self.num_experts = required(self.config, *EXPERT_COUNT_KEYS)
         self.top_k = required(self.config, *TOP_K_KEYS)
         self.hidden = required(self.config, "hidden_size")
         self.inner = required(self.config, self.family.inner_key)
+        self.depth = required(self.config, "num_hidden_layers")
         self.activation = self.family.activation(self.config)
-        self._store = TensorStore(self.path)
         self._layers = self._stored_layers()
+        say_casts(self.dtype, self._layers, self._store)
         self._gates: dict[int, Gate] = {}
 
     def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[Path]]:
@@ -87,7 +94,7 @@ class Checkpoint:
         return self._stored(layer).scheme
 
     def expert_nbytes(self, layer: int) -> int:
-        """Bytes that one whole expert of `layer` takes in the file, scales and biases included."""
+        """Bytes that one whole expert of `layer`, the first, takes in the file with its scales and biases."""
         return self._stored(layer).nbytes
 
     def tensors(self, layer: int) -> tuple[str, ...]:
@@ -167,9 +174,8 @@ class Checkpoint:
 
     def _stored_layers(self) -> dict[int, StoredLayer]:
         """Returns the layers that have experts by the config, each checked against the file."""
-        depth = required(self.config, "num_hidden_layers")
-        found, layers = expert_layers(self._store.entries), {}
-        for layer in range(depth):
+        found, layers = expert_layers(self._store.entries, self.depth), {}
+        for layer in range(self.depth):
             if not self.family.has_experts(self.config, layer):
                 if layer in found:
                     raise CheckpointError(
@@ -177,9 +183,9 @@ class Checkpoint:
                     )
                 continue
             if layer not in found:
-                raise CheckpointError(
-                    f"layer {layer} misses tensor {self._first_tensor(layer)}, and all its experts"
-                )
+                first = self._first_tensor(layer)
+                instead = in_its_place(first, self._store.entries)
+                raise CheckpointError(f"layer {layer} misses tensor {first}, and all its experts{instead}")
             sizes = (self.num_experts, self.hidden, self.inner)
             names = found[layer]
             storage = self._storage(names).fitting(self.inner)
@@ -188,7 +194,7 @@ class Checkpoint:
             )
             layers[layer].check(layer)
         if not layers:
-            raise CheckpointError(f"{self.path}: none of the {depth} layers has experts by config.json")
+            raise CheckpointError(f"{self.path}: none of the {self.depth} layers has experts by config.json")
         return layers
 
     def _first_tensor(self, layer: int) -> str:
@@ -214,10 +220,6 @@ class Checkpoint:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    if (path / "adapter_config.json").is_file():
-        raise CheckpointError(
-            f"{path} is a LoRA adapter, which is not served: merge it into its base model first"
-        )
     config = read_json(path / "config.json")
     if config.get("zero_expert_num"):
         raise CheckpointError(f"zero_expert_num={config['zero_expert_num']}: zero-experts are not served")
@@ -245,12 +247,3 @@ def _expert_dtype(quantization: Config, config: Config) -> dict[str, Any]:
     if named != "fp4":
         raise CheckpointError(f"config.json: expert_dtype must be 'fp4' or 'fp8', found {named!r}")
     return {"store_dtype": "mxfp4"}
-
-
-def _dtype(*configs: Config) -> torch.dtype:
-    named = [config[key] for config in configs for key in ("dtype", "torch_dtype") if config.get(key)]
-    if not named:
-        raise CheckpointError("config.json has no key dtype (or torch_dtype)")
-    if named[0] not in DTYPES:
-        raise CheckpointError(f"config.json: dtype must be one of {', '.join(DTYPES)}, found {named[0]!r}")
-    return DTYPES[named[0]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +59,14 @@ def _sparse_step(config: Config, layer: int) -> bool:
 
 def _after_dense(default: int) -> Callable[[Config, int], bool]:
     def has_experts(config: Config, layer: int) -> bool:
+        frequency = config.get("moe_layer_freq") or 1
+        if isinstance(frequency, list):  # one number a layer
+            if layer >= len(frequency):
+                found = f"moe_layer_freq has {len(frequency)} entries, and layer {layer} needs one"
+                raise CheckpointError(f"config.json: {found}: one a layer")
+            return bool(frequency[layer])
         dense = config.get("first_k_dense_replace", default) or 0
-        return bool(layer >= dense and layer % (config.get("moe_layer_freq") or 1) == 0)
+        return bool(layer >= dense and layer % frequency == 0)
 
     return has_experts
 
@@ -136,14 +142,37 @@ FAMILIES: dict[str, ModelFamily] = {
 """The table of families by the `model_type` of the text config; a new one is one line here."""
 
 
+NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Keys under which configs of several modalities have that of their text part, or of what has a text part."""
+
+INHERITED = ("architectures", "dtype", "torch_dtype", "quantization_config", "compression_config")
+"""Keys that a nested config has from the one around it where it lacks them."""
+
+
+def text_config(config: Config) -> Config:
+    """Returns the config whose family is known: this one, or the first of those nested in it at any depth.
+
+    Returns `config` itself where none is.
+    """
+    return next((found for found in _nested(config) if found.get("model_type") in FAMILIES), config)
+
+
+def _nested(config: Config) -> Iterator[Config]:
+    """Returns a config and, after it, those nested in it, each with what it inherits."""
+    yield config
+    inherited = {key: config[key] for key in INHERITED if config.get(key) is not None}
+    for key in NESTED:
+        if isinstance(config.get(key), Mapping):
+            own = {name: value for name, value in config[key].items() if value is not None}
+            yield from _nested(inherited | own)
+
+
 def family_of(config: Config) -> tuple[ModelFamily, Config]:
     """Returns the family of a model and the config of its text part.
 
     Raises CheckpointError, with what is supported, for a family that is not known.
     """
-    text = config.get("text_config")
-    if config.get("model_type") not in FAMILIES and isinstance(text, Mapping):
-        config = {"architectures": config.get("architectures")} | dict(text)
+    config = text_config(config)
     model_type, architectures = config.get("model_type"), config.get("architectures")
     if model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))

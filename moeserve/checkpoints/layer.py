@@ -13,6 +13,7 @@ import torch
 from moeserve.checkpoints.dialects.dialect import Storage
 from moeserve.checkpoints.family import ModelFamily
 from moeserve.checkpoints.names import LayerNames
+from moeserve.checkpoints.nearest import in_its_place
 from moeserve.checkpoints.store import CheckpointError, TensorStore
 from moeserve.checkpoints.stored import StoredMatrix, StoredTensor, bias_name
 from moeserve.quant.format import WHOLE, Scheme
@@ -105,7 +106,9 @@ class StoredLayer:
         codes, whole, stack = self.storage.tensors[0], slice(0, 0), (0, self.experts)
         name = codes.name(projection, stacked=True)
         if name not in self.store:
-            raise CheckpointError(f"tensor {name} is missing from the checkpoint")
+            raise CheckpointError(
+                f"tensor {name} is missing from the checkpoint{in_its_place(name, self.store.entries)}"
+            )
         found = self.store.entries[name].shape
         fits = [
             found in StoredMatrix(self.store, projection, shape, whole, whole, stack, way).expected(codes)
@@ -195,7 +198,8 @@ class StoredLayer:
         everything = self.storage.everything
         expected = set(self._expected_names([tensor for tensor in everything if not tensor.optional]))
         for missing in sorted(expected - self.names.tensors):
-            raise CheckpointError(f"{layer} misses tensor {missing}")
+            rest = self.store.entries.keys() - expected
+            raise CheckpointError(f"{layer} misses tensor {missing}{in_its_place(missing, rest)}")
         for stray in sorted(self.names.tensors - set(self._expected_names(everything))):
             reads = ", ".join(tensor.suffix for tensor in everything)
             raise CheckpointError(f"{layer} has the unexpected tensor {stray}; a projection has {reads}")

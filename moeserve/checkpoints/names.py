@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from moeserve.checkpoints.store import CheckpointError
 
-PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
 BLOCKS = ("block_sparse_moe", "mlp", "feed_forward", "ffn")
 SPELLINGS = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))  # gate, up, down
 STACKED = ("gate_up_proj", "gate_up_proj", "down_proj")
 
-_LAYER = (
-    rf"(?P<module>(?:{'|'.join(map(re.escape, PREFIXES))})layers\.(?P<layer>\d+)\.(?:{'|'.join(BLOCKS)}))"
-)
+_BESIDE = r"(?!(?:.*[._])?(?:vision|visual|audio|talker|mtp|nextn)[._])"
+"""Not in a model's part beside its text decoder, which may have layers with experts of its own."""
+
+_LAYER = rf"(?P<module>{_BESIDE}(?:\w+\.)*layers\.(?P<layer>\d+)\.(?:{'|'.join(BLOCKS)}))"
 _TENSOR = re.compile(
     rf"{_LAYER}\.experts\.(?:(?P<expert>\d+)\.)?(?P<projection>[a-z0-9_]+?)(?P<rest>[._].+)?"
 )
@@ -61,8 +61,12 @@ def correction_biases(names: Iterable[str]) -> dict[int, str]:
     return {int(found["layer"]): name for name in names if (found := _BIAS.fullmatch(name))}
 
 
-def expert_layers(names: Iterable[str]) -> dict[int, LayerNames]:
-    """Returns the layers that have expert tensors. Raises CheckpointError for a layer with two spellings."""
+def expert_layers(names: Iterable[str], depth: int | None = None) -> dict[int, LayerNames]:
+    """Returns the layers that have expert tensors, whatever stands before `layers`.
+
+    Layers from `depth` on are left out: they predict further tokens (MTP) and are spelled as they like.
+    Raises CheckpointError for a layer with two spellings.
+    """
     layers: dict[int, dict[tuple[str, tuple[str, str, str], bool], tuple[set[int], set[str]]]] = {}
     for name in names:
         if ".lora_" in name:
@@ -70,7 +74,7 @@ def expert_layers(names: Iterable[str]) -> dict[int, LayerNames]:
                 f"tensor {name} belongs to a LoRA adapter, which is not served: merge it first"
             )
         found = _TENSOR.fullmatch(name)
-        if found is None:
+        if found is None or (depth is not None and int(found["layer"]) >= depth):
             continue
         expert, projection = found["expert"], _projection(name, found)
         spelling = STACKED if expert is None else _PROJECTIONS[projection]

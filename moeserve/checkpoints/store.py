@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
+LFS_POINTER = b"version https://git-lfs"  # how a file begins that stands for one that was not fetched
 LENGTH_BYTES = 8  # little-endian length of the JSON header that follows
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -61,6 +62,7 @@ class TensorStore:
     """
 
     def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.entries: dict[str, Entry] = {}
         self.bytes_read = 0
         self._open: dict[Path, Any] = {}
@@ -114,6 +116,10 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _header(file: Path) -> Iterator[tuple[str, Entry]]:
     """Returns the tensors that `file` declares, after checking that the file is as long as they need."""
+    try:
+        check_fetched(file)
+    except OSError as error:  # as a link of a hub cache whose blob is gone
+        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
@@ -150,12 +156,28 @@ def _entry(file: Path, fields: Mapping[str, Any]) -> Entry:
     return Entry(file, str(fields["dtype"]), tuple(int(size) for size in fields["shape"]), stop - start)
 
 
+def check_fetched(file: Path) -> None:
+    """Raises CheckpointError where `file` is a Git LFS pointer, a few lines of text in place of the file."""
+    with file.open("rb") as stream:
+        text = stream.read(1024)
+    if text.startswith(LFS_POINTER):
+        sizes = [line.split()[-1].decode() for line in text.splitlines() if line.startswith(b"size ")]
+        whole = f" of {sizes[0]} bytes" if sizes else ""
+        raise CheckpointError(
+            f"{file} is a Git LFS pointer, not the file{whole} that it stands for: "
+            f"run `git lfs pull` in {file.parent}"
+        )
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Reads a JSON object from `file`. Raises CheckpointError if it is missing or holds anything else."""
     try:
+        check_fetched(file)
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+    except CheckpointError:
+        raise
     except ValueError as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from error
     if not isinstance(found, dict):

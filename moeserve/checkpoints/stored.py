@@ -8,6 +8,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from moeserve.checkpoints.nearest import in_its_place
 from moeserve.checkpoints.store import DTYPES, CheckpointError, Entry, TensorStore
 from moeserve.quant.format import WHOLE
 from moeserve.quant.formats.floats import FLOATS
@@ -104,7 +105,9 @@ class StoredMatrix:
         self, name: str, dtypes: tuple[torch.dtype, ...], expected: tuple[tuple[int, ...], ...]
     ) -> Entry:
         if name not in self.store:
-            raise CheckpointError(f"tensor {name} is missing from the checkpoint")
+            raise CheckpointError(
+                f"tensor {name} is missing from the checkpoint{in_its_place(name, self.store.entries)}"
+            )
         entry = self.store.entries[name]
         if DTYPES.get(entry.dtype) not in dtypes:
             wanted = " or ".join(code for code, dtype in DTYPES.items() if dtype in dtypes)

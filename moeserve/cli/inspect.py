@@ -17,7 +17,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     about = "show layers, experts, shapes, scheme, excluded modules, routing and bytes of a checkpoint"
     parser = subparsers.add_parser("inspect", help=about, description=about)
     parser.add_argument(
-        "words", nargs="*", metavar="CHECKPOINT", help="folder with config.json and safetensors"
+        "words", nargs="*", metavar="CHECKPOINT", help="folder with config.json and safetensors, or org/name"
     )
     parser.add_argument("--checkpoint", metavar="CHECKPOINT", help="the same as the first word")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="spread whole experts over N ranks")
@@ -33,13 +33,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Prints the checkpoint's summary; 1 if it cannot be served, with the reason on stderr."""
     from moeserve.checkpoints.checkpoint import Checkpoint, CheckpointError
+    from moeserve.checkpoints.hub import pinned
     from moeserve.cli.shown.inspect_against import errors_against, errors_json, errors_rows
     from moeserve.cli.shown.inspected import Inspected, columns
 
     try:
         if args.ranks < 1:
             raise ValueError(f"--ranks={args.ranks} must be 1 or more")
-        checkpoint = Checkpoint(one_checkpoint(args.words, args.checkpoint))
+        checkpoint = Checkpoint(pinned(one_checkpoint(args.words, args.checkpoint)))
         found = Inspected.of(checkpoint, args.ranks)
         errors = errors_against(checkpoint, args.against) if args.against else []
     except (CheckpointError, ValueError) as error:

@@ -113,9 +113,10 @@ def _groups(ranks: int, config: Config) -> int:
 
 def _from_vllm(args: argparse.Namespace) -> None:
     """Prints the keys that vLLM's settings stand for and, for a checkpoint, the plan with them."""
+    from moeserve.checkpoints.hub import pinned
     from moeserve.cli.vllm.reading import merged, text
 
-    path = given(args).model.checkpoint
+    path = pinned(given(args).model.checkpoint, folders=False)
     findings = _findings(args, path)
     keys = merged(findings)
     if args.json:

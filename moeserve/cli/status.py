@@ -27,6 +27,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _places(member: Any) -> tuple[object, object, int]:
+    """A member's lane, its owner's place and its slots; "-" for a place that it has not."""
+    lane = member.lane if member.HasField("lane") else "-"
+    return lane, member.owner if member.HasField("owner") else "-", member.slots
+
+
 def text(status: Any) -> str:
     """Formats a GetStatusReply as text."""
     head = [
@@ -38,10 +44,13 @@ def text(status: Any) -> str:
         ),
     ]
     ranks: list[tuple[object, ...]] = [
-        ("rank", "up", "address", "pid", "steps", "expert rows", "weights MiB")
+        ("rank", "lane", "owner", "slots", "up", "address", "pid", "steps", "expert rows", "weights MiB")
     ]
     ranks += [
-        (r.rank, "yes" if r.up else "no", r.address, r.pid, r.steps, r.tokens, round(r.weight_bytes / MIB, 1))
+        (
+            *(r.rank, *_places(r.member), "yes" if r.up else "no"),
+            *(r.address, r.pid, r.steps, r.tokens, round(r.weight_bytes / MIB, 1)),
+        )
         for r in status.ranks
     ]
     layers: list[tuple[object, ...]] = [("layer", "balancedness")]

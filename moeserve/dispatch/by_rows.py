@@ -5,7 +5,7 @@ The step's header tells every rank how many rows each lane brings, so all ranks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -53,9 +53,20 @@ class ByRows(Dispatcher):
             total = total.plus(dispatcher.traffic.dispatched, dispatcher.traffic.combined)
         return total
 
+    def expect(self, number: int, absent: tuple[int, ...] = ()) -> None:
+        """Raises RuntimeError: the dispatcher that was recorded is told, and it is not known here."""
+        raise RuntimeError(
+            f"step {number} is to be replayed by one of several dispatchers; tell the one that was recorded"
+        )
+
+    def exclude(self, seats: Collection[int]) -> None:
+        """Ends the waits of all its dispatchers for the members of `seats`."""
+        for dispatcher in self._dispatchers:
+            dispatcher.exclude(seats)
+
     def late(self) -> tuple[int, ...]:
-        """Ranks that any of them stopped waiting for."""
-        return tuple(sorted({rank for dispatcher in self._dispatchers for rank in dispatcher.late()}))
+        """Seats that any of them stopped waiting for."""
+        return tuple(sorted({seat for dispatcher in self._dispatchers for seat in dispatcher.late()}))
 
     def interrupt(self) -> None:
         """Ends the waits of all its dispatchers."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moeserve.device.machine import kernels_serve
+from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.wire import row_bytes
 from moeserve.experts.batch import ExpertBatch, Grouping
 from moeserve.quant.format import Packed
@@ -85,6 +86,16 @@ def group_rows(
         return batch, Homes(places, torch.where(here, weights, 0.0), None, rows, capacity)
     taken = here.sum(dim=1)
     return batch, Homes(places[here], weights[here], taken.cumsum(0) - taken, rows, capacity)
+
+
+def no_rows(spec: DispatchSpec) -> tuple[ExpertBatch, Homes]:
+    """The batch of a step that brings nothing here. Making it launches work, so it is made once and kept."""
+    none = torch.zeros(0, dtype=torch.int64, device=spec.device)
+    counts = torch.zeros(spec.slots_here, dtype=torch.int32, device=spec.device)
+    offsets = torch.zeros(spec.slots_here + 1, dtype=torch.int32, device=spec.device)
+    tokens = spec.wire.empty((0, spec.hidden), spec.device)
+    homes = Homes(none, none.float(), none, 0, 0)
+    return ExpertBatch(tokens, Grouping.RAGGED, counts, offsets), homes
 
 
 def _grouped_by_kernels(

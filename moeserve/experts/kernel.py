@@ -33,28 +33,55 @@ class Problem:
     model_format: Format  # of hidden states and answers
     shape: ExpertShape  # of this rank: inner is the slice's size when experts are sliced
     experts: int  # E
-    ranks: int
+    lanes: int  # most that bring rows, reserved ones counted
+    owners: int  # most that hold experts, reserved ones counted; every member when experts are sliced
     top_k: int
     lane_rows: int  # most rows one lane brings to a step
     sliced: bool = (
         False  # every rank holds a slice of every expert (tensor parallel) instead of whole experts
     )
-    redundant: int = 0  # slots for replicas, over all ranks
+    redundant: int = 0  # slots for replicas, over all owners
+    reserved_lanes: int = 0  # of `lanes`: that no member has yet
+    reserved_owners: int = 0  # of `owners`: that no member is yet
+    split: bool = False  # some members only bring rows, or only hold experts
+
+    def __post_init__(self) -> None:
+        if self.reserved_owners >= self.owners or self.reserved_lanes > self.lanes:
+            raise ValueError(
+                f"{self.reserved_lanes} of {self.lanes} lanes and {self.reserved_owners} of {self.owners} "
+                "owners are reserved; at least one owner must be there"
+            )
+
+    @property
+    def equal(self) -> bool:
+        """Whether every member is both a lane and an owner, and no place is reserved."""
+        reserved = self.reserved_lanes or self.reserved_owners
+        return self.lanes == self.owners and not (reserved or self.split)
 
     @property
     def slots(self) -> int:
-        """Most experts a rank holds, replicas counted and staging not."""
-        return self.experts if self.sliced else -(-(self.experts + self.redundant) // self.ranks)
+        """Most experts an owner holds, replicas counted and staging not."""
+        return self.experts if self.sliced else -(-(self.experts + self.redundant) // self.owners_here)
+
+    @property
+    def lanes_here(self) -> int:
+        """Lanes that are not only reserved."""
+        return self.lanes - self.reserved_lanes
+
+    @property
+    def owners_here(self) -> int:
+        """Owners that are not only reserved."""
+        return self.owners - self.reserved_owners
 
     @property
     def step_rows(self) -> int:
         """Most rows that all lanes bring to a step together."""
-        return self.ranks * self.lane_rows
+        return self.lanes * self.lane_rows
 
     @property
     def pairs_a_row(self) -> Fraction:
-        """(token, expert) pairs that one rank likely computes for each row that a lane brings to a step."""
-        return Fraction(self.top_k, 1 if self.sliced else self.ranks)
+        """(token, expert) pairs that one owner likely computes for each row that a lane brings to a step."""
+        return Fraction(self.top_k, 1 if self.sliced else self.owners_here)
 
 
 @dataclass(frozen=True, eq=False)

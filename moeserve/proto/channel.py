@@ -14,6 +14,9 @@ MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 KEEPALIVE_MS = 20_000
 
+CONNECT_MS = 5_000
+"""Within which a connection has to stand, with its first frames, before it is tried anew."""
+
 Options = list[tuple[str, Any]]
 
 
@@ -29,7 +32,7 @@ def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_MS // 2),
         ("grpc.initial_reconnect_backoff_ms", 50),
-        ("grpc.min_reconnect_backoff_ms", 50),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_MS),  # by its name a back-off, it is the connect deadline
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.enable_retries", 0),
         ("grpc.enable_http_proxy", 0),

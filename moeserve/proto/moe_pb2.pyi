@@ -113,32 +113,56 @@ class GetTopologyRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Lane(_message.Message):
-    __slots__ = ("rank", "address", "host_id", "capacity")
+    __slots__ = ("rank", "address", "host_id", "capacity", "lane")
     RANK_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     rank: int
     address: str
     host_id: str
     capacity: int
-    def __init__(self, rank: _Optional[int] = ..., address: _Optional[str] = ..., host_id: _Optional[str] = ..., capacity: _Optional[int] = ...) -> None: ...
+    lane: int
+    def __init__(self, rank: _Optional[int] = ..., address: _Optional[str] = ..., host_id: _Optional[str] = ..., capacity: _Optional[int] = ..., lane: _Optional[int] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("seat", "lane", "owner", "position", "slots", "generation")
+    SEAT_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    seat: int
+    lane: int
+    owner: int
+    position: int
+    slots: int
+    generation: int
+    def __init__(self, seat: _Optional[int] = ..., lane: _Optional[int] = ..., owner: _Optional[int] = ..., position: _Optional[int] = ..., slots: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class GetTopologyReply(_message.Message):
-    __slots__ = ("lanes", "generation", "epoch", "serving", "reason", "max_message_bytes")
+    __slots__ = ("lanes", "generation", "epoch", "serving", "reason", "max_message_bytes", "members", "max_lanes", "max_owners")
     LANES_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LANES_FIELD_NUMBER: _ClassVar[int]
+    MAX_OWNERS_FIELD_NUMBER: _ClassVar[int]
     lanes: _containers.RepeatedCompositeFieldContainer[Lane]
     generation: int
     epoch: int
     serving: bool
     reason: str
     max_message_bytes: int
-    def __init__(self, lanes: _Optional[_Iterable[_Union[Lane, _Mapping]]] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., serving: _Optional[bool] = ..., reason: _Optional[str] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    max_lanes: int
+    max_owners: int
+    def __init__(self, lanes: _Optional[_Iterable[_Union[Lane, _Mapping]]] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., serving: _Optional[bool] = ..., reason: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., max_lanes: _Optional[int] = ..., max_owners: _Optional[int] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
     __slots__ = ("placement",)
@@ -205,7 +229,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self, experts: _Optional[bool] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "up", "address", "steps", "tokens", "weight_bytes", "bytes_read", "pid")
+    __slots__ = ("rank", "up", "address", "steps", "tokens", "weight_bytes", "bytes_read", "pid", "member")
     RANK_FIELD_NUMBER: _ClassVar[int]
     UP_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +238,7 @@ class RankStatus(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     BYTES_READ_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
     rank: int
     up: bool
     address: str
@@ -222,7 +247,8 @@ class RankStatus(_message.Message):
     weight_bytes: int
     bytes_read: int
     pid: int
-    def __init__(self, rank: _Optional[int] = ..., up: _Optional[bool] = ..., address: _Optional[str] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., bytes_read: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+    member: Member
+    def __init__(self, rank: _Optional[int] = ..., up: _Optional[bool] = ..., address: _Optional[str] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., bytes_read: _Optional[int] = ..., pid: _Optional[int] = ..., member: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
 
 class LayerLoad(_message.Message):
     __slots__ = ("layer", "balancedness", "tokens", "prefill_tokens")
@@ -237,7 +263,7 @@ class LayerLoad(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., balancedness: _Optional[float] = ..., tokens: _Optional[_Iterable[int]] = ..., prefill_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetStatusReply(_message.Message):
-    __slots__ = ("state", "reason", "generation", "epoch", "steps", "jobs", "queued", "in_flight", "ranks", "layers", "version")
+    __slots__ = ("state", "reason", "generation", "epoch", "steps", "jobs", "queued", "in_flight", "ranks", "layers", "version", "max_lanes", "max_owners")
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -249,6 +275,8 @@ class GetStatusReply(_message.Message):
     RANKS_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    MAX_LANES_FIELD_NUMBER: _ClassVar[int]
+    MAX_OWNERS_FIELD_NUMBER: _ClassVar[int]
     state: str
     reason: str
     generation: int
@@ -260,7 +288,9 @@ class GetStatusReply(_message.Message):
     ranks: _containers.RepeatedCompositeFieldContainer[RankStatus]
     layers: _containers.RepeatedCompositeFieldContainer[LayerLoad]
     version: str
-    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., jobs: _Optional[int] = ..., queued: _Optional[int] = ..., in_flight: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[LayerLoad, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
+    max_lanes: int
+    max_owners: int
+    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., jobs: _Optional[int] = ..., queued: _Optional[int] = ..., in_flight: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[LayerLoad, _Mapping]]] = ..., version: _Optional[str] = ..., max_lanes: _Optional[int] = ..., max_owners: _Optional[int] = ...) -> None: ...
 
 class RebalanceRequest(_message.Message):
     __slots__ = ("dry_run", "policy", "max_moves")

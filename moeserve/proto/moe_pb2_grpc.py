@@ -375,7 +375,7 @@ class FrontServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetTopology(self, request, context):
-        """The lanes, where they answer, and the generation of the group.
+        """The lanes, where they answer, the members of the group and its generation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

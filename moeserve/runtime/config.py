@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from moeserve.checkpoints.hub import path_from
 from moeserve.checkpoints.load_as import scheme_to_load_as
 from moeserve.dispatch.backends import dispatcher_named
 from moeserve.experts.balance import BALANCERS
@@ -45,7 +46,7 @@ class ConfigError(ValueError):
 class ModelConfig:
     """The checkpoint that is served, and how."""
 
-    checkpoint: str = ""  # folder with config.json and safetensors; in a file, relative to the file's folder
+    checkpoint: str = ""  # folder with config.json and safetensors, or org/name of a hub; see `resolved`
     name: str = ""  # as clients call it; the folder's name when empty
     dtype: str = AUTO  # of hidden states and unquantized experts: auto (the checkpoint's), fp32, bf16, fp16
     load_as: str = ""  # a scheme that experts are quantized to while they are loaded; as stored when empty
@@ -96,6 +97,7 @@ class StepConfig:
     max_step_tokens: int = 16384  # over all lanes
     quiet_seconds: float = 0.0005  # a step with company waits until no job came for so long
     gather_seconds: float = 0.004  # but never longer than this after its oldest job
+    due_seconds: float = 1.0  # a job is due so long after it came, or at its deadline where that is earlier
     timeout_seconds: float = 30.0  # of one collective; a rank that does not answer by then is lost
     late_seconds: float = 0.0  # a dispatcher over peer memory waits so long for a rank; 0: timeout_seconds
     on_late: str = FAIL  # what becomes of a step without a late rank's rows: fail, or drop them and go on
@@ -119,6 +121,7 @@ class BalanceConfig:
     max_moves: int = 0  # of one look, over all layers; 0: as many as pay
     staging_slots: int = 2  # of a rank: experts it can copy in beside those it serves
     move_bytes_per_second: float = 2e9  # into a rank; 0: as fast as they come
+    copy_seconds: float = 20.0  # for a peer to give the next bytes of a copy; then the disk is read
     prepare_timeout_seconds: float = 60.0  # of one layer's copies; then they are abandoned
     replica_choice: str = "auto"  # how a lane picks one of an expert's replicas: hash, waterfill, lp, auto
 
@@ -132,6 +135,12 @@ class ServerConfig:
     metrics_port: int = 9400  # the head's; rank r takes this + 1 + r; 0 picks free ones, -1 turns metrics off
     max_message_bytes: int = 256 << 20
     max_concurrent_calls: int = 256  # a lane refuses more, with pushback
+    max_streams: int = 256  # that are open at a lane or the front door; it refuses more, with pushback
+    max_held_bytes: int = 2 << 30  # of the calls that a lane or the front door holds; it refuses more
+    request_seconds: float = 30.0  # within which the message of a call has to arrive
+    drain_seconds: float = 10.0  # for calls under way when the service is told to stop
+    unread_seconds: float = 30.0  # within which the caller of a stream has to take a reply
+    reload_root: str = ""  # folder below which a checkpoint has to be to be reloaded; empty: anywhere
     region_bytes: int = 4 << 30  # of shared memory a rank may hand out
     allow_named_regions: bool = False  # unsafe: clients may register any shared-memory object by name
 
@@ -145,6 +154,23 @@ class ClusterConfig:
     cpus_per_rank: float = 1.0
     threads_per_rank: int = 0  # torch threads; 0: cores / ranks of a host, at least 1
     start_timeout_seconds: float = 600.0
+    give_up_seconds: float = 0.0  # without serving, once it has served: then the service ends; 0: never
+    connect_seconds: float = 30.0  # for a rank to reach the head
+    hello_seconds: float = 10.0  # for whoever connects to the head to introduce itself as a rank
+    answer_seconds: float = 10.0  # for a rank's process to answer that a generation forms
+    prepare_seconds: float = 120.0  # between two layers that a rank reads while a generation forms
+    join_seconds: float = 300.0  # for the ranks' process group and dispatchers
+    adopt_seconds: float = 60.0  # for every rank to serve a change of the epoch that was decided
+    send_seconds: float = 5.0  # while a rank takes nothing of what the head sends it
+
+
+@dataclass(frozen=True)
+class MembersConfig:
+    """How many members the group has room for, and what its GPUs leave to others."""
+
+    max_lanes: int = 0  # that bring rows, callers' own ones with them; 0: as many as ranks
+    max_owners: int = 0  # that hold experts; 0: as many as ranks
+    held_multiprocessors: int = 0  # of each GPU: that waiting kernels of others may hold
 
 
 LAST_PORT = 65535
@@ -159,9 +185,21 @@ POSITIVE = frozenset(
         "balance.interval_seconds",
         "balance.staging_slots",
         "balance.prepare_timeout_seconds",
+        "balance.copy_seconds",
         "server.max_concurrent_calls",
+        "server.max_streams",
+        "server.max_held_bytes",
+        "server.request_seconds",
+        "server.unread_seconds",
         "server.max_message_bytes",
         "cluster.start_timeout_seconds",
+        "cluster.connect_seconds",
+        "cluster.hello_seconds",
+        "cluster.answer_seconds",
+        "cluster.prepare_seconds",
+        "cluster.join_seconds",
+        "cluster.adopt_seconds",
+        "cluster.send_seconds",
     }
 )
 """Keys whose numbers must be more than 0; no other number but a port may be under 0."""
@@ -176,6 +214,7 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     step: StepConfig = field(default_factory=StepConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    members: MembersConfig = field(default_factory=MembersConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
@@ -195,9 +234,16 @@ class Config:
         return config.resolved(Path(path).absolute().parent)
 
     def resolved(self, folder: Path) -> Config:
-        """This configuration with its relative paths taken from `folder`; empty ones stay empty."""
-        paths = {"model.checkpoint": self.model.checkpoint, "plan.costs": self.plan.costs}
-        return self.with_values({key: str(folder / path) for key, path in paths.items() if path})
+        """This configuration with its relative paths taken from `folder` and `~` expanded.
+
+        Empty ones stay empty. `org/name` stays where no such folder exists: it is a repository of a hub.
+        """
+        paths: dict[str, str] = {}
+        if self.model.checkpoint:
+            paths["model.checkpoint"] = path_from(folder, self.model.checkpoint)
+        if self.plan.costs:
+            paths["plan.costs"] = str(folder / Path(self.plan.costs).expanduser())
+        return self.with_values(paths)
 
     def with_values(self, values: Mapping[str, Any]) -> Config:
         """This configuration with dotted keys replaced, such as `{"server.port": 0}`."""
@@ -231,9 +277,27 @@ class Config:
             _ = self.parallel.mesh, self.plan.wanted
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        self._check_members()
         self._check_ports()
         self._check_load_as()
         return self
+
+    def _check_members(self) -> None:
+        """Room for fewer than the ranks is refused here, room for more than a dispatcher has in its plan."""
+        mesh = self.parallel.mesh
+        for name, what in (("max_lanes", "lane"), ("max_owners", "place that holds experts")):
+            count = getattr(self.members, name)
+            if 0 < count < mesh.ranks:
+                raise ConfigError(
+                    f"members.{name} = {count} is less than the {mesh.ranks} ranks, "
+                    f"each of which has a {what}; give 0 (as many as ranks), or {mesh.ranks} or more"
+                )
+        if mesh.sliced and self.members.max_owners > mesh.ranks:
+            raise ConfigError(
+                f"members.max_owners = {self.members.max_owners} is more than the {mesh.ranks} ranks, "
+                "which hold slices of every expert, so that no other member can hold experts; "
+                "set parallel.enable_expert_parallel"
+            )
 
     def _check_ports(self) -> None:
         """gRPC takes a port over 65535 modulo 65536, and would listen at another one than was said."""

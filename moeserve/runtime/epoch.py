@@ -1,52 +1,79 @@
-"""`Epoch`: the one way the world changes. First load, rebalance, lost or joined rank: each is epoch n -> n +
-1.
-"""
+"""`Epoch`: the one way the world changes: first load, rebalance, one lost or joined; each is the next."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeserve.experts.balance.room import even_with_room
-from moeserve.experts.placement import EMPTY, Move, Placement
+from moeserve.dispatch.members import Member, Members
+from moeserve.experts.balance.room import slots_a_rank
+from moeserve.experts.placement import EMPTY, Move, Placement, slots_within
 from moeserve.runtime.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """A numbered state of the group: its mesh, where every expert is, and which weights are served.
+    """A numbered state of the group: its members, where every expert is, and which weights are served.
+
+    `mesh` is the one the service started with. An owner's place keeps its slot numbers while members come and
+    go: without a member it has no room. When experts are sliced, the placement has the one owner that all
+    members are together.
 
     Weights are reloaded layer by layer, so each layer has a version of its own: `versions [L]`, or () while
     all are at 1. Version v was read from the checkpoint folder `weights[v - 1]`; the empty name is the
     configured one, which is the first; names of versions that no layer is at any more are empty too.
+
+    Raises ValueError for a placement of other owners than `members` has room for, or with experts' room where
+    no member is.
     """
 
     number: int
     mesh: Mesh
     placement: Placement
+    members: Members
     versions: tuple[int, ...] = ()
     weights: tuple[str, ...] = ("",)
 
+    def __post_init__(self) -> None:
+        owners = 1 if self.mesh.sliced else self.members.max_owners
+        if self.placement.owners != owners:
+            raise ValueError(
+                f"a placement on {self.placement.owners} owners is not of a group with room for {owners}"
+            )
+        held = [owner for owner, room in enumerate(self.placement.room) if room]
+        if not self.mesh.sliced and (
+            away := [owner for owner in held if self.members.seat_of_owner[owner] is None]
+        ):
+            raise ValueError(f"owners {away} have room for experts, and no member is there to hold them")
+
     @classmethod
-    def first(cls, mesh: Mesh, layers: int, experts: int, redundant: int = 0) -> Epoch:
+    def first(
+        cls, mesh: Mesh, layers: int, experts: int, redundant: int = 0, members: Members | None = None
+    ) -> Epoch:
         """Epoch 1, the load: experts spread evenly, and the slots of `redundant` replicas left empty.
 
-        Raises ValueError where they do not divide over the ranks, or experts are sliced.
+        `members` are by default the mesh's ranks; places of owners that they only reserve have no room.
+        Raises ValueError where redundant experts do not divide over the owners, or experts are sliced.
         """
         if redundant and mesh.sliced:
             raise ValueError(
                 f"{redundant} redundant experts: ranks hold slices of every expert, which have no replicas"
             )
-        return cls(1, mesh, even_with_room(layers, experts, mesh.owners, redundant))
+        found = mesh.members() if members is None else members
+        present = (True,) if mesh.sliced else tuple(seat is not None for seat in found.seat_of_owner)
+        stride = slots_a_rank(experts, sum(present), redundant)
+        room = tuple(stride if there else 0 for there in present)
+        return cls(1, mesh, Placement.blocks(layers, experts, stride, room), found)
 
     def moved(self, layer: int, slots: NDArray[np.int32]) -> Epoch:
         """The epoch with `slots [S]` at `layer` (a position), and every other layer as it is."""
         rows = self.placement.slots.copy()
         rows[layer] = slots
-        return self._next(placement=Placement(rows, self.placement.ranks, self.placement.experts))
+        return self._next(placement=self.placement.with_slots(rows))
 
     def reloaded(self, layer: int, version: int) -> Epoch:
         """This placement with the weights of `version`, one of `weights`, at `layer` (a position)."""
@@ -74,67 +101,91 @@ class Epoch:
         """The oldest version of the weights that any layer is at."""
         return min(self.versions, default=1)
 
-    def without(self, lost: Collection[int]) -> Epoch:
-        """The survivors of `lost` ranks: experts that lost their last replica move into spare slots.
+    def without(self, seats: Collection[int]) -> Epoch:
+        """This epoch when the members of `seats` are lost; nobody else's place moves.
 
-        Raises ValueError when experts are sliced (a lost slice can only return), or when the survivors have
-        too few spare slots (empty ones, and second replicas).
+        Their owners' places lose their room, and experts that lost their last replica move into spare slots
+        of the survivors. Raises ValueError for a vacant seat, when no owner survives, when experts are sliced
+        (a lost slice can only return), or when the survivors have too few spare slots (empty ones, and second
+        replicas).
         """
-        if self.mesh.sliced:
+        lost = {owner for seat in seats if (owner := self._member(seat).owner) is not None}
+        if lost and self.mesh.sliced:
             raise ValueError(
-                f"ranks {sorted(lost)} hold slices of every expert; the group cannot serve without them"
+                f"seats {sorted(seats)} hold slices of every expert; the group cannot serve without them"
             )
-        keep = [rank for rank in range(self.mesh.ranks) if rank not in set(lost)]
-        if not keep:
-            raise ValueError("no rank survives")
-        rows = [
-            np.concatenate([self.placement.of_rank(layer, rank) for rank in keep])
-            for layer in range(self.placement.layers)
-        ]
-        slots = np.stack([_fill(row, self.placement.experts, layer) for layer, row in enumerate(rows)])
-        return self._next(
-            mesh=_expert_mesh(len(keep)), placement=Placement(slots, len(keep), self.placement.experts)
-        )
+        members, placement = self.members.without(seats), self.placement
+        if not any(member.owner is not None for member in members.present):
+            raise ValueError("no member that holds experts survives")
+        if lost:
+            room = tuple(0 if owner in lost else each for owner, each in enumerate(placement.room))
+            usable = slots_within(room, placement.slots_per_owner)
+            rows = np.where(usable, placement.slots, EMPTY)
+            slots = np.stack([_fill(row, usable, placement, layer) for layer, row in enumerate(rows)])
+            placement = replace(placement, slots=slots, room=room)
+        return self._next(members=members, placement=placement)
 
-    def joined(self, ranks: int) -> Epoch:
-        """`ranks` more ranks at the end, their slots filled with replicas of the experts that have fewest."""
+    def joined(self, member: Member, room: int | None = None) -> Epoch:
+        """`member` takes a reserved seat; one that only brings rows changes no placement.
+
+        An owner's place gets `room` slots, by default all its numbers, filled with replicas of the experts
+        that have fewest; slots are left empty where it holds every expert. Raises ValueError for a seat, lane
+        or owner's place that is taken or beyond what is reserved, and for an owner when experts are sliced.
+        """
+        members, placement = self.members.plus(member), self.placement
+        if member.owner is None:
+            return self._next(members=members)
         if self.mesh.sliced:
             raise ValueError("a group whose ranks hold slices of every expert cannot grow")
-        total, width = self.mesh.ranks + ranks, self.placement.slots_per_rank
-        slots = np.full((self.placement.layers, total * width), EMPTY, dtype=np.int32)
-        slots[:, : self.placement.slots.shape[1]] = self.placement.slots
+        stride = placement.slots_per_owner
+        rooms, slots = list(placement.room), placement.slots.copy()
+        rooms[member.owner] = stride if room is None else room
+        if not 0 <= rooms[member.owner] <= stride:
+            raise ValueError(f"room={room} of a new owner must be 0 to {stride}, what an owner's place has")
+        first = member.owner * stride
         for row in slots:
-            copies = np.bincount(row[row != EMPTY], minlength=self.placement.experts)
-            for slot in range(self.placement.slots.shape[1], total * width):
-                row[slot] = copies.argmin()
-                copies[row[slot]] += 1
-        return self._next(mesh=_expert_mesh(total), placement=Placement(slots, total, self.placement.experts))
+            copies = np.bincount(row[row != EMPTY], minlength=placement.experts)
+            rarest = np.argsort(copies, kind="stable")[: rooms[member.owner]]
+            row[first : first + len(rarest)] = rarest
+        return self._next(members=members, placement=replace(placement, slots=slots, room=tuple(rooms)))
+
+    def slots_of(self, member: Member) -> int:
+        """How many slots of each layer `member` has; 0 without an owner's place."""
+        if member.owner is None:
+            return 0
+        return self.placement.room[0 if self.mesh.sliced else member.owner]
+
+    def _member(self, seat: int) -> Member:
+        if seat not in self.members.seats:
+            raise ValueError(f"seat {seat} is vacant; the members have seats {list(self.members.seats)}")
+        return self.members.at(seat)
 
     def _next(self, **changes: object) -> Epoch:
         return replace(self, number=self.number + 1, **changes)  # type: ignore[arg-type]
 
 
-def _expert_mesh(ranks: int) -> Mesh:
-    return Mesh(dp=ranks, tp=1, ep=ranks)
+def _fill(row: NDArray[np.int32], usable: NDArray[np.bool_], of: Placement, layer: int) -> NDArray[np.int32]:
+    """Puts experts without a slot into empty slots first, then over second replicas, owners in turn.
 
-
-def _fill(row: np.ndarray, experts: int, layer: int) -> np.ndarray:
-    """Puts experts without a slot into empty slots first, then over second replicas."""
+    `row [S]` are the slots of one layer of placement `of`, of which the `usable` ones may be filled.
+    """
     row = row.copy()
-    missing = sorted(set(range(experts)) - set(row.tolist()))
-    seen: set[int] = set()
-    spare = [slot for slot, expert in enumerate(row) if expert == EMPTY]
-    for slot, expert in enumerate(row.tolist()):
-        if expert in seen:
-            spare.append(slot)
-        elif expert != EMPTY:
-            seen.add(expert)
+    missing = sorted(set(range(of.experts)) - set(row.tolist()))
+    first = {expert: slot for slot, expert in reversed(list(enumerate(row.tolist())))}
+    turns: Counter[tuple[bool, int]] = Counter()
+    spare = []  # (holds a replica, how many of its owner come before, slot)
+    for slot in np.flatnonzero(usable).tolist():
+        replica = bool(row[slot] != EMPTY)
+        if not replica or first[int(row[slot])] != slot:
+            kind = (replica, slot // of.slots_per_owner)
+            spare.append((replica, turns[kind], slot))
+            turns[kind] += 1
     if len(missing) > len(spare):
         raise ValueError(
             f"layer {layer}: {len(missing)} experts lost their last replica, "
             f"and the survivors have {len(spare)} spare slots"
         )
-    for slot, expert in zip(spare, missing, strict=False):
+    for (_, _, slot), expert in zip(sorted(spare), missing, strict=False):
         row[slot] = expert
     return row
 

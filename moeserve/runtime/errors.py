@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 
 
@@ -29,6 +30,22 @@ class LaneFull(RuntimeError):
     def __init__(self, message: str, pushback: float) -> None:
         super().__init__(message)
         self.pushback = pushback
+
+
+FIRST_PUSHBACK = 0.05  # seconds, after a first refusal
+LONGEST_PUSHBACK = 2.0
+
+
+def pushback(refusals: int) -> float:
+    """Seconds after which whoever was refused so often in a row may come back: longer each time, and never
+    at the same time as others.
+    """
+    longest: float = min(LONGEST_PUSHBACK, FIRST_PUSHBACK * 2.0 ** min(refusals - 1, 30))
+    return longest * random.uniform(0.5, 1.0)
+
+
+class BatchTooLarge(ValueError):
+    """A call has more rows than a lane takes at once; names both."""
 
 
 class DeadlinePassed(TimeoutError):

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moeserve.dispatch.members import Members
+
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the group: `ep` is 1 or `dp * tp`.
+    """Sizes of the group as it starts: `ep` is 1 or `dp * tp`.
+
+    It is of ranks: members that are both, with a lane and a place that holds experts. Who else is there, and
+    who has left since, is in an epoch's `members`.
 
     With `ep = dp * tp` every expert is whole on one rank. With `ep = 1` and several ranks, every rank holds
     its 1 / (dp * tp) slice of every expert. Every rank has a lane with rows of its own either way.
@@ -32,6 +37,10 @@ class Mesh:
     def ranks(self) -> int:
         """How many ranks the group has."""
         return self.dp * self.tp
+
+    def members(self, max_lanes: int = 0, max_owners: int = 0) -> Members:
+        """The ranks as members, with room for so many lanes and owners; 0: for no more than the ranks."""
+        return Members.of_ranks(self.ranks, max_lanes, max_owners)
 
     @property
     def slices(self) -> int:

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from moeserve.checkpoints.checkpoint import Checkpoint
+from moeserve.checkpoints.hub import HubId, repository_of
+from moeserve.dispatch.members import Members
 from moeserve.experts.kernel import Problem
 from moeserve.quant.format import Format, Scheme
 from moeserve.quant.formats import format_named
@@ -30,6 +32,13 @@ class Served:
     on_late: str = FAIL  # or "drop": a step goes on without a late rank's rows
     graph_rows: int = 256  # of the fullest lane, up to which a GPU's steps are CUDA graphs; 0: none are
     redundant: int = 0  # slots for replicas, over all ranks
+    max_lanes: int = 0  # that the group has room for; 0: as many as ranks
+    max_owners: int = 0
+
+    @property
+    def members(self) -> Members:
+        """The members that the service starts with, its ranks, and the room that is reserved for others."""
+        return self.mesh.members(self.max_lanes, self.max_owners)
 
     def scheme(self, layer: int) -> Scheme:
         """How `layer` computes: whatever the checkpoint leaves in plain floats is in the served dtype."""
@@ -60,16 +69,20 @@ class Served:
 
     def problem(self, layer: int) -> Problem:
         """The problem that a plan has to solve for `layer`."""
+        members, ranks = self.members, self.mesh.ranks
         return Problem(
             scheme=self.scheme(layer),
             model_format=self.model_format,
             shape=self.checkpoint.shape(layer, self.mesh.slices),
             experts=self.checkpoint.num_experts,
-            ranks=self.mesh.ranks,
+            lanes=members.max_lanes,
+            owners=members.max_owners,
             top_k=self.checkpoint.top_k,
             lane_rows=self.lane_rows,
             sliced=self.mesh.sliced,
             redundant=self.redundant,
+            reserved_lanes=members.max_lanes - ranks,
+            reserved_owners=members.max_owners - ranks,
         )
 
 
@@ -93,9 +106,14 @@ def served_from(config: Config) -> Served:
         config.step.on_late,
         config.step.graph_rows,
         config.balance.redundant_experts,
+        config.members.max_lanes,
+        config.members.max_owners,
     )
 
 
 def model_name(config: Config) -> str:
-    """The name clients may give."""
-    return config.model.name or Path(config.model.checkpoint).resolve().name
+    """The name clients may give: the one configured, else `org/name` of a hub, else the folder's."""
+    named = config.model.checkpoint
+    repository = HubId.of(named)
+    of_hub = repository.repository if repository else repository_of(Path(named).resolve())
+    return config.model.name or of_hub or Path(named).resolve().name

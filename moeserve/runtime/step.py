@@ -1,5 +1,5 @@
-"""What time is made of: `Job` (one call's rows on one lane), `Announcement` of it, `Step` (one layer, all
-ranks).
+"""What time is made of: `Job` (one call's rows on one lane), `Announcement` of it, `Step` (one layer, run by
+the members that take part).
 """
 
 from __future__ import annotations
@@ -13,12 +13,19 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from moeserve.dispatch.members import Member, Members
+
+FIRST_NUMBER = 1 << 20
+"""The number of a service's first step. The steps that a rank runs by itself before it serves are numbered
+from 1 and stay below, so that the numbers of its dispatchers only rise.
+"""
+
 
 @dataclass(frozen=True)
 class Announcement:
     """What the sequencer knows of a job: a few bytes."""
 
-    rank: int
+    lane: int
     job: int  # numbered by the door
     layer: int
     rows: int
@@ -27,7 +34,8 @@ class Announcement:
 
 @dataclass(frozen=True)
 class Step:
-    """One layer run by all ranks at once. `jobs[r]` are rank r's (job, rows); a lane may bring none.
+    """One layer run at once by the members that take part. `jobs[l]` are lane l's (job, rows); a lane without
+    any is not named by the step.
 
     Row counts are binding: a job cancelled after sequencing still takes its rows, its ids EMPTY.
     """
@@ -35,26 +43,31 @@ class Step:
     number: int
     epoch: int
     layer: int
-    jobs: tuple[tuple[tuple[int, int], ...], ...]
+    jobs: tuple[tuple[tuple[int, int], ...], ...]  # by lane, reserved ones too
 
     @property
     def lane_rows(self) -> tuple[int, ...]:
-        """The rows that each lane brings, by rank."""
+        """The rows that each lane brings, by lane."""
         return tuple(sum(rows for _, rows in lane) for lane in self.jobs)
 
-    def header(self, rank: int) -> Header:
-        """The part of the step that `rank` is sent."""
-        return Header(self.number, self.epoch, self.layer, self.lane_rows, self.jobs[rank])
+    def seats(self, members: Members) -> tuple[int, ...]:
+        """The seats that take part, ascending: every owner's, and those whose lanes bring rows."""
+        return members.in_step(self.lane_rows)
+
+    def header(self, member: Member) -> Header:
+        """The part of the step that `member` is sent; without a lane it has no jobs."""
+        jobs = () if member.lane is None else self.jobs[member.lane]
+        return Header(self.number, self.epoch, self.layer, self.lane_rows, jobs)
 
 
 @dataclass(frozen=True)
 class Header:
-    """A step as one rank sees it: its own jobs, and how many rows every lane brings."""
+    """A step as one member sees it: its own jobs, and how many rows every lane brings."""
 
     number: int
     epoch: int
     layer: int
-    lane_rows: tuple[int, ...]
+    lane_rows: tuple[int, ...]  # by lane, reserved ones too
     jobs: tuple[tuple[int, int], ...]  # (job, rows)
 
 
@@ -79,10 +92,10 @@ class Job:
     hidden: Tensor  # [T, H]
     experts: Tensor  # [T, K] int32
     weights: Tensor  # [T, K] float32
-    deadline: float  # time.time() seconds; inf for none
-    ended: Callable[[Job], None]  # called once, by the thread that ends it
+    deadline: float  # time.monotonic() seconds; inf for none
+    ended: Callable[[Job], None]  # called by the thread that ends it; after `disown` nobody hears of it
     weights_version: int = 0  # the one it must be computed with; 0: whichever is served
-    created: float = field(default_factory=time.time)
+    created: float = field(default_factory=time.monotonic)
     output: Tensor | None = None  # [T, H]
     stamp: Stamp = NOT_YET
     error: Exception | None = None
@@ -97,10 +110,18 @@ class Job:
         self.error = error
         self.ended(self)
 
+    def disown(self) -> None:
+        """Lets go of the call that the job is a part of, whose answer or failure is there."""
+        self.ended = _nobody
+
+
+def _nobody(job: Job) -> None:
+    """Hears that a job ended whose call has ended already."""
+
 
 @dataclass(frozen=True)
 class Phases:
-    """One step's seconds, rows and bytes on one rank. On a GPU the seconds are those of the launches."""
+    """One step's seconds, rows and bytes on one member. On a GPU the seconds are those of the launches."""
 
     dispatch: float
     compute: float
@@ -121,7 +142,7 @@ class StepRecord:
     lane_rows: int  # rows this lane brought
     wait: float  # seconds from its earliest job's arrival at the door to the step's start
     phases: Phases
-    late: tuple[int, ...] = ()  # ranks whose rows it went without
+    late: tuple[int, ...] = ()  # seats whose rows it went without
 
 
 @dataclass(frozen=True, eq=False)

@@ -172,7 +172,7 @@ def test_a_rank_reads_only_the_experts_it_owns(family: str, fused: bool, tmp_pat
     placement = Placement.even(2, 8, 4)
     for rank, checkpoint in enumerate(ranks):
         for layer in checkpoint.layers:
-            owned = [int(expert) for expert in placement.of_rank(layer, rank)]
+            owned = [int(expert) for expert in placement.of_owner(layer, rank)]
             assert checkpoint.experts(layer, owned).experts == len(owned)
         assert checkpoint.bytes_read == 2 * 2 * checkpoint.expert_nbytes(0)
     named = [name for layer in ranks[0].layers for name in ranks[0].tensors(layer)]

@@ -47,6 +47,11 @@ def scribble(path: Path) -> None:
     (path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"[]" + b"{not a header")
 
 
+def no_dtype(path: Path) -> None:
+    edit_config(path, dtype=None, torch_dtype=None)
+    rewrite(path, lambda tensors: {name: tensor.to(torch.int8) for name, tensor in tensors.items()})
+
+
 def config(**keys: object) -> Damage:
     return lambda path: edit_config(path, **keys)
 
@@ -62,7 +67,10 @@ PLAIN: dict[str, tuple[Damage, str]] = {
         store(GATE, lambda t: t[GATE][:, :60]),
         f"tensor {GATE} must have shape [128, 64], found [128, 60]",
     ),
-    "wrong dtype": (store(GATE, lambda t: t[GATE].half()), f"tensor {GATE} must be F32, found F16"),
+    "wrong dtype": (
+        store(GATE, lambda t: t[GATE].to(torch.int8)),
+        f"tensor {GATE} must be F32 or F16 or BF16, found I8",
+    ),
     "unexpected tensor": (
         store(SCALE, lambda t: torch.ones(1, 1)),
         f"layer 1 (fp32) has the unexpected tensor {SCALE}; a projection has weight",
@@ -113,7 +121,7 @@ PLAIN: dict[str, tuple[Damage, str]] = {
         config(hidden_size="64"),
         "config.json: hidden_size must be a positive whole number, found '64'",
     ),
-    "no dtype": (config(dtype=None, torch_dtype=None), "config.json has no key dtype (or torch_dtype)"),
+    "no dtype": (no_dtype, "config.json has no key dtype (or torch_dtype), and no tensor is float32, "),
     "odd dtype": (config(dtype="int8"), "dtype must be one of float32, bfloat16, float16, found 'int8'"),
     "dense layer with experts": (
         config(mlp_only_layers=[1]),

@@ -36,7 +36,10 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("document", "said"),
     [
-        ("[modle]\n", "unknown key modle; known: model, parallel, plan, step, balance, server, cluster"),
+        (
+            "[modle]\n",
+            "unknown key modle; known: model, parallel, plan, step, balance, members, server, cluster",
+        ),
         ("[server]\nprot = 1\n", "unknown key server.prot; known: server.host, server.port"),
         ("[server]\nport = '50051'\n", "server.port must be int, not '50051'"),
         ("[parallel]\ndata_parallel_size = 0\n", "0"),

@@ -13,6 +13,7 @@ from costing_ranks import FITTING
 
 from moeserve.cli import main
 from moeserve.cli.shown.tables import table
+from moeserve.cli.shown.units import human
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.experts.kernels import KERNELS
 
@@ -94,6 +95,30 @@ def test_another_systems_name_of_a_dispatcher_is_understood(
 ) -> None:
     (plan,) = planned(["--checkpoint", checkpoint, "--all2all-backend", "ag_rs", *EP4], capsys)["plans"]
     assert [dispatcher["name"] for dispatcher in plan["dispatchers"]] == ["allgather_reducescatter"]
+
+
+def test_reserved_seats_cost_what_the_plan_says(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--checkpoint", checkpoint, "--device", "cpu", *EP4, "--all2all-backend=nvlink_ht"]
+    bare = planned(words, capsys)
+    assert bare["reserved"] == {"lanes": 0, "owners": 0, "dispatch": 0, "workspace": 0}
+    room = ["--max-lanes", "10", "--max-owners", "5"]
+    wide = planned([*words, *room], capsys)
+    reserved = wide["reserved"]
+    assert (reserved["lanes"], reserved["owners"]) == (6, 1)
+    for what in ("dispatch", "workspace"):
+        assert wide["memory"][what] - bare["memory"][what] == reserved[what] > 0
+    assert wide["memory"]["weights"] == bare["memory"]["weights"]
+    assert main(["plan", *words]) == 0
+    assert "reserved seats" not in capsys.readouterr().out
+    assert main(["plan", *words, *room]) == 0
+    shown = capsys.readouterr().out
+    text = f"{human(reserved['dispatch'])} of dispatch buffers, {human(reserved['workspace'])} of workspace"
+    assert f"reserved seats: +6 lanes, +1 owners: {text}\n" in shown
+    assert main(["plan", "--checkpoint", checkpoint, "--device", "cpu", *EP4, *room]) == 0
+    text = (
+        "serves groups in which every member has a lane and experts; here are 6 lanes and 1 owners reserved"
+    )
+    assert f"not local: {text}\n" in capsys.readouterr().out
 
 
 def test_an_unknown_machine_is_refused_with_those_known(
@@ -187,7 +212,9 @@ def test_dispatchers_are_measured_and_the_plan_follows(
         assert all(point["dispatch"] > 0 and point["combine"] > 0 for point in points)
     assert {dispatcher["name"] for dispatcher in plan["dispatchers"]} <= FITTING
     assert plan["dispatchers"][-1]["up_to"] == plan["costs"]["setting"]["lane_rows"] == 16
-    assert (plan["costs"]["setting"]["ranks"], plan["costs"]["setting"]["device"]) == (2, "cpu")
+    setting = plan["costs"]["setting"]
+    assert [setting[name] for name in ("lanes", "owners", "max_lanes", "max_owners")] == [2] * 4
+    assert setting["device"] == "cpu"
     (kept,) = (measuring.parent / "costs").iterdir()
     assert json.loads(kept.read_text()) == plan["costs"]
 

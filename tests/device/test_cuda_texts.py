@@ -51,6 +51,15 @@ def test_a_text_is_short_and_includes_no_header(package: str, name: str) -> None
     assert not re.search(r"^\s*#\s*include", text, re.MULTILINE), "a user's machine has no headers"
 
 
+@pytest.mark.parametrize("name", sorted(USED[steps.__package__]))
+def test_what_other_blocks_write_is_waited_for_within_a_bound(name: str) -> None:
+    """A word that other blocks of a launch write is read with acquire: here only by `await_blocks`."""
+    text = source(steps.__package__, name)
+    acquired = len(re.findall(r"\bld\.acquire\.(gpu|sys)\b|\batomicCAS\b", text))
+    assert acquired == len(re.findall(r"^\s*await_blocks\(", text, re.MULTILINE))
+    assert name == "waits.cu" or "__nanosleep" not in text
+
+
 def test_parts_stand_in_the_order_in_which_they_are_named() -> None:
     together = source(peers.__package__, "memory.cu", "liveness.cu")
     assert together == "\n".join(source(peers.__package__, name) for name in ("memory.cu", "liveness.cu"))

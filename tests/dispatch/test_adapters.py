@@ -29,6 +29,7 @@ from moeserve.dispatch.libraries.probe import (
 from moeserve.dispatch.libraries.row_exchange import Arrived
 from moeserve.dispatch.libraries.travel import only_first, parts_arrived, parts_travelling, presented, widened
 from moeserve.dispatch.limits import Limits
+from moeserve.dispatch.members import Member, Members
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertShape
@@ -145,18 +146,18 @@ def test_checks_stand_in_the_order_of_their_cost() -> None:
 def problem(**changed: object) -> Problem:
     shape = ExpertShape(7168, 2048, Activation("silu"))
     scheme = Scheme(FORMATS["fp8_block128"], FORMATS["fp8_group128"])
-    return replace(Problem(scheme, FORMATS["bf16"], shape, 256, 4, 8, 128), **changed)
+    return replace(Problem(scheme, FORMATS["bf16"], shape, 256, 4, 4, 8, 128), **changed)
 
 
 @pytest.mark.parametrize(
     ("dispatcher", "changed", "reason"),
     [
-        ("deepep_ht", {"ranks": 3}, "joins 2, 4, 8 ranks, not 3"),
+        ("deepep_ht", {"lanes": 3, "owners": 3}, "joins 2, 4, 8 ranks, not 3"),
         ("deepep_ht", {"model_format": FORMATS["fp16"]}, "carries hidden states in bf16, not in fp16"),
         ("deepep_ll", {"top_k": 12}, "takes at most 11 experts a token, not 12"),
         ("deepep_ll", {"shape": ExpertShape(9216, 64, Activation("silu"))}, "H=9216 is more than its"),
         ("flashinfer", {"top_k": 23}, "takes at most 22 experts a token, not 23"),
-        ("flashinfer", {"ranks": 65}, "joins at most 64 ranks, not 65"),
+        ("flashinfer", {"lanes": 65, "owners": 65}, "joins at most 64 ranks, not 65"),
         ("nccl_ep", {"sliced": True}, "carries rows to whole experts only"),
     ],
 )
@@ -165,6 +166,25 @@ def test_a_plan_hears_limits_as_data(dispatcher: str, changed: dict[str, object]
     assert entry.refuses(problem(), machine) is None
     said = entry.refuses(problem(**changed), machine)
     assert said is not None and said.startswith(reason)
+
+
+UNEQUAL = {
+    "lanes and owners": Members.split(2, 2),
+    "reserved": Members.of_ranks(2, max_owners=3),
+    "crossed": Members((Member(0, 0, 1), Member(1, 1, 0)), 2, 2),
+}
+
+
+@pytest.mark.parametrize("members", UNEQUAL)
+@pytest.mark.parametrize("dispatcher", ADAPTERS)
+def test_libraries_refuse_members_that_are_no_ranks_by_name(dispatcher: str, members: str) -> None:
+    spec = replace(SPEC, members=UNEQUAL[members])
+    with pytest.raises(
+        ValueError, match=f"dispatcher {dispatcher} joins ranks that each bring rows and hold"
+    ):
+        DISPATCHERS[dispatcher].build(spec, None)
+    with pytest.raises(ValueError, match=f"{dispatcher} joins ranks with as many slots each; rank 0 holds 3"):
+        DISPATCHERS[dispatcher].build(replace(SPEC, held=3), None)
 
 
 def test_a_package_that_is_missing_is_named() -> None:
@@ -198,7 +218,7 @@ def test_how_far_a_row_travels() -> None:
     assert Limits(hidden_multiple=8).refuses(4, 8, 100, "bf16") == "H=100 must be a multiple of 8"
 
 
-SPEC = DispatchSpec(0, 2, 4, 2880, 2, 8, torch.bfloat16, FORMATS["fp8_group128"])
+SPEC = DispatchSpec(Members.of_ranks(2), 0, 4, 2880, 2, 8, torch.bfloat16, FORMATS["fp8_group128"])
 
 
 def test_what_is_added_to_a_row_is_taken_off_again() -> None:
@@ -215,10 +235,10 @@ def test_what_is_added_to_a_row_is_taken_off_again() -> None:
 
 
 def test_an_empty_lane_presents_a_row_that_goes_nowhere() -> None:
-    none = Routing(torch.empty((0, 2), dtype=torch.int32), torch.empty(0, 2), (0, 3))
+    none = Routing(torch.empty((0, 2), dtype=torch.int32), torch.empty(0, 2), (0, 3), 1)
     rows, slots, weights = presented(torch.empty((0, 2880), dtype=torch.bfloat16), none)
     assert (rows.shape, slots.tolist(), weights.tolist()) == ((1, 2880), [[-1, -1]], [[0.0, 0.0]])
-    one = Routing(torch.tensor([[-1, 3]], dtype=torch.int32), torch.tensor([[float("nan"), 2.0]]), (1, 3))
+    one = Routing(torch.tensor([[-1, 3]], dtype=torch.int32), torch.tensor([[float("nan"), 2.0]]), (1, 3), 1)
     assert presented(torch.ones(1, 2880), one)[2].tolist() == [[0.0, 2.0]]
 
 

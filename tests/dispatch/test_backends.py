@@ -9,17 +9,17 @@ from moeserve.dispatch.backends import ALIASES, DISPATCHERS, ELSEWHERE, dispatch
 from moeserve.dispatch.backends.all2allv import destinations
 from moeserve.dispatch.checks import check_lane, local_slots
 from moeserve.dispatch.dispatcher import DispatchSpec, Traffic
+from moeserve.dispatch.members import Members
 from moeserve.dispatch.routing import Routing
 from moeserve.quant.formats import FORMATS
 
-SPEC = DispatchSpec(
-    rank=0, ranks=1, slots=4, hidden=128, top_k=2, lane_rows=8, dtype=torch.float32, wire=FORMATS["fp32"]
-)
+SPEC = DispatchSpec(Members.of_ranks(1), 0, 4, 128, 2, 8, dtype=torch.float32, wire=FORMATS["fp32"])
 HIDDEN = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
 ROUTING = Routing(
     torch.tensor([[3, 1], [-1, 1], [-1, -1]], dtype=torch.int32),
     torch.tensor([[0.5, 2.0], [float("nan"), 4.0], [float("nan"), 1.0]]),
     (3,),
+    1,
 )
 
 
@@ -50,7 +50,7 @@ def test_an_unknown_name_gets_the_list() -> None:
 
 
 def test_one_rank_computes_by_itself() -> None:
-    dispatcher = DISPATCHERS["local"].build(SPEC)
+    dispatcher = DISPATCHERS["local"].build(SPEC, None)
     arrived = dispatcher.dispatch(HIDDEN, ROUTING)
     scale = torch.repeat_interleave(torch.tensor([1.0, 10.0, 100.0, 1000.0]), arrived.batch.counts)
     answer = dispatcher.combine(arrived.batch.tokens.dequantize() * scale[:, None], arrived.ticket)
@@ -69,7 +69,7 @@ def test_one_rank_computes_by_itself() -> None:
             SPEC,
             ROUTING,
             HIDDEN[:, :64],
-            r"hidden of rank 0 must be torch.float32 \[3, 128\].*found .*\[3, 64\]",
+            r"hidden of seat 0 must be torch.float32 \[3, 128\].*found .*\[3, 64\]",
         ),
         (SPEC, ROUTING, HIDDEN.bfloat16(), r"hidden .* must be torch.float32 .* found torch.bfloat16"),
         (SPEC, ROUTING, HIDDEN[:2], r"\(the step's header says 3 rows\); found torch.float32 \[2, 128\]"),
@@ -105,34 +105,42 @@ def test_a_bad_lane_is_named_at_the_door(
     with pytest.raises(ValueError, match=message):
         check_lane(spec, hidden, routing)
     with pytest.raises(ValueError, match=message):
-        DISPATCHERS["local"].build(spec).dispatch(hidden, routing)
+        DISPATCHERS["local"].build(spec, None).dispatch(hidden, routing)
 
 
 @pytest.mark.parametrize(
     ("name", "spec", "message"),
     [
-        ("local", replace(SPEC, ranks=2), "serves one rank, not 2; use allgather_reducescatter"),
+        (
+            "local",
+            replace(SPEC, members=Members.of_ranks(2)),
+            "serves one rank, not 2 members; use allgather_reducescatter",
+        ),
         ("local", replace(SPEC, wire=FORMATS["fp8_block128"]), "wire fp8_block128: its rows share a scale"),
-        ("naive", replace(SPEC, rank=1), "rank=1 must be one of 1 ranks"),
+        ("naive", replace(SPEC, seat=1), r"seat=1 is vacant; members have the seats \[0\]"),
+        ("naive", replace(SPEC, held=5), "held=5 must lie between 0 and an owner's slot numbers, 4"),
         ("all2allv", replace(SPEC, row_align=0), "row_align=0 must be at least 1"),
-        ("allgather_reducescatter", SPEC, "no default group; call init_process_group"),
+        ("allgather_reducescatter", SPEC, "no process group was given, and 1 members need one"),
     ],
 )
 def test_a_dispatcher_that_cannot_be_built_says_why(name: str, spec: DispatchSpec, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        DISPATCHERS[name].build(spec)
+        DISPATCHERS[name].build(spec, None)
 
 
 def test_slots_in_a_ranks_own_numbering() -> None:
     slots = torch.tensor([[0, 4, 5], [7, 8, -1]], dtype=torch.int32)
-    second = replace(SPEC, rank=1, ranks=3)
+    second = replace(SPEC, members=Members.of_ranks(3), seat=1)
     assert local_slots(second, slots).tolist() == [[-1, 0, 1], [3, -1, -1]]
     assert local_slots(replace(second, sliced=True), slots) is slots
+    assert local_slots(replace(second, held=2), slots).tolist() == [[-1, 0, 1], [-1, -1, -1]]
+    lane = replace(SPEC, members=Members.split(1, 2), seat=0)
+    assert local_slots(lane, slots).tolist() == [[-1, -1, -1], [-1, -1, -1]]
 
 
 def test_destinations_of_a_row() -> None:
     slots = torch.tensor([[0, 1], [4, 11], [-1, 9], [-1, -1]], dtype=torch.int32)
-    spec = replace(SPEC, ranks=3)
+    spec = replace(SPEC, members=Members.of_ranks(3))
     assert destinations(spec, slots).int().tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 1], [0, 0, 0]]
     everywhere = destinations(replace(spec, sliced=True), slots).int().tolist()
     assert everywhere == [[1, 1, 1], [1, 1, 1], [1, 1, 1], [0, 0, 0]]

@@ -59,6 +59,7 @@ class Part(Dispatcher):
 
     def __init__(self, late: tuple[int, ...] = (), closing: Callable[[], None] = lambda: None) -> None:
         self.steps: list[tuple[int, ...]] = []
+        self.expected: list[tuple[int, tuple[int, ...]]] = []
         self.closed = 0
         self._late, self._closing = late, closing
 
@@ -76,6 +77,9 @@ class Part(Dispatcher):
     def traffic(self) -> Traffic:
         return Traffic(len(self.steps), 10 * len(self.steps))
 
+    def expect(self, number: int, absent: tuple[int, ...] = ()) -> None:
+        self.expected.append((number, absent))
+
     def late(self) -> tuple[int, ...]:
         late, self._late = self._late, ()
         return late
@@ -86,7 +90,7 @@ class Part(Dispatcher):
 
 
 def step(dispatcher: Dispatcher, *lane_rows: int) -> list[int]:
-    arrived = dispatcher.dispatch(torch.empty(0), Routing(torch.empty(0), torch.empty(0), lane_rows))
+    arrived = dispatcher.dispatch(torch.empty(0), Routing(torch.empty(0), torch.empty(0), lane_rows, 1))
     found: list[int] = dispatcher.combine(torch.empty(0), arrived.ticket).tolist()
     return found
 
@@ -94,7 +98,7 @@ def step(dispatcher: Dispatcher, *lane_rows: int) -> list[int]:
 def test_the_fullest_lane_decides_and_the_ticket_remembers() -> None:
     low, high = Part(), Part()
     dispatcher = ByRows([(4, low), (64, high), (256, low)])
-    first = dispatcher.dispatch(torch.empty(0), Routing(torch.empty(0), torch.empty(0), (5, 0)))
+    first = dispatcher.dispatch(torch.empty(0), Routing(torch.empty(0), torch.empty(0), (5, 0), 1))
     assert (
         step(dispatcher, 0, 4) == [0, 4]
         and step(dispatcher, 0, 0) == [0, 0]
@@ -105,6 +109,13 @@ def test_the_fullest_lane_decides_and_the_ticket_remembers() -> None:
     assert dispatcher.traffic == Traffic(4, 40)  # one that serves two ranges counts once
     with pytest.raises(ValueError, match="a lane brings 257 rows, and the dispatchers serve up to 256"):
         step(dispatcher, 3, 257)
+
+
+def test_which_part_is_replayed_next_is_not_known_here() -> None:
+    parts = [Part(), Part()]
+    with pytest.raises(RuntimeError, match="step 7 is to be replayed by one of several dispatchers"):
+        ByRows([(4, parts[0]), (64, parts[1])]).expect(7, (2,))
+    assert [part.expected for part in parts] == [[], []]
 
 
 def test_late_ranks_are_those_of_any_part_once() -> None:

@@ -17,7 +17,10 @@ from moeserve.dispatch.costs.measure import sizes
 SETTING = CostSetting(
     hosts=("here",),
     device="NVIDIA H200",
-    ranks=4,
+    lanes=4,
+    owners=4,
+    max_lanes=4,
+    max_owners=4,
     hidden=7168,
     top_k=8,
     experts=256,
@@ -25,6 +28,7 @@ SETTING = CostSetting(
     dtype="bf16",
     sliced=False,
     graph_rows=0,
+    held=0,
     versions=(("torch", "2.11"),),
 )
 MEASURED = (1, 16, 256, 4096)
@@ -117,7 +121,11 @@ def test_costs_are_read_again_for_exactly_their_setting(tmp_path: Path) -> None:
     path = store_costs(replace(costs, refused=(("x", "bf16", "gone"),)), tmp_path)
     assert stored_costs(SETTING, tmp_path) == costs  # what could not be measured is tried again
     for other in (
-        replace(SETTING, ranks=2),
+        replace(SETTING, lanes=2),
+        replace(SETTING, owners=2),
+        replace(SETTING, max_lanes=8),
+        replace(SETTING, max_owners=8),
+        replace(SETTING, held=16),
         replace(SETTING, hosts=("here", "there")),
         replace(SETTING, versions=(("torch", "2.12"),)),
     ):
@@ -145,7 +153,7 @@ def test_where_costs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "own"))
     assert costs_folder() == tmp_path / "own" / "costs"
     assert costs_folder("elsewhere") == Path("elsewhere")
-    assert costs_path(SETTING, tmp_path).name.startswith("nvidia-h200-4-ranks-")
+    assert costs_path(SETTING, tmp_path).name.startswith("nvidia-h200-4-lanes-4-owners-")
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from measuring_ranks import LANE_ROWS, PHASE_SECONDS, measured
 from parallel import parallel_launch
+from torch import Tensor
 
 from moeserve.dispatch.backends import DISPATCHERS
+from moeserve.dispatch.costs import timed_steps
+from moeserve.dispatch.costs.agreement import Agreement
 from moeserve.dispatch.costs.costs import DispatcherCost, Point, cheapest, hopeless
 from moeserve.dispatch.costs.measure import Candidate, expected, measure, point_of, sizes
-from moeserve.dispatch.dispatcher import DispatchSpec
+from moeserve.dispatch.costs.timed_steps import GRAPH_STEPS, StepNumbers, TimedSteps, step_input
+from moeserve.dispatch.dispatcher import Dispatched, Dispatcher, DispatchSpec
+from moeserve.dispatch.members import Member, Members
 from moeserve.dispatch.routing import Routing
+from moeserve.experts.batch import ExpertBatch, Grouping
 from moeserve.quant.formats import BF16
 
 
@@ -81,13 +87,83 @@ def test_a_hopeless_dispatcher_does_not_shorten_what_the_others_are_compared_by(
     assert ranges[0][0] < 300  # by the time of 4096 rows, which the slow one has not
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+class Noted(Dispatcher):
+    """A dispatcher that notes the numbers of its steps, and of those it is told to expect."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.expected: list[int] = []
+
+    def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
+        self.numbers.append(routing.number)
+        none = torch.zeros(1, dtype=torch.int32)
+        return Dispatched(ExpertBatch(BF16.quantize(hidden), Grouping.RAGGED, none, none), hidden)
+
+    def combine(self, outputs: Tensor, ticket: Tensor) -> Tensor:
+        return ticket
+
+    def expect(self, number: int, absent: tuple[int, ...] = ()) -> None:
+        self.expected.append(number)
+
+    def close(self) -> None:
+        return
+
+
+class OnHost:
+    """Stands for a graph: it records by calling, and replays by telling what comes."""
+
+    def __init__(
+        self, dispatch: Callable[[int], object], combine: Callable[[], object], expected: Callable[[], None]
+    ) -> None:
+        self._expected = expected
+        for at in range(GRAPH_STEPS):
+            dispatch(at)
+            combine()
+
+    def time(self, rounds: int) -> list[tuple[float, float]]:
+        for _ in range(rounds):
+            self._expected()
+        return [(1.0, 1.0)] * rounds
+
+
+def test_numbers_of_steps_rise_over_sizes_and_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timed_steps, "_Recorded", OnHost)
+    spec = DispatchSpec(Members.of_ranks(1), 0, 2, 32, 2, 16, torch.bfloat16, BF16)
+    dispatcher, numbers, agreement = Noted(), StepNumbers(), Agreement(None)
+    for rows in (1, 16):
+        steps = TimedSteps(dispatcher, spec, step_input(spec, rows, [2]), agreement, numbers)
+        steps.time(2)
+        steps.record(agreement)
+        steps.time(3)
+    launched, replayed = dispatcher.numbers, dispatcher.expected
+    assert launched == [*range(1, 4 + GRAPH_STEPS), *range(launched[3 + GRAPH_STEPS], launched[-1] + 1)]
+    first = 4 + GRAPH_STEPS
+    assert replayed[:3] == [first, first + GRAPH_STEPS, first + 2 * GRAPH_STEPS]
+    assert launched[3 + GRAPH_STEPS] == replayed[2] + GRAPH_STEPS and replayed[3] == launched[-1] + 1
+
+
+def test_members_count_alike_where_one_cannot_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> object:
+        raise RuntimeError("no graph here")
+
+    monkeypatch.setattr(timed_steps, "_Recorded", broken)
+    spec = DispatchSpec(Members.of_ranks(1), 0, 2, 32, 2, 16, torch.bfloat16, BF16)
+    dispatcher, agreement = Noted(), Agreement(None)
+    steps = TimedSteps(dispatcher, spec, step_input(spec, 1, [2]), agreement, StepNumbers())
+    steps.record(agreement)
+    assert dispatcher.numbers == [1, 2 + GRAPH_STEPS]
+
+
+def test_rows_choose_slots_that_are_there() -> None:
+    members = Members((Member(0, lane=1), Member(1, 0, 2), Member(2, owner=0)), 3, 3)
+    spec = DispatchSpec(members, 0, 4, 32, 2, 16, torch.bfloat16, BF16)
+    _, routing = step_input(spec, 16, [0, 3, 1])
+    assert routing.lane_rows == (16, 16, 0) and routing.slots.shape == (16, 2)
+    assert set(routing.slots.flatten().tolist()) == {0, 8, 9, 10}
+    _, none = step_input(replace(spec, seat=2), 16, [0, 3, 1])
+    assert none.slots.shape == (0, 2)
+    _, sliced = step_input(replace(spec, sliced=True), 16, [0, 4, 4])
+    assert set(sliced.slots.flatten().tolist()) == {0, 1, 2, 3}
 
 
 def graphed(step: Callable[[], object], inner: int = 50) -> float:
@@ -111,14 +187,13 @@ def graphed(step: Callable[[], object], inner: int = 50) -> float:
 
 @pytest.mark.gpu(1)
 @pytest.mark.timed
-@pytest.mark.usefixtures("alone")
 def test_on_a_gpu_replayed_steps_are_timed_without_the_host() -> None:
-    spec = DispatchSpec(0, 1, 8, 256, 2, 16, torch.bfloat16, BF16, device="cuda")
-    found = measure([Candidate(DISPATCHERS["local"], spec, graph_rows=16)], 1.0).costs[0].points[0]
-    dispatcher = DISPATCHERS["local"].build(spec)
+    spec = DispatchSpec(Members.of_ranks(1), 0, 8, 256, 2, 16, torch.bfloat16, BF16, device="cuda")
+    found = measure([Candidate(DISPATCHERS["local"], spec, graph_rows=16)], 1.0, None).costs[0].points[0]
+    dispatcher = DISPATCHERS["local"].build(spec, None)
     hidden = torch.ones((1, 256), dtype=torch.bfloat16, device="cuda")
     slots = torch.tensor([[3, 5]], dtype=torch.int32, device="cuda")
-    routing = Routing(slots, torch.ones((1, 2), device="cuda"), (1,))
+    routing = Routing(slots, torch.ones((1, 2), device="cuda"), (1,), 1)
     arrived = dispatcher.dispatch(hidden, routing)
     outputs = torch.zeros(arrived.batch.tokens.shape, dtype=torch.bfloat16, device="cuda")
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from parallel import parallel_launch
-from peer_ranks import DELAY, PATIENCE, everything, spec
+from peer_ranks import DELAY, PATIENCE, everything, number_after_seven, spec, two_streams
 
 from moeserve.device.machine import machine_named
 from moeserve.device.source import source
 from moeserve.dispatch.backends import DISPATCHERS
+from moeserve.dispatch.members import Member, Members
 from moeserve.dispatch.peers import kernels, layout, twin, wires
 from moeserve.dispatch.peers import liveness as late
 from moeserve.dispatch.peers import packets as packets
@@ -85,23 +86,30 @@ def test_sections_of_the_layout_do_not_overlap() -> None:
     given = replace(spec(0, 4), wire=FORMATS["mxfp8"], row_align=8, lane_rows=6)
     made = layout.PeerLayout(given, Grouping.PADDED)
     ends = [
-        late.GIVEN_UP_BYTES,
-        made.begun + 4 * 4,
         made.choices + 4 * made.choice_words(6) * 16,
         made.weights + 4 * 6 * made.weight_words * 16,
         made.records + 4 * 6 * packets.PACKET,
-        made.partials + 4 * 6 * 2 * packets.PACKET,
     ]
-    starts = [
-        made.begun,
-        made.choices,
-        made.weights,
-        made.records,
-        made.partials,
-        made.begun + made.parity_bytes,
-    ]
-    assert all(end <= start for end, start in zip(ends, starts, strict=True))
-    assert made.nbytes == made.begun + 2 * made.parity_bytes and made.capacity == 24
+    assert all(
+        end <= start
+        for end, start in zip(ends, (made.weights, made.records, made.arrivals_bytes), strict=True)
+    )
+    assert made.sums_bytes >= 4 * 6 * 2 * packets.PACKET and made.capacity == 24
+    both, owner, lane = Member(0, 0, 0), Member(0, owner=0), Member(0, lane=0)
+    assert made.arrivals == late.HEADER_BYTES >= late.GIVEN_UP_BYTES + 4 * late.MOST_OWNERS
+    assert late.GIVEN_UP_BYTES >= 4 * late.MOST_SEATS
+    assert made.sums(both) == made.arrivals + 2 * made.arrivals_bytes and made.sums(lane) == late.HEADER_BYTES
+    assert made.nbytes == made.nbytes_of(both) == made.sums(both) + 2 * made.sums_bytes
+    assert made.nbytes_of(owner) == made.sums(both)
+    assert made.nbytes_of(lane) == late.HEADER_BYTES + 2 * made.sums_bytes
+
+
+def test_reserved_seats_take_memory_and_nothing_else() -> None:
+    given = spec(0, 4)
+    roomy = replace(given, members=Members.of_ranks(4, max_lanes=12, max_owners=6))
+    before, after = (layout.PeerLayout(one, Grouping.PADDED) for one in (given, roomy))
+    assert after.arrivals_bytes == 3 * before.arrivals_bytes and after.capacity == 3 * before.capacity
+    assert before.sums_bytes < after.sums_bytes < 2 * before.sums_bytes
 
 
 def test_the_kernels_and_the_layout_agree_on_their_constants() -> None:
@@ -123,6 +131,8 @@ def test_the_kernels_and_the_layout_agree_on_their_constants() -> None:
     ("wire", "dtype", "ranks", "top_k", "hidden", "grouping"),
     [
         ("bf16", torch.bfloat16, 8, 8, 7168, Grouping.RAGGED),
+        ("bf16", torch.bfloat16, (3, 2), 8, 7168, Grouping.RAGGED),
+        ("fp8_group128", torch.bfloat16, (32, 8), 8, 7168, Grouping.PADDED),
         ("bf16", torch.float32, 3, 2, 160, Grouping.PADDED),
         ("fp8_group128", torch.bfloat16, 2, 8, 7168, Grouping.PADDED),
         ("fp8_group128", torch.float16, 4, 1, 2048, Grouping.RAGGED),
@@ -134,7 +144,7 @@ def test_the_kernels_and_the_layout_agree_on_their_constants() -> None:
 def test_the_kernels_compile(
     wire: str,
     dtype: torch.dtype,
-    ranks: int,
+    ranks: int | tuple[int, int],
     top_k: int,
     hidden: int,
     grouping: Grouping,
@@ -146,11 +156,14 @@ def test_the_kernels_compile(
     from moeserve.device import nvrtc
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
-    made = replace(spec(0, ranks), dtype=dtype, top_k=top_k, hidden=hidden)
+    members = Members.of_ranks(ranks) if isinstance(ranks, int) else Members.split(*ranks)
+    made = replace(spec(0, 1), members=members, dtype=dtype, top_k=top_k, hidden=hidden)
     given = STATIC[wire].given if wire in STATIC else None
     made = replace(made, wire=WIRES[wire] if given is None else given(torch.tensor(0.25)))
-    program = kernels.program_for(layout.PeerLayout(made, grouping), wires.wire_code(made))
-    assert nvrtc.compiled(program.source, "sm_90a", program.options)
+    for seat in {0, members.seats[-1]}:
+        here = replace(made, seat=seat)
+        program = kernels.program_for(layout.PeerLayout(here, grouping), wires.wire_code(here))
+        assert nvrtc.compiled(program.source, "sm_90a", program.options)
 
 
 @pytest.mark.parametrize("words", [1, 7, 31, 32, 93])
@@ -194,7 +207,8 @@ def test_only_the_rule_the_kernels_know_is_made_by_them() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"ranks": 9}, "at most 8 ranks, not 9"),
+        ({"members": Members.of_ranks(9)}, "at most 32 lanes and 8 owners, not 9 and 9"),
+        ({"members": Members.split(33, 2)}, "at most 32 lanes and 8 owners, not 33 and 2"),
         ({"hidden": 72}, "H=72 must be a multiple of 16"),
         ({"lane_rows": 70000}, "lane_rows=70000 must lie between 1 and 65535"),
         ({"top_k": 33}, "top_k=33 must lie between 1 and 32"),
@@ -203,9 +217,9 @@ def test_only_the_rule_the_kernels_know_is_made_by_them() -> None:
         ({"hidden": 65536}, "H=65536 and 3 slots need 262144 bytes of a block's shared memory"),
     ],
 )
-def test_sizes_without_room_are_refused(change: dict[str, int], why: str) -> None:
+def test_sizes_without_room_are_refused(change: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        check_sizes(replace(spec(0, 2), **change))  # type: ignore[arg-type]
+        check_sizes(replace(spec(0, 2), **change))
 
 
 def test_what_does_not_fit_is_refused_with_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,10 +238,33 @@ def test_what_does_not_fit_is_refused_with_the_bytes(monkeypatch: pytest.MonkeyP
 
 def test_on_a_cpu_it_serves_only_when_named() -> None:
     shape = ExpertShape(256, 256, Activation("silu"))
-    asked = Problem(Scheme(BF16, BF16), BF16, shape, experts=8, ranks=4, top_k=2, lane_rows=64)
+    asked = Problem(Scheme(BF16, BF16), BF16, shape, experts=8, lanes=4, owners=4, top_k=2, lane_rows=64)
     cpu = machine_named("cpu", ())
     alone = {name: DISPATCHERS[name] for name in ("nvlink_ll", "all2allv")}
     assert make_plan(asked, cpu, KERNELS, alone, Wanted()).dispatcher_names == "all2allv"
     assert (
         make_plan(asked, cpu, KERNELS, alone, Wanted(dispatcher="nvlink_ll")).dispatcher_names == "nvlink_ll"
     )
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (7, "step 7 comes after step 7: numbers of steps rise"),
+        (6, "step 6 comes after step 7: numbers of steps rise"),
+    ],
+)
+def test_numbers_that_do_not_rise_are_refused(number: int, why: str) -> None:
+    (heard,) = parallel_launch(1, number_after_seven, number, timeout=60)
+    assert heard.startswith(why)
+
+
+@pytest.mark.parametrize("jump", [2**31 - 1, 2**31, 2**32])
+def test_a_dispatcher_that_was_long_idle_takes_the_next_step(jump: int) -> None:
+    assert parallel_launch(2, number_after_seven, 7 + jump, timeout=60) == ["taken"] * 2
+
+
+@pytest.mark.gpu(2)
+def test_collective_kernels_of_two_streams_run_in_one_order() -> None:
+    for right in parallel_launch(2, two_streams, timeout=100, device="cuda"):
+        assert len(right) == 40 and all(right)

@@ -15,13 +15,13 @@ def test_a_name_does_not_outlive_the_opening() -> None:
 
 def test_one_rank_without_memory_stops_all_with_its_reason() -> None:
     heard = parallel_launch(2, too_much_on_one)
-    assert all("rank 1 cannot allocate 1125899906842624 bytes" in text for text in heard)
+    assert all("seat 1 cannot allocate 1125899906842624 bytes" in text for text in heard)
     assert all(text.endswith("[]") for text in heard)  # and no file stays
 
 
 def test_what_one_rank_refuses_all_hear() -> None:
     heard = parallel_launch(2, one_has_no_room)
-    assert all("rank 0 needs 8 bytes; 4 are free" in text and text.endswith("[]") for text in heard)
+    assert all("seat 0 needs 8 bytes; 4 are free" in text and text.endswith("[]") for text in heard)
 
 
 @pytest.mark.gpu(2)

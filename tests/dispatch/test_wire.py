@@ -14,6 +14,7 @@ ROUTING = Routing(
     torch.tensor([[5, -1, 2], [0, 1, 7]], dtype=torch.int32),
     torch.tensor([[0.5, float("nan"), 2], [1, 3, 4]]),
     (2,),
+    1,
 )
 
 
@@ -94,7 +95,7 @@ def test_a_lane_of_any_strides_is_packed(name: str, rows: int, top_k: int, strid
     slots, weights = (_table(rows, top_k, kind, strides) for kind in (torch.int32, torch.float32))
     record, wire = WireRecord(FORMATS[name], width, top_k), FORMATS[name]
     want = [row_bytes(part) for part in wire.quantize(hidden.clone()).parts]
-    tokens, got_slots, got_weights = record.unpack(record.pack(hidden, Routing(slots, weights, (rows,))))
+    tokens, got_slots, got_weights = record.unpack(record.pack(hidden, Routing(slots, weights, (rows,), 1)))
     assert torch.equal(got_slots, slots) and torch.equal(got_weights, weights)
     alone = RowRecord(wire, width)
     for parts in (tokens.parts, alone.parts(alone.pack(hidden))):

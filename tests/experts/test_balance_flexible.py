@@ -30,7 +30,7 @@ def test_an_experts_replicas_lie_on_different_ranks(ranks: int, redundant: int) 
         copies = np.bincount(placement.slots[layer], minlength=EXPERTS)
         assert copies.sum() == EXPERTS + redundant
         for expert in np.flatnonzero(copies > 1):
-            owners = placement.replicas(layer, expert) // placement.slots_per_rank
+            owners = placement.replicas(layer, expert) // placement.slots_per_owner
             assert len(set(owners.tolist())) == min(copies[expert], ranks)
 
 

@@ -10,7 +10,7 @@ from moeserve.experts.balance.cost import CostModel
 from moeserve.experts.balance.eplb import Eplb
 from moeserve.experts.balance.incremental import UNLIMITED, Incremental
 from moeserve.experts.balance.objective import ActiveExperts, StepTime, Tokens
-from moeserve.experts.balance.room import even_with_room, slots_a_rank, spread
+from moeserve.experts.balance.room import even_with_room, slots_a_rank
 from moeserve.experts.load import Load
 from moeserve.experts.placement import EMPTY, Placement
 
@@ -96,7 +96,7 @@ def test_small_decode_batches_spread_active_experts_and_prefill_spreads_tokens()
     by_active = Incremental(cost=active)(start, load, UNLIMITED)
     assert by_tokens.replicas(0, 0).size > 1
     assert by_active.replicas(0, 0).size == 1
-    counts = [np.count_nonzero(by_active.of_rank(0, rank) != EMPTY) for rank in range(3)]
+    counts = [np.count_nonzero(by_active.of_owner(0, rank) != EMPTY) for rank in range(3)]
     assert sorted(counts) == [2, 3, 3]
 
 
@@ -132,9 +132,9 @@ def test_room_for_redundant_experts() -> None:
     with pytest.raises(ValueError, match="redundant=-1 0 or more"):
         slots_a_rank(16, 4, -1)
     with pytest.raises(
-        ValueError, match="3 slots a rank on 4 ranks cannot hold 16 experts evenly; each rank needs 4"
+        ValueError, match=r"16 experts need a slot each, and the room of 4 owners, \[3, 3, 3, 3\], is 12"
     ):
-        spread(1, 16, 4, 3)
+        Placement.blocks(1, 16, 3, (3, 3, 3, 3))
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -1,6 +1,7 @@
 """Launches of our CUDA kernels without a GPU: each gives the arguments that its kernel declares."""
 
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,14 @@ from made_experts import activation_named
 from peer_ranks import spec
 from torch import Tensor
 
-from moeserve.device import nvrtc
+from moeserve.device import nvrtc, residency, waits
 from moeserve.device.arguments import MAP_BYTES, TensorMap
+from moeserve.dispatch.members import Members
 from moeserve.dispatch.peers import kernels as peers
 from moeserve.dispatch.peers.layout import PeerLayout
+from moeserve.dispatch.peers.liveness import PeerLiveness
+from moeserve.dispatch.peers.memory import PeerMemory
+from moeserve.dispatch.peers.tables import PeerTables
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.batch import ExpertBatch, ExpertShape, Grouping
 from moeserve.experts.kernels.cuda import (
@@ -35,14 +40,23 @@ SHAPE = ExpertShape(HIDDEN, INNER, activation_named("swigluoai"), bias=True)
 MODULES = (decode_codes, few, prefill, prefill_codes, prefill_wide)
 
 
+class Launches(list[str]):
+    """Names of kernels; `grids` are their blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grids: list[Any] = []
+
+
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Names of the kernels launched, each with arguments that packed; nothing is compiled."""
-    names: list[str] = []
+    names = Launches()
 
     def launch(self: nvrtc.Function, grid: Any, block: Any, given: Any, **how: Any) -> None:
         assert len(self.arguments.pack(given)) == self.arguments.nbytes
         names.append(self.name)
+        names.grids.append(grid)
 
     def mapped(tensor: Tensor, *shape: Any, **how: Any) -> TensorMap:
         return TensorMap(bytes(MAP_BYTES), tensor)
@@ -62,6 +76,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(steps, "_rows_function", steps._rows_function.__wrapped__)
     for module in (steps, decode_codes):
         monkeypatch.setattr(module, "resident_clusters", lambda function, block: 60)
+    for table in ("_held", "_sized"):
+        monkeypatch.setattr(residency, table, {})
+    for module in (few, decode_codes):
+        monkeypatch.setattr(module, "grid_wait", cache(waits.GridWait))
     return names
 
 
@@ -75,9 +93,7 @@ def side(codes: Tensor, *, scale: Tensor | None, words: Tensor | None = None, bi
     return SimpleNamespace(codes=codes, scale=scale, scale_words=words, bias=added)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("kind", "rounds"), [("fp4", False), ("fp8", False), ("fp8", True), ("bf16", False)])
-def test_a_step_of_few_rows(kind: str, rounds: bool, bias: bool, launched: list[str]) -> None:
+def few_step(kind: str, rounds: bool, bias: bool) -> Tensor:
     x = torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16)
     tokens = BF16.quantize(x)
     scale = None
@@ -91,8 +107,20 @@ def test_a_step_of_few_rows(kind: str, rounds: bool, bias: bool, launched: list[
     }[kind]
     form = few.FewForm(kind, FewTile(8, 4, 4, 8), bias=bias, rounds=rounds)
     few._turns.cache_clear()
-    answer = few.step(form, (x, scale), batch(tokens), (made, made), SHAPE)
-    assert answer.shape == (ROWS, HIDDEN) and launched == ["few"]
+    return few.step(form, (x, scale), batch(tokens), (made, made), SHAPE)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("kind", "rounds"), [("fp4", False), ("fp8", False), ("fp8", True), ("bf16", False)])
+def test_a_step_of_few_rows(kind: str, rounds: bool, bias: bool, launched: Launches) -> None:
+    assert few_step(kind, rounds, bias).shape == (ROWS, HIDDEN)
+    assert launched == ["few"] and launched.grids == [132]
+
+
+def test_a_step_of_few_rows_leaves_held_multiprocessors_alone(launched: Launches) -> None:
+    residency.hold("cpu", 5)
+    few_step("bf16", rounds=False, bias=False)
+    assert launched.grids == [127]
 
 
 def four_bit(scale: bool = True, bias: bool = True) -> prefill_codes.PrefillCodesWeights:
@@ -103,16 +131,39 @@ def four_bit(scale: bool = True, bias: bool = True) -> prefill_codes.PrefillCode
     )
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_step_of_some_rows_on_four_bit_weights(bias: bool, launched: list[str]) -> None:
+def some_step(bias: bool = True) -> Tensor:
     x = torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16)
     form, weights = decode_codes.DecodeForm(16, bias=bias), four_bit(bias=bias)
-    answer = decode_codes.step(form, x, batch(BF16.quantize(x)), (weights, weights), SHAPE)
-    assert answer.shape == (ROWS, HIDDEN) and launched == ["decode_codes"]
+    return decode_codes.step(form, x, batch(BF16.quantize(x)), (weights, weights), SHAPE)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_step_of_many_fp8_rows(bias: bool, launched: list[str]) -> None:
+def test_a_step_of_some_rows_on_four_bit_weights(bias: bool, launched: Launches) -> None:
+    assert some_step(bias).shape == (ROWS, HIDDEN)
+    assert launched == ["decode_codes"] and launched.grids == [120]
+
+
+WAITING = {
+    "few": (few, lambda: few_step("bf16", rounds=False, bias=False)),
+    "decode_codes": (decode_codes, some_step),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_a_step_after_one_whose_blocks_waited_in_vain_is_refused_once(name: str, launched: Launches) -> None:
+    module, step = WAITING[name]
+    step()
+    expired: Any = module.grid_wait(name, torch.device("cpu")).arguments()["expired"]
+    expired[0] = 1
+    said = rf"{name}: .* up to 132 .*10 s .*cpu: raise members\.held_multiprocessors"
+    with pytest.raises(RuntimeError, match=said):
+        step()
+    assert step().shape == (ROWS, HIDDEN)
+    assert launched == [name] * 2
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_step_of_many_fp8_rows(bias: bool, launched: Launches) -> None:
     codes, scale = torch.zeros(ROWS, HIDDEN, dtype=torch.float8_e4m3fn), torch.ones(ROWS, 2)
     added = torch.zeros(SLOTS, 256) if bias else None
     weights = prefill.PrefillWeights(torch.zeros(4, dtype=torch.uint8), torch.ones(SLOTS, 2, 2), added)
@@ -123,7 +174,7 @@ def test_a_step_of_many_fp8_rows(bias: bool, launched: list[str]) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_step_of_bf16_rows(bias: bool, launched: list[str]) -> None:
+def test_a_step_of_bf16_rows(bias: bool, launched: Launches) -> None:
     x = torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16)
     weights = prefill_wide.WideWeights(x, torch.zeros(SLOTS, 256) if bias else None)
     step = prefill_wide.WidePrefillStep(batch(BF16.quantize(x)), ROWS)
@@ -134,7 +185,7 @@ def test_a_step_of_bf16_rows(bias: bool, launched: list[str]) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", prefill_codes.PLANS)
-def test_a_step_of_many_rows_on_four_bit_weights(kind: str, bias: bool, launched: list[str]) -> None:
+def test_a_step_of_many_rows_on_four_bit_weights(kind: str, bias: bool, launched: Launches) -> None:
     x = torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16)
     made = batch(BF16.quantize(x))
     weights = four_bit(scale=not kind.startswith("fp8"), bias=bias)
@@ -147,27 +198,43 @@ def test_a_step_of_many_rows_on_four_bit_weights(kind: str, bias: bool, launched
     assert launched.count("round_groups") == (2 if kind != "bf16" else 0)
 
 
-def test_rows_are_read_as_bf16(launched: list[str]) -> None:
+def test_rows_are_read_as_bf16(launched: Launches) -> None:
     codes = torch.zeros(ROWS, HIDDEN, dtype=torch.float8_e4m3fn)
     assert rounded.widen(codes, torch.ones(ROWS, 2)).shape == (ROWS, HIDDEN) and launched == ["widen"]
 
 
+MEMBERS = {
+    "both": (Members.of_ranks(2), 0, (ROWS, 2)),
+    "lane": (Members.split(2, 3), 0, (ROWS, 2)),
+    "owner": (Members.split(2, 3), 2, (ROWS, 2)),
+    "reserved": (Members.of_ranks(2, 12, 8), 1, (2, ROWS, *(0,) * 10)),
+}
+"""Members of a group, one of them, and how many rows its lanes bring."""
+
+
+@pytest.mark.parametrize("role", MEMBERS)
 @pytest.mark.parametrize("grouping", list(Grouping))
 @pytest.mark.parametrize("wire", ["bf16", "fp8_group128", "mxfp4"])
 def test_a_dispatch_and_a_combine(
-    wire: str, grouping: Grouping, launched: list[str], monkeypatch: pytest.MonkeyPatch
+    wire: str, grouping: Grouping, role: str, launched: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **how: zeros(*size, **how))
-    made = replace(spec(0, 2), dtype=torch.bfloat16, hidden=HIDDEN, wire=WIRES[wire])
-    flags = torch.ones(3, dtype=torch.int32)
-    memory: Any = SimpleNamespace(pointers=zeros(2, dtype=torch.int64))
-    liveness: Any = SimpleNamespace(words=lambda: (flags, flags))
-    kernels = peers.PeerKernels(PeerLayout(made, grouping), memory, liveness)
-    slots = zeros(ROWS, made.top_k, dtype=torch.int32)
-    routing = Routing(slots, torch.ones(ROWS, made.top_k), (ROWS, 2))
-    hidden = zeros(ROWS, HIDDEN, dtype=torch.bfloat16)
-    arrived = kernels.dispatch(hidden, routing)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(peers, "in_order", lambda device: None)
+    members, seat, rows = MEMBERS[role]
+    made = replace(
+        spec(0, 2), members=members, seat=seat, dtype=torch.bfloat16, hidden=HIDDEN, wire=WIRES[wire]
+    )
+    layout, memory = PeerLayout(made, grouping), PeerMemory(PeerLayout(made, grouping).nbytes, "cpu")
+    kernels = peers.PeerKernels(layout, PeerTables(layout, memory), PeerLiveness(members, "cpu"))
+    own = made.own_rows(rows)
+    slots = zeros(own, made.top_k, dtype=torch.int32)
+    routing = Routing(slots, torch.ones(own, made.top_k), rows, 1)
+    arrived = kernels.dispatch(zeros(own, HIDDEN, dtype=torch.bfloat16), routing)
+    assert arrived.places.shape[0] == (0 if role == "lane" else ROWS + 2)
     outputs = zeros(*arrived.tokens.shape, dtype=torch.bfloat16).reshape(-1, HIDDEN)
-    assert kernels.combine(outputs, arrived, routing).shape == (ROWS, HIDDEN)
+    assert kernels.combine(outputs, arrived, routing).shape == (own, HIDDEN)
     assert launched == ["peer_dispatch", "peer_combine"]
+    assert all(0 < blocks <= 132 for blocks in launched.grids)
+    memory.close()

@@ -90,7 +90,8 @@ def words(tile: Any) -> str:
 def planned(name: str, **wanted: str) -> Plan:
     model, kind, ranks = name.split(", ")
     experts, top_k, shape = MODELS[model]
-    problem = Problem(SCHEMES[kind], BF16, shape, experts, int(ranks.split()[0]), top_k, TOKENS)
+    count = int(ranks.split()[0])
+    problem = Problem(SCHEMES[kind], BF16, shape, experts, count, count, top_k, TOKENS)
     return make_plan(problem, machine_named("h200"), KERNELS, DISPATCHERS, Wanted(**wanted))
 
 
@@ -232,7 +233,8 @@ def test_kernels_of_a_family_have_one_form_and_each_has_its_rows(family: str) ->
 
 
 def problem_of(experts: int, ranks: int, top_k: int) -> Problem:
-    return Problem(SCHEMES["bf16"], BF16, MODELS["mixtral-8x7b"][2], experts, ranks, top_k, lane_rows=3000)
+    shape = MODELS["mixtral-8x7b"][2]
+    return Problem(SCHEMES["bf16"], BF16, shape, experts, ranks, ranks, top_k, lane_rows=3000)
 
 
 @pytest.mark.parametrize("family", families())

@@ -303,7 +303,9 @@ def test_cutedsl_takes_one_inner_scale_and_says_so() -> None:
 
 
 def refusal(name: str, machine: str, scheme: str, shape: ExpertShape, experts: int = 8) -> str | None:
-    problem = Problem(scheme_named(scheme), BF16, shape, experts=experts, ranks=4, top_k=2, lane_rows=64)
+    problem = Problem(
+        scheme_named(scheme), BF16, shape, experts=experts, lanes=4, owners=4, top_k=2, lane_rows=64
+    )
     return KERNELS[name].refuses(problem, machine_named(machine))
 
 
@@ -354,7 +356,7 @@ def test_limits_are_refused_by_name(
 
 def test_a_package_that_is_not_there_and_slots_that_are_too_many() -> None:
     entry = KERNELS["flashinfer_trtllm"]
-    problem = Problem(Scheme(BF16, BF16), BF16, SILU, experts=8192, ranks=2, top_k=2, lane_rows=64)
+    problem = Problem(Scheme(BF16, BF16), BF16, SILU, experts=8192, lanes=2, owners=2, top_k=2, lane_rows=64)
     assert entry.refuses(problem, machine_named("b200", ())) == "needs the package flashinfer"
     assert entry.refuses(problem, machine_named("b200")) == "holds at most 2044 experts a rank, not 4096"
     for name in LIBRARIES[1:]:

@@ -11,7 +11,7 @@ REPLICATED = np.array([[0, 1, 2, 0, 3, 0], [3, 2, 1, 0, EMPTY, 1]])
 
 
 def replicated() -> Placement:
-    return Placement(REPLICATED, ranks=3, experts=4)
+    return Placement(REPLICATED, owners=3, experts=4)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_even_gives_the_remainder_to_the_first_ranks(
 ) -> None:
     placement = Placement.even(2, experts, ranks)
     for layer in range(2):
-        found = [[e for e in placement.of_rank(layer, rank).tolist() if e != EMPTY] for rank in range(ranks)]
+        found = [[e for e in placement.of_owner(layer, rank).tolist() if e != EMPTY] for rank in range(ranks)]
         assert found == owned
 
 
@@ -43,7 +43,7 @@ def test_a_placement_is_frozen_and_compared_by_value() -> None:
 @pytest.mark.parametrize(
     ("slots", "ranks", "message"),
     [
-        ([[0, 1, 2]], 2, "slots a multiple of ranks=2"),
+        ([[0, 1, 2]], 2, "slots a multiple of owners=2"),
         ([[0, 1, 5, 2]], 2, "slots hold experts 0 to 5; a layer has experts 0 to 3"),
         ([[0, 1, 1, 2]], 2, r"layer 0 has no slot for experts \[3\]"),
     ],
@@ -63,7 +63,7 @@ def test_moves_are_the_slots_that_change() -> None:
 
 def test_load_splits_over_replicas() -> None:
     load = np.array([[90.0, 10.0, 20.0, 30.0], [5.0, 8.0, 2.0, 1.0]])
-    assert replicated().rank_load(load).tolist() == [[40.0, 50.0, 60.0], [3.0, 9.0, 4.0]]
+    assert replicated().owner_load(load).tolist() == [[40.0, 50.0, 60.0], [3.0, 9.0, 4.0]]
     assert replicated().imbalance(load) == pytest.approx([60 / 50, 9 / (16 / 3)])
     assert replicated().imbalance(np.zeros((2, 4))).tolist() == [1.0, 1.0]
 
@@ -99,3 +99,34 @@ def test_a_book_is_updated_in_place() -> None:
     book.update(Placement(REPLICATED[:, ::-1], 3, 4))
     assert tables == [tensor.data_ptr() for tensor in (book._replicas, book._copies)]
     assert int(book.resolve(0, torch.tensor([[3]]), torch.tensor([True]))) == 1
+
+
+def test_slots_beyond_an_owners_room_stay_empty() -> None:
+    slots = np.array([[0, 1, EMPTY, 2, EMPTY, EMPTY, EMPTY, EMPTY, EMPTY]])
+    placement = Placement(slots, 3, 3, room=(3, 1, 0))
+    assert placement.usable.tolist() == [True] * 3 + [True, False, False] + [False] * 3
+    assert [placement.of_owner(0, owner).tolist() for owner in range(3)] == [[0, 1, EMPTY], [2], []]
+    assert placement != Placement(slots, 3, 3) and placement != Placement(slots, 3, 3, (3, 2, 0))
+    assert placement == Placement(slots, 3, 3, (3, 1, 0))
+    assert hash(placement) == hash(Placement(slots, 3, 3, (3, 1, 0)))
+    assert Placement(slots, 3, 3).room == (3, 3, 3)
+    assert placement.with_slots(np.roll(slots, 0)).room == (3, 1, 0)
+    load = np.array([[1.0, 1.0, 4.0]])
+    assert placement.imbalance(load) == pytest.approx([4 / 3])  # of two owners: the third has no room
+    with pytest.raises(
+        ValueError, match="owner 1 has room for 1 experts, and slot 4 beyond it holds expert 2"
+    ):
+        placement.with_slots(np.array([[0, 1, EMPTY, EMPTY, 2, EMPTY, EMPTY, EMPTY, EMPTY]]))
+    for room in ((3, 1), (4, 1, 0), (3, -1, 0)):
+        with pytest.raises(ValueError, match="must be 0 to 3 slots for each of 3 owners"):
+            Placement(slots, 3, 3, room)
+
+
+def test_reserved_owners_have_no_room() -> None:
+    placement = Placement.even(2, 5, 2, reserved=2)
+    assert (placement.owners, placement.room) == (4, (3, 3, 0, 0))
+    assert placement.slots[:, :6].tolist() == Placement.even(2, 5, 2).slots.tolist()
+    with pytest.raises(
+        ValueError, match=r"3 experts need a slot each, and the room of 2 owners, \[1, 1\], is 2"
+    ):
+        Placement.blocks(1, 3, 1, (1, 1))

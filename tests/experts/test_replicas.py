@@ -51,20 +51,20 @@ def everything(rows: int) -> Tensor:
 
 def fullest(slots: Tensor, placement: Placement) -> int:
     """Rows of the fullest rank."""
-    owners = slots[slots != EMPTY].long() // placement.slots_per_rank
-    return int(torch.bincount(owners, minlength=placement.ranks).max())
+    owners = slots[slots != EMPTY].long() // placement.slots_per_owner
+    return int(torch.bincount(owners, minlength=placement.owners).max())
 
 
 def bound(placement: Placement, layer: int, experts: Tensor) -> float:
     """The least that the fullest rank can have: what must lie inside some set of ranks, over their number."""
     counts = np.bincount(experts[experts != EMPTY].numpy(), minlength=placement.experts)
-    holders = np.zeros((placement.experts, placement.ranks), dtype=bool)
+    holders = np.zeros((placement.experts, placement.owners), dtype=bool)
     for slot, expert in enumerate(placement.slots[layer]):
         if expert != EMPTY:
-            holders[expert, slot // placement.slots_per_rank] = True
+            holders[expert, slot // placement.slots_per_owner] = True
     found = 0.0
-    for subset in range(1, 1 << placement.ranks):
-        inside = np.array([bool(subset >> rank & 1) for rank in range(placement.ranks)])
+    for subset in range(1, 1 << placement.owners):
+        inside = np.array([bool(subset >> rank & 1) for rank in range(placement.owners)])
         found = max(found, counts[~(holders & ~inside).any(axis=1)].sum() / inside.sum())
     return found
 

@@ -13,11 +13,20 @@ from moeserve.proto.client import MoeClient
 from moeserve.quant.formats import FP8_GROUP
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
+RESERVED = {"members__max_lanes": 6, "members__max_owners": 5}
+
 CASES = {
     "gpt-oss, TP4": ("gpt_oss", TP4, {}),
     "mixtral, TP2 x DP2": ("mixtral", DP2_TP2, {}),
     "deepseek-v3, EP4, six experts": ("deepseek_v3", EP4, {"experts": 6, "n_group": 1}),
     "olmoe, EP4, three experts": ("olmoe", EP4, {"experts": 3}),
+    "mixtral, EP4, two lanes and one owner reserved": ("mixtral", EP4 | RESERVED, {}),
+    "mixtral, TP4, two lanes reserved": ("mixtral", TP4 | {"members__max_lanes": 6}, {}),
+    "mixtral, EP4 over peer memory, reserved": (
+        "mixtral",
+        EP4 | RESERVED | {"plan__all2all_backend": "nvlink_ll"},
+        {},
+    ),
 }
 
 

@@ -75,7 +75,7 @@ class Asking:
 def shuffled(placement: Placement, seed: int) -> Placement:
     """Any other placement of the same size."""
     random = np.random.default_rng(seed)
-    return Placement(random.permuted(placement.slots, axis=1), placement.ranks, placement.experts)
+    return placement.with_slots(random.permuted(placement.slots, axis=1))
 
 
 class Shuffle:
@@ -172,4 +172,4 @@ def test_a_hot_rank_is_relieved_by_itself(checkpoint_path: Path, alone: Alone) -
 def spread_out(placement: Placement, layer: int) -> bool:
     """Whether experts 0 and 1 are not both on one rank alone."""
     slots = np.flatnonzero(np.isin(placement.slots[layer], (0, 1)))
-    return len(set((slots // placement.slots_per_rank).tolist())) > 1
+    return len(set((slots // placement.slots_per_owner).tolist())) > 1

@@ -42,7 +42,7 @@ def hottest(cost: ReplicaCost, placement: Placement, load: Load) -> np.ndarray:
     for row, tokens in zip(placement.slots, load.tokens, strict=True):
         copies = np.bincount(row[row != EMPTY], minlength=placement.experts)
         each = cost(tokens[None], copies[None].astype(float))[0]
-        ranks = row.reshape(placement.ranks, -1)
+        ranks = row.reshape(placement.owners, -1)
         found.append(max(sum(each[e] for e in rank if e != EMPTY) for rank in ranks))
     return np.array(found)
 
@@ -75,7 +75,7 @@ def test_a_policy_keeps_every_expert_gets_no_worse_and_keeps_its_budget(
     for seed in range(3):
         load = skewed(size[0], seed)
         found = balance(start, load, budget)  # Placement itself refuses a lost expert
-        assert (found.slots.shape, found.ranks) == (start.slots.shape, start.ranks)
+        assert (found.slots.shape, found.owners) == (start.slots.shape, start.owners)
         assert moves(start, found) <= budget
         before, after = (hottest(COSTS[cost], each, load) for each in (start, found))
         assert (after <= before * (1 + 1e-9)).all()
@@ -88,7 +88,7 @@ def test_the_first_plan_has_the_asked_size(policy: tuple[Policy, str], size: tup
     balance, _ = policy
     start, load = even_with_room(5, *size), skewed(size[0], 1)
     found = balance.first(start, load)
-    assert (found.slots.shape, found.ranks) == (start.slots.shape, start.ranks)
+    assert (found.slots.shape, found.owners) == (start.slots.shape, start.owners)
     assert found == balance.first(start, load)
 
 

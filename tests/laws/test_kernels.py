@@ -412,7 +412,7 @@ def test_nvfp4_activations_are_rounded_with_the_scale_of_their_expert() -> None:
 
 
 def problem(scheme: Scheme, shape: ExpertShape) -> Problem:
-    return Problem(scheme, BF16, shape, experts=8, ranks=4, top_k=2, lane_rows=64)
+    return Problem(scheme, BF16, shape, experts=8, lanes=4, owners=4, top_k=2, lane_rows=64)
 
 
 def test_refusals_name_the_value_and_the_way_out() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from moeserve.device.machine import machine_named
 from moeserve.dispatch.backends import DISPATCHERS, local
 from moeserve.dispatch.dispatcher import DispatchSpec
+from moeserve.dispatch.members import Members
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertShape, Grouping
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def planned(scheme: Scheme, model: Format) -> tuple[Problem, str, Format]:
     """What an unpinned plan chooses on a CPU: problem, kernel and wire."""
-    problem = Problem(scheme, model, SHAPE, experts=len(COUNTS), ranks=1, top_k=2, lane_rows=64)
+    problem = Problem(scheme, model, SHAPE, experts=len(COUNTS), lanes=1, owners=1, top_k=2, lane_rows=64)
     plan = make_plan(problem, machine_named("cpu"), KERNELS, DISPATCHERS)
     return problem, plan.kernel.name, plan.dispatchers[0].wire
 
@@ -86,12 +87,12 @@ def test_rounding_before_dispatch_is_rounding_after(name: str, model: Format) ->
     prepared = kernel.prepare(make_scheme(SHAPE, len(COUNTS), scheme, generator))
     hidden = torch.randn(33, SHAPE.hidden, generator=generator).to(model.dtype)
     scores, slots = torch.rand(33, len(COUNTS), generator=generator).topk(problem.top_k)
-    routing = Routing(slots.int(), scores, (33,))
     answers = []
     for carried in (wire, model):
-        spec = DispatchSpec(0, 1, len(COUNTS), SHAPE.hidden, problem.top_k, 64, model.dtype, carried)
-        dispatcher = local.ENTRY.build(spec)
-        arrived = dispatcher.dispatch(hidden, routing)
+        alone = Members.of_ranks(1)
+        spec = DispatchSpec(alone, 0, len(COUNTS), SHAPE.hidden, problem.top_k, 64, model.dtype, carried)
+        dispatcher = local.ENTRY.build(spec, None)
+        arrived = dispatcher.dispatch(hidden, Routing(slots.int(), scores, (33,), 1))
         assert arrived.batch.tokens.format == carried
         answers.append(dispatcher.combine(kernel.apply(prepared, arrived.batch), arrived.ticket))
     assert torch.equal(*answers)
@@ -104,5 +105,5 @@ def test_every_dispatcher_is_held_to_its_law_with_every_wire_of_a_scheme(dispatc
     """What arrives is, bit for bit, what was rounded at home: `test_dispatchers` checks that."""
     wires = {scheme.activations.name for scheme in TRAVELLING.values()}
     assert wires <= DISPATCHERS[dispatcher].wires
-    if (DISPATCHERS[dispatcher].max_ranks or 2) > 1:
+    if (DISPATCHERS[dispatcher].max_owners or 2) > 1:
         assert wires <= {case.wire for case in law_cases() if case.dispatcher == dispatcher}

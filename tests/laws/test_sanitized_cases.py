@@ -1,7 +1,9 @@
 """`bench/experts/gpu_sanitize.py`: every kernel of ours, grouping and odd size runs under the sanitizer."""
 
 import importlib
+import time
 from types import ModuleType
+from typing import TextIO
 
 import pytest
 
@@ -51,3 +53,41 @@ def test_reports_of_tritons_own_dispatch_are_told_apart(bench: ModuleType) -> No
     ]
     assert [bench.is_dispatch(report) for report in reports] == [True, False]
     assert not bench.is_dispatch("Invalid __global__ read of size 4 bytes\n=========     at prefill+0x12\n")
+
+
+def test_dispatchers_run_by_ranks_and_by_members_one_after_the_other(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two that wait for each other would take turns of a GPU with all others."""
+    under_way: list[str] = []
+    commands: list[list[str]] = []
+
+    class Process:
+        """One that ends well once it is waited for."""
+
+        pid = returncode = 0
+
+        def __init__(self, command: list[str], *, stdout: TextIO, **how: object) -> None:
+            assert not under_way
+            under_way.append(" ".join(command))
+            commands.append(command)
+            stdout.write("ok   rank 0\nok   rank 1\n========= ERROR SUMMARY: 0 errors\n")
+
+        def wait(self, seconds: float) -> int:
+            under_way.clear()
+            return 0
+
+    monkeypatch.setattr(bench.subprocess, "Popen", Process)
+    monkeypatch.setattr(bench, "sanitizer", lambda tool: ["compute-sanitizer", "--tool", tool])
+    tools = ["memcheck", "racecheck", "synccheck"]
+    results = bench.sanitize(tools, list(bench.DISPATCHERS), time.monotonic() + 60, keep=False)
+    assert len(results) == len(commands) == 3 * 6
+    assert [result.ours for result in results] == [0.0] * 18
+    assert {result.unit for result in results} == {"reports in 2 members"}
+    assert all(result.aim == 0.0 for result in results)
+    for name in ("nvlink_ll", "nvlink_ht"):
+        own = [command for command in commands if name in command]
+        assert len(own) == 9
+        assert {"1x1" in command for command in own} == {True, False}
+        assert all("--watched" in command and command.count("-m") == 2 for command in own)
+    assert "memcheck, nvlink_ll, both,lane: 0 reports" in capsys.readouterr().out

@@ -34,7 +34,7 @@ def test_every_scheme_it_reads_has_this_kernel_on_every_nvidia_gpu() -> None:
     for scheme, machine in (
         (s, m) for s in SCHEMES.values() for m in ("a100", "l40s", "h200", "b200", "b300")
     ):
-        problem = Problem(scheme, BF16, shape, experts=8, ranks=4, top_k=2, lane_rows=64)
+        problem = Problem(scheme, BF16, shape, experts=8, lanes=4, owners=4, top_k=2, lane_rows=64)
         refused = ENTRY.refuses(problem, machine_named(machine))
         assert (refused is None) == (scheme.weights not in UNREAD), (scheme, machine, refused)
 

@@ -6,6 +6,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from proto_fake import rows
@@ -44,6 +45,57 @@ def test_an_option_with_a_typing_error_is_refused_at_once_by_name(kind, far):
 
     asyncio.run(run())
     assert far.topologies == 0
+
+
+@pytest.mark.parametrize("kind", [MoeClient, AsyncMoeClient])
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"timeout": "5"}, "timeout='5' must be a number of seconds"),
+        ({"timeout": True}, "timeout=True must be a number of seconds"),
+        ({"lane": "0"}, "lane='0' must be the rank of a lane, a whole number, or None"),
+        ({"lane": 1.0}, "lane=1.0 must be the rank of a lane, a whole number, or None"),
+        ({"output": 3}, "output=3 must be a tensor that `allocate` made, or None"),
+        ({"output": torch.ones(1000)}, "output=a Tensor must be a tensor that `allocate` made, or None"),
+        ({"dtype": 16}, "dtype=16 must be 'bf16', or ''"),
+        ({"weights_version": "1"}, "weights_version='1' must be a whole number"),
+    ],
+)
+def test_an_option_of_another_type_is_refused_at_once_by_name_and_value(kind, option, text, far):
+    async def run() -> None:
+        client = kind(far.address)
+        for call in calls(client, **option):
+            with pytest.raises(TypeError) as refused:
+                call()
+            assert str(refused.value) == text
+        if kind is AsyncMoeClient:
+            await client.close()
+        else:
+            client.close()
+
+    asyncio.run(run())
+    assert far.topologies == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"timeout": "5"}, "timeout='5' must be a number of seconds"),
+        ({"lane": "0"}, "lane='0' must be the rank of a lane, a whole number, or None"),
+        ({"model": None}, "model=None must be a name, or ''"),
+    ],
+)
+def test_a_client_s_own_settings_are_checked_alike(client_of, settings, text):
+    with pytest.raises(TypeError) as refused:
+        client_of("127.0.0.1:1", **settings)
+    assert str(refused.value) == text
+
+
+def test_numbers_of_numpy_are_numbers(client_of, far):
+    hidden, experts, weights = rows(2)
+    with client_of(far.address) as client:
+        options = {"timeout": np.float32(5), "lane": np.int64(1), "weights_version": np.uint64(1)}
+        assert torch.equal(client.forward(3, hidden, experts, weights, **options), hidden * 2)
 
 
 def test_every_option_that_is_named_is_taken(client_of, far):

@@ -11,8 +11,10 @@ from proto_fake import rows
 from moeserve.proto.errors import (
     REASON_KEY,
     MoeError,
+    Overloaded,
 )
 from moeserve.proto.tensors import TensorError
+from moeserve.runtime.doors.payloads import RegionLimits
 
 UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, {REASON_KEY: "REFORMING"})
 
@@ -77,6 +79,32 @@ def test_a_tensor_in_the_region_is_read_there_and_the_answer_written_there(clien
             client.forward(3, hidden, experts, weights, output=other)
         with pytest.raises(TensorError, match=r"output: .*\[2, 16\] cannot take the answer .*\[64, 16\]"):
             client.forward(3, hidden, experts, weights, output=client.allocate(1, (2, 16), dtype))
+
+
+def test_rows_ride_inline_where_the_lane_has_no_room_for_a_region(client_of, service):
+    for lane in service.lanes:
+        lane.regions.limits = RegionLimits(max_bytes=1 << 18)
+    hidden, experts, weights = rows(64, 2048)  # 2 x 512 KiB: no region of this lane takes them
+    with client_of(service.address, lane=0) as client:
+        client.forward(3, hidden[:8], experts[:8], weights[:8])
+        assert torch.equal(client.forward(3, hidden, experts, weights), hidden * 2)
+        assert [r.hidden.WhichOneof("payload") for r in service.asked] == ["region", "data"]
+    insists = client_of(service.address, lane=0, transport="shared_memory")
+    with insists as client, pytest.raises(Overloaded, match="region_limit"):
+        client.forward(3, hidden, experts, weights)
+
+
+def test_idle_regions_of_other_sizes_make_room(client_of, service):
+    regions = service.lanes[0].regions
+    regions.limits = RegionLimits(max_bytes=600 << 10)
+    hidden, experts, weights = rows(32, 2048)
+    with client_of(service.address, lane=0) as client:
+        for count in (32, 8, 8):  # a region of 512 KiB, and one of 128 KiB
+            client.forward(3, hidden[:count], experts[:count], weights[:count])
+            end = time.monotonic() + 5
+            while count == 8 and regions.bytes > 1 << 17 and time.monotonic() < end:
+                time.sleep(0.01)  # the lane hears of regions given back
+        assert [r.hidden.WhichOneof("payload") for r in service.asked] == ["region", "data", "region"]
 
 
 def test_the_region_of_a_call_that_failed_is_not_used_again(client_of, service):

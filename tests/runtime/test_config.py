@@ -96,12 +96,49 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, message: str) -> None:
         ({"server.metrics_port": 65535}, "server.metrics_port = 65535 must be .* leave room up to 65535"),
         ({"plan.measure": "often"}, "plan.measure = 'often'; known: auto, always, never"),
         ({"parallel.tensor_parallel_size": 0}, "must be at least 1"),
+        ({"members.max_lanes": -1}, "members.max_lanes = -1 must not be negative"),
+        ({"members.held_multiprocessors": -1}, "members.held_multiprocessors = -1 must not be negative"),
+        (
+            {"members.max_lanes": 1, "parallel.data_parallel_size": 2},
+            "members.max_lanes = 1 is less than the 2 ranks, each of which has a lane; give 0 .*2 or more",
+        ),
+        (
+            {"members.max_owners": 3, "parallel.tensor_parallel_size": 4},
+            "members.max_owners = 3 is less than the 4 ranks, each of which has a place that holds experts",
+        ),
+        (
+            {"members.max_owners": 3, "parallel.tensor_parallel_size": 2},
+            "members.max_owners = 3 is more than the 2 ranks, which hold slices .*enable_expert_parallel",
+        ),
     ],
 )
 def test_values_that_make_no_sense_are_named(values: dict[str, object], message: str) -> None:
     given = values if not values else {"model.checkpoint": "x"} | values
     with pytest.raises(ConfigError, match=message):
         Config().with_values(given).checked()
+
+
+def test_room_for_members_is_the_ranks_unless_there_is_to_be_more() -> None:
+    config = Config().with_values(
+        {
+            "model.checkpoint": "x",
+            "parallel.data_parallel_size": 2,
+            "parallel.enable_expert_parallel": True,
+            "members.max_lanes": 12,
+            "members.max_owners": 3,
+            "members.held_multiprocessors": 8,
+        }
+    )
+    members = config.checked().members
+    assert (members.max_lanes, members.max_owners, members.held_multiprocessors) == (12, 3, 8)
+    lines = config.lines()
+    assert lines[lines.index("[members]") + 1 :][:3] == [
+        "max_lanes = 12",
+        "max_owners = 3",
+        "held_multiprocessors = 8",
+    ]
+    assert config.parallel.mesh.members(12, 3).max_lanes == 12
+    assert config.parallel.mesh.members() == config.parallel.mesh.members(2, 2)
 
 
 def test_a_late_rank_is_waited_for_as_long_as_a_collective_unless_said_otherwise() -> None:

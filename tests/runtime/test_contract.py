@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +12,10 @@ import pytest
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.errors import REASON_KEY
+from moeserve.proto.texts import LONGEST_TEXT
 from moeserve.runtime.doors.admin_door import AdminDoor
+from moeserve.runtime.doors.admission import Admission, DoorLimits
+from moeserve.runtime.doors.calling import Calling
 from moeserve.runtime.doors.contract import register
 from moeserve.runtime.doors.endpoint import Endpoint
 from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor
@@ -73,7 +78,7 @@ class Doors:
         self.channels = {}
         for door, refusal in {"lane": NOT_THE_FRONT_DOOR, "front": NOT_A_LANE}.items():
             servicers = {name: _Echo(name, self.answered) for name in DOORS[door]}
-            self._endpoints[door] = Endpoint(servicers, refusal, 4, 1 << 20)
+            self._endpoints[door] = Endpoint(servicers, refusal, DoorLimits(calls=4), 1 << 20)
             self.channels[door] = grpc.insecure_channel(self._endpoints[door].start("127.0.0.1", 0))
 
     def call(self, door: str, service: str, method: str, payload: bytes = b"") -> bytes:
@@ -125,6 +130,51 @@ def test_each_call_is_served_by_exactly_the_doors_that_should(
     assert doors.answered == []
 
 
+@pytest.mark.parametrize(("service", "method", "streams"), METHODS)
+def test_what_is_no_message_is_said_and_logged_nowhere(
+    doors: Doors, service: str, method: str, streams: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    door = "lane" if service == "LaneService" else "front"
+    if service == "MoeService" and method.endswith("Region"):
+        door = "lane"
+    if _server(door, service, method) is None:
+        return
+    with pytest.raises(grpc.RpcError) as refused:
+        doors.call(door, service, method, b"\xff\xff no message at all")
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert (REASON_KEY, "bad_message") in refused.value.trailing_metadata()
+    assert len(refused.value.details()) <= LONGEST_TEXT
+    assert caplog.records == []
+
+
+def test_what_came_before_it_on_a_stream_is_answered(doors: Doors) -> None:
+    call = doors.channels["lane"].stream_stream("/moeserve.v1.LaneService/ForwardStream")
+    replies = call(iter([b"", b"", b"\xff\xff", b""]), timeout=5)
+    assert [next(replies), next(replies)] == [b"", b""]
+    with pytest.raises(grpc.RpcError) as refused:
+        next(replies)
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_many_of_them_leave_nothing(doors: Doors) -> None:
+    call = doors.channels["lane"].unary_unary("/moeserve.v1.LaneService/CreateRegion")
+
+    def malformed(times: int) -> None:
+        for _ in range(times):
+            with pytest.raises(grpc.RpcError):
+                call(b"\xff\xff", timeout=5)
+
+    malformed(50)
+    gc.collect()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    malformed(200)
+    gc.collect()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert after - before < 200 * 1000
+
+
 @pytest.mark.parametrize("path", ["/moeserve.v1.LaneService/Drop", "/moeserve.v1.Nobody/Forward", "/x"])
 @pytest.mark.parametrize("door", DOORS)
 def test_what_the_contract_has_not_is_unimplemented(doors: Doors, door: str, path: str) -> None:
@@ -135,4 +185,4 @@ def test_what_the_contract_has_not_is_unimplemented(doors: Doors, door: str, pat
 
 def test_a_service_that_the_contract_has_not_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"services \['LaneServcie'\] are not in the contract, which has"):
-        register(grpc.server(None), {"LaneServcie": object()}, NOT_A_LANE)
+        register(grpc.server(None), {"LaneServcie": object()}, NOT_A_LANE, Calling(Admission(DoorLimits())))

@@ -1,10 +1,12 @@
 """Epochs: pure changes of the world, and what refuses them."""
 
 import json
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from moeserve.dispatch.members import Member, Members
 from moeserve.experts.placement import EMPTY, Placement
 from moeserve.runtime.control.messages import epoch_from, epoch_message
 from moeserve.runtime.epoch import Epoch
@@ -12,15 +14,18 @@ from moeserve.runtime.mesh import Mesh
 
 
 def spare_epoch() -> Epoch:
-    """Six experts on three ranks with three slots each: experts 0, 2 and 4 twice."""
-    slots = np.array([[0, 1, 2, 2, 3, 4, 4, 5, 0]])
-    return Epoch(7, Mesh(3, 1, 3), Placement(slots, 3, 6))
+    """Six experts on three ranks with three slots each: experts 0, 2 and 4 twice. Room for two more lanes and
+    one more owner.
+    """
+    slots = np.array([[0, 1, 2, 2, 3, 4, 4, 5, 0, EMPTY, EMPTY, EMPTY]])
+    mesh = Mesh(3, 1, 3)
+    return Epoch(7, mesh, Placement(slots, 4, 6, (3, 3, 3, 0)), mesh.members(max_lanes=5, max_owners=4))
 
 
 def test_first_is_the_even_load() -> None:
     epoch = Epoch.first(Mesh(2, 2, 4), layers=3, experts=10)
     assert epoch.number == 1
-    assert [sorted(e for e in epoch.placement.of_rank(0, rank) if e != EMPTY) for rank in range(4)] == [
+    assert [sorted(e for e in epoch.placement.of_owner(0, rank) if e != EMPTY) for rank in range(4)] == [
         [0, 1, 2],
         [3, 4, 5],
         [6, 7],
@@ -29,14 +34,89 @@ def test_first_is_the_even_load() -> None:
 
 
 def test_slices_have_one_owner() -> None:
-    assert Epoch.first(Mesh(2, 2, 1), layers=1, experts=5).placement.ranks == 1
+    assert Epoch.first(Mesh(2, 2, 1), layers=1, experts=5).placement.owners == 1
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_without_keeps_every_expert(lost: int) -> None:
-    epoch = spare_epoch().without({lost})
-    assert (epoch.number, epoch.mesh.ranks, epoch.placement.ranks) == (8, 2, 2)
+    start = spare_epoch()
+    epoch = start.without({lost})
+    assert (epoch.number, len(epoch.members), epoch.members.max_owners) == (8, 2, 4)
     assert set(epoch.placement.slots[0].tolist()) - {EMPTY} == set(range(6))
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_nobody_else_moves_when_a_member_is_lost(lost: int) -> None:
+    start = spare_epoch()
+    epoch = start.without({lost})
+    assert epoch.members.seats == tuple(seat for seat in range(3) if seat != lost)
+    assert epoch.placement.room == tuple(
+        0 if owner == lost else room for owner, room in enumerate((3, 3, 3, 0))
+    )
+    assert epoch.placement.slots.shape == start.placement.slots.shape
+    alone = {0, 1, 2, 3, 4, 5} - set(start.placement.slots[0].tolist()[3 * lost : 3 * lost + 3])
+    for slot, (old, new) in enumerate(zip(start.placement.slots[0], epoch.placement.slots[0], strict=True)):
+        if slot // 3 == lost:
+            assert new == EMPTY
+        elif new != old:
+            assert new not in alone  # only what lost its last replica is written over second replicas
+            assert np.count_nonzero(start.placement.slots[0] == old) > 1
+    back = epoch.joined(start.members.at(lost))
+    assert back.members == start.members
+    assert back.placement.room == start.placement.room
+
+
+def test_lost_experts_go_to_the_survivors_in_turn() -> None:
+    slots = np.full((1, 24), EMPTY)
+    slots[0, [0, 1, 2, 3, 8, 16]] = range(6)
+    mesh = Mesh(3, 1, 3)
+    epoch = Epoch(1, mesh, Placement(slots, 3, 6), mesh.members()).without({0})
+    held = [np.count_nonzero(epoch.placement.of_owner(0, owner) != EMPTY) for owner in range(3)]
+    assert held == [0, 3, 3]
+
+
+def test_a_member_that_only_brings_rows_comes_and_goes_without_a_move() -> None:
+    start = spare_epoch()
+    epoch = start.joined(Member(6, lane=4))
+    assert (epoch.number, epoch.members.seat_of_lane) == (8, (0, 1, 2, None, 6))
+    assert epoch.placement is start.placement
+    left = epoch.without({6})
+    assert (left.number, left.members, left.placement) == (9, start.members, start.placement)
+
+
+@pytest.mark.parametrize(
+    ("mend", "message"),
+    [
+        (lambda epoch: epoch.without({3}), r"seat 3 is vacant; the members have seats \[0, 1, 2\]"),
+        (lambda epoch: epoch.without({0, 1, 2}), "no member that holds experts survives"),
+        (lambda epoch: epoch.joined(Member(2, 3, 3)), "two members have the same seat"),
+        (lambda epoch: epoch.joined(Member(3, owner=2)), "two members have the same owner"),
+        (lambda epoch: epoch.joined(Member(3, lane=5)), "lanes .* must lie between 0 and 4"),
+        (lambda epoch: epoch.joined(Member(3, owner=3), room=4), "room=4 of a new owner must be 0 to 3"),
+    ],
+)
+def test_who_cannot_come_or_go(mend: Callable[[Epoch], Epoch], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mend(spare_epoch())
+
+
+def test_what_an_epoch_cannot_be() -> None:
+    mesh = Mesh(2, 1, 2)
+    with pytest.raises(ValueError, match="a placement on 2 owners is not of a group with room for 3"):
+        Epoch(1, mesh, Placement.even(1, 4, 2), mesh.members(max_owners=3))
+    with pytest.raises(ValueError, match=r"owners \[2\] have room for experts, and no member is there"):
+        Epoch(1, mesh, Placement.even(1, 6, 3), mesh.members(max_owners=3))
+
+
+def test_reserved_places_hold_nothing_at_first() -> None:
+    mesh = Mesh(2, 1, 2)
+    epoch = Epoch.first(mesh, 2, 6, 2, mesh.members(max_lanes=6, max_owners=4))
+    assert epoch.placement.room == (4, 4, 0, 0)
+    assert epoch.placement.slots[:, :8].tolist() == Epoch.first(mesh, 2, 6, 2).placement.slots.tolist()
+    apart = Epoch.first(mesh, 1, 6, 0, Members.split(2, 3))
+    assert apart.placement.slots.tolist() == [[0, 1, 2, 3, 4, 5]]
+    sliced = Mesh(2, 1, 1)
+    assert Epoch.first(sliced, 1, 6, 0, sliced.members(max_lanes=3)).placement.room == (6,)
 
 
 def test_without_says_when_there_is_no_room() -> None:
@@ -49,10 +129,19 @@ def test_without_says_when_there_is_no_room() -> None:
 
 
 def test_joined_fills_new_slots_with_the_rarest() -> None:
-    epoch = spare_epoch().joined(1)
-    assert (epoch.mesh.ranks, epoch.placement.slots.shape) == (4, (1, 12))
-    assert sorted(epoch.placement.of_rank(0, 3).tolist()) == [1, 3, 5]
-    assert np.array_equal(epoch.placement.slots[:, :9], spare_epoch().placement.slots)
+    epoch = spare_epoch().joined(Member(3, 3, 3))
+    assert (len(epoch.members), epoch.placement.room) == (4, (3, 3, 3, 3))
+    assert sorted(epoch.placement.of_owner(0, 3).tolist()) == [1, 3, 5]
+    assert np.array_equal(epoch.placement.slots[:, :9], spare_epoch().placement.slots[:, :9])
+    few = spare_epoch().joined(Member(3, owner=3), room=2)
+    assert (few.placement.room, few.placement.of_owner(0, 3).tolist()) == ((3, 3, 3, 2), [1, 3])
+
+
+def test_a_place_holds_no_expert_twice() -> None:
+    mesh = Mesh(1, 1, 1)
+    start = Epoch.first(mesh, 1, 2, 2, mesh.members(max_owners=2))
+    epoch = start.joined(Member(1, owner=1))
+    assert epoch.placement.of_owner(0, 1).tolist() == [0, 1, EMPTY, EMPTY]
 
 
 def test_a_reload_goes_layer_by_layer_and_keeps_the_placement() -> None:
@@ -82,4 +171,5 @@ def test_a_move_changes_one_layer() -> None:
 
 def test_an_epoch_survives_its_message() -> None:
     epoch = spare_epoch().with_weights("/new").reloaded(0, 2)
-    assert epoch_from(json.loads(json.dumps(epoch_message(epoch)))) == epoch
+    for each in (epoch, epoch.joined(Member(3, lane=4)), epoch.joined(Member(3, owner=3), 2).without({0})):
+        assert epoch_from(json.loads(json.dumps(epoch_message(each)))) == each

@@ -184,6 +184,22 @@ def test_a_caller_that_has_left_already_is_not_waited_for(front: Front) -> None:
         front.forward(1, caller=Context(over=True, remaining=0.0))
 
 
+def test_no_lane_is_asked_for_a_caller_that_has_left(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane that answers before its call is cancelled would be an answer to nobody."""
+    forward = sync_link.Link.forward
+
+    def answered(link: sync_link.Link, *asked: Any) -> sync_link.Sent:
+        sent = forward(link, *asked)
+        reply = sent.wait()
+        return sync_link.Sent(lambda: reply, lambda: None)
+
+    monkeypatch.setattr(sync_link.Link, "forward", answered)
+    for count in (2, 100):
+        with pytest.raises(CallerLeft):
+            front.forward(count, caller=Context(over=True))
+    assert not any(lane.asked for lane in front.lanes)
+
+
 def test_closing_it_closes_every_channel(front: Front) -> None:
     front.forward(100)
     front.forwarding.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +29,33 @@ from moeserve.runtime.served import served_from
 
 LAYERS, EXPERTS, NBYTES = (1, 2), 8, 1000
 HOT = np.array([[8.0, 8, 1, 1, 1, 1, 1, 1], [1.0, 1, 1, 1, 1, 1, 1, 1]])  # both hot ones on rank 0
+
+
+def test_a_reload_takes_only_what_lies_below_its_root(checkpoint: Path, tmp_path: Path) -> None:
+    served = served_from(house_config(checkpoint, **EP4))
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    make_checkpoint("qwen3_moe", outside)
+    (root / "link").symlink_to(outside)
+    made = Operations(served, rebalancer(Group(), balancer_named("incremental"), BalanceConfig()), str(root))
+    for path in (outside, root / "link", root / ".." / "outside"):
+        with pytest.raises(BadRequest, match=r"is not below server\.reload_root"):
+            made.reload(moe_pb2.ReloadRequest(checkpoint=str(path)))
+    with pytest.raises(BadRequest, match=r"config\.json: No such file"):
+        made.reload(moe_pb2.ReloadRequest(checkpoint=str(root / "none")))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model-1.safetensors"])
+def test_a_pipe_in_a_checkpoint_is_refused_and_not_waited_for(
+    checkpoint: Path, tmp_path: Path, name: str
+) -> None:
+    served = served_from(house_config(checkpoint, **EP4))
+    made = Operations(served, rebalancer(Group(), balancer_named("incremental"), BalanceConfig()))
+    os.mkfifo(tmp_path / name)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(BadRequest, match=f"holds '{name}', which is neither a file nor a folder"):
+        made.reload(moe_pb2.ReloadRequest(checkpoint=str(tmp_path)))
 
 
 class Group:
@@ -123,7 +151,7 @@ class Turned:
     def __call__(self, placement: Placement, load: Load, budget: int) -> Placement:
         slots = placement.slots.copy()
         slots[0, :2] = slots[0, 1::-1]
-        return Placement(slots, placement.ranks, placement.experts)
+        return placement.with_slots(slots)
 
     def first(self, placement: Placement, load: Load) -> Placement:
         return placement

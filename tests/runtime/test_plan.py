@@ -1,6 +1,7 @@
 """`make_plan`: a join with reasons; what is pinned is served or refused, never replaced."""
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 
@@ -26,7 +27,8 @@ PLAIN = Scheme(BF16, BF16)
 
 def problem(scheme: Scheme = PLAIN, **changes: object) -> Problem:
     shape = ExpertShape(256, 256, Activation("silu"))
-    return replace(Problem(scheme, BF16, shape, experts=8, ranks=4, top_k=2, lane_rows=64), **changes)  # type: ignore[arg-type]
+    usual = Problem(scheme, BF16, shape, experts=8, lanes=4, owners=4, top_k=2, lane_rows=64)
+    return replace(usual, **changes)  # type: ignore[arg-type]
 
 
 def plan(asked: Problem, machine: Machine = CPU, **wanted: str):
@@ -44,7 +46,7 @@ def test_bf16_on_cpu_gets_the_grouped_kernel_and_the_plain_wire() -> None:
 
 
 def test_one_rank_needs_no_wire() -> None:
-    assert plan(problem(ranks=1)).dispatcher_names == "local"
+    assert plan(problem(lanes=1, owners=1)).dispatcher_names == "local"
 
 
 def test_fp8_blocks_travel_as_the_groups_they_are_rounded_to_anyway() -> None:
@@ -207,3 +209,47 @@ def test_what_could_not_be_built_is_refused_with_its_reason() -> None:
     nothing = replace(costs, dispatchers=(), refused=tuple((n, "bf16", "gone") for n in ("low", "high")))
     with pytest.raises(NoPlan, match="no dispatcher can be built: low: gone; high: gone"):
         made.by_cost(nothing)
+
+
+OWN = {"naive", "allgather_reducescatter", "all2allv", "nvlink_ll", "nvlink_ht"}
+EQUAL = "serves groups in which every member has a lane and experts; here are"
+
+
+def refusals(asked: Problem) -> dict[str, str | None]:
+    """What each dispatcher says of a group, on a machine of its own with its packages."""
+    machine = machine_named("h200")
+    there = {"modules": frozenset[str](), "archs": frozenset((machine.arch,))}
+    return {name: replace(entry, **there).refuses(asked, machine) for name, entry in DISPATCHERS.items()}
+
+
+def test_our_own_dispatchers_alone_serve_lanes_and_owners_apart() -> None:
+    assert {name for name, entry in DISPATCHERS.items() if entry.unequal} == OWN
+    for changes, found in (
+        ({"lanes": 2, "owners": 3}, "2 lanes and 3 owners"),
+        ({"lanes": 3, "owners": 1}, "3 lanes and 1 owners"),
+        ({"lanes": 2, "owners": 2, "split": True}, "2 lanes and 2 owners"),
+        ({"lanes": 8, "reserved_lanes": 4}, "4 lanes and 0 owners reserved"),
+        ({"reserved_lanes": 2, "reserved_owners": 1}, "2 lanes and 1 owners reserved"),
+    ):
+        asked = problem(**changes)
+        assert not asked.equal
+        reasons = refusals(asked)
+        assert {name for name, reason in reasons.items() if reason is None} == OWN
+        told = {name: reason for name, reason in reasons.items() if name not in OWN}
+        assert set(told.values()) == {f"{EQUAL} {found}"}
+    assert problem().equal
+
+
+def test_peer_memory_says_how_many_lanes_and_owners_it_joins() -> None:
+    assert refusals(problem(lanes=33, reserved_lanes=29))["nvlink_ll"] == "joins at most 32 lanes, not 33"
+    assert refusals(problem(owners=9, reserved_owners=5))["nvlink_ht"] == "joins at most 8 owners, not 9"
+    assert refusals(problem(lanes=9, owners=9))["nvlink_ll"] == "joins at most 8 ranks, not 9"
+
+
+def test_sizes_of_a_problem_count_reserved_places_where_they_take_part() -> None:
+    asked = problem(lanes=12, owners=6, reserved_lanes=8, reserved_owners=2, redundant=4)
+    assert (asked.lanes_here, asked.owners_here) == (4, 4)
+    assert asked.step_rows == 12 * 64  # reserved lanes may bring rows later
+    assert (asked.slots, asked.pairs_a_row) == (3, Fraction(2, 4))  # reserved owners hold nothing yet
+    with pytest.raises(ValueError, match="4 of 4 owners are reserved; at least one owner must be there"):
+        problem(reserved_owners=4)

@@ -151,8 +151,7 @@ def test_a_region_that_nobody_fetches_is_swept(kept, monkeypatch):
 def test_a_released_region_says_so_to_its_client(kept):
     region = RemoteRegion.open(make(kept))
     assert region.alive
-    (row,) = kept.list()
-    kept.release(row.name)
+    kept.release(region.name)
     assert soon(lambda: not region.alive)
     with pytest.raises(UnknownRegion, match=r"no region 'region-1'$"):
         kept.release(region.name)
@@ -211,6 +210,9 @@ def test_a_guessed_name_opens_nothing_and_the_list_does_not_give_it_away(kept):
     made = make(kept)
     (row,) = kept.list()
     assert row.name == "region-1" and row.size == 8192 and not row.named
+    with pytest.raises(UnknownRegion, match=r"no region 'region-1'$"):
+        kept.release(row.name)
+    assert kept.list() == (row,)
     for forged in (row.name, f"{row.name}-{secrets.token_hex(16)}", "", made.name + "x", "\0"):
         with pytest.raises(UnknownRegion):
             kept.hold(forged, 0, 1)

@@ -134,7 +134,7 @@ def test_every_kernel_of_a_plan_is_met_before_a_step_asks_for_it(
     scheme: str, experts: int, grouping: Grouping
 ) -> None:
     problem = Problem(
-        scheme_named(scheme), BF16, ExpertShape(4096, 1536, Activation("silu")), experts, 4, 8, LANE_ROWS
+        scheme_named(scheme), BF16, ExpertShape(4096, 1536, Activation("silu")), experts, 4, 4, 8, LANE_ROWS
     )
     plan = make_plan(problem, machine_named("h200"), KERNELS, DISPATCHERS)
     span = replace(plan.fitting[0], dispatcher=replace(plan.fitting[0].dispatcher, grouping=grouping))

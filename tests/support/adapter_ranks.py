@@ -13,6 +13,7 @@ from typing import Any
 import fakes
 import torch
 from dispatcher_cases import Case, Outcome, run_cases, spec_of
+from parallel import group
 
 from moeserve.dispatch.backends import DISPATCHERS, nccl_ep
 from moeserve.dispatch.dispatcher import DispatchSpec
@@ -75,7 +76,7 @@ def refusals(rank: int, world: int, lacking: list[tuple[str, dict[str, Any]]]) -
         here = replace(a_gpu_host(spec, dispatcher), **seen)
         probe.surroundings = partial(_given, here)
         try:
-            DISPATCHERS[dispatcher].build(spec).close()
+            DISPATCHERS[dispatcher].build(spec, group()).close()
             said.append("")
         except RuntimeError as error:
             said.append(str(error))
@@ -88,7 +89,7 @@ def built(rank: int, world: int, dispatchers: list[str]) -> list[tuple[int, int]
     for name in dispatchers:
         install(name)
         case = Case(name, "even", "bf16", torch.bfloat16, "holes", 1)
-        dispatcher = DISPATCHERS[name].build(spec_of(case, rank))
+        dispatcher = DISPATCHERS[name].build(spec_of(case, rank), group())
         library = dispatcher._handle if name.startswith("nccl") else dispatcher._buffer
         found.append((library.steps, dispatcher.traffic.dispatched + dispatcher.traffic.combined))
         dispatcher.close()

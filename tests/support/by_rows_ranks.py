@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dispatcher_cases import Case, Outcome, run_cases
+from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.by_rows import ByRows
@@ -17,9 +18,9 @@ SMALL_ROWS = 4
 def parted(name: str, small: str, large: str) -> None:
     """Adds to the table a dispatcher `name`: `small` up to SMALL_ROWS a lane, `large` above."""
 
-    def build(spec: DispatchSpec) -> Dispatcher:
-        first = DISPATCHERS[small].build(replace(spec, lane_rows=SMALL_ROWS))
-        return ByRows([(SMALL_ROWS, first), (spec.lane_rows, DISPATCHERS[large].build(spec))])
+    def build(spec: DispatchSpec, group: ProcessGroup | None) -> Dispatcher:
+        first = DISPATCHERS[small].build(replace(spec, lane_rows=SMALL_ROWS), group)
+        return ByRows([(SMALL_ROWS, first), (spec.lane_rows, DISPATCHERS[large].build(spec, group))])
 
     DISPATCHERS[name] = replace(DISPATCHERS[large], name=name, build=build)
 

@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from parallel import group
+from torch.distributed import ProcessGroup
 
 from moeserve.device.machine import machine_named
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.costs import timed_steps
 from moeserve.dispatch.costs.measure import Candidate, Measured, measure
 from moeserve.dispatch.dispatcher import DispatchEntry, Dispatcher, DispatchSpec
+from moeserve.dispatch.members import Members
 from moeserve.experts.activation import Activation
 from moeserve.experts.batch import ExpertShape
 from moeserve.experts.kernel import Problem
@@ -40,7 +43,9 @@ class Choice:
 
 
 def plan_of(ranks: int, wanted: Wanted, extra: DispatchEntry | None = None) -> Plan:
-    problem = Problem(Scheme(BF16, BF16), BF16, SHAPE, experts=8, ranks=ranks, top_k=2, lane_rows=LANE_ROWS)
+    problem = Problem(
+        Scheme(BF16, BF16), BF16, SHAPE, experts=8, lanes=ranks, owners=ranks, top_k=2, lane_rows=LANE_ROWS
+    )
     rows = DISPATCHERS | ({extra.name: extra} if extra else {})
     return make_plan(problem, machine_named("cpu", ()), KERNELS, rows, wanted)
 
@@ -49,25 +54,30 @@ FITTING = {span.dispatcher.name for span in plan_of(2, Wanted()).fitting}
 """Dispatchers that two ranks on CPUs may choose between."""
 
 
-def chosen(
-    book: CostBook, plan: Plan, rank: int, monitor: Callable[[list[Candidate], float], Measured] = measure
-) -> Choice:
+def chosen(book: CostBook, plan: Plan, rank: int, monitor: Callable[..., Measured] = measure) -> Choice:
     """One choice, with an eye on what it measures."""
     seen: list[str] = []
 
-    def watched(candidates: list[Candidate], seconds: float) -> Measured:
+    def watched(candidates: list[Candidate], seconds: float, over: ProcessGroup | None) -> Measured:
         seen.extend(candidate.entry.name for candidate in candidates)
-        return monitor(candidates, seconds)
+        return monitor(candidates, seconds, over)
 
     def spec_of(asked: Plan, span: DispatchSpan) -> DispatchSpec:
         problem = asked.problem
         return DispatchSpec(
-            rank, problem.ranks, 8 // problem.ranks, 64, 2, span.up_to, torch.bfloat16, span.wire
+            Members.of_ranks(problem.owners),
+            rank,
+            8 // problem.owners,
+            64,
+            2,
+            span.up_to,
+            torch.bfloat16,
+            span.wire,
         )
 
     costing.measure = watched
     try:
-        made = book.choose({0: plan, 3: plan}, spec_of)
+        made = book.choose({0: plan, 3: plan}, spec_of, group())
     finally:
         costing.measure = measure
     if made[0] is not made[3]:
@@ -121,10 +131,10 @@ def _refusal(how: Costing, plan: Plan, rank: int) -> str:
         return str(error)
 
 
-def _no_rank_1(spec: DispatchSpec) -> Dispatcher:
+def _no_rank_1(spec: DispatchSpec, group: ProcessGroup | None) -> Dispatcher:
     if spec.rank == 1:
         raise RuntimeError("needs 7 bytes more than rank 1 has")
-    return DISPATCHERS["all2allv"].build(spec)
+    return DISPATCHERS["all2allv"].build(spec, group)
 
 
 @contextmanager
@@ -144,9 +154,9 @@ def _room_on_rank_1_for(rank: int, most: int) -> Iterator[None]:
         timed_steps.reserve = true
 
 
-def _broken_on_rank_1(spec: DispatchSpec) -> Dispatcher:
+def _broken_on_rank_1(spec: DispatchSpec, group: ProcessGroup | None) -> Dispatcher:
     """Rank 1 runs out of memory once its rows have arrived, when the others go on."""
-    dispatcher = DISPATCHERS["all2allv"].build(spec)
+    dispatcher = DISPATCHERS["all2allv"].build(spec, group)
     dispatch = dispatcher.dispatch
 
     def broken(*args: Any) -> Any:
@@ -158,7 +168,7 @@ def _broken_on_rank_1(spec: DispatchSpec) -> Dispatcher:
     return dispatcher
 
 
-def _broken(spec: DispatchSpec) -> Dispatcher:
-    dispatcher = DISPATCHERS["all2allv"].build(spec)
+def _broken(spec: DispatchSpec, group: ProcessGroup | None) -> Dispatcher:
+    dispatcher = DISPATCHERS["all2allv"].build(spec, group)
     dispatcher.combine = lambda outputs, ticket: (_ for _ in ()).throw(ValueError("a byte is wrong"))  # type: ignore[method-assign]
     return dispatcher

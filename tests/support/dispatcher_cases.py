@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
-from deepep_rounding import rounded_by_deepep
+from carried_steps import (
+    TERMS,
+    Choice,
+    Drawn,
+    Lanes,
+    answer,
+    arrived_exactly,
+    computed,
+    digest,
+    draw,
+    no_host_waits,
+    rounded,
+    terms_of,
+    worst,
+)
 from numpy.typing import NDArray
+from parallel import group
 from torch import Tensor
 
 from moeserve.dispatch.backends import DISPATCHERS
@@ -22,12 +34,10 @@ from moeserve.dispatch.dispatcher import (
     DispatchSpec,
     Traffic,
 )
+from moeserve.dispatch.members import Members
 from moeserve.dispatch.routing import Routing
-from moeserve.dispatch.wire import row_bytes
 from moeserve.experts.batch import ExpertBatch
 from moeserve.experts.placement import EMPTY, Placement
-from moeserve.experts.routing.address_book import AddressBook
-from moeserve.quant.format import Packed
 from moeserve.quant.formats import FORMATS
 from moeserve.quant.formats.floats import FLOATS
 
@@ -36,7 +46,6 @@ HIDDEN = 256
 TOP_K = 3
 NARROW = 128  # one group of fp8_group128: a row has one scale
 LANE_ROWS = 9
-TERMS = 4  # of an expert's sum; the slices of a sliced expert compute equal parts of them
 
 
 Inputs = tuple[str, str, torch.dtype, str, int, int, int]
@@ -114,7 +123,7 @@ def placements(ranks: int = RANKS) -> dict[str, Placement]:
     }
 
 
-Step = tuple[tuple[int, ...], Callable[[Tensor, int], Tensor]]
+Step = tuple[tuple[int, ...], Choice]
 
 
 def _random(ids: Tensor, lane: int) -> Tensor:
@@ -143,78 +152,29 @@ STEPS: dict[str, Step] = {
 }
 
 
-def expert(index: int, rows: Tensor, terms: range) -> Tensor:
-    """Terms of expert `index` for `rows [N, H]`, float32, element by element: bits do not depend on N."""
-    total = torch.zeros_like(rows)
-    for term in terms:
-        scale = 0.25 + ((5 * index + 3 * term) % 7) / 8
-        total += torch.roll(rows, 11 * index + term + 1, dims=1) * scale + (index - term) / 16
-    return total
-
-
-@dataclass(frozen=True, eq=False)
-class Lanes:
-    """Every lane's rows, choices and weights of a step."""
-
-    hidden: list[Tensor]
-    experts: list[Tensor]
-    weights: list[Tensor]
-    slots: list[Tensor]
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        return tuple(h.shape[0] for h in self.hidden)
-
-
 @cache
 def lanes(case_inputs: Inputs, device: str) -> Lanes:
     """The same inputs in every process."""
     placement_name, _, dtype, step, ranks, top_k, width = case_inputs
-    placement = placements(ranks)[placement_name]
     counts, choose = STEPS[step]
-    counts = counts[-ranks:]
-    random = torch.Generator().manual_seed(7)
-    hidden, experts, weights = [], [], []
-    for lane, rows in enumerate(counts):
-        hidden.append(torch.randn(rows, width, generator=random).to(dtype))
-        order = torch.rand(rows, placement.experts, generator=random).argsort(dim=1)
-        experts.append(choose(order[:, :top_k].int(), lane))
-        weight = torch.rand(rows, top_k, generator=random)
-        weights.append(torch.where(experts[-1] < 0, float("nan"), weight))
-    book = AddressBook(placement)
-    slots = [book.resolve(0, e, torch.ones(e.shape[0], dtype=torch.bool)).int() for e in experts]
-    return Lanes(*([t.to(device) for t in each] for each in (hidden, experts, weights, slots)))
+    given = Drawn(counts[-ranks:], choose, top_k, width, dtype)
+    return draw(placements(ranks)[placement_name], given, device)
 
 
 def reference(case: Case, rank: int) -> tuple[Tensor, Tensor]:
-    """The answer of lane `rank` computed in one process, float64 `[T, H]`, and how far a dispatcher may be
-    off.
-
-    Rows are rounded to the wire and expert outputs to the hidden dtype, as on the ranks. What is left is the
-    order of sums in float32 and, for narrow dtypes, one rounding of each partial sum and one of the answer.
-    """
+    """The answer of lane `rank` computed in one process, and how far a dispatcher may be off."""
     step = lanes(case.inputs, case.device)
-    rows = rounded(case, step.hidden[rank]).dequantize()
-    slices = {computed_by(case, other) for other in range(case.ranks)}
-    total = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
-    size = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
-    for row, column in (step.experts[rank] >= 0).nonzero().tolist():
-        index, weight = int(step.experts[rank][row, column]), float(step.weights[rank][row, column])
-        for terms in slices:
-            output = expert(index, rows[row : row + 1], terms).to(case.dtype).double()[0]
-            total[row] += weight * output
-            size[row] += abs(weight) * output.abs()
-    epsilon = 2.0**-21 if case.dtype == torch.float32 else torch.finfo(case.dtype).eps
-    return total, size * epsilon + 1e-12
+    rows = rounded(case.dispatcher, case.wire, step.hidden[rank]).dequantize()
+    return answer(step, rank, rows, {computed_by(case, other) for other in range(case.ranks)})
 
 
 def spec_of(case: Case, rank: int) -> DispatchSpec:
     """What the dispatcher of a case is built for."""
     placement = placements(case.ranks)[case.placement]
     return DispatchSpec(
-        rank=rank,
-        ranks=case.ranks,
-        slots=placement.slots_per_rank,
+        members=Members.of_ranks(case.ranks),
+        seat=rank,
+        slots=placement.slots_per_owner,
         hidden=case.hidden,
         top_k=case.top_k,
         lane_rows=LANE_ROWS,
@@ -228,58 +188,14 @@ def spec_of(case: Case, rank: int) -> DispatchSpec:
 
 def computed_by(case: Case, rank: int) -> range:
     """The terms of an expert's sum that `rank` computes."""
-    each = TERMS // case.ranks
-    return range(rank * each, (rank + 1) * each) if case.placement == "sliced" else range(TERMS)
+    return terms_of(rank, case.ranks) if case.placement == "sliced" else range(TERMS)
 
 
 def compute(case: Case, rank: int, batch: ExpertBatch) -> Tensor:
     """This rank's experts over a batch; rows that no slot owns come back as NaN, to be left out."""
     placement = placements(case.ranks)[case.placement]
-    held = placement.of_rank(0, 0 if case.placement == "sliced" else rank)
-    terms = computed_by(case, rank)
-    rows = batch.tokens.dequantize().flatten(0, -2)  # PADDED slots one after the other, as offsets count
-    outputs = torch.full_like(rows, float("nan"))
-    for slot, index in enumerate(held.tolist()):
-        first = int(batch.offsets[slot])
-        if first % case.row_align:
-            raise AssertionError(f"segment {slot} starts at row {first}, not a multiple of {case.row_align}")
-        here = slice(first, first + int(batch.counts[slot]))
-        outputs[here] = expert(index, rows[here], terms)
-    return outputs.to(case.dtype)
-
-
-def rounded(case: Case, rows: Tensor) -> Packed:
-    """`rows [T, H]` as they arrive: rounded by the wire's own formula, or by the library that sends them."""
-    wire = FORMATS[case.wire]
-    if not case.entry.quantizes or len(wire.parts) == 1:
-        return wire.quantize(rows)
-    parts = rounded_by_deepep(rows.float(), power_of_two=case.wire.endswith("ue8m0"))
-    return Packed(wire, rows.shape, parts)
-
-
-def arrived_exactly(case: Case, rank: int, batch: ExpertBatch) -> bool:
-    """Whether a slot's rows are those of all lanes that chose it, bit for bit, and in order where the
-    dispatcher
-    keeps it."""
-    step, spec = lanes(case.inputs, case.device), spec_of(case, rank)
-    for slot in range(spec.slots):
-        wanted = slot if spec.sliced else rank * spec.slots + slot
-        chosen = [h[(s == wanted).any(dim=1)] for h, s in zip(step.hidden, step.slots, strict=True)]
-        expected = _row_bytes(rounded(case, torch.cat(chosen)).parts)
-        first, count = int(batch.offsets[slot]), int(batch.counts[slot])
-        flat = [part.flatten(0, -2) for part in batch.tokens.parts]
-        got = _row_bytes([part[first : first + count] for part in flat])
-        if not case.entry.ordered:
-            got, expected = sorted(got), sorted(expected)
-        if got != expected:
-            return False
-    return True
-
-
-def _row_bytes(parts: Sequence[Tensor]) -> list[bytes]:
-    """Each row's bytes, part after part."""
-    raw = torch.cat([row_bytes(part) for part in parts], dim=1).cpu()
-    return [row.numpy().tobytes() for row in raw]
+    held = placement.of_owner(0, 0 if case.placement == "sliced" else rank).tolist()
+    return computed(batch, held, computed_by(case, rank), case.row_align).to(case.dtype)
 
 
 class Mutant:
@@ -322,50 +238,38 @@ def run_cases(rank: int, world: int, cases: list[Case]) -> list[Outcome]:
 
 
 def _run_case(rank: int, case: Case) -> Outcome:
-    spec = spec_of(case, rank)
-    dispatcher: Dispatcher = DISPATCHERS[case.dispatcher].build(spec)
+    spec, entry = spec_of(case, rank), case.entry
+    dispatcher: Dispatcher = entry.build(spec, group())
     if case.mutation:
         dispatcher = Mutant(dispatcher, case.mutation, spec)
     step = lanes(case.inputs, case.device)
-    rounded(case, torch.cat(step.hidden))  # formats put their tables on the device at first use
-    routing = Routing(step.slots[rank], step.weights[rank], step.rows)
+    round_to_wire = partial(rounded, case.dispatcher, case.wire)
+    round_to_wire(torch.cat(step.hidden))  # formats put their tables on the device at first use
     answers = []
-    free = DISPATCHERS[case.dispatcher].host_sync
-    for _ in range(2):
-        with no_host_waits(case.device == "cuda" and not free):
+    watched = case.device == "cuda" and not entry.host_sync
+    for number in (1, 2):
+        routing = Routing(step.slots[rank], step.weights[rank], step.rows, number)
+        with no_host_waits(watched):
             arrived = dispatcher.dispatch(step.hidden[rank], routing)
         outputs = compute(case, rank, arrived.batch)
-        with no_host_waits(case.device == "cuda" and not free):
+        with no_host_waits(watched):
             answers.append(dispatcher.combine(outputs, arrived.ticket))
     sent = dispatcher.traffic.dispatched + dispatcher.traffic.combined
     dispatcher.close()
-    answer, (expected, bound) = answers[0], reference(case, rank)
-    if answer.shape != expected.shape or answer.dtype != case.dtype:
-        raise AssertionError(f"{case}: answer is {answer.dtype} {list(answer.shape)}")
-    error = torch.nan_to_num((answer.double() - expected).abs() / bound, nan=float("inf"))
+    expected = reference(case, rank)
+    if answers[0].shape != expected[0].shape or answers[0].dtype != case.dtype:
+        raise AssertionError(f"{case}: answer is {answers[0].dtype} {list(answers[0].shape)}")
+    first = spec.first_slot
+    here = range(first, first + spec.slots)
     return Outcome(
-        worst=float(error.max()) if error.numel() else 0.0,
+        worst=worst(answers[0], expected),
         repeats=torch.equal(answers[0].view(torch.uint8), answers[1].view(torch.uint8)),
-        exact=arrived_exactly(case, rank, arrived.batch),
-        digest=hashlib.sha256(
-            (answer + 0.0).view(torch.uint8).cpu().numpy().tobytes()
-        ).hexdigest(),  # -0 is 0
+        exact=arrived_exactly(arrived.batch, step, here, round_to_wire, ordered=entry.ordered),
+        digest=digest(answers[0]),
         received=int(arrived.batch.counts.sum()),
-        pairs=sum(int((slots >= 0).sum()) for slots in step.slots),
+        pairs=step.pairs,
         sent=sent,
     )
-
-
-@contextmanager
-def no_host_waits(active: bool) -> Iterator[None]:
-    """While `active`, anything that makes the host wait for the GPU raises."""
-    if active:
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        if active:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 TOP_1_PLACEMENTS = {"even", "idle_rank", "sliced"}
@@ -385,7 +289,7 @@ def law_cases(arch: str = "cpu", ranks: int = RANKS) -> list[Case]:
 
 def cases_of(entry: DispatchEntry, device: str = "cpu", ranks: int = RANKS) -> list[Case]:
     """Every case of one dispatcher: placement x wire x dtype x step, as far as its row goes."""
-    if (entry.max_ranks or ranks) < ranks:
+    if min(entry.max_lanes or ranks, entry.max_owners or ranks) < ranks:
         return []
     cases = []
     for placement in placements(ranks):

@@ -51,20 +51,20 @@ def on_device(placement: Placement, choice: str, lane: int) -> DeviceSplitter:
     layers, slots = placement.slots.shape
     split = choice_named(choice).split
     assert split is not None
-    found = DeviceSplitter(Size(layers, placement.experts, slots, placement.ranks), split, lane, "cpu")
+    found = DeviceSplitter(Size(layers, placement.experts, slots, placement.owners), split, lane, "cpu")
     for layer, row in enumerate(placement.slots):
         found.update_layer(layer, row)
     return found
 
 
 def loads(slots: Tensor, placement: Placement) -> Tensor:
-    owners = slots[slots != EMPTY].long() // placement.slots_per_rank
-    return torch.bincount(owners, minlength=placement.ranks)
+    owners = slots[slots != EMPTY].long() // placement.slots_per_owner
+    return torch.bincount(owners, minlength=placement.owners)
 
 
 def check(placement: Placement, choice: str, experts: Tensor, lane: int) -> int:
     """Rows of the fullest rank beyond those of the torch path."""
-    rows, case = len(experts), (placement.slots.shape, placement.ranks, choice, len(experts), lane)
+    rows, case = len(experts), (placement.slots.shape, placement.owners, choice, len(experts), lane)
     splitter, valid = on_device(placement, choice, lane), torch.arange(rows) % 5 != 3
     book, layer = AddressBook(placement, choice=choice, lane=lane), lane % 2
     slots = splitter.choose(layer, experts, valid)

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from parallel import group
 from torch import Tensor
 
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.costs.costs import Point
 from moeserve.dispatch.costs.measure import Candidate, measure
 from moeserve.dispatch.dispatcher import Dispatched, DispatchEntry, Dispatcher, DispatchSpec, Traffic
+from moeserve.dispatch.members import Members
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.batch import ExpertBatch, Grouping
 from moeserve.quant.formats import BF16
@@ -56,12 +58,12 @@ class Asleep(Dispatcher):
 
 def asleep(name: str, pauses: Pauses) -> DispatchEntry:
     """The entry of such a dispatcher."""
-    return replace(DISPATCHERS["all2allv"], name=name, build=lambda spec: Asleep(spec, pauses))
+    return replace(DISPATCHERS["all2allv"], name=name, build=lambda spec, group: Asleep(spec, pauses))
 
 
 def measured(rank: int, world: int) -> dict[str, tuple[Point, ...]]:
     """Worker: what is measured of dispatchers that sleep, by name."""
-    spec = DispatchSpec(rank, world, 2, 32, 2, LANE_ROWS, torch.bfloat16, BF16)
+    spec = DispatchSpec(Members.of_ranks(world), rank, 2, 32, 2, LANE_ROWS, torch.bfloat16, BF16)
     first, second = (PHASE_SECONDS, 0.0) if rank == 0 else (0.0, PHASE_SECONDS)
     entries = [
         asleep("steady", Pauses(1e-3, 1e-3)),
@@ -69,5 +71,5 @@ def measured(rank: int, world: int) -> dict[str, tuple[Point, ...]]:
         asleep("hopeless", Pauses(0.02, 0.0, 1e-4)),
         asleep("flat", Pauses(0.02, 0.0)),  # dear for few rows, and not for many
     ]
-    found = measure([Candidate(entry, spec) for entry in entries], 6.0)
+    found = measure([Candidate(entry, spec) for entry in entries], 6.0, group())
     return {cost.dispatcher: cost.points for cost in found.costs}

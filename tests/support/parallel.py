@@ -1,4 +1,8 @@
-"""`parallel_launch`: one function in several processes of this host that form a group."""
+"""`parallel_launch`: one function in several processes of this host, and `group`, which they form.
+
+Workers have no default group of torch.distributed: what needs one by mistake fails in every test that runs
+here. A worker hands `group()` to what takes a process group, and names it to collectives of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,34 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from warm import WARM
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from moeserve.dispatch.group import GroupKind
+
+_formed: list[ProcessGroup] = []
+"""This worker's group, once it has one."""
 
 
 class RankFailed(Exception):
     """A rank raised, died or did not finish in time; the text holds its traceback."""
+
+
+def group() -> ProcessGroup:
+    """The group of all workers of this launch: gloo on the CPU, NCCL on GPUs, on device `rank` of each.
+
+    Its ranks are the workers'. Raises RuntimeError outside a worker.
+    """
+    if not _formed:
+        raise RuntimeError("only a worker of parallel_launch has a group")
+    return _formed[0]
 
 
 def parallel_launch(
@@ -25,10 +47,10 @@ def parallel_launch(
 ) -> list[Any]:
     """Results of `worker(rank, world, *args)` by rank, each in a process of its own with one torch thread.
 
-    The processes share torch.distributed's default group: gloo, or with `device` "cuda" NCCL with one
-    GPU a rank. Worker, arguments and results are pickled, so the worker stands at the top of a module
-    that a fresh process can import (tests/support). A failure, or `timeout` seconds, ends them all and
-    raises RankFailed.
+    The processes share `group()`: gloo, or with `device` "cuda" NCCL with one GPU a rank. They have no
+    default group of torch.distributed, and may form one. Worker, arguments and results are pickled, so the
+    worker stands at the top of a module that a fresh process can import (tests/support). A failure, or
+    `timeout` seconds, ends them all and raises RankFailed.
     """
     context = WARM if device == "cpu" else mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -95,20 +117,24 @@ def _run(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    group = {
-        "rank": rank,
-        "world_size": world,
-        "timeout": timedelta(seconds=60),
-        "init_method": f"file://{store}",
-    }
+    from moeserve.dispatch.group import end_group, form_group
+
     try:
         if device == "cuda":
             torch.cuda.set_device(rank)
-            dist.init_process_group("nccl", device_id=torch.device("cuda", rank), **group)
-        else:
-            dist.init_process_group("gloo", **group)
+        kind, met = kind_of(rank, device), dist.FileStore(store, world)
+        _formed.append(form_group(met, "workers", rank, world, kind))
         pipe.send((worker(rank, world, *args), None))
-        dist.barrier()
-        dist.destroy_process_group()
+        with suppress(ValueError):  # a worker that ended its default group has ended this one with it
+            dist.get_backend(group())
+            dist.barrier(group=group())
+        end_group(_formed.pop())
     except Exception:
         pipe.send((None, traceback.format_exc()))
+
+
+def kind_of(rank: int, device: str, timeout: float = 60.0) -> GroupKind:
+    """How a group of workers communicates: gloo on "cpu", NCCL on "cuda"."""
+    from moeserve.dispatch.group import GroupKind
+
+    return GroupKind("gloo", timeout) if device == "cpu" else GroupKind("nccl", timeout, f"cuda:{rank}")

@@ -18,6 +18,7 @@ from moeserve.proto.channel import server_options
 from moeserve.proto.errors import CODE_OF_NAME, PUSHBACK_KEY, REASON_KEY
 from moeserve.proto.host_id import host_id
 from moeserve.proto.tensors import TensorError
+from moeserve.runtime.doors.failures import guarded
 from moeserve.runtime.doors.payloads import Payloads, Regions
 from moeserve.runtime.doors.payloads.errors import RegionError
 
@@ -86,7 +87,7 @@ class FakeLane(moe_pb2_grpc.LaneServiceServicer):
                 yield moe_pb2.ForwardStreamReply(job_id=request.job_id, reply=made)
 
     def CreateRegion(self, request, context):
-        name, size = self.regions.create(request.size)
+        name, size = guarded(context, lambda: self.regions.create(request.size))
         return moe_pb2.CreateRegionReply(name=name, size=size, socket=self.regions.socket)
 
 

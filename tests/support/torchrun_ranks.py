@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from houses import Alone, house_config
 
-from moeserve.runtime.launch.torchrun import SequenceParallel, join_torchrun
+from moeserve.runtime.launch.torchrun import SequenceParallel, join_torchrun, leave_torchrun
 from moeserve.runtime.step import LaneInput
 
 
@@ -28,9 +28,11 @@ def main(path: Path) -> None:
     shared = alone.batch(engines[rank.index // 2], seed=50 + rank.index // 2)
     whole = sequence.step(0, LaneInput(*shared, torch.ones(len(shared[0]), dtype=torch.bool)), engines)
     torch.testing.assert_close(whole, alone.forward(0, *shared), rtol=1e-4, atol=1e-4)
+    if dist.is_initialized():
+        raise AssertionError("a default group was formed in the caller's name")
     print(f"rank {rank.index} right", flush=True)
-    rank.leave()
-    dist.destroy_process_group()
+    sequence.close()
+    leave_torchrun(rank)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moeserve.checkpoints.names import LayerNames
+from moeserve.checkpoints.store import CheckpointError
 from moeserve.checkpoints.stored import SCALAR, StoredMatrix, StoredTensor
 from moeserve.quant.format import WHOLE, Packed, Parts, Scheme
 
@@ -43,7 +44,7 @@ class Storage:
     """How a layer's experts are stored: a projection's tensors, and how they become parts of a `Packed`.
 
     `parts` reads the wanted part of a matrix. Where it is None, the first tensors are the format's parts in
-    order, and casting them to the parts' dtypes loses nothing. Gate and up of an expert become one matrix
+    order, cast to the parts' dtypes. Gate and up of an expert become one matrix
     with the rows of up after those of gate. They share a tensor that has one element for all rows (`shared`).
     Raises ValueError for a format with such a part whose tensors share none.
     """
@@ -79,11 +80,24 @@ class Storage:
         if self.parts is not None:
             return Packed(form, matrix.size, self.parts(matrix))
         pairs = zip(form.parts, self.tensors, strict=False)
-        return Packed(form, matrix.size, tuple(cast(matrix.read(t), part.dtype) for part, t in pairs))
+        return Packed(form, matrix.size, tuple(_held(matrix, t, part.dtype) for part, t in pairs))
+
+
+def _held(matrix: StoredMatrix, tensor: StoredTensor, dtype: torch.dtype) -> Tensor:
+    """Reads `tensor` as `dtype`. Raises CheckpointError for values that are beyond float16's range."""
+    found = matrix.read(tensor)
+    held = cast(found, dtype)
+    narrowed = dtype == torch.float16 and found.is_floating_point() and found.dtype != dtype
+    if narrowed and (beyond := found[held.isinf() & found.isfinite()]).numel():
+        raise CheckpointError(
+            f"tensor {matrix.name(tensor)} has values beyond float16, as {beyond[0].item():g}: "
+            f"set dtype in config.json to bfloat16"
+        )
+    return held
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Converts `tensor` to a part's dtype: bytes keep their bits, narrower floats are widened."""
+    """Converts `tensor` to a part's dtype: bytes keep their bits, other floats are rounded."""
     if tensor.dtype == dtype:
         return tensor
     bytes_ = (torch.uint8, torch.int8, torch.float8_e8m0fnu)

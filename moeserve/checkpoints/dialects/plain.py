@@ -1,4 +1,4 @@
-"""Unquantized checkpoints: one tensor a projection, in the model's dtype."""
+"""Unquantized checkpoints: one tensor a projection, in the model's dtype or cast to it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ def _claims(quantization: Quantization) -> bool:
 
 
 def plain_storage(_: Settings, dtype: torch.dtype, __: LayerNames) -> Storage:
-    """Returns the storage of weights and activations in the model's `dtype`."""
+    """Returns the storage of weights and activations in the model's `dtype`; other floats are cast to it."""
     if dtype not in FLOATS:
         raise CheckpointError(f"unquantized experts must be {', '.join(map(str, FLOATS))}, found {dtype}")
-    return Storage(Scheme(FLOATS[dtype], FLOATS[dtype]), (StoredTensor("weight", (dtype,)),))
+    others = (other for other in FLOATS if other != dtype)
+    return Storage(Scheme(FLOATS[dtype], FLOATS[dtype]), (StoredTensor("weight", (dtype, *others)),))
 
 
 ENTRY = Dialect("plain", "no quantization_config", _claims, plain_storage)

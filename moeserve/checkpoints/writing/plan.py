@@ -72,7 +72,7 @@ def plan_of(source: Checkpoint, target: Target, shard_bytes: int) -> RewritePlan
     units: list[tuple[str, Unit]] = list(_others(source, store, rest))
     decoded = sum(isinstance(unit, Decoded) for _, unit in units)
     ignore = tuple(sorted(_modules(unit for _, unit in units), key=_natural))
-    units += _experts(source, target, expert_layers(store.entries))
+    units += _experts(source, target, expert_layers(store.entries, source.depth))
     ordered = [unit for _, unit in sorted(units, key=lambda pair: _natural(pair[0]))]
     return RewritePlan(tuple(_shards(ordered, shard_bytes)), ignore, decoded)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 CHECKPOINT = "model.checkpoint"
 
 FLAGS: dict[str, tuple[str, type, str]] = {
-    "--checkpoint": (CHECKPOINT, str, "folder with config.json and safetensors"),
+    "--checkpoint": (CHECKPOINT, str, "folder with config.json and safetensors, or org/name of a hub"),
     "--load-as": ("model.load_as", str, "scheme to quantize experts to while they are loaded"),
     "--data-parallel-size": (
         "parallel.data_parallel_size",
@@ -28,6 +28,16 @@ FLAGS: dict[str, tuple[str, type, str]] = {
         "all2all backend that carries tokens to experts; auto lets the plan choose",
     ),
     "--kernel": ("plan.kernel", str, "kernel that computes experts; auto lets the plan choose"),
+    "--max-lanes": (
+        "members.max_lanes",
+        int,
+        "number of lanes the group has room for, its ranks' own counted; 0: as many as ranks",
+    ),
+    "--max-owners": (
+        "members.max_owners",
+        int,
+        "number of members that may hold experts, its ranks counted; 0: as many as ranks",
+    ),
     "--device": ("plan.device", str, "where experts are computed: auto, cpu or cuda"),
 }
 SERVE_FLAGS: dict[str, tuple[str, type, str]] = {
@@ -37,6 +47,11 @@ SERVE_FLAGS: dict[str, tuple[str, type, str]] = {
         "server.metrics_port",
         int,
         "port of the head's metrics, and rank r takes this + 1 + r; 0 picks free ports, -1 turns metrics off",
+    ),
+    "--held-multiprocessors": (
+        "members.held_multiprocessors",
+        int,
+        "number of multiprocessors of each GPU that waiting kernels of others may hold",
     ),
     "--ray-address": (
         "cluster.ray_address",
@@ -61,8 +76,8 @@ def add_config_flags(parser: argparse.ArgumentParser, *, serving: bool) -> None:
         "words",
         nargs="*",
         metavar="MODEL|CONFIG.toml",
-        help="folder of a checkpoint, the same as --checkpoint; a file is the configuration, and flags "
-        "override it",
+        help="folder of a checkpoint or org/name of a hub, the same as --checkpoint; a file is the "
+        "configuration, and flags override it",
     )
     for flag, (key, kind, text) in (FLAGS | (SERVE_FLAGS if serving else {})).items():
         name = METAVARS.get(flag, flag.rpartition("-")[2].upper())
@@ -86,9 +101,13 @@ def add_config_flags(parser: argparse.ArgumentParser, *, serving: bool) -> None:
 def config_of(args: argparse.Namespace, over_file: Mapping[str, Any] = MappingProxyType({})) -> Config:
     """The configuration that a command line means. Raises ConfigError, naming key and value.
 
-    `over_file` are dotted keys that override the file; flags override both.
+    `over_file` are dotted keys that override the file; flags override both. A hub's repository is downloaded
+    where the cache lacks it, and named by its commit, so that every process opens the same files.
     """
-    return given(args, over_file).checked()
+    from moeserve.checkpoints.hub import pinned
+
+    config = given(args, over_file).checked()
+    return config.with_values({CHECKPOINT: pinned(config.model.checkpoint, folders=False)})
 
 
 def given(args: argparse.Namespace, over_file: Mapping[str, Any] = MappingProxyType({})) -> Config:
@@ -107,7 +126,10 @@ def given(args: argparse.Namespace, over_file: Mapping[str, Any] = MappingProxyT
     models = [word for word in args.words if word not in files]
     if models:
         flags[CHECKPOINT] = one_checkpoint(models, flags.get(CHECKPOINT))
-    return config.with_values(dict(over_file) | flags).resolved(Path.cwd())
+    chosen = dict(over_file) | flags
+    resolved = config.with_values(chosen).resolved(Path.cwd())
+    # the file's own was taken from the file's folder, also where org/name is a folder here
+    return resolved if CHECKPOINT in chosen else resolved.with_values({CHECKPOINT: config.model.checkpoint})
 
 
 def one_checkpoint(words: Sequence[str], flag: str | None) -> str:
@@ -117,7 +139,9 @@ def one_checkpoint(words: Sequence[str], flag: str | None) -> str:
     """
     named = [*words, *([f"--checkpoint {flag}"] if flag else [])]
     if not named:
-        raise ValueError("no checkpoint is named: give a folder with config.json and safetensors")
+        raise ValueError(
+            "no checkpoint is named: give a folder with config.json and safetensors, or org/name of a hub"
+        )
     if len(named) > 1:
         raise ValueError(f"{' and '.join(named)} name {len(named)} checkpoints: give one")
     return flag or words[0]

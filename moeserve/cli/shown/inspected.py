@@ -142,7 +142,7 @@ def _group(form: Format) -> str:
 def _ranks(checkpoint: Checkpoint, count: int) -> list[RankSummary]:
     placement = Placement.even(1, checkpoint.num_experts, count)
     each = sum(checkpoint.expert_nbytes(layer) for layer in checkpoint.layers)
-    held = (tuple(int(e) for e in placement.of_rank(0, rank) if e != EMPTY) for rank in range(count))
+    held = (tuple(int(e) for e in placement.of_owner(0, rank) if e != EMPTY) for rank in range(count))
     return [RankSummary(rank, experts, len(experts) * each) for rank, experts in enumerate(held)]
 
 

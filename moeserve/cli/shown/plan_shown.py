@@ -12,7 +12,7 @@ from moeserve.device.machine import Machine
 from moeserve.dispatch.costs.costs import Costs, table
 from moeserve.runtime.config import BalanceConfig
 from moeserve.runtime.doors.request import runs
-from moeserve.runtime.planning.memory import planned_bytes
+from moeserve.runtime.planning.memory import DISPATCH, WORKSPACE, planned_bytes, reserved_bytes
 from moeserve.runtime.planning.plan import Plan
 from moeserve.runtime.served import Served
 
@@ -49,6 +49,7 @@ class Planned:
         ]
         held_bytes = planned_bytes(self.served, self.plans, self.balance).items()
         head.append(f"memory   a rank: {', '.join(f'{what} {human(size)}' for what, size in held_bytes)}")
+        head += self._reserved()
         if self.changed:
             head += _changed(self.load_as, self.changed)
         sections = ["\n".join(head)]
@@ -74,9 +75,27 @@ class Planned:
             },
             "mesh": {"dp": mesh.dp, "tp": mesh.tp, "ep": mesh.ep},
             "memory": planned_bytes(self.served, self.plans, self.balance),
+            "reserved": self._reserve(),
             "load_as": {"name": self.load_as} | asdict(self.changed) if self.changed else None,
             "plans": [_plan(layers, plan) for layers, plan in self._alike()],
         }
+
+    def _reserve(self) -> dict[str, Any]:
+        """Places that no rank has, and what they cost a rank in bytes."""
+        members, ranks = self.served.members, self.served.mesh.ranks
+        nbytes = reserved_bytes(self.served, self.plans, self.balance)
+        counts = {"lanes": members.max_lanes - ranks, "owners": members.max_owners - ranks}
+        return counts | {what: nbytes[what] for what in (DISPATCH, WORKSPACE)}
+
+    def _reserved(self) -> list[str]:
+        """The line of reserved seats, where there are some."""
+        found = self._reserve()
+        if not (found["lanes"] or found["owners"]):
+            return []
+        return [
+            f"reserved seats: +{found['lanes']} lanes, +{found['owners']} owners: "
+            f"{human(found[DISPATCH])} of dispatch buffers, {human(found[WORKSPACE])} of workspace"
+        ]
 
     def _alike(self) -> list[tuple[tuple[int, ...], Plan]]:
         """Plans with the layers that share them: layers with one problem were given one plan."""

@@ -41,14 +41,14 @@ def placement_picture(before: Placement, after: Placement, load: Load, row: int,
     The bar at the right of a rank is its load; the line marks the mean.
     """
     order = np.argsort(-load.tokens[row], kind="stable")
-    high = min(12.0, 400 / before.ranks)
+    high = min(12.0, 400 / before.owners)
     parts, top = [], MARGIN
     for title, placement in (("before", before), ("after", after)):
         balance = 1 / placement.imbalance(load.tokens)[row]
         parts.append(_text(MARGIN, top - 8, f"layer {layer}, {title}: balance {balance:.4f}"))
         parts += _heatmap(placement, load.tokens[row], row, order, (top, high))
-        top += int(high * before.ranks) + MARGIN
-    parts.append(_text(MARGIN, top - 20, f"{before.experts} experts, hottest first; {before.ranks} ranks"))
+        top += int(high * before.owners) + MARGIN
+    parts.append(_text(MARGIN, top - 20, f"{before.experts} experts, hottest first; {before.owners} ranks"))
     return _svg(top, parts)
 
 
@@ -60,7 +60,7 @@ def _heatmap(
     at: tuple[int, float],
 ) -> list[str]:
     top, high = at
-    held = placement.slots[row].reshape(placement.ranks, -1)
+    held = placement.slots[row].reshape(placement.owners, -1)
     copies = np.bincount(placement.slots[row][placement.slots[row] != EMPTY], minlength=placement.experts)
     share = tokens / np.maximum(copies, 1)
     place = np.empty_like(order)
@@ -78,7 +78,7 @@ def _heatmap(
             parts.append(_bar(x, y, max(wide, 0.6), high, f'fill="#08306b" fill-opacity="{dark:.2f}"'))
         parts.append(_bar(right, y, float(loads[rank]) * scale, high * 0.9, 'fill="#d94801"'))
     mean = right + float(loads.mean()) * scale
-    bottom = top + high * placement.ranks
+    bottom = top + high * placement.owners
     parts.append(f'<line x1="{mean:.1f}" y1="{top}" x2="{mean:.1f}" y2="{bottom:.1f}" stroke="#000"/>')
     return parts
 

@@ -123,7 +123,7 @@ def table(name: str) -> str:
 def _planned(scheme: Scheme, machine: Machine) -> tuple[Plan, str]:
     """Returns the plan, and its kernel's or family's name with marks."""
     model = next((form for form in (scheme.weights, scheme.activations) if form in FLOATS.values()), BF16)
-    problem = Problem(scheme, model, LAYER, experts=256, ranks=4, top_k=8, lane_rows=4096)
+    problem = Problem(scheme, model, LAYER, experts=256, lanes=4, owners=4, top_k=8, lane_rows=4096)
     mark = ""
     try:
         plan = make_plan(problem, machine, KERNELS, DISPATCHERS)

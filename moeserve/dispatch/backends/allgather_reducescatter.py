@@ -1,9 +1,9 @@
-"""Every rank gets every row, computes what its slots can, and sends each lane its partial sums.
+"""Every owner gets every row, computes what its slots can, and sends each lane its partial sums.
 
 Moves more bytes than a dispatcher that picks destinations, but all sizes are known from the step's header:
 no counts are exchanged and, on a GPU, the host waits for nothing. At four ranks and top-8 a token reaches
 3.6 ranks on average, so little is wasted. Both ways are one exchange of uneven pieces: lanes differ in
-rows, and partial sums must be added in float32 and in rank order, which a reduce-scatter in the model's
+rows, and partial sums must be added in float32 and in owner order, which a reduce-scatter in the model's
 dtype does not do.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.checks import check_lane, check_spec, local_slots
 from moeserve.dispatch.dispatcher import (
@@ -22,8 +23,8 @@ from moeserve.dispatch.dispatcher import (
     Pace,
     Traffic,
 )
-from moeserve.dispatch.exchange import PARTIAL_SUMS, TORCH_ARCHS, check_group, exchange, spread, sum_partials
-from moeserve.dispatch.permute import Homes, group_rows, weigh_rows
+from moeserve.dispatch.exchange import PARTIAL_SUMS, TORCH_ARCHS, Exchange, sum_partials
+from moeserve.dispatch.permute import Homes, group_rows, no_rows, weigh_rows
 from moeserve.dispatch.routing import Routing
 from moeserve.dispatch.wire import ROW_WISE, WireRecord
 from moeserve.experts.batch import Grouping
@@ -38,40 +39,54 @@ class GatherTicket:
 
 
 class AllGatherReduceScatter(Dispatcher):
-    """The dispatcher over torch.distributed's default group."""
+    """The dispatcher over a process group of the spec's members."""
 
-    def __init__(self, spec: DispatchSpec) -> None:
+    def __init__(self, spec: DispatchSpec, group: ProcessGroup | None) -> None:
         check_spec(spec)
-        check_group(spec)
-        self._spec = spec
+        self._spec, self._exchange = spec, Exchange(spec, group)
         self._record = WireRecord(spec.wire, spec.hidden, spec.top_k)
+        self._nothing = no_rows(spec)
         self._traffic = Traffic()
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> Dispatched:
-        """Sends this lane's rows to all ranks and groups what arrived by slot."""
-        spec, lane_rows = self._spec, routing.lane_rows
+        """Sends this lane's rows to all owners and groups what arrived by slot."""
+        spec, exchange = self._spec, self._exchange
         check_lane(spec, hidden, routing)
+        lane_rows = exchange.begun(routing.lane_rows)
+        if exchange.idle(lane_rows):
+            batch, homes = self._nothing
+            return Dispatched(batch, GatherTicket(homes, lane_rows))
         mine = self._record.pack(hidden, routing)
-        arrived = mine.new_empty((sum(lane_rows), self._record.nbytes))
-        spread(arrived, mine, lane_rows)
-        self._traffic = self._traffic.plus(dispatched=mine.nbytes * (spec.ranks - 1))
-        tokens, slots, weights = self._record.unpack(arrived)
-        batch, homes = group_rows(tokens, local_slots(spec, slots), weights, (spec.slots, spec.row_align))
+        arrived = mine.new_empty((sum(lane_rows) if exchange.owns else 0, self._record.nbytes))
+        exchange.spread(arrived, mine, lane_rows)
+        self._traffic = self._traffic.plus(dispatched=mine.nbytes * exchange.other_owners)
+        if not exchange.owns:
+            batch, homes = self._nothing
+            return Dispatched(batch, GatherTicket(homes, lane_rows))
+        tokens, slots, weights = self._record.unpack(exchange.by_lane(arrived, lane_rows))
+        sizes = spec.slots_here, spec.row_align
+        batch, homes = group_rows(tokens, local_slots(spec, slots), weights, sizes)
         return Dispatched(batch, GatherTicket(homes, lane_rows))
 
     def combine(self, outputs: Tensor, ticket: GatherTicket) -> Tensor:
         """Sends each lane its rows' partial sums, and adds up what comes for this one: `[T, H]`."""
-        spec, own = self._spec, ticket.lane_rows[self._spec.rank]
+        spec, lane_rows, exchange = self._spec, ticket.lane_rows, self._exchange
+        own = spec.own_rows(lane_rows)
         partials = weigh_rows(outputs, ticket.homes, spec.dtype)
-        received = partials.new_empty((spec.ranks * own, spec.hidden))
-        exchange(received, partials, [own] * spec.ranks, ticket.lane_rows)
-        others = partials.shape[0] - own
+        if exchange.idle(lane_rows):
+            return partials
+        come = exchange.owners(own)
+        go = exchange.lanes(lane_rows) if exchange.owns else [0] * spec.ranks
+        received = partials.new_empty((sum(come), spec.hidden))
+        exchange.carry(received, exchange.by_position(partials, lane_rows), (come, go), lane_rows)
+        others = partials.shape[0] - (own if exchange.owns else 0)
         self._traffic = self._traffic.plus(combined=others * spec.hidden * spec.dtype.itemsize)
-        return sum_partials(received.view(spec.ranks, own, spec.hidden).unbind()).to(spec.dtype)
+        sums = received.split_with_sizes(come)
+        return sum_partials([sums[at] for at in exchange.owner_positions]).to(spec.dtype)
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes sent to other ranks."""
+        """Bytes sent to other members."""
         return self._traffic
 
     def close(self) -> None:
@@ -87,6 +102,7 @@ ENTRY = DispatchEntry(
     archs=TORCH_ARCHS,
     buffer_bytes=lambda spec: 0,
     sliced=True,
+    unequal=True,
     partial_sums=PARTIAL_SUMS,
     verified=("cpu", "sm90"),
 )

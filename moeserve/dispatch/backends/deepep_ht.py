@@ -10,8 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.dispatcher import DispatchEntry, DispatchSpec, Pace
 from moeserve.dispatch.exchange import PARTIAL_SUMS
@@ -24,9 +24,9 @@ from moeserve.experts.batch import Grouping
 class DeepEPHighThroughput(RowExchange):
     """The dispatcher over `deep_ep.Buffer.dispatch` and `.combine`."""
 
-    def __init__(self, spec: DispatchSpec) -> None:
-        super().__init__(spec, ENTRY)
-        self._buffer = _opened(spec, self._travelling)
+    def __init__(self, spec: DispatchSpec, group: ProcessGroup | None) -> None:
+        super().__init__(spec, group, ENTRY)
+        self._buffer = _opened(spec, self._group, self._travelling)
 
     def _send(self, hidden: Tensor, routing: Routing) -> Arrived:
         spec = self._spec
@@ -53,12 +53,12 @@ class DeepEPHighThroughput(RowExchange):
         self._buffer.destroy()
 
 
-def _opened(spec: DispatchSpec, travelling: int) -> Any:
+def _opened(spec: DispatchSpec, group: ProcessGroup, travelling: int) -> Any:
     """The library's buffer, with queues as large as its settings for so many ranks ask for. Collective."""
     Buffer: Any = import_module("deep_ep").Buffer
     settings = Buffer.get_dispatch_config(spec.ranks), Buffer.get_combine_config(spec.ranks)
     nbytes = max(s.get_nvl_buffer_size_hint(travelling * spec.dtype.itemsize, spec.ranks) for s in settings)
-    return Buffer(dist.group.WORLD, num_nvl_bytes=nbytes, explicitly_destroy=True)
+    return Buffer(group, num_nvl_bytes=nbytes, explicitly_destroy=True)
 
 
 ENTRY = DispatchEntry(

@@ -20,10 +20,10 @@ from math import inf, lcm
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from moeserve.dispatch.checks import check_lane, check_spec
+from moeserve.dispatch.checks import check_equal, check_lane, check_spec
 from moeserve.dispatch.dispatcher import (
     Dispatched,
     DispatchEntry,
@@ -56,10 +56,11 @@ class _PaddedTicket:
 class LowLatency(Dispatcher):
     """Dispatches over a buffer with `low_latency_dispatch` and `low_latency_combine` of `entry`'s library."""
 
-    def __init__(self, spec: DispatchSpec, entry: DispatchEntry) -> None:
+    def __init__(self, spec: DispatchSpec, group: ProcessGroup | None, entry: DispatchEntry) -> None:
         check_spec(spec)
-        check_group(spec)
-        probe(entry, spec)
+        check_equal(spec, entry.name)
+        self._group = check_group(spec, group)
+        probe(entry, spec, self._group)
         self._spec = spec
         self._travelling = entry.limits.travelling(spec.hidden)
         self._rows = most_rows(spec)
@@ -73,7 +74,7 @@ class LowLatency(Dispatcher):
         slots = spec.ranks * spec.slots
         nbytes = Buffer.get_low_latency_rdma_size_hint(self._rows, self._travelling, spec.ranks, slots)
         return Buffer(
-            dist.group.WORLD,
+            self._group,
             num_rdma_bytes=nbytes,
             low_latency_mode=True,
             num_qps_per_rank=spec.slots,
@@ -136,8 +137,8 @@ class LowLatency(Dispatcher):
 class DeepEPLowLatency(LowLatency):
     """Dispatches over `deep_ep.Buffer` in its low-latency mode."""
 
-    def __init__(self, spec: DispatchSpec) -> None:
-        super().__init__(spec, ENTRY)
+    def __init__(self, spec: DispatchSpec, group: ProcessGroup | None) -> None:
+        super().__init__(spec, group, ENTRY)
 
 
 def most_rows(spec: DispatchSpec) -> int:

@@ -16,8 +16,8 @@ from math import ceil
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.dispatcher import DispatchEntry, DispatchSpec, Pace
 from moeserve.dispatch.exchange import PARTIAL_SUMS
@@ -32,10 +32,10 @@ from moeserve.experts.batch import Grouping
 class DeepEPElastic(RowExchange):
     """The dispatcher over `deep_ep.ElasticBuffer.dispatch` and `.combine`."""
 
-    def __init__(self, spec: DispatchSpec) -> None:
-        super().__init__(spec, ENTRY)
+    def __init__(self, spec: DispatchSpec, group: ProcessGroup | None) -> None:
+        super().__init__(spec, group, ENTRY)
         self._rows = max(spec.lane_rows, 1)
-        self._buffer, self._id_dtype = _opened(spec, self._travelling, self._rows)
+        self._buffer, self._id_dtype = _opened(spec, self._group, self._travelling)
         self._warm()
 
     def _send(self, hidden: Tensor, routing: Routing) -> Arrived:
@@ -62,7 +62,7 @@ class DeepEPElastic(RowExchange):
         self._buffer.destroy()
 
 
-def _opened(spec: DispatchSpec, travelling: int, rows: int) -> tuple[Any, torch.dtype]:
+def _opened(spec: DispatchSpec, group: ProcessGroup, travelling: int) -> tuple[Any, torch.dtype]:
     """The library's buffer, and the dtype it takes ids in. Collective.
 
     Without an RDMA adapter its kernels must not drive one: the library reads that from `EP_DISABLE_GIN`.
@@ -71,8 +71,8 @@ def _opened(spec: DispatchSpec, travelling: int, rows: int) -> tuple[Any, torch.
         os.environ.setdefault("EP_DISABLE_GIN", "1")
     library: Any = import_module("deep_ep")
     buffer = library.ElasticBuffer(
-        dist.group.WORLD,
-        num_max_tokens_per_rank=rows,
+        group,
+        num_max_tokens_per_rank=max(spec.lane_rows, 1),
         hidden=travelling,
         num_topk=spec.top_k,
         use_fp8_dispatch=spec.wire.name != "bf16",

@@ -10,12 +10,13 @@ from importlib import import_module
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.checks import local_slots
 from moeserve.dispatch.dispatcher import DispatchEntry, DispatchSpec, Pace
+from moeserve.dispatch.libraries.flashinfer_ranks import FlashInferRanks
 from moeserve.dispatch.libraries.row_exchange import Arrived, RowExchange
 from moeserve.dispatch.limits import Limits
 from moeserve.dispatch.routing import Routing
@@ -37,12 +38,12 @@ class FlashInfer(RowExchange):
     one and none is freed by `close`.
     """
 
-    def __init__(self, spec: DispatchSpec) -> None:
-        super().__init__(spec, ENTRY)
+    def __init__(self, spec: DispatchSpec, group: ProcessGroup | None) -> None:
+        super().__init__(spec, group, ENTRY)
         self._record = WireRecord(spec.wire, spec.hidden, spec.top_k)
         self._top_k = next(k for k in TOP_K if k >= spec.top_k)
         self._row_bytes = self._record.nbytes + self._top_k * torch.int32.itemsize
-        self._exchange = _opened(spec, self._row_bytes, self._top_k)
+        self._exchange = _opened(spec, self._group, (self._row_bytes, self._top_k))
 
     def _send(self, hidden: Tensor, routing: Routing) -> Arrived:
         spec, rows = self._spec, max(routing.lane_rows)
@@ -72,8 +73,12 @@ class FlashInfer(RowExchange):
         """Leaves the workspace to the library, which hands it to the next dispatcher of its size."""
 
 
-def _opened(spec: DispatchSpec, nbytes: int, top_k: int) -> Any:
-    """The library's object, with a workspace for `lane_rows` rows of `nbytes` from each rank. Collective."""
+def _opened(spec: DispatchSpec, group: ProcessGroup, row: tuple[int, int]) -> Any:
+    """The library's object, with a workspace for `lane_rows` rows from each rank. Collective.
+
+    `row` is (bytes of a row, its choices).
+    """
+    nbytes, top_k = row
     library: Any = import_module("flashinfer.comm.trtllm_moe_alltoall")
     size = library.moe_a2a_get_workspace_size_per_rank(
         ep_size=spec.ranks,
@@ -81,7 +86,7 @@ def _opened(spec: DispatchSpec, nbytes: int, top_k: int) -> Any:
         total_dispatch_payload_size_per_token=nbytes,
         combine_payload_size_per_token=spec.hidden * spec.dtype.itemsize,
     )
-    mapping, memory = joined(spec)
+    mapping, memory = joined(spec, group)
     return library.MoeAlltoAll(
         mapping,
         max_num_tokens=spec.lane_rows,
@@ -92,7 +97,7 @@ def _opened(spec: DispatchSpec, nbytes: int, top_k: int) -> Any:
     )
 
 
-def joined(spec: DispatchSpec) -> tuple[Any, Any]:
+def joined(spec: DispatchSpec, group: ProcessGroup) -> tuple[Any, Any]:
     """The ranks' mapping, and through what ranks exchange handles of memory, as the library takes them."""
     mapping = import_module("flashinfer.comm.mapping").Mapping(
         world_size=spec.ranks,
@@ -102,8 +107,7 @@ def joined(spec: DispatchSpec) -> tuple[Any, Any]:
         moe_ep_size=spec.ranks,
         moe_tp_size=1,
     )
-    group = import_module("flashinfer.comm.comm_backend").TorchDistBackend(dist.group.WORLD)
-    return mapping, import_module("flashinfer.comm.mnnvl").MnnvlConfig(comm_backend=group)
+    return mapping, import_module("flashinfer.comm.mnnvl").MnnvlConfig(comm_backend=FlashInferRanks(group))
 
 
 def somewhere(spec: DispatchSpec, slots: Tensor) -> Tensor:
@@ -122,7 +126,8 @@ ENTRY = DispatchEntry(
     pace=Pace.ANY,
     archs=frozenset({"sm90", "sm100", "sm103"}),
     modules=frozenset({"flashinfer"}),
-    max_ranks=64,
+    max_lanes=64,
+    max_owners=64,
     partial_sums="float32 sums of a rank travel in the hidden dtype and are added in float32, pair by pair",
     ordered=False,
     limits=Limits(top_k=TOP_K[-1], one_host=True, waits=300.0),

@@ -6,11 +6,13 @@ sums travel back the same way and are added at home. The queues' size does not d
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from math import inf
 from typing import Any
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.backends.flashinfer import joined, somewhere
 from moeserve.dispatch.checks import local_slots
@@ -29,12 +31,12 @@ IDS = 4  # of a rank, that it is addressed by: the library wants a multiple of 4
 class FlashInferTwoSided(RowExchange):
     """The dispatcher over `flashinfer.comm.trtllm_alltoall.MnnvlMoe`, whose queues all dispatchers share."""
 
-    def __init__(self, spec: DispatchSpec) -> None:
-        super().__init__(spec, ENTRY)
+    def __init__(self, spec: DispatchSpec, group: ProcessGroup | None) -> None:
+        super().__init__(spec, group, ENTRY)
         self._record = WireRecord(spec.wire, spec.hidden, spec.top_k)
         self._row_bytes = self._record.nbytes
         self._library: Any = import_module("flashinfer.comm.trtllm_alltoall").MnnvlMoe
-        mapping, memory = joined(spec)
+        mapping, memory = joined(spec, self._group)
         import_module("flashinfer.comm.mnnvl").MnnvlMemory.initialize()
         self._queues = self._library.get_moe_workspaces(mapping, memory)
         self._counters = self._library.get_moe_prepare_workspace(mapping, memory)
@@ -47,7 +49,7 @@ class FlashInferTwoSided(RowExchange):
         way, chosen, _, _ = self._library.mnnvl_moe_alltoallv_prepare_without_allgather(
             addressed, None, None, self._counters, rows, spec.rank, spec.ranks, ids, ids, spec.top_k
         )
-        records = self._record.pack(given, Routing(slots, weights, routing.lane_rows))
+        records = self._record.pack(given, replace(routing, slots=slots, weights=weights))
         received = self._library.mnnvl_moe_alltoallv(records, way, self._queues, spec.rank, spec.ranks)
         tokens, slots, weights = self._record.unpack(received)
         came = (chosen != ids).any(dim=1, keepdim=True)  # the library marks what is past the rows that came
@@ -74,7 +76,8 @@ ENTRY = DispatchEntry(
     pace=Pace.ANY,
     archs=frozenset({"sm90", "sm100", "sm103"}),
     modules=frozenset({"flashinfer"}),
-    max_ranks=64,
+    max_lanes=64,
+    max_owners=64,
     partial_sums="float32 sums of a rank travel in the hidden dtype and are added in float32, by choice",
     ordered=False,
     limits=Limits(top_k=32, hidden_multiple=8, one_host=True, waits=inf),

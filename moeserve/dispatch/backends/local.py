@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.checks import check_lane, check_spec, local_slots
 from moeserve.dispatch.dispatcher import (
@@ -23,11 +24,11 @@ from moeserve.experts.batch import Grouping
 class Local(Dispatcher):
     """The dispatcher of a single rank."""
 
-    def __init__(self, spec: DispatchSpec) -> None:
+    def __init__(self, spec: DispatchSpec, group: ProcessGroup | None = None) -> None:
         check_spec(spec)
         if spec.ranks != 1:
             raise ValueError(
-                f"dispatcher local serves one rank, not {spec.ranks}; use allgather_reducescatter"
+                f"dispatcher local serves one rank, not {spec.ranks} members; use allgather_reducescatter"
             )
         self._spec = spec
 
@@ -37,7 +38,7 @@ class Local(Dispatcher):
         check_lane(spec, hidden, routing)
         slots = local_slots(spec, routing.slots)
         batch, homes = group_rows(
-            spec.wire.quantize(hidden), slots, routing.weights, (spec.slots, spec.row_align)
+            spec.wire.quantize(hidden), slots, routing.weights, (spec.slots_here, spec.row_align)
         )
         return Dispatched(batch, homes)
 
@@ -62,7 +63,8 @@ ENTRY = DispatchEntry(
     pace=Pace.ANY,
     archs=TORCH_ARCHS,
     buffer_bytes=lambda spec: 0,
-    max_ranks=1,
+    max_lanes=1,
+    max_owners=1,
     sliced=True,
     verified=("cpu", "sm90"),
 )

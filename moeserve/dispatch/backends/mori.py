@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.checks import local_slots
 from moeserve.dispatch.dispatcher import DispatchEntry, DispatchSpec, Pace
@@ -25,9 +26,9 @@ from moeserve.experts.batch import Grouping
 class Mori(RowExchange):
     """The dispatcher over `mori.ops.EpDispatchCombineOp`. Its buffers are the next step's too."""
 
-    def __init__(self, spec: DispatchSpec) -> None:
-        super().__init__(spec, ENTRY)
-        self._exchange = _opened(spec)
+    def __init__(self, spec: DispatchSpec, group: ProcessGroup | None) -> None:
+        super().__init__(spec, group, ENTRY)
+        self._exchange = _opened(spec, self._group)
 
     def _send(self, hidden: Tensor, routing: Routing) -> Arrived:
         (codes, *scales), slots, weights = self._on_the_wire(hidden, routing)
@@ -48,19 +49,31 @@ class Mori(RowExchange):
         del self._exchange
 
 
-_joined: set[str] = set()
-"""Groups that MORI's symmetric memory has joined: once in a process."""
+_joined: set[tuple[int, int]] = set()
+"""Rank and ranks that MORI's symmetric memory was joined as: once in a process."""
 
 
-def _opened(spec: DispatchSpec) -> Any:
-    """The library's object. Collective."""
+def _join(group: ProcessGroup) -> None:
+    """Joins MORI's symmetric memory with the ranks of `group`, once in the life of a process. Collective.
+
+    Its own way in from a process group asks for torch's default group, so an id is passed on here. Raises
+    RuntimeError where this process has joined as another rank.
+    """
+    place = group.rank(), group.size()
+    if _joined and place not in _joined:
+        raise RuntimeError(f"MORI's memory was joined as (rank, ranks) {_joined}, and cannot be as {place}")
     memory: Any = import_module("mori.shmem")
+    box = [memory.shmem_get_unique_id() if place[0] == 0 and not _joined else None]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    if not _joined:
+        memory.shmem_init_attr(memory.MORI_SHMEM_INIT_WITH_UNIQUEID, *place, box[0])
+        _joined.add(place)
+
+
+def _opened(spec: DispatchSpec, group: ProcessGroup) -> Any:
+    """The library's object. Collective."""
+    _join(group)
     operations: Any = import_module("mori.ops")
-    group: Any = dist.group.WORLD
-    name = str(group.group_name)
-    if name not in _joined:
-        memory.shmem_torch_process_group_init(name)
-        _joined.add(name)
     scale = spec.wire.parts[1] if len(spec.wire.parts) > 1 else None
     config = operations.EpDispatchCombineConfig(
         data_type=spec.wire.dtype,

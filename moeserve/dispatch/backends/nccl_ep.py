@@ -16,7 +16,9 @@ from math import gcd
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.dispatcher import DispatchEntry, Dispatcher, DispatchSpec, Pace
 from moeserve.dispatch.libraries.row_exchange import Arrived, RowExchange
@@ -35,15 +37,15 @@ HIDDEN_STEP = 512  # elements of a row that travels: the scales of so many fill 
 class NcclEP(RowExchange):
     """The dispatcher over `nccl.ep.Group`, by the algorithm that `entry` has the pace for."""
 
-    def __init__(self, spec: DispatchSpec, entry: DispatchEntry) -> None:
-        super().__init__(spec, entry)
+    def __init__(self, spec: DispatchSpec, group: ProcessGroup | None, entry: DispatchEntry) -> None:
+        super().__init__(spec, group, entry)
         self._rows = _stepped(max(spec.lane_rows, 1), COUNTS_STEP)
         self._held = _stepped(spec.slots, COUNTS_STEP // gcd(spec.ranks, COUNTS_STEP))
         self._low = entry.pace is Pace.LOW_LATENCY
         self._lead = (spec.ranks, self._rows) if self._low else (spec.ranks * self._rows,)
         self._ep: Any = import_module("nccl.ep")
-        self._communicator: Any = import_module("nccl.ep.interop.torch").get_nccl_comm_from_group()
-        self._group = self._ep.Group.create(self._communicator, self._settings())
+        self._communicator = _communicator(self._group)
+        self._joined: Any = self._ep.Group.create(self._communicator, self._settings())
         self._handle: Any = None
         self._bound: tuple[Any, ...] = ()
         self._warm()
@@ -99,7 +101,7 @@ class NcclEP(RowExchange):
         at_once = None if self._low else info
         if self._handle is None:
             layout = self._ep.Layout.RANK_MAJOR if self._low else self._ep.Layout.FLAT
-            self._handle = self._group.create_handle(layout, ids, layout_info=at_once, stream=_stream())
+            self._handle = self._joined.create_handle(layout, ids, layout_info=at_once, stream=_stream())
         else:
             self._handle.update(ids, layout_info=at_once, stream=_stream())
         self._bound = (ids, counter, info)
@@ -128,8 +130,19 @@ class NcclEP(RowExchange):
         """Frees handle, group and the communicator under them."""
         if self._handle is not None:
             self._handle.destroy()
-        self._group.destroy()
+        self._joined.destroy()
         self._communicator.destroy()
+
+
+def _communicator(group: ProcessGroup) -> Any:
+    """A NCCL communicator of the library's own binding over the ranks of `group`. Collective.
+
+    The library's own way to one from a process group asks torch's default group for the rank.
+    """
+    core: Any = import_module("nccl.core")
+    box = [bytes(core.get_unique_id().as_bytes) if group.rank() == 0 else b""]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    return core.Communicator.init(group.size(), group.rank(), core.UniqueId.from_bytes(box[0]))
 
 
 def _stream() -> int:
@@ -142,7 +155,9 @@ def _stepped(count: int, step: int) -> int:
     return -(-count // step) * step
 
 
-def _entry(name: str, pace: Pace, build: Callable[[DispatchSpec], Dispatcher]) -> DispatchEntry:
+def _entry(
+    name: str, pace: Pace, build: Callable[[DispatchSpec, ProcessGroup | None], Dispatcher]
+) -> DispatchEntry:
     return DispatchEntry(
         name=name,
         build=build,
@@ -158,5 +173,7 @@ def _entry(name: str, pace: Pace, build: Callable[[DispatchSpec], Dispatcher]) -
     )
 
 
-ENTRY: DispatchEntry = _entry("nccl_ep", Pace.HIGH_THROUGHPUT, lambda spec: NcclEP(spec, ENTRY))
-ENTRY_LL: DispatchEntry = _entry("nccl_ep_ll", Pace.LOW_LATENCY, lambda spec: NcclEP(spec, ENTRY_LL))
+ENTRY: DispatchEntry = _entry("nccl_ep", Pace.HIGH_THROUGHPUT, lambda spec, group: NcclEP(spec, group, ENTRY))
+ENTRY_LL: DispatchEntry = _entry(
+    "nccl_ep_ll", Pace.LOW_LATENCY, lambda spec, group: NcclEP(spec, group, ENTRY_LL)
+)

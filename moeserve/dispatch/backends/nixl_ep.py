@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.backends import deepep_ll
 from moeserve.dispatch.dispatcher import DispatchSpec
@@ -17,8 +18,8 @@ from moeserve.dispatch.dispatcher import DispatchSpec
 class NixlLowLatency(deepep_ll.LowLatency):
     """The dispatcher over `nixl_ep.Buffer` in its low-latency mode."""
 
-    def __init__(self, spec: DispatchSpec) -> None:
-        super().__init__(spec, ENTRY)
+    def __init__(self, spec: DispatchSpec, group: ProcessGroup | None) -> None:
+        super().__init__(spec, group, ENTRY)
 
     def _opened(self) -> Any:
         """The library's buffer, connected to all ranks. Collective."""
@@ -31,12 +32,12 @@ class NixlLowLatency(deepep_ll.LowLatency):
             rank=spec.rank,
             low_latency_mode=True,
             explicitly_destroy=True,
-            tcp_store_group=_store(spec),
+            tcp_store_group=_store(self._group),
             timeout_ms=int(spec.patience * 1000),
         )
         buffer.update_memory_buffers(spec.ranks, spec.slots, nbytes)
         buffer.connect_ranks([rank for rank in range(spec.ranks) if rank != spec.rank])
-        dist.barrier()  # nobody sends to a rank that is not yet connected
+        dist.barrier(group=self._group)  # nobody sends to a rank that is not yet connected
         return buffer
 
     def _id_dtype(self) -> torch.dtype:
@@ -44,12 +45,12 @@ class NixlLowLatency(deepep_ll.LowLatency):
         return dtype
 
 
-def _store(spec: DispatchSpec) -> Any:
+def _store(group: ProcessGroup) -> Any:
     """A store of rank 0's, through which the ranks exchange where their memory is. Collective."""
     store: Any = import_module("torch.distributed").TCPStore
-    mine = store(gethostname(), 0, is_master=True, wait_for_workers=False) if spec.rank == 0 else None
+    mine = store(gethostname(), 0, is_master=True, wait_for_workers=False) if group.rank() == 0 else None
     address: list[Any] = [None if mine is None else (mine.host, mine.port)]
-    dist.broadcast_object_list(address, src=0)
+    dist.broadcast_object_list(address, group=group, group_src=0)
     return store(*address[0], is_master=False) if mine is None else mine
 
 

@@ -1,12 +1,14 @@
-"""`Agreement`: work that all ranks did, or none; a rank that fails is heard by all."""
+"""`Agreement`: work that all members of a group did, or none; one that fails is heard by all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from moeserve.dispatch.group import GroupKind, end_group, group_beside
 
 T = TypeVar("T")
 
@@ -14,10 +16,12 @@ AGREE_SECONDS = 300.0
 """Within which a rank has done its part, a library that compiles at first use included."""
 
 
-def gathered(mine: Any) -> list[Any]:
-    """`mine` of every rank, by rank. Collective over the default group."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+def gathered(mine: Any, group: ProcessGroup | None) -> list[Any]:
+    """`mine` of every member, by position, pickled. Collective over `group`; None: this member is alone."""
+    if group is None:
+        return [mine]
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, mine, group=group)
     return found
 
 
@@ -28,15 +32,16 @@ class RankFailed(RuntimeError):
 class Agreement:
     """Work that went well on all ranks or on none, past the collectives that a failed rank leaves unanswered.
 
-    Making one is collective. On a GPU ranks tell each other over the CPU: a dispatcher only launches its
-    collectives, so the ranks that wait in them on the device can still listen.
+    Making one is collective over `group`; None: this member is alone. On a GPU ranks tell each other over the
+    CPU: a dispatcher only launches its collectives, so the ranks that wait in them on the device can still
+    listen, by a group that is formed beside `group`.
     """
 
-    def __init__(self) -> None:
-        self._own = dist.get_backend() != "gloo"
-        self._group = dist.group.WORLD
-        if self._own:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=AGREE_SECONDS))
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self._group = group
+        self._own = group is not None and dist.get_backend(group) != "gloo"
+        if group is not None and self._own:
+            self._group = group_beside(group, GroupKind("gloo", AGREE_SECONDS))
 
     def agreed(self, work: Callable[[], T]) -> T:
         """What `work` gives here, once it went well on all ranks; all raise RankFailed otherwise."""
@@ -55,16 +60,15 @@ class Agreement:
             mine = (work(), "")
         except (RuntimeError, ValueError) as error:
             mine = (None, first_line(error))
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine, group=self._group)
+        found = gathered(mine, self._group)
         if wrong := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text]:
             raise RankFailed("; ".join(wrong))
         return [value for value, _ in found]
 
     def close(self) -> None:
-        """Frees the group that it made for itself. Collective."""
-        if self._own:
-            dist.destroy_process_group(self._group)
+        """Ends the group that it formed for itself."""
+        if self._group is not None and self._own:
+            end_group(self._group)
 
 
 def first_line(error: Exception) -> str:

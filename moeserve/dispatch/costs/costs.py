@@ -141,7 +141,10 @@ class CostSetting:
 
     hosts: tuple[str, ...]
     device: str  # the machine's name
-    ranks: int
+    lanes: int  # that bring rows
+    owners: int  # that hold experts
+    max_lanes: int  # reserved ones counted
+    max_owners: int
     hidden: int
     top_k: int
     experts: int
@@ -149,6 +152,7 @@ class CostSetting:
     dtype: str
     sliced: bool
     graph_rows: int  # steps of up to so many rows a lane were replayed from CUDA graphs
+    held: int  # multiprocessors of each GPU that grids leave to others
     versions: tuple[tuple[str, str], ...]  # (package, version)
 
 

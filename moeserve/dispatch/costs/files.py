@@ -26,7 +26,8 @@ def costs_folder(named: str = "") -> Path:
 def costs_path(setting: CostSetting, folder: Path) -> Path:
     """The file in `folder` that keeps the costs of `setting`."""
     key = hashlib.sha256(json.dumps(asdict(setting), sort_keys=True).encode()).hexdigest()
-    return folder / f"{setting.device.replace(' ', '-').lower()}-{setting.ranks}-ranks-{key[:16]}.json"
+    members = f"{setting.lanes}-lanes-{setting.owners}-owners"
+    return folder / f"{setting.device.replace(' ', '-').lower()}-{members}-{key[:16]}.json"
 
 
 def stored_costs(setting: CostSetting, folder: Path) -> Costs | None:

@@ -1,4 +1,4 @@
-"""Measuring dispatchers on the group that will use them: short, collective, and agreed by all ranks."""
+"""Measuring dispatchers on the group that will use them: short, collective, and agreed by all members."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.costs.agreement import Agreement, RankFailed, first_line
 from moeserve.dispatch.costs.costs import DispatcherCost, Point, hopeless
-from moeserve.dispatch.costs.timed_steps import GRAPH_STEPS, TimedSteps, step_input
+from moeserve.dispatch.costs.timed_steps import GRAPH_STEPS, StepNumbers, TimedSteps, step_input
 from moeserve.dispatch.dispatcher import DispatchEntry, Dispatcher, DispatchSpec
 
 log = logging.getLogger(__name__)
@@ -55,10 +56,10 @@ class Measured:
     refused: tuple[tuple[str, str, str], ...]  # (dispatcher, wire, why it could not be built)
 
 
-def measure(candidates: Sequence[Candidate], seconds: float) -> Measured:
+def measure(candidates: Sequence[Candidate], seconds: float, group: ProcessGroup | None) -> Measured:
     """Times every candidate in about `seconds` altogether; each is built, measured and closed in its turn.
 
-    Collective over torch.distributed's default group: all ranks bring the same candidates and get the same
+    Collective over `group`, None for one that is alone: all bring the same candidates and get the same
     answer. What a dispatcher does once, such as compiling or connecting, comes on top. A dispatcher that some
     rank cannot build is left out, and so is a size that some rank has no memory for. One that loses to
     another at every size, by far and ever more, is not timed at larger ones. One that fails while it carries
@@ -66,11 +67,11 @@ def measure(candidates: Sequence[Candidate], seconds: float) -> Measured:
     """
     costs: dict[Candidate, DispatcherCost] = {}
     refused = []
-    agreement = Agreement()
+    agreement = Agreement(group)
     for candidate in candidates:
         name, wire = candidate.entry.name, candidate.spec.wire.name
         began = time.perf_counter()
-        dispatcher, reason = _build(candidate, agreement)
+        dispatcher, reason = _build(candidate, group, agreement)
         if dispatcher is None:
             refused.append((name, wire, reason))
             continue
@@ -107,11 +108,13 @@ def sizes(lane_rows: int) -> list[int]:
     return found if lane_rows == 1 else [*found, lane_rows]
 
 
-def _build(candidate: Candidate, agreement: Agreement) -> tuple[Dispatcher | None, str]:
+def _build(
+    candidate: Candidate, group: ProcessGroup | None, agreement: Agreement
+) -> tuple[Dispatcher | None, str]:
     """The dispatcher, or why some rank has none."""
     dispatcher, mine = None, ""
     try:
-        dispatcher = candidate.entry.build(candidate.spec)
+        dispatcher = candidate.entry.build(candidate.spec, group)
     except (RuntimeError, ValueError, OSError, ImportError) as error:
         mine = first_line(error)
     reasons = [f"rank {r}: {why}" for r, why in enumerate(agreement.from_all(lambda: mine)) if why]
@@ -137,14 +140,15 @@ def _points(
     """
     points: list[Point] = []
     spent, left = 0.0, sizes(candidate.spec.lane_rows)
+    numbers, rooms = StepNumbers(), agreement.from_all(lambda: candidate.spec.slots_here)
     while left:
         rows = left.pop(0)
         try:
-            given = agreement.agreed(partial(step_input, candidate.spec, rows))
+            given = agreement.agreed(partial(step_input, candidate.spec, rows, rooms))
         except RankFailed as error:
             log.warning("%s is not timed with %d rows a lane: %s", candidate.entry.name, rows, error)
             return tuple(points), str(error)
-        steps = TimedSteps(dispatcher, candidate.spec, given, agreement)  # what is done once is done here
+        steps = TimedSteps(dispatcher, candidate.spec, given, agreement, numbers)  # done once is done here
         if candidate.replays(rows):
             steps.record(agreement)
         one = max(1e-6, *agreement.from_all(partial(steps.wall, WARM_ROUNDS))) / WARM_ROUNDS
@@ -192,4 +196,4 @@ def expected(points: Sequence[Point], rows: int) -> float:
 
 def _in_time(dispatcher: Dispatcher) -> None:
     if late := dispatcher.late():
-        raise RuntimeError(f"ranks {list(late)} were late")
+        raise RuntimeError(f"members of seats {list(late)} were late")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,34 +34,74 @@ def reserve(spec: DispatchSpec, rows: int) -> None:
     """
     if spec.device == "cpu":
         return
-    pairs = spec.ranks * rows * min(spec.top_k, spec.slots)  # that can come here
+    pairs = sum(_lanes(spec, rows)) * min(spec.top_k, spec.slots_here)  # that can come here
     row = spec.wire.nbytes((1, spec.hidden)) + 2 * spec.hidden * spec.dtype.itemsize  # with its output, twice
     torch.empty((pairs + rows) * row, dtype=torch.uint8, device=spec.device)
 
 
-def step_input(spec: DispatchSpec, rows: int) -> tuple[Tensor, Routing]:
-    """Hidden states and routing of this rank's lane, once there is memory for a step of so many rows."""
+def _lanes(spec: DispatchSpec, rows: int) -> tuple[int, ...]:
+    """`rows` for every lane that a member has."""
+    return tuple(0 if seat is None else rows for seat in spec.members.seat_of_lane)
+
+
+def step_input(spec: DispatchSpec, rows: int, rooms: Sequence[int]) -> tuple[Tensor, Routing]:
+    """Hidden states and routing of this member's lane, once there is memory for a step of so many a lane.
+
+    `rooms` are the slots that each member holds, by position; rows choose among all of them. The routing has
+    no number yet.
+    """
     reserve(spec, rows)
-    device = spec.device
+    device, lanes = spec.device, _lanes(spec, rows)
     random = torch.Generator(device).manual_seed(rows * spec.ranks + spec.rank)
-    slots = spec.slots * (1 if spec.sliced else spec.ranks)
+    slots = torch.tensor(_numbers(spec, rooms), dtype=torch.int32, device=device)
+    rows = spec.own_rows(lanes)
     chosen = torch.full((rows, spec.top_k), EMPTY, dtype=torch.int32, device=device)
-    order = torch.rand(rows, slots, generator=random, device=device).argsort(dim=1)[:, : spec.top_k]
-    chosen[:, : order.shape[1]] = order.int()
+    order = torch.rand(rows, len(slots), generator=random, device=device).argsort(dim=1)[:, : spec.top_k]
+    chosen[:, : order.shape[1]] = slots[order]
     weights = torch.full((rows, spec.top_k), 1 / spec.top_k, device=device)
     few = torch.randn(min(rows, DISTINCT_ROWS), spec.hidden, generator=random, device=device)
     repeats = -(-rows // DISTINCT_ROWS)
     hidden = few.to(spec.dtype).repeat(repeats, 1)[:rows].contiguous()
-    return hidden, Routing(chosen, weights, (rows,) * spec.ranks)
+    return hidden, Routing(chosen, weights, lanes, 0)
+
+
+def _numbers(spec: DispatchSpec, rooms: Sequence[int]) -> list[int]:
+    """Numbers of all slots that are there: of every owner's place, or once where every owner has a slice."""
+    places = [member.owner for member in spec.members.present]
+    found = {
+        (0 if spec.sliced else place * spec.slots) + slot
+        for place, room in zip(places, rooms, strict=True)
+        if place is not None
+        for slot in range(room)
+    }
+    return sorted(found)
+
+
+class StepNumbers:
+    """Numbers of the steps that one dispatcher is timed by, alike on all members, also where one fails."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def take(self, steps: int = 1) -> int:
+        """The first number of the next `steps` steps."""
+        first = self._last + 1
+        self._last += steps
+        return first
 
 
 class TimedSteps:
     """Steps of one dispatcher, every lane bringing the same rows to the same random slots each time."""
 
     def __init__(
-        self, dispatcher: Dispatcher, spec: DispatchSpec, given: tuple[Tensor, Routing], agreement: Agreement
+        self,
+        dispatcher: Dispatcher,
+        spec: DispatchSpec,
+        given: tuple[Tensor, Routing],
+        agreement: Agreement,
+        numbers: StepNumbers,
     ) -> None:
-        self._dispatcher, self._spec = dispatcher, spec
+        self._dispatcher, self._spec, self._numbers = dispatcher, spec, numbers
         self._hidden, self._routing = given
         self._recorded: _Recorded | None = None
         self._arrived: Dispatched | None = None
@@ -70,7 +111,10 @@ class TimedSteps:
     def record(self, agreement: Agreement) -> None:
         """Replays steps from a CUDA graph from now on, unless some rank cannot record them."""
         try:
-            self._recorded = agreement.agreed(lambda: _Recorded(self._dispatch, self._combine))
+            first = self._numbers.take(GRAPH_STEPS)  # also where it fails: all count alike
+            self._recorded = agreement.agreed(
+                lambda: _Recorded(lambda at: self._dispatch(first + at), self._combine, self._expected)
+            )
         except RankFailed as error:
             log.warning("%d rows a lane are timed without a CUDA graph: %s", self._hidden.shape[0], error)
             agreement.agreed(self._dispatch)  # anew: what was half recorded has no values
@@ -81,10 +125,16 @@ class TimedSteps:
         size = (*self._dispatch().batch.tokens.shape[:-1], self._spec.hidden)
         return torch.zeros(size, dtype=self._spec.dtype, device=self._spec.device)
 
-    def _dispatch(self) -> Dispatched:
+    def _dispatch(self, number: int | None = None) -> Dispatched:
+        """Dispatches the step `number`, or the next one."""
+        number = self._numbers.take() if number is None else number
         self._arrived = None  # before the next one is there: a batch may take a gigabyte
-        self._arrived = self._dispatcher.dispatch(self._hidden, self._routing)
+        self._arrived = self._dispatcher.dispatch(self._hidden, replace(self._routing, number=number))
         return self._arrived
+
+    def _expected(self) -> None:
+        """Tells the dispatcher which steps the recorded ones are in the next replay."""
+        self._dispatcher.expect(self._numbers.take(GRAPH_STEPS))
 
     def _combine(self) -> Tensor:
         if self._arrived is None:
@@ -121,7 +171,11 @@ class _Recorded:
     Two events around a replay time all of them; three within the last step say how it is split.
     """
 
-    def __init__(self, dispatch: Callable[[], object], combine: Callable[[], object]) -> None:
+    def __init__(
+        self, dispatch: Callable[[int], object], combine: Callable[[], object], expected: Callable[[], None]
+    ) -> None:
+        """`dispatch` takes which of the graph's steps it is; `expected` is called before every replay."""
+        self._expected = expected
         self._graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         marks = [_timed_event(external=True) for _ in range(3)] if torch.version.hip is None else []
         torch.cuda.synchronize()
@@ -131,7 +185,7 @@ class _Recorded:
                 for at in range(GRAPH_STEPS):
                     here = iter(marks if at == GRAPH_STEPS - 1 else ())
                     _mark(here)
-                    dispatch()
+                    dispatch(at)
                     _mark(here)
                     combine()
                     _mark(here)
@@ -147,6 +201,7 @@ class _Recorded:
         """
         pairs = []
         for _ in range(rounds):
+            self._expected()
             begin, end = _timed_event(), _timed_event()
             begin.record()
             self._graph.replay()

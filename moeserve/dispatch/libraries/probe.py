@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from moeserve.device.machine import this_machine
 from moeserve.dispatch.dispatcher import DispatchEntry, DispatchSpec
@@ -61,16 +62,16 @@ class ProbeFinding:
         return f"{self.check}: found {self.found}, required {self.required}; {self.remedy}"
 
 
-def probe(entry: DispatchEntry, spec: DispatchSpec) -> None:
-    """Checks on all ranks whether the library can serve, before any call of it. Collective.
+def probe(entry: DispatchEntry, spec: DispatchSpec, group: ProcessGroup) -> None:
+    """Checks on all ranks of `group` whether the library can serve, before any call of it. Collective.
 
     Raises RuntimeError on every rank, with each rank's first failed check, unless all passed. The library is
     imported where the checks before that passed.
     """
     here = surroundings(spec)
-    locations = _gathered(here.location, spec.ranks)
+    locations = _gathered(here.location, group)
     finding = next((f for check in CHECKS if (f := check(entry, spec, here, locations))), None)
-    findings = _gathered(finding, spec.ranks)
+    findings = _gathered(finding, group)
     failed = [f"rank {rank}: {found}" for rank, found in enumerate(findings) if found is not None]
     if failed:
         raise RuntimeError(f"dispatcher {entry.name} cannot serve\n  " + "\n  ".join(failed))
@@ -119,9 +120,9 @@ def nccl_at_run_time() -> Version | None:
     return code.value // 10000, code.value % 10000 // 100, code.value % 100
 
 
-def _gathered(value: Any, ranks: int) -> list[Any]:
-    values: list[Any] = [None] * ranks
-    dist.all_gather_object(values, value)
+def _gathered(value: Any, group: ProcessGroup) -> list[Any]:
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

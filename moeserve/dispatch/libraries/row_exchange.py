@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from moeserve.dispatch.checks import check_lane, check_spec
+from moeserve.dispatch.checks import check_equal, check_lane, check_spec
 from moeserve.dispatch.dispatcher import Dispatched, DispatchEntry, Dispatcher, DispatchSpec, Traffic
 from moeserve.dispatch.exchange import check_group
 from moeserve.dispatch.libraries.probe import probe
@@ -47,14 +48,16 @@ class RowExchange(Dispatcher):
     """A dispatcher over a library's own exchange of rows, which the adapter calls in `_send` and
     `_bring_home`.
 
-    `spec` is what it is built for and `entry` what it declares. Building is collective: all ranks refuse with
-    RuntimeError, before the library's first call, when one of them lacks something.
+    `spec` is what it is built for, over `group`, and `entry` what it declares. Building is collective: all
+    ranks refuse with RuntimeError, before the library's first call, when one of them lacks something. Raises
+    ValueError, alike on all, where lanes and owners are not the same ranks.
     """
 
-    def __init__(self, spec: DispatchSpec, entry: DispatchEntry) -> None:
+    def __init__(self, spec: DispatchSpec, group: ProcessGroup | None, entry: DispatchEntry) -> None:
         check_spec(spec)
-        check_group(spec)
-        probe(entry, spec)
+        check_equal(spec, entry.name)
+        self._group = check_group(spec, group)
+        probe(entry, spec, self._group)
         self._spec = spec
         self._travelling = entry.limits.travelling(spec.hidden)  # elements of a row on its way
         self._row_bytes = spec.wire.nbytes((1, self._travelling))  # of a copy on the way out
@@ -107,7 +110,8 @@ class RowExchange(Dispatcher):
         hidden = torch.zeros((rows, spec.hidden), dtype=spec.dtype, device=spec.device)
         slots = torch.full((rows, spec.top_k), EMPTY, dtype=torch.int32, device=spec.device)
         slots[:, 0] = (spec.rank + 1) % spec.ranks * spec.slots
-        routing = Routing(slots, torch.zeros(slots.shape, device=spec.device), (rows,) * spec.ranks)
+        weights = torch.zeros(slots.shape, device=spec.device)
+        routing = Routing(slots, weights, (rows,) * spec.ranks, 0)  # before the group's first step
         try:
             arrived = self.dispatch(hidden, routing)
             self.combine(hidden.new_zeros(arrived.batch.tokens.shape), arrived.ticket)

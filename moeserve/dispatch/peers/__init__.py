@@ -1,1 +1,1 @@
-"""Peer memory: buffers that all ranks of a host map, and what dispatchers over them share."""
+"""Peer memory: buffers that members of a host map, and what dispatchers over them share."""

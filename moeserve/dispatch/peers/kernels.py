@@ -9,19 +9,25 @@ from torch import Tensor
 
 from moeserve.device.arguments import Argument
 from moeserve.device.nvrtc import Program
+from moeserve.device.residency import resident_blocks
 from moeserve.device.source import Part, source
-from moeserve.dispatch.peers.arguments import COMBINE, DISPATCH
+from moeserve.device.waits import spoiled_word
+from moeserve.dispatch.peers.arguments import COMBINE, DISPATCH, LANE_WORDS, LANES_A_WORD, PEER
 from moeserve.dispatch.peers.layout import WORD, PeerLayout
 from moeserve.dispatch.peers.liveness import PeerLiveness
-from moeserve.dispatch.peers.memory import PeerMemory
+from moeserve.dispatch.peers.order import in_order
+from moeserve.dispatch.peers.sequence import NEVER, next_sequence, sequence_of
+from moeserve.dispatch.peers.tables import PeerTables
 from moeserve.dispatch.peers.wires import WireCode, wire_code
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.batch import Grouping
 from moeserve.quant.format import Packed
 
-SHARED_PARTS = ("memory", "liveness", "numbers", "records", "step", "packets")
+SHARED_PARTS = ("liveness", "numbers", "records", "step", "packets")
 DISPATCH_PARTS = ("exchange", "send", "choices", "places", "deliver", "dispatch")
 SOURCES: tuple[Part, ...] = (
+    "memory.cu",
+    PEER,
     *(f"{part}.cu" for part in SHARED_PARTS),
     DISPATCH,
     *(f"{part}.cu" for part in DISPATCH_PARTS),
@@ -46,6 +52,9 @@ COUNTS = 6
 TABLES = 8
 """Bytes of shared memory that a block of dispatch counts with, for each slot."""
 
+LEAST_BLOCKS = 4
+"""Blocks of dispatch: one sends choices, one rows, one places what arrives and one lays it out."""
+
 SENDING = 0.485
 """The share of the blocks of dispatch that send, at most; the others place what arrives."""
 
@@ -56,8 +65,7 @@ HOME = 2.0
 """What a row of this lane's own costs in combine, in rows that go to another."""
 
 MOST_LANE_ROWS = 0xFFFF
-MOST_RANKS = 8
-"""Rows of each lane go to a kernel as 16 bits in two words."""
+"""Rows of each lane go to a kernel as 16 bits."""
 
 MOST_SHARED = 176 << 10
 """Bytes of shared memory that a block of dispatch can ask for, beside what it always takes."""
@@ -72,7 +80,8 @@ class PeerArrival:
     tokens: Packed  # [e, C, H] or [Rmax, H]
     counts: Tensor  # [e] int32
     offsets: Tensor  # [e + 1] int32
-    places: Tensor  # [N, K] int32 row of the batch of each arrived choice, -1: not here; N rows of all lanes
+    places: Tensor  # [N, K] int32 row of the batch of each arrived choice, -1: not here; N rows of all lanes,
+    # and none where this member is no owner
     weights: Tensor  # [N, K] float32, meaningless where the place is -1
     sequence: Tensor  # [1] int32
 
@@ -95,32 +104,68 @@ class Division:
 
 
 class PeerKernels:
-    """Runs dispatch and combine over `memory`. Buffers a caller gets are new, and belong to the caller."""
+    """Runs dispatch and combine over peer memory. Buffers a caller gets are new, and belong to the caller."""
 
-    def __init__(self, layout: PeerLayout, memory: PeerMemory, liveness: PeerLiveness) -> None:
-        self._layout, self._memory, self._liveness = layout, memory, liveness
+    def __init__(self, layout: PeerLayout, tables: PeerTables, liveness: PeerLiveness) -> None:
+        self._layout, self._tables, self._liveness = layout, tables, liveness
         spec = self._spec = layout.spec
+        self._brings, self._owns = spec.member.lane is not None, spec.member.owner is not None
+        self._device = liveness.live.device  # with its index
         self._wire = wire_code(spec)
         program = program_for(layout, self._wire)
-        self._blocks = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        self._blocks = resident_blocks(self._device)
+        if self._blocks < LEAST_BLOCKS:
+            raise ValueError(
+                f"{self._blocks} multiprocessors of {self._device} are left to dispatchers over peer memory, "
+                f"which need {LEAST_BLOCKS}; lower members.held_multiprocessors"
+            )
         if not self._wire.fused:  # what a format keeps on the device is brought there now
             layout.record.pack(torch.zeros((1, spec.hidden), dtype=spec.dtype, device=spec.device))
-        self._state = torch.zeros(2, dtype=torch.int32, device=spec.device)
-        counts = (self._blocks, -(-spec.slots // COUNTS), WORD // 4)
+        self._state = torch.zeros(4, dtype=torch.int32, device=spec.device)  # `State` in dispatch.cu
+        self._next, self._absent = NEVER, 0  # as the state has them once what is queued is done
+        counts = (self._blocks, -(-spec.slots_here // COUNTS), WORD // 4)
         self._counts = torch.zeros(counts, dtype=torch.int32, device=spec.device)
         self._sent = torch.zeros(2, dtype=torch.int64, device=spec.device)
         self.sent = torch.zeros(2, dtype=torch.int64, pin_memory=True)
-        """Copies that dispatches have sent to other ranks, and sums that combines did, as far as is known."""
+        """Copies that dispatches have sent to other members, and sums that combines did, as far as is known.
+        """
         peers = self._peers()
         self._dispatch = program.function("peer_dispatch", DISPATCH).bound(peers | self._fixed())
         self._combine = program.function("peer_combine", COMBINE).bound(
-            peers | {"at_partials": layout.partials}
+            peers
+            | {
+                "sums": tables.sums,
+                "sums_here": tables.sums_here,
+                "parity_bytes": layout.sums_bytes,
+                "spoiled": spoiled_word(self._device),
+            }
         )
 
+    def follow(self) -> torch.cuda.Event:
+        """Has the current stream follow the kernels of other streams; the event of when they have ended."""
+        in_order(self._device)
+        ended: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return ended
+
+    def expect(self, number: int, absent: int) -> None:
+        """The dispatch replayed next runs as step `number`, without the lanes of the bits `absent`."""
+        in_order(self._device)
+        sequence = sequence_of(number)
+        if self._next != sequence:
+            self._state[0].fill_(_signed(sequence))
+        if self._absent != absent:
+            self._state[3].fill_(_signed(absent))
+        self._next, self._absent = next_sequence(sequence), absent
+
     def dispatch(self, hidden: Tensor, routing: Routing) -> PeerArrival:
-        """Sends this lane's rows and groups what arrives."""
+        """Sends this lane's rows and groups what arrives; recorded, as the step that `expect` names."""
         spec, layout = self._spec, self._layout
-        own, rows = routing.lane_rows[spec.rank], sum(routing.lane_rows)
+        own, rows = spec.own_rows(routing.lane_rows), sum(routing.lane_rows)
+        number = 0
+        if not torch.cuda.is_current_stream_capturing():
+            in_order(self._device)
+            number = sequence_of(routing.number)
+            self._next = next_sequence(number)
         arrived = self._arrival(rows)
         if self._wire.fused:
             sent, row_bytes = hidden.contiguous(), spec.hidden * spec.dtype.itemsize
@@ -130,6 +175,7 @@ class PeerKernels:
         parts = (*arrived.tokens.parts, None, None)
         given: dict[str, Argument] = {
             **_lanes(routing.lane_rows),
+            "number": number,
             "choice_senders": d.choice_senders,
             "senders": d.senders,
             "groups_log2": d.groups_log2,
@@ -149,14 +195,17 @@ class PeerKernels:
             "place_weights": arrived.weights,
             "sequence": arrived.sequence,
         }
-        shared = max((1 << d.groups_log2) * layout.record.nbytes, TABLES * spec.slots)
+        shared = max((1 << d.groups_log2) * layout.record.nbytes, TABLES * spec.slots_here)
         self._dispatch.launch(d.blocks, THREADS, given, shared=shared)
         return arrived
 
     def combine(self, outputs: Tensor, arrived: PeerArrival, routing: Routing) -> Tensor:
         """Sends weighted partial sums of `outputs` home, and adds up this lane's: `[T, H]`."""
         spec, layout = self._spec, self._layout
-        own, rows = routing.lane_rows[spec.rank], sum(routing.lane_rows)
+        own = spec.own_rows(routing.lane_rows)
+        rows = sum(routing.lane_rows) if self._owns else own
+        if not torch.cuda.is_current_stream_capturing():
+            in_order(self._device)
         answer = outputs.new_empty((own, spec.hidden))
         blocks = min(self._blocks, max(1, rows * layout.partial_packets))
         share = HOME * own
@@ -166,8 +215,8 @@ class PeerKernels:
             **_lanes(routing.lane_rows),
             "homes": homes,
             "outputs": outputs.contiguous(),
-            "places": arrived.places,
-            "place_weights": arrived.weights,
+            "places": arrived.places if self._owns else None,
+            "place_weights": arrived.weights if self._owns else None,
             "sequence": arrived.sequence,
             "slots": routing.slots.contiguous(),
             "answer": answer,
@@ -178,16 +227,21 @@ class PeerKernels:
     def _peers(self) -> dict[str, Argument]:
         """The arguments of both kernels that no step changes."""
         spec = self._spec
-        live, host_flags = self._liveness.words()
+        liveness, member = self._liveness, spec.member
         return {
-            "memory": self._memory.pointers,
-            "live": live,
-            "host_flags": host_flags,
+            "headers": self._tables.headers,
+            "live": liveness.live,
+            "partners": liveness.partners,
+            "host_flags": liveness.host_flags,
+            "host_word": liveness.host_word,
             "patience": int(spec.patience * NANOSECONDS),
-            "rank": spec.rank,
-            "parity_bytes": self._layout.parity_bytes,
+            "seat": spec.seat,
+            "lane": -1 if member.lane is None else member.lane,
+            "owner": -1 if member.owner is None else member.owner,
+            "header": self._tables.header,
             "lane_rows": spec.lane_rows,
-            "slots_here": spec.slots,
+            "stride": spec.slots,
+            "slots_here": spec.slots_here,
             "sliced": int(spec.sliced),
             "sent": self._sent,
         }
@@ -196,11 +250,13 @@ class PeerKernels:
         """The other arguments of dispatch that no step changes."""
         spec, layout = self._spec, self._layout
         return {
-            "at_begun": layout.begun,
+            "arrivals": self._tables.arrivals,
+            "arrivals_here": self._tables.arrivals_here,
+            "parity_bytes": layout.arrivals_bytes,
             "at_choices": layout.choices,
             "at_weights": layout.weights,
             "at_records": layout.records,
-            "first_slot": 0 if spec.sliced else spec.rank * spec.slots,
+            "first_slot": spec.first_slot,
             "capacity": layout.capacity,
             "row_align": spec.row_align,
             "factor": self._wire.factor,
@@ -212,39 +268,51 @@ class PeerKernels:
     def _division(self, own: int, rows: int) -> Division:
         """How `own` rows go out and `rows` of all lanes' come in."""
         layout = self._layout
-        choice_senders = min(
-            CHOICE_SENDERS, max(1, -(-(layout.choice_words(own) + own * layout.weight_words) // THREADS))
-        )
         most = int(self._blocks * SENDING)
         together = min(GROUPS, MOST_SHARED // layout.record.nbytes).bit_length() - 1
         senders, groups_log2 = (own, 0) if own <= most else (most, together)
+        words = layout.choice_words(own) + own * layout.weight_words
+        choice_senders = min(CHOICE_SENDERS, max(1, -(-words // THREADS)), self._blocks - senders - 2)
         fair = max(1, -(-rows // (self._blocks - senders - choice_senders - 1)))
         stretch = -(-fair // TEAMS)
         run = stretch * TEAMS if fair > TEAMS else fair
-        return Division(-(-rows // run) + 1, choice_senders, senders, groups_log2, run, stretch)
+        readers = -(-rows // run) + 1 if self._owns else 0
+        return Division(readers, choice_senders, senders, groups_log2, run, stretch)
 
     def _arrival(self, rows: int) -> PeerArrival:
         spec, device = self._spec, self._spec.device
+        here, placed = spec.slots_here, rows if self._owns else 0
+        offsets = (
+            torch.empty if self._owns else torch.zeros
+        )  # nobody writes those of a member that is no owner
         return PeerArrival(
-            spec.wire.empty(self._layout.batch_shape(rows), device),
-            torch.empty(spec.slots, dtype=torch.int32, device=device),
-            torch.empty(spec.slots + 1, dtype=torch.int32, device=device),
-            torch.empty((rows, spec.top_k), dtype=torch.int32, device=device),
-            torch.empty((rows, spec.top_k), dtype=torch.float32, device=device),
+            spec.wire.empty(self._layout.batch_shape(placed), device),
+            torch.empty(here, dtype=torch.int32, device=device),
+            offsets(here + 1, dtype=torch.int32, device=device),
+            torch.empty((placed, spec.top_k), dtype=torch.int32, device=device),
+            torch.empty((placed, spec.top_k), dtype=torch.float32, device=device),
             torch.empty(1, dtype=torch.int32, device=device),
         )
 
 
 def program_for(layout: PeerLayout, wire: WireCode) -> Program:
     """Returns both kernels' text and options for steps of `layout`, whose rows `wire` encodes."""
-    ragged = int(layout.grouping is Grouping.RAGGED)
-    options = (*wire.options, f"-DTOP_K={layout.spec.top_k}", f"-DRAGGED={ragged}")
+    spec, ragged = layout.spec, int(layout.grouping is Grouping.RAGGED)
+    lane, owner = int(spec.member.lane is not None), int(spec.member.owner is not None)
+    places = (f"-DLANES={layout.lanes}", f"-DOWNERS={layout.owners}")
+    roles = (f"-DHAS_LANE={lane}", f"-DHAS_OWNER={owner}")
+    options = (*wire.options, *places, *roles, f"-DTOP_K={spec.top_k}", f"-DRAGGED={ragged}")
     return Program(source(__package__, *SOURCES), options)
 
 
 def _lanes(lane_rows: tuple[int, ...]) -> dict[str, Argument]:
-    """The arguments that say how many rows each lane brings, 16 bits a rank."""
-    words = [0, 0]
-    for rank, rows in enumerate(lane_rows):
-        words[rank // 4] |= rows << 16 * (rank % 4)
-    return {"lanes_low": words[0], "lanes_high": words[1]}
+    """The arguments that say how many rows each lane brings, 16 bits a lane."""
+    words = [0] * LANE_WORDS
+    for lane, rows in enumerate(lane_rows):
+        words[lane // LANES_A_WORD] |= rows << 16 * (lane % LANES_A_WORD)
+    return {f"rows_{at}": word for at, word in enumerate(words)}
+
+
+def _signed(word: int) -> int:
+    """The int32 of the same 32 bits."""
+    return word - 2**32 if word >= 2**31 else word

@@ -1,4 +1,4 @@
-"""`PeerMemory`: one buffer on every rank of a host, mapped into all the others.
+"""`PeerMemory`: one buffer of every member of a host, mapped into those it exchanges rows with.
 
 On GPUs it is CUDA IPC memory of its own allocation, opened on the opener's device; on the CPU it is shared
 memory, so that a protocol over peer memory runs, and is tested, without a GPU.
@@ -10,138 +10,232 @@ import mmap
 import os
 import socket
 import tempfile
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moeserve.dispatch.members import Member
 
 SHARED_FOLDER = "/dev/shm"
 
 
 class Mapped(Protocol):
-    """This rank's memory and its maps of others'."""
+    """This member's memory and its maps of others'."""
 
     def handle(self) -> Any:
-        """What another process needs to open this rank's memory; picklable."""
+        """What another process needs to open this member's memory; picklable."""
 
-    def open(self, handle: Any) -> Tensor:
-        """Another rank's memory, uint8 `[nbytes]`."""
+    def open(self, handle: Any, nbytes: int) -> Tensor:
+        """Another member's memory, uint8 `[nbytes]`."""
+
+    def close_map(self, view: Tensor) -> None:
+        """Unmaps a view of `open`."""
 
     @property
     def mine(self) -> Tensor:
-        """This rank's memory, uint8 `[nbytes]`, zeroed."""
-
-    def opened_by_all(self) -> None:
-        """No further process will open this rank's memory."""
+        """This member's memory, uint8 `[nbytes]`, zeroed."""
 
     def close(self) -> None:
-        """Unmaps the others' memory and frees this rank's."""
+        """Unmaps the others' memory and frees this member's."""
+
+
+@dataclass(frozen=True)
+class PeerOffer:
+    """What a member tells others of its memory, so that they can map it; picklable."""
+
+    member: Member
+    host: str
+    nbytes: int
+    handle: Any
+    layout: tuple[object, ...]  # what all members' layouts must agree in
+    refused: str = ""  # why it has no memory to offer
 
 
 class PeerMemory:
-    """A buffer of `nbytes` on every rank, zeroed, each mapped into all others.
+    """This member's buffer of `nbytes`, zeroed, and its maps of others', which are of the same host.
 
-    Collective over torch.distributed's default group, whose ranks must share a host. When one rank cannot
-    allocate or map, or is `refused` for a reason of its caller's, all raise RuntimeError with every rank's
-    reason, and nothing stays allocated.
+    Raises RuntimeError when the buffer cannot be allocated.
     """
 
-    def __init__(self, nbytes: int, rank: int, ranks: int, device: str, *, refused: str = "") -> None:
+    def __init__(self, nbytes: int, device: str) -> None:
         self.nbytes = nbytes
-        self._memory: Mapped | None = None
-        reason, handle = refused, None
         try:
-            if not refused:
-                self._memory = _Shared(nbytes) if device == "cpu" else _Cuda(nbytes, torch.device(device))
-                handle = self._memory.handle()
+            memory = _Shared(nbytes) if device == "cpu" else _Cuda(nbytes, torch.device(device))
         except (OSError, RuntimeError) as error:
-            reason = f"cannot allocate {nbytes} bytes: {error}"
-        found = _gathered(ranks, (socket.gethostname(), handle, reason))
-        reasons = {at: text for at, (_, _, text) in enumerate(found) if text}
-        hosts = [host for host, _, _ in found]
-        if not reasons and len(set(hosts)) > 1:
-            reasons = {at: f"is on host {host}" for at, host in enumerate(hosts)}
-        self._raise(reasons)
-        assert self._memory is not None
-        reason, views = "", []
-        for at, (_, other, _) in enumerate(found):
-            try:
-                views.append(self._memory.mine if at == rank else self._memory.open(other))
-            except (OSError, RuntimeError) as error:
-                reason = f"cannot map the memory of rank {at}: {error}"
-                break
-        self._raise({at: text for at, text in enumerate(_gathered(ranks, reason)) if text})
-        self._memory.opened_by_all()
-        self.views = tuple(views)
-        self.pointers = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64, device=device)
+            raise RuntimeError(f"cannot allocate {nbytes} bytes: {error}") from error
+        self._memory: Mapped | None = memory
+        self.views: dict[int, Tensor] = {}  # by seat
+        self._retired: list[tuple[Any, Tensor]] = []
 
     @property
     def mine(self) -> Tensor:
-        """This rank's own bytes, uint8 `[nbytes]`."""
+        """This member's own bytes, uint8 `[nbytes]`."""
         assert self._memory is not None
         return self._memory.mine
+
+    def handle(self) -> Any:
+        """What another process of this host needs to map this memory; picklable."""
+        assert self._memory is not None
+        return self._memory.handle()
+
+    def map(self, offer: PeerOffer) -> Tensor:
+        """Maps the memory that `offer` tells of: uint8 `[nbytes]`. Raises RuntimeError where it cannot."""
+        assert self._memory is not None
+        if offer.host != socket.gethostname():
+            raise RuntimeError(f"the memory of seat {offer.member.seat} is on host {offer.host}")
+        try:
+            view = self._memory.open(offer.handle, offer.nbytes)
+        except (OSError, RuntimeError) as error:
+            raise RuntimeError(f"cannot map the memory of seat {offer.member.seat}: {error}") from error
+        self.views[offer.member.seat] = view
+        return view
+
+    def unmap(self, seat: int) -> None:
+        """Unmaps the memory of `seat`, once what the device has been given to do does not use it any more."""
+        view = self.views.pop(seat, None)
+        if view is not None:
+            done = torch.cuda.current_stream(view.device).record_event() if view.is_cuda else None
+            self._retired.append((done, view))
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Unmaps what `unmap` left to the device, where it has come that far. Waits for nothing."""
+        assert self._memory is not None
+        left = []
+        for done, view in self._retired:
+            if done is None or done.query():
+                self._memory.close_map(view)
+            else:
+                left.append((done, view))
+        self._retired = left
 
     def close(self) -> None:
         """Unmaps and frees; on a GPU it waits for the device. Not collective: a peer may be dead.
 
         A peer that still stores into this memory keeps it alive until it unmaps it, and harms nobody.
         """
-        self.views = ()
+        self.views, self._retired = {}, []
         if self._memory is not None:
             self._memory.close()
             self._memory = None
 
-    def _raise(self, reasons: dict[int, str]) -> None:
-        if reasons:
-            self.close()
-            listed = "; ".join(f"rank {rank} {text}" for rank, text in reasons.items())
-            raise RuntimeError(f"peer memory needs ranks of one host that can map each other's: {listed}")
+
+@dataclass(frozen=True)
+class MemoryRequest:
+    """The memory that one member needs."""
+
+    member: Member
+    nbytes: int
+    device: str
+    layout: tuple[object, ...] = ()  # what all members' layouts must agree in
+    refused: str = ""  # a reason of the caller's not to allocate it
+
+    def offer(self, memory: PeerMemory | None, refused: str = "") -> PeerOffer:
+        """What others are told of `memory`; without one, why there is none."""
+        handle = None if memory is None else memory.handle()
+        return PeerOffer(self.member, socket.gethostname(), self.nbytes, handle, self.layout, refused)
 
 
-def _gathered(ranks: int, mine: Any) -> list[Any]:
-    """`mine` of every rank, by rank."""
-    found: list[Any] = [None] * ranks
-    dist.all_gather_object(found, mine)
+def join_memory(request: MemoryRequest, group: ProcessGroup) -> PeerMemory:
+    """Allocates this member's memory, and maps that of every member of `group` that it exchanges rows with.
+
+    Collective over `group`, whose members must share a host. When one cannot allocate or map, or is refused
+    for a reason of its caller's, all raise RuntimeError with every member's reason, and nothing stays
+    allocated.
+    """
+    memory, reason = None, request.refused
+    try:
+        memory = None if reason else PeerMemory(request.nbytes, request.device)
+    except RuntimeError as error:
+        reason = str(error)
+    offers: list[PeerOffer] = _gathered(request.offer(memory, reason), group)
+    reasons = {offer.member.seat: offer.refused for offer in offers if offer.refused}
+    if not reasons and len({offer.host for offer in offers}) > 1:
+        reasons = {offer.member.seat: f"is on host {offer.host}" for offer in offers}
+    if not reasons:
+        reasons = {o.member.seat: text for o in offers if (text := disagreement(request.layout, o))}
+    _raise(reasons, memory)
+    assert memory is not None
+    reason = ""
+    try:
+        for offer in offers:
+            if exchanges(request.member, offer.member):
+                memory.map(offer)
+    except RuntimeError as error:
+        reason = str(error)
+    found: list[tuple[int, str]] = _gathered((request.member.seat, reason), group)
+    _raise({seat: text for seat, text in found if text}, memory)
+    return memory
+
+
+def exchanges(one: Member, other: Member) -> bool:
+    """Whether rows travel between two members: one has a lane and the other is an owner. Not with itself."""
+    there = one.lane is not None and other.owner is not None
+    back = one.owner is not None and other.lane is not None
+    return one.seat != other.seat and (there or back)
+
+
+def disagreement(layout: tuple[object, ...], offer: PeerOffer) -> str:
+    """Why memory of `layout` and that of `offer` do not fit together; empty where they do."""
+    if layout == offer.layout:
+        return ""
+    return f"lays its memory out for {list(offer.layout)}, and another member for {list(layout)}"
+
+
+def _raise(reasons: dict[int, str], memory: PeerMemory | None) -> None:
+    if reasons:
+        if memory is not None:
+            memory.close()
+        listed = "; ".join(f"seat {seat} {text}" for seat, text in sorted(reasons.items()))
+        raise RuntimeError(f"peer memory needs members of one host that can map each other's: {listed}")
+
+
+def _gathered(mine: Any, group: ProcessGroup) -> list[Any]:
+    """`mine` of every member of `group`, by position."""
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, mine, group=group)
     return found
 
 
 class _Shared:
-    """POSIX shared memory; its name is gone once all have opened it, so a killed rank leaves nothing."""
+    """POSIX shared memory without a name, so that a killed process leaves nothing.
+
+    Others open it by the file descriptor of the process that holds it.
+    """
 
     def __init__(self, nbytes: int) -> None:
-        file, self._path = tempfile.mkstemp(prefix=f"moeserve-{os.getpid()}-", dir=SHARED_FOLDER)
+        self._file, path = tempfile.mkstemp(prefix=f"moeserve-{os.getpid()}-", dir=SHARED_FOLDER)
+        os.unlink(path)
         try:
-            os.posix_fallocate(file, 0, nbytes)
-            self._mine = _tensor(file, nbytes)
+            os.posix_fallocate(self._file, 0, nbytes)
+            self._mine = _tensor(self._file, nbytes)
         except OSError:
-            os.unlink(self._path)
+            os.close(self._file)
             raise
-        finally:
-            os.close(file)
-        self._nbytes = nbytes
 
     def handle(self) -> str:
-        return self._path
+        return f"/proc/{os.getpid()}/fd/{self._file}"
 
-    def open(self, handle: str) -> Tensor:
+    def open(self, handle: str, nbytes: int) -> Tensor:
         file = os.open(handle, os.O_RDWR)
         try:
-            return _tensor(file, self._nbytes)
+            return _tensor(file, nbytes)
         finally:
             os.close(file)
+
+    def close_map(self, view: Tensor) -> None:
+        """A map goes with the last tensor on it."""
 
     @property
     def mine(self) -> Tensor:
         return self._mine
 
-    def opened_by_all(self) -> None:
-        os.unlink(self._path)
-        self._path = ""
-
     def close(self) -> None:
-        if self._path:
-            self.opened_by_all()
+        os.close(self._file)
         del self._mine  # a map goes with the last tensor on it
 
 
@@ -158,43 +252,44 @@ class _Cuda:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         from cuda.bindings import driver
 
-        self._driver, self._device, self._opened = driver, device, list[Any]()
-        self._nbytes = nbytes
+        self._driver, self._device = driver, device
+        self._opened: dict[int, Any] = {}  # by address
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # the context is there
             self._address = self._call(driver.cuMemAlloc(nbytes))
             self._call(driver.cuMemsetD8(self._address, 0, nbytes))
             torch.cuda.synchronize(device)
-        self._mine = self._view(int(self._address))
+        self._mine = self._view(int(self._address), nbytes)
 
     def handle(self) -> bytes:
         return bytes(self._call(self._driver.cuIpcGetMemHandle(self._address)).reserved)
 
-    def open(self, handle: bytes) -> Tensor:
+    def open(self, handle: bytes, nbytes: int) -> Tensor:
         named = self._driver.CUipcMemHandle()
         named.reserved = handle
         lazily = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         with torch.cuda.device(self._device):
             address = self._call(self._driver.cuIpcOpenMemHandle(named, lazily))
-        self._opened.append(address)
-        return self._view(int(address))
+        self._opened[int(address)] = address
+        return self._view(int(address), nbytes)
+
+    def close_map(self, view: Tensor) -> None:
+        with torch.cuda.device(self._device):
+            self._call(self._driver.cuIpcCloseMemHandle(self._opened.pop(view.data_ptr())))
 
     @property
     def mine(self) -> Tensor:
         return self._mine
 
-    def opened_by_all(self) -> None:
-        """CUDA's handles may stay."""
-
     def close(self) -> None:
         with torch.cuda.device(self._device):
             torch.cuda.synchronize(self._device)
             while self._opened:
-                self._call(self._driver.cuIpcCloseMemHandle(self._opened.pop()))
+                self._call(self._driver.cuIpcCloseMemHandle(self._opened.popitem()[1]))
             self._call(self._driver.cuMemFree(self._address))
 
-    def _view(self, address: int) -> Tensor:
-        return torch.as_tensor(_Bytes(address, self._nbytes), device=self._device)
+    def _view(self, address: int, nbytes: int) -> Tensor:
+        return torch.as_tensor(_Bytes(address, nbytes), device=self._device)
 
     def _call(self, answer: tuple[Any, ...]) -> Any:
         """The driver's result without its status. Raises RuntimeError with the driver's words."""

@@ -1,8 +1,9 @@
-"""Sequence numbers: how ranks that share memory know the words of this step from those of earlier ones.
+"""Sequence numbers: how members that share memory know the words of this step from those of earlier ones.
 
-A dispatcher over peer memory counts its dispatches; the count, the sequence number, stands beside everything
-that travels. Words are compared with it for equality only, so that a count that has gone round is no special
-case. The kernels' own copy of these rules is `next_sequence` in liveness.cu.
+A step's number comes with the step, from whoever orders steps, so that members that were absent from some
+agree on it with the others. As a sequence number of 32 bits it stands beside everything that travels. Words
+are compared with it for equality, so that a count that has gone round is no special case. The kernels' own
+copy of these rules is `next_sequence` in liveness.cu.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ BUFFERS = 2
 """Copies of each section that peers write. A step uses the copy of its sequence number's parity, so that two
 steps can be under way.
 """
+
+
+def sequence_of(number: int) -> int:
+    """The sequence number of the step of `number`, counted from 1; both have the same parity."""
+    return (number - 1) % LAST + 1
 
 
 def next_sequence(sequence: int) -> int:

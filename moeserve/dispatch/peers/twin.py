@@ -20,10 +20,10 @@ from moeserve.dispatch.checks import local_slots
 from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.peers.kernels import PeerArrival
 from moeserve.dispatch.peers.layout import CHOICES, NOWHERE, WORD, PeerLayout
-from moeserve.dispatch.peers.liveness import GIVEN_UP_BYTES, PeerLiveness
+from moeserve.dispatch.peers.liveness import GIVEN_UP_BYTES, HEADER_BYTES, PeerLiveness
 from moeserve.dispatch.peers.memory import PeerMemory
 from moeserve.dispatch.peers.packets import WARP_THREADS, from_packets, tags, to_packets
-from moeserve.dispatch.peers.sequence import NEVER, next_sequence, parity
+from moeserve.dispatch.peers.sequence import NEVER, parity, sequence_of
 from moeserve.dispatch.permute import Homes, take_rows, weigh_rows
 from moeserve.dispatch.routing import Routing
 from moeserve.dispatch.wire import row_bytes
@@ -40,28 +40,37 @@ class PeerTwin:
 
     def __init__(self, layout: PeerLayout, memory: PeerMemory, liveness: PeerLiveness) -> None:
         self._layout, self._memory, self._liveness = layout, memory, liveness
-        self._spec, self.sequence = layout.spec, NEVER
+        self._spec = layout.spec
+        self._lane, self._owner = layout.spec.member.lane, layout.spec.member.owner
+        self.sequence = self._last = (
+            NEVER  # of the step under way; of the last in which this lane brought rows
+        )
         self.sent = torch.zeros(2, dtype=torch.int64)
-        """Copies that dispatches have sent to other ranks, and sums that combines did."""
+        """Copies that dispatches have sent to other members, and sums that combines did."""
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> PeerArrival:
         """Sends this lane's rows and groups what arrives."""
-        self.sequence = next_sequence(self.sequence)
-        self._send(self._layout.record.pack(hidden), routing)
-        deadline = time.monotonic() + self._spec.patience
-        slots = self._choices(routing.lane_rows, deadline)
-        counts = torch.bincount(slots[slots >= 0], minlength=self._spec.slots)
-        offsets = self._offsets(counts)
-        places = torch.where(slots >= 0, offsets[slots.clamp(min=0)] + positions(slots), -1)
-        weights = self._weights(routing.lane_rows, deadline)
-        records = self._records(places >= 0, routing.lane_rows, deadline)
-        tokens = self._grouped(records, places)
-        sequence = torch.tensor([_word(self.sequence)], dtype=torch.int32)
-        return PeerArrival(tokens, counts.int(), offsets.int(), places.int(), weights, sequence)
+        self.sequence = sequence_of(routing.number)
+        lane_rows, deadline = routing.lane_rows, time.monotonic() + self._spec.patience
+        self._tell()
+        own = self._spec.own_rows(lane_rows)
+        if own:
+            self._wait_until_read(deadline)
+            self._send(self._layout.record.pack(hidden), routing)
+        arrived = self._arrived(lane_rows if self._owner is not None else (0,) * len(lane_rows), deadline)
+        if own:
+            for owner in self._other_owners():
+                self._await(self._place(owner), partial(self._has_begun, owner, self.sequence), deadline)
+            self._last = self.sequence
+        return arrived
 
     def combine(self, outputs: Tensor, arrived: PeerArrival, routing: Routing) -> Tensor:
         """Sends weighted partial sums of `outputs [rows, H]` home, and adds up this lane's: `[T, H]`."""
         spec, lane_rows, here = self._spec, routing.lane_rows, arrived.places >= 0
+        sequence = int(arrived.sequence) % BITS_32
+        if self._owner is None:
+            own = outputs.new_empty((spec.own_rows(lane_rows), spec.hidden))
+            return self._add_up(sequence, destinations(spec, routing.slots), own)
         taken = here.sum(dim=1)
         homes = Homes(
             arrived.places[here].long(),
@@ -70,33 +79,73 @@ class PeerTwin:
             here.shape[0],
             outputs.shape[0],
         )
-        partials = weigh_rows(outputs, homes).to(spec.dtype)
-        sequence = int(arrived.sequence) % BITS_32
-        for to, (mine, wanted) in enumerate(
-            zip(
-                partials.split_with_sizes(lane_rows),
-                here.any(dim=1).split_with_sizes(lane_rows),
-                strict=True,
-            )
-        ):
-            if to != spec.rank and self._live(to):
+        partials = weigh_rows(outputs, homes).to(spec.dtype).split_with_sizes(lane_rows)
+        for to, wanted in enumerate(here.any(dim=1).split_with_sizes(lane_rows)):
+            if to != self._lane and self._live(to):
                 rows = wanted.nonzero()[:, 0]
-                _store(self._partials(to, sequence)[spec.rank], rows, row_bytes(mine[rows]), sequence)
+                _store(
+                    self._partials(to, sequence)[self._owner], rows, row_bytes(partials[to][rows]), sequence
+                )
                 self.sent[1] += rows.shape[0]
-        reached = destinations(spec, routing.slots)
-        return self._add_up(sequence, reached, partials.split_with_sizes(lane_rows)[spec.rank])
+        own = partials[0][:0] if self._lane is None else partials[self._lane]
+        return self._add_up(sequence, destinations(spec, routing.slots), own)
+
+    def _tell(self) -> None:
+        """Tells every other live lane, also those that are absent, that this owner begins the step."""
+        if self._owner is None:
+            return
+        for lane in range(self._layout.lanes):
+            if lane != self._lane and self._live(lane):
+                header = self._header(lane)
+                header[GIVEN_UP_BYTES // 4 + self._owner] = _word(self.sequence)
+
+    def _wait_until_read(self, deadline: float) -> None:
+        """Waits until the owners have read what the lane's next stores overwrite; layout.py says why."""
+        if self._last != NEVER and parity(self._last) != parity(self.sequence):
+            return
+        for owner in self._other_owners():
+            self._await(self._place(owner), partial(self._left_behind, owner), deadline)
+
+    def _left_behind(self, owner: int) -> bool:
+        return self._begun(owner) != self._last
+
+    def _has_begun(self, owner: int, sequence: int) -> bool:
+        begun = self._begun(owner)
+        return begun != NEVER and (begun - sequence) % BITS_32 < BITS_32 // 2
+
+    def _begun(self, owner: int) -> int:
+        """The sequence number that an owner has told this lane it has begun."""
+        return int(self._memory.mine[GIVEN_UP_BYTES:HEADER_BYTES].view(torch.int32)[owner]) % BITS_32
+
+    def _other_owners(self) -> list[int]:
+        """Live owners but this member."""
+        owners = range(self._layout.owners)
+        return [owner for owner in owners if owner != self._owner and self._live(self._place(owner))]
+
+    def _arrived(self, lane_rows: tuple[int, ...], deadline: float) -> PeerArrival:
+        """The batch of the rows of all lanes that come."""
+        slots = self._choices(lane_rows, deadline)
+        counts = torch.bincount(slots[slots >= 0], minlength=self._spec.slots_here)
+        offsets = self._offsets(counts)
+        places = torch.where(slots >= 0, offsets[slots.clamp(min=0)] + positions(slots), -1)
+        weights = self._weights(lane_rows, deadline)
+        records = self._records(places >= 0, lane_rows, deadline)
+        tokens = self._grouped(records, places)
+        sequence = torch.tensor([_word(self.sequence)], dtype=torch.int32)
+        return PeerArrival(tokens, counts.int(), offsets.int(), places.int(), weights, sequence)
 
     def _send(self, records: Tensor, routing: Routing) -> None:
-        spec, own = self._spec, records.shape[0]
+        own, lane = records.shape[0], self._lane
         choices, weights = self._packed(routing.slots), checked(_bits(routing.weights), self.sequence)
-        reached = destinations(spec, routing.slots)
-        for to in filter(self._live, range(spec.ranks)):
-            self._begun(to)[spec.rank] = _word(self.sequence)
-            self._choice_words(to)[spec.rank, : choices.shape[0]] = choices
-            self._weight_words(to)[spec.rank, :own] = weights
+        reached = destinations(self._spec, routing.slots)
+        for to in range(self._layout.owners):
+            if not self._live(self._place(to)):
+                continue
+            self._choice_words(to)[lane, : choices.shape[0]] = choices
+            self._weight_words(to)[lane, :own] = weights
             rows = reached[:, to].nonzero()[:, 0]
-            _store(self._rows(to)[spec.rank], rows, records[rows], self.sequence)
-            self.sent[0] += rows.shape[0] if to != spec.rank else 0
+            _store(self._rows(to)[lane], rows, records[rows], self.sequence)
+            self.sent[0] += rows.shape[0] if to != self._owner else 0
 
     def _packed(self, slots: Tensor) -> Tensor:
         """Choices `[T, K]` in checked words: `[choice_words, 4]` int32."""
@@ -105,13 +154,12 @@ class PeerTwin:
 
     def _choices(self, lane_rows: tuple[int, ...], deadline: float) -> Tensor:
         """Slots here of all lanes' choices, `[N, K]` int64: -1 for none, and of a lane that does not come."""
-        spec, found = self._spec, []
+        spec, found = self._spec, [torch.empty((0, self._spec.top_k), dtype=torch.int32)]
         for source, rows in enumerate(lane_rows):
-            words = self._choice_words(spec.rank)[source, : self._layout.choice_words(rows)]
-            flag = self._begun(spec.rank)[source]
-            begun = partial(torch.equal, flag, torch.tensor(_word(self.sequence), dtype=torch.int32))
-            arrived = partial(_all_checked, words, self.sequence)
-            came = self._await(source, begun, deadline) and self._await(source, arrived, deadline)
+            if not rows:
+                continue
+            words = self._choice_words(self._owner)[source, : self._layout.choice_words(rows)]
+            came = self._await(source, partial(_all_checked, words, self.sequence), deadline)
             pairs = words[:, :3].flatten()
             slots = torch.stack((pairs & NOWHERE, pairs >> 16 & NOWHERE), dim=1).flatten()[
                 : rows * spec.top_k
@@ -122,19 +170,24 @@ class PeerTwin:
 
     def _weights(self, lane_rows: tuple[int, ...], deadline: float) -> Tensor:
         """The weights of all lanes' choices, `[N, K]` float32; undefined for a lane that does not come."""
-        found = []
+        found = [torch.empty((0, self._spec.top_k), dtype=torch.int32)]
         for source, rows in enumerate(lane_rows):
-            lane = self._weight_words(self._spec.rank)[source, :rows]
+            if not rows:
+                continue
+            lane = self._weight_words(self._owner)[source, :rows]
             self._await(source, partial(_all_checked, lane, self.sequence), deadline)
             found.append(lane[..., :3].flatten(1)[:, : self._spec.top_k])
         return torch.cat(found).contiguous().view(torch.float32)
 
     def _records(self, here: Tensor, lane_rows: tuple[int, ...], deadline: float) -> Tensor:
         """Records `[N, nbytes]` of all lanes' rows; those with no choice `here [N, K]` are undefined."""
-        spec, found, nbytes = self._spec, [], self._layout.record.nbytes
+        nbytes = self._layout.record.nbytes
+        found = [torch.empty((0, nbytes), dtype=torch.uint8)]
         for source, chosen in enumerate(here.split_with_sizes(lane_rows)):
+            if not chosen.shape[0]:
+                continue
             rows = chosen.any(dim=1).nonzero()[:, 0]
-            packets = self._rows(spec.rank)[source]
+            packets = self._rows(self._owner)[source]
             self._await(source, partial(_all_arrived, packets, rows, self.sequence), deadline)
             found.append(from_packets(packets[: chosen.shape[0]], nbytes))
         return torch.cat(found)
@@ -159,69 +212,83 @@ class PeerTwin:
         return tokens
 
     def _add_up(self, sequence: int, reached: Tensor, own: Tensor) -> Tensor:
-        """Partial sums of this lane's rows, in float32 and in rank order; `own` are this rank's."""
+        """Partial sums of this lane's rows, in float32 and in owners' order; `own` are this owner's."""
         spec, deadline = self._spec, time.monotonic() + self._spec.patience
         total = torch.zeros((reached.shape[0], spec.hidden))
-        for source in filter(self._live, range(spec.ranks)):
+        for source in range(self._layout.owners if total.shape[0] else 0):
             rows = reached[:, source].nonzero()[:, 0]
-            if source == spec.rank:
+            if source == self._owner:
                 total[rows] += own[rows].float()
                 continue
-            packets = self._partials(spec.rank, sequence)[source]
-            if self._await(source, partial(_all_arrived, packets, rows, sequence), deadline):
+            packets = self._partials(self._lane, sequence)[source]
+            if self._await(self._place(source), partial(_all_arrived, packets, rows, sequence), deadline):
                 partials = from_packets(packets[rows], spec.hidden * spec.dtype.itemsize)
                 total[rows] += partials.contiguous().view(spec.dtype).float()
         return total.to(spec.dtype)
 
-    def _await(self, source: int, here: Callable[[], bool], deadline: float) -> bool:
-        """Waits until `here`; False when `source` will not come."""
-        while self._live(source):
+    def _await(self, place: int, here: Callable[[], bool], deadline: float) -> bool:
+        """Waits until `here`; False when the member of `place` will not come."""
+        while self._live(place):
             if here():
                 return True
-            given_up = self._given_up(self._spec.rank)[source]
+            seat = int(self._liveness.partners[1, place])
+            given_up = self._memory.mine[:GIVEN_UP_BYTES].view(torch.int32)[seat]
             if time.monotonic() > deadline or bool(given_up):
-                self._give_up(source)
+                self._give_up(place, seat)
             time.sleep(POLL_SECONDS)
         return False
 
-    def _give_up(self, source: int) -> None:
-        self._liveness.live[source] = 0
-        self._liveness.host_flags[source] = _word(self.sequence)
-        self._given_up(source)[self._spec.rank] = _word(self.sequence)
+    def _give_up(self, place: int, seat: int) -> None:
+        self._liveness.live[place] = self._liveness.live[int(self._liveness.partners[0, place])] = 0
+        self._liveness.host_flags[place] = _word(self.sequence)
+        self._memory.views[seat][:GIVEN_UP_BYTES].view(torch.int32)[self._spec.seat] = _word(self.sequence)
 
-    def _live(self, rank: int) -> bool:
-        return bool(self._liveness.live[rank])
+    def _live(self, place: int) -> bool:
+        return bool(self._liveness.live[place])
 
-    def _given_up(self, rank: int) -> Tensor:
-        """Which ranks have given rank `rank` up: the words at the head of its memory."""
-        return self._memory.views[rank][:GIVEN_UP_BYTES].view(torch.int32)
+    def _place(self, owner: int) -> int:
+        return self._layout.lanes + owner
 
-    def _begun(self, rank: int) -> Tensor:
-        return self._section(rank, self.sequence, self._layout.begun, (self._spec.ranks,), torch.int32)
+    def _memory_of(self, place: int) -> Tensor:
+        """The memory of the member of `place`."""
+        seat = int(self._liveness.partners[1, place])
+        return self._memory.mine if seat == self._spec.seat else self._memory.views[seat]
 
-    def _choice_words(self, rank: int) -> Tensor:
-        shape = (self._spec.ranks, self._layout.choice_words(self._spec.lane_rows), WORD // 4)
-        return self._section(rank, self.sequence, self._layout.choices, shape, torch.int32)
+    def _header(self, place: int) -> Tensor:
+        """The words of a member's header, int32."""
+        return self._memory_of(place)[:HEADER_BYTES].view(torch.int32)
 
-    def _weight_words(self, rank: int) -> Tensor:
-        shape = (self._spec.ranks, self._spec.lane_rows, self._layout.weight_words, WORD // 4)
-        return self._section(rank, self.sequence, self._layout.weights, shape, torch.int32)
+    def _choice_words(self, owner: int | None) -> Tensor:
+        shape = (self._layout.lanes, self._layout.choice_words(self._spec.lane_rows), WORD // 4)
+        return self._section(owner, self._layout.choices, shape)
 
-    def _rows(self, rank: int) -> Tensor:
-        shape = (self._spec.ranks, self._spec.lane_rows, self._layout.record_packets, WARP_THREADS, 4)
-        return self._section(rank, self.sequence, self._layout.records, shape, torch.int32)
+    def _weight_words(self, owner: int | None) -> Tensor:
+        shape = (self._layout.lanes, self._spec.lane_rows, self._layout.weight_words, WORD // 4)
+        return self._section(owner, self._layout.weights, shape)
 
-    def _partials(self, rank: int, sequence: int) -> Tensor:
-        shape = (self._spec.ranks, self._spec.lane_rows, self._layout.partial_packets, WARP_THREADS, 4)
-        return self._section(rank, sequence, self._layout.partials, shape, torch.int32)
+    def _rows(self, owner: int | None) -> Tensor:
+        shape = (self._layout.lanes, self._spec.lane_rows, self._layout.record_packets, WARP_THREADS, 4)
+        return self._section(owner, self._layout.records, shape)
 
-    def _section(
-        self, rank: int, sequence: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor:
-        """A view of rank `rank`'s memory."""
-        start = offset + parity(sequence) * self._layout.parity_bytes
-        size = torch.Size(shape).numel() * dtype.itemsize
-        return self._memory.views[rank][start : start + size].view(dtype).view(shape)
+    def _section(self, owner: int | None, offset: int, shape: tuple[int, ...]) -> Tensor:
+        """A view of an owner's arrivals of this step."""
+        assert owner is not None, "a member that is no owner has no arrivals"
+        start = self._layout.arrivals + parity(self.sequence) * self._layout.arrivals_bytes + offset
+        return _view(self._memory_of(self._place(owner)), start, shape)
+
+    def _partials(self, lane: int | None, sequence: int) -> Tensor:
+        """A view of a lane's sums of the step of `sequence`."""
+        assert lane is not None, "a member without a lane has no sums"
+        shape = (self._layout.owners, self._spec.lane_rows, self._layout.partial_packets, WARP_THREADS, 4)
+        member = self._liveness.members.at(int(self._liveness.partners[1, lane]))
+        start = self._layout.sums(member) + parity(sequence) * self._layout.sums_bytes
+        return _view(self._memory_of(lane), start, shape)
+
+
+def _view(memory: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+    """int32 words of `memory` from the byte `start` on, in `shape`."""
+    size = torch.Size(shape).numel() * torch.int32.itemsize
+    return memory[start : start + size].view(torch.int32).view(shape)
 
 
 def _bits(weights: Tensor) -> Tensor:
@@ -271,9 +338,9 @@ def positions(slots: Tensor) -> Tensor:
 
 
 def destinations(spec: DispatchSpec, slots: Tensor) -> Tensor:
-    """Which ranks each row of `slots [T, K]` needs: `[T, ranks]` bool."""
-    here = slots >= 0
+    """Which owners each row of `slots [T, K]` needs: `[T, owners]` bool."""
+    here, owners = slots >= 0, spec.members.max_owners
     if spec.sliced:
-        return here.any(dim=1, keepdim=True).expand(-1, spec.ranks)
-    rank = torch.where(here, slots // spec.slots, -1)
-    return (rank[:, :, None] == torch.arange(spec.ranks)).any(dim=1)
+        return here.any(dim=1, keepdim=True).expand(-1, owners)
+    owner = torch.where(here, slots // spec.slots, -1)
+    return (owner[:, :, None] == torch.arange(owners)).any(dim=1)

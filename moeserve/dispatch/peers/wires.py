@@ -93,7 +93,6 @@ def wire_code(spec: DispatchSpec) -> WireCode:
         number = FUSED.get(wire.name, RECORDS)
     record = RowRecord(wire, spec.hidden)
     options = [
-        f"-DRANKS={spec.ranks}",
         f"-DHIDDEN={spec.hidden}",
         f"-DSOURCE={SOURCES[spec.dtype]}",
         f"-DWIRE={number}",

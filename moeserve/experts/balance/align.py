@@ -5,10 +5,26 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moeserve.experts.placement import EMPTY
+from moeserve.experts.placement import EMPTY, Placement
 
 Slots = NDArray[np.integer]
 Ints = NDArray[np.int64]
+
+
+def aligned_within(current: Placement, wanted: Slots, nodes: int = 1) -> NDArray[np.int32]:
+    """`wanted [L, S]`, of the owners and room of `current`, with owners and slots re-ordered towards it.
+
+    Owners change places with those of as much room only, so every slot beyond an owner's room stays empty.
+    `nodes` beyond one ask for one room of all owners.
+    """
+    layers, stride = current.layers, current.slots_per_owner
+    now, then = (np.asarray(s).reshape(layers, current.owners, stride) for s in (current.slots, wanted))
+    kept = np.full((layers, current.owners, stride), EMPTY, dtype=np.int32)
+    for room in sorted(set(current.room) - {0}):
+        alike = np.flatnonzero(np.array(current.room) == room)
+        old, new = (part[:, alike, :room].reshape(layers, -1) for part in (now, then))
+        kept[:, alike, :room] = aligned(old, new, len(alike), nodes=nodes).reshape(layers, -1, room)
+    return kept.reshape(layers, -1)
 
 
 def aligned(current: Slots, wanted: Slots, ranks: int, *, nodes: int = 1) -> NDArray[np.int32]:

@@ -17,7 +17,7 @@ def layers_within(budget: int, now: Placement, wanted: Placement, load: Load) ->
     steps = np.stack([np.zeros_like(gains), -gains])
     moves = np.stack([np.zeros(len(gains), dtype=np.int64), moves_a_layer(now.slots, wanted.slots)])
     taken = best_steps(steps, moves, budget, worth=0.0)
-    return Placement(np.where(taken[:, None] > 0, wanted.slots, now.slots), now.ranks, now.experts)
+    return now.with_slots(np.where(taken[:, None] > 0, wanted.slots, now.slots))
 
 
 def moves_a_layer(now: NDArray[np.int32], then: NDArray[np.int32]) -> NDArray[np.int64]:

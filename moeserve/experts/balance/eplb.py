@@ -6,16 +6,18 @@ and its global one, in arithmetic of its own float32, for all layers at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeserve.experts.balance.align import aligned
+from moeserve.experts.balance.align import aligned_within
 from moeserve.experts.balance.budget import layers_within
+from moeserve.experts.balance.room import evenest
 from moeserve.experts.load import Load
-from moeserve.experts.placement import Placement
+from moeserve.experts.placement import EMPTY, Placement
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -28,7 +30,8 @@ class Eplb:
     `nodes` hosts share the ranks evenly; the experts come in `groups` of equal size (a router that limits a
     token to a few groups). When nodes divide groups the policy is hierarchical: whole groups go to nodes.
     Ranks and slots are then named such that as many experts as possible stay where they are. Every slot is
-    filled.
+    filled. Where owners differ in room, the policy is the global one, with as many replicas as make the
+    largest load of an owner least; the hierarchical one needs equal owners, and raises ValueError.
     """
 
     nodes: int = 1
@@ -37,17 +40,34 @@ class Eplb:
     def __call__(self, placement: Placement, load: Load, budget: int) -> Placement:
         """The placement after at most `budget` moves; spends them on the layers that gain most a move."""
         kept = self.aligned(placement, self.first(placement, load))
-        return layers_within(budget, placement, Placement(kept, placement.ranks, placement.experts), load)
+        return layers_within(budget, placement, placement.with_slots(kept), load)
 
     def aligned(self, placement: Placement, fresh: Placement) -> NDArray[np.int32]:
         """The slots of `fresh` with ranks and slots renamed towards `placement`."""
-        nodes = self.nodes if self.groups % self.nodes == 0 else 1
-        return aligned(placement.slots, fresh.slots, placement.ranks, nodes=nodes)
+        return aligned_within(placement, fresh.slots, nodes=self._packed_nodes)
 
     def first(self, placement: Placement, load: Load) -> Placement:
         """The placement to load when nothing is loaded yet, of the size of `placement`."""
-        slots = eplb_slots(load.tokens, placement.slots.shape[1], placement.ranks, self.nodes, self.groups)
-        return Placement(slots.astype(np.int32), placement.ranks, placement.experts)
+        holding = np.flatnonzero(placement.room)
+        rooms = {placement.room[owner] for owner in holding}
+        if self._packed_nodes > 1 and (len(rooms) > 1 or len(holding) < placement.owners):
+            raise ValueError(
+                f"policy eplb packs groups of experts on {self.nodes} nodes of owners with equal room, and "
+                f"here it is {list(placement.room)}; balance with policy incremental, or with nodes=1"
+            )
+        if len(rooms) > 1:
+            sizes = (placement.room, placement.slots_per_owner)
+            return evenest(placement, load, lambda count: eplb_within(load.tokens, *sizes, count))
+        room, layers = rooms.pop(), placement.layers
+        packed = eplb_slots(load.tokens, room * len(holding), len(holding), self.nodes, self.groups)
+        whole = np.full((layers, placement.owners, placement.slots_per_owner), EMPTY, dtype=np.int32)
+        whole[:, holding, :room] = packed.reshape(layers, len(holding), room)
+        return placement.with_slots(whole.reshape(layers, -1))
+
+    @property
+    def _packed_nodes(self) -> int:
+        """Nodes that groups are packed on; 1 where they do not divide, and the policy is global."""
+        return self.nodes if self.groups % self.nodes == 0 else 1
 
 
 def eplb_slots(tokens: NDArray[np.floating], slots: int, ranks: int, nodes: int = 1, groups: int = 1) -> Ints:
@@ -77,6 +97,29 @@ def eplb_slots(tokens: NDArray[np.floating], slots: int, ranks: int, nodes: int 
     held = np.take_along_axis(replicas, _inverse(rank * (slots // ranks) + place), axis=1)
     held = held.reshape(len(weight), nodes, -1) + np.arange(nodes)[:, None] * (experts // nodes)
     return np.take_along_axis(by_node, held.reshape(len(weight), -1), axis=1)
+
+
+def eplb_within(tokens: NDArray[np.floating], room: Sequence[int], stride: int, count: int) -> Ints:
+    """The logical expert of each slot, `[L, owners * stride]`, for owners of different `room`; else EMPTY.
+
+    The global policy for `count` replicas in all: each goes, heaviest first, to the lightest owner that has
+    room for it; one that holds the expert already comes last.
+    """
+    weight = np.ascontiguousarray(tokens, dtype=np.float32)
+    layers, most = len(weight), np.array(room)
+    replicas, each = replicated(weight, count)
+    order = np.argsort(-each, axis=1, kind="stable")
+    slots = np.full((layers, len(room), stride), EMPTY, dtype=np.int64)
+    row, loads = np.arange(layers), np.zeros((layers, len(room)))
+    filled = np.zeros((layers, len(room)), dtype=np.int64)
+    for item in order.T:
+        expert = replicas[row, item]
+        key = np.where((slots == expert[:, None, None]).any(axis=2), loads + 1 + each.sum(), loads)
+        owner = np.where(filled < most, key, np.inf).argmin(axis=1)
+        slots[row, owner, filled[row, owner]] = expert
+        loads[row, owner] += each[row, item]
+        filled[row, owner] += 1
+    return slots.reshape(layers, -1)
 
 
 def replicated(weight: Floats, slots: int) -> tuple[Ints, Floats]:

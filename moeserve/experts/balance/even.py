@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moeserve.experts.balance.budget import layers_within
-from moeserve.experts.balance.room import spread
 from moeserve.experts.load import Load
 from moeserve.experts.placement import Placement
 
@@ -20,4 +19,5 @@ class Even:
 
     def first(self, placement: Placement, load: Load) -> Placement:
         """The placement to load when nothing is loaded yet, of the size of `placement`."""
-        return spread(placement.layers, placement.experts, placement.ranks, placement.slots_per_rank)
+        stride = placement.slots_per_owner
+        return Placement.blocks(placement.layers, placement.experts, stride, placement.room)

@@ -8,16 +8,18 @@ way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moeserve.experts.balance.align import aligned
+from moeserve.experts.balance.align import aligned_within
 from moeserve.experts.balance.budget import layers_within
 from moeserve.experts.balance.eplb import replicated
+from moeserve.experts.balance.room import evenest
 from moeserve.experts.load import Load
-from moeserve.experts.placement import Placement
+from moeserve.experts.placement import EMPTY, Placement
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -29,22 +31,26 @@ PAIRED = 128  # ranks up to which pairs are looked at; beyond, a rank has few re
 class Flexible:
     """A placement from scratch for each layer, taken where it is better also split evenly.
 
-    Replicas are DeepSeek's, the hottest experts' by load a replica. Every slot is filled.
+    Replicas are DeepSeek's, the hottest experts' by load a replica. Every slot is filled where owners have
+    the same room.
     """
 
     def __call__(self, placement: Placement, load: Load, budget: int) -> Placement:
         """The placement after at most `budget` moves; spends them on the layers that gain most a move."""
-        kept = aligned(placement.slots, self.first(placement, load).slots, placement.ranks)
-        return layers_within(budget, placement, Placement(kept, placement.ranks, placement.experts), load)
+        kept = aligned_within(placement, self.first(placement, load).slots)
+        return layers_within(budget, placement, placement.with_slots(kept), load)
 
     def first(self, placement: Placement, load: Load) -> Placement:
         """The placement to load when nothing is loaded yet, of the size of `placement`."""
-        slots = flexible_slots(load.tokens, placement.slots.shape[1], placement.ranks)
-        return Placement(slots.astype(np.int32), placement.ranks, placement.experts)
+        sizes = (placement.room, placement.slots_per_owner)
+        return evenest(placement, load, lambda count: flexible_slots(load.tokens, *sizes, count))
 
 
-def flexible_slots(tokens: NDArray[np.floating], slots: int, ranks: int) -> Ints:
-    """The logical expert of each slot, `[L, slots]`, for loads `tokens [L, E]`; ranks divide `slots`."""
+def flexible_slots(tokens: NDArray[np.floating], room: Sequence[int], stride: int, slots: int) -> Ints:
+    """The logical expert of each slot, `[L, owners * stride]`, for loads `tokens [L, E]`.
+
+    `slots` replicas in all, and no more of an owner than its `room`; its other slot numbers are EMPTY.
+    """
     weight = np.ascontiguousarray(tokens, dtype=np.float32)
     replicas, _ = replicated(weight, slots)
     layers = np.arange(len(weight))
@@ -53,21 +59,22 @@ def flexible_slots(tokens: NDArray[np.floating], slots: int, ranks: int) -> Ints
     order = np.lexsort(
         (np.arange(weight.shape[1]) + 0 * copies, -weight, ~several)
     )  # shared first, then heaviest
-    packing = _Packing(len(weight), ranks, slots // ranks)
+    packing = _Packing(len(weight), room, stride)
     which, left = np.zeros(len(weight), dtype=np.int64), np.take_along_axis(copies, order, axis=1)
     for _ in range(slots):
         expert = order[layers, which]
         packing.place(expert, weight[layers, expert].astype(np.float64), copies[layers, expert])
         left[layers, which] -= 1
         which = np.minimum(which + (left[layers, which] == 0), weight.shape[1] - 1)
-    return packing.slots.reshape(len(weight), slots)
+    return packing.slots.reshape(len(weight), -1)
 
 
 class _Packing:
     """Ranks that are being filled, a replica in each layer at a time, those of an expert one by one."""
 
-    def __init__(self, layers: int, ranks: int, width: int) -> None:
-        self.slots = np.full((layers, ranks, width), -1, dtype=np.int64)
+    def __init__(self, layers: int, room: Sequence[int], width: int) -> None:
+        ranks, self._room = len(room), np.array(room)
+        self.slots = np.full((layers, ranks, width), EMPTY, dtype=np.int64)
         self._rows = np.arange(layers)
         self._filled = np.zeros((layers, ranks), dtype=np.int64)
         self._loads = np.zeros((layers, ranks))  # replicas with an equal share each
@@ -83,7 +90,7 @@ class _Packing:
         several = (copies > 1)[:, None]
         key = np.where(several, self._shared + self._reached(), self._loads)
         key = key + np.where(self._holders, 1 + 4 * weight.sum() + self._shared.sum(), 0.0)
-        key[self._filled == self.slots.shape[2]] = np.inf
+        key[self._filled >= self._room] = np.inf
         rank = key.argmin(axis=1)
         self.slots[self._rows, rank, self._filled[self._rows, rank]] = expert
         self._filled[self._rows, rank] += 1

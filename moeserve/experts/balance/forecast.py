@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.experts.balance import Policy
-from moeserve.experts.balance.align import aligned
+from moeserve.experts.balance.align import aligned_within
 from moeserve.experts.balance.budget import moves_a_layer
 from moeserve.experts.balance.cost import CostModel
 from moeserve.experts.balance.incremental import UNLIMITED
@@ -112,8 +112,7 @@ def forecast(policy: Policy, loads: Sequence[Load], setting: ForecastSetting) ->
             placement, seconds = _timed(lambda: policy(before, load, setting.budget))  # noqa: B023
         else:
             fresh, seconds = _timed(lambda: policy.first(before, load))  # noqa: B023
-            named = aligned(before.slots, fresh.slots, setting.ranks, nodes=setting.nodes)
-            placement = Placement(named, setting.ranks, experts)
+            placement = before.with_slots(aligned_within(before, fresh.slots, nodes=setting.nodes))
         changes.append(ForecastChange(before, placement, seconds))
         balances.append(balance_of(placement, load, setting))
     return Forecast(tuple(changes), tuple(balances))
@@ -127,13 +126,14 @@ def balance_of(placement: Placement, load: Load, setting: ForecastSetting) -> Ba
     even.
     """
     model, tokens = setting.model, setting.rank_tokens * setting.ranks
-    ranks = placement.rank_load(load.tokens)
+    holding = np.array(placement.room) > 0
+    ranks = placement.owner_load(load.tokens)[:, holding]
     total = ranks.sum(axis=1, keepdims=True)
-    share = np.where(total > 0, ranks / np.where(total > 0, total, 1.0), 1 / setting.ranks)
+    share = np.where(total > 0, ranks / np.where(total > 0, total, 1.0), 1 / ranks.shape[1])
     random = np.random.default_rng(0)
     drawn = random.multinomial(tokens * model.top_k, share, size=(setting.samples, placement.layers))
     wire = model.wire_bytes(share, setting.rank_tokens)
-    active = _active(placement, load, tokens, model.top_k)
+    active = _active(placement, load, tokens, model.top_k)[:, holding]
     seconds = model.step_seconds(active, share * tokens * model.top_k, wire)
     return Balance(
         layers=1 / placement.imbalance(load.tokens),
@@ -144,8 +144,8 @@ def balance_of(placement: Placement, load: Load, setting: ForecastSetting) -> Ba
 
 
 def rank_bytes(placement: Placement, model: CostModel) -> int:
-    """Bytes of expert slots each rank holds, over all layers; empty slots count, they are allocated."""
-    return placement.layers * placement.slots_per_rank * model.expert_bytes
+    """Most bytes of expert slots a rank holds, over all layers; empty slots count, they are allocated."""
+    return placement.layers * max(placement.room) * model.expert_bytes
 
 
 def _active(placement: Placement, load: Load, tokens: int, top_k: int) -> NDArray[np.float64]:
@@ -154,7 +154,7 @@ def _active(placement: Placement, load: Load, tokens: int, top_k: int) -> NDArra
     copies = np.stack([np.bincount(r[r != EMPTY], minlength=placement.experts) for r in placement.slots])
     chance = ActiveExperts(tokens, top_k)(load.tokens, copies.astype(np.float64))
     of_slot = np.where(placement.slots == EMPTY, 0.0, np.take_along_axis(chance, held, axis=1))
-    active: NDArray[np.float64] = of_slot.reshape(placement.layers, placement.ranks, -1).sum(axis=2)
+    active: NDArray[np.float64] = of_slot.reshape(placement.layers, placement.owners, -1).sum(axis=2)
     return active
 
 

@@ -44,7 +44,7 @@ class Incremental:
 
     def __call__(self, placement: Placement, load: Load, budget: int) -> Placement:
         """The placement after at most `budget` moves."""
-        return self._improved(placement, load, budget, self.worth / placement.ranks)
+        return self._improved(placement, load, budget, self.worth / np.count_nonzero(placement.room))
 
     def first(self, placement: Placement, load: Load) -> Placement:
         """The placement to load when nothing is loaded yet, of the size of `placement`: moves cost nothing.
@@ -53,7 +53,7 @@ class Incremental:
         it starts from `placement`.
         """
         if isinstance(self.cost, Tokens):
-            placement = Eplb(self.nodes, self.groups).first(placement, load)
+            placement = self._packing(placement).first(placement, load)
         return self._improved(placement, load, UNLIMITED, worth=1e-5)
 
     def _improved(self, placement: Placement, load: Load, budget: int, worth: float) -> Placement:
@@ -61,16 +61,21 @@ class Incremental:
         imbalance, moves = paths.imbalance, paths.moves
         afresh = placement.slots
         if self._stuck(placement, imbalance + worth * moves, worth):
-            policy = Eplb(self.nodes, self.groups)
+            policy = self._packing(placement)
             packed = policy.first(placement, load)
             afresh = policy.aligned(placement, packed)
             imbalance = np.vstack([imbalance, packed.imbalance(load.tokens)])
             moves = np.vstack([moves, moves_a_layer(placement.slots, afresh)])
         taken = best_steps(imbalance, moves, budget, worth=worth)
         slots = np.where((taken == len(paths.imbalance))[:, None], afresh, paths.after(taken))
-        return Placement(slots, placement.ranks, placement.experts)
+        return placement.with_slots(slots)
+
+    def _packing(self, placement: Placement) -> Eplb:
+        """DeepSeek's packing; on nodes only where all owners have the same room."""
+        alike = len(set(placement.room)) == 1
+        return Eplb(self.nodes, self.groups) if alike else Eplb()
 
     def _stuck(self, placement: Placement, price: NDArray[np.float64], worth: float) -> bool:
         """Whether a layer ended so far from even that packing it afresh, most of its slots, might pay."""
-        dear = worth * placement.slots.shape[1] / 4
+        dear = worth * sum(placement.room) / 4
         return isinstance(self.cost, Tokens) and bool((price.min(axis=0) - 1 > dear).any())

@@ -1,10 +1,17 @@
-"""Placements with spare slots: how many a rank needs for some redundant experts."""
+"""Placements with spare slots: how many a rank needs for some redundant experts, and how many to fill."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
 
-from moeserve.experts.placement import EMPTY, Placement
+import numpy as np
+from numpy.typing import NDArray
+
+from moeserve.experts.load import Load
+from moeserve.experts.placement import Placement
+
+TRIED = 9
+"""Numbers of replicas that are tried where owners differ in room, from one of each expert to all slots."""
 
 
 def slots_a_rank(experts: int, ranks: int, redundant: int) -> int:
@@ -28,19 +35,22 @@ def slots_a_rank(experts: int, ranks: int, redundant: int) -> int:
     return -(-experts // ranks) + redundant // ranks
 
 
-def even_with_room(layers: int, experts: int, ranks: int, redundant: int) -> Placement:
-    """`Placement.even` with the slots of `redundant` replicas left empty."""
-    return spread(layers, experts, ranks, slots_a_rank(experts, ranks, redundant))
+def even_with_room(layers: int, experts: int, ranks: int, redundant: int, reserved: int = 0) -> Placement:
+    """`Placement.even` with the slots of `redundant` replicas left empty, and `reserved` owners beside."""
+    width = slots_a_rank(experts, ranks, redundant)
+    return Placement.blocks(layers, experts, width, (width,) * ranks + (0,) * reserved)
 
 
-def spread(layers: int, experts: int, ranks: int, width: int) -> Placement:
-    """`Placement.even` with `width` slots a rank; those it does not need are empty."""
-    even = Placement.even(layers, experts, ranks)
-    if width < even.slots_per_rank:
-        raise ValueError(
-            f"{width} slots a rank on {ranks} ranks cannot hold {experts} experts evenly; "
-            f"each rank needs {even.slots_per_rank}"
-        )
-    slots = np.full((layers, ranks, width), EMPTY, dtype=np.int32)
-    slots[:, :, : even.slots_per_rank] = even.slots.reshape(layers, ranks, -1)
-    return Placement(slots.reshape(layers, -1), ranks, experts)
+def evenest(placement: Placement, load: Load, plan: Callable[[int], NDArray[np.int64]]) -> Placement:
+    """The evenest that `plan` makes of each layer; slots that it does not fill are empty.
+
+    `plan(replicas)` gives slots `[L, S]` within the room of `placement` that hold so many replicas in all.
+    Owners of one room get every slot filled. Where rooms differ, that would load the larger owners more.
+    """
+    slots = sum(placement.room)
+    if len(set(placement.room) - {0}) == 1:
+        return placement.with_slots(plan(slots).astype(np.int32))
+    counts = sorted({int(count) for count in np.linspace(placement.experts, slots, TRIED)}, reverse=True)
+    found = [placement.with_slots(plan(count).astype(np.int32)) for count in counts]
+    best = np.stack([each.imbalance(load.tokens) for each in found]).argmin(axis=0)
+    return placement.with_slots(np.stack([found[one].slots[layer] for layer, one in enumerate(best)]))

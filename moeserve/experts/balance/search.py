@@ -24,7 +24,10 @@ REPLICATED, SPARES = 2, 4  # hottest experts and lightest spare slots tried for 
 
 
 class Search:
-    """The working copy of a placement that steps are tried on; layers that are done leave it."""
+    """The working copy of a placement that steps are tried on; layers that are done leave it.
+
+    Its ranks are the owners that have room, and its slots theirs.
+    """
 
     def __init__(self, placement: Placement, load: Load, cost: ReplicaCost, nodes: int = 1) -> None:
         if load.tokens.shape != (placement.layers, placement.experts):
@@ -32,14 +35,19 @@ class Search:
                 f"load {list(load.tokens.shape)} is not of {placement.layers} layers "
                 f"and {placement.experts} experts"
             )
-        if placement.ranks % nodes:
-            raise ValueError(f"{placement.ranks} ranks must be a multiple of {nodes} nodes")
-        self._start, self._ranks, self._cost = placement.slots, placement.ranks, cost
-        self._node = np.arange(self._ranks) // (self._ranks // nodes)
+        if placement.owners % nodes:
+            raise ValueError(f"{placement.owners} ranks must be a multiple of {nodes} nodes")
+        holding = np.flatnonzero(placement.room)  # the others are not looked at
+        numbers = np.arange(placement.slots.shape[1]).reshape(placement.owners, -1)
+        self._numbers = numbers[holding].ravel()  # [S] slot numbers of the placement
+        self._usable = placement.usable[self._numbers]  # [S] those that are slots
+        self._start, self._ranks, self._cost = placement.slots[:, self._numbers], len(holding), cost
+        self._whole = placement.slots
+        self._node = holding // (placement.owners // nodes)
         self._many = nodes > 1
-        self._width = placement.slots_per_rank
+        self._width = placement.slots_per_owner
         self._layers = np.arange(placement.layers)  # those still walking
-        self._ids = placement.slots.astype(np.int64)
+        self._ids = self._start.astype(np.int64)
         self._tokens = load.tokens.astype(np.float64)
         held = np.where(self._ids == EMPTY, placement.experts, self._ids)  # EMPTY counts as one expert more
         self._copies = np.stack([np.bincount(row, minlength=placement.experts + 1) for row in held])
@@ -67,13 +75,13 @@ class Search:
             step, found = self._step()
             self._keep(found)
             layers = self._layers
-            steps.append(step._replace(rows=layers))
+            steps.append(Steps(layers, self._numbers[step.slots], step.experts))
             slots[layers[:, None], step.slots] = step.experts
             imbalance.append(imbalance[-1].copy())
             moves.append(moves[-1].copy())
             imbalance[-1][layers] = self.imbalance()
             moves[-1][layers] = moves_a_layer(self._start[layers], slots[layers])
-        return Paths(self._start, tuple(steps), np.stack(imbalance), np.stack(moves))
+        return Paths(self._whole, tuple(steps), np.stack(imbalance), np.stack(moves))
 
     def _step(self) -> tuple[Steps, NDArray[np.bool_]]:
         """Takes the better of a swap and a replica in each layer; the steps, and which layers found one."""
@@ -111,7 +119,7 @@ class Search:
         over = self._loads[rows, self._hot] - self._mean
         under = self._mean[:, None] - self._loads[rows[:, None], light]
         hot, cool = share[rows, self._hot], share[rows[:, None], light]
-        stay = self._doubled(rows, light)
+        stay = self._staying(rows, light)
         if self._width >= CROWDED:  # the best one swap can do is to bring one of both to the mean
             goal = np.minimum(over, under[:, 0])
             pair = nearest_pair(hot, cool[:, 0], goal, (stay[0][:, 0], stay[1][:, 0]))
@@ -139,13 +147,25 @@ class Search:
             away[far & inside.any(axis=1)[:, None]] = np.inf
         if count == 1:
             return np.asarray((self._loads + away).argmin(axis=1)[:, None])
-        lightest = self._share.reshape(len(away), self._ranks, self._width).min(axis=2)
+        share = np.where(self._usable, self._share, np.inf)
+        lightest = share.reshape(len(away), self._ranks, self._width).min(axis=2)
         half = (count + 1) // 2
         by_load, by_expert = (
             np.argpartition(key + away, many - 1, axis=1)[:, :many]
             for key, many in ((self._loads, half), (lightest, count - half))
         )
         return np.asarray(np.concatenate([by_load, by_expert], axis=1))
+
+    def _staying(self, rows: Ints, light: Ints) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """What may not be swapped, of the hot rank and of the light ones, each `[n, light ranks, e]`.
+
+        Numbers beyond a rank's room, and experts that both ranks hold.
+        """
+        hot, cool = self._doubled(rows, light)
+        if self._usable.all():
+            return hot, cool
+        beyond = ~self._usable.reshape(self._ranks, self._width)
+        return hot | beyond[self._hot][:, None], cool | beyond[light]
 
     def _doubled(self, rows: Ints, light: Ints) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Experts that may not be swapped as both ranks hold them: the hot one's and the light one's.
@@ -163,7 +183,7 @@ class Search:
     def _spare(self) -> NDArray[np.bool_]:
         """Slots that may be overwritten, `[n, S]`: empty, or with another replica elsewhere."""
         copies = np.take_along_axis(self._copies, np.maximum(self._ids, 0), axis=1)
-        return np.asarray((self._ids == EMPTY) | (copies > 1))
+        return np.asarray(((self._ids == EMPTY) | (copies > 1)) & self._usable)
 
     def _replica(self) -> tuple[Steps, Floats]:
         """A replica of one of the hottest rank's experts over a spare slot, and its gain, as a swap's."""

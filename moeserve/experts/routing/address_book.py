@@ -27,10 +27,11 @@ class AddressBook:
     ) -> None:
         layers, slots = placement.slots.shape
         self.experts, self.slots = placement.experts, slots
-        size = Size(layers, placement.experts, slots, placement.ranks)
+        self.room = sum(placement.room)  # slots that owners have, of those numbers
+        size = Size(layers, placement.experts, slots, placement.owners)
         entry = choice_named(choice)
         split, self._least_rows = entry.split, entry.least_rows
-        lane %= placement.ranks
+        lane %= placement.owners
         self._splitter = None if split is None else Splitter(size, split, lane, device)
         self._on_device = splitter_on(device, size, split, lane)
         if self._on_device is not None:
@@ -44,6 +45,7 @@ class AddressBook:
 
     def update(self, placement: Placement) -> None:
         """Rewrites the tables for `placement`, of the same size."""
+        self.room = sum(placement.room)
         for layer, row in enumerate(placement.slots):
             self.update_layer(layer, row)
 

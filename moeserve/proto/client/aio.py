@@ -184,7 +184,7 @@ class AsyncMoeClient:
 
     async def _attempt(self, part: PartCall[AsyncLink], clock: Clock) -> None:
         link, size = part.aim(await self._topology(clock))
-        region = await link.region(size, clock.remaining) if size else None
+        region = await self._region(part, link, size, clock) if size else None
         payload = part.payload(region, link.regions)
         try:
             request = part.request(payload)
@@ -197,6 +197,16 @@ class AsyncMoeClient:
             payload.abandon()
             raise
         payload.done()
+
+    async def _region(
+        self, part: PartCall[AsyncLink], link: AsyncLink, size: int, clock: Clock
+    ) -> RemoteRegion | None:
+        """A region for the part's rows; None where they ride inline, since the lane has none."""
+        try:
+            return await link.region(size, clock.remaining)
+        except MoeError as failed:
+            part.without_region(failed)
+            return None
 
     async def _patiently(
         self, clock: Clock, act: Callable[[], Awaitable[T]], *, retried: type[MoeError] = MoeError

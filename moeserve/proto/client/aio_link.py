@@ -11,7 +11,7 @@ from grpc import aio
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.channel import client_options
-from moeserve.proto.errors import DeadlineExceeded, MoeError, Unavailable, from_message, from_rpc
+from moeserve.proto.errors import DeadlineExceeded, MoeError, Overloaded, Unavailable, from_message, from_rpc
 from moeserve.proto.timeouts import bounded, milliseconds
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion
 
@@ -117,7 +117,11 @@ class AsyncLink:
         if region is not None:
             return region
         request = moe_pb2.CreateRegionRequest(size=size)
-        made = await self.unary(self.lane.CreateRegion, request, timeout)
+        try:
+            made = await self.unary(self.lane.CreateRegion, request, timeout)
+        except Overloaded:
+            self.regions.give_back()  # idle regions of other sizes, which take the lane's room
+            raise
         return await asyncio.to_thread(RemoteRegion.open, made)
 
     async def close(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.client.patience import Patience
+from moeserve.proto.client.patience import Patience, is_whole
 from moeserve.proto.errors import WeightsChanged
 from moeserve.proto.tensors import (
     FLOATS,
@@ -24,6 +24,7 @@ from moeserve.proto.tensors import (
     restore,
     spec_of,
 )
+from moeserve.proto.texts import quoted
 from moeserve.proto.transports.shared_memory import SharedTensor
 
 SPLIT_ROWS = 32
@@ -79,11 +80,30 @@ class CallOptions(TypedDict, total=False):
 
 
 def check_options(options: Mapping[str, object]) -> None:
-    """Raises TypeError for an option that calls do not take; it names those they take."""
+    """Raises TypeError for an option that calls do not take, naming those they take, and for a value of
+    another type; ValueError for a timeout that is none.
+    """
     unknown = sorted(options.keys() - CallOptions.__annotations__.keys())
     if unknown:
         names = ", ".join(CallOptions.__annotations__)
         raise TypeError(f"a call takes no option {', '.join(unknown)}; its options are {names}")
+    timeout = options.get("timeout")
+    if timeout is not None and not isinstance(timeout, Patience):
+        Patience(timeout)  # type: ignore[arg-type]  # it says what is wrong with another type
+    check_lane(options.get("lane"))
+    output = options.get("output")
+    if output is not None and not isinstance(output, SharedTensor):
+        raise TypeError(f"output={quoted(output)} must be a tensor that `allocate` made, or None")
+    if not isinstance(options.get("dtype", ""), str):
+        raise TypeError(f"dtype={quoted(options['dtype'])} must be 'bf16', or ''")
+    if not is_whole(options.get("weights_version", 0)):
+        raise TypeError(f"weights_version={quoted(options['weights_version'])} must be a whole number")
+
+
+def check_lane(lane: object) -> None:
+    """Raises TypeError for what is neither the rank of a lane nor None."""
+    if lane is not None and not is_whole(lane):
+        raise TypeError(f"lane={quoted(lane)} must be the rank of a lane, a whole number, or None")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,9 @@ from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion
 
 L = TypeVar("L")
 
+NO_REGION = ("region_limit", "region_lost")
+"""Why a lane has no region for a call that it could take inline."""
+
 
 @dataclass(frozen=True, eq=False)
 class ClientCall(Generic[L]):
@@ -84,6 +87,11 @@ class PartCall(Generic[L]):
         lane = call.lanes.pick(topology, call.bound, call.turn + self._part.index + self._attempt)
         near = not call.batch.placed and shares(call.transport, nbytes, lane, host_id())
         return call.lanes.link(topology, lane), Pooled.size(nbytes) if near else 0
+
+    def without_region(self, failed: MoeError) -> None:
+        """Returns where the rows may ride inline because their region `failed`; raises `failed` otherwise."""
+        if self._call.transport != "auto" or failed.reason not in NO_REGION:
+            raise failed
 
     def payload(self, region: RemoteRegion | None, pool: RegionPool) -> Payload:
         """Chooses where the rows go: in `region`, where the caller placed them, or inline."""

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.client.batch import CallOptions, Choice, ClientBatch, Logits
+from moeserve.proto.client.batch import CallOptions, Choice, ClientBatch, Logits, check_lane
 from moeserve.proto.client.call import ClientCall
 from moeserve.proto.client.lanes import Lanes
 from moeserve.proto.client.patience import Clock, Patience
 from moeserve.proto.client.payload import TRANSPORTS, shares
 from moeserve.proto.host_id import host_id
 from moeserve.proto.tensors import Array, Spec
+from moeserve.proto.texts import quoted
 from moeserve.proto.transports.shared_memory import SharedTensor, region_size
 
 L = TypeVar("L")
@@ -21,7 +22,9 @@ L = TypeVar("L")
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for every call of a client, as MoeClient explains it. ValueError: no such transport."""
+    """What holds for every call of a client, as MoeClient explains it. ValueError: no such transport;
+    TypeError: a value of another type.
+    """
 
     model: str
     patience: Patience
@@ -29,6 +32,9 @@ class Settings:
     transport: str
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, str):
+            raise TypeError(f"model={quoted(self.model)} must be a name, or ''")
+        check_lane(self.lane)
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport={self.transport!r} is not one of {', '.join(TRANSPORTS)}")
 

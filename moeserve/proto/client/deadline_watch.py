@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
+
+log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.02
 
@@ -53,7 +56,10 @@ class DeadlineWatch:
             for entry, (deadline, act) in list(self._watched.items()):
                 if deadline <= now:
                     self.remove(entry)
-                    act()
+                    try:
+                        act()
+                    except Exception:
+                        log.exception("what was to be done after a deadline failed")
             self._any.clear()
             if self._watched:
                 self._any.set()

@@ -5,11 +5,17 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from moeserve.proto.errors import DeadlineExceeded, MoeError, Overloaded, Unavailable
 from moeserve.proto.timeouts import bounded
 
 OPERATION_SECONDS = 3600.0  # a rebalance or reload may take, unless its caller says otherwise
+
+
+def is_whole(value: object) -> bool:
+    """Whether `value` is a whole number, of Python or of numpy."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,12 @@ class Patience:
     longest_wait: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("timeout", "first_wait", "longest_wait"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise TypeError(f"{name}={value!r} must be a number of seconds")
+        if self.attempts is not None and not is_whole(self.attempts):
+            raise TypeError(f"attempts={self.attempts!r} must be a whole number, or None")
         if not self.timeout > 0:  # nor when it is NaN
             raise ValueError(f"timeout={self.timeout} must be more than 0 seconds")
         if self.attempts is not None and self.attempts < 1:
@@ -44,7 +56,7 @@ class Patience:
     @property
     def seconds(self) -> float:
         """The timeout, as gRPC can take it."""
-        return bounded(self.timeout)
+        return bounded(float(self.timeout))
 
 
 class Clock:

@@ -201,12 +201,20 @@ class MoeClient:
         payload: Payload | None = None
         try:
             link, size = part.aim(self._topology(clock))
-            region = link.region(size, clock.remaining) if size else None
+            region = self._region(part, link, size, clock) if size else None
             payload = part.payload(region, link.regions)
             sent = link.send(part.request(payload), payload, clock.remaining, alone=part.alone)
         except MoeError as failed:
             sent = Sent.failed(failed)
         return Attempt(part, sent, payload)
+
+    def _region(self, part: PartCall[Link], link: Link, size: int, clock: Clock) -> RemoteRegion | None:
+        """A region for the part's rows; None where they ride inline, since the lane has none."""
+        try:
+            return link.region(size, clock.remaining)
+        except MoeError as failed:
+            part.without_region(failed)
+            return None
 
     def _finish(self, part: PartCall[Link], first: Attempt, clock: Clock) -> None:
         """Waits for one part, over as many attempts as it takes."""

@@ -13,7 +13,7 @@ from moeserve.proto.channel import connect
 from moeserve.proto.client.call import PartCall
 from moeserve.proto.client.payload import InlineRows, Payload
 from moeserve.proto.client.stream import StreamPool
-from moeserve.proto.errors import MoeError, Unavailable, from_rpc
+from moeserve.proto.errors import MoeError, Overloaded, Unavailable, from_rpc
 from moeserve.proto.timeouts import bounded
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion
 
@@ -107,7 +107,12 @@ class Link:
         if region is not None:
             return region
         request = moe_pb2.CreateRegionRequest(size=size)
-        return RemoteRegion.open(self.unary(self.lane.CreateRegion, request, timeout))
+        try:
+            made = self.unary(self.lane.CreateRegion, request, timeout)
+        except Overloaded:
+            self.regions.give_back()  # idle regions of other sizes, which take the lane's room
+            raise
+        return RemoteRegion.open(made)
 
     def send(self, request: moe_pb2.ForwardRequest, payload: Payload, timeout: float, *, alone: bool) -> Sent:
         """Sends `request`, whose rows lie where `payload` has them: inline as a unary call, rows in regions

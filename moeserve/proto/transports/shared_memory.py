@@ -194,9 +194,14 @@ class RegionPool:
         if surplus is not None:
             surplus.close()
 
+    def give_back(self) -> None:
+        """Gives all idle regions back to the lane."""
+        with self._lock:
+            while self._idle:
+                self._idle.pop().close()
+
     def close(self) -> None:
         """Gives all idle regions back to the lane, and those that come back later at once."""
         with self._lock:
             self._closed = True
-            while self._idle:
-                self._idle.pop().close()
+        self.give_back()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from moeserve.dispatch.members import Member, Members
 from moeserve.experts.placement import EMPTY, Placement
 from moeserve.runtime.control.orders import ExpertCopy, StagedCopy, StageOrder, Vote
 from moeserve.runtime.control.stream import Message
@@ -20,7 +24,7 @@ from moeserve.runtime.step import Announcement, Header
 
 
 def header_message(header: Header, generation: int) -> Message:
-    """The message that tells one rank of a step."""
+    """The message that tells one member of a step."""
     return {
         "kind": "step",
         "generation": generation,
@@ -43,7 +47,7 @@ def announcement_message(job: Announcement, generation: int) -> Message:
 
     The time left travels and not a date, since hosts' clocks differ.
     """
-    left = None if math.isinf(job.deadline) else job.deadline - time.time()
+    left = None if math.isinf(job.deadline) else job.deadline - time.monotonic()
     return {
         "kind": "announce",
         "generation": generation,
@@ -54,15 +58,15 @@ def announcement_message(job: Announcement, generation: int) -> Message:
     }
 
 
-def announcement_from(message: Message, rank: int, now: float) -> Announcement:
-    """The job in a message from `rank`, its deadline on the clock that reads `now`."""
+def announcement_from(message: Message, lane: int, now: float) -> Announcement:
+    """The job in a message from the member of `lane`, its deadline on the clock that reads `now`."""
     deadline = math.inf if message["left"] is None else now + float(message["left"])
-    return Announcement(rank, int(message["job"]), int(message["layer"]), int(message["rows"]), deadline)
+    return Announcement(lane, int(message["job"]), int(message["layer"]), int(message["rows"]), deadline)
 
 
 def epoch_message(epoch: Epoch) -> Message:
     """The message that holds a whole epoch."""
-    mesh, placement = epoch.mesh, epoch.placement
+    mesh, placement, members = epoch.mesh, epoch.placement, epoch.members
     return {
         "kind": "epoch",
         "number": epoch.number,
@@ -70,30 +74,37 @@ def epoch_message(epoch: Epoch) -> Message:
         "versions": epoch.versions,
         "weights": epoch.weights,
         "slots": placement.slots.tolist(),
-        "owners": placement.ranks,
+        "owners": placement.owners,
         "experts": placement.experts,
+        "room": placement.room,
+        "members": [[member.seat, member.lane, member.owner] for member in members.present],
+        "max_lanes": members.max_lanes,
+        "max_owners": members.max_owners,
     }
 
 
 def epoch_from(message: Message) -> Epoch:
     """The epoch that a message holds."""
     slots = np.array(message["slots"], dtype=np.int32)
-    placement = Placement(slots, message["owners"], message["experts"])
+    placement = Placement(slots, message["owners"], message["experts"], tuple(message["room"]))
+    present = tuple(Member(seat, lane, owner) for seat, lane, owner in message["members"])
+    members = Members(present, message["max_lanes"], message["max_owners"])
     mesh, versions, weights = Mesh(*message["mesh"]), tuple(message["versions"]), tuple(message["weights"])
-    return Epoch(message["number"], mesh, placement, versions, weights)
+    return Epoch(message["number"], mesh, placement, members, versions, weights)
 
 
-def stage_message(number: int, change: Change, decoder_layer: int, rank: int) -> Message:
-    """What one rank has to stage for a change; `generation` and `peers` are added by the sender, who knows
-    them.
+def stage_message(number: int, change: Change, decoder_layer: int, owner: int | None) -> Message:
+    """What the member in the place of `owner` has to stage for a change: nothing where it holds no experts.
+
+    `generation` and `peers` are added by the sender, who knows them.
     """
     placement = change.epoch.placement
-    width = placement.slots_per_rank
-    owner = 0 if change.epoch.mesh.sliced else rank
+    width = placement.slots_per_owner
+    place = 0 if owner is not None and change.epoch.mesh.sliced else owner  # slices share one place
     copies = [
         [move.slot % width, move.expert, *_source(move.source, width)]
         for move in change.moves
-        if move.slot // width == owner
+        if move.slot // width == place
     ]
     return {
         "kind": "stage",
@@ -102,6 +113,7 @@ def stage_message(number: int, change: Change, decoder_layer: int, rank: int) ->
         "layer": decoder_layer,
         "version": change.epoch.version(change.layer),
         "weights": change.epoch.weights,
+        "owner": place,
         "copies": copies,
     }
 
@@ -115,13 +127,44 @@ def order_from(message: Message) -> StageOrder:
         message["layer"],
         message["version"],
         tuple(message["weights"]),
-        tuple(ExpertCopy(slot, expert, (rank, at)) for slot, expert, rank, at in message["copies"]),
-        {int(rank): (address, host) for rank, (address, host) in message["peers"].items()},
+        tuple(ExpertCopy(slot, expert, (owner, at)) for slot, expert, owner, at in message["copies"]),
+        {int(owner): (address, host) for owner, (address, host) in message["peers"].items()},
+        message["owner"],
     )
 
 
 def _source(slot: int, width: int) -> tuple[int, int]:
     return (EMPTY, EMPTY) if slot == EMPTY else divmod(slot, width)
+
+
+def report_message(generation: int, counts: tuple[int, int], tokens: NDArray[np.int64]) -> Message:
+    """What a member has counted since its start: steps and rows of its experts, and `tokens` `[P, L, E]`.
+
+    The tokens travel packed: as numbers they would hold the interpreter for milliseconds, at both ends.
+    """
+    packed = zlib.compress(np.ascontiguousarray(tokens, dtype="<i8").tobytes(), 1)
+    steps, expert_rows = counts
+    load = base64.b64encode(packed).decode("ascii")
+    return {
+        "kind": "report",
+        "generation": generation,
+        "steps": steps,
+        "expert_rows": expert_rows,
+        "load": load,
+    }
+
+
+def load_from(message: Message, shape: tuple[int, int, int]) -> NDArray[np.float64]:
+    """The tokens `[P, L, E]` of a report. Raises ValueError where it holds those of another shape."""
+    size = 8 * math.prod(shape)
+    unpacking = zlib.decompressobj()
+    try:
+        data = unpacking.decompress(base64.b64decode(message["load"], validate=True), size + 1)
+    except zlib.error as error:
+        raise ValueError(f"the load of a report cannot be unpacked: {error}") from error
+    if len(data) != size:
+        raise ValueError(f"the load of a report is not of {size} bytes, as one of shape {list(shape)} is")
+    return np.frombuffer(data, dtype="<i8").reshape(shape).astype(np.float64)
 
 
 def plans_message(plans: Mapping[int, Plan]) -> list[list[Any]]:

@@ -11,12 +11,12 @@ class ExpertCopy:
 
     slot: int  # of this rank
     expert: int
-    source: tuple[int, int]  # (rank, slot of that rank) that holds it; EMPTY: from disk
+    source: tuple[int, int]  # (owner, slot of that owner) that holds it; EMPTY: from disk
 
 
 @dataclass(frozen=True)
 class StageOrder:
-    """What one rank stages for one epoch."""
+    """What one member stages for one epoch."""
 
     generation: int
     change: int  # its own number: an epoch's may be tried again
@@ -25,7 +25,8 @@ class StageOrder:
     version: int  # of the weights, where they come from disk
     weights: tuple[str, ...]  # checkpoint folders by version
     copies: tuple[ExpertCopy, ...]
-    peers: dict[int, tuple[str, str]]  # rank -> address of its weights, host id
+    peers: dict[int, tuple[str, str]]  # owner -> address of its weights, host id
+    owner: int | None = None  # whose place this member fills; None: it holds no experts, and copies none
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,25 @@ import json
 import socket
 import struct
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
+
+from moeserve.proto.texts import clipped
 
 Message = dict[str, Any]
 
 _LENGTH = struct.Struct("<I")
 _LIMIT = 1 << 26  # a placement of 58 layers x 1024 slots is 0.5 MB
+HELLO_BYTES = 1 << 18  # of the first message, whose sender has yet to show the token; 58 layers take 10 KB
 
 
 class StreamClosed(ConnectionError):
     """The other end is gone, or sent something that is not a frame."""
+
+
+class StreamSilent(StreamClosed):
+    """The other end gave or took nothing within the bound of this one."""
 
 
 class Stream:
@@ -35,32 +44,64 @@ class Stream:
         self._socket = connection
         self._reader: io.BufferedReader = connection.makefile("rb", buffering=1 << 16)  # type: ignore[assignment]
         self._lock = threading.Lock()
+        self._sends_within = 0.0  # seconds; 0: without a bound
+
+    def bound_sends(self, seconds: float) -> None:
+        """Sends to an end that takes no byte for so long raise StreamSilent; the stream is of no use then.
+
+        Receiving is not bounded by it.
+        """
+        limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._sends_within = seconds
+
+    def bound_receives(self, seconds: float) -> None:
+        """To receive from an other end that gives no byte for so long raises StreamSilent, and so does a send
+        that takes longer; the stream is of no use then.
+        """
+        self._socket.settimeout(seconds)
 
     def send(self, message: Message) -> None:
-        """Sends one message. Raises StreamClosed when the other end is gone."""
+        """Sends one message. Raises StreamClosed when the other end is gone, StreamSilent past a bound."""
         body = json.dumps(message, separators=(",", ":")).encode()
         try:
             with self._lock:
                 self._socket.sendall(_LENGTH.pack(len(body)) + body)
         except OSError as error:
-            raise StreamClosed(str(error)) from error
+            raise self._ended(error) from error
 
-    def receive(self, within: float | None = None) -> Message:
-        """The next message; blocks for `within` seconds at most, or without a bound.
+    def _ended(self, error: OSError) -> StreamClosed:
+        """What a failure of the socket means."""
+        if isinstance(error, BlockingIOError):
+            return StreamSilent(f"it takes nothing of what is sent to it for {self._sends_within:g} s")
+        if isinstance(error, TimeoutError):
+            return StreamSilent(f"timed out: nothing came or was taken for {self._socket.gettimeout()} s")
+        return StreamClosed(clipped(str(error)))
+
+    def receive(self) -> Message:
+        """The next message; blocks without a bound. Raises StreamClosed at the end."""
+        return self._message(self._read, _LIMIT)
+
+    def receive_first(self, within: float) -> Message:
+        """The first message of whoever connected: it has `within` seconds in all and HELLO_BYTES at most.
 
         Raises StreamClosed at the end, and when a bound has passed: the stream is of no use then.
         """
+        deadline = time.monotonic() + within
+        message = self._message(lambda size: self._read_until(size, deadline), HELLO_BYTES)
+        self._socket.settimeout(None)
+        return message
+
+    def _message(self, read: Callable[[int], bytes], limit: int) -> Message:
         try:
-            if within is not None:
-                self._socket.settimeout(within)
-            (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-            if length > _LIMIT:
-                raise StreamClosed(f"a frame of {length} bytes is over the limit of {_LIMIT}")
-            message = json.loads(self._read(length))
-            if within is not None:
-                self._socket.settimeout(None)
-        except (OSError, ValueError) as error:
-            raise StreamClosed(str(error)) from error
+            (length,) = _LENGTH.unpack(read(_LENGTH.size))
+            if length > limit:
+                raise StreamClosed(f"a frame of {length} bytes is over the limit of {limit}")
+            message = json.loads(read(length))
+        except OSError as error:
+            raise error if isinstance(error, StreamClosed) else self._ended(error) from error
+        except (ValueError, RecursionError) as error:
+            raise StreamClosed(clipped(str(error))) from error
         if not isinstance(message, dict) or "kind" not in message:
             raise StreamClosed("a frame must be an object with a kind")
         return message
@@ -71,14 +112,14 @@ class Stream:
             with self._lock:
                 self._socket.sendall(data)
         except OSError as error:
-            raise StreamClosed(str(error)) from error
+            raise self._ended(error) from error
 
     def receive_bytes(self, into: memoryview) -> None:
         """Fills `into` with the raw bytes that come next. Raises StreamClosed."""
         try:
             read = self._reader.readinto(into)
         except OSError as error:
-            raise StreamClosed(str(error)) from error
+            raise self._ended(error) from error
         if read is None or read < len(into):
             raise StreamClosed("the other end closed the stream")
 
@@ -87,6 +128,18 @@ class Stream:
         if data is None or len(data) < size:
             raise StreamClosed("the other end closed the stream")
         return data
+
+    def _read_until(self, size: int, deadline: float) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            more = self._reader.read1(size - len(data))
+            if not more:
+                raise StreamClosed("the other end closed the stream")
+            data += more
+            if time.monotonic() > deadline:
+                raise StreamClosed("timed out: the first message took too long")
+        return bytes(data)
 
     def close(self) -> None:
         """Closes both directions; a thread blocked in `receive` gets StreamClosed."""

@@ -15,6 +15,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from moeserve.proto import moe_pb2
+from moeserve.runtime.doors.calling import Calling
 from moeserve.runtime.doors.failures import GrpcStatus
 
 OLD_SERVICE = "MoeService"
@@ -23,9 +24,12 @@ Servicers = Mapping[str, Any]
 """By a service's name without its package (`LaneService`), the object whose methods answer it."""
 
 
-def register(server: grpc.Server, servicers: Servicers, elsewhere: GrpcStatus) -> tuple[str, ...]:
+def register(
+    server: grpc.Server, servicers: Servicers, elsewhere: GrpcStatus, calling: Calling
+) -> tuple[str, ...]:
     """Has `server` answer every method of the contract: by `servicers`, or with `elsewhere`.
 
+    Each sort of call has threads of its own in `calling`, and only so many at once.
     Returns the full names of the services that this door answers, the old one last. Raises ValueError for a
     service that the contract has not.
     """
@@ -35,7 +39,7 @@ def register(server: grpc.Server, servicers: Servicers, elsewhere: GrpcStatus) -
         raise ValueError(f"services {unknown} are not in the contract, which has {sorted(known)}")
     for service in known.values():
         handlers = {
-            method.name: _handler(method, _answering(method, servicers), elsewhere)
+            method.name: _handler(method, _answering(method, servicers), elsewhere, calling)
             for method in service.methods
         }
         generic = grpc.method_handlers_generic_handler(service.full_name, handlers)
@@ -57,18 +61,21 @@ def _answering(method: MethodDescriptor, servicers: Servicers) -> Callable[..., 
 
 
 def _handler(
-    method: MethodDescriptor, answering: Callable[..., Any] | None, elsewhere: GrpcStatus
+    method: MethodDescriptor, answering: Callable[..., Any] | None, elsewhere: GrpcStatus, calling: Calling
 ) -> grpc.RpcMethodHandler:
     """The handler of `method`. A method that is refused does not read its request."""
-    make = (
-        grpc.stream_stream_rpc_method_handler
-        if method.client_streaming
-        else grpc.unary_unary_rpc_method_handler
-    )
     if answering is None:
-        return make(lambda request, context: elsewhere.abort(context))
-    return make(
-        answering,
-        request_deserializer=GetMessageClass(method.input_type).FromString,
-        response_serializer=GetMessageClass(method.output_type).SerializeToString,
-    )
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if method.client_streaming
+            else grpc.unary_unary_rpc_method_handler
+        )
+        return make(calling.in_thread(lambda request, context: elsewhere.abort(context), "questions"))
+    parse = GetMessageClass(method.input_type).FromString
+    serialize = GetMessageClass(method.output_type).SerializeToString
+    if method.client_streaming:
+        return calling.stream(answering, parse, serialize)
+    return calling.unary(answering, parse, serialize, _SORT.get(method.name, "questions"))
+
+
+_SORT = {"Forward": "calls", "Rebalance": "operations", "Reload": "operations"}

@@ -5,14 +5,17 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from moeserve.proto.channel import server_options
+from moeserve.runtime.config import ServerConfig
+from moeserve.runtime.doors.admission import Admission, DoorLimits
+from moeserve.runtime.doors.calling import Calling
 from moeserve.runtime.doors.contract import Servicers, register
 from moeserve.runtime.doors.failures import GrpcStatus
 
-SPARE_THREADS = 16  # so that health and status answer while every call's thread waits for a step
+REFLECTIONS = 4  # threads of reflection
 
 
 class PortInUse(OSError):
@@ -26,16 +29,29 @@ class Endpoint:
     """
 
     def __init__(
-        self, servicers: Servicers, elsewhere: GrpcStatus, calls: int, max_message_bytes: int
+        self, servicers: Servicers, elsewhere: GrpcStatus, limits: DoorLimits, max_message_bytes: int
     ) -> None:
-        pool = ThreadPoolExecutor(calls + SPARE_THREADS, thread_name_prefix="call")
-        self._server = grpc.server(pool, options=server_options(max_message_bytes))
+        self._calling = Calling(Admission(limits))
+        others = ThreadPoolExecutor(REFLECTIONS, thread_name_prefix="reflection")
+        self._server = grpc.server(others, options=server_options(max_message_bytes))
         self._health = health.HealthServicer()
-        self._services = register(self._server, servicers, elsewhere)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._services = register(self._server, servicers, elsewhere, self._calling)
+        self._server.add_generic_rpc_handlers((self._health_handler(),))
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         self.set_serving(serving=False)
+
+    def _health_handler(self) -> grpc.GenericRpcHandler:
+        """Health in threads of its own; a watch has none."""
+        parse = health_pb2.HealthCheckRequest.FromString
+        serialize = health_pb2.HealthCheckResponse.SerializeToString
+        watch = self._calling.in_thread(self._health.Watch, "health")
+        watch.experimental_non_blocking = True  # type: ignore[attr-defined]  # it is given a callback, and returns
+        handlers = {
+            "Check": self._calling.unary(self._health.Check, parse, serialize, "health"),
+            "Watch": grpc.unary_stream_rpc_method_handler(watch, parse, serialize),
+        }
+        return grpc.method_handlers_generic_handler(health.SERVICE_NAME, handlers)
 
     def start(self, host: str, port: int) -> str:
         """Binds `host:port` (0: a free port) and starts; returns the bound `host:port`. Raises PortInUse."""
@@ -60,3 +76,15 @@ class Endpoint:
         """Refuses new calls, lets those under way finish for `grace` seconds, and stops."""
         self._health.enter_graceful_shutdown()
         self._server.stop(grace).wait()
+        self._calling.close()
+
+
+def door_limits(server: ServerConfig) -> DoorLimits:
+    """What the doors of a service hold at most, as its operator says."""
+    return DoorLimits(
+        server.max_concurrent_calls,
+        server.max_streams,
+        server.max_held_bytes,
+        server.request_seconds,
+        server.unread_seconds,
+    )

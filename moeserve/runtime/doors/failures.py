@@ -8,14 +8,24 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.errors import CODE_OF_NAME, PUSHBACK_KEY, REASON_KEY, MoeError
 from moeserve.proto.tensors import TensorError
+from moeserve.proto.texts import clipped
+from moeserve.runtime.control.stream import StreamClosed
 from moeserve.runtime.doors.operations import BadRequest, NothingToBalance
 from moeserve.runtime.doors.payloads.errors import NamedRegionRefused, RegionLimit, UnknownRegion
 from moeserve.runtime.doors.request import NotServed
-from moeserve.runtime.errors import CallerLeft, DeadlinePassed, GroupUnavailable, LaneFull, WrongVersion
+from moeserve.runtime.errors import (
+    BatchTooLarge,
+    CallerLeft,
+    DeadlinePassed,
+    GroupUnavailable,
+    LaneFull,
+    WrongVersion,
+)
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +40,10 @@ class GrpcStatus:
     reason: str
     message: str
     pushback: float | None = None  # seconds
+
+    def __post_init__(self) -> None:
+        """Cuts a message over a kibibyte: it travels in the trailers of a call."""
+        object.__setattr__(self, "message", clipped(self.message))
 
     def as_message(self) -> moe_pb2.Error:
         """The `Error` that says so in a reply of a stream."""
@@ -53,12 +67,15 @@ class GrpcStatus:
 _TABLE: tuple[tuple[type[Exception], str, str], ...] = (
     (TensorError, "INVALID_ARGUMENT", "bad_tensor"),
     (BadRequest, "INVALID_ARGUMENT", "bad_request"),
+    (DecodeError, "INVALID_ARGUMENT", "bad_message"),
     (NotServed, "NOT_FOUND", "not_served"),
     (UnknownRegion, "NOT_FOUND", "unknown_region"),
     (NamedRegionRefused, "PERMISSION_DENIED", "named_regions_off"),
     (RegionLimit, "RESOURCE_EXHAUSTED", "region_limit"),
     (LaneFull, "RESOURCE_EXHAUSTED", "overloaded"),
+    (BatchTooLarge, "INVALID_ARGUMENT", "too_many_rows"),
     (GroupUnavailable, "UNAVAILABLE", "not_serving"),
+    (StreamClosed, "UNAVAILABLE", "not_serving"),  # of the rank to its coordinator
     (WrongVersion, "FAILED_PRECONDITION", "wrong_version"),
     (NothingToBalance, "FAILED_PRECONDITION", "nothing_to_balance"),
     (DeadlinePassed, "DEADLINE_EXCEEDED", "deadline"),
@@ -67,7 +84,17 @@ _TABLE: tuple[tuple[type[Exception], str, str], ...] = (
 
 
 def status_of(error: Exception) -> GrpcStatus:
-    """The status that `error` ends a call with: what a lane said, or what the table has; else INTERNAL."""
+    """The status that `error` ends a call with: what a lane said, or what the table has; else INTERNAL.
+
+    `error` has no traceback afterwards: a call keeps what it failed with, and the frames of the traceback
+    keep the call and its rows.
+    """
+    status = _status_of(error)
+    error.__traceback__ = None
+    return status
+
+
+def _status_of(error: Exception) -> GrpcStatus:
     if isinstance(error, MoeError):
         return GrpcStatus(error.code, error.reason, error.message, error.retry_after)
     for kind, code, reason in _TABLE:

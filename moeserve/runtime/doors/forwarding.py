@@ -33,6 +33,11 @@ class Caller:
         if not context.add_callback(self._leave):  # the RPC is over already
             self._leave()
 
+    def check_there(self) -> None:
+        """Raises MoeError where the caller has left: a lane that answers at once is not to be asked."""
+        if self._left:
+            raise MoeError("CANCELLED", "", "the caller left before its call was sent")
+
     def waits_for(self, call: Sent) -> None:
         """Cancels `call` when the caller leaves, or now if it has left."""
         with self._lock:
@@ -125,7 +130,8 @@ class _LaneCalls:
         self._sent: list[Sent] = []
 
     def send(self, link: Link, request: moe_pb2.ForwardRequest) -> Sent:
-        """Sends `request` to the lane behind `link`, without waiting."""
+        """Sends `request` to the lane behind `link`, without waiting. Raises MoeError if the caller left."""
+        self._caller.check_there()
         sent = link.forward(request, self._timeout)
         self._sent.append(sent)
         self._caller.waits_for(sent)

@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -20,6 +20,7 @@ from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.runtime.doors.deadlines import Observe, seconds_left
 from moeserve.runtime.doors.failures import GrpcStatus, status_of
 from moeserve.runtime.doors.forwarding import Caller, Forwarding
+from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
 from moeserve.runtime.head.reception import Seat
 from moeserve.runtime.served import Served
@@ -94,24 +95,33 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
     def GetTopology(
         self, request: moe_pb2.GetTopologyRequest, context: grpc.ServicerContext
     ) -> moe_pb2.GetTopologyReply:
-        """The lanes that are up now."""
+        """The lanes that take calls now, and the members of the group."""
         return self._topology()
 
     def _topology(self) -> moe_pb2.GetTopologyReply:
-        progress = self._coordinator.progress()
+        progress, seats = self._coordinator.progress(), self._coordinator.seats()
+        epoch, draining = self._coordinator.epoch, self._coordinator.draining
         lanes = [
             moe_pb2.Lane(
-                rank=rank, address=seat.address, host_id=seat.host_id, capacity=self._served.lane_rows
+                rank=member.seat,
+                address=seat.address,
+                host_id=seat.host_id,
+                capacity=self._served.lane_rows,
+                lane=member.lane,
             )
-            for rank, seat in sorted(self._coordinator.seats().items())
+            for member in epoch.members.present
+            if member.lane is not None and (seat := seats.get(member.seat)) and not draining
         ]
         return moe_pb2.GetTopologyReply(
             lanes=lanes,
             generation=progress.generation,
-            epoch=self._coordinator.epoch.number,
-            serving=progress.state == "serving",
-            reason=progress.reason,
+            epoch=epoch.number,
+            serving=progress.state == "serving" and not draining,
+            reason=draining or progress.reason,
             max_message_bytes=self._max_message_bytes,
+            members=_members(epoch, seats),
+            max_lanes=epoch.members.max_lanes,
+            max_owners=epoch.members.max_owners,
         )
 
     def GetModel(
@@ -162,7 +172,7 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         """How the service is doing, with the load of every layer, and of every expert on request."""
         progress, seats = self._coordinator.progress(), self._coordinator.seats()
         epoch = self._coordinator.epoch
-        ranks = [_rank_status(rank, seats.get(rank)) for rank in range(epoch.mesh.ranks)]
+        ranks = [_rank_status(member, seats.get(member.seat)) for member in _members(epoch, seats)]
         by_phase = self._coordinator.load_by_phase()
         tokens, prefill = by_phase.sum(axis=0), by_phase[PHASES.index("prefill")]
         balanced = 1 / epoch.placement.imbalance(tokens)
@@ -187,6 +197,8 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
             ranks=ranks,
             layers=layers,
             version=__version__,
+            max_lanes=epoch.members.max_lanes,
+            max_owners=epoch.members.max_owners,
         )
 
 
@@ -228,11 +240,26 @@ class _FrontStream:
         self._ready.put(self._answer(request))
 
 
-def _rank_status(rank: int, seat: Seat | None) -> moe_pb2.RankStatus:
+def _members(epoch: Epoch, seats: Mapping[int, Seat]) -> list[moe_pb2.Member]:
+    """Every member of the epoch, by seat; those that are not connected have joined no generation."""
+    return [
+        moe_pb2.Member(
+            seat=member.seat,
+            lane=member.lane,
+            owner=member.owner,
+            position=epoch.members.position(member.seat),
+            slots=epoch.slots_of(member),
+            generation=seats[member.seat].generation if member.seat in seats else 0,
+        )
+        for member in epoch.members.present
+    ]
+
+
+def _rank_status(member: moe_pb2.Member, seat: Seat | None) -> moe_pb2.RankStatus:
     if seat is None:
-        return moe_pb2.RankStatus(rank=rank, up=False)
+        return moe_pb2.RankStatus(rank=member.seat, up=False, member=member)
     return moe_pb2.RankStatus(
-        rank=rank,
+        rank=member.seat,
         up=True,
         address=seat.address,
         steps=seat.steps,
@@ -240,4 +267,5 @@ def _rank_status(rank: int, seat: Seat | None) -> moe_pb2.RankStatus:
         weight_bytes=seat.weight_bytes,
         bytes_read=seat.bytes_read,
         pid=seat.pid,
+        member=member,
     )

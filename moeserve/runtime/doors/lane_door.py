@@ -7,6 +7,7 @@ import math
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -57,7 +58,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         """Runs one batch and waits for its answer."""
         started, transport, code = time.perf_counter(), "inline", "OK"
         remaining = seconds_left(context)
-        deadline = math.inf if remaining is None else time.time() + remaining
+        deadline = math.inf if remaining is None else time.monotonic() + remaining
         try:
             asked = self._reader.read(request, deadline)
             transport = asked.transport
@@ -78,9 +79,8 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         call = self._lane.submit(asked.batch)
         if not context.add_callback(lambda: self._left(call, context)):  # the RPC is over already
             self._left(call, context)
-        if not call.wait(asked.batch.deadline - time.time()):
-            self._lane.cancel(call)
-            raise DeadlinePassed(f"layer {asked.batch.layer}: no answer within the deadline")
+        if not call.wait(asked.batch.deadline - time.monotonic()):
+            call.give_up(DeadlinePassed(f"layer {asked.batch.layer}: no answer within the deadline"))
         return self._reply(asked, call)
 
     def _left(self, call: LaneCall, context: grpc.ServicerContext) -> None:
@@ -126,7 +126,17 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             ended(moe_pb2.ForwardStreamReply(job_id=request.job_id, error=failed))
             return _nothing
         call = self.begin(request, ended, "RegionCall")
-        return _nothing if call is None else lambda: self.leave(call)
+        if call is None:
+            return _nothing
+        under_way = weakref.ref(call)  # a lease may be idle for long, and must not keep what was answered
+        del call
+
+        def leave() -> None:
+            call = under_way()
+            if call is not None:
+                self.leave(call)
+
+        return leave
 
     def begin(
         self,
@@ -139,7 +149,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         method: as metrics name it. Returns the call, or None for a request that has ended already.
         """
         started = time.perf_counter()
-        deadline = time.time() + request.timeout_ms / 1000 if request.timeout_ms else math.inf
+        deadline = time.monotonic() + request.timeout_ms / 1000 if request.timeout_ms else math.inf
         transport = "inline"
 
         def end(outcome: Callable[[], moe_pb2.ForwardReply]) -> None:
@@ -199,7 +209,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         self, request: moe_pb2.CreateRegionRequest, context: grpc.ServicerContext
     ) -> moe_pb2.CreateRegionReply:
         """Makes a sealed region of this rank's host."""
-        name, size = guarded(context, lambda: self._regions.create(request.size))
+        name, size = guarded(context, lambda: self._regions.create(request.size, context.peer()))
         return moe_pb2.CreateRegionReply(name=name, size=size, socket=self._regions.socket)
 
     def RegisterRegion(
@@ -214,17 +224,18 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
     def ListRegions(
         self, request: moe_pb2.ListRegionsRequest, context: grpc.ServicerContext
     ) -> moe_pb2.ListRegionsReply:
-        """Every region of this rank."""
+        """The regions that this connection made, and those that anyone registered by name."""
         rows = [
             moe_pb2.RegionInfo(name=r.name, size=r.size, in_use=r.in_use, named=r.named)
             for r in self._regions.list()
+            if r.named or r.maker == context.peer()
         ]
         return moe_pb2.ListRegionsReply(regions=rows)
 
     def ReleaseRegion(
         self, request: moe_pb2.ReleaseRegionRequest, context: grpc.ServicerContext
     ) -> moe_pb2.ReleaseRegionReply:
-        """Forgets a region; calls that hold it finish."""
+        """Forgets the region whose whole name the caller knows; calls that hold it finish."""
         guarded(context, lambda: self._regions.release(request.name))
         return moe_pb2.ReleaseRegionReply()
 

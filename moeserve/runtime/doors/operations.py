@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import numpy as np
 
 from moeserve.experts.balance import balancer_named
 from moeserve.experts.placement import Move
 from moeserve.proto import moe_pb2
+from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.errors import GroupUnavailable
 from moeserve.runtime.head.rebalancer import Cycle, RebalancePlan, Rebalancer
 from moeserve.runtime.served import Served
@@ -29,8 +30,9 @@ class Operations:
     later is told in the reply: its outcome and reason.
     """
 
-    def __init__(self, served: Served, rebalancer: Rebalancer) -> None:
+    def __init__(self, served: Served, rebalancer: Rebalancer, reload_root: str = "") -> None:
         self._served = served
+        self._reload_root = reload_root  # below which checkpoints may be loaded; empty: anywhere
         self._rebalancer = rebalancer
 
     def rebalance(self, request: moe_pb2.RebalanceRequest) -> moe_pb2.RebalanceReply:
@@ -42,7 +44,7 @@ class Operations:
             )
             raise NothingToBalance(f"{text}; parallel.enable_expert_parallel serves whole experts")
         try:
-            policy = balancer_named(request.policy) if request.policy else None
+            policy = balancer_named(clipped(request.policy)) if request.policy else None
         except ValueError as error:
             raise BadRequest(f"policy: {error}") from error
         self._check_serving()
@@ -54,8 +56,9 @@ class Operations:
     def reload(self, request: moe_pb2.ReloadRequest) -> moe_pb2.ReloadReply:
         """Reloads every layer, once the checkpoint is seen to fit."""
         if not PurePath(request.checkpoint).is_absolute():
-            given = f"checkpoint: {request.checkpoint!r}"
+            given = f"checkpoint: {quoted(request.checkpoint)}"
             raise BadRequest(f"{given} must be an absolute path, which every host of the service knows")
+        self._check_folder(Path(request.checkpoint))
         try:
             self._served.reloaded_from(request.checkpoint)
         except ValueError as error:
@@ -74,6 +77,18 @@ class Operations:
             corrupted=cycle.corrupted,
         )
 
+    def _check_folder(self, folder: Path) -> None:
+        """Raises BadRequest for a folder that may not be loaded, or holds what can be waited on for ever."""
+        given = f"checkpoint: {quoted(str(folder))}"
+        if self._reload_root and not folder.resolve().is_relative_to(Path(self._reload_root).resolve()):
+            raise BadRequest(f"{given} is not below server.reload_root, {self._reload_root}")
+        try:
+            odd = next((path.name for path in folder.iterdir() if not stored(path)), None)
+        except (OSError, ValueError):
+            return  # whoever reads the checkpoint says what is wrong with it
+        if odd is not None:
+            raise BadRequest(f"{given} holds {quoted(odd)}, which is neither a file nor a folder")
+
     def _check_serving(self) -> None:
         state = self._rebalancer.coordinator.progress()
         if state.state != "serving":
@@ -84,7 +99,7 @@ class Operations:
             outcome=cycle.outcome,
             reason=cycle.reason,
             epoch=self._rebalancer.coordinator.epoch.number,
-            moves=[self._move(move, plan.target.slots_per_rank) for move in plan.moves],
+            moves=[self._move(move, plan.target.slots_per_owner) for move in plan.moves],
             planned_bytes=plan.nbytes,
             layers=self._gains(plan),
             gain=plan.gain,
@@ -114,3 +129,8 @@ class Operations:
             for at, layer in enumerate(self._served.layers)
             if moves[at]
         ]
+
+
+def stored(path: Path) -> bool:
+    """Whether what is at `path` is a file, a folder or not there, and no pipe, socket or device."""
+    return path.is_file() or path.is_dir() or not path.exists()

@@ -12,6 +12,7 @@ from torch import Tensor
 from moeserve.experts.routing.gate import Gate
 from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import TensorError
+from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.payloads import OpenRequest, Payloads
 from moeserve.runtime.rank.lane import LaneBatch
 from moeserve.runtime.served import Served
@@ -60,7 +61,7 @@ class RequestReader:
     def read(self, request: moe_pb2.ForwardRequest, deadline: float = math.inf) -> CheckedRequest:
         """Checks and routes `request`. Raises NotServed, TensorError (naming the field) or RegionError."""
         if request.model not in ("", self._name):
-            raise NotServed(f"model {request.model!r} is not served here; {self._name!r} is")
+            raise NotServed(f"model {quoted(request.model)} is not served here; {self._name!r} is")
         if request.layer not in self._layers:
             raise NotServed(
                 f"layer {request.layer} has no experts served here; layers {runs(self._served.layers)} have"

@@ -18,11 +18,16 @@ Row = NDArray[np.int32]
 def rebalance(epoch: Epoch, target: Placement, staging_slots: int) -> Iterator[Change]:
     """The changes from `epoch` to `target`, in order; each copies into `staging_slots` slots a rank at most.
 
-    Raises ValueError for a placement of another size, or `staging_slots` under 1.
+    Raises ValueError for a placement of another size or room, or `staging_slots` under 1.
     """
     if staging_slots < 1:
         raise ValueError(f"staging_slots={staging_slots} must be 1 or more to move experts")
     epoch.placement.moves_to(target)  # refuses another size
+    if target.room != epoch.placement.room:
+        raise ValueError(
+            f"a placement with room for {list(target.room)} experts cannot follow one with room for "
+            f"{list(epoch.placement.room)}; room changes only when members come or go"
+        )
     changed = (epoch.placement.slots != target.slots).any(axis=1)
     for layer in np.flatnonzero(changed).tolist():
         for row in _rows(epoch.placement, layer, target.slots[layer], staging_slots):
@@ -46,15 +51,15 @@ def _rows(placement: Placement, layer: int, target: Row, staging_slots: int) -> 
     """Rows of `layer` from now to `target`: each keeps every expert and changes few slots of a rank."""
     now = placement.slots[layer].copy()
     while (wanted := np.flatnonzero((now != target) & (target != EMPTY))).size:
-        room = np.full(placement.ranks, staging_slots)
+        room = np.full(placement.owners, staging_slots)
         then = now.copy()
         for slot in wanted.tolist():
             if then[slot] == now[slot] and (more := _together(now, then, target, slot, room)):
                 for each in more:
                     then[each] = target[each]
-                    room[each // placement.slots_per_rank] -= 1
+                    room[each // placement.slots_per_owner] -= 1
         if (then == now).all():
-            then = _exchanged(now, target, placement.slots_per_rank, staging_slots)
+            then = _exchanged(now, target, placement.slots_per_owner, staging_slots)
         yield then.copy()
         now = then
     if (now != target).any():

@@ -1,4 +1,4 @@
-"""`Group`: the ranks that are connected, the epoch and generation they are in, and how they are told."""
+"""`Group`: the members that are connected, the epoch and generation they are in, and how they are told."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import threading
 from dataclasses import dataclass, field
 
+from moeserve.dispatch.members import Members
 from moeserve.runtime.control.stream import Message, StreamClosed
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.reception import Seat
@@ -18,24 +19,30 @@ class Group:
     """What the coordinator and its changes of the epoch share; the caller of any method holds `lock`."""
 
     epoch: Epoch
-    ranks: int
     lock: threading.Condition = field(default_factory=threading.Condition)
-    seats: dict[int, Seat] = field(default_factory=dict)
+    seats: dict[int, Seat] = field(default_factory=dict)  # those that are connected
     generation: int = 0
 
     @property
+    def members(self) -> Members:
+        """Who belongs to the group, by the epoch: connected or awaited."""
+        return self.epoch.members
+
+    @property
     def missing(self) -> list[int]:
-        """Ranks that are not connected."""
-        return sorted(set(range(self.ranks)) - set(self.seats))
+        """Seats of members that are not connected."""
+        return sorted(set(self.members.seats) - set(self.seats))
 
     def send(self, seat: Seat, message: Message) -> None:
-        """Sends to one rank. The thread that receives from a stream that fails here sees it as lost."""
+        """Sends to one member. One that cannot be reached is lost: the thread that receives from it ends."""
         try:
             seat.stream.send(message)
         except StreamClosed as closed:
             log.info("rank pid %d cannot be reached: %s", seat.pid, closed)
+            seat.unreachable = seat.unreachable or str(closed)
+            seat.stream.close()
 
     def broadcast(self, message: Message) -> None:
-        """Sends `message` to every connected rank."""
+        """Sends `message` to every connected member."""
         for seat in list(self.seats.values()):
             self.send(seat, message)

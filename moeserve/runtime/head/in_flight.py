@@ -1,35 +1,36 @@
-"""`StepsInFlight`: a group's steps, from jobs that gather to the last rank that has finished.
+"""`StepsInFlight`: a group's steps, from jobs that gather to the last member that has finished.
 
 Like the `Sequencer` that it asks it has no thread, socket or clock of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from moeserve.dispatch.members import Members
 from moeserve.runtime.head.sequencer import Sequencer, StepPace
 from moeserve.runtime.step import Announcement, Step
 
 MOST = 2
-"""Steps at the ranks: a header may wait there while the step before it runs."""
+"""Steps at the members: a header may wait there while the step before it runs."""
 
 
 @dataclass(frozen=True)
 class _Running:
-    """A step that was sent to the ranks and that not all have finished."""
+    """A step that was sent to the members that take part, and that not all of them have finished."""
 
     layer: int
     started: float
-    left: set[int]  # ranks that have not finished it
+    left: set[int]  # seats that take part and have not finished it
 
 
 class StepsInFlight:
     """Jobs that wait, steps that run, and how many of both there were. Not thread-safe: its owner locks."""
 
-    def __init__(self, ranks: int, pace: StepPace) -> None:
+    def __init__(self, max_lanes: int, pace: StepPace) -> None:
         self.steps = self.jobs = 0  # since the service began
-        self._ranks = ranks
-        self._sequencer = Sequencer(ranks, pace)
+        self._sequencer = Sequencer(max_lanes, pace)
         self._running: dict[int, _Running] = {}  # by step number
         self._ended_at = 0.0  # the last step
 
@@ -40,32 +41,38 @@ class StepsInFlight:
 
     @property
     def running(self) -> int:
-        """Steps that not all ranks have finished."""
+        """Steps that not all who take part have finished."""
         return len(self._running)
 
     def announce(self, job: Announcement, now: float) -> None:
-        """Queues a job that a door has ready. Raises ValueError when it is over the lane's capacity."""
+        """Queues a job that a door has ready. Raises ValueError as `Sequencer.announce`."""
         self.jobs += 1
         self._sequencer.announce(job, now)
+
+    def withdraw(self, lane: int, jobs: Collection[int]) -> None:
+        """Forgets jobs of a lane that are in no step yet: their callers have left."""
+        self._sequencer.withdraw(lane, jobs)
 
     def due(self, now: float) -> float | None:
         """When the next step may start; None: nothing waits, or as many steps run as may."""
         return self._sequencer.ready_at(now) if len(self._running) < MOST else None
 
-    def start(self, epoch: int, now: float) -> Step | None:
-        """The next step, which every rank has to be told of; None when the jobs that waited are too late."""
+    def start(self, epoch: int, now: float, members: Members) -> Step | None:
+        """The next step, which those of `members` that take part have to be told of; nobody else is waited
+        for. None when the jobs that waited are too late.
+        """
         step = self._sequencer.next_step(epoch, now)
         if step is not None:
             self.steps += 1
-            self._running[step.number] = _Running(step.layer, now, set(range(self._ranks)))
+            self._running[step.number] = _Running(step.layer, now, set(step.seats(members)))
         return step
 
-    def finish(self, rank: int, number: int, now: float) -> tuple[int, float] | None:
-        """Notes that a rank has finished a step; the last one gets its layer and the group's seconds."""
+    def finish(self, seat: int, number: int, now: float) -> tuple[int, float] | None:
+        """Notes that a seat has finished a step; the last one gets its layer and the group's seconds."""
         step = self._running.get(number)
         if step is None:
             return None
-        step.left.discard(rank)
+        step.left.discard(seat)
         if step.left:
             return None
         del self._running[number]

@@ -1,5 +1,5 @@
-"""`PendingChange`: one change under way, from its preparation until every rank serves it. It decides, and no
-more.
+"""`PendingChange`: one change under way, from its preparation until every member serves it. It decides, and
+no more.
 
 The owner sends messages and holds a lock; a pending change counts, so that its rules can be tested as a
 function.
@@ -17,9 +17,9 @@ from moeserve.runtime.epoch import Change
 class Stage(Enum):
     """The stages of a change, from its preparation to its end."""
 
-    PREPARING = "preparing"  # ranks copy, and vote; any failure abandons it
-    DECIDED = "decided"  # every rank had voted: it stands, whatever fails now
-    SERVED = "served"  # every rank serves it
+    PREPARING = "preparing"  # members copy, and vote; any failure abandons it
+    DECIDED = "decided"  # every member had voted: it stands, whatever fails now
+    SERVED = "served"  # every member serves it
     ABANDONED = "abandoned"  # nothing has changed
 
 
@@ -29,7 +29,7 @@ class Outcome:
 
     abandoned: str  # why, or empty: committed
     seconds: float = 0.0
-    staged: tuple[StagedCopy, ...] = ()  # by all ranks
+    staged: tuple[StagedCopy, ...] = ()  # by all owners
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class PendingChange:
 
     number: int
     change: Change
-    ranks: int
+    seats: tuple[int, ...]  # of the members, who all vote and adopt
     stage: Stage = Stage.PREPARING
     reason: str = ""  # of abandoning it
     voted: dict[int, tuple[StagedCopy, ...]] = field(default_factory=dict)
@@ -58,17 +58,22 @@ class PendingChange:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not voted."""
-        return sorted(set(range(self.ranks)) - set(self.voted))
+        """Seats that have not voted."""
+        return sorted(set(self.seats) - set(self.voted))
 
-    def vote(self, rank: int, staged: tuple[StagedCopy, ...], refused: str) -> None:
-        """Counts a rank's vote: the last yes decides; a no abandons, as do differing copies of an expert."""
+    @property
+    def behind(self) -> list[int]:
+        """Seats that do not serve it yet."""
+        return sorted(set(self.seats) - self.adopted)
+
+    def vote(self, seat: int, staged: tuple[StagedCopy, ...], refused: str) -> None:
+        """Counts a vote: the last yes decides; a no abandons, as do differing copies of an expert."""
         if self.stage is not Stage.PREPARING:
             return
         if refused:
-            self.abandon(f"rank {rank}: {refused}")
+            self.abandon(f"rank {seat}: {refused}")
             return
-        self.voted[rank] = staged
+        self.voted[seat] = staged
         if self.missing:
             return
         if differing := self._differing():
@@ -76,14 +81,14 @@ class PendingChange:
         else:
             self.stage = Stage.DECIDED
 
-    def adopt(self, rank: int) -> None:
-        """Notes that a rank serves it. Only when all do may its new experts be copied from them."""
-        self.adopted.add(rank)
-        if self.stage is Stage.DECIDED and len(self.adopted) == self.ranks:
+    def adopt(self, seat: int) -> None:
+        """Notes that a member serves it. Only when all do may its new experts be copied from them."""
+        self.adopted.add(seat)
+        if self.stage is Stage.DECIDED and self.adopted >= set(self.seats):
             self.stage = Stage.SERVED
 
     def abandon(self, reason: str) -> None:
-        """Drops the change; what was decided stands, and ranks load it when they form again."""
+        """Drops the change; what was decided stands, and members load it when they form again."""
         if self.stage is Stage.DECIDED:
             self.stage = Stage.SERVED
         elif self.stage is Stage.PREPARING:

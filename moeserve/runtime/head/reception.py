@@ -12,12 +12,16 @@ from typing import Protocol
 
 import numpy as np
 
+from moeserve.proto.texts import clipped
 from moeserve.runtime.control.messages import plans_from
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 10.0  # within which whoever connects has to introduce itself
+SEND_SECONDS = 5.0  # a rank that takes nothing of what is sent to it for so long is lost
+MOST_STRANGERS = 64  # who have yet to introduce themselves; beside them, as many as there are seats
+ACCEPT_AGAIN_SECONDS = 0.2  # after a connection could not be accepted, for want of a descriptor
 
 
 @dataclass(eq=False)
@@ -33,8 +37,10 @@ class Seat:
     plans: dict[int, tuple[str, str, str]] = field(default_factory=dict)  # layer -> kernel, dispatcher, wire
     bytes_read: int = 0
     weight_bytes: int = 0
+    generation: int = 0  # the last that it joined
     steps: int = 0
     expert_rows: int = 0
+    unreachable: str = ""  # why what was sent to it did not arrive
     load: np.ndarray | None = None  # [phases, L, E] tokens its lane sent, since it started
 
 
@@ -54,8 +60,13 @@ class RankEvents(Protocol):
 class Reception:
     """Accepts ranks' streams at `address`, one thread each."""
 
-    def __init__(self, host: str, ranks: int, token: str, events: RankEvents) -> None:
-        self._ranks, self._token, self._events = ranks, token, events
+    def __init__(self, host: str, seats: int, token: str, events: RankEvents) -> None:
+        self._room, self._token, self._events = seats, token, events  # how many seats there are
+        self.most_strangers = MOST_STRANGERS + seats
+        self._strangers = threading.BoundedSemaphore(self.most_strangers)
+        self.send_seconds = SEND_SECONDS
+        self.hello_seconds: float | None = None  # None: HELLO_SECONDS
+        self._closed = threading.Event()
         self._listener = socket.create_server((host, 0))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
 
@@ -65,6 +76,7 @@ class Reception:
 
     def close(self) -> None:
         """Accepts nobody from now on."""
+        self._closed.set()
         try:
             self._listener.shutdown(socket.SHUT_RDWR)  # closing alone leaves a waiting accept one more rank
         except OSError as error:
@@ -75,26 +87,43 @@ class Reception:
         while True:
             try:
                 connection, peer = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._closed.wait(ACCEPT_AGAIN_SECONDS):
+                    return
+                log.warning("a stream could not be accepted yet: %s", error)
+                continue
+            if not self._strangers.acquire(blocking=False):
+                log.warning("refused a stream from %s: too many have yet to introduce themselves", peer)
+                connection.close()
+                continue
             threading.Thread(
                 target=self._serve, args=(connection, peer), name=f"rank {peer}", daemon=True
             ).start()
+
+    def _hello(self, stream: Stream) -> Message:
+        """What a stranger says first; it is one no more afterwards."""
+        try:
+            return stream.receive_first(self.hello_seconds or HELLO_SECONDS)
+        finally:
+            self._strangers.release()
 
     def _serve(self, connection: socket.socket, peer: object) -> None:
         """One rank's thread. However it ends, the stream is closed and the rank gives up its seat."""
         rank, seat, why = -1, None, ""
         try:
             with closing(Stream(connection)) as stream:
-                hello = stream.receive(within=HELLO_SECONDS)
+                stream.bound_sends(self.send_seconds)
+                hello = self._hello(stream)
                 rank, seat = self._introduced(hello, stream)
                 self._events.rank_connected(rank, seat, str(hello.get("refused", "")))
                 while True:
                     self._events.message_received(rank, seat, stream.receive())
         except StreamClosed as closed:
-            why = str(closed)
-        except (KeyError, TypeError, ValueError) as error:
-            log.error("refused a stream from %s: %s", peer, error)
+            why = (seat.unreachable if seat is not None else "") or str(closed)
+            if seat is None:
+                log.warning("a stream from %s ended before its hello: %s", peer, why)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            log.error("refused a stream from %s: %s", peer, clipped(str(error)))
             why = f"sent a malformed message: {error}"
         except Exception as error:
             log.exception("the thread of rank %d, %s, ends", rank, peer)
@@ -105,11 +134,12 @@ class Reception:
 
     def _introduced(self, hello: Message, stream: Stream) -> tuple[int, Seat]:
         """The rank that says hello. Raises ValueError for a stranger, and for a rank of no such number."""
-        rank = int(hello["rank"])
-        if hello["kind"] != "hello" or not hmac.compare_digest(str(hello["token"]), self._token):
+        token = str(hello.get("token", "")).encode(errors="replace")
+        if hello["kind"] != "hello" or not hmac.compare_digest(token, self._token.encode()):
             raise ValueError("a stream must begin with hello and the group's token")
-        if not 0 <= rank < self._ranks:
-            raise ValueError(f"rank {rank} is outside a group of {self._ranks}")
+        rank = int(hello["rank"])
+        if not 0 <= rank < self._room:
+            raise ValueError(f"seat {rank} is outside a group of {self._room} seats")
         return rank, Seat(
             stream,
             int(hello["pid"]),

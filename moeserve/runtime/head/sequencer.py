@@ -1,4 +1,5 @@
-"""`Sequencer`: turns announced jobs into steps, by layer, earliest deadline first, within a token budget.
+"""`Sequencer`: turns announced jobs into steps, by layer, those first that are due first, within a token
+budget.
 
 It decides, and nothing else: no thread, no socket, no clock of its own, so that its rules can be tested as a
 function.
@@ -7,9 +8,10 @@ function.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from moeserve.runtime.step import Announcement, Step
+from moeserve.runtime.step import FIRST_NUMBER, Announcement, Step
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class StepPace:
     step_rows: int
     quiet: float = 0.0005
     gather: float = 0.004
+    due: float = 1.0  # a job is due so long after it came, or at its deadline where that is earlier
 
 
 @dataclass(eq=False)
@@ -34,13 +37,13 @@ class _Queue:
 class Sequencer:
     """Queues of announced jobs, one a layer. Not thread-safe: its owner holds a lock."""
 
-    def __init__(self, ranks: int, pace: StepPace) -> None:
-        self._ranks = ranks
+    def __init__(self, max_lanes: int, pace: StepPace) -> None:
+        self._max_lanes = max_lanes
         self._pace = pace
         self._queues: dict[int, _Queue] = {}
         self._last_arrival = float("-inf")
         self._company = 1  # jobs of the last step
-        self._number = 0
+        self._number = FIRST_NUMBER  # of the next step; it rises for as long as the service lives
 
     @property
     def queued(self) -> int:
@@ -48,15 +51,23 @@ class Sequencer:
         return sum(len(queue.jobs) for queue in self._queues.values())
 
     def announce(self, job: Announcement, now: float) -> None:
-        """Queues a job that a door has ready. Raises ValueError when its rows are over the lane's capacity:
-        doors split first.
+        """Queues a job that a door has ready. Raises ValueError for a lane that there is no room for, and
+        for rows that are none or over the lane's capacity: doors split first.
         """
-        if job.rows > self._pace.lane_rows:
+        if not 0 <= job.lane < self._max_lanes:
+            raise ValueError(f"job {job.job} is of lane {job.lane}; there are {self._max_lanes} lanes")
+        if not 1 <= job.rows <= self._pace.lane_rows:
             raise ValueError(
-                f"job {job.job} of rank {job.rank} has {job.rows} rows; a lane takes {self._pace.lane_rows}"
+                f"job {job.job} of lane {job.lane} has {job.rows} rows; "
+                f"a lane takes 1 to {self._pace.lane_rows}"
             )
         self._queues.setdefault(job.layer, _Queue()).jobs.append((now, job))
         self._last_arrival = now
+
+    def withdraw(self, lane: int, jobs: Collection[int]) -> None:
+        """Forgets jobs of a lane whose callers have left; those that are in a step already stay there."""
+        for queue in self._queues.values():
+            queue.jobs = deque((at, job) for at, job in queue.jobs if job.lane != lane or job.job not in jobs)
 
     def clear(self) -> None:
         """Forgets every queued job: its door announces it again, or has failed it."""
@@ -79,11 +90,16 @@ class Sequencer:
         waiting = {layer: queue for layer, queue in self._queues.items() if queue.jobs}
         if not waiting:
             return None
-        layer = min(waiting, key=lambda layer: min((job.deadline, at) for at, job in waiting[layer].jobs))
+        layer = min(waiting, key=lambda layer: min(map(self._urgency, waiting[layer].jobs)))
         lanes = self._fill(waiting[layer])
         self._company = sum(len(lane) for lane in lanes)
-        self._number += 1
-        return Step(self._number, epoch, layer, tuple(tuple(lane) for lane in lanes))
+        number, self._number = self._number, self._number + 1
+        return Step(number, epoch, layer, tuple(tuple(lane) for lane in lanes))
+
+    def _urgency(self, entry: tuple[float, Announcement]) -> tuple[float, float]:
+        """When a job is due, and when it came: one without a deadline does not wait behind all others."""
+        at, job = entry
+        return min(job.deadline, at + self._pace.due), at
 
     def _drop_expired(self, now: float) -> None:
         for queue in self._queues.values():
@@ -91,17 +107,17 @@ class Sequencer:
 
     def _fill(self, queue: _Queue) -> list[list[tuple[int, int]]]:
         """Jobs by lane, urgent ones first; what does not fit stays queued in its order."""
-        lanes: list[list[tuple[int, int]]] = [[] for _ in range(self._ranks)]
-        rows = [0] * self._ranks
+        lanes: list[list[tuple[int, int]]] = [[] for _ in range(self._max_lanes)]
+        rows = [0] * self._max_lanes
         left: list[tuple[float, Announcement]] = []
-        for at, job in sorted(queue.jobs, key=lambda entry: (entry[1].deadline, entry[0])):
+        for at, job in sorted(queue.jobs, key=self._urgency):
             fits = (
-                rows[job.rank] + job.rows <= self._pace.lane_rows
+                rows[job.lane] + job.rows <= self._pace.lane_rows
                 and sum(rows) + job.rows <= self._pace.step_rows
             )
             if fits or not any(rows):
-                lanes[job.rank].append((job.job, job.rows))
-                rows[job.rank] += job.rows
+                lanes[job.lane].append((job.job, job.rows))
+                rows[job.lane] += job.rows
             else:
                 left.append((at, job))
         queue.jobs = deque(sorted(left, key=lambda entry: entry[0]))

@@ -1,9 +1,10 @@
-"""`TwoPhaseCommit`: changes of the epoch, one at a time; ranks prepare one while steps run and vote."""
+"""`TwoPhaseCommit`: changes of the epoch, one at a time; members prepare one while steps run and vote."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from moeserve.runtime.control.messages import commit_message, stage_message, staged_from
 from moeserve.runtime.control.stream import Message
@@ -15,8 +16,11 @@ log = logging.getLogger(__name__)
 
 
 class TwoPhaseCommit:
-    """Sends a change to every rank, counts the votes and tells the result. Called with the group's lock held.
+    """Sends a change to every member, counts the votes and tells the result. Called with the group's lock
+    held.
 
+    A member that no expert is copied to has nothing to stage and votes at once; it adopts as the others do,
+    since its own rows find the experts by the placement too.
     `layers` are the decoder indices of the placement's layers.
     """
 
@@ -24,6 +28,8 @@ class TwoPhaseCommit:
         self._group, self._layers = group, layers
         self._pending: PendingChange | None = None  # the change under way
         self._changes = 0
+        self.adopt_seconds = 60.0  # until every member serves what was decided
+        self.on_stuck: Callable[[str], None] = self.abandon  # ends the generation
 
     def run(self, change: Change, timeout: float) -> Outcome:
         """Has `change` prepared and voted on; blocks until it has ended, and holds no lock meanwhile."""
@@ -31,35 +37,41 @@ class TwoPhaseCommit:
         if refused := self._refused(change):
             return Outcome(refused)
         self._changes += 1
-        pending = self._pending = PendingChange(self._changes, change, group.ranks)
-        peers = {rank: [seat.weights, seat.host_id] for rank, seat in group.seats.items()}
-        layer = self._layers[change.layer]
-        for rank, seat in list(group.seats.items()):
-            order = stage_message(pending.number, change, layer, rank)
+        members, layer = group.members, self._layers[change.layer]
+        pending = self._pending = PendingChange(self._changes, change, members.seats)
+        peers = {
+            owner: [group.seats[seat].weights, group.seats[seat].host_id]
+            for owner, seat in enumerate(members.seat_of_owner)
+            if seat in group.seats
+        }
+        for number, seat in list(group.seats.items()):
+            order = stage_message(pending.number, change, layer, members.at(number).owner)
             group.send(seat, order | {"generation": group.generation, "peers": peers})
         group.lock.wait_for(lambda: pending.stage is not Stage.PREPARING, timeout)
         if pending.stage is Stage.PREPARING:
             self.abandon(f"ranks {pending.missing} did not prepare it within {timeout:g} s")
-        group.lock.wait_for(lambda: pending.ended)
+        if not group.lock.wait_for(lambda: pending.ended, self.adopt_seconds):
+            late = f"ranks {pending.behind} did not adopt epoch {change.epoch.number}"
+            self.on_stuck(f"{late} within cluster.adopt_seconds = {self.adopt_seconds:g}")
         self._pending = None
         return Outcome(pending.reason, time.monotonic() - started, pending.staged)
 
     def abandon(self, reason: str) -> None:
-        """Drops the change under way, unless it is decided; ranks keep serving the epoch they have."""
+        """Drops the change under way, unless it is decided; members keep serving the epoch they have."""
         if self._pending is None or self._pending.ended:
             return
         self._pending.abandon(reason)
         self._send_outcome()
 
-    def message_received(self, rank: int, message: Message) -> None:
-        """Takes a rank's message about the change: it has staged it, it cannot, or it serves it."""
+    def message_received(self, seat: int, message: Message) -> None:
+        """Takes a member's message about the change: it has staged it, it cannot, or it serves it."""
         if self._pending is None or int(message["change"]) != self._pending.number:
             return
         if message["kind"] == "adopted":
-            self._pending.adopt(rank)
+            self._pending.adopt(seat)
             self._group.lock.notify_all()
         elif self._pending.stage is Stage.PREPARING:
-            self._pending.vote(rank, staged_from(message), str(message["refused"]))
+            self._pending.vote(seat, staged_from(message), str(message["refused"]))
             self._send_outcome()
 
     def _refused(self, change: Change) -> str:
@@ -72,7 +84,7 @@ class TwoPhaseCommit:
         return ""
 
     def _send_outcome(self) -> None:
-        """Sends every rank the change's commit, or that it is abandoned."""
+        """Sends every member the change's commit, or that it is abandoned."""
         if self._pending is None:
             return
         group = self._group

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-from moeserve.device.machine import Machine, machine_named, this_machine
+import torch
+
+from moeserve.device.machine import Machine, machine_named, this_machine, torch_device
+from moeserve.device.residency import hold
 from moeserve.proto.heap import keep_freed_memory
 from moeserve.runtime.config import Config, ConfigError
 
@@ -16,6 +19,19 @@ def machine_for(config: Config) -> Machine:
     if config.plan.device == "cuda" and machine.device != "cuda":
         raise ConfigError("plan.device = 'cuda', and this process sees no CUDA device")
     return machine
+
+
+def own_device(config: Config, machine: Machine, at: int) -> str:
+    """The device of this process's rank, the `at`-th of its host, made the calling thread's current one.
+
+    On a GPU, the multiprocessors that others may hold are kept free of grids that must run at once. Raises
+    ValueError where that leaves none, and RuntimeError where grids were sized with another number before.
+    """
+    device = torch_device(machine, at)
+    if device != "cpu":
+        torch.cuda.set_device(device)
+        hold(device, config.members.held_multiprocessors)
+    return device
 
 
 SWITCH_SECONDS = 0.0005

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 
 from moeserve import __version__
 from moeserve.experts.balance import Policy, balancer_named
 from moeserve.runtime.config import OFF, Config
 from moeserve.runtime.doors.admin_door import AdminDoor
-from moeserve.runtime.doors.endpoint import Endpoint
+from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor
 from moeserve.runtime.doors.operations import Operations
-from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator, Progress
+from moeserve.runtime.head.patience import Patience
 from moeserve.runtime.head.rebalancer import Rebalancer
 from moeserve.runtime.head.sequencer import StepPace
+from moeserve.runtime.planning.layers import first_epoch
 from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.telemetry.head import CoordinatorTelemetry
+
+log = logging.getLogger(__name__)
+
+REPLY_SECONDS = 2.0  # for answers that are there to reach the front door's callers
 
 EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 """Hosts to listen on that no client can be told."""
@@ -31,19 +37,24 @@ class HeadProcess:
 
     def __init__(self, config: Config, host: str) -> None:
         served = served_from(config)
-        epoch = Epoch.first(
-            served.mesh, len(served.layers), served.checkpoint.num_experts, config.balance.redundant_experts
-        )
+        epoch = first_epoch(served)
         step, server = config.step, config.server
-        pace = StepPace(step.lane_rows, step.max_step_tokens, step.quiet_seconds, step.gather_seconds)
+        pace = StepPace(
+            step.lane_rows, step.max_step_tokens, step.quiet_seconds, step.gather_seconds, step.due_seconds
+        )
         self.token = secrets.token_hex(16)
         self.coordinator = Coordinator(epoch, served.layers, pace, host, self.token)
+        self.coordinator.patience = patience_of(config)
         self.rebalancer = Rebalancer(
             self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
         )
         self._telemetry = CoordinatorTelemetry(model_name(config), __version__, served.layers)
         self._telemetry.progress(self.coordinator.progress)
-        self._telemetry.seats(served.mesh.ranks, self.coordinator.seats)
+        self._telemetry.why_not = lambda: (
+            self.coordinator.draining or why_not_serving(self.coordinator.progress())
+        )
+        self._drain_seconds = server.drain_seconds
+        self._telemetry.members(lambda: self.coordinator.epoch.members, self.coordinator.seats)
         self._telemetry.loads(lambda: (self.coordinator.epoch.placement, self.coordinator.load()))
         self._telemetry.weights_version(lambda: self.coordinator.epoch.weights_version)
         self._telemetry.watch(self.rebalancer.interval, self.rebalancer.age)
@@ -53,10 +64,11 @@ class HeadProcess:
         self._front = FrontDoor(
             model_name(config), served, self.coordinator, server.max_message_bytes, self._telemetry.request
         )
+        operations = Operations(served, self.rebalancer, server.reload_root)
         self._endpoint = Endpoint(
-            {"FrontService": self._front, "AdminService": AdminDoor(Operations(served, self.rebalancer))},
+            {"FrontService": self._front, "AdminService": AdminDoor(operations)},
             NOT_A_LANE,
-            server.max_concurrent_calls,
+            door_limits(server),
             server.max_message_bytes,
         )
         self.coordinator.on_change = self._changed
@@ -79,9 +91,14 @@ class HeadProcess:
         return [a for a in (self.metrics_address, *(seats[rank].metrics for rank in sorted(seats))) if a]
 
     def stop(self) -> None:
-        """Refuses new calls, lets those under way finish, and ends the group."""
+        """Refuses new calls, gives those under way `server.drain_seconds`, and ends the group."""
         self.rebalancer.stop()
-        self._endpoint.stop(grace=2.0)
+        self._endpoint.set_serving(serving=False)
+        if not self.coordinator.drain(self._drain_seconds):
+            log.warning(
+                "calls were under way after server.drain_seconds = %g and have no answer", self._drain_seconds
+            )
+        self._endpoint.stop(grace=REPLY_SECONDS)
         self._front.close()
         self.coordinator.stop()
         self._telemetry.close()
@@ -89,6 +106,25 @@ class HeadProcess:
     def _changed(self, progress: Progress) -> None:
         self._endpoint.set_serving(serving=progress.state == "serving")
         self._telemetry.set_progress(progress)
+
+
+def why_not_serving(progress: Progress) -> str:
+    """Why layers cannot be served now; empty while they can."""
+    return "" if progress.state == "serving" else progress.reason or f"the group is {progress.state}"
+
+
+def patience_of(config: Config) -> Patience:
+    """How long the head waits, as configured."""
+    cluster = config.cluster
+    return Patience(
+        give_up=cluster.give_up_seconds,
+        answer=cluster.answer_seconds,
+        prepare=cluster.prepare_seconds,
+        join=cluster.join_seconds,
+        adopt=cluster.adopt_seconds,
+        hello=cluster.hello_seconds,
+        send=cluster.send_seconds,
+    )
 
 
 def policy_of(config: Config) -> Policy:

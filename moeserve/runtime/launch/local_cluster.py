@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import random
 import signal
-import socket
 import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 
 from moeserve.runtime.config import Config
-from moeserve.runtime.launch.head_process import EVERY_ADDRESS, HeadProcess
+from moeserve.runtime.head.patience import Backoff
+from moeserve.runtime.launch.head_process import HeadProcess
 from moeserve.runtime.launch.rank_process import RankSpec, run_rank
 
 log = logging.getLogger(__name__)
 
 IMPORTED = (run_rank.__module__, "triton", "cuda.bindings.driver", "cuda.bindings.nvrtc")
 """What ranks come with; the forkserver leaves out what is not installed."""
+
+LANES_HOST = "127.0.0.1"
+"""Where lanes and control streams listen, whatever `server.host` says: all of it is on this machine."""
 
 STOP_SECONDS = 10.0
 WATCH_SECONDS = 0.1
@@ -35,12 +42,13 @@ class LocalCluster:
         self._config = config.checked()
         self._ranks = config.parallel.mesh.ranks
         self._processes: dict[int, BaseProcess] = {}
+        self._restarts = Restarts()
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(IMPORTED))
         self._stopping = threading.Event()
         self._lock = threading.Lock()
-        self._host = _host_of(self._config)
-        self.head = HeadProcess(self._config, self._host)
+        self.head = HeadProcess(self._config, LANES_HOST)
+        self.head.coordinator.on_given_up, self.head.coordinator.is_gone = self._kill, self._gone
 
     @property
     def address(self) -> str:
@@ -100,7 +108,7 @@ class LocalCluster:
         self.stop()
 
     def _spawn(self, rank: int) -> None:
-        spec = RankSpec(self._config, rank, self.head.streams, self.head.token, self._host, self._ranks, rank)
+        spec = RankSpec(self._config, rank, self.head.streams, self.head.token, LANES_HOST, self._ranks, rank)
         process = self._context.Process(target=_run_rank, args=(spec,), name=f"rank-{rank}", daemon=True)
         process.start()
         with self._lock:
@@ -110,24 +118,86 @@ class LocalCluster:
         while not self._stopping.wait(WATCH_SECONDS):
             if self.head.coordinator.progress().state in ("failed", "stopped"):
                 return
+            self._note_joined()
             for rank, process in list(self._processes.items()):
                 if not process.is_alive() and not self._stopping.is_set():
-                    log.warning(
-                        "rank %d (pid %s) ended with %s; it is started again",
-                        rank,
-                        process.pid,
-                        process.exitcode,
-                    )
-                    self._spawn(rank)
+                    self._start_again(rank, process)
+
+    def _kill(self, rank: int, pid: int) -> None:
+        """Kills a rank's process that the head has given up; it is started again once it is seen dead."""
+        for process in self._living(pid):
+            log.warning("rank %d (pid %d) is killed", rank, pid)
+            process.kill()
+
+    def _gone(self, pid: int) -> bool:
+        """Whether no process of this cluster with that id runs any more."""
+        return not self._living(pid)
+
+    def _living(self, pid: int) -> list[BaseProcess]:
+        with self._lock:
+            return [one for one in self._processes.values() if one.pid == pid and one.is_alive()]
+
+    def _note_joined(self) -> None:
+        """Forgets the failed starts of ranks whose process has joined a generation."""
+        for rank, seat in self.head.coordinator.seats().items():
+            if seat.generation and seat.pid == self._processes[rank].pid:
+                self._restarts.joined(rank)
+
+    def _start_again(self, rank: int, process: BaseProcess) -> None:
+        """Starts a rank whose process has ended, once its pause is over."""
+        now = time.monotonic()
+        if (pause := self._restarts.ended(rank, now)) is not None:
+            log.warning(
+                "rank %d (pid %s) ended with %s; it is started again in %.1f s (failed starts in a row: %d)",
+                rank,
+                process.pid,
+                process.exitcode,
+                pause,
+                self._restarts.failures(rank),
+            )
+        if self._restarts.due(rank, now):
+            self._spawn(rank)
+
+
+class Restarts:
+    """When ranks that ended are started again: at once where they had joined a group, else after a pause that
+    doubles.
+    """
+
+    def __init__(self, draw: Callable[[], float] = random.random) -> None:
+        self._backoffs: defaultdict[int, Backoff] = defaultdict(lambda: Backoff(draw))
+        self._joined = set[int]()  # ranks whose process has joined a generation
+        self._due: dict[int, float] = {}  # rank -> when to start it, of those that ended
+
+    def joined(self, rank: int) -> None:
+        """Notes that the rank's process has started as it should."""
+        self._joined.add(rank)
+        self._backoffs[rank].reset()
+
+    def ended(self, rank: int, now: float) -> float | None:
+        """Notes that the rank's process was found dead; seconds until it is started again the first time that
+        this is said of a process, then None.
+        """
+        if rank in self._due:
+            return None
+        pause = 0.0 if rank in self._joined else self._backoffs[rank].next()
+        self._joined.discard(rank)
+        self._due[rank] = now + pause
+        return pause
+
+    def due(self, rank: int, now: float) -> bool:
+        """Whether the rank is to be started now; it then counts as started."""
+        if self._due[rank] > now:
+            return False
+        del self._due[rank]
+        return True
+
+    def failures(self, rank: int) -> int:
+        """Processes of the rank in a row that joined no group."""
+        return self._backoffs[rank].failures
 
 
 def _run_rank(spec: RankSpec) -> None:
     """A terminal's Ctrl-C reaches every process of the service; the head alone decides when ranks stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     run_rank(spec)
-
-
-def _host_of(config: Config) -> str:
-    """Returns the host that lanes listen on: the front door's, or this machine's if that is every address."""
-    host = config.server.host
-    return socket.gethostbyname(socket.gethostname()) if host in EVERY_ADDRESS else host

@@ -8,21 +8,20 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch forgets to export it
 
-from moeserve.device.machine import torch_device
 from moeserve.dispatch.costs.costs import Costs
+from moeserve.dispatch.group import GroupKind, end_group, form_group
 from moeserve.runtime.config import Config, ConfigError
-from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.launch.environment import machine_for, set_environment
+from moeserve.runtime.launch.environment import machine_for, own_device, set_environment
 from moeserve.runtime.planning.costing import CostBook, costing_of
-from moeserve.runtime.planning.layers import dispatch_spec, plans_for
+from moeserve.runtime.planning.layers import Place, dispatch_spec, first_epoch, plans_for
 from moeserve.runtime.planning.plan import DispatchSpan, Plan
 from moeserve.runtime.served import served_from
 
@@ -110,29 +109,20 @@ def _measure(job: _Job, pipe: Connection) -> None:
     torch.set_num_threads(config.cluster.threads_per_rank or max(1, (os.cpu_count() or 1) // ranks))
     try:
         served, machine = served_from(config), machine_for(config)
-        device = torch_device(machine, job.rank)
+        device = own_device(config, machine, job.rank)
         plans = plans_for(served, machine, config.plan.wanted)
-        placement = Epoch.first(
-            served.mesh, len(served.layers), served.checkpoint.num_experts, config.balance.redundant_experts
-        ).placement
-        if device != "cpu":
-            torch.cuda.set_device(device)
-        dist.init_process_group(
-            "gloo" if device == "cpu" else "nccl",
-            init_method=f"file://{job.store}",
-            rank=job.rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=config.step.timeout_seconds),
-        )
+        place = Place.at(first_epoch(served), job.rank, device)
+        kind = GroupKind("gloo" if device == "cpu" else "nccl", config.step.timeout_seconds, device)
+        group = form_group(FileStore(job.store, ranks), "measuring", job.rank, ranks, kind)
 
         def spec_of(plan: Plan, span: DispatchSpan) -> Any:
-            return dispatch_spec(served, plan, span, (job.rank, placement.slots_per_rank, device))
+            return dispatch_spec(served, plan, span, place)
 
         book = CostBook(replace(costing_of(config), measure="always", anew=True, seconds=job.seconds))
-        book.choose(plans, spec_of)
+        book.choose(plans, spec_of, group)
         pipe.send((list(book.known.values()), ""))
-        dist.barrier()
-        dist.destroy_process_group()
+        dist.barrier(group=group)
+        end_group(group)
     except Exception as error:
         first_line = (str(error).splitlines() or [""])[0]
         pipe.send((None, f"{type(error).__name__}: {first_line}"))

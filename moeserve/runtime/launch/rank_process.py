@@ -13,16 +13,15 @@ from dataclasses import dataclass
 import torch
 
 from moeserve import __version__
-from moeserve.device.machine import torch_device
 from moeserve.proto.host_id import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.control.messages import plans_message
 from moeserve.runtime.control.stream import Stream, StreamClosed, connect
-from moeserve.runtime.doors.endpoint import Endpoint
+from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR, LaneDoor
 from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
 from moeserve.runtime.doors.request import RequestReader
-from moeserve.runtime.launch.environment import machine_for, set_environment, tune_process
+from moeserve.runtime.launch.environment import machine_for, own_device, set_environment, tune_process
 from moeserve.runtime.planning.costing import costing_of
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.rank.lane import Lane
@@ -30,13 +29,11 @@ from moeserve.runtime.rank.member import Member, ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopySources, Mover
-from moeserve.runtime.rank.weights.peers import Peers, WeightsServer
+from moeserve.runtime.rank.weights.peers import Peers, WeightsServer, unread_seconds
 from moeserve.runtime.served import model_name, served_from
 from moeserve.runtime.telemetry.exporter import RankTelemetry
 
 log = logging.getLogger(__name__)
-
-CONNECT_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ def run_rank(spec: RankSpec) -> None:
     _prepare_process(spec)
     started = time.perf_counter()
     try:
-        stream = connect(spec.coordinator, CONNECT_SECONDS)
+        stream = connect(spec.coordinator, spec.config.cluster.connect_seconds)
     except StreamClosed as closed:
         log.warning("rank %d: no coordinator: %s", spec.rank, closed)
         return
@@ -105,9 +102,7 @@ class _RankProcess:
         config, served = spec.config, served_from(spec.config)
         machine = machine_for(config)
         name = model_name(config)
-        device = torch_device(machine, spec.gpu)
-        if device != "cpu":
-            torch.cuda.set_device(device)  # of this thread, which runs the steps
+        device = own_device(config, machine, spec.gpu)  # of this thread, which runs the steps
         plans = plans_for(served, machine, config.plan.wanted)
         rank = self.rank = Rank(spec.rank, served, plans, device, costing_of(config))
         self._regions = Regions(
@@ -119,6 +114,7 @@ class _RankProcess:
         }
         self._telemetry = RankTelemetry(name, spec.rank, __version__, dispatchers)
         self._telemetry.in_flight(lambda: lane.in_flight)
+        self._telemetry.why_not = lambda: lane.closed or ""
         self._telemetry.weights(lambda: (rank.bank.nbytes, rank.bytes_read))
         self._telemetry.device_bytes(rank.held_bytes)
         self._telemetry.regions(lambda: (len(self._regions.list()), self._regions.bytes))
@@ -126,8 +122,9 @@ class _RankProcess:
             "nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds
         )
         self.member = Member(rank, lane, stream, group_settings, self._telemetry.observe_step)
-        lane.announce = self.member.announce
-        self._weights = WeightsServer(spec.host, spec.token, device, rank.bank)
+        lane.announce, lane.withdraw = self.member.announce, self.member.withdraw
+        unread = unread_seconds(config.balance.move_bytes_per_second)
+        self._weights = WeightsServer(spec.host, spec.token, device, rank.bank, unread)
         self._mover = self._mover_of(spec, rank, device)
         self.member.mover = self._mover
         reader = RequestReader(name, served, rank.gate, Payloads(self._regions))
@@ -135,7 +132,7 @@ class _RankProcess:
         self._endpoint = Endpoint(
             {"LaneService": door},
             NOT_THE_FRONT_DOOR,
-            config.server.max_concurrent_calls,
+            door_limits(config.server),
             config.server.max_message_bytes,
         )
         self.member.on_serving = self._serving
@@ -146,12 +143,11 @@ class _RankProcess:
     def _mover_of(self, spec: RankSpec, rank: Rank, device: str) -> Mover:
         balance = spec.config.balance
         sources = CopySources(
-            spec.rank,
             host_id(),
             device,
             rank.bank,
             balance.staging_slots,
-            Peers(spec.token, device),
+            Peers(spec.token, device, balance.copy_seconds),
             rank.use_weights,
             rank.read_expert,
         )

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """Actors see all of the host's GPUs and pick their own, or peer access between ranks cannot be probed."""
 
+HEAD_STOP_SECONDS = 15.0  # for the head to end, beside what calls under way have
+
 
 class _RankActor:
     """Owns one rank. A restarted actor runs its constructor again and so takes its seat again."""
@@ -104,7 +106,8 @@ class RayCluster:
     def stop(self) -> None:
         """Ends the actors, the placement group, and a Ray that was started here."""
         if self._head is not None:
-            _quietly(lambda: ray.get(self._head.stop.remote(), timeout=15))
+            within = self._config.server.drain_seconds + HEAD_STOP_SECONDS
+            _quietly(lambda: ray.get(self._head.stop.remote(), timeout=within))
         for actor in (*self._actors, self._head):
             if actor is not None:
                 _quietly(lambda actor=actor: ray.kill(actor, no_restart=True))

@@ -1,9 +1,13 @@
 """A rank hosted by the caller's own process: under torchrun, or inside a model server, with no hop at all.
 
+The group is the rank's own, beside whatever groups the process has: those of a model server may come and go,
+and are never used. One exception is torch's: a program that ends its default group ends every group.
+
 rank = join_torchrun(config)                       # RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT from torchrun
 mixed, phases = rank.step(layer, rows, lane_rows)  # collective: every rank calls it in one order
                                                    # rows: LaneInput, or LaneLogits for the layer's gate
 rank.late(layer)                                   # once `mixed` is on the host: raises where a peer was late
+leave_torchrun(rank)                               # its process may join again
 """
 
 from __future__ import annotations
@@ -14,40 +18,84 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import (  # type: ignore[attr-defined]  # torch forgets to export them
+    ProcessGroup,
+    Store,
+    rendezvous,
+)
 
-from moeserve.device.machine import torch_device
+from moeserve.dispatch.group import GroupKind, default_store, end_group, form_group, group_beside
 from moeserve.runtime.config import Config, ConfigError
-from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.launch.environment import machine_for
+from moeserve.runtime.launch.environment import machine_for, own_device
 from moeserve.runtime.planning.costing import costing_of
-from moeserve.runtime.planning.layers import plans_for
+from moeserve.runtime.planning.layers import first_epoch, plans_for
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.served import served_from
 from moeserve.runtime.step import LaneRows
 
 
-def join_torchrun(config: Config) -> Rank:
-    """Loads this rank's experts and joins the group that torchrun's environment names, unless one is up.
+class HostedRank(Rank):
+    """A rank in its caller's process, and the group that it has there; None where it is alone."""
 
-    Raises ConfigError when the environment's world is not the configured mesh.
+    group: ProcessGroup | None = None
+    kind: GroupKind  # of its groups
+
+
+def join_torchrun(config: Config) -> HostedRank:
+    """Loads this rank's experts and joins a group of all processes that torchrun's environment names.
+
+    They meet where the process's default group has met, if one is up, else where the environment says. Raises
+    ConfigError when the world is not the configured mesh.
     """
-    world, index = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    index, world = _place()
     mesh = config.parallel.mesh
     if world != mesh.ranks:
         raise ConfigError(f"torchrun started {world} processes; the configured mesh has {mesh.ranks} ranks")
     served, machine = served_from(config), machine_for(config)
-    device = torch_device(machine, int(os.environ.get("LOCAL_RANK", index)))
-    if device != "cpu":
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        limit = timedelta(seconds=config.step.timeout_seconds)
-        dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=limit)
+    device = own_device(config, machine, int(os.environ.get("LOCAL_RANK", index)))
     plans = plans_for(served, machine, config.plan.wanted)
-    rank = Rank(index, served, plans, device, costing_of(config))
-    redundant = config.balance.redundant_experts
-    rank.load(Epoch.first(mesh, len(served.layers), served.checkpoint.num_experts, redundant))
-    rank.join()
+    rank = HostedRank(index, served, plans, device, costing_of(config))
+    rank.kind = GroupKind("gloo" if device == "cpu" else "nccl", config.step.timeout_seconds, device)
+    rank.load(first_epoch(served))
+    if world > 1:
+        store = _meeting(config.step.timeout_seconds)
+        joined = store.add(f"moeserve/joined/{index}", 1)  # ranks join together, and so count alike
+        rank.group = form_group(store, f"moeserve-{joined}", index, world, rank.kind)
+    rank.join(rank.group)
     return rank
+
+
+def leave_torchrun(rank: HostedRank) -> None:
+    """Closes the rank's dispatchers and ends its group; other groups of the process stay as they are.
+
+    No rank may be in a step any more. Not collective.
+    """
+    rank.leave()
+    group, rank.group = rank.group, None
+    if group is not None:
+        end_group(group)
+
+
+def _place() -> tuple[int, int]:
+    """This process's rank and how many there are: by the environment, else by the default group."""
+    up = dist.is_initialized()
+    index, world = (dist.get_rank(), dist.get_world_size()) if up else (0, 1)
+    return int(os.environ.get("RANK", index)), int(os.environ.get("WORLD_SIZE", world))
+
+
+_met: list[Store] = []
+"""Where the environment says that processes meet, once they have. The first rank may be its server, and is so
+until its process ends: others could still meet there when it leaves."""
+
+
+def _meeting(seconds: float) -> Store:
+    """A store that all processes reach."""
+    if dist.is_initialized():
+        return default_store()
+    if not _met:
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
+        _met.append(store)
+    return _met[0]
 
 
 class SequenceParallel:
@@ -57,13 +105,20 @@ class SequenceParallel:
     gathered over the engine's ranks, so that all hold all of them again. Built collectively by all ranks.
     """
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: HostedRank) -> None:
         self._rank = rank
         mesh = rank.served.mesh
         self._mesh, self._tp_rank = mesh, rank.index % mesh.tp
-        engines = [[first + at for at in range(mesh.tp)] for first in range(0, mesh.ranks, mesh.tp)]
-        groups = [dist.new_group(ranks) for ranks in engines]
-        self._group = groups[rank.index // mesh.tp]
+        first = rank.index - self._tp_rank
+        self._group: ProcessGroup | None = None
+        if rank.group is not None:
+            self._group = group_beside(rank.group, rank.kind, range(first, first + mesh.tp))
+
+    def close(self) -> None:
+        """Ends the engine's group; the rank keeps its own."""
+        group, self._group = self._group, None
+        if group is not None:
+            end_group(group)
 
     def step(self, layer: int, rows: LaneRows, engine_rows: tuple[int, ...]) -> Tensor:
         """Runs one layer: `rows` are the same on an engine's ranks, `engine_rows` counts every engine's.
@@ -81,6 +136,8 @@ class SequenceParallel:
         width = parts[0].stop
         padded = answer.new_zeros((width, answer.shape[1]))
         padded[: answer.shape[0]] = answer
+        if self._group is None:
+            return answer
         gathered = [torch.empty_like(padded) for _ in range(mesh.tp)]
         dist.all_gather(gathered, padded, group=self._group)
         return torch.cat([g[: part.stop - part.start] for g, part in zip(gathered, parts, strict=True)])

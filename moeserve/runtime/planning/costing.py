@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from moeserve import __version__
 from moeserve.dispatch.costs.agreement import gathered
@@ -42,6 +43,7 @@ class Costing:
     anew: bool = False  # whatever was kept
     seconds: float = 0.0  # of measuring; 0: what a start may take
     graph_rows: int = 0  # steps of up to so many rows a lane are replayed from CUDA graphs
+    held: int = 0  # multiprocessors of each GPU that grids leave to others
 
     def counts(self, plan: Plan) -> bool:
         """Whether cost has a say in `plan`: dispatchers to choose from, on a device where it is asked."""
@@ -57,7 +59,10 @@ class Costing:
         return CostSetting(
             hosts=hosts,
             device=plan.machine.name,
-            ranks=problem.ranks,
+            lanes=problem.lanes_here,
+            owners=problem.owners_here,
+            max_lanes=problem.lanes,
+            max_owners=problem.owners,
             hidden=problem.shape.hidden,
             top_k=problem.top_k,
             experts=problem.experts,
@@ -65,13 +70,15 @@ class Costing:
             dtype=problem.model_format.name,
             sliced=problem.sliced,
             graph_rows=0 if plan.machine.device == "cpu" else self.graph_rows,
+            held=0 if plan.machine.device == "cpu" else self.held,
             versions=tuple(versions.items()),
         )
 
 
 def costing_of(config: Config) -> Costing:
     """How dispatchers are chosen by cost under `config`."""
-    return Costing(config.plan.measure, config.plan.costs, graph_rows=config.step.graph_rows)
+    plan, held = config.plan, config.members.held_multiprocessors
+    return Costing(plan.measure, plan.costs, graph_rows=config.step.graph_rows, held=held)
 
 
 TABLE_ORDER = Costing()
@@ -85,50 +92,54 @@ class CostBook:
         self._costing = costing
         self.known: dict[CostSetting, Costs] = {}
 
-    def choose(self, plans: Mapping[int, Plan], spec_of: SpecOf) -> dict[int, Plan]:
-        """`plans` by layer with dispatchers chosen by cost where that counts, alike on all ranks.
+    def choose(
+        self, plans: Mapping[int, Plan], spec_of: SpecOf, group: ProcessGroup | None
+    ) -> dict[int, Plan]:
+        """`plans` by layer with dispatchers chosen by cost where that counts, alike on all members.
 
-        Collective over torch.distributed's default group. Raises RuntimeError when ranks would choose
-        differently, and when a dispatcher fails while it is measured.
+        Collective over `group`; None: this member is alone, and has no choice. Raises RuntimeError when they
+        would choose differently, and when a dispatcher fails while it is measured.
         """
         made = {id(plan): plan for plan in plans.values()}
-        if any(plan.problem.ranks > 1 for plan in made.values()):
+        if group is not None and group.size() > 1:
             offers = [self._offers(plan) for plan in made.values()]
-            everyone = gathered((socket.gethostname(), offers))
+            everyone = gathered((socket.gethostname(), offers), group)
             hosts = tuple(sorted({host for host, _ in everyone}))
             for at, plan in enumerate(list(made.values())):
                 keys = [key for key in everyone[0][1][at] if all(key in found[at] for _, found in everyone)]
                 if len(keys) > 1:
-                    made[id(plan)] = plan.by_cost(self._costs(plan, hosts, keys, spec_of))
-            _check_alike(list(made.values()))
+                    made[id(plan)] = plan.by_cost(self._costs(plan, hosts, keys, spec_of, group))
+            _check_alike(list(made.values()), group)
         return {layer: made[id(plan)] for layer, plan in plans.items()}
 
     def _offers(self, plan: Plan) -> list[Key]:
         return [span.key for span in plan.fitting] if self._costing.counts(plan) else []
 
-    def _costs(self, plan: Plan, hosts: tuple[str, ...], keys: Sequence[Key], spec_of: SpecOf) -> Costs:
-        """Returns the costs of every dispatcher in `keys`: those rank 0 knows, and others measured by all."""
-        costs = self._recalled(self._costing.setting(plan, hosts))
+    def _costs(
+        self, plan: Plan, hosts: tuple[str, ...], keys: Sequence[Key], spec_of: SpecOf, group: ProcessGroup
+    ) -> Costs:
+        """Costs of every dispatcher in `keys`: those the first member knows, and others measured by all."""
+        costs = self._recalled(self._costing.setting(plan, hosts), group)
         spans = {span.key: span for span in plan.fitting}
         missing = [spans[key] for key in keys if not costs.tried(*key)]
         if missing:
             began, seconds = time.perf_counter(), self._costing.seconds or SECONDS[plan.machine.device]
             graph_rows = self._costing.graph_rows
             candidates = [Candidate(span.dispatcher, spec_of(plan, span), graph_rows) for span in missing]
-            measured = measure(candidates, seconds)
+            measured = measure(candidates, seconds, group)
             costs = costs.plus(measured.costs, measured.refused)
-            if dist.get_rank() == 0:
+            if group.rank() == 0:
                 self._keep(costs, time.perf_counter() - began)
         self.known[costs.setting] = costs
         return costs
 
-    def _recalled(self, setting: CostSetting) -> Costs:
-        """What rank 0 knows or has kept, the same on every rank."""
+    def _recalled(self, setting: CostSetting, group: ProcessGroup) -> Costs:
+        """What the first member knows or has kept, the same on every one. Collective."""
         box: list[Costs | None] = [None]
-        if dist.get_rank() == 0:
+        if group.rank() == 0:
             kept = None if self._costing.anew else stored_costs(setting, costs_folder(self._costing.folder))
             box = [self.known.get(setting) or kept or Costs(setting)]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, group=group, group_src=0)
         assert box[0] is not None
         return box[0]
 
@@ -150,9 +161,9 @@ def recalled(plans: Mapping[int, Plan], costing: Costing) -> dict[int, Plan]:
     return {layer: made[id(plan)] for layer, plan in plans.items()}
 
 
-def _check_alike(plans: Sequence[Plan]) -> None:
+def _check_alike(plans: Sequence[Plan], group: ProcessGroup) -> None:
     """Raises RuntimeError, on every rank, when one would carry differently from rank 0. Collective."""
-    found = gathered(["; ".join(map(str, plan.dispatchers)) for plan in plans])
+    found = gathered(["; ".join(map(str, plan.dispatchers)) for plan in plans], group)
     for rank, theirs in enumerate(found):
         for first, other in zip(found[0], theirs, strict=True):
             if first != other:

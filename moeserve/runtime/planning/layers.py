@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from moeserve.device.machine import Machine
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.dispatcher import DispatchSpec
+from moeserve.dispatch.members import Members
 from moeserve.experts.kernel import Problem
 from moeserve.experts.kernels import KERNELS
 from moeserve.runtime.config import Wanted
+from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.planning.plan import DispatchSpan, Plan, make_plan
 from moeserve.runtime.served import Served
 
@@ -24,13 +28,39 @@ def plans_for(served: Served, machine: Machine, wanted: Wanted) -> dict[int, Pla
     return plans
 
 
-def dispatch_spec(served: Served, plan: Plan, span: DispatchSpan, seat: tuple[int, int, str]) -> DispatchSpec:
-    """What the rank of `seat`, (rank, slots, device), builds the dispatcher of `span` for."""
-    problem, (rank, slots, device) = plan.problem, seat
+@dataclass(frozen=True)
+class Place:
+    """Where in its group a member stands when its dispatchers are built."""
+
+    members: Members
+    seat: int
+    slots: int  # numbers that each owner's place has
+    held: int  # slots of them that this member has; 0 without an owner's place
+    device: str
+
+    @classmethod
+    def at(cls, epoch: Epoch, seat: int, device: str) -> Place:
+        """The place of `seat` in `epoch`. Raises ValueError for a vacant seat."""
+        held = epoch.slots_of(epoch.members.at(seat))
+        return cls(epoch.members, seat, epoch.placement.slots_per_owner, held, device)
+
+
+def first_epoch(served: Served) -> Epoch:
+    """The epoch that a service starts with: its ranks, and the places that it reserves.
+
+    Raises ValueError where redundant experts do not divide over the ranks.
+    """
+    experts = served.checkpoint.num_experts
+    return Epoch.first(served.mesh, len(served.layers), experts, served.redundant, served.members)
+
+
+def dispatch_spec(served: Served, plan: Plan, span: DispatchSpan, place: Place) -> DispatchSpec:
+    """What the member at `place` builds the dispatcher of `span` for."""
+    problem = plan.problem
     return DispatchSpec(
-        rank=rank,
-        ranks=problem.ranks,
-        slots=slots,
+        members=place.members,
+        seat=place.seat,
+        slots=place.slots,
         hidden=problem.shape.hidden,
         top_k=problem.top_k,
         lane_rows=span.up_to,
@@ -38,7 +68,8 @@ def dispatch_spec(served: Served, plan: Plan, span: DispatchSpan, seat: tuple[in
         wire=span.wire,
         sliced=problem.sliced,
         row_align=plan.kernel.row_align,
-        device=device,
+        device=place.device,
         patience=served.patience,
         on_late=served.on_late,
+        held=place.held,
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from moeserve.dispatch.permute import row_capacity
 from moeserve.experts.batch import Grouping
 from moeserve.runtime.config import BalanceConfig
 from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.planning.layers import dispatch_spec
+from moeserve.runtime.planning.layers import Place, dispatch_spec, first_epoch
 from moeserve.runtime.planning.plan import DispatchSpan, Plan
 from moeserve.runtime.served import Served
 
@@ -31,18 +32,18 @@ def planned_bytes(served: Served, plans: Mapping[int, Plan], balance: BalanceCon
 
     Weights are counted in the scheme's format, which a kernel may pack a few percent tighter or wider. The
     workspace is that of the largest step: its batch, what the first GEMM gives, and answers twice; it comes
-    and goes with steps. Raises ValueError where redundant experts do not divide over the ranks.
+    and goes with steps. Reserved places are counted. Raises ValueError where redundant experts do not divide
+    over the ranks.
     """
-    mesh, experts_of_layer = served.mesh, served.checkpoint.num_experts
-    first = Epoch.first(mesh, len(served.layers), experts_of_layer, balance.redundant_experts)
-    slots = first.placement.slots_per_rank
+    first = first_epoch(replace(served, redundant=balance.redundant_experts))
+    slots = first.placement.slots_per_owner
     experts = {layer: expert_bytes(plan) for layer, plan in plans.items()}
     made = {id(plan): plan for plan in plans.values()}.values()
     steps = [step_bytes(plan, span, slots) for plan in made for span in plan.dispatchers]
     return {
         WEIGHTS: slots * sum(experts.values()),
         STAGING: balance.staging_slots * max(experts.values(), default=0),
-        DISPATCH: dispatch_bytes(served, plans, slots),
+        DISPATCH: dispatch_bytes(served, plans, first),
         WORKSPACE: max(steps, default=0),
     }
 
@@ -55,13 +56,35 @@ def expert_bytes(plan: Plan) -> int:
     return gate_up + weights.nbytes((shape.hidden, shape.inner)) + biases
 
 
-def dispatch_bytes(served: Served, plans: Mapping[int, Plan], slots: int) -> int:
-    """Bytes of the buffers of all dispatchers that serve; layers of the same sizes share theirs."""
+def reserved_bytes(served: Served, plans: Mapping[int, Plan], balance: BalanceConfig) -> dict[str, int]:
+    """How many of `planned_bytes` are for reserved lanes and owners' places, by purpose."""
+    bare = replace(served, max_lanes=0, max_owners=0)
+    made: dict[int, Plan] = {}
+    for plan in plans.values():
+        problem = plan.problem
+        here = replace(
+            problem,
+            lanes=problem.lanes_here,
+            owners=problem.owners_here,
+            reserved_lanes=0,
+            reserved_owners=0,
+        )
+        made.setdefault(id(plan), replace(plan, problem=here))
+    without = planned_bytes(bare, {layer: made[id(plan)] for layer, plan in plans.items()}, balance)
+    return {what: size - without[what] for what, size in planned_bytes(served, plans, balance).items()}
+
+
+def dispatch_bytes(served: Served, plans: Mapping[int, Plan], epoch: Epoch) -> int:
+    """Bytes of the buffers of all dispatchers that serve; layers of the same sizes share theirs.
+
+    They are those of the first member in `epoch`, a rank.
+    """
     built = {}
     for plan in {id(plan): plan for plan in plans.values()}.values():
         for span in plan.dispatchers:
             if span.dispatcher.buffer_bytes is not None:
-                spec = dispatch_spec(served, plan, span, (0, slots, plan.machine.device))
+                place = Place.at(epoch, epoch.members.seats[0], plan.machine.device)
+                spec = dispatch_spec(served, plan, span, place)
                 built[span.dispatcher.name, spec] = span.dispatcher.buffer_bytes(spec)
     return sum(built.values())
 
@@ -69,7 +92,7 @@ def dispatch_bytes(served: Served, plans: Mapping[int, Plan], slots: int) -> int
 def step_bytes(plan: Plan, span: DispatchSpan, slots: int) -> int:
     """Bytes that a step of as many rows as `span` serves works in on one rank, about."""
     problem, shape = plan.problem, plan.problem.shape
-    arrived = problem.ranks * span.up_to
+    arrived = problem.lanes * span.up_to
     rows = slots * arrived
     if span.dispatcher.grouping is Grouping.RAGGED:
         rows = row_capacity(arrived, problem.top_k, slots, plan.kernel.row_align)

@@ -87,7 +87,7 @@ class Plan:
     @property
     def chooses(self) -> bool:
         """Whether several dispatchers could serve, between several ranks."""
-        return self.problem.ranks > 1 and len(self.fitting) > 1
+        return self.problem.owners_here > 1 and len(self.fitting) > 1
 
     def by_cost(self, costs: Costs) -> Plan:
         """The plan with the cheapest dispatchers by `costs`; those that could not be built are refused."""

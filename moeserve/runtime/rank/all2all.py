@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
+
+from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.by_rows import ByRows
 from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec, Traffic
@@ -22,7 +24,7 @@ SpecOf = Callable[[Plan, DispatchSpan], DispatchSpec]
 
 
 class PeersLate(RuntimeError):
-    """A step has no right answer: ranks were late for it, and their rows were not waited for; names them."""
+    """A step has no right answer: it went without the rows of members that were late; names their seats."""
 
 
 class StepTraffic(NamedTuple):
@@ -34,7 +36,7 @@ class StepTraffic(NamedTuple):
 
 
 class RankDispatchers:
-    """The dispatchers of every layer: `join` builds them over the group that is up, `leave` closes them."""
+    """The dispatchers of every layer: `join` builds them over a process group, `leave` closes them."""
 
     def __init__(self, costs: CostBook, spec_of: SpecOf) -> None:
         self._costs, self._spec_of = costs, spec_of
@@ -46,34 +48,35 @@ class RankDispatchers:
         self._plans: dict[int, Plan] = {}
         self._counted: dict[Dispatcher, Traffic] = {}  # what each had sent when last asked
         self._launched: dict[tuple[int, int], StepTraffic] = {}  # by layer and rows, the last
-        self._late: set[int] = set()  # ranks that these dispatchers do not wait for any more
+        self._late: set[int] = set()  # seats that these dispatchers do not wait for any more
 
     def __getitem__(self, layer: int) -> Dispatcher:
         """What carries the rows of `layer` (decoder index). KeyError before `join`."""
         return self._of_layer[layer]
 
-    def join(self, planned: dict[int, Plan]) -> dict[int, Plan]:
+    def join(self, planned: dict[int, Plan], group: ProcessGroup | None) -> dict[int, Plan]:
         """Builds the dispatchers, one for layers of the same sizes; returns the plans as they are served.
 
-        Collective. Where several could serve and the configuration asks for it, they are measured first.
+        Collective over `group`; None: this member is alone. Where several could serve and the configuration
+        asks for it, they are measured first.
         """
         self.leave()
-        self._plans = self._costs.choose(planned, self._spec_of)
+        self._plans = self._costs.choose(planned, self._spec_of, group)
         for layer, plan in self._plans.items():
             for span in plan.dispatchers:
-                self._parts[layer, span.key] = self._part(plan, span)
+                self._parts[layer, span.key] = self._part(plan, span, group)
             self._specs[layer] = self._spec_of(plan, plan.dispatchers[-1])
             ranges = [(span.up_to, self._parts[layer, span.key]) for span in plan.dispatchers]
             self._of_layer[layer] = ranges[0][1] if len(ranges) == 1 else ByRows(ranges)
         return self._plans
 
-    def _part(self, plan: Plan, span: DispatchSpan) -> Dispatcher:
+    def _part(self, plan: Plan, span: DispatchSpan, group: ProcessGroup | None) -> Dispatcher:
         """The dispatcher of one range, built for the most rows of any range that it serves."""
         fullest = {other.key: other for other in plan.dispatchers}[span.key]  # the last range of each
         spec = self._spec_of(plan, fullest)
         key = (span.dispatcher.name, spec)
         if key not in self._built:
-            self._built[key] = span.dispatcher.build(spec)
+            self._built[key] = span.dispatcher.build(spec, group)
             if span.dispatcher.buffer_bytes is not None:
                 self.buffer_bytes += span.dispatcher.buffer_bytes(spec)
         return self._built[key]
@@ -91,11 +94,27 @@ class RankDispatchers:
         for dispatcher in list(self._built.values()):
             dispatcher.interrupt()
 
+    def exclude(self, seats: Collection[int]) -> None:
+        """Ends every dispatcher's waits for the members of `seats`; steps go on without their rows.
+
+        They are late for no step from now on, also if they were before.
+        """
+        for dispatcher in list(self._built.values()):
+            dispatcher.exclude(seats)
+        self._late -= set(seats)
+
+    def expect(self, layer: int, rows: int, step: tuple[int, tuple[int, ...]]) -> None:
+        """Says that a graph of `layer`, of `rows` rows a lane, is replayed next as `step`: its number, and
+        the lanes of the graph that launch nothing in it.
+        """
+        number, absent = step
+        self._parts[layer, self._plans[layer].span(rows).key].expect(number, absent)
+
     def late(self, layer: int) -> tuple[int, ...]:
-        """Ranks whose rows the last steps of `layer` went without; to be asked once an answer is on the host.
+        """Seats whose rows the last steps of `layer` went without; to be asked once an answer is on the host.
 
         Raises PeersLate, naming them, where the configuration says that a step fails without them, and from
-        then on for every step until the dispatchers are built anew: nobody waits for those ranks any more.
+        then on for every step until the dispatchers are built anew: nobody waits for those members any more.
         """
         late = self._of_layer[layer].late()
         self._late.update(late)

@@ -1,18 +1,24 @@
 """`StepGraphs`: small steps of a GPU rank as CUDA graphs; launching them one by one costs more than they do.
 
 A step of up to `most_rows` rows a lane is padded to the next power of two and replayed from a graph of its
-layer and size. Every rank sees the same row counts in a step's header, so all take the same graph.
+layer and size. Every member sees the same row counts in a step's header, so all take the same graph.
+
+A graph is recorded with padded rows of every lane that the group has room for, reserved ones too, so that
+none is recorded again when a lane is taken or left. Lanes that launch nothing in a step are absent from it:
+its dispatcher is told of them before the graph is replayed.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from moeserve.dispatch.members import Members
 from moeserve.runtime.step import LaneRows
 
 log = logging.getLogger(__name__)
@@ -34,13 +40,53 @@ class Key(NamedTuple):
     kind: Hashable
 
 
+@dataclass(frozen=True)
+class GraphStep:
+    """A step that may come from a graph, as one member sees it."""
+
+    layer: int
+    kind: Hashable
+    lane_rows: tuple[int, ...]  # by lane, reserved ones too
+    absent: tuple[int, ...] = ()  # lanes that launch nothing in it
+    brings: bool = True  # whether this member has a lane
+
+    @property
+    def padded(self) -> int:
+        """Rows of every lane in its graph."""
+        return padded_rows(max(self.lane_rows))
+
+    @property
+    def launched(self) -> tuple[int, ...]:
+        """Rows of each lane where the step is launched padded, and not replayed: absent lanes bring none."""
+        return tuple(0 if lane in self.absent else self.padded for lane in range(len(self.lane_rows)))
+
+    @property
+    def recorded(self) -> tuple[int, ...]:
+        """Rows of each lane in its graph."""
+        return (self.padded,) * len(self.lane_rows)
+
+
+def absent_lanes(members: Members, lane_rows: tuple[int, ...]) -> tuple[int, ...]:
+    """Lanes that launch nothing in a step: those it does not name, unless an owner has them, and reserved
+    ones.
+    """
+    if members.equal:  # every lane is an owner's
+        return ()
+    launching = {members.at(seat).lane for seat in members.in_step(lane_rows)}
+    return tuple(lane for lane in range(members.max_lanes) if lane not in launching)
+
+
 def padded_rows(rows: int) -> int:
     """Rows of every lane in the graph of a step to whose fullest lane `rows` come; at least 1."""
     return 1 << (max(rows, 1) - 1).bit_length()
 
 
+def _nothing() -> None:
+    """What is done before a replay that nobody has to be told of."""
+
+
 class StepGraphs:
-    """Graphs of one rank in one generation of its group; dropped when the dispatchers are closed."""
+    """Graphs of one member in one generation of its group; dropped when the dispatchers are closed."""
 
     def __init__(self, most_rows: int, device: str, capture: Capture | None = None) -> None:
         self.most_rows = most_rows
@@ -60,25 +106,27 @@ class StepGraphs:
         return sum(replay is not None for replay in self._replays.values())
 
     def run(
-        self, layer: int, kind: Hashable, rows: LaneRows, lane_rows: tuple[int, ...], compute: Compute
+        self, step: GraphStep, rows: LaneRows, compute: Compute, before_replay: Callable[[], None] = _nothing
     ) -> Tensor:
         """The answer `[T, H]` of `rows`, as `compute` gives it for them; a new tensor.
 
         The first step of a size runs as it is and warms its kernels, the second is recorded, and from then
-        on it is replayed. What cannot be recorded goes on running as it is, padded alike, with a warning.
+        on it is replayed, after `before_replay`. What cannot be recorded goes on running as it is, padded
+        alike, with a warning.
         """
-        own, padded = rows.hidden.shape[0], padded_rows(max(lane_rows))
+        own, padded = rows.hidden.shape[0], step.padded
         form = (type(rows), *((column.dtype, column.shape[1:]) for column in rows.columns()))
-        key, lanes = Key(layer, padded, form, kind), (padded,) * len(lane_rows)
-        inputs = self._filled(rows, padded, form)
+        key = Key(step.layer, padded, form, step.kind)
+        inputs = self._filled(rows, padded if step.brings else 0, form)
         if key not in self._answers:
-            self._answers[key] = compute(inputs, lanes)
+            self._answers[key] = compute(inputs, step.launched)
             return self._answers[key][:own].clone()
         if key not in self._replays:
-            self._replays[key] = self._recorded(key, inputs, lanes, compute)
+            self._replays[key] = self._recorded(key, inputs, step.recorded, compute)
         replay = self._replays[key]
         if replay is None:
-            return compute(inputs, lanes)[:own].clone()
+            return compute(inputs, step.launched)[:own].clone()
+        before_replay()
         replay()
         return self._answers[key][:own].clone()
 

@@ -1,4 +1,4 @@
-"""`Lane`: a rank's jobs between its doors and its step thread; `LaneCall`: one caller's batch on it."""
+"""`Lane`: a member's jobs between its doors and its step thread; `LaneCall`: one caller's batch on it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeserve.runtime.errors import DeadlinePassed, GroupUnavailable, LaneFull, one_version
+from moeserve.runtime.errors import (
+    BatchTooLarge,
+    DeadlinePassed,
+    GroupUnavailable,
+    LaneFull,
+    one_version,
+    pushback,
+)
 from moeserve.runtime.step import Announcement, Job, Stamp
 
 
@@ -23,7 +30,7 @@ class LaneBatch:
     hidden: Tensor  # [T, H] of the served dtype
     experts: Tensor  # [T, K] int32, EMPTY = none
     weights: Tensor  # [T, K] float32, final
-    deadline: float = math.inf  # time.time() seconds
+    deadline: float = math.inf  # time.monotonic() seconds
     weights_version: int = 0  # demanded; 0: none
 
 
@@ -52,7 +59,7 @@ class LaneCall:
             if self._left and self.error is None:
                 return
             self._done.set()
-        self._ended(self)
+        self._end()
 
     def give_up(self, error: Exception) -> None:
         """Lets its waiter go with `error`, unless it has ended; parts that still end are nobody's."""
@@ -61,7 +68,15 @@ class LaneCall:
                 return
             self.error = error
             self._done.set()
-        self._ended(self)
+        self._end()
+
+    def _end(self) -> None:
+        """Tells of the end, once. The call and its jobs hold each other no more: both go when nobody reads
+        the answer, without waiting for a collection."""
+        for job in self.jobs:
+            job.disown()
+        ended, self._ended = self._ended, _nobody_asks
+        ended(self)
 
     @property
     def ended(self) -> bool:
@@ -85,19 +100,21 @@ class LaneCall:
 
 
 class Lane:
-    """Jobs of one rank. Doors submit; the step thread takes what a header names and finishes it.
+    """Jobs of one lane. Doors submit; the step thread takes what a header names and finishes it.
 
     A job stays here until it ends or its caller leaves. A header may name a job that is gone: its rows still
     travel, as rows without experts.
     """
 
-    def __init__(self, rank: int, capacity: int, queue_limit: int) -> None:
-        self.rank = rank
+    def __init__(self, number: int, capacity: int, queue_limit: int) -> None:
+        self.number = number  # among the group's lanes
         self.capacity = capacity
         self.announce: Callable[[Announcement], None] = _nobody
+        self.withdraw: Callable[[list[int]], None] = lambda jobs: None  # of callers who have left
         self._queue_limit = queue_limit
         self._jobs: dict[int, Job] = {}
         self._numbers = itertools.count(1)
+        self._refusals = 0  # since a call was last taken
         self._lock = threading.Lock()
         self._closed: str | None = "the group is forming"
 
@@ -120,6 +137,11 @@ class Lane:
         with self._lock:
             self._closed = None
 
+    def drain(self, reason: str) -> None:
+        """Takes no further job, and goes on with those it holds: the service is about to stop."""
+        with self._lock:
+            self._closed = self._closed or reason
+
     def close(self, reason: str) -> None:
         """Fails waiting jobs, and new ones, with GroupUnavailable: the group stopped serving."""
         with self._lock:
@@ -131,8 +153,15 @@ class Lane:
     def submit(self, batch: LaneBatch, ended: Callable[[LaneCall], None] = lambda call: None) -> LaneCall:
         """Starts a batch of at least one row; one over the lane's capacity is split and answered whole.
 
-        `ended` is called once, by the thread that ends the call. Raises GroupUnavailable or Overloaded.
+        `ended` is called once, by the thread that ends the call. Raises GroupUnavailable, LaneFull, or
+        BatchTooLarge for a batch that the lane could not take even while it holds no other.
         """
+        rows = batch.hidden.shape[0]
+        if rows > self._queue_limit * self.capacity:
+            raise BatchTooLarge(
+                f"hidden: {rows} rows in one call, and lane {self.number} takes {self._queue_limit} x "
+                f"{self.capacity} at most; send them in several calls"
+            )
 
         def leave(done: LaneCall) -> None:
             self._forget(done)
@@ -161,15 +190,25 @@ class Lane:
             if self._closed is not None:
                 raise GroupUnavailable(self._closed)
             if len(self._jobs) + len(call.jobs) > self._queue_limit:
-                text = f"lane {self.rank} holds {len(self._jobs)} jobs and takes {self._queue_limit} at most"
-                raise LaneFull(text, pushback=0.05)
+                text = (
+                    f"lane {self.number} holds {len(self._jobs)} jobs and takes {self._queue_limit} at most"
+                )
+                self._refusals += 1
+                raise LaneFull(text, pushback(self._refusals))
+            self._refusals = 0
             self._jobs.update({job.number: job for job in call.jobs})
-        for job in call.jobs:
-            self.announce(Announcement(self.rank, job.number, job.layer, job.hidden.shape[0], job.deadline))
+        try:
+            for job in call.jobs:
+                self.announce(
+                    Announcement(self.number, job.number, job.layer, job.hidden.shape[0], job.deadline)
+                )
+        except BaseException:
+            self._forget(call)
+            raise
         return call
 
     def cancel(self, call: LaneCall) -> None:
-        """Forgets a call whose caller has left; its rows may still travel."""
+        """Forgets a call whose caller has left: its jobs that are in no step yet are withdrawn."""
         self._forget(call)
 
     def take(self, named: tuple[tuple[int, int], ...]) -> list[Job | None]:
@@ -185,9 +224,15 @@ class Lane:
             job.fail(DeadlinePassed(f"layer {job.layer}: no answer within the deadline"))
 
     def _forget(self, call: LaneCall) -> None:
+        """Holds a call's jobs no more; withdraws those without an answer."""
         with self._lock:
-            for job in call.jobs:
-                self._jobs.pop(job.number, None)
+            held = [job for job in call.jobs if self._jobs.pop(job.number, None) is not None]
+        if left := [job.number for job in held if job.output is None and job.error is None]:
+            self.withdraw(left)
+
+
+def _nobody_asks(call: LaneCall) -> None:
+    """Hears that a call ended whose end was told."""
 
 
 def _nobody(job: Announcement) -> None:

@@ -1,5 +1,5 @@
-"""`Member`: a rank's seat in the group. It follows the coordinator's ordered stream and alone issues
-collectives.
+"""`Member`: one process's part in the group. It follows the coordinator's ordered stream and alone issues
+collectives. A member without a lane takes no calls; a step that it has no part in is not sent to it.
 
 Two threads: one receives (so that an abort is seen while a step runs), one executes entries in their order.
 Doors have threads of their own, and so has the mover, which prepares the next epoch beside them.
@@ -12,13 +12,13 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not exported
+from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]  # not exported
 
+from moeserve.dispatch.group import GroupKind, abort_group, end_group, form_group
 from moeserve.runtime.control.messages import (
     announcement_message,
     committed_epoch,
@@ -35,13 +35,14 @@ from moeserve.runtime.errors import WrongVersion
 from moeserve.runtime.rank.answers import on_host
 from moeserve.runtime.rank.lane import Lane
 from moeserve.runtime.rank.rank import LayerProgress, Rank
+from moeserve.runtime.rank.reports import Counted, Reports
 from moeserve.runtime.rank.weights.mover import Mover
 from moeserve.runtime.step import Announcement, Header, Job, LaneInput, Stamp, StepRecord, empty_input
 
 log = logging.getLogger(__name__)
 
 REPORT_SECONDS = 1.0  # between reports of load to the coordinator
-JOIN_SECONDS = 20.0  # for a process group to come together
+DRAIN_LOOK_SECONDS = 0.01  # between looks for calls under way, once no further one is taken
 ABORTED = -1  # as a member's generation: none is live
 
 
@@ -54,12 +55,15 @@ class ProcessGroupSettings:
 
 
 class Member:
-    """Runs one rank's entries. `run` returns when the coordinator ends the stream or says stop."""
+    """Runs one member's entries. `run` returns when the coordinator ends the stream or says stop.
+
+    `lane` holds the jobs of its doors; None for a member that only holds experts.
+    """
 
     def __init__(
         self,
         rank: Rank,
-        lane: Lane,
+        lane: Lane | None,
         stream: Stream,
         group_settings: ProcessGroupSettings,
         observe: Callable[[StepRecord], None],
@@ -72,8 +76,10 @@ class Member:
         self._entries: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._generation = 0  # newest that was announced; entries of older ones are dropped
         self._epoch: Epoch | None = None
+        self._group: ProcessGroup | None = None  # of the generation that was joined
         self.steps = 0
         self.expert_rows = 0
+        self._reports = Reports(stream.send)
         self._reported = 0  # steps in the last report
         self._reported_at = 0.0
         self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
@@ -88,6 +94,13 @@ class Member:
         """Tells the coordinator of a job; called by doors."""
         self._stream.send(announcement_message(job, self._generation))
 
+    def withdraw(self, jobs: list[int]) -> None:
+        """Tells the coordinator of jobs whose callers have left; called by doors."""
+        try:
+            self._stream.send({"kind": "withdraw", "generation": self._generation, "jobs": jobs})
+        except StreamClosed as closed:
+            log.info("rank %d: nobody waits for withdrawn jobs any more: %s", self._rank.index, closed)
+
     def run(self) -> None:
         """Executes entries until the stream ends."""
         threading.Thread(target=self._receive, name="stream", daemon=True).start()
@@ -100,7 +113,8 @@ class Member:
                 break
             except Exception as error:
                 self._report_failure(entry, error)
-        self._lane.close("the rank is stopping")
+        self._reports.close()
+        self._close_lane("the rank is stopping")
         self._leave()
 
     def _next(self) -> Message:
@@ -109,8 +123,16 @@ class Member:
             try:
                 return self._entries.get(timeout=REPORT_SECONDS)
             except queue.Empty:
-                self._lane.expire(time.time())
+                self._expire_jobs()
                 self._report()
+
+    def _expire_jobs(self) -> None:
+        if self._lane is not None:
+            self._lane.expire(time.monotonic())
+
+    def _close_lane(self, reason: str) -> None:
+        if self._lane is not None:
+            self._lane.close(reason)
 
     def _receive(self) -> None:
         """Sees aborts at once; hands every entry to the executing thread."""
@@ -120,18 +142,32 @@ class Member:
                 if message["kind"] in ("stage", "abandon"):
                     self._prepare_change(message)
                     continue
+                if message["kind"] == "ask":
+                    self._say_here(message["generation"])
+                    continue
+                if message["kind"] == "drain":
+                    threading.Thread(target=self._drain, args=(message,), name="drain", daemon=True).start()
+                    continue
                 if message["kind"] == "abort":
                     self._generation = ABORTED
-                    self._lane.close(message["reason"])  # after the generation: a commit under way sees it
+                    self._close_lane(message["reason"])  # after the generation: a commit under way sees it
                     self._interrupt()
                     if self.mover is not None:
                         self.mover.abandon()
                 elif message["kind"] == "prepare":
                     self._generation = message["generation"]
+                    self._say_here(self._generation)
                 self._entries.put(message)
         except StreamClosed as closed:
-            self._lane.close(f"the coordinator is gone: {closed}")
-            self._entries.put({"kind": "stop"})
+            self._close_lane(f"the coordinator is gone: {closed}")
+        except Exception as error:
+            log.exception(
+                "rank %d: the thread that receives entries ends, and with it the rank", self._rank.index
+            )
+            self._close_lane(
+                f"an entry of the coordinator could not be taken: {type(error).__name__}: {error}"
+            )
+        self._entries.put({"kind": "stop"})
 
     def _interrupt(self) -> None:
         """Ends the step under way, whose callers have been told: nothing waits for a dead rank.
@@ -139,10 +175,10 @@ class Member:
         gloo sees a dead peer by itself; a NCCL kernel waits for ever, and peer memory until patience ends.
         """
         self._rank.interrupt()
-        if self._group_settings.backend == "nccl" and dist.is_initialized():
+        if (group := self._group) is not None:
             try:
-                dist.distributed_c10d._get_default_group().abort()
-            except RuntimeError as error:
+                abort_group(group)
+            except (RuntimeError, ValueError) as error:
                 log.info("rank %d: the process group was gone already: %s", self._rank.index, error)
 
     def _execute(self, entry: Message) -> None:
@@ -172,17 +208,15 @@ class Member:
         self._stream.send({"kind": "failed", "generation": entry["generation"], "reason": reason})
 
     def _prepare(self, entry: Message) -> None:
-        """Loads what the epoch gives this rank, unless it has it, and votes."""
+        """Loads what the epoch gives this member, unless it has it, and votes."""
         self._leave()
         if self.mover is not None:
             self.mover.release()
         epoch = epoch_from(entry["epoch"])
+        self._check_lane(epoch)
         self._rank.use_weights(epoch.weights)
-        if self._epoch is None or (self._epoch.placement, self._epoch.versions) != (
-            epoch.placement,
-            epoch.versions,
-        ):
-            self._load(epoch)
+        if self._epoch is None or _loaded(self._epoch) != _loaded(epoch):
+            self._load(epoch, entry["generation"])
         self._epoch = epoch
         self._stream.send(
             {
@@ -193,14 +227,22 @@ class Member:
             }
         )
 
+    def _check_lane(self, epoch: Epoch) -> None:
+        """Raises RuntimeError where this process was started with another lane than its seat has."""
+        own = None if self._lane is None else self._lane.number
+        if (given := epoch.members.at(self._rank.index).lane) != own:
+            raise RuntimeError(
+                f"seat {self._rank.index} has lane {given}; its process was started with {own}"
+            )
+
     def _join_generation(self, entry: Message) -> None:
         """Everyone is prepared: joins the generation's process group and takes jobs."""
         if self._epoch is None:
             raise RuntimeError("join came before prepare")
         started = time.perf_counter()
-        self._join(entry["store"], entry["generation"], self._epoch.mesh.ranks)
+        self._join(entry["store"], entry["generation"], (entry["position"], entry["size"]))
         grouped = time.perf_counter()
-        self._rank.join()
+        self._rank.join(self._group)
         log.info(
             "rank %d: joined generation %d, its process group in %.2f s, dispatchers in %.2f s",
             self._rank.index,
@@ -208,9 +250,10 @@ class Member:
             grouped - started,
             time.perf_counter() - grouped,
         )
-        self._lane.open()
+        if self._lane is not None:
+            self._lane.open()
         if entry["generation"] != self._generation:  # aborted while it joined
-            self._lane.close("the group is forming again")
+            self._close_lane("the group is forming again")
             return
         self.on_serving(entry["generation"], self._epoch.number)
         joined = {"kind": "joined", "generation": entry["generation"]}
@@ -227,6 +270,18 @@ class Member:
         else:
             self.mover.abandon()
 
+    def _drain(self, message: Message) -> None:
+        """Takes no further call, and says when those under way have ended. Steps go on meanwhile."""
+        if self._lane is not None:
+            self._lane.drain(message["reason"])
+            until = time.monotonic() + message["seconds"]
+            while self._lane.in_flight and time.monotonic() < until:
+                time.sleep(DRAIN_LOOK_SECONDS)
+        try:
+            self._stream.send({"kind": "drained", "generation": message["generation"]})
+        except StreamClosed as closed:
+            log.info("rank %d: nobody waits for its calls any more: %s", self._rank.index, closed)
+
     def send_vote(self, vote: Vote) -> None:
         """Sends the mover's vote to the coordinator."""
         self._stream.send(vote_message(vote))
@@ -238,7 +293,7 @@ class Member:
         self._stream.send({"kind": "failed", "generation": order.generation, "reason": what})
 
     def _commit(self, entry: Message) -> None:
-        """Commits what every rank had voted for: it is served from the next step on."""
+        """Commits what every member had voted for: it is served from the next step on."""
         if self._epoch is None or self.mover is None:
             raise RuntimeError("commit came before prepare")
         epoch, layer = committed_epoch(entry, self._epoch), int(entry["layer"])
@@ -255,23 +310,27 @@ class Member:
         self._stream.send(adopted)
 
     def _report(self) -> None:
-        """Sends what was counted since the start, when it changed."""
+        """Has what was counted since the start sent, when it changed."""
         if self.steps == self._reported or self._generation == ABORTED:
             return
         self._reported, self._reported_at = self.steps, time.monotonic()
-        self._stream.send(
-            {
-                "kind": "report",
-                "generation": self._generation,
-                "steps": self.steps,
-                "expert_rows": self.expert_rows,
-                "load": self._rank.load_reading().tokens.tolist(),
-            }
-        )
+        if (meter := self._rank.meter) is not None:
+            load = meter.snapshot(time.monotonic())
+            self._reports.put(Counted(self._generation, self.steps, self.expert_rows, load))
 
-    def _load(self, epoch: Epoch) -> None:
-        started = time.perf_counter()
-        self._rank.load(epoch, progress_bar(self._rank.index))
+    def _say_here(self, generation: int) -> None:
+        """Tells the head that this process runs, and goes on."""
+        self._stream.send({"kind": "here", "generation": generation})
+
+    def _load(self, epoch: Epoch, generation: int) -> None:
+        started, bar = time.perf_counter(), progress_bar(self._rank.index)
+
+        def told(layers: Iterable[int]) -> Iterator[int]:
+            for layer in bar(layers):
+                self._say_here(generation)
+                yield layer
+
+        self._rank.load(epoch, told)
         log.info(
             "rank %d: read %.1f MB of expert weights for %d layers in %.2f s",
             self._rank.index,
@@ -280,22 +339,23 @@ class Member:
             time.perf_counter() - started,
         )
 
-    def _join(self, store: str, generation: int, ranks: int) -> None:
+    def _join(self, store: str, generation: int, place: tuple[int, int]) -> None:
+        """Joins the process group of a generation; `place` is this member's position, and of how many."""
         host, port = store.rsplit(":", 1)
-        limit = timedelta(seconds=self._group_settings.timeout)
+        settings = self._group_settings
+        limit = timedelta(seconds=settings.timeout)
         shared = TCPStore(host, int(port), is_master=False, timeout=limit, wait_for_workers=False)
-        dist.init_process_group(
-            self._group_settings.backend,
-            store=PrefixStore(f"generation-{generation}", shared),
-            rank=self._rank.index,
-            world_size=ranks,
-            timeout=limit,
-        )
+        kind = GroupKind(settings.backend, settings.timeout, self._rank.device)
+        self._group = form_group(shared, f"moeserve-{store}-{generation}", *place, kind)
+        if generation != self._generation:  # its abort found no group yet
+            raise RuntimeError("the generation was aborted while its process group formed")
 
     def _leave(self) -> None:
+        """Closes the dispatchers and ends the generation's group; no other group of the process changes."""
         self._rank.leave()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        group, self._group = self._group, None
+        if group is not None:
+            end_group(group)
 
     def _version(self, header: Header) -> int:
         """The version of the weights that the step's layer is at here."""
@@ -304,13 +364,17 @@ class Member:
             raise RuntimeError(f"step {header.number} is of epoch {header.epoch}; this rank holds {found}")
         return self._epoch.version(self._rank.served.layers.index(header.layer))
 
+    def _taken(self, header: Header) -> list[Job | None]:
+        """The jobs of a header; none without a lane, to which a header names no job."""
+        return [] if self._lane is None else self._lane.take(header.jobs)
+
     def _step(self, header: Header, generation: int) -> None:
-        started = time.time()
+        started = time.monotonic()
         version = self._version(header)
-        jobs = [wanted_in(job, version) for job in self._lane.take(header.jobs)]
+        jobs = [wanted_in(job, version) for job in self._taken(header)]
         served, top_k = self._rank.served, self._rank.plans[header.layer].problem.top_k
         rows = LaneInput.gather(header, jobs, empty_input(served.checkpoint.hidden, top_k, served.dtype))
-        answer, phases = self._rank.step(header.layer, rows, header.lane_rows)
+        answer, phases = self._rank.step(header.layer, rows, header.lane_rows, header.number)
         answer, at = on_host(answer), 0
         late = self._rank.late(header.layer)
         for (_, size), job in zip(header.jobs, jobs, strict=True):
@@ -321,10 +385,15 @@ class Member:
         self.expert_rows += max(0, phases.expert_rows)
         self._stream.send({"kind": "done", "generation": generation, "step": header.number})
         if time.monotonic() - self._reported_at > REPORT_SECONDS:
-            self._lane.expire(time.time())
+            self._expire_jobs()
             self._report()
         wait = max((started - job.created for job in jobs if job is not None), default=0.0)
         self._observe(StepRecord(header.number, header.layer, len(jobs), at, wait, phases, late))
+
+
+def _loaded(epoch: Epoch) -> tuple[object, ...]:
+    """What a member reads experts for: a change of anything else needs no load."""
+    return epoch.placement, epoch.versions, epoch.members
 
 
 def wanted_in(job: Job | None, version: int) -> Job | None:

@@ -1,24 +1,30 @@
-"""`Rank`: one rank's experts, dispatcher and step, as a plain class without Ray or gRPC.
+"""`Rank`: one member's experts, dispatcher and step, as a plain class without Ray or gRPC.
 
 A launcher gives it a seat in a group; a model server may as well host it in its own process (torchrun) and
-call `step` directly, with no hop at all.
+call `step` directly, with no hop at all. A rank holds experts and brings rows. A member that does only one of
+both is served by the same class: without an owner's place it loads no experts and runs no kernel, without a
+lane it brings no rows and gets none back.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moeserve.checkpoints.checkpoint import Checkpoint
+from moeserve.device.waits import check_waits
 from moeserve.dispatch.dispatcher import DispatchSpec
+from moeserve.dispatch.members import Member
 from moeserve.dispatch.routing import Routing
 from moeserve.experts.bank import Bank
-from moeserve.experts.batch import Grouping
+from moeserve.experts.batch import ExpertBatch, Grouping
 from moeserve.experts.checksum import Slot
 from moeserve.experts.kernel import Kernel, KernelSpec
 from moeserve.experts.placement import EMPTY
@@ -29,24 +35,33 @@ from moeserve.experts.routing.meter import LoadMeter, Reading
 from moeserve.quant.format import Format
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.planning.costing import TABLE_ORDER, CostBook, Costing
-from moeserve.runtime.planning.layers import dispatch_spec
+from moeserve.runtime.planning.layers import Place, dispatch_spec
 from moeserve.runtime.planning.plan import DispatchSpan, Plan
 from moeserve.runtime.rank.all2all import RankDispatchers
-from moeserve.runtime.rank.graphs import StepGraphs, padded_rows
+from moeserve.runtime.rank.graphs import GraphStep, StepGraphs, absent_lanes, padded_rows
 from moeserve.runtime.rank.memory import held_bytes, release_cached
 from moeserve.runtime.rank.warm import Arrivals, warm
 from moeserve.runtime.rank.warm_steps import numbers_of, warm_choices, warm_grouping, warm_routing, warm_steps
 from moeserve.runtime.served import Served
-from moeserve.runtime.step import LaneLogits, LaneRows, Phases
+from moeserve.runtime.step import FIRST_NUMBER, LaneLogits, LaneRows, Phases, empty_input
 
 log = logging.getLogger(__name__)
 
 LayerProgress = Callable[[Iterable[int]], Iterable[int]]
 
 
+class _Launch(NamedTuple):
+    """A step as it is launched, or recorded."""
+
+    layer: int
+    lane_rows: tuple[int, ...]  # by lane, padded in a graph
+    fullest: int  # rows of the fullest lane, not padded
+    number: int
+
+
 class Rank:
-    """One rank. `load` reads its experts, `join` builds its dispatchers once the process group is up, `step`
-    runs.
+    """One member, of seat `index`. `load` reads its experts, `join` builds its dispatchers once the process
+    group is up, `step` runs.
     """
 
     def __init__(
@@ -71,18 +86,39 @@ class Rank:
         self._dispatchers = RankDispatchers(CostBook(costing), self._dispatch_spec)
         self._graphs = StepGraphs(served.graph_rows, device)
         self._book: AddressBook | None = None
+        self._epoch: Epoch | None = None  # as it was loaded last
+        self._number = 0  # of the last step since the dispatchers were built
+        self._choices_warm = False
         self._gates: dict[int, tuple[Gate, Gate]] = {}  # by layer: as it is stored, and on the device
 
+    @property
+    def epoch(self) -> Epoch:
+        """The epoch that was loaded last. Raises RuntimeError before `load`."""
+        if self._epoch is None:
+            raise RuntimeError(f"rank {self.index} has loaded no experts; call load and join before step")
+        return self._epoch
+
+    @property
+    def member(self) -> Member:
+        """What this is in its group: its lane, and its owner's place. Raises RuntimeError before `load`."""
+        return self.epoch.members.at(self.index)
+
+    @property
+    def _place(self) -> Place:
+        return Place.at(self.epoch, self.index, self.device)
+
     def load(self, epoch: Epoch, progress: LayerProgress = iter) -> None:
-        """Reads what `epoch` gives this rank and it does not hold, from disk, and prepares it.
+        """Reads what `epoch` gives this member and it does not hold, from disk, and prepares it.
 
         At first that is its experts of every layer, and only those; after a change, the slots that differ.
+        A member without slots reads nothing.
         """
+        self._epoch = epoch
         for layer in progress(self.served.layers):
             position = self._position[layer]
             wanted = self._held_in(epoch, position)
             held = self._held.pop(layer, None)
-            if held is None or held[1] != wanted[1]:
+            if held is None or held[1] != wanted[1] or len(held[0]) != len(wanted[0]):
                 self._load_layer(layer, wanted)
             else:
                 for slot, (old, new) in enumerate(zip(held[0], wanted[0], strict=True)):
@@ -90,7 +126,9 @@ class Rank:
                         self.bank.write(layer, slot, self.read_expert(layer, new, wanted[1]))
             self._held[layer] = wanted
         if self._book is None or self.meter is None:
-            self._book = AddressBook(epoch.placement, self.device, self.served.replica_choice, self.index)
+            self._book = AddressBook(
+                epoch.placement, self.device, self.served.replica_choice, self.member.lane or 0
+            )
             sizes = (len(self.served.layers), epoch.placement.experts, epoch.placement.slots.shape[1])
             self.meter = LoadMeter(sizes, self.device)
         self._book.update(epoch.placement)
@@ -102,26 +140,27 @@ class Rank:
     def warm(self) -> None:
         """Runs what a step runs alone, once for every size it may have, so that no step waits for a compiler.
 
-        On the CPU there is nothing to compile. `load` ends with it: no other rank is waited for. A rank that
-        is alone runs whole steps when it has joined.
+        On the CPU there is nothing to compile. `load` ends with it: no other member is waited for. A rank
+        that is alone runs whole steps when it has joined.
         """
         if self.device == "cpu" or self._book is None or self.meter is None:
             return
         started, before = time.perf_counter(), len(self._warm)
-        for layer, plan in self._planned.items():
+        for layer, plan in self._planned.items() if self._place.held else ():
             for arrivals in {Arrivals.over(span, plan, self.bank[layer].slots) for span in plan.fitting}:
                 key = (self._kernel_spec(plan), arrivals)
                 if key not in self._warm:
                     warm(self._kernels[layer], self.bank[layer], arrivals)
                     self._warm.add(key)
-        if len(self._warm) > before:
-            kernels = time.perf_counter()
-            self._warm_choices(self._book, self.meter)
+        if len(self._warm) > before or not self._choices_warm:
+            kernels, self._choices_warm = time.perf_counter(), True
+            if self.member.lane is not None:
+                self._warm_choices(self._book, self.meter)
             text = "rank %d: its kernels are warm in %.1f s, choices and routing in %.1f s"
             log.info(text, self.index, kernels - started, time.perf_counter() - kernels)
 
     def _warm_choices(self, book: AddressBook, meter: LoadMeter) -> None:
-        """What a step does with its rows' choices and logits before they leave this rank."""
+        """What a step does with its rows' choices and logits before they leave this member."""
         served, device = self.served, self.device
 
         def addressing(rows: int) -> StepAddressing:
@@ -133,14 +172,14 @@ class Rank:
 
     def _warm_grouping(self) -> None:
         """Groups and weighs rows where a dispatcher that serves leaves that to the kernels of `permute`."""
-        if self.device == "cpu":
+        slots = self._place.held
+        if self.device == "cpu" or not slots:
             return
         wanted = {
             (span.wire, (plan.problem.top_k, plan.problem.shape.hidden, slots, plan.kernel.row_align))
-            for layer, plan in self.plans.items()
+            for plan in self.plans.values()
             for span in plan.dispatchers
             if span.dispatcher.grouping is Grouping.RAGGED and span.dispatcher.permutes
-            if (slots := self.bank[layer].slots)
         }
         started = time.perf_counter()
         for wire, sizes in wanted - self._grouped:
@@ -150,17 +189,23 @@ class Rank:
         self._grouped |= wanted
 
     def _warm_steps(self) -> None:
-        """Whole steps of the first layer of every plan, where this rank is the only one."""
-        if self.device == "cpu" or self.served.mesh.ranks > 1:
+        """Whole steps of the first layer of every plan, where this rank is the only member.
+
+        They are numbered below every step of a service.
+        """
+        lane = self.member.lane
+        if self.device == "cpu" or len(self.epoch.members) > 1 or lane is None:
             return
         started, done = time.perf_counter(), 0
         for layer in {id(plan): layer for layer, plan in reversed(self.plans.items())}.values():
 
             def run(rows: LaneRows, layer: int = layer) -> Tensor:
-                return self.step(layer, rows, (rows.hidden.shape[0],))[0]
+                return self.step(layer, rows, (*(0,) * lane, rows.hidden.shape[0]))[0]
 
             recorded = min(self._graphs.most_rows, self.plans[layer].problem.lane_rows)
             done += warm_steps(run, self.served, self._gate_here(layer), recorded)
+        if self._number >= FIRST_NUMBER:
+            raise RuntimeError(f"rank {self.index}: {done} warm steps; a service's begin at {FIRST_NUMBER}")
         log.info("rank %d: %d steps warmed it in %.1f s", self.index, done, time.perf_counter() - started)
 
     def _kernel_spec(self, plan: Plan) -> KernelSpec:
@@ -170,6 +215,7 @@ class Rank:
         """The layer at `position` has been committed: from the next step on it is `epoch`'s."""
         if self._book is None or self.meter is None:
             raise RuntimeError(f"rank {self.index} has loaded no experts")
+        self._epoch = epoch
         self._held[self.served.layers[position]] = self._held_in(epoch, position)
         self._book.update_layer(position, epoch.placement.slots[position])
         self.meter.moved(position)
@@ -201,6 +247,8 @@ class Rank:
 
     def _load_layer(self, layer: int, wanted: tuple[tuple[int, ...], int]) -> None:
         slots, version = wanted
+        if not slots:
+            return
         checkpoint, before = self._checkpoint(version), self._checkpoint(version).bytes_read
         plan = self.plans[layer]
         spec = self._kernel_spec(plan)
@@ -212,9 +260,11 @@ class Rank:
         self.bytes_read += checkpoint.bytes_read - before
 
     def _held_in(self, epoch: Epoch, position: int) -> tuple[tuple[int, ...], int]:
-        owner = 0 if self.served.mesh.sliced else self.index
-        slots = epoch.placement.of_rank(position, owner)
-        return tuple(slots.tolist()), epoch.version(position)
+        """Experts in the slots that this member has at a layer, and the version of their weights."""
+        member, sliced = epoch.members.at(self.index), epoch.mesh.sliced
+        held = epoch.slots_of(member)
+        place = epoch.placement.of_owner(position, 0 if sliced or member.owner is None else member.owner)
+        return tuple(place[:held].tolist()), epoch.version(position)
 
     def _checkpoint(self, version: int) -> Checkpoint:
         """The checkpoint of a version, opened. Raises ValueError for one that is not of the same shapes."""
@@ -226,16 +276,18 @@ class Rank:
 
     @property
     def _part(self) -> tuple[int, int]:
-        mesh = self.served.mesh
-        return (self.index, mesh.slices) if mesh.sliced else (0, 1)
+        mesh, owner = self.served.mesh, self.member.owner
+        return (owner, mesh.slices) if mesh.sliced and owner is not None else (0, 1)
 
-    def join(self) -> None:
-        """Builds the dispatchers over the process group that is up now; layers of the same sizes share one.
+    def join(self, group: ProcessGroup | None = None) -> None:
+        """Builds the dispatchers over `group`, of this epoch's members by position; None: this one is alone.
 
-        Collective. Where several could serve and the configuration asks for it, they are measured first.
+        Layers of the same sizes share one. The group stays its owner's, who ends it after `leave`. Collective
+        over it. Where several could serve and the configuration asks for it, they are measured first.
         """
         self.leave()
-        self.plans = self._dispatchers.join(self._planned)
+        self._number = 0
+        self.plans = self._dispatchers.join(self._planned, group)
         self._warm_grouping()
         self._warm_steps()
         release_cached(self.device)
@@ -245,33 +297,68 @@ class Rank:
         self._graphs = StepGraphs(self.served.graph_rows, self.device)
         self._dispatchers.leave()
 
+    def exclude(self, seats: Collection[int]) -> None:
+        """Waits for no member of `seats` any more, also in the step under way; none is late for it."""
+        self._dispatchers.exclude(seats)
+
     def interrupt(self) -> None:
-        """No dispatcher waits for another rank any more: the group has ended. From any thread."""
+        """No dispatcher waits for another member any more: the group has ended. From any thread."""
         self._dispatchers.interrupt()
 
     def late(self, layer: int) -> tuple[int, ...]:
-        """Ranks whose rows the last steps of `layer` went without; to be asked once an answer is on the host.
+        """Seats whose rows the last steps of `layer` went without; to be asked once an answer is on the host.
 
-        Raises PeersLate as `RankDispatchers.late` does.
+        Raises RuntimeError as `check_waits` does, and PeersLate as `RankDispatchers.late` does.
         """
+        check_waits()
         return self._dispatchers.late(layer)
 
-    def step(self, layer: int, rows: LaneRows, lane_rows: tuple[int, ...]) -> tuple[Tensor, Phases]:
-        """Runs one layer's step; collective over the group.
+    def step(
+        self, layer: int, rows: LaneRows, lane_rows: tuple[int, ...], number: int | None = None
+    ) -> tuple[Tensor, Phases]:
+        """Runs one layer's step; collective over the members that take part: owners, and lanes with rows.
 
         `rows` are this lane's: hidden states of the served dtype, and final weights or what the layer's gate
-        takes; `lane_rows` counts every lane's. Returns the mixed expert output `[T, H]` of the served dtype,
-        and what the step took. Raises ValueError for logits as `Gate.route` does, before the others are met.
+        takes; a member without a lane brings none. `lane_rows` counts every lane's, by lane; lanes at the end
+        that are only reserved may be left out. `number` is the step's, alike on all who take part, and rises.
+        Without one, steps are counted here since `join`, and then every member must call every step; one that
+        has no part in it returns at once.
+
+        Returns the mixed expert output `[T, H]` of the served dtype, and what the step took. Raises
+        ValueError for logits as `Gate.route` does, before the others are met, and for a number that does not
+        rise.
         """
         if self._book is None or self.meter is None:
             raise RuntimeError(f"rank {self.index} has loaded no experts; call load and join before step")
         if isinstance(rows, LaneLogits):
             self._gate_here(layer).check(rows.logits)
+        number = self._numbered(number)
+        lane_rows += (0,) * (self.epoch.members.max_lanes - len(lane_rows))
+        fullest, member = max(lane_rows), self.member
+        if member.owner is None and not (member.lane is not None and lane_rows[member.lane]):
+            return self._absent(layer, fullest)
         self.meter.tick(time.monotonic())
-        fullest = max(lane_rows)
+        launch = _Launch(layer, lane_rows, fullest, number)
         if self._recordable(layer, fullest):
-            return self._replayed(layer, rows, lane_rows)
-        return self._launched(layer, rows.to(self.device), lane_rows, fullest)
+            return self._replayed(launch, rows)
+        return self._launched(launch, rows.to(self.device))
+
+    def _numbered(self, number: int | None) -> int:
+        """The number of the next step. Raises ValueError where it does not rise."""
+        following = self._number + 1
+        if number is not None and number < following:
+            raise ValueError(
+                f"rank {self.index}: step {number} comes after step {self._number}; numbers rise"
+            )
+        self._number = following if number is None else number
+        return self._number
+
+    def _absent(self, layer: int, fullest: int) -> tuple[Tensor, Phases]:
+        """A step that this member has no part in: it launches nothing."""
+        plan, served = self.plans[layer], self.served
+        none = empty_input(plan.problem.shape.hidden, plan.problem.top_k, served.dtype).hidden
+        name = plan.span(fullest).dispatcher.name
+        return none.to(self.device), Phases(0.0, 0.0, 0.0, 0, 0, 0, name)
 
     def _recordable(self, layer: int, fullest: int) -> bool:
         """Whether a step of these rows is a graph: small, on a GPU, with a dispatcher that reads no count."""
@@ -290,37 +377,39 @@ class Rank:
             self._gates[layer] = stored, here
         return here
 
-    def _replayed(self, layer: int, rows: LaneRows, lane_rows: tuple[int, ...]) -> tuple[Tensor, Phases]:
+    def _replayed(self, launch: _Launch, rows: LaneRows) -> tuple[Tensor, Phases]:
         """One step from its graph. What it took is told as one phase, and the bytes as they were recorded."""
         assert self.meter is not None
-        lap, fullest = _stopwatch(), max(lane_rows)
+        lap, layer = _stopwatch(), launch.layer
+        kind = self.meter.metering.phase(launch.fullest)
+        absent = absent_lanes(self.epoch.members, launch.lane_rows)
+        step = GraphStep(layer, kind, launch.lane_rows, absent, self.member.lane is not None)
 
         def launched(inputs: LaneRows, lanes: tuple[int, ...]) -> Tensor:
-            return self._launched(layer, inputs, lanes, fullest)[0]
+            return self._launched(launch._replace(lane_rows=lanes), inputs)[0]
 
-        kind = self.meter.metering.phase(fullest)
-        answer = self._graphs.run(layer, kind, rows, lane_rows, launched)
-        sent = self._dispatchers.traffic_of_replayed(layer, padded_rows(fullest))
+        def before_replay() -> None:
+            self._dispatchers.expect(layer, step.padded, (launch.number, absent))
+
+        answer = self._graphs.run(step, rows, launched, before_replay)
+        sent = self._dispatchers.traffic_of_replayed(layer, step.padded)
         return answer, Phases(0.0, lap(), 0.0, -1, sent.dispatched, sent.combined, sent.dispatcher)
 
-    def _launched(
-        self, layer: int, rows: LaneRows, lane_rows: tuple[int, ...], fullest: int
-    ) -> tuple[Tensor, Phases]:
-        """One step, phase by phase; rows are metered as of a step whose fullest lane brings `fullest`."""
+    def _launched(self, launch: _Launch, rows: LaneRows) -> tuple[Tensor, Phases]:
+        """One step, phase by phase; rows are metered as of a step with the fullest lane of `launch`."""
         assert self._book is not None and self.meter is not None
-        position, dispatcher = self._position[layer], self._dispatchers[layer]
-        lap = _stopwatch()
-        addressing = StepAddressing(position, self._book, self.meter, fullest)
+        layer, lane_rows = launch.layer, launch.lane_rows
+        dispatcher, lap = self._dispatchers[layer], _stopwatch()
+        addressing = StepAddressing(self._position[layer], self._book, self.meter, launch.fullest)
         if isinstance(rows, LaneLogits):
             slots, weights = routed(self._gates[layer][1], rows.logits, rows.valid, addressing)
         else:
             slots, weights = addressed(Choices(rows.experts, rows.weights, rows.valid), addressing)
         hidden, weights = self._weigh_input(layer, rows.hidden, slots, weights)
-        routing = Routing(slots, weights, lane_rows)
-        arrived = dispatcher.dispatch(hidden, routing)
+        arrived = dispatcher.dispatch(hidden, Routing(slots, weights, lane_rows, launch.number))
         dispatched = lap()
-        batch = replace(arrived.batch, likely=sum(lane_rows) * slots.shape[1] / self._book.slots)
-        outputs = self._kernels[layer].apply(self.bank[layer], batch)
+        likely = self._taken_rows(lane_rows) * slots.shape[1] / self._book.room
+        outputs = self._computed(layer, replace(arrived.batch, likely=likely))
         computed = lap()
         answer = dispatcher.combine(outputs, arrived.ticket)
         combined = lap()
@@ -328,6 +417,18 @@ class Rank:
         sent = self._dispatchers.traffic_of_launched(layer, max(lane_rows))
         bytes_sent = (sent.dispatched, sent.combined)
         return answer, Phases(dispatched, computed, combined, expert_rows, *bytes_sent, sent.dispatcher)
+
+    def _computed(self, layer: int, batch: ExpertBatch) -> Tensor:
+        """What this member's experts make of `batch`; zeros for the room of one that holds none."""
+        if layer in self._kernels:
+            return self._kernels[layer].apply(self.bank[layer], batch)
+        tokens = batch.tokens
+        return torch.zeros(tokens.shape, dtype=self.served.dtype, device=batch.counts.device)
+
+    def _taken_rows(self, lane_rows: tuple[int, ...]) -> int:
+        """Rows of lanes that a member has; those of reserved ones are only room in a graph."""
+        taken = self.epoch.members.seat_of_lane
+        return sum(rows for rows, seat in zip(lane_rows, taken, strict=True) if seat is not None)
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of its device by each of `PURPOSES`; from any thread."""
@@ -349,8 +450,7 @@ class Rank:
         return hidden * scale.to(hidden.dtype), (slots != EMPTY).to(weights.dtype)
 
     def _dispatch_spec(self, plan: Plan, span: DispatchSpan) -> DispatchSpec:
-        slots = self.bank[self.served.layers[0]].slots  # every layer has as many
-        return dispatch_spec(self.served, plan, span, (self.index, slots, self.device))
+        return dispatch_spec(self.served, plan, span, self._place)
 
 
 def _stopwatch() -> Callable[[], float]:

@@ -33,7 +33,7 @@ class Arrivals:
     def over(cls, span: DispatchSpan, plan: Plan, slots: int) -> Arrivals:
         """What the dispatcher of `span` brings to a rank with `slots` slots."""
         problem, grouping = plan.problem, span.dispatcher.grouping
-        rows = most = problem.ranks * span.up_to
+        rows = most = problem.lanes * span.up_to
         if grouping is Grouping.RAGGED:
             most = row_capacity(rows, problem.top_k, slots, plan.kernel.row_align)
         bare = cls(span.wire, grouping, slots, problem.shape.hidden, most)

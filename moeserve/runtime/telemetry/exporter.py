@@ -21,12 +21,12 @@ from prometheus_client import (
     Histogram,
     ProcessCollector,
     disable_created_metrics,
-    start_http_server,
 )
 
 from moeserve.runtime.config import ConfigError
 from moeserve.runtime.planning.memory import PURPOSES
 from moeserve.runtime.step import StepRecord
+from moeserve.runtime.telemetry.http import serve_http
 from moeserve.runtime.telemetry.metrics import DIRECTIONS, PHASES, PROCESS, RANK, Metric
 
 
@@ -37,6 +37,9 @@ class Telemetry:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the series of counters
         self._own = dict(own)
         self._registry = CollectorRegistry()
+        self.why_not: Callable[[], str] = lambda: (
+            "it is starting"
+        )  # layers can be served now; empty: they can
         self._server: tuple[WSGIServer, threading.Thread] | None = None
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
@@ -62,12 +65,12 @@ class Telemetry:
         self._gauge("moe_epoch").set(epoch)
 
     def serve(self, host: str, port: int) -> int:
-        """Starts to answer scrapes at `http://host:port/metrics`; 0 picks a free port. Returns the port.
+        """Starts to answer scrapes and probes at `http://host:port`; 0 picks a free port. Returns the port.
 
         Raises ConfigError when the address cannot be had.
         """
         try:
-            server, thread = start_http_server(port, host, self._registry)
+            server, thread = serve_http(host, port, self._registry, lambda: self.why_not())
         except OSError as error:
             raise ConfigError(
                 f"cannot serve metrics on {host}:{port}: {error.strerror or error}; set server.metrics_port "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -13,12 +13,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from moeserve.dispatch.members import Members
 from moeserve.experts.load import Load
 from moeserve.experts.placement import Placement
 from moeserve.runtime.head.coordinator import Progress
 from moeserve.runtime.head.rebalancer import OUTCOMES, RELOADED, Cycle
 from moeserve.runtime.telemetry.exporter import Telemetry
-from moeserve.runtime.telemetry.metrics import COORDINATOR, METRICS, STATES
+from moeserve.runtime.telemetry.metrics import COORDINATOR, METRICS, PLACES, ROLES, STATES
 
 BALANCE_SECONDS = 60.0  # the window balancedness is taken over
 SNAPSHOT_SECONDS = 5.0  # between the loads remembered in that window, however often it is scraped
@@ -34,7 +35,7 @@ class CoordinatorTelemetry(Telemetry):
         self._states = {state: self._gauge("moe_service_state", state=state) for state in STATES}
         self._reforms = self._counter("moe_group_reforms_total")
         self._state, self._has_served = "", False
-        self._ranks = 0
+        self._members: Callable[[], Members] = lambda: Members((), 0, 0)
         self._up: Callable[[], Iterable[int]] = tuple
         self._progress: Callable[[], Progress] | None = None
         self._loads: Callable[[], tuple[Placement, Load]] | None = None
@@ -65,9 +66,9 @@ class CoordinatorTelemetry(Telemetry):
         """Steps, jobs and queue are read when scraped."""
         self._progress = read
 
-    def seats(self, ranks: int, read: Callable[[], Iterable[int]]) -> None:
-        """Which of `ranks` ranks are connected is read when scraped."""
-        self._ranks, self._up = ranks, read
+    def members(self, read: Callable[[], Members], up: Callable[[], Iterable[int]]) -> None:
+        """The members of the group, and the seats of those that are connected, are read when scraped."""
+        self._members, self._up = read, up
 
     def loads(self, read: Callable[[], tuple[Placement, Load]]) -> None:
         """The placement that is served, and the load since the start, are read when scraped."""
@@ -104,8 +105,9 @@ class CoordinatorTelemetry(Telemetry):
         self._corrupted.inc(cycle.corrupted)
 
     def _compute(self) -> Iterator[Family]:
-        up = set(self._up())
-        yield self._family("moe_rank_up", [((str(rank),), rank in up) for rank in range(self._ranks)])
+        up, members = set(self._up()), self._members()
+        yield self._family("moe_rank_up", [((str(seat),), seat in up) for seat in members.seats])
+        yield self._family("moe_members", _places(members, up))
         if self._progress is not None:
             progress = self._progress()
             yield self._family("moe_group_steps_total", [((), progress.steps)])
@@ -121,7 +123,13 @@ class CoordinatorTelemetry(Telemetry):
         by_layer = [((layer,), float(value)) for layer, value, tokens in balance if tokens > 0]
         yield self._family("moe_balancedness", by_layer)
         rows = zip(self._layers, routed.tolist(), strict=True)
-        by_rank = [((layer, str(rank)), count) for layer, row in rows for rank, count in enumerate(row)]
+        seats = self._members().seat_of_owner
+        by_rank = [
+            ((layer, str(seat)), count)
+            for layer, row in rows
+            for seat, count in zip(seats, row, strict=False)  # sliced experts have one owner, all members
+            if seat is not None
+        ]
         yield self._family("moe_routed_rows_total", by_rank)
         yield self._family("moe_expert_load_ratio", self._hottest(placement, recent))
 
@@ -143,6 +151,15 @@ class CoordinatorTelemetry(Telemetry):
         for labels, value in samples:
             family.add_metric((*self._own.values(), *labels), value)
         return family
+
+
+def _places(members: Members, up: set[int]) -> Iterator[tuple[tuple[str, str], float]]:
+    """How many lanes and owners' places are in each of `PLACES`."""
+    for role, seats in zip(ROLES, (members.seat_of_lane, members.seat_of_owner), strict=True):
+        found = Counter(
+            "reserved" if seat is None else "present" if seat in up else "missing" for seat in seats
+        )
+        yield from (((role, place), found[place]) for place in PLACES)
 
 
 class _Computed(Collector):
@@ -178,7 +195,7 @@ class RecentLoad:
             tokens = load.tokens
             last = self._last if self._last.shape == tokens.shape else np.zeros_like(tokens)
             grown = np.maximum(tokens - last, 0.0)
-            rows = placement.rank_load(grown)
+            rows = placement.owner_load(grown)
             self._routed = self._routed + rows if self._routed.shape == rows.shape else rows
             if placement != self._placement or (tokens < last).any():
                 self._readings = deque([(now, tokens - grown)])

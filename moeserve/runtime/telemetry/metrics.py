@@ -18,6 +18,12 @@ SECONDS = (
 CYCLE_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Upper bounds of a rebalancing cycle's buckets."""
 
+ROLES = ("lane", "owner")
+"""What a member is: it brings rows, or holds experts; a rank of expert parallelism does both."""
+
+PLACES = ("present", "missing", "reserved")
+"""A place is filled by a connected member, by one that is not connected, or by nobody yet."""
+
 STATES = ("forming", "preparing", "joining", "serving", "failed", "stopped")
 """What a coordinator's progress can be."""
 
@@ -100,7 +106,14 @@ RANK = (
 COORDINATOR = (
     _gauge("moe_service_state", "1 for the state the service is in.", "state"),
     _counter("moe_group_reforms_total", "Times the group served again after an abort."),
-    _computed(_gauge("moe_rank_up", "1 when the coordinator is connected to the rank.", "rank")),
+    _computed(_gauge("moe_rank_up", "1 when the coordinator is connected to the rank, by its seat.", "rank")),
+    _computed(
+        _gauge(
+            "moe_members",
+            "Places of the group that a connected member fills, and that are kept for members.",
+            *("role", "state"),
+        )
+    ),
     _computed(_counter("moe_group_steps_total", "Steps sequenced for the group.")),
     _computed(_counter("moe_group_jobs_total", "Jobs announced by doors.")),
     _computed(_gauge("moe_jobs_queued", "Jobs announced and in no step yet.")),

@@ -21,6 +21,11 @@ def random_placement(
     return Placement(np.stack(rows).astype(np.int32), ranks, experts)
 
 
+def two_ranks(placement: Placement) -> Epoch:
+    mesh = Mesh(2, 1, 2)
+    return Epoch(1, mesh, placement, mesh.members())
+
+
 @pytest.mark.parametrize("staging", [1, 2, 5])
 @pytest.mark.parametrize(("ranks", "width", "experts"), [(4, 5, 16), (4, 4, 16), (3, 6, 11), (2, 1, 2)])
 def test_every_epoch_on_the_way_is_whole_and_small(
@@ -29,7 +34,8 @@ def test_every_epoch_on_the_way_is_whole_and_small(
     for seed in range(40):
         random = np.random.default_rng(seed)
         now, then = (random_placement(random, 2, ranks, width, experts) for _ in range(2))
-        epoch = Epoch(1, Mesh(ranks, 1, ranks), now)
+        mesh = Mesh(ranks, 1, ranks)
+        epoch = Epoch(1, mesh, now, mesh.members())
         try:
             changes = list(rebalance(epoch, then, staging))
         except ValueError as error:
@@ -50,14 +56,14 @@ def test_every_epoch_on_the_way_is_whole_and_small(
 def test_a_swap_between_ranks_is_one_epoch() -> None:
     now = Placement.even(1, 4, 2)
     then = Placement(np.array([[2, 1, 0, 3]]), 2, 4)
-    (change,) = rebalance(Epoch(1, Mesh(2, 1, 2), now), then, 1)
+    (change,) = rebalance(two_ranks(now), then, 1)
     assert [(move.slot, move.expert, move.source) for move in change.moves] == [(0, 2, 2), (2, 0, 0)]
 
 
 def test_a_slot_given_up_copies_nothing() -> None:
     now = Placement(np.array([[0, 1, 2, 0]]), 2, 3)
     then = Placement(np.array([[0, 1, 2, EMPTY]]), 2, 3)
-    (change,) = rebalance(Epoch(1, Mesh(2, 1, 2), now), then, 1)
+    (change,) = rebalance(two_ranks(now), then, 1)
     assert change.moves == ()
 
 

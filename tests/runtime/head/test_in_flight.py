@@ -2,9 +2,12 @@
 
 import math
 
+from moeserve.dispatch.members import Member, Members
 from moeserve.runtime.head.in_flight import MOST, StepsInFlight
 from moeserve.runtime.head.sequencer import StepPace
-from moeserve.runtime.step import Announcement
+from moeserve.runtime.step import FIRST_NUMBER, Announcement
+
+MEMBERS = Members.of_ranks(2)
 
 
 def waiting(*layers: int) -> StepsInFlight:
@@ -17,29 +20,46 @@ def waiting(*layers: int) -> StepsInFlight:
 
 def test_only_so_many_steps_run_at_once() -> None:
     steps = waiting(*range(MOST + 1))
-    started = [steps.start(1, 1.0) for _ in range(MOST)]
+    started = [steps.start(1, 1.0, MEMBERS) for _ in range(MOST)]
     assert None not in started
     assert (steps.steps, steps.jobs, steps.running, steps.queued) == (MOST, MOST + 1, MOST, 1)
     assert steps.due(9.0) is None
     for rank in range(2):
-        steps.finish(rank, 1, 2.0)
+        steps.finish(rank, FIRST_NUMBER, 2.0)
     due = steps.due(9.0)
     assert due is not None and due <= 9.0
 
 
 def test_a_step_ends_with_its_last_rank_and_took_what_the_group_spent_on_it() -> None:
     steps = waiting(3, 5)
-    assert [step and step.layer for step in (steps.start(1, 1.0), steps.start(1, 2.0))] == [3, 5]
-    assert steps.finish(0, 1, 4.0) is None and steps.finish(0, 1, 4.5) is None
-    assert steps.finish(1, 1, 5.0) == (3, 4.0)
-    assert steps.finish(1, 1, 5.0) is None, "it has ended"
-    steps.finish(1, 2, 6.0)
-    assert steps.finish(0, 2, 7.0) == (5, 2.0), "it waited until the step before it ended"
+    assert [step and step.layer for step in (steps.start(1, 1.0, MEMBERS), steps.start(1, 2.0, MEMBERS))] == [
+        3,
+        5,
+    ]
+    assert steps.finish(0, FIRST_NUMBER, 4.0) is None and steps.finish(0, FIRST_NUMBER, 4.5) is None
+    assert steps.finish(1, FIRST_NUMBER, 5.0) == (3, 4.0)
+    assert steps.finish(1, FIRST_NUMBER, 5.0) is None, "it has ended"
+    steps.finish(1, FIRST_NUMBER + 1, 6.0)
+    assert steps.finish(0, FIRST_NUMBER + 1, 7.0) == (5, 2.0), "it waited until the step before it ended"
 
 
 def test_a_group_that_ends_takes_its_steps_along() -> None:
     steps = waiting(0, 1)
-    steps.start(1, 1.0)
+    steps.start(1, 1.0, MEMBERS)
     steps.clear()
     assert (steps.running, steps.queued, steps.steps, steps.jobs) == (0, 0, 1, 2)
-    assert steps.finish(0, 1, 2.0) is None and steps.due(9.0) is None and steps.start(1, 9.0) is None
+    assert (
+        steps.finish(0, FIRST_NUMBER, 2.0) is None
+        and steps.due(9.0) is None
+        and steps.start(1, 9.0, MEMBERS) is None
+    )
+
+
+def test_nobody_waits_for_a_lane_that_a_step_does_not_name() -> None:
+    members = Members((Member(0, lane=0), Member(1, lane=1), Member(3, owner=0)), 2, 2)
+    steps = StepsInFlight(2, StepPace(lane_rows=8, step_rows=16))
+    steps.announce(Announcement(1, 1, 5, 2, math.inf), 0.0)
+    assert steps.start(1, 1.0, members) is not None
+    assert steps.finish(3, FIRST_NUMBER, 2.0) is None
+    assert steps.finish(0, FIRST_NUMBER, 2.5) is None, "it had no part in it, and ends nothing"
+    assert (steps.finish(1, FIRST_NUMBER, 3.0), steps.running) == ((5, 2.0), 0)

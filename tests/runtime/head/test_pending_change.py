@@ -9,7 +9,7 @@ from moeserve.runtime.mesh import Mesh
 
 
 def pending(mesh: Mesh | None = None) -> PendingChange:
-    return PendingChange(7, Change(Epoch.first(mesh or Mesh(2, 1, 2), 1, 4), 0, ()), 2)
+    return PendingChange(7, Change(Epoch.first(mesh or Mesh(2, 1, 2), 1, 4), 0, ()), (0, 1))
 
 
 def copy(expert: int, checksum: str) -> StagedCopy:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
+import socket
+import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +20,7 @@ from checkpoints import make_checkpoint
 from houses import house_config
 
 from moeserve.proto import heap
-from moeserve.runtime.control.stream import Stream, StreamClosed, connect
+from moeserve.runtime.control.stream import HELLO_BYTES, Stream, StreamClosed, connect
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head import reception
 from moeserve.runtime.head.coordinator import Coordinator, Progress
@@ -139,6 +144,100 @@ def test_a_stranger_that_says_nothing_is_not_waited_for(
     time.sleep(0.3)
     assert 0 in coordinator.seats()
     slow.close()
+
+
+def dribble(address: str, ends: threading.Event) -> socket.socket:
+    """A connection over which a byte comes now and then, of a hello that never ends."""
+    host, port = address.rsplit(":", 1)
+    made = socket.create_connection((host, int(port)), SECONDS)
+    made.sendall(struct.pack("<I", 1000))
+
+    def send() -> None:
+        with contextlib.suppress(OSError):
+            while not ends.wait(0.05):
+                made.sendall(b" ")
+
+    threading.Thread(target=send, daemon=True).start()
+    return made
+
+
+def test_a_stranger_that_says_hello_slowly_is_not_waited_for(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reception, "HELLO_SECONDS", 0.3)
+    ends = threading.Event()
+    with dribble(coordinator.address, ends) as slow:
+        slow.settimeout(SECONDS)
+        with contextlib.suppress(ConnectionResetError):
+            assert slow.recv(1) == b""
+        ends.set()
+
+
+@pytest.mark.parametrize("frame", [HELLO_BYTES + 1, 1 << 26])
+def test_a_stranger_may_not_send_more_than_a_hello(coordinator: Coordinator, frame: int) -> None:
+    host, port = coordinator.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), SECONDS) as made:
+        made.sendall(struct.pack("<I", frame))
+        assert made.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"[" * 100_000,
+        b"{}",
+        b"[]",
+        b'{"kind": "hello"}',
+        b'{"kind": "hello", "token": "\\u00fc", "rank": 1e999}',
+    ],
+    ids=["deep", "empty", "list", "no token", "no rank"],
+)
+def test_a_stranger_that_says_nonsense_is_refused_without_a_traceback(
+    coordinator: Coordinator, said: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = coordinator.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), SECONDS) as made:
+        made.sendall(struct.pack("<I", len(said)) + said)
+        assert made.recv(1) == b""
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_strangers_are_limited_and_ranks_come_in_again(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reception, "HELLO_SECONDS", 1.0)
+    most = coordinator._reception.most_strangers
+    strangers = [connect(coordinator.address, SECONDS) for _ in range(most)]
+    until(lambda: sum(thread.name.startswith("rank (") for thread in threading.enumerate()) == most)
+    assert closed_within(connect(coordinator.address, SECONDS), 0.5)
+    for stranger in strangers:
+        assert closed_within(stranger, SECONDS)
+    rank = introduced(coordinator, 0)
+    until(lambda: 0 in coordinator.seats())
+    rank.close()
+
+
+def test_a_connection_that_cannot_be_accepted_is_not_the_last(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener, refused = coordinator._reception._listener, threading.Event()
+
+    class Exhausted:
+        def accept(self) -> tuple[socket.socket, object]:
+            if not refused.is_set():
+                refused.set()
+                raise OSError(errno.EMFILE, "Too many open files")
+            return listener.accept()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(listener, name)
+
+    monkeypatch.setattr(coordinator._reception, "_listener", Exhausted())
+    for rank in range(2):  # the first comes to who accepts already
+        stream = introduced(coordinator, rank)
+        until(lambda rank=rank: rank in coordinator.seats())
+        stream.close()
+    assert refused.is_set()
 
 
 def test_the_head_leaves_its_callers_process_as_it_is(

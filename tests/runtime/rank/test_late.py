@@ -5,12 +5,14 @@ from __future__ import annotations
 import queue
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from torch.distributed import ProcessGroup
 
+from moeserve.device import waits
 from moeserve.device.machine import machine_named
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.backends.local import Local
@@ -38,8 +40,8 @@ class Impatient(Local):
     built: list[DispatchSpec] = []  # noqa: RUF012
     patient = False
 
-    def __init__(self, spec: DispatchSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: DispatchSpec, group: ProcessGroup | None) -> None:
+        super().__init__(spec, group)
         self.built.append(spec)
         self._late: tuple[int, ...] = () if self.patient else (2, 5)
 
@@ -87,6 +89,18 @@ def stepped(rank: Rank) -> Rank:
 
 
 @pytest.mark.usefixtures("impatient")
+def test_an_excluded_member_is_late_for_no_step_any_more(path: Path) -> None:
+    rank = stepped(rank_of(path))
+    with pytest.raises(PeersLate, match=r"no rows of ranks \[2, 5\]"):
+        rank.late(0)
+    rank.exclude((2,))
+    with pytest.raises(PeersLate, match=r"no rows of ranks \[5\]"):
+        rank.late(0)
+    rank.exclude((5,))
+    assert rank.late(0) == ()
+
+
+@pytest.mark.usefixtures("impatient")
 def test_steps_fail_by_the_names_of_the_late_until_the_dispatchers_are_built_anew(path: Path) -> None:
     rank = stepped(rank_of(path, late_seconds=1.5))
     for layer in (0, 1, 0):  # the dispatcher names them once
@@ -106,6 +120,21 @@ def test_dropped_rows_are_logged(path: Path, caplog: pytest.LogCaptureFixture) -
     assert "layer 0: goes on without rows of ranks [2, 5], none within 7 s" in caplog.text
     assert rank.late(0) == ()
     assert {(spec.patience, spec.on_late) for spec in Impatient.built} == {(7.0, "drop")}
+
+
+def test_an_answer_whose_blocks_waited_in_vain_is_not_given_out(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device's word is the only sign of it: the kernel ran from a graph, and nobody is late."""
+    monkeypatch.setattr(waits, "_made", [])
+    wait = waits.grid_wait.__wrapped__("few", torch.device("cpu"))
+    monkeypatch.setattr(waits, "resident_blocks", lambda device: 132)
+    rank = rank_of(path)
+    assert stepped(rank).late(0) == ()
+    cast(torch.Tensor, wait.arguments()["expired"]).fill_(1)
+    with pytest.raises(RuntimeError, match=r"few: .* its answer is wrong; .*members\.held_multiprocessors"):
+        stepped(rank).late(0)
+    assert stepped(rank).late(0) == ()
 
 
 class Wire:

@@ -10,6 +10,7 @@ from prometheus_client import generate_latest
 from moeserve.device.machine import machine_named
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.dispatcher import DispatchSpec
+from moeserve.dispatch.members import Members
 from moeserve.dispatch.peers.layout import PeerLayout
 from moeserve.experts.batch import ExpertWeights, Grouping
 from moeserve.quant.formats import BF16
@@ -81,7 +82,7 @@ def test_a_rank_holds_the_weights_that_were_planned(served: Served) -> None:
 
 
 def test_dispatchers_over_peer_memory_say_what_their_buffers_take() -> None:
-    spec = DispatchSpec(0, 4, 8, 256, 2, 64, torch.bfloat16, BF16)
+    spec = DispatchSpec(Members.of_ranks(4), 0, 8, 256, 2, 64, torch.bfloat16, BF16)
     for name, grouping in (("nvlink_ll", Grouping.PADDED), ("nvlink_ht", Grouping.RAGGED)):
         told = DISPATCHERS[name].buffer_bytes
         assert told is not None and told(spec) == PeerLayout(spec, grouping).nbytes > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import threading
@@ -22,8 +23,9 @@ from moeserve.experts.placement import EMPTY
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
 from moeserve.runtime.control.orders import ExpertCopy, StageOrder, Vote
+from moeserve.runtime.control.stream import StreamClosed, StreamSilent, connect
 from moeserve.runtime.rank.weights.copies import Copier
-from moeserve.runtime.rank.weights.mover import CopySources, Mover
+from moeserve.runtime.rank.weights.mover import CopyInto, CopySources, Fetch, Mover
 from moeserve.runtime.rank.weights.peers import Peers, WeightsServer
 
 SCHEME = Scheme(FP8_BLOCK, FP8_GROUP)
@@ -102,10 +104,11 @@ class Mine:
     read: list[tuple[int, int, int]] = field(default_factory=list)
     rate: float = 0.0
     gone: bool = False  # the peer's server is closed
+    within: float = 20.0
 
     def __post_init__(self) -> None:
-        self.peers = Peers(TOKEN, "cpu")
-        sources = CopySources(0, "here", "cpu", self.bank, 2, self.peers, self.use, self.from_disk)
+        self.peers = Peers(TOKEN, "cpu", self.within)
+        sources = CopySources("here", "cpu", self.bank, 2, self.peers, self.use, self.from_disk)
         copier = Copier(self.rate, "cpu")
         self.mover = Mover(sources, copier, self.votes.put, lambda order, text: self.wrong.append(text))
 
@@ -121,7 +124,7 @@ class Mine:
         return self.peer.slot(layer, expert)
 
     def vote(self, copies: tuple[ExpertCopy, ...], address: str, epoch: int = 2) -> Vote:
-        self.mover.stage(StageOrder(1, epoch, epoch, LAYER, 1, ("",), copies, {1: (address, "here")}))
+        self.mover.stage(StageOrder(1, epoch, epoch, LAYER, 1, ("",), copies, {1: (address, "here")}, 0))
         return self.votes.get(timeout=20)
 
 
@@ -190,6 +193,92 @@ def test_a_peer_that_is_gone_is_left_for_the_disk(mine: Mine) -> None:
     assert [one.path for one in vote.staged] == ["disk"]
 
 
+class Mute:
+    """A stopped peer: its kernel takes what comes, and nobody answers after `first` bytes of answers."""
+
+    def __init__(self, target: str = "", first: int = 0) -> None:
+        self._target, self._first = target, first
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._held: list[socket.socket] = []
+        if target:
+            threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        here, _ = self._listener.accept()
+        host, port = self._target.rsplit(":", 1)
+        there = socket.create_connection((host, int(port)))
+        self._held += [here, there]
+        threading.Thread(target=self._carry, args=(here, there), daemon=True).start()
+        while self._first:
+            data = there.recv(self._first)
+            self._first -= len(data)
+            here.sendall(data)
+
+    def _carry(self, here: socket.socket, there: socket.socket) -> None:
+        while data := here.recv(1 << 16):
+            there.sendall(data)
+
+    def close(self) -> None:
+        for one in (self._listener, *self._held):
+            one.close()
+
+
+@pytest.mark.parametrize("first", [0, 5000])
+def test_a_peer_that_is_stopped_is_left_for_the_disk_and_blocks_nobody(first: int) -> None:
+    peer = bank_of(2)
+    server = WeightsServer("127.0.0.1", TOKEN, "cpu", peer)
+    mine = Mine(bank_of(1), peer, server, within=0.3)
+    stopped = Mute(server.address if first else "", first)
+    vote = mine.vote((ExpertCopy(1, 2, (1, 2)),), stopped.address)
+    assert [(one.path, one.checksum) for one in vote.staged] == [("disk", peer.checksum(LAYER, 2))]
+    vote = mine.vote((ExpertCopy(0, 1, (1, 1)),), server.address, epoch=3)
+    assert [one.path for one in vote.staged] == ["stream"], "and the mover goes on"
+    mine.mover.close()
+    server.close()
+    stopped.close()
+
+
+def test_a_peer_that_gives_nothing_over_one_path_is_not_asked_over_the_next(mine: Mine) -> None:
+    tried: list[str] = []
+
+    class Silent(CopySources):
+        def paths(self, order: StageOrder, owner: int, copier: Copier) -> Iterator[tuple[str, Fetch]]:
+            def silent(wanted: list[CopyInto]) -> list[str]:
+                tried.append("peer")
+                raise StreamSilent("nothing came")
+
+            yield "cuda_ipc", silent
+            yield "stream", silent
+            yield "disk", lambda wanted: self._disk(order, wanted, copier)
+
+    sources = Silent("here", "cpu", mine.bank, 2, mine.peers, mine.use, mine.from_disk)
+    votes: queue.Queue[Vote] = queue.Queue()
+    mover = Mover(sources, Copier(0, "cpu"), votes.put, lambda order, text: None)
+    copies = (ExpertCopy(1, 2, (1, 2)),)
+    mover.stage(StageOrder(1, 2, 2, LAYER, 1, ("",), copies, {1: ("nowhere", "here")}, 0))
+    assert [one.path for one in votes.get(timeout=20).staged] == ["disk"]
+    assert tried == ["peer"]
+    mover.close()
+
+
+def test_a_copier_that_takes_nothing_holds_no_thread_of_the_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    peer = bank_of(2)
+    server = WeightsServer("127.0.0.1", TOKEN, "cpu", peer, unread=0.3)
+    deaf = connect(server.address, 5.0)
+    deaf.send({"kind": "weights", "token": TOKEN})
+    until = time.monotonic() + 20.0
+    while "takes nothing of what is sent to it for 0.3 s" not in caplog.text:
+        assert time.monotonic() < until
+        with contextlib.suppress(StreamClosed):
+            deaf.send({"kind": "slots", "layer": LAYER, "slots": [0, 1, 2] * 100, "how": "stream"})
+        time.sleep(0.02)
+    deaf.close()
+    server.close()
+
+
 def test_what_nobody_can_give_is_refused_with_every_reason(
     mine: Mine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,11 +288,13 @@ def test_what_nobody_can_give_is_refused_with_every_reason(
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(mine, "from_disk", gone)
-    sources = CopySources(0, "here", "cpu", mine.bank, 2, Peers(TOKEN, "cpu"), mine.use, gone)
+    sources = CopySources("here", "cpu", mine.bank, 2, Peers(TOKEN, "cpu"), mine.use, gone)
     votes: queue.Queue[Vote] = queue.Queue()
     mover = Mover(sources, Copier(0, "cpu"), votes.put, lambda order, text: None)
     mover.stage(
-        StageOrder(1, 2, 2, LAYER, 1, ("",), (ExpertCopy(1, 2, (1, 2)),), {1: (mine.server.address, "here")})
+        StageOrder(
+            1, 2, 2, LAYER, 1, ("",), (ExpertCopy(1, 2, (1, 2)),), {1: (mine.server.address, "here")}, 0
+        )
     )
     refused = votes.get(timeout=20).refused
     assert "stream: cannot reach" in refused
@@ -225,12 +316,12 @@ def test_abandoning_ends_a_slow_copy_and_frees_its_room() -> None:
     server = WeightsServer("127.0.0.1", TOKEN, "cpu", peer)
     slow = Mine(bank_of(1), peer, server, rate=2000.0)  # a minute for one expert
     slow.mover.stage(
-        StageOrder(1, 2, 2, LAYER, 1, ("",), (ExpertCopy(0, 1, (1, 1)),), {1: (server.address, "here")})
+        StageOrder(1, 2, 2, LAYER, 1, ("",), (ExpertCopy(0, 1, (1, 1)),), {1: (server.address, "here")}, 0)
     )
     time.sleep(0.3)
     slow.mover.abandon()
     assert slow.bank.staged == ()
-    slow.mover.stage(StageOrder(1, 3, 3, LAYER, 1, ("",), (), {}))
+    slow.mover.stage(StageOrder(1, 3, 3, LAYER, 1, ("",), (), {}, 0))
     assert slow.votes.get(timeout=5).order.epoch == 3, "the abandoned one never voted"
     slow.mover.close()
     server.close()

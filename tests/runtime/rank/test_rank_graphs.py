@@ -17,7 +17,7 @@ from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.rank.graphs import StepGraphs
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.served import served_from
-from moeserve.runtime.step import LaneInput, LaneLogits
+from moeserve.runtime.step import FIRST_NUMBER, LaneInput, LaneLogits
 
 SIZES = (3, 1, 3, 4, 0, 3, 1, 130, 2, 3)
 
@@ -83,6 +83,19 @@ def test_replayed_steps_are_those_that_are_launched(path: Path, monkeypatch: pyt
             assert len(one) == len(other)
         else:
             assert (one == other).all()
+
+
+def test_a_dispatcher_is_told_of_every_replay_which_step_it_is(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, told = rank_of(path), []
+    monkeypatch.setattr(rank, "_graphs", StepGraphs(64, "cpu", Recorder()))
+    monkeypatch.setattr(rank, "_recordable", lambda layer, fullest: True)
+    monkeypatch.setattr(rank._dispatchers, "expect", lambda *given: told.append(given))
+    for number, rows in ((FIRST_NUMBER, 3), (FIRST_NUMBER + 4, 4), (FIRST_NUMBER + 5, 3), (None, 4)):
+        rank.step(1, lane(rank, rows, seed=rows), (rows,), number)
+    # the first was launched, and the second recorded before it was replayed
+    assert told == [(1, 4, (FIRST_NUMBER + number, ())) for number in (4, 5, 6)]
 
 
 def test_logits_are_routed_by_the_gate_held(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

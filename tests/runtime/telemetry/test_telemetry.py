@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_server import NoPrometheus, binary
 
+from moeserve.dispatch.members import Member, Members
 from moeserve.experts.load import Load
 from moeserve.experts.placement import Placement
 from moeserve.runtime.config import ConfigError
@@ -23,7 +26,17 @@ from moeserve.runtime.head.rebalancer import OUTCOMES, Cycle
 from moeserve.runtime.step import Phases, StepRecord
 from moeserve.runtime.telemetry.exporter import RankTelemetry, Telemetry, write_scrape_targets
 from moeserve.runtime.telemetry.head import HOT_EXPERTS, HOT_LAYERS, CoordinatorTelemetry, RecentLoad
-from moeserve.runtime.telemetry.metrics import COORDINATOR, METRICS, PROCESS, RANK, SECONDS, STATES, Metric
+from moeserve.runtime.telemetry.metrics import (
+    COORDINATOR,
+    METRICS,
+    PLACES,
+    PROCESS,
+    RANK,
+    ROLES,
+    SECONDS,
+    STATES,
+    Metric,
+)
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 MOVED = Cycle("moved", "", moves=3, nbytes=4096, epochs=2, seconds=0.2, expected=0.25, corrupted=1)
@@ -72,7 +85,7 @@ def filled_coordinator() -> CoordinatorTelemetry:
     progress = Progress("serving", "", 2, 10, 30, 1, 2)
     telemetry.set_progress(progress)
     telemetry.progress(lambda: progress)
-    telemetry.seats(4, lambda: (0, 1, 3))
+    telemetry.members(lambda: Members.of_ranks(4, max_lanes=6), lambda: (0, 1, 3))
     load = np.zeros((2, 8))
     load[0] = [4, 0, 1, 1, 1, 1, 0, 0]
     telemetry.loads(lambda: (Placement.even(2, 8, 4), Load(load)))
@@ -159,11 +172,27 @@ def test_the_coordinator_shows_state_ranks_and_balance() -> None:
     seen = samples(scrape(filled_coordinator()))
     assert {state for state in STATES if seen[at("moe_service_state", state=state)]} == {"serving"}
     assert [seen[at("moe_rank_up", rank=str(rank))] for rank in range(4)] == [1, 1, 0, 1]
+    places = {role: [seen[at("moe_members", role=role, state=state)] for state in PLACES] for role in ROLES}
+    assert places == {"lane": [3, 1, 2], "owner": [3, 1, 0]}
     assert seen[at("moe_group_jobs_total")] == 30 and seen[at("moe_jobs_queued")] == 1
     # ranks hold experts 0-1, 2-3, 4-5, 6-7: rows 4, 2, 2, 0, so mean 2 over largest 4
     assert [seen[at("moe_routed_rows_total", layer="3", rank=str(rank))] for rank in range(4)] == [4, 2, 2, 0]
     assert seen[at("moe_balancedness", layer="3")] == 0.5
     assert at("moe_balancedness", layer="5") not in seen  # no traffic is neither even nor uneven
+
+
+def test_rows_are_told_by_the_seats_of_those_who_hold_the_experts() -> None:
+    telemetry = filled_coordinator()
+    members = Members((Member(0, lane=0), Member(3, owner=1), Member(5, owner=0)), 2, 4)
+    telemetry.members(lambda: members, lambda: (0, 3, 5))
+    load = np.zeros((2, 8))
+    load[0] = [4, 0, 1, 1, 1, 1, 0, 0]
+    telemetry.loads(lambda: (Placement.even(2, 8, 2, reserved=2), Load(load)))
+    seen = samples(scrape(telemetry))
+    ranks = {dict(labels)["rank"] for name, labels in seen if name == "moe_routed_rows_total"}
+    assert ranks == {"3", "5"}, "reserved places and lanes hold none"
+    assert [seen[at("moe_routed_rows_total", layer="3", rank=seat)] for seat in ("5", "3")] == [6, 2]
+    assert {dict(labels)["rank"] for name, labels in seen if name == "moe_rank_up"} == {"0", "3", "5"}
 
 
 def test_the_hottest_experts_of_the_hottest_layers_are_shown_and_no_others() -> None:
@@ -326,3 +355,43 @@ def test_promtool_finds_nothing_to_say(filled: Callable[[], Telemetry]) -> None:
         [promtool, "check", "metrics"], input=text, text=True, capture_output=True, timeout=30, check=False
     )
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+
+
+def probed(port: int, path: str) -> tuple[int, str]:
+    """Status and text of what is at `path`."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as refused:
+        return refused.code, refused.read().decode()
+
+
+def test_probes_say_whether_layers_can_be_served() -> None:
+    made = RankTelemetry("m", 0, "1", {})
+    port = made.serve("127.0.0.1", 0)
+    try:
+        assert probed(port, "/readyz") == (503, "not serving: it is starting\n")
+        made.why_not = lambda: "rank 1 is lost: " + "x" * 10_000
+        for path in ("/readyz", "/health"):
+            code, text = probed(port, path)
+            assert code == 503 and text.startswith("not serving: rank 1 is lost") and len(text) < 1100
+        made.why_not = lambda: ""
+        assert probed(port, "/readyz") == probed(port, "/health") == (200, "serving\n")
+        assert probed(port, "/livez")[0] == 200
+        assert "moe_build_info" in probed(port, "/metrics")[1]
+        assert probed(port, "/")[0] == probed(port, "/metric")[0] == 404
+    finally:
+        made.close()
+
+
+def test_who_sends_no_request_holds_up_no_probe() -> None:
+    made = RankTelemetry("m", 0, "1", {})
+    made.why_not = lambda: ""
+    port = made.serve("127.0.0.1", 0)
+    silent = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(50)]
+    try:
+        assert probed(port, "/readyz")[0] == 200
+    finally:
+        for one in silent:
+            one.close()
+        made.close()

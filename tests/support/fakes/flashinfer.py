@@ -21,7 +21,6 @@ STANDS_FOR = {
     ),
     "flashinfer.comm.mapping": (),
     "flashinfer.comm.mnnvl": (),
-    "flashinfer.comm.comm_backend": (),
 }
 """Modules that it answers for, each with the names that take what the library's own take."""
 
@@ -33,11 +32,6 @@ class MnnvlConfig:
     comm_backend: object = None
     allocation_granularity: int = 0
     fabric_page_size: int = 1 << 29
-
-
-class TorchDistBackend:
-    def __init__(self, group=None):
-        self.group = group
 
 
 class Mapping:
@@ -62,6 +56,15 @@ class Mapping:
         check(tp_size * pp_size * cp_size == world_size, "world size")
         check(moe_tp_size * moe_ep_size == tp_size, "moe sizes")
         self.moe_ep_size, self.moe_ep_rank = moe_ep_size, rank % moe_ep_size
+
+
+def joined(config: MnnvlConfig, mapping: Mapping) -> None:
+    """Exchanges handles of memory as the library does: over the ranks of one pipeline stage."""
+    comm = config.comm_backend.Split(0, mapping.moe_ep_rank)
+    check((comm.Get_rank(), comm.Get_size()) == (mapping.moe_ep_rank, mapping.moe_ep_size), "ranks")
+    check(comm.allgather(mapping.moe_ep_rank) == tuple(range(mapping.moe_ep_size)), "handles")
+    check(comm.bcast(mapping.moe_ep_rank, 0) == 0, "the first rank's")
+    comm.barrier()
 
 
 def moe_a2a_get_workspace_size_per_rank(
@@ -93,7 +96,8 @@ class MoeAlltoAll:
         backend="trtllm",
     ):
         check(top_k in TOP_K and num_experts >= mapping.moe_ep_size, "top_k and experts")
-        check(workspace_size_per_rank is not None and mnnvl_config.comm_backend is not None, "workspace")
+        check(workspace_size_per_rank is not None, "workspace")
+        joined(mnnvl_config, mapping)
         self.ranks, self.rank = mapping.moe_ep_size, mapping.moe_ep_rank
         self.max_num_tokens, self.top_k, self.held = max_num_tokens, top_k, num_experts // self.ranks
         check(num_experts % self.ranks == 0, "experts")
@@ -187,7 +191,8 @@ class Way:
 class MnnvlMoe:
     @staticmethod
     def get_moe_workspaces(mapping, config=None):
-        check(MnnvlMemory.ready and config is not None, "memory is not initialized")
+        check(MnnvlMemory.ready, "memory is not initialized")
+        joined(config, mapping)
         return torch.zeros((mapping.moe_ep_size, 1), dtype=torch.uint64)
 
     get_moe_prepare_workspace = get_moe_workspaces

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
-import torch.distributed as dist
 
 from fakes.wires import check, everyones, needed, shuffled, stale
 
@@ -44,12 +43,20 @@ class EpDispatchCombineConfig:
     quant_type: str = "none"
 
 
-_joined: list[str] = []
+_joined: list[bytes] = []
+
+MORI_SHMEM_INIT_WITH_UNIQUEID = 1
+UNIQUE_ID = b"u" * 128
 
 
-def shmem_torch_process_group_init(group_name: str) -> int:
-    check(not _joined and group_name == dist.group.WORLD.group_name, "one group, once a process")
-    _joined.append(group_name)
+def shmem_get_unique_id() -> bytes:
+    return UNIQUE_ID
+
+
+def shmem_init_attr(flags: int, rank: int, nranks: int, unique_id: bytes) -> int:
+    check(not _joined and unique_id == UNIQUE_ID, "one group, once a process, with the id of its first rank")
+    check(flags == MORI_SHMEM_INIT_WITH_UNIQUEID and 0 <= rank < nranks, "flags and ranks")
+    _joined.append(unique_id)
     return 0
 
 

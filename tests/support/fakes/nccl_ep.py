@@ -1,17 +1,16 @@
-"""A stand-in for NCCL EP (nccl-extensions 0.1), its `nccl.ep` and `nccl.ep.interop.torch`, on CPU tensors."""
+"""A stand-in for NCCL EP (nccl-extensions 0.1), its `nccl.ep` and `nccl.core`, on CPU tensors."""
 
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fakes.wires import check, everyones, needed, shuffled
 
 STANDS_FOR = {
     "nccl.ep": ("Group.create_handle", "Handle.dispatch", "Handle.combine", "Tensor"),
-    "nccl.ep.interop.torch": (),
+    "nccl.core": (),
 }
 """Modules that it answers for, each with the names that take what the library's own take."""
 
@@ -132,17 +131,31 @@ class CombineOutputs:
     topk_weights: Tensor | None = None
 
 
+class UniqueId:
+    def __init__(self, made: bytes) -> None:
+        self.as_bytes = made
+
+    @staticmethod
+    def from_bytes(made: bytes) -> "UniqueId":
+        check(len(made) == 128, "a NCCL id has 128 bytes")
+        return UniqueId(made)
+
+
+def get_unique_id(empty=False) -> UniqueId:
+    return UniqueId(bytes(128) if empty else b"i" * 128)
+
+
 class Communicator:
-    def __init__(self) -> None:
-        self.alive = True
+    def __init__(self, nranks: int, rank: int) -> None:
+        self.alive, self.nranks, self.rank = True, nranks, rank
+
+    @classmethod
+    def init(cls, nranks, rank, unique_id) -> "Communicator":
+        check(unique_id.as_bytes == b"i" * 128, "the id of the first rank")
+        return cls(nranks, rank)
 
     def destroy(self) -> None:
         self.alive = False
-
-
-def get_nccl_comm_from_group(group=None) -> Communicator:
-    check(dist.is_initialized(), "torch.distributed is not initialized")
-    return Communicator()
 
 
 class Group:
@@ -151,7 +164,7 @@ class Group:
 
     @classmethod
     def create(cls, comm, config):
-        check(config.num_experts % dist.get_world_size() == 0 and config.num_experts > 0, "num_experts")
+        check(config.num_experts % comm.nranks == 0 and config.num_experts > 0, "num_experts")
         check(config.timeout_ns == 30_000_000_000, "waits as long as the plan says")
         check(config.max_dispatch_tokens_per_rank > 0 and config.max_token_bytes % 16 == 0, "sizes")
         whole = config.max_dispatch_tokens_per_rank % 4 == 0 == config.num_experts % 4
@@ -174,7 +187,7 @@ class Handle:
     def __init__(self, group: Group) -> None:
         self.group, self.steps = group, 0
         self.low = group.config.algorithm is Algorithm.LOW_LATENCY
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.rank, self.ranks = group.comm.rank, group.comm.nranks
         self.held = group.config.num_experts // self.ranks
 
     def update(self, topk_idx, *, layout_info=None, stream) -> None:

@@ -1,7 +1,7 @@
 """A stand-in for NIXL EP's `Buffer` in its low-latency mode, on CPU tensors."""
 
 import torch
-import torch.distributed as dist
+from parallel import group as workers
 
 from fakes.deep_ep import _low_latency_combine, _low_latency_dispatch
 from fakes.wires import check
@@ -57,7 +57,7 @@ class Buffer:
         async_finish=False,
         return_recv_hook=False,
     ):
-        check(len(self.connected) == dist.get_world_size() - 1, "not connected to all ranks")
+        check(len(self.connected) == workers().size() - 1, "not connected to all ranks")
         return _low_latency_dispatch(
             self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale
         )

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from parallel import group
 from torch import Tensor
 
 STALE = 0xA5
@@ -13,8 +14,8 @@ STALE = 0xA5
 
 def everyones(value: Any) -> list[Any]:
     """What every rank brought, by rank. Collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * group().size()
+    dist.all_gather_object(values, value, group=group())
     return values
 
 

@@ -16,7 +16,7 @@ DEVICE int word_of(const Lanes& lanes, int g) {
   int source, row, before = 0;
   lanes.find(g, source, row);
 #pragma unroll
-  for (int r = 0; r < RANKS; ++r) before += r < source ? SLOT_WORDS(lanes.rows(r)) : 0;
+  for (int l = 0; l < LANES; ++l) before += l < source ? SLOT_WORDS(lanes.rows(l)) : 0;
   return before + row * TOP_K / 6;
 }
 
@@ -26,21 +26,21 @@ DEVICE void read_choices(const Exchange& x, DispatchSpan scope, DispatchSpan kep
   const int upto = scope.from + scope.count;
   int words = 0;
 #pragma unroll
-  for (int r = 0; r < RANKS; ++r) words += SLOT_WORDS(x.lanes.rows(r));
+  for (int l = 0; l < LANES; ++l) words += SLOT_WORDS(x.lanes.rows(l));
   if (upto < x.lanes.all()) words = word_of(x.lanes, upto) + 1;
   const int low = (scope.from - kept.from) * TOP_K, high = counts ? (upto - kept.from) * TOP_K : low;
 #pragma unroll 1
   for (int i = word_of(x.lanes, scope.from) + threadIdx.x; i < words; i += THREADS) {
     int source = 0, word = i, before = 0;
 #pragma unroll
-    for (int r = 0; r < RANKS - 1; ++r)
-      if (source == r && word >= SLOT_WORDS(x.lanes.rows(r)))
-        word -= SLOT_WORDS(x.lanes.rows(r)), before += x.lanes.rows(r), ++source;
+    for (int l = 0; l < LANES - 1; ++l)
+      if (source == l && word >= SLOT_WORDS(x.lanes.rows(l)))
+        word -= SLOT_WORDS(x.lanes.rows(l)), before += x.lanes.rows(l), ++source;
     const int first = (before - kept.from) * TOP_K + 6 * word;
     const int end = min(kept.count, before - kept.from + x.lanes.rows(source)) * TOP_K;
     const uint4* at = x.arrived(x.at.choices) + source * x.at.lane_words + word;
     uint4 found = make_uint4(~0u, ~0u, ~0u, 0u);  // of no slot
-    if (x.reaches(source)) found = received(x.w, at, source, x.step.sequence, found);
+    if (x.comes(source)) found = received(x.w, at, source, x.step.sequence, found);
     const u32 three[3] = {found.x, found.y, found.z};
 #pragma unroll
     for (int j = 0; j < 6; ++j) {
@@ -75,7 +75,9 @@ DEVICE void share_counts(const Exchange& x, const Tables& t, int block, int read
   for (int i = threadIdx.x; i < readers * words; i += THREADS) {
     const uint4* at = x.shared_counts + i;
     uint4 word = load_whole(at);
-    while (!belongs(word, x.step.sequence)) word = load_whole(at);  // the other blocks wait for nobody but other ranks
+    if (!belongs(word, x.step.sequence) &&
+        !await_blocks(x.w, x.step.sequence, [&] { return belongs(word = load_whole(at), x.step.sequence); }))
+      continue;
     const u32 three[3] = {word.x, word.y, word.z};
     int* table = i / words < block ? t.before : t.others;
 #pragma unroll

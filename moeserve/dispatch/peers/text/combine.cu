@@ -1,7 +1,7 @@
 // The kernel of a combine; packets.cu precedes it.
 //
-// A warp makes one packet of a row at a time. The first `homes` blocks work for this rank's own rows, the
-// others send partial sums to other ranks and wait for nobody.
+// A warp makes one packet of a row at a time. The first `homes` blocks work for this lane's own rows, the others
+// send partial sums to other lanes and wait for nobody.
 
 #define COMBINE_THREADS 768
 #define COMBINE_WARPS (COMBINE_THREADS / 32)
@@ -49,7 +49,7 @@ struct Choice {
 DEVICE Choice choice_of(const int* places, const float* place_weights, int g) {
   const int warp_thread = threadIdx.x % 32;
   Choice found{-1, 0.0f};
-  if (warp_thread < TOP_K)
+  if (HAS_OWNER && warp_thread < TOP_K)
     found.place = places[(u64)g * TOP_K + warp_thread], found.weight = place_weights[(u64)g * TOP_K + warp_thread];
   return found;
 }
@@ -93,7 +93,7 @@ struct Gather {
   }
 };
 
-// A packet of a partial sum that this rank sends.
+// A packet of a partial sum that this owner sends.
 struct Away {
   int source, row, packet;
   Choice choice;
@@ -102,34 +102,35 @@ struct Away {
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
     peer_combine(const __grid_constant__ CombineArguments args) {
   __shared__ Step step;
-  const int rank = args.rank, lane_rows = args.lane_rows, homes = args.homes;
+  const int lane_rows = args.lane_rows, homes = args.homes;
   const uint4* const outputs = args.outputs;
-  const Lanes lanes{args.lanes_low, args.lanes_high};
-  const Places here{0, args.slots_here, 0, args.sliced};
-  const int warp = threadIdx.x / 32, warp_thread = threadIdx.x % 32, own_rows = lanes.rows(rank);
-  const Opening opening(args.memory, args.live, args.sequence, warp == COMBINE_WARPS - 1);
-  const Watch w{args.live, args.host_flags, args.memory, rank, args.patience, 0};
-  auto open = [&] {
-    if (warp == COMBINE_WARPS - 1) opening.open(step, opening.last, args.parity_bytes);
+  const Lanes lanes(&args.rows_0);
+  const Places here{0, args.slots_here, args.stride, 0, args.sliced};
+  const int warp = threadIdx.x / 32, warp_thread = threadIdx.x % 32;
+  const int lane = HAS_LANE ? args.lane : -1, own_rows = HAS_LANE ? lanes.rows(lane) : 0;
+  const u32 own_place = HAS_OWNER ? 1u << args.owner : 0u;
+  const Opening opening(args.sums, LANES, args.live, warp == COMBINE_WARPS - 1);
+  u32 sequence = 0, spoiled = 0;
+  if (warp == COMBINE_WARPS - 1) sequence = *(volatile const u32*)args.sequence, spoiled = *(volatile const u32*)args.spoiled;
+  const Watch w = watch(args);
+  auto open = [&] {  // to no lane, when what would be sent is spoiled
+    if (warp == COMBINE_WARPS - 1) opening.open(step, sequence, spoiled ? ~0u : 0u, args.sums_here, args.parity_bytes);
     __syncthreads();
   };
 
-  if ((int)blockIdx.x >= homes) {
-    constexpr int OTHERS = RANKS > 1 ? RANKS - 1 : 1;
+  if (HAS_OWNER && (int)blockIdx.x >= homes) {
+    constexpr int OTHERS = !HAS_LANE ? LANES : LANES > 1 ? LANES - 1 : 1;
     int most = 0;
 #pragma unroll
-    for (int r = 0; r < RANKS; ++r) most = max(most, r == rank ? 0 : lanes.rows(r));
+    for (int l = 0; l < LANES; ++l) most = max(most, l == lane ? 0 : lanes.rows(l));
     const int blocks = gridDim.x - homes, stride = blocks * COMBINE_WARPS;
     const int end = most * OTHERS * PARTIAL_PACKETS;
-    // A row of every other lane in turn, so that no rank is stored to by all at once, and none waits long.
+    // A row of every other lane in turn, so that no lane is stored to by all at once, and none waits long.
     auto find = [&](int unit) {
-      const int turn = unit / PARTIAL_PACKETS, source = (rank + 1 + turn % OTHERS) % RANKS;
+      const int turn = unit / PARTIAL_PACKETS, source = (lane + 1 + turn % OTHERS) % LANES;
       Away found{source, turn / OTHERS, unit % PARTIAL_PACKETS, Choice{-1, 0.0f}};
       if (unit >= end || found.row >= lanes.rows(source)) return found;
-      int before = 0;
-#pragma unroll
-      for (int r = 0; r < RANKS; ++r) before += r < source ? lanes.rows(r) : 0;
-      found.choice = choice_of(args.places, args.place_weights, before + found.row);
+      found.choice = choice_of(args.places, args.place_weights, lanes.before(source) + found.row);
       return found;
     };
     int unit = (int)blockIdx.x - homes + blocks * warp;
@@ -140,14 +141,14 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
     open();
     for (; unit < end; unit += stride) {
       const Away after = find(unit + 2 * stride);
-      const bool goes = gather.hits && (step.reachable >> now.source & 1u);
+      const bool goes = gather.hits && (step.lanes >> now.source & 1u);
       const uint4 sum = gather.sum(outputs, now.choice, now.packet);
       gather.begin(outputs, next.choice, next.packet);
       if (goes) {
         sums += now.packet == 0;
         const int last = last_thread<16 * ENTRY>(now.packet);
-        const u64 to = ((u64)rank * lane_rows + now.row) * PARTIAL_PACKETS + now.packet;
-        store_packet((uint4*)(step.memory[now.source] + args.at_partials) + to * PACKET,
+        const u64 to = ((u64)args.owner * lane_rows + now.row) * PARTIAL_PACKETS + now.packet;
+        store_packet((uint4*)step.memory[now.source] + to * PACKET,
                     tagged(sum, step.sequence, last), last);
       }
       now = next, next = after;
@@ -156,9 +157,8 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
     return;
   }
 
-  int before = 0;
-#pragma unroll
-  for (int r = 0; r < RANKS; ++r) before += r < rank ? lanes.rows(r) : 0;
+  if (!HAS_LANE) return;
+  const int before = lanes.before(lane);
   const int stride = homes * COMBINE_WARPS, end = own_rows * PARTIAL_PACKETS;
   int unit = blockIdx.x + homes * warp;
   auto find = [&](int at) {
@@ -170,44 +170,44 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 1)
   Choice next = find(unit);
   u32 next_holders = holders_of(unit);
   open();
-  const u64 rank_words = (u64)lane_rows * PARTIAL_PACKETS * PACKET;
+  const u64 owner_words = (u64)lane_rows * PARTIAL_PACKETS * PACKET;
   Gather gather;
   gather.begin(outputs, next, unit % PARTIAL_PACKETS);
   for (; unit < end; unit += stride) {
     const Choice choice = next;
     const int row = unit / PARTIAL_PACKETS, packet = unit % PARTIAL_PACKETS;
     const int last = last_thread<16 * ENTRY>(packet);
-    const u32 needed = __reduce_or_sync(WHOLE_WARP, next_holders) & step.reachable & ~(1u << rank);
-    const uint4* arrived = (const uint4*)(step.memory[rank] + args.at_partials) + (u64)unit * PACKET;
-    uint4 words[RANKS];
+    const u32 needed = __reduce_or_sync(WHOLE_WARP, next_holders) & step.owners & ~own_place;
+    const uint4* arrived = (const uint4*)step.here + (u64)unit * PACKET;
+    uint4 words[OWNERS];
 #pragma unroll
-    for (int r = 0; r < RANKS; ++r)
-      if (needed >> r & 1u) words[r] = load_packet(arrived + r * rank_words, last);
+    for (int o = 0; o < OWNERS; ++o)
+      if (needed >> o & 1u) words[o] = load_packet(arrived + o * owner_words, last);
     next = find(unit + stride), next_holders = holders_of(unit + stride);
     const uint4 own = gather.sum(outputs, choice, packet);
     gather.begin(outputs, next, (unit + stride) % PARTIAL_PACKETS);  // while others' sums are waited for
     u32 missing = needed, gone = 0;
     for (u32 polls = 1, lately = 0;; ++polls) {
 #pragma unroll
-      for (int r = 0; r < RANKS; ++r)
-        if ((missing >> r & 1u) && is_whole(words[r], step.sequence, last)) missing &= ~(1u << r);
+      for (int o = 0; o < OWNERS; ++o)
+        if ((missing >> o & 1u) && is_whole(words[o], step.sequence, last)) missing &= ~(1u << o);
       if (!missing) break;
       const u32 asked = to_ask(missing, lately);
 #pragma unroll
-      for (int r = 0; r < RANKS; ++r)
-        if (asked >> r & 1u) words[r] = load_packet(arrived + r * rank_words, last);
+      for (int o = 0; o < OWNERS; ++o)
+        if (asked >> o & 1u) words[o] = load_packet(arrived + o * owner_words, last);
       lately = missing;
       if (polls % 64) continue;
 #pragma unroll 1
-      for (int r = 0; r < RANKS; ++r)
-        if ((missing >> r & 1u) && __any_sync(WHOLE_WARP, warp_thread == 0 && is_gone(w, r, step.sequence)))
-          gone |= 1u << r, missing &= ~(1u << r);
+      for (int o = 0; o < OWNERS; ++o)
+        if ((missing >> o & 1u) && __any_sync(WHOLE_WARP, warp_thread == 0 && is_gone(w, LANES + o, step.sequence)))
+          gone |= 1u << o, missing &= ~(1u << o);
     }
     float total[VECTOR] = {};
 #pragma unroll
-    for (int r = 0; r < RANKS; ++r) {
-      if (r == rank) add_word(total, own, 1.0f);
-      if ((needed & ~gone) >> r & 1u) add_word(total, untagged(words[r], last), 1.0f);
+    for (int o = 0; o < OWNERS; ++o) {
+      if (own_place >> o & 1u) add_word(total, own, 1.0f);
+      if ((needed & ~gone) >> o & 1u) add_word(total, untagged(words[o], last), 1.0f);
     }
     const int at = word_at(packet);
     if (at >= 0) args.answer[(u64)row * ENTRY + at] = rounded(total);

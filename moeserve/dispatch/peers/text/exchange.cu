@@ -14,14 +14,15 @@
 #define COUNT_WORDS(SLOTS) (((SLOTS) + 5) / 6)       // of counts, six in a checked word
 #define SLOT_WORDS(ROWS) (((ROWS) * TOP_K + 5) / 6)  // of a lane's choices, six in a checked word
 
-// Where sections of every rank's peer memory begin.
+// Where sections of every owner's arrivals begin.
 struct Sections {
-  u64 begun, choices, weights, records;
+  u64 choices, weights, records;
   u64 lane_words;  // of choices that a lane has room for
 };
 
-// What this rank's lane brings.
+// What this member's lane brings.
 struct Lane {
+  int number;            // -1 without a lane
   const u8* rows;
   int row_bytes;
   const int* slots;      // [rows, TOP_K]
@@ -47,14 +48,16 @@ struct Exchange {
   Sections at;
   Lane mine;
   Batch batch;
+  u32 own_place;         // this owner's bit; 0 without an owner's place
   uint4* shared_counts;  // [readers, COUNT_WORDS] of this GPU
   int lane_rows;
 
-  // A row of rank `source` among all that a rank's memory has room for.
+  // A row of lane `source` among all that an owner's memory has room for.
   DEVICE u64 room(int source, int row) const { return (u64)source * lane_rows + row; }
-  DEVICE bool reaches(int rank) const { return step.reachable >> rank & 1u; }
-  DEVICE int own_rows() const { return lanes.rows(w.rank); }
-  DEVICE const uint4* arrived(u64 section) const { return (const uint4*)(step.memory[w.rank] + section); }
+  DEVICE bool comes(int lane) const { return step.lanes >> lane & 1u; }
+  DEVICE bool reaches(int owner) const { return step.owners >> owner & 1u; }
+  DEVICE int own_rows() const { return HAS_LANE ? lanes.rows(mine.number) : 0; }
+  DEVICE const uint4* arrived(u64 section) const { return (const uint4*)(step.here + section); }
 };
 
 // How the step's work is divided among blocks: the first read, then some send choices, the others send rows.

@@ -1,7 +1,8 @@
 // Memory that other GPUs write or read: the loads, stores and checked words of every kernel over peer memory. It comes
 // first in the kernels' text.
 //
-// Given by -D: RANKS, HIDDEN (columns), SOURCE (0 bfloat16, 1 float16, 2 float32: hidden states and answers),
+// Given by -D: LANES and OWNERS (places of both, reserved ones too), HAS_LANE and HAS_OWNER (1 where this member is
+// that), HIDDEN (columns), SOURCE (0 bfloat16, 1 float16, 2 float32: hidden states and answers),
 // WIRE (the WIRE_* below), TRUE_DIVISION (0 where this torch divides by a constant as a product),
 // RECORD_BYTES, PARTS, and of each part i: PART<i>_AT, PART<i>_BYTES in a record.
 
@@ -40,6 +41,12 @@ DEVICE void store_relaxed(u32* at, u32 value) {
 DEVICE u32 load_relaxed(const u32* at) {
   u32 value;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+
+DEVICE u64 load_relaxed(const u64* at) {
+  u64 value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
   return value;
 }
 

@@ -39,7 +39,7 @@ DEVICE void keep_weights(const Exchange& x, DispatchSpan span, int first) {
     const int at = span.from + i / WEIGHT_WORDS, k = i % WEIGHT_WORDS * 3;
     x.lanes.find(at, source, row);
     const uint4* word = x.arrived(x.at.weights) + x.room(source, row) * WEIGHT_WORDS + i % WEIGHT_WORDS;
-    if (!x.reaches(source)) continue;
+    if (!x.comes(source)) continue;
     uint4 found = load_whole(word);
     if (!receive(x.w, word, source, x.step.sequence, found)) continue;
     const u32 three[3] = {found.x, found.y, found.z};

@@ -1,6 +1,6 @@
-// What leaves this rank: its choices to all ranks, its rows as records to the ranks that need them.
+// What leaves this lane: its choices to all owners, its rows as records to the owners that need them.
 
-// Sends the record of row `t` of this rank's lane, which is in shared memory, to all ranks of `reached`.
+// Sends the record of row `t` of this lane, which is in shared memory, to all owners of `reached`.
 DEVICE void send_record(const Exchange& x, const u8* record, int t, u32 reached, Team team) {
   const int warp_thread = threadIdx.x % 32;
 #pragma unroll 1
@@ -9,21 +9,21 @@ DEVICE void send_record(const Exchange& x, const u8* record, int t, u32 reached,
     uint4 word = make_uint4(0u, 0u, 0u, 0u);
     if (warp_thread < PACKET_WORDS && at < WORDS_OF(RECORD_BYTES)) word = ((const uint4*)record)[at];
     word = tagged(word, x.step.sequence, last);
-    const u64 to_word = (x.room(x.w.rank, t) * RECORD_PACKETS + packet) * PACKET;
+    const u64 to_word = (x.room(x.mine.number, t) * RECORD_PACKETS + packet) * PACKET;
 #pragma unroll
-    for (int turn = 1; turn <= RANKS; ++turn) {
-      const int to = (x.w.rank + turn) % RANKS;
+    for (int turn = 1; turn <= OWNERS; ++turn) {
+      const int to = (x.mine.number + turn) % OWNERS;
       if (reached >> to & 1u) store_packet((uint4*)(x.step.memory[to] + x.at.records) + to_word, word, last);
     }
   }
 }
 
-// Sends all ranks the slots that this lane's rows choose, and then their weights; it is block `block` of
+// Sends all owners the slots that this lane's rows choose, and then their weights; it is block `block` of
 // `choice_senders`. Opens the step once its first loads are under way.
 template <class Open>
 DEVICE void send_choices(const Exchange& x, int block, int choice_senders, Open open) {
   const int rows = x.own_rows(), words = SLOT_WORDS(rows), begin = (words + 31) / 32 * 32;
-  const int end = begin + rows * WEIGHT_WORDS, size = x.here.sliced ? x.here.slots : RANKS * x.here.slots;
+  const int end = begin + rows * WEIGHT_WORDS, size = x.here.sliced ? x.here.stride : OWNERS * x.here.stride;
   u32 three[3];
   auto fetch = [&](int i) {
 #pragma unroll
@@ -44,13 +44,13 @@ DEVICE void send_choices(const Exchange& x, int block, int choice_senders, Open 
   int i = (threadIdx.x / 32 * choice_senders + block) * 32 + threadIdx.x % 32;
   fetch(i);
   open();
-  const u64 choices = x.at.choices + x.w.rank * x.at.lane_words * 16;
-  const u64 weights = x.at.weights + x.room(x.w.rank, 0) * WEIGHT_WORDS * 16;
+  const u64 choices = x.at.choices + x.mine.number * x.at.lane_words * 16;
+  const u64 weights = x.at.weights + x.room(x.mine.number, 0) * WEIGHT_WORDS * 16;
   for (; i < end; i += choice_senders * THREADS) {
     const uint4 word = checked(three[0], three[1], three[2], x.step.sequence);
     const u64 to_word = i < begin ? choices + 16 * (u64)i : weights + 16 * (u64)(i - begin);
 #pragma unroll
-    for (int to = 0; to < RANKS; ++to)
+    for (int to = 0; to < OWNERS; ++to)
       if (x.reaches(to) && (i < words || i >= begin)) store_whole((u8*)x.step.memory[to] + to_word, word);
     if (i + choice_senders * THREADS < end) fetch(i + choice_senders * THREADS);
   }
@@ -58,15 +58,13 @@ DEVICE void send_choices(const Exchange& x, int block, int choice_senders, Open 
 
 // Sends the rows of sending block `block`: each of its teams makes and stores a row at a time. Rows go in the order in
 // which reading blocks take them up: the first of each stretch, then the second. Opens the step once the first loads are
-// under way. Returns how many copies a team sent to other ranks.
+// under way. Returns how many copies a team sent to other members.
 template <class Open>
 DEVICE u32 send_rows(const Exchange& x, const Division& d, int block, u8* records, Open open) {
   const int warp_thread = threadIdx.x % 32, warps = WARPS >> d.groups_log2, own_rows = x.own_rows();
   const Team team{(int)threadIdx.x / 32 & warps - 1, warps};
   const int group = threadIdx.x / 32 >> WARPS_LOG2 - d.groups_log2;
-  int before = 0;
-#pragma unroll
-  for (int r = 0; r < RANKS; ++r) before += r < x.w.rank ? x.lanes.rows(r) : 0;
+  const int before = x.lanes.before(x.mine.number);
   int first = before, stretches = own_rows;
   if (d.stretch > 1) first = before / d.stretch, stretches = (before + own_rows - 1) / d.stretch - first + 1;
   int turn = (block << d.groups_log2) + group, row = -1, slot = -1;
@@ -90,12 +88,12 @@ DEVICE u32 send_rows(const Exchange& x, const Division& d, int block, u8* record
 #pragma unroll 1
   while (row >= 0) {
     const int t = row;
-    const u32 reached = __reduce_or_sync(WHOLE_WARP, x.here.holders(slot)) & x.step.reachable;
+    const u32 reached = __reduce_or_sync(WHOLE_WARP, x.here.holders(slot)) & x.step.owners;
     make_record(piece, x.mine.rows + (u64)t * x.mine.row_bytes, record, x.mine.factor, team);
     sync();
     load_next();
     send_record(x, record, t, reached, team);
-    copies += __popc(reached & ~(1u << x.w.rank));
+    copies += __popc(reached & ~x.own_place);
     sync();
   }
   return team.thread() == 0 ? copies : 0;

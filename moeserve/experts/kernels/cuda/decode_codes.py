@@ -13,6 +13,7 @@ from torch import Tensor
 from moeserve.device.arguments import Argument, Arguments
 from moeserve.device.nvrtc import Function, Program, tensor_map
 from moeserve.device.source import Part
+from moeserve.device.waits import FIELDS, grid_wait
 from moeserve.experts.batch import ExpertBatch, ExpertShape
 from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.kernels.cuda.prefill_codes import PrefillCodesWeights
@@ -49,10 +50,16 @@ ARGUMENTS = Arguments(
     slots="int",
     hidden="int",  # H
     inner_size="int",  # I
+    **FIELDS,
     **NUMBERS,
 )
 
-SOURCES: tuple[Part, ...] = ("codes.cu", ARGUMENTS, *(f"decode_codes/{part}.cu" for part in PARTS))
+SOURCES: tuple[Part, ...] = (
+    "codes.cu",
+    "waits.cu",
+    ARGUMENTS,
+    *(f"decode_codes/{part}.cu" for part in PARTS),
+)
 
 MOST_SLOTS = 512
 """The most slots that the list in shared memory has room for."""
@@ -119,9 +126,12 @@ def step(
 ) -> Tensor:
     """`[R, H]` of `form.out`: rows `x [R, H]` bf16 through gate and up `sides[0]`, and down `sides[1]`.
 
-    Rows outside the slots' segments are not written. Nothing is read on the host.
+    Rows outside the slots' segments are not written. Nothing is read on the host. RuntimeError: blocks of an
+    earlier launch waited in vain for others.
     """
     rows, device = x.shape[0], x.device
+    wait = grid_wait("decode_codes", device)
+    wait.check()
     inner = torch.empty((rows, shape.inner), dtype=torch.bfloat16, device=device)
     out = torch.empty((rows, shape.hidden), dtype=form.out, device=device)
     gate_up, down = sides
@@ -144,6 +154,7 @@ def step(
         "slots": batch.slots,
         "hidden": shape.hidden,
         "inner_size": shape.inner,
+        **wait.arguments(),
         **numbers(shape.activation),
     }
     function = _function(form)
@@ -161,7 +172,7 @@ def _function(form: DecodeForm) -> Function:
 def _made(device: torch.device) -> Tensor:
     """Counts that a launch keeps and its last block clears: blocks that are through, and by slot inner rows.
 
-    One serves all launches of a device: a block takes a whole multiprocessor and a launch all of them, so
-    that two launches never run at once.
+    One serves all launches of a device: a block takes a whole multiprocessor and a launch all that are not
+    held, so that two launches never run at once.
     """
     return torch.zeros(1 + MOST_SLOTS, dtype=torch.int32, device=device)

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from moeserve.device.arguments import Argument, Arguments, TensorMap
 from moeserve.device.nvrtc import Function, Program, tensor_map
+from moeserve.device.residency import resident_blocks
 from moeserve.device.source import Part
+from moeserve.device.waits import FIELDS, grid_wait
 from moeserve.experts.batch import ExpertBatch, ExpertShape
 from moeserve.experts.kernels.cuda.panels import map_by_eights, map_of
 from moeserve.experts.kernels.cuda.steps import NUMBERS, OUTS, defined, numbers, source
@@ -35,6 +37,7 @@ SIDES_FIELDS = {
     "inner_rows": "void*",  # bf16 [R, I]; FP8: float32, or E4M3 codes and then their scales [R, I / 128]
     "out": "void*",  # [R, H]
     "turns": "u64*",  # of blocks, never reset
+    **FIELDS,
     "rows": "int",  # R
     "slots": "int",
     "hidden": "int",  # H
@@ -61,7 +64,7 @@ ARGUMENTS = {"fp4": CODES, "fp8": PANELS, "bf16": PANELS}
 
 def sources(kind: str) -> tuple[Part, ...]:
     """The parts of the text for weights of `kind`."""
-    return ("codes.cu", ARGUMENTS[kind], *(f"few/{part}.cu" for part in PARTS))
+    return ("codes.cu", "waits.cu", ARGUMENTS[kind], *(f"few/{part}.cu" for part in PARTS))
 
 
 MOST_SLOTS = 512
@@ -115,10 +118,13 @@ def step(
     """`[R, H]` of `form.out`: rows `x` through gate and up `sides[0]`, and down `sides[1]`.
 
     `x` is bf16 `[R, H]`, or E4M3 codes with scales `[R, H / 128]`. Codes of FP8 and bf16 sides are panels.
-    Rows outside the slots' segments are not written. Nothing is read on the host.
+    Rows outside the slots' segments are not written. Nothing is read on the host. RuntimeError: blocks of an
+    earlier launch waited in vain for others.
     """
     codes, scale = x
     rows, device = codes.shape[0], codes.device
+    wait = grid_wait("few", device)
+    wait.check()
     between = torch.float32 if form.kind == "fp8" else torch.bfloat16
     inner = torch.empty((rows, shape.inner), dtype=between, device=device)
     out = torch.empty((rows, shape.hidden), dtype=form.out, device=device)
@@ -138,6 +144,7 @@ def step(
         "inner_rows": inner,
         "out": out,
         "turns": _turns(device),
+        **wait.arguments(),
         "rows": rows,
         "slots": batch.slots,
         "hidden": shape.hidden,
@@ -145,9 +152,8 @@ def step(
         **numbers(shape.activation),
         **_weights(gate_up, down),
     }
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
     threads = form.tile.workers * 128 + HELPER_WARPS * 32
-    _function(form).launch(processors, threads, given, shared=form.shared, cooperative=True)
+    _function(form).launch(resident_blocks(device), threads, given, shared=form.shared, cooperative=True)
     return out
 
 
@@ -202,7 +208,7 @@ def _function(form: FewForm) -> Function:
 def _turns(device: torch.device) -> Tensor:
     """Blocks that came to the grid's barrier since the process began.
 
-    One word serves all launches of a device: a block takes a whole multiprocessor and a launch all of them,
-    so that two launches never run at once.
+    One word serves all launches of a device: a block takes a whole multiprocessor and a launch all that are
+    not held, so that two launches never run at once. All have as many blocks.
     """
     return torch.zeros(1, dtype=torch.int64, device=device)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moeserve.device.arguments import Argument, Arguments
 from moeserve.device.nvrtc import Function, LaunchError, Program
+from moeserve.device.residency import held
 from moeserve.device.source import Part
 from moeserve.device.source import source as _text
 from moeserve.experts.activation import Activation
@@ -120,7 +121,10 @@ class Groups(ABC):
         return grouped
 
     def launch(self, function: Function, block: Block, given: Mapping[str, Argument], across: int) -> None:
-        """Runs a GEMM of `across` tiles a group, on clusters that are all resident."""
+        """Runs a GEMM of `across` tiles a group, on as many clusters as run at once.
+
+        None waits for another: more would be right too, but take a second round.
+        """
         clusters = min(resident_clusters(function, block), self.limit * across)
         function.launch(
             clusters * CLUSTER,
@@ -170,9 +174,10 @@ def defined(flags: Mapping[str, int]) -> tuple[str, ...]:
 
 @cache
 def resident_clusters(function: Function, block: Block) -> int:
-    """Clusters that the device runs at once: not all its multiprocessors can be of one.
+    """Clusters that the current device runs at once: not all its multiprocessors can be of one.
 
-    Raises LaunchError where it runs none.
+    Each multiprocessor that is held may be of another cluster, which then finds no place. Raises LaunchError
+    where none runs.
     """
     from cuda.bindings import driver
 
@@ -186,9 +191,13 @@ def resident_clusters(function: Function, block: Block) -> int:
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes, config.attrs, config.numAttrs = shared, [size], 1
     status, clusters = driver.cuOccupancyMaxActiveClusters(function.handle, config)
-    if status != driver.CUresult.CUDA_SUCCESS or clusters < 1:
-        raise LaunchError(f"no cluster of {CLUSTER} blocks with {shared} bytes each runs here: {status}")
-    return int(clusters)
+    taken = held("cuda")
+    if status != driver.CUresult.CUDA_SUCCESS or clusters <= taken:
+        raise LaunchError(
+            f"no cluster of {CLUSTER} blocks with {shared} bytes each runs here beside {taken} held "
+            f"multiprocessors: {status}"
+        )
+    return int(clusters) - taken
 
 
 @cache

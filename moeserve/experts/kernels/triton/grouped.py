@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from moeserve.device.residency import resident_blocks
 from moeserve.experts.batch import ExpertBatch, ExpertShape
 from moeserve.experts.kernels.tiles import Tile
 from moeserve.experts.kernels.triton import hopper_gemm, rows
@@ -69,7 +70,9 @@ class GroupedStep:
         blocks = triton.cdiv(weights.n, ROWS_OF_A_BLOCK)
         n_tiles = triton.cdiv(blocks, tile.consumers * tile.blocks)
         scale = out if weights.scale is None else weights.scale
-        hopper_gemm.grouped_gemm[(min(_processors(out.device) * tile.programs, self.limit * n_tiles),)](
+        # no program waits for another: more than run at once would be right too, but take a second round
+        programs = resident_blocks(out.device) * tile.programs
+        hopper_gemm.grouped_gemm[(min(programs, self.limit * n_tiles),)](
             *_descriptors(x, weights, tile),
             out if x.scale is None else x.scale,
             scale,
@@ -163,7 +166,3 @@ def _descriptors(x: GroupedRows, weights: GroupedWeights, tile: Tile) -> tuple[A
         TensorDescriptor.from_tensor(flat, [ROWS_OF_A_BLOCK, tile.depth], wide),
         x.values,
     )
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -24,11 +24,13 @@ from moeserve.proto.transports.shared_memory import (
     REFUSED,
     socket_address,
 )
+from moeserve.runtime.doors.payloads.wake import Wake
 
 logger = logging.getLogger(__name__)
 
 SILENT_SECONDS = 5.0
 TICK_SECONDS = 1.0
+CLOSE_SECONDS = 5.0  # within which the thread has to end
 MOST_CONNECTIONS = 1024
 
 TakeCall = Callable[[bytes, Callable[[bytes], None]], Callable[[], None]]
@@ -41,7 +43,11 @@ class RegionOwner(Protocol):
     """What the handover needs of the regions."""
 
     def grant(self, name: str) -> int:
-        """A descriptor of region `name`, the caller's to close, for one lease more; LookupError if none."""
+        """A descriptor of region `name`, the caller's to close, for one lease more.
+
+        Raises LookupError where there is no such region, OSError where no descriptor is left; then there is
+        no new lease.
+        """
 
     @property
     def take_call(self) -> TakeCall | None:
@@ -80,76 +86,101 @@ class _Lease:
 
 
 class Handover:
-    """Listens on the socket and answers it in one thread; takes calls over leases there too."""
+    """Listens on the socket and answers it in one thread; takes calls over leases there too.
+
+    That thread alone closes the socket, the connections and the selector, when it ends.
+    """
 
     def __init__(self, owner: RegionOwner) -> None:
         self.address = f"@moeserve-{os.getpid()}-{secrets.token_hex(8)}"
         self._owner = owner
         self._leases: dict[socket.socket, _Lease] = {}
         self._silent: dict[socket.socket, float] = {}
-        self._ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._wake, self._woken = socket.socketpair()
+        self._ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._closing = False
+        self._wake = Wake()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(socket_address(self.address))
         self._listener.listen(64)
+        self._listener.settimeout(0)
         self._selector = selectors.DefaultSelector()
-        for readable in (self._listener, self._woken):
-            readable.settimeout(0)
-            self._selector.register(readable, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="region-handover", daemon=True)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._listening = False
+        self._listen()
+        self._thread = threading.Thread(target=self._run, name="region-handover", daemon=True)
         self._thread.start()
 
     def end(self, name: str) -> None:
         """Ends every lease on region `name`, which its clients see.
 
-        Does not wait, and may hold the owner's lock.
+        Never waits, so that a caller may hold the owner's lock; after `close` it does nothing.
         """
-        if self._thread.is_alive():
-            self._ended.put(name)
-            self._wake.send(b"x")
+        self._ended.put(name)
+        self._wake.ring()
 
     def close(self) -> None:
-        """Stops the thread and closes every connection; clients see their leases end."""
+        """Stops the thread, which closes every connection; clients see their leases end.
+
+        Any number of threads may call this; each returns when the thread has ended.
+        """
+        self._closing = True
+        self._wake.ring()
+        self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            self._ended.put(None)
-            self._wake.send(b"x")
-            self._thread.join()
-            self._wake.close()
+            logger.error("the thread that hands over regions did not end within %g s", CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            logger.exception("the thread that hands over regions ends: no region can be fetched any more")
+        finally:
+            self._close_all()
 
     def _serve(self) -> None:
         swept = time.monotonic()
-        while True:
+        while not self._closing:
             for key, _ in self._selector.select(TICK_SECONDS):
-                if key.fileobj is self._woken:
-                    if self._end_leases():
-                        return
+                if key.fileobj is self._wake:
+                    self._end_leases()
                 elif key.fileobj is self._listener:
                     self._accept()
                 elif isinstance(key.fileobj, socket.socket):
-                    self._answer(key.fileobj)
+                    self._answer_or_drop(key.fileobj)
             now = time.monotonic()
             if now - swept >= TICK_SECONDS:
                 swept = now
                 self._owner.sweep()
                 for silent in [who for who, since in self._silent.items() if now - since > SILENT_SECONDS]:
                     self._drop(silent)
+                self._listen()
 
-    def _end_leases(self) -> bool:
-        """Ends the leases asked for; True when that was to close everything."""
-        self._woken.recv(1)
-        name = self._ended.get()
-        if name is None:
-            self._close_all()
-            return True
-        for client in [client for client, lease in self._leases.items() if lease.region == name]:
+    def _end_leases(self) -> None:
+        """Ends the leases asked for."""
+        self._wake.clear()
+        names = set()
+        while not self._ended.empty():
+            names.add(self._ended.get())
+        for client in [client for client, lease in self._leases.items() if lease.region in names]:
             self._drop(client)
-        return False
+
+    def _listen(self) -> None:
+        """Waits for connections from now on."""
+        if not self._listening:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._listening = True
+
+    def _listen_later(self) -> None:
+        """Waits for no connection until the next tick: who connects meanwhile is taken then."""
+        self._selector.unregister(self._listener)
+        self._listening = False
 
     def _accept(self) -> None:
         try:
             client, _ = self._listener.accept()
         except OSError as failed:
-            logger.warning("a connection for a region could not be accepted: %s", failed)
+            logger.warning("a connection for a region could not be accepted yet: %s", failed)
+            self._listen_later()  # it stays readable: without a descriptor to accept it, this would spin
             return
         client.settimeout(0)
         pid, user, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -164,6 +195,14 @@ class Handover:
         else:
             self._silent[client] = time.monotonic()
             self._selector.register(client, selectors.EVENT_READ)
+
+    def _answer_or_drop(self, client: socket.socket) -> None:
+        """Answers one client; what goes wrong with it ends its connection, and no other."""
+        try:
+            self._answer(client)
+        except Exception:
+            logger.exception("the connection of a region's client is closed")
+            self._drop(client)
 
     def _answer(self, client: socket.socket) -> None:
         lease = self._leases.get(client)
@@ -188,6 +227,10 @@ class Handover:
                 client, "no region has this name; it is made by CreateRegion and ends with its lease"
             )
             return
+        except OSError as failed:  # no descriptor is left to hand over
+            logger.warning("a region could not be handed over: %s", failed)
+            self._refuse(client, f"the lane could not hand it over: {failed.strerror}")
+            return
         del self._silent[client]
         self._leases[client] = _Lease(client, name)
         try:
@@ -209,10 +252,13 @@ class Handover:
             return  # dropped earlier in the same round of events
         self._selector.unregister(client)
         lease = self._leases.pop(client, None)
-        if lease is not None:
-            lease.end()
-        client.close()
         self._silent.pop(client, None)
+        if lease is not None:
+            try:
+                lease.end()
+            except Exception:
+                logger.exception("the call over a lease of a region could not be given up")
+        client.close()
         if lease is not None:
             self._owner.lease_ended(lease.region)
 
@@ -220,8 +266,8 @@ class Handover:
         for client in [*self._leases, *self._silent]:
             self._drop(client)
         self._selector.close()
-        for own in (self._listener, self._woken):
-            own.close()
+        self._listener.close()
+        self._wake.close()
 
 
 def _nothing() -> None:

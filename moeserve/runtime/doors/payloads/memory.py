@@ -7,6 +7,7 @@ import re
 import stat
 
 from moeserve.proto.tensors import TensorError
+from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.payloads.errors import UnknownRegion
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -32,7 +33,7 @@ def named_memory(key: str, offset: int, size: int) -> memoryview:
     Raises TensorError for a key or range that cannot be, UnknownRegion when there is no such object.
     """
     if not KEY.fullmatch(key):
-        raise TensorError("key", f"{key!r} is not a name that shm_open takes")
+        raise TensorError("key", f"{quoted(key)} is not a name that shm_open takes")
     if offset < 0 or size < 1:
         raise TensorError("size", f"{size} bytes at offset {offset} are no range")
     try:
@@ -40,12 +41,12 @@ def named_memory(key: str, offset: int, size: int) -> memoryview:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as failed:
         raise UnknownRegion(
-            f"key: shared-memory object {key!r} cannot be opened: {failed.strerror}"
+            f"key: shared-memory object {quoted(key)} cannot be opened: {failed.strerror}"
         ) from failed
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or offset + size > found.st_size:
-            text = f"{size} bytes at offset {offset} leave object {key!r} of {found.st_size} bytes"
+            text = f"{size} bytes at offset {offset} leave object {quoted(key)} of {found.st_size} bytes"
             raise TensorError("size", text)
         return memoryview(mmap.mmap(descriptor, offset + size))[offset:]
     finally:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from moeserve.proto.tensors import TensorError
+from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.payloads.errors import NamedRegionRefused, RegionLimit, UnknownRegion
 from moeserve.runtime.doors.payloads.handover import Handover, TakeCall
 from moeserve.runtime.doors.payloads.memory import named_memory, sealed_memory
@@ -38,12 +39,13 @@ class RegionLimits:
 
 @dataclass(frozen=True)
 class RegionStatus:
-    """One line of the list: `name` without its secret part, bytes, calls that hold it, and its sort."""
+    """One line of the list: `name` without its secret part, bytes, calls that hold it, sort, maker."""
 
     name: str
     size: int
     in_use: int
     named: bool
+    maker: str
 
 
 @dataclass
@@ -52,6 +54,7 @@ class _Region:
     public: str
     memory: memoryview
     descriptor: int | None
+    maker: str = ""
     made: float = field(default_factory=time.monotonic)
     claimed: bool = False
     leases: int = 0
@@ -110,8 +113,10 @@ class Regions:
         """Bytes of all regions, those that were released but are still held included."""
         return self._bytes
 
-    def create(self, size: int) -> tuple[str, int]:
+    def create(self, size: int, maker: str = "") -> tuple[str, int]:
         """Makes a sealed region of at least `size` bytes: its secret name, and its size in whole pages.
+
+        maker: the connection that asked for it, which alone sees it in its list.
 
         Raises TensorError for a size below 1 and RegionLimit when there is no room.
         """
@@ -128,7 +133,7 @@ class Regions:
             self._made += 1
             public = f"region-{self._made}"
             name = f"{public}-{secrets.token_hex(16)}"
-            self._regions[name] = _Region(name, public, memory, descriptor)
+            self._regions[name] = _Region(name, public, memory, descriptor, maker)
         return name, size
 
     def register(self, name: str, key: str, offset: int, size: int) -> None:
@@ -138,10 +143,10 @@ class Regions:
         UnknownRegion when there is no such object, RegionLimit when there is no room.
         """
         if not self.limits.allow_named:
-            text = f"region {name!r}: registering by name is unsafe and off; use CreateRegion, or allow it"
-            raise NamedRegionRefused(text)
+            refused = "registering by name is unsafe and off; use CreateRegion, or allow it"
+            raise NamedRegionRefused(f"region {quoted(name)}: {refused}")
         if not NAME.fullmatch(name):
-            raise TensorError("name", f"{name!r} must be 1 to 128 letters, digits, '_', '.' or '-'")
+            raise TensorError("name", f"{quoted(name)} must be 1 to 128 letters, digits, '_', '.' or '-'")
         self._reserve(size)
         try:
             memory = named_memory(key, offset, size)
@@ -162,7 +167,7 @@ class Regions:
         with self._lock:
             region = self._regions.get(name)
             if region is None:
-                raise UnknownRegion(f"{field}: this lane has no region {_without_secret(name)!r}")
+                raise UnknownRegion(f"{field}: this lane has no region {_without_secret(name)}")
             length = region.memory.nbytes
             if not 0 <= offset <= length or not 0 <= size <= length - offset:
                 text = f"{size} bytes at offset {offset} leave region {region.public!r} of {length} bytes"
@@ -177,22 +182,22 @@ class Regions:
             self._reclaim_if_idle(region)
 
     def release(self, name: str) -> None:
-        """Forgets the region, by its whole name or by the name that `list` shows; calls that hold it finish.
+        """Forgets the region of this whole name, which only its maker knows; calls that hold it finish.
 
         Raises UnknownRegion.
         """
         with self._lock:
-            named = [region for region in self._regions.values() if name in (region.name, region.public)]
-            if not named:
-                raise UnknownRegion(f"this lane has no region {_without_secret(name)!r}")
-            self._forget(named[0])
+            region = self._regions.get(name)
+            if region is None:
+                raise UnknownRegion(f"this lane has no region {_without_secret(name)}")
+            self._forget(region)
 
     def list(self) -> tuple[RegionStatus, ...]:
         """Every region that calls may use, oldest first."""
         with self._lock:
             return tuple(
-                RegionStatus(region.public, region.memory.nbytes, region.holds, region.descriptor is None)
-                for region in self._regions.values()
+                RegionStatus(r.public, r.memory.nbytes, r.holds, r.descriptor is None, r.maker)
+                for r in self._regions.values()
             )
 
     def close(self) -> None:
@@ -204,14 +209,18 @@ class Regions:
         self._handover.close()
 
     def grant(self, name: str) -> int:
-        """A descriptor of `name`, the caller's to close, for one lease more; KeyError if none."""
+        """A descriptor of `name`, the caller's to close, for one lease more.
+
+        Raises KeyError where there is no such region, OSError where no descriptor is left.
+        """
         with self._lock:
             region = self._regions[name]
             if region.descriptor is None:
                 raise KeyError(name)
+            descriptor = os.dup(region.descriptor)
             region.claimed = True
             region.leases += 1
-            return os.dup(region.descriptor)
+            return descriptor
 
     def lease_ended(self, name: str) -> None:
         """One lease on `name` ended; with the last one the region goes."""
@@ -267,6 +276,6 @@ class Regions:
 
 
 def _without_secret(name: str) -> str:
-    """A name as far as it may stand in logs and messages."""
+    """A name as far as it may stand in logs and messages, in quotation marks."""
     match = re.fullmatch(r"(region-\d+)-[0-9a-f]{32}", name)
-    return match.group(1) if match else name
+    return quoted(match.group(1) if match else name)

@@ -13,13 +13,14 @@ from moeserve.experts.bank import Bank
 from moeserve.experts.checksum import Slot, slot_checksum, slot_checksums
 from moeserve.experts.placement import EMPTY
 from moeserve.runtime.control.orders import ExpertCopy, StagedCopy, StageOrder, Vote
-from moeserve.runtime.control.stream import StreamClosed
+from moeserve.runtime.control.stream import StreamClosed, StreamSilent
 from moeserve.runtime.rank.weights.copies import Abandoned, Copier
 from moeserve.runtime.rank.weights.peers import PeerRefused, Peers
 
 log = logging.getLogger(__name__)
 
 RELEASE_SECONDS = 10.0
+FROM_PEER = ("cuda_ipc", "stream")  # paths that a peer's process has to run for
 TRIES = 3  # copies of one expert by one path whose checksum may be wrong, before the next path is tried
 
 
@@ -36,7 +37,8 @@ class Corrupted(RuntimeError):
 class Mover:
     """One thread. Orders and abandonments come from the coordinator's stream; `commit` from the step thread.
 
-    An expert is copied from a peer's GPU of this host, else over a peer's stream, else read from disk. A copy
+    An expert is copied from a peer's GPU of this host, else over a peer's stream, else read from disk; a peer
+    that gives nothing for too long is left for the disk. A copy
     whose checksum is not its owner's is fetched again; it is never voted for.
     """
 
@@ -166,30 +168,40 @@ class Mover:
         )
 
     def _copied(self, order: StageOrder) -> Iterator[StagedCopy]:
-        """Stages every copy, those of one rank together."""
+        """Stages every copy, those of one owner together."""
         rooms = {copy.slot: self._sources.bank.room(order.layer, copy.slot) for copy in order.copies}
         self._copier.after_commit(self._sources.bank)
-        for rank in sorted({copy.source[0] for copy in order.copies}):
-            copies = [copy for copy in order.copies if copy.source[0] == rank]
-            yield from self._copied_from(order, rank, [(copy, rooms[copy.slot]) for copy in copies])
+        for owner in sorted({copy.source[0] for copy in order.copies}):
+            copies = [copy for copy in order.copies if copy.source[0] == owner]
+            yield from self._copied_from(order, owner, [(copy, rooms[copy.slot]) for copy in copies])
 
-    def _copied_from(self, order: StageOrder, rank: int, left: list[CopyInto]) -> Iterator[StagedCopy]:
-        """Stages experts of `rank` by the first path that gives each right."""
+    def _copied_from(self, order: StageOrder, owner: int, left: list[CopyInto]) -> Iterator[StagedCopy]:
+        """Stages experts of `owner` by the first path that gives each right."""
         problems: list[str] = []
         corrupted = {copy.slot: 0 for copy, _ in left}
-        for path, fetch in self._sources.paths(order, rank, self._copier):
+        silent = False
+        for path, fetch in self._sources.paths(order, owner, self._copier):
+            if silent and path in FROM_PEER:
+                continue  # it would be waited for as long again
             for _ in range(TRIES):
                 started = time.perf_counter()
                 try:
                     owners = fetch(left)
                 except (StreamClosed, PeerRefused, OSError) as error:
                     problems.append(f"{path}: {error}")
+                    silent = isinstance(error, StreamSilent)
+                    log.warning(
+                        "layer %d: owner %d gives no copy, the next path is tried: %s",
+                        order.layer,
+                        owner,
+                        problems[-1],
+                    )
                     break
                 with self._copier.stream():
                     found = slot_checksums([room for _, room in left])
                 seconds, wrong = (time.perf_counter() - started) / len(left), []
-                for (copy, room), checksum, owner in zip(left, found, owners, strict=True):
-                    if checksum == owner:
+                for (copy, room), checksum, given in zip(left, found, owners, strict=True):
+                    if checksum == given:
                         size = sum(tensor.nbytes for tensor in room.values())
                         times = corrupted[copy.slot]
                         yield StagedCopy(copy.slot, copy.expert, checksum, path, size, seconds, times)
@@ -197,7 +209,7 @@ class Mover:
                     wrong.append((copy, room))
                     corrupted[copy.slot] += 1
                     problems.append(
-                        f"{path}: checksum of expert {copy.expert} {checksum}, the owner's {owner}"
+                        f"{path}: checksum of expert {copy.expert} {checksum}, the owner's {given}"
                     )
                     log.error("layer %d, a copy came corrupted, %s", order.layer, problems[-1])
                 left = wrong
@@ -209,9 +221,8 @@ class Mover:
 
 @dataclass(frozen=True, eq=False)
 class CopySources:
-    """The sources of one rank's copies (itself, its peers, the disk), and the bank they go to."""
+    """The sources of one member's copies (itself, its peers, the disk), and the bank they go to."""
 
-    rank: int
     host_id: str
     device: str
     bank: Bank
@@ -220,12 +231,12 @@ class CopySources:
     use_weights: Callable[[Sequence[str]], None]
     read: Callable[[int, int, int], Slot]  # (decoder layer, expert, version) -> prepared, from disk
 
-    def paths(self, order: StageOrder, rank: int, copier: Copier) -> Iterator[tuple[str, Fetch]]:
-        """How to get experts that `rank` holds: the name and the copy of each path, the fastest first."""
-        if rank == self.rank:
+    def paths(self, order: StageOrder, owner: int, copier: Copier) -> Iterator[tuple[str, Fetch]]:
+        """How to get experts that `owner` holds: the name and the copy of each path, the fastest first."""
+        if owner == order.owner:
             yield "own", lambda wanted: self._own(order.layer, wanted, copier)
-        elif rank != EMPTY:
-            address, host = order.peers[rank]
+        elif owner != EMPTY:
+            address, host = order.peers[owner]
             if host == self.host_id and self.device != "cpu":
                 yield "cuda_ipc", lambda wanted: self.peers.map(address, *_asked(order, wanted), copier)
             yield "stream", lambda wanted: self.peers.fetch(address, *_asked(order, wanted), copier)

@@ -18,17 +18,24 @@ from torch import Tensor
 
 from moeserve.experts.bank import Bank
 from moeserve.experts.checksum import Slot
-from moeserve.runtime.control.stream import Message, Stream, StreamClosed, connect
+from moeserve.runtime.control.stream import Message, Stream, StreamClosed, StreamSilent, connect
 from moeserve.runtime.rank.weights.copies import PIECE, Copier
 from moeserve.runtime.rank.weights.cuda_ipc import opened, shared
 
 log = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 5.0
+WITHIN_SECONDS = 20.0
+UNREAD_SECONDS = 60.0  # a peer that takes no byte for so long gets no more
+HELLO_SECONDS = 10.0  # within which whoever connects has to show the token
 
 
 class PeerRefused(RuntimeError):
     """A peer does not give an expert, and says why."""
+
+
+def unread_seconds(rate: float) -> float:
+    """How long a peer may take no byte: longer than a rate of bytes a second (0: none) pauses it."""
+    return max(UNREAD_SECONDS, 4 * PIECE / rate) if rate else UNREAD_SECONDS
 
 
 class WeightsServer:
@@ -36,8 +43,11 @@ class WeightsServer:
     may be asked for, which is what an epoch's vote is for.
     """
 
-    def __init__(self, host: str, token: str, device: str, bank: Bank) -> None:
+    def __init__(
+        self, host: str, token: str, device: str, bank: Bank, unread: float = UNREAD_SECONDS
+    ) -> None:
         self._token, self._device, self._bank = token, device, bank
+        self._unread = unread  # seconds in which a peer has to take a byte
         self._listener = socket.create_server((host, 0))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._streams: set[Stream] = set()
@@ -58,6 +68,7 @@ class WeightsServer:
             except OSError:
                 return  # closed
             stream = Stream(connection)
+            stream.bound_sends(self._unread)
             self._streams.add(stream)
             threading.Thread(
                 target=self._serve, args=(stream, peer), name=f"weights {peer}", daemon=True
@@ -65,12 +76,14 @@ class WeightsServer:
 
     def _serve(self, stream: Stream, peer: object) -> None:
         try:
-            hello = stream.receive()
+            hello = stream.receive_first(HELLO_SECONDS)
             if hello["kind"] != "weights" or not hmac.compare_digest(str(hello["token"]), self._token):
                 raise ValueError("a peer must begin with weights and the group's token")
             copier = Copier(0, self._device)
             while True:
                 self._answer(stream, stream.receive(), copier)
+        except StreamSilent as silent:
+            log.warning("a copy of weights to %s ends: %s", peer, silent)
         except StreamClosed:
             return  # the peer has what it wanted
         except (KeyError, TypeError, ValueError) as error:
@@ -112,10 +125,14 @@ def _host_bytes(tensor: Tensor) -> memoryview:
 
 
 class Peers:
-    """Links to other ranks' `WeightsServer`s, made when first used. One thread uses them."""
+    """Links to other ranks' `WeightsServer`s, made when first used. One thread uses them.
 
-    def __init__(self, token: str, device: str) -> None:
-        self._token = token
+    A peer has `within` seconds to take a question and to give the next bytes: one that is stopped holds
+    nobody for longer.
+    """
+
+    def __init__(self, token: str, device: str, within: float = WITHIN_SECONDS) -> None:
+        self._token, self._within = token, within
         self._device = torch.device(device)
         self._links: dict[str, Stream] = {}
         self._mapped: dict[tuple[str, int, int], dict[str, Tensor]] = {}
@@ -125,7 +142,8 @@ class Peers:
     ) -> list[str]:
         """Copies the peer's experts in its `slots` of `layer` (decoder index) into `rooms` over its stream.
 
-        Returns the owner's checksums. Raises StreamClosed, PeerRefused or Abandoned.
+        Returns the owner's checksums. Raises StreamClosed (StreamSilent if it gives nothing), PeerRefused or
+        Abandoned.
         """
         reply = self._ask(address, {"layer": layer, "slots": slots, "how": "stream"})
         stream = self._links[address]
@@ -163,7 +181,8 @@ class Peers:
 
     def _ask(self, address: str, asked: Message) -> Message:
         if address not in self._links:
-            link = connect(address, CONNECT_SECONDS)
+            link = connect(address, self._within)
+            link.bound_receives(self._within)
             link.send({"kind": "weights", "token": self._token})
             self._links[address] = link
         try:

@@ -21,14 +21,14 @@ DEVICE int block_at(const Side& side, int phase, int column, int b) {
 }
 
 // Until all of the slot's inner rows are there.
-DEVICE void wait_for_inner(const Task& t, const Group& g) {
+DEVICE void wait_for_inner(const Task& t, const Group& g, u32& deadline) {
   const u32 parts = g.in_slot * pairs_of(t.gate_up) * CLUSTER * WARPS;
-  u32 made;
-  for (;;) {
+  const auto here = [&] {
+    u32 made;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(made) : "l"(t.made + 1 + g.slot) : "memory");
-    if (made >= parts) return;
-    __nanosleep(50);
-  }
+    return made >= parts;
+  };
+  await_blocks(here, deadline, t.bound, t.expired, t.spoiled);
 }
 
 // By one thread of each of four warps, since one takes too long to ask for all that a stage needs. Each brings one of
@@ -38,7 +38,7 @@ DEVICE void produce(const Task& t, const TensorMap* x, const TensorMap* inner, u
   const int rank = cluster_rank();
   Walk walk(t, shared_word(base + TOTALS_AT));
   int stage = 0, phase, pair;
-  u32 parity = 1;
+  u32 parity = 1, deadline = 0;
   while (walk.next(phase, pair)) {
     const Side side = side_of(t, phase);
     const TensorMap* rows = phase ? inner : x;
@@ -60,7 +60,7 @@ DEVICE void produce(const Task& t, const TensorMap* x, const TensorMap* inner, u
       copy_stream(to + CODES_AT + helper * CODE_BYTES, codes, CODE_BYTES, full, policy);
       copy_stream(to + SCALES_AT + helper * SCALE_BYTES, scales, SCALE_BYTES, full, policy);
       if (phase && piece == 0) {
-        wait_for_inner(t, g);
+        wait_for_inner(t, g, deadline);
         asm volatile("fence.proxy.async;" ::: "memory");
       }
 #pragma unroll 1

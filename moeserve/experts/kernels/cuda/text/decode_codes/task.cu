@@ -55,6 +55,8 @@ struct Task {
   u16* inner;
   void* out;
   u32* made;
+  u64 bound;
+  u32 *expired, *spoiled;
   float limit, alpha, beta;
 
   DEVICE explicit Task(const DecodeArguments& args)
@@ -67,6 +69,9 @@ struct Task {
         inner(args.inner_rows),
         out(args.out),
         made(args.made),
+        bound(args.bound),
+        expired(args.expired),
+        spoiled(args.spoiled),
         limit(args.limit),
         alpha(args.alpha),
         beta(args.beta) {}

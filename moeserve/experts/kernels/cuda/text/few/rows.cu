@@ -2,12 +2,13 @@
 
 // Until all blocks have stored what this phase reads.
 DEVICE void wait_for_all(const Task& t, u64 all_there) {
-  u64 turn;
-  for (;;) {
+  u32 deadline = 0;
+  const auto here = [&] {
+    u64 turn;
     asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(turn) : "l"(t.turns) : "memory");
-    if (turn >= all_there) break;
-    __nanosleep(50);
-  }
+    return turn >= all_there;
+  };
+  await_blocks(here, deadline, t.bound, t.expired, t.spoiled);
   asm volatile("fence.proxy.async;" ::: "memory");
 }
 

@@ -95,6 +95,8 @@ struct Task {
   int rows;
   void* out;
   u64* turns;
+  u64 bound;
+  u32 *expired, *spoiled;
   float limit, alpha, beta;
 
   DEVICE explicit Task(const FewArguments& args)
@@ -116,6 +118,9 @@ struct Task {
         rows(args.rows),
         out(args.out),
         turns(args.turns),
+        bound(args.bound),
+        expired(args.expired),
+        spoiled(args.spoiled),
         limit(args.limit),
         alpha(args.alpha),
         beta(args.beta) {}

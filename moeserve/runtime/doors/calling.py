@@ -1,0 +1,127 @@
+"""`Calling`: the threads in which calls are parsed, let in and answered, apart for each sort of call.
+
+So calls that wait for a step, streams that nobody reads and operators who wait for a reload leave health and
+questions their threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from moeserve.proto.client.deadline_watch import DeadlineWatch
+from moeserve.runtime.doors.admission import Admission
+from moeserve.runtime.doors.failures import guarded, status_of
+from moeserve.runtime.doors.operations import BadRequest
+from moeserve.runtime.doors.stream_calls import Parse, StreamCalls, Unparsed
+
+Serialize = Callable[[Any], bytes]
+
+SPARE_THREADS = 16  # of each sort, so that what is refused is refused at once
+OPERATIONS = 4  # a rebalance or reload at once, with those that wait for it
+QUESTIONS = 16  # such as GetTopology, which wait for nothing
+
+
+class Calling:
+    """Makes the handlers of one server, and has the threads that they run in."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._late = DeadlineWatch()
+        limits = admission.limits
+        threads = {
+            "calls": limits.calls + SPARE_THREADS,
+            "streams": limits.streams + SPARE_THREADS,
+            "operations": OPERATIONS + SPARE_THREADS,
+            "questions": QUESTIONS,
+            "health": QUESTIONS,
+        }
+        self._pools = {sort: ThreadPoolExecutor(count, sort) for sort, count in threads.items()}
+
+    def in_thread(self, behavior: Callable[..., Any], sort: str) -> Callable[..., Any]:
+        """`behavior`, a handler's, run by the threads of its sort."""
+
+        def run(*given: Any) -> Any:
+            return behavior(*given)
+
+        run.experimental_thread_pool = self._pools[sort]  # type: ignore[attr-defined]  # so gRPC calls it
+        return run
+
+    def unary(
+        self, answering: Callable[..., Any], parse: Parse, serialize: Serialize, sort: str
+    ) -> grpc.RpcMethodHandler:
+        """The handler of calls with one message, which has to arrive in time.
+
+        To gRPC it is a stream of one message, which is the same on the wire: for the message of a unary call
+        gRPC waits without a bound.
+        """
+
+        def answer(messages: Iterator[Unparsed], context: grpc.ServicerContext) -> Any:
+            message = self._first(messages, context)
+            leave = self._entered(message, context) if sort == "calls" else _nothing
+            try:
+                request = guarded(context, lambda: message.parsed(parse, forward=sort == "calls"))
+                return answering(request, context)
+            finally:
+                leave()
+
+        return grpc.stream_unary_rpc_method_handler(self.in_thread(answer, sort), Unparsed, serialize)
+
+    def stream(
+        self, answering: Callable[..., Any], parse: Parse, serialize: Serialize
+    ) -> grpc.RpcMethodHandler:
+        """The handler of streams. A message that cannot be parsed is the last that is read.
+
+        What was asked before it is answered, and then the stream ends with INVALID_ARGUMENT. A caller that
+        does not take a reply in time is left.
+        """
+
+        def answer(messages: Iterator[Unparsed], context: grpc.ServicerContext) -> Iterator[Any]:
+            opened = guarded(context, self._admission.open_stream)
+            calls = StreamCalls(self._admission, parse)
+
+            def over() -> None:
+                calls.end()
+                opened()
+
+            if not context.add_callback(over):  # the RPC is over already
+                over()
+                return
+            for reply in answering(calls.requests(messages), context):
+                within = time.monotonic() + self._admission.limits.unread_seconds
+                watched = self._late.add(within, context.cancel)
+                yield reply
+                self._late.remove(watched)
+                calls.taken(reply)
+            if calls.wrong is not None:
+                status_of(calls.wrong).abort(context)
+
+        return grpc.stream_stream_rpc_method_handler(self.in_thread(answer, "streams"), Unparsed, serialize)
+
+    def close(self) -> None:
+        """Ends the threads once they are idle."""
+        self._late.close()
+        for pool in self._pools.values():
+            pool.shutdown(wait=False)
+
+    def _first(self, messages: Iterator[Unparsed], context: grpc.ServicerContext) -> Unparsed:
+        """The message of a unary call, which is cancelled where it does not come in time."""
+        watched = self._late.add(time.monotonic() + self._admission.limits.request_seconds, context.cancel)
+        try:
+            return next(messages)
+        except StopIteration:
+            status_of(BadRequest("the call ended without its message")).abort(context)
+        finally:
+            self._late.remove(watched)
+
+    def _entered(self, message: Unparsed, context: grpc.ServicerContext) -> Callable[[], None]:
+        """Lets the call in; ends it where there is no room. Returns what says that it ended."""
+        return guarded(context, lambda: self._admission.enter(context.peer(), message.nbytes))
+
+
+def _nothing() -> None:
+    """Does nothing: the call was not counted."""

@@ -1,0 +1,43 @@
+"""A rank that cannot start again: it backs off, the status says why, and the service comes back by itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+from failures import serve_again
+from houses import house_config
+
+from moeserve.proto.client import MoeClient
+from moeserve.runtime.launch.local_cluster import LocalCluster
+
+EP2 = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}
+FAILED_STARTS = 4  # of one rank, with pauses of 0.1 to 0.8 s between them; three were the end once
+
+
+def test_a_rank_that_cannot_start_backs_off_and_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    checkpoint, away = tmp_path / "served", tmp_path / "away"
+    checkpoint.mkdir()
+    make_checkpoint("qwen3_moe", checkpoint)
+    with LocalCluster(house_config(checkpoint, **EP2)) as house, MoeClient(house.address) as client:
+        generation = serve_again(house.address)
+        checkpoint.rename(away)
+        began = time.monotonic()
+        os.kill(house.pid(1), signal.SIGKILL)
+        until = began + 60.0
+        while f"failed starts in a row: {FAILED_STARTS})" not in caplog.text:
+            assert time.monotonic() < until, caplog.text
+            time.sleep(0.05)
+        assert time.monotonic() - began > 0.05 + 0.1 + 0.2, "the pauses between the failed starts, at least"
+        status = client.status()
+        assert status.state == "forming" and "rank 1 cannot start: " in status.reason, status
+        away.rename(checkpoint)
+        assert serve_again(house.address) > generation

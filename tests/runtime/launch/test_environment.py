@@ -1,0 +1,26 @@
+"""The device of a rank's process, and what its grids leave to others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moeserve.device.machine import machine_named
+from moeserve.runtime.config import Config
+from moeserve.runtime.launch import environment
+
+
+def test_multiprocessors_are_held_before_a_rank_launches_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(device))
+    monkeypatch.setattr(environment, "hold", lambda device, count: done.append((device, count)))
+    config = Config().with_values({"members.held_multiprocessors": 12})
+    device = environment.own_device(config, machine_named("h200"), 0)
+    assert done == ["cuda:0", ("cuda:0", 12)] and device == "cuda:0"
+
+
+def test_a_cpu_has_none_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "hold", lambda device, count: pytest.fail("nothing is held on a CPU"))
+    config = Config().with_values({"members.held_multiprocessors": 12})
+    assert environment.own_device(config, machine_named("cpu", ()), 3) == "cpu"

@@ -1,0 +1,31 @@
+"""When the local launcher starts a rank again that has ended, on a clock of the test's."""
+
+from __future__ import annotations
+
+from moeserve.runtime.launch.local_cluster import Restarts
+
+
+def test_a_rank_that_cannot_start_is_started_ever_more_rarely() -> None:
+    restarts, now, starts = Restarts(draw=lambda: 1.0), 0.0, list[float]()
+    while now < 25.0:  # each process ends at once
+        restarts.ended(3, now)
+        if restarts.due(3, now):
+            starts.append(now)
+        now += 0.1
+    assert len(starts) == 8, starts  # at most: the pauses sum to 22.7 s
+    restarts.ended(3, now)
+    assert restarts.failures(3) == 9
+
+
+def test_a_rank_that_had_joined_is_started_at_once_and_its_failures_are_forgotten() -> None:
+    restarts = Restarts(draw=lambda: 1.0)
+    assert restarts.ended(0, 0.0) == 0.1
+    assert restarts.ended(0, 0.05) is None
+    assert not restarts.due(0, 0.05)
+    assert restarts.due(0, 0.1)
+    restarts.joined(0)
+    assert restarts.failures(0) == 0
+    assert restarts.ended(0, 9.0) == 0.0
+    assert restarts.due(0, 9.0)
+    assert restarts.ended(0, 9.1) == 0.1, "the next process has not joined"
+    assert restarts.ended(1, 9.1) == 0.1, "ranks are apart"

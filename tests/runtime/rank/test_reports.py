@@ -1,0 +1,82 @@
+"""Reports of the load: packed, of the right shape, and sent by a thread that is not the steps'."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moeserve.runtime.control.messages import load_from, report_message
+from moeserve.runtime.rank.member import Member, ProcessGroupSettings
+from moeserve.runtime.rank.reports import Counted, Reports
+
+SECONDS = 5.0
+TOKENS = np.arange(24, dtype=np.int64).reshape(2, 3, 4) << 40
+
+
+def test_a_load_travels_whole() -> None:
+    message = report_message(7, (5, 6), TOKENS)
+    assert (message["generation"], message["steps"], message["expert_rows"]) == (7, 5, 6)
+    assert (load_from(message, (2, 3, 4)) == TOKENS).all()
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 3, 3)])
+def test_a_load_of_another_shape_is_refused(shape: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match=r"is not of .* bytes"):
+        load_from(report_message(7, (5, 6), TOKENS), shape)
+
+
+@pytest.mark.parametrize("load", ["x", "", "AAAA", "\u00fc"])
+def test_what_is_no_load_is_refused(load: str) -> None:
+    with pytest.raises(ValueError):
+        load_from({"load": load}, (2, 3, 4))
+
+
+def test_a_large_load_of_nothing_is_not_unpacked_whole() -> None:
+    large = report_message(7, (5, 6), np.zeros((1, 1, 1 << 22), dtype=np.int64))
+    with pytest.raises(ValueError, match="is not of 192 bytes"):
+        load_from(large, (2, 3, 4))
+
+
+def test_the_thread_of_the_steps_neither_reads_nor_sends_a_report() -> None:
+    threads: queue.SimpleQueue[tuple[str, threading.Thread]] = queue.SimpleQueue()
+
+    def read() -> Any:
+        threads.put(("read", threading.current_thread()))
+        return SimpleNamespace(tokens=TOKENS)
+
+    def send(message: dict[str, Any]) -> None:
+        threads.put((message["kind"], threading.current_thread()))
+
+    meter = SimpleNamespace(snapshot=lambda now: SimpleNamespace(read=read))
+    rank: Any = SimpleNamespace(index=0, meter=meter)
+    wire: Any = SimpleNamespace(send=send)
+    member = Member(rank, None, wire, ProcessGroupSettings("gloo", SECONDS), lambda record: None)
+    member.steps = 3
+    member._report()
+    found = [threads.get(timeout=SECONDS) for _ in range(2)]
+    assert [what for what, _ in found] == ["read", "report"]
+    assert threading.current_thread() not in {thread for _, thread in found}
+
+
+def test_only_the_newest_report_waits() -> None:
+    sent: queue.SimpleQueue[int] = queue.SimpleQueue()
+    may_go = threading.Event()
+
+    def send(message: dict[str, Any]) -> None:
+        sent.put(message["steps"])
+        assert may_go.wait(SECONDS)
+
+    reports, load = Reports(send), SimpleNamespace(read=lambda: SimpleNamespace(tokens=TOKENS))
+    held: Any = load
+    reports.put(Counted(1, 1, 0, held))
+    assert sent.get(timeout=SECONDS) == 1
+    for steps in (2, 3, 4):
+        reports.put(Counted(1, steps, 0, held))
+    may_go.set()
+    assert sent.get(timeout=SECONDS) == 4
+    reports.close()

@@ -1,0 +1,331 @@
+"""How many calls, streams and bytes a door lets in: nobody takes another's share, or health's threads."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import DecodeError
+
+from moeserve.proto import health, moe_pb2
+from moeserve.proto.client.deadline_watch import DeadlineWatch
+from moeserve.proto.errors import PUSHBACK_KEY, REASON_KEY
+from moeserve.runtime.doors.admission import Admission, DoorLimits
+from moeserve.runtime.doors.endpoint import Endpoint
+from moeserve.runtime.doors.framing import LARGE_BYTES, check_framing
+from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR
+from moeserve.runtime.errors import LONGEST_PUSHBACK, LaneFull, pushback
+
+SECONDS = 10.0
+
+
+def refusal(admission: Admission, peer: str, nbytes: int = 0) -> LaneFull:
+    with pytest.raises(LaneFull) as refused:
+        admission.enter(peer, nbytes)
+    return refused.value
+
+
+def test_a_connection_that_asks_without_a_pause_leaves_others_their_share() -> None:
+    admission = Admission(DoorLimits(calls=8))
+    for _ in range(8):
+        admission.enter("rude", 0)  # alone it may have all
+    assert "8 calls are under way" in str(refusal(admission, "polite"))
+    admission = Admission(DoorLimits(calls=8))
+    leave = [admission.enter("rude", 0) for _ in range(8)]
+    refusal(admission, "polite")
+    leave.pop()()
+    assert "its share of 8 among 2 connections is 4" in str(refusal(admission, "rude"))
+    admission.enter("polite", 0)
+    leave.pop()()
+    refusal(admission, "rude")
+    admission.enter("polite", 0)
+
+
+def test_bytes_are_let_in_up_to_a_limit_but_for_a_single_call() -> None:
+    admission = Admission(DoorLimits(nbytes=100))
+    leave = admission.enter("a", 500)
+    assert "1 bytes do not fit: calls of 500 bytes are under way" in str(refusal(admission, "b", 1))
+    leave()
+    leave = admission.enter("a", 60)
+    refusal(admission, "b", 41)
+    admission.enter("b", 40)()
+    leave()
+    assert admission.held == (0, 0, 0)
+
+
+def test_whoever_is_refused_again_is_told_to_wait_longer_and_not_all_alike() -> None:
+    admission = Admission(DoorLimits(calls=1))
+    leave = admission.enter("a", 0)
+    told = [refusal(admission, "b").pushback for _ in range(12)]
+    assert 0.025 <= told[0] <= 0.05 and told[3] > told[0] and told[-1] >= LONGEST_PUSHBACK / 2
+    assert max(told) <= LONGEST_PUSHBACK
+    leave()
+    admission.enter("b", 0)()
+    leave = admission.enter("a", 0)
+    assert refusal(admission, "b").pushback <= 0.05
+    assert len({pushback(3) for _ in range(50)}) > 40
+
+
+def test_connections_that_are_gone_are_forgotten() -> None:
+    admission = Admission(DoorLimits(calls=4))
+    for peer in range(1000):
+        admission.enter(str(peer), 0)()
+    assert len(admission._callers) <= 10
+
+
+# -- what a large message looks like
+
+
+def request(nbytes: int) -> moe_pb2.ForwardRequest:
+    tensor = moe_pb2.Tensor(dtype=moe_pb2.DTYPE_FP32, shape=[1, nbytes // 4], data=bytes(nbytes))
+    made = moe_pb2.ForwardRequest(model="m", layer=3, job_id="j", hidden=tensor, timeout_ms=5)
+    made.choice.ids.CopyFrom(tensor)
+    made.choice.weights.CopyFrom(tensor)
+    made.output.CopyFrom(moe_pb2.Region(name="r", offset=1 << 40, size=1 << 40))
+    return made
+
+
+def garbage(kind: str, nbytes: int) -> bytes:
+    """About `nbytes` that take long to parse, or are no message."""
+    match kind:
+        case "fields":
+            return b"\x10\x01" * (nbytes // 2)
+        case "shape":
+            return moe_pb2.ForwardRequest(hidden=moe_pb2.Tensor(shape=[1] * nbytes)).SerializeToString()
+        case "nested":
+            inner = moe_pb2.Choice(ids=moe_pb2.Tensor(data=bytes(9))).SerializeToString()
+            return moe_pb2.ForwardRequest().SerializeToString() + (b"\x32" + bytes([len(inner)]) + inner) * (
+                nbytes // 15
+            )
+        case "name":
+            return moe_pb2.ForwardRequest(model="m" * nbytes).SerializeToString()
+        case "zeros":
+            return bytes(nbytes)
+    return b"\xff" * nbytes
+
+
+def test_a_large_request_is_taken_as_it_is() -> None:
+    check_framing(request(LARGE_BYTES).SerializeToString(), forward=True)
+    logits = request(LARGE_BYTES)
+    logits.logits.CopyFrom(logits.hidden)
+    check_framing(logits.SerializeToString(), forward=True)
+
+
+@pytest.mark.parametrize("kind", ["fields", "shape", "nested", "name", "zeros", "ones"])
+def test_what_would_take_long_to_parse_is_refused_at_once(kind: str) -> None:
+    data = garbage(kind, 4 * LARGE_BYTES)
+    began = time.thread_time()
+    with pytest.raises(DecodeError):
+        check_framing(data, forward=True)
+    assert time.thread_time() - began < 0.01
+
+
+@pytest.mark.parametrize("cut", [1, 100, LARGE_BYTES])
+def test_a_large_request_that_was_cut_is_refused(cut: int) -> None:
+    with pytest.raises(DecodeError):
+        check_framing(request(2 * LARGE_BYTES).SerializeToString()[:-cut], forward=True)
+
+
+def test_a_large_question_is_refused_and_a_small_message_not_looked_at() -> None:
+    with pytest.raises(DecodeError, match="this call takes 1048576 at most"):
+        check_framing(request(LARGE_BYTES).SerializeToString(), forward=False)
+    check_framing(b"\xff" * LARGE_BYTES, forward=True)
+
+
+# -- at a server
+
+
+class Service:
+    """A lane's endpoint. Its calls wait for `go`; its streams answer each request at once."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.go = threading.Event()
+        self.read = 0
+        self.endpoint = Endpoint({"LaneService": self}, NOT_THE_FRONT_DOOR, DoorLimits(**limits), 1 << 26)
+        self.address = self.endpoint.start("127.0.0.1", 0)
+        self.endpoint.set_serving(serving=True)
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        self.channel = grpc.insecure_channel(self.address, options=options)
+
+    def Forward(self, request: Any, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
+        assert self.go.wait(SECONDS)
+        return moe_pb2.ForwardReply(epoch=5)
+
+    def ForwardStream(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        replies: queue.SimpleQueue[moe_pb2.ForwardStreamReply | None] = queue.SimpleQueue()
+
+        def consume() -> None:
+            with contextlib.suppress(grpc.RpcError):
+                for request in requests:
+                    self.read += 1
+                    reply = moe_pb2.ForwardReply(hidden=request.hidden)
+                    replies.put(moe_pb2.ForwardStreamReply(job_id=request.job_id, reply=reply))
+            replies.put(None)
+
+        threading.Thread(target=consume, daemon=True).start()
+        yield from iter(replies.get, None)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda request, context: moe_pb2.ListRegionsReply()
+
+    def healthy(self) -> str:
+        return health.decode_check(self.channel.unary_unary(health.METHOD)(b"", timeout=SECONDS))
+
+    def forward(self, nbytes: int = 0, channel: grpc.Channel | None = None) -> Any:
+        data = request(nbytes).SerializeToString() if nbytes else b""
+        call = (channel or self.channel).unary_unary("/moeserve.v1.LaneService/Forward")
+        return call.future(data, timeout=SECONDS)
+
+    def list(self) -> bytes:
+        return self.channel.unary_unary("/moeserve.v1.LaneService/ListRegions")(b"", timeout=SECONDS)
+
+    def stream(self, requests: Iterator[bytes]) -> Any:
+        return self.channel.stream_stream("/moeserve.v1.LaneService/ForwardStream")(requests)
+
+    def close(self) -> None:
+        self.go.set()
+        self.channel.close()
+        self.endpoint.stop(0)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Service]]:
+    made: list[Service] = []
+
+    def make(**limits: Any) -> Service:
+        made.append(Service(**limits))
+        return made[-1]
+
+    yield make
+    for service in made:
+        service.close()
+
+
+def until(true: Callable[[], bool]) -> bool:
+    limit = time.monotonic() + SECONDS
+    while not true() and time.monotonic() < limit:
+        time.sleep(0.01)
+    return true()
+
+
+def silent(ends: threading.Event) -> Iterator[bytes]:
+    """Sends nothing until the test ends."""
+    ends.wait(SECONDS)
+    yield from ()
+
+
+def held(service: Service) -> tuple[int, int, int]:
+    return service.endpoint._calling._admission.held
+
+
+def test_silent_streams_and_waiting_calls_leave_health_its_threads(serve: Callable[..., Service]) -> None:
+    service, ends = serve(calls=4, streams=8), threading.Event()
+    streams = [service.stream(silent(ends)) for _ in range(300)]
+    calls = [service.forward() for _ in range(100)]
+    assert until(lambda: held(service)[:2] == (4, 8))
+    assert until(lambda: sum(stream.done() for stream in streams) == 292)
+    over = next(stream for stream in streams if stream.done())
+    assert over.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    trailing = dict(over.trailing_metadata())
+    assert trailing[REASON_KEY] == "overloaded" and int(trailing[PUSHBACK_KEY]) > 0
+    began = time.monotonic()
+    assert service.healthy() == "SERVING" and service.list() == b""
+    assert time.monotonic() - began < 5
+    assert until(lambda: sum(call.done() for call in calls) == 96)
+    service.go.set()
+    ends.set()
+    assert until(lambda: held(service) == (0, 0, 0))
+
+
+def test_who_watches_health_takes_no_thread(serve: Callable[..., Service]) -> None:
+    service = serve(calls=4)
+    watch = service.channel.unary_stream("/grpc.health.v1.Health/Watch")
+    watching = [watch(b"") for _ in range(60)]
+    assert [health.decode_check(next(one)) for one in watching] == ["SERVING"] * 60
+    assert service.healthy() == "SERVING"
+    service.endpoint.set_serving(serving=False)
+    assert [health.decode_check(next(one)) for one in watching] == ["NOT_SERVING"] * 60
+
+
+def test_a_deadline_s_act_that_fails_is_not_the_last() -> None:
+    watch, acted = DeadlineWatch(), threading.Event()
+
+    def fail() -> None:
+        raise RuntimeError("of a call that has ended")
+
+    watch.add(0.0, fail)
+    time.sleep(0.1)
+    watch.add(0.0, acted.set)
+    assert acted.wait(SECONDS)
+    watch.close()
+
+
+def test_calls_whose_message_does_not_come_are_cancelled(serve: Callable[..., Service]) -> None:
+    service, ends = serve(calls=4, request_seconds=0.3), threading.Event()
+    half_open = service.channel.stream_unary("/moeserve.v1.LaneService/Forward")
+    calls = [half_open.future(silent(ends)) for _ in range(40)]  # more than there are threads
+    assert service.healthy() == "SERVING" and service.list() == b""
+    assert until(lambda: all(call.done() for call in calls))
+    assert {call.code() for call in calls} == {grpc.StatusCode.CANCELLED}
+    service.go.set()
+    assert service.forward().result() == moe_pb2.ForwardReply(epoch=5).SerializeToString()
+    ends.set()
+
+
+def test_a_call_that_ends_without_its_message_is_refused(serve: Callable[..., Service]) -> None:
+    service = serve(calls=4)
+    call = service.channel.stream_unary("/moeserve.v1.LaneService/Forward")
+    with pytest.raises(grpc.RpcError) as refused:
+        call(iter([]), timeout=SECONDS)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_stream_that_nobody_reads_is_read_no_further_and_then_left(serve: Callable[..., Service]) -> None:
+    service = serve(calls=256, unread_seconds=2.0)
+    one = request(4 << 20).SerializeToString()
+    stream = service.stream(one for _ in range(100))
+    assert until(lambda: service.read > 0)
+    time.sleep(1.0)
+    assert held(service)[2] <= 64 << 20
+    assert service.read <= 8  # of 12 MiB each
+    assert until(lambda: held(service) == (0, 0, 0))
+    stream.cancel()
+
+
+def test_a_stream_that_is_read_goes_on_for_any_number_of_calls(serve: Callable[..., Service]) -> None:
+    service = serve(calls=4, nbytes=1 << 20, unread_seconds=1.0)
+    names = [str(at) for at in range(500)]
+    asked = (moe_pb2.ForwardRequest(job_id=name).SerializeToString() for name in names)
+    replies = [moe_pb2.ForwardStreamReply.FromString(reply).job_id for reply in service.stream(asked)]
+    assert replies == names
+    assert until(lambda: held(service) == (0, 0, 0))
+
+
+def test_bytes_of_calls_are_limited(serve: Callable[..., Service]) -> None:
+    service = serve(calls=16, nbytes=40 << 20)
+    first = service.forward(10 << 20)  # 30 MiB, with ids and weights
+    assert until(lambda: held(service)[0] == 1)
+    with pytest.raises(grpc.RpcError) as refused:
+        service.forward(10 << 20).result()
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "bytes do not fit" in refused.value.details()
+    small = service.forward(1024)
+    service.go.set()
+    assert first.result() == small.result()
+    assert until(lambda: held(service) == (0, 0, 0))
+
+
+def test_a_caller_that_leaves_gives_its_room_back(serve: Callable[..., Service]) -> None:
+    service = serve(calls=2)
+    calls = [service.forward() for _ in range(2)]
+    assert until(lambda: held(service)[0] == 2)
+    for call in calls:
+        call.cancel()
+    service.go.set()
+    assert until(lambda: held(service) == (0, 0, 0))

@@ -1,0 +1,201 @@
+"""What was answered is let go of at once, by reference counts alone: a step's output is large."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from moeserve.proto import moe_pb2
+from moeserve.proto.tensors import encode, plain
+from moeserve.runtime.control.stream import StreamClosed
+from moeserve.runtime.doors.failures import status_of
+from moeserve.runtime.doors.lane_door import LaneDoor
+from moeserve.runtime.doors.payloads import Payloads, Regions
+from moeserve.runtime.doors.request import CheckedRequest
+from moeserve.runtime.errors import BatchTooLarge, GroupUnavailable, LaneFull
+from moeserve.runtime.rank.lane import Lane, LaneBatch
+from moeserve.runtime.step import Announcement, Stamp
+
+HIDDEN = 8
+
+
+class Reader:
+    """Takes every request as it is."""
+
+    def __init__(self, payloads: Payloads) -> None:
+        self._payloads = payloads
+
+    def read(self, request: moe_pb2.ForwardRequest, deadline: float) -> CheckedRequest:
+        opened = self._payloads.open(request)
+        assert opened.experts is not None and opened.weights is not None
+        batch = LaneBatch(request.layer, opened.hidden, opened.experts, opened.weights, deadline)
+        return CheckedRequest(batch, "shared_memory", opened)
+
+
+class Context:
+    """An RPC with a deadline of 0.2 s."""
+
+    def time_remaining(self) -> float:
+        return 0.2
+
+    def add_callback(self, act: Callable[[], None]) -> bool:
+        return True
+
+    def set_trailing_metadata(self, pairs: object) -> None: ...
+
+    def abort(self, code: object, text: str) -> None:
+        raise ConnectionAbortedError(text)
+
+
+class Ranked:
+    """A lane, its door, and steps that the test runs."""
+
+    def __init__(self, regions: Regions) -> None:
+        self.announced: list[Announcement] = []
+        self.lane = Lane(0, capacity=4, queue_limit=100)
+        self.lane.announce = self.announced.append
+        self.lane.open()
+        reader: Any = Reader(Payloads(regions))
+        self.regions = regions
+        self.door = LaneDoor(reader, self.lane, regions, lambda: 1, lambda *observed: None)
+
+    def step(self) -> Callable[[], object]:
+        """Runs all jobs; returns what says whether the step's output is still there."""
+        named = tuple((job.job, job.rows) for job in self.announced)
+        self.announced.clear()
+        answer, at = torch.ones(sum(rows for _, rows in named), HIDDEN), 0
+        for (_, rows), job in zip(named, self.lane.take(named), strict=True):
+            if job is not None:
+                job.finish(answer[at : at + rows], Stamp(1, 1))
+            at += rows
+        return weakref.ref(answer.untyped_storage())
+
+    def request(self, rows: int, output: str = "") -> moe_pb2.ForwardRequest:
+        choice = moe_pb2.Choice(
+            ids=encode(plain(torch.zeros(rows, 2, dtype=torch.int32), "x")),
+            weights=encode(plain(torch.ones(rows, 2), "x")),
+        )
+        hidden = encode(plain(torch.ones(rows, HIDDEN), "x"))
+        request = moe_pb2.ForwardRequest(job_id="a", hidden=hidden, choice=choice)
+        if output:
+            request.output.CopyFrom(moe_pb2.Region(name=output, offset=0, size=rows * HIDDEN * 4))
+        return request
+
+
+@pytest.fixture
+def ranked() -> Iterator[Ranked]:
+    regions = Regions()
+    gc.collect()
+    gc.disable()
+    try:
+        yield Ranked(regions)
+    finally:
+        gc.enable()
+        regions.close()
+
+
+def test_a_call_and_its_jobs_go_when_the_answer_was_read(ranked: Ranked) -> None:
+    columns = torch.ones(10, HIDDEN), torch.zeros(10, 2, dtype=torch.int32), torch.ones(10, 2)
+    call = ranked.lane.submit(LaneBatch(0, *columns))
+    there = ranked.step()
+    assert call.result()[0].shape == (10, HIDDEN)
+    kept = weakref.ref(call), weakref.ref(call.jobs[0])
+    del call
+    assert [found() for found in kept] == [None, None] and there() is None
+
+
+def test_a_call_that_was_given_up_goes_too(ranked: Ranked) -> None:
+    columns = torch.ones(10, HIDDEN), torch.zeros(10, 2, dtype=torch.int32), torch.ones(10, 2)
+    call = ranked.lane.submit(LaneBatch(0, *columns))
+    call.give_up(RuntimeError("left"))
+    ranked.step()
+    kept = weakref.ref(call), weakref.ref(call.jobs[0])
+    del call
+    assert [found() for found in kept] == [None, None]
+
+
+def test_a_clock_that_is_set_moves_no_deadline(ranked: Ranked, monkeypatch: pytest.MonkeyPatch) -> None:
+    def announce(job: Announcement) -> None:
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + 3600)
+        ranked.announced.append(job)
+        threading.Timer(0.05, ranked.step).start()
+
+    ranked.lane.announce = announce
+    context: Any = Context()
+    assert ranked.door.Forward(ranked.request(4), context).HasField("hidden")
+
+
+def test_a_batch_that_no_lane_ever_takes_is_not_told_to_come_again(ranked: Ranked) -> None:
+    rows = 4 * 100 + 1
+    batch = LaneBatch(0, torch.ones(rows, 1), torch.zeros(rows, 2, dtype=torch.int32), torch.ones(rows, 2))
+    with pytest.raises(BatchTooLarge, match="401 rows in one call, and lane 0 takes 100 x 4") as refused:
+        ranked.lane.submit(batch)
+    status = status_of(refused.value)
+    assert (status.code, status.pushback) == ("INVALID_ARGUMENT", None)
+
+
+def test_a_full_lane_is_told_to_be_left_alone_for_longer_each_time(ranked: Ranked) -> None:
+    batch = LaneBatch(0, torch.ones(400, 1), torch.zeros(400, 2, dtype=torch.int32), torch.ones(400, 2))
+    ranked.lane.submit(batch)
+    told = []
+    for _ in range(8):
+        with pytest.raises(LaneFull) as refused:
+            ranked.lane.submit(batch)
+        told.append(refused.value.pushback)
+    assert told[0] <= 0.05 and told[3] > told[0] and 1 <= told[-1] <= 2
+
+
+def test_a_rank_without_its_coordinator_is_unavailable(ranked: Ranked) -> None:
+    def announce(job: Announcement) -> None:
+        raise StreamClosed("the other end closed the stream")
+
+    ranked.lane.announce = announce
+    replies: list[moe_pb2.ForwardStreamReply] = []
+    assert ranked.door.begin(ranked.request(4), replies.append) is None
+    assert (replies[0].error.code, replies[0].error.reason) == (14, "not_serving")
+    assert ranked.lane.in_flight == 0
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["failed", "late"])
+def test_a_unary_call_without_an_answer_goes_too(ranked: Ranked, over: bool) -> None:
+    there: list[Callable[[], object]] = []
+
+    def announce(job: Announcement) -> None:
+        (found,) = ranked.lane.take(((job.job, job.rows),))
+        assert found is not None
+        there.append(weakref.ref(found.hidden))
+        if not over:
+            found.fail(GroupUnavailable("no"))
+
+    ranked.lane.announce = announce
+    context: Any = Context()
+    with pytest.raises(ConnectionAbortedError, match="no answer within the deadline" if over else "^no$"):
+        ranked.door.Forward(ranked.request(4), context)
+    assert [found() for found in there] == [None] and ranked.lane.in_flight == 0
+
+
+def test_an_idle_lease_keeps_no_answer(ranked: Ranked) -> None:
+    name, _ = ranked.regions.create(4096)
+    replies: list[bytes] = []
+    leave = ranked.door.take_packet(ranked.request(4, name).SerializeToString(), replies.append)
+    there = ranked.step()
+    assert moe_pb2.ForwardStreamReply.FromString(replies[0]).HasField("reply")
+    assert there() is None
+    leave()  # nothing is under way
+
+
+def test_a_lease_that_ends_gives_up_the_call_under_way(ranked: Ranked) -> None:
+    name, _ = ranked.regions.create(4096)
+    replies: list[bytes] = []
+    leave = ranked.door.take_packet(ranked.request(4, name).SerializeToString(), replies.append)
+    leave()
+    assert moe_pb2.ForwardStreamReply.FromString(replies[0]).error.reason == "caller_left"
+    assert ranked.lane.in_flight == 0

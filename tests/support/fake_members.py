@@ -1,0 +1,76 @@
+"""Members' processes as the head sees them: streams that a test speaks on."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from moeserve.dispatch.members import Members
+from moeserve.runtime.control.messages import epoch_from
+from moeserve.runtime.control.stream import Stream, StreamClosed, connect
+from moeserve.runtime.head.coordinator import Coordinator
+
+TOKEN, SECONDS = "a token", 5.0
+
+
+class FakeMember:
+    """A member's process as the head sees it: its stream, and every entry that came."""
+
+    def __init__(self, coordinator: Coordinator, seat: int, **more: Any) -> None:
+        self.seat, self.generation = seat, 0
+        self.runs = True  # and answers at once that it does
+        self.entries: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.stream: Stream = connect(coordinator.address, SECONDS)
+        hello = {"kind": "hello", "rank": seat, "token": TOKEN, "pid": 100 + seat, "host_id": "here"}
+        self.stream.send(hello | {"address": f"door {seat}", "weights": f"weights {seat}"} | more)
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                entry = self.stream.receive()
+                if entry["kind"] != "ask":
+                    self.entries.put(entry)
+                elif self.runs:
+                    self.stream.send({"kind": "here", "generation": entry["generation"]})
+        except StreamClosed:
+            self.entries.put({"kind": "closed"})
+
+    def entry(self, kind: str) -> dict[str, Any]:
+        """The next entry, which has to be of `kind`."""
+        found = self.entries.get(timeout=SECONDS)
+        assert found["kind"] == kind, found
+        self.generation = found.get("generation", self.generation)
+        return found
+
+    def say(self, kind: str, **more: Any) -> None:
+        self.stream.send({"kind": kind, "generation": self.generation} | more)
+
+    def announce(self, job: int, rows: int) -> None:
+        self.say("announce", job=job, layer=0, rows=rows, left=None)
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Returns once it is true, within SECONDS."""
+    limit = time.monotonic() + SECONDS
+    while not true():
+        if time.monotonic() > limit:
+            raise AssertionError(f"not true within {SECONDS:g} s")
+        time.sleep(0.01)
+
+
+def serving(coordinator: Coordinator, members: Members) -> dict[int, FakeMember]:
+    """The members' processes, by seat, of a group that serves: prepared, joined, each at its position."""
+    found = {seat: FakeMember(coordinator, seat) for seat in members.seats}
+    for one in found.values():
+        assert epoch_from(one.entry("prepare")["epoch"]).members == members
+        one.say("prepared", bytes_read=0, weight_bytes=0)
+    for seat, one in found.items():
+        joining = one.entry("join")
+        assert (joining["position"], joining["size"]) == (members.position(seat), len(members))
+        one.say("joined")
+    coordinator.wait_serving(SECONDS)
+    return found
