@@ -12,12 +12,13 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from moeserve.proto import health, moe_pb2
 from moeserve.proto.client.deadline_watch import DeadlineWatch
 from moeserve.proto.errors import PUSHBACK_KEY, REASON_KEY
 from moeserve.runtime.doors.admission import Admission, DoorLimits
-from moeserve.runtime.doors.endpoint import Endpoint
+from moeserve.runtime.doors.endpoint import Endpoint, Health
 from moeserve.runtime.doors.framing import LARGE_BYTES, check_framing
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR
 from moeserve.runtime.errors import LONGEST_PUSHBACK, LaneFull, pushback
@@ -329,3 +330,56 @@ def test_a_caller_that_leaves_gives_its_room_back(serve: Callable[..., Service])
         call.cancel()
     service.go.set()
     assert until(lambda: held(service) == (0, 0, 0))
+
+
+def test_a_watcher_that_leaves_while_health_changes_holds_up_nobody(serve: Callable[..., Service]) -> None:
+    """Over real streams; what stops grpc_health's own servicer there is rare, and in the test after this one."""
+    service, telling = serve(), threading.Event()
+    stub = health_pb2_grpc.HealthStub(service.channel)
+
+    def change() -> None:
+        while not telling.is_set():
+            service.endpoint.set_serving(serving=True)
+            service.endpoint.set_serving(serving=False)
+
+    changing = threading.Thread(target=change, daemon=True)
+    changing.start()
+    for _ in range(50):
+        watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=SECONDS)
+        next(watch)
+        watch.cancel()
+    telling.set()
+    changing.join(SECONDS)
+    assert not changing.is_alive()
+    found = stub.Check(health_pb2.HealthCheckRequest(), timeout=SECONDS)
+    assert found.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_a_watch_ends_while_its_watcher_is_being_told() -> None:
+    """As gRPC has it: what is sent has arrived only when the thread that ends watches is free again."""
+    given, ends, telling, left = Health(), [], threading.Event(), threading.Event()
+    heard: list[health_pb2.HealthCheckResponse | None] = []
+
+    def told(response: health_pb2.HealthCheckResponse | None) -> None:
+        heard.append(response)
+        if len(heard) == 2:
+            telling.set()
+            left.wait(SECONDS)
+
+    class Context:
+        def add_callback(self, callback: Callable[[], None]) -> bool:
+            ends.append(callback)
+            return True
+
+    given.tell("", health_pb2.HealthCheckResponse.SERVING)
+    given.watch(health_pb2.HealthCheckRequest(), Context(), told)
+    begun = time.monotonic()
+    given.tell("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert telling.wait(SECONDS) and time.monotonic() - begun < SECONDS / 2, "whoever tells does not wait"
+    ending = threading.Thread(target=ends[0], daemon=True)
+    ending.start()
+    ending.join(SECONDS / 2)
+    assert not ending.is_alive()
+    left.set()
+    given.end()
+    assert [None if one is None else one.status for one in heard] == [1, 2, None]

@@ -16,9 +16,9 @@ before n.
   found a flag of d that is m or later. If the parities of m and n differ, what s wrote at n's parity is older
   than m, and d has read it: d had begun m. If they are equal, d may still be reading m, and s stores nothing
   of n before it has found a flag of d other than m, which is a later one. That flag comes whatever s does: an
-  owner stores it before it waits for anybody, n's own at the latest. A lane that has not sent anything yet
-  waits in the same way for a flag at all. So it may take a seat whose last holder's rows some owner has not
-  read yet.
+  owner stores it before it waits for anybody, n's own at the latest. The lane waits for half the patience
+  only, since all others wait for what it holds back meanwhile. A lane that has not sent anything yet waits in
+  the same way for a flag at all. So it may take a seat whose last holder's rows some owner has not read yet.
 * Partial sums. Let owner d write and lane s read. Owner d stores sums of n for the rows whose choices of n it
   has read. Lane s sent them in its dispatch n, after it had added up the sums of its step before with the
   same parity, since the dispatcher refuses a combine that comes later. The sums of a step that s abandoned

@@ -55,7 +55,7 @@ class PeerTwin:
         self._tell()
         own = self._spec.own_rows(lane_rows)
         if own:
-            self._wait_until_read(deadline)
+            self._wait_until_read(time.monotonic() + self._spec.patience / 2)
             self._send(self._layout.record.pack(hidden), routing)
         arrived = self._arrived(lane_rows if self._owner is not None else (0,) * len(lane_rows), deadline)
         if own:
@@ -100,7 +100,10 @@ class PeerTwin:
                 header[GIVEN_UP_BYTES // 4 + self._owner] = _word(self.sequence)
 
     def _wait_until_read(self, deadline: float) -> None:
-        """Waits until the owners have read what the lane's next stores overwrite; layout.py says why."""
+        """Waits until the owners have read what the lane's next stores overwrite; layout.py says why.
+
+        For half the patience: so that nobody gives up this lane for the rows that it holds back meanwhile.
+        """
         if self._last != NEVER and parity(self._last) != parity(self.sequence):
             return
         for owner in self._other_owners():

@@ -63,6 +63,7 @@ __device__ __noinline__ void wait_until_read(const DispatchArguments& args, Step
   if (threadIdx.x < 32) {
     const int owner = threadIdx.x;
     const Watch w = watch(args);
+    w.deadline = nanoseconds() + args.patience / 2;  // less than the others wait for what this lane holds back
     const u32* begun = args.header + BEGUN + owner;
     bool read = true;
     if (owner < OWNERS && step.owners >> owner & 1u && owner != args.owner)
