@@ -333,7 +333,7 @@ def test_a_caller_that_leaves_gives_its_room_back(serve: Callable[..., Service])
 
 
 def test_a_watcher_that_leaves_while_health_changes_holds_up_nobody(serve: Callable[..., Service]) -> None:
-    """Over real streams; what stops grpc_health's own servicer there is rare, and in the test after this one."""
+    """Over real streams; what stops grpc_health's own servicer is rare there, and in the next test."""
     service, telling = serve(), threading.Event()
     stub = health_pb2_grpc.HealthStub(service.channel)
 
