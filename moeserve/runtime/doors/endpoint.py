@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -17,7 +18,10 @@ from moeserve.runtime.doors.calling import Calling
 from moeserve.runtime.doors.contract import Servicers, register
 from moeserve.runtime.doors.failures import GrpcStatus
 
+log = logging.getLogger(__name__)
+
 REFLECTIONS = 4  # threads of reflection
+STOP_SECONDS = 5.0  # beside the grace, for calls that were cancelled to end
 WATCHERS_SECONDS = 0.5  # for those who watch health to hear that the server stops
 
 Told = Callable[[health_pb2.HealthCheckResponse | None], None]
@@ -158,7 +162,10 @@ class Endpoint:
     def stop(self, grace: float) -> None:
         """Refuses new calls, lets those under way finish for `grace` seconds, and stops."""
         self._health.end()
-        self._server.stop(grace).wait()
+        if not self._server.stop(grace).wait(grace + STOP_SECONDS):
+            log.warning(
+                "a call did not end within %g s of the server's stop; it is left", grace + STOP_SECONDS
+            )
         self._calling.close()
 
 
