@@ -12,14 +12,16 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from moeserve.proto import health, moe_pb2
 from moeserve.proto.client.deadline_watch import DeadlineWatch
 from moeserve.proto.errors import PUSHBACK_KEY, REASON_KEY
-from moeserve.runtime.doors.admission import Admission, DoorLimits
-from moeserve.runtime.doors.endpoint import Endpoint, Health
-from moeserve.runtime.doors.framing import LARGE_BYTES, check_framing
+from moeserve.runtime.doors import health as health_servicer
+from moeserve.runtime.doors.calls.admission import Admission, DoorLimits
+from moeserve.runtime.doors.calls.framing import LARGE_BYTES, check_framing
+from moeserve.runtime.doors.endpoint import Endpoint
+from moeserve.runtime.doors.health import Health
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR
 from moeserve.runtime.errors import LONGEST_PUSHBACK, LaneFull, pushback
 
@@ -332,31 +334,100 @@ def test_a_caller_that_leaves_gives_its_room_back(serve: Callable[..., Service])
     assert until(lambda: held(service) == (0, 0, 0))
 
 
+def test_watchers_that_leave_while_health_changes_hold_up_nobody(serve: Callable[..., Service]) -> None:
+    """gRPC's thread ends for ever where two threads send on one stream, or what it waits for waits for it."""
+    for _ in range(3):
+        service, enough = serve(), threading.Event()
+        stub = health_pb2_grpc.HealthStub(service.channel)
+        changing = threading.Thread(target=change_health, args=(service, enough), daemon=True)
+        changing.start()
+        for _ in range(50):
+            watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=SECONDS)
+            next(watch)
+            watch.cancel()
+        enough.set()
+        changing.join(SECONDS)
+        assert not changing.is_alive()
+        found = stub.Check(health_pb2.HealthCheckRequest(), timeout=SECONDS)
+        assert found.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def change_health(service: Service, enough: threading.Event) -> None:
+    while not enough.is_set():
+        service.endpoint.set_serving(serving=True)
+        service.endpoint.set_serving(serving=False)
+
+
+class FakeWatch:
+    """A watch as gRPC has it: what is sent is there only when the thread that ends watches is free again."""
+
+    def __init__(self, stays: bool = True) -> None:
+        self.heard: list[int] = []
+        self.ends: list[Callable[[], None]] = []
+        self.taken, self.stuck, self._stays = threading.Event(), threading.Event(), stays
+
+    def told(self, response: health_pb2.HealthCheckResponse) -> None:
+        self.heard.append(response.status)
+        if len(self.heard) == 2:
+            self.stuck.set()
+            self.taken.wait(SECONDS)
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        self.ends.append(callback)
+        return self._stays
+
+    def cancel(self) -> None:
+        self.taken.set()
+
+    def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise RuntimeError(f"{code.name}: {details}")
+
+
+def watched(given: Health, fake: FakeWatch) -> FakeWatch:
+    given.watch(health_pb2.HealthCheckRequest(), fake, fake.told)
+    until(lambda: bool(fake.heard))
+    return fake
+
+
 def test_a_watch_ends_while_its_watcher_is_being_told() -> None:
-    """As gRPC has it: what is sent has arrived only when the thread that ends watches is free again."""
-    given, ends, telling, left = Health(), [], threading.Event(), threading.Event()
-    heard: list[health_pb2.HealthCheckResponse | None] = []
-
-    def told(response: health_pb2.HealthCheckResponse | None) -> None:
-        heard.append(response)
-        if len(heard) == 2:
-            telling.set()
-            left.wait(SECONDS)
-
-    class Context:
-        def add_callback(self, callback: Callable[[], None]) -> bool:
-            ends.append(callback)
-            return True
-
+    given = Health(unread_seconds=SECONDS)
     given.tell("", health_pb2.HealthCheckResponse.SERVING)
-    given.watch(health_pb2.HealthCheckRequest(), Context(), told)
+    slow = watched(given, FakeWatch())
     begun = time.monotonic()
+    for _ in range(100):
+        given.tell("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        given.tell("", health_pb2.HealthCheckResponse.SERVING)
     given.tell("", health_pb2.HealthCheckResponse.NOT_SERVING)
-    assert telling.wait(SECONDS) and time.monotonic() - begun < SECONDS / 2, "whoever tells does not wait"
-    ending = threading.Thread(target=ends[0], daemon=True)
+    assert slow.stuck.wait(SECONDS) and time.monotonic() - begun < SECONDS / 2, "whoever tells does not wait"
+    ending = threading.Thread(target=slow.ends[0], daemon=True)
     ending.start()
     ending.join(SECONDS / 2)
     assert not ending.is_alive()
-    left.set()
+    slow.taken.set()
     given.end()
-    assert [None if one is None else one.status for one in heard] == [1, 2, None]
+    assert len(slow.heard) == 2, "and it is told nothing more"
+
+
+def test_a_watcher_that_takes_nothing_is_left_and_the_others_are_told() -> None:
+    given = Health(unread_seconds=0.2)
+    given.tell("", health_pb2.HealthCheckResponse.SERVING)
+    slow, quick = watched(given, FakeWatch()), watched(given, FakeWatch())
+    quick.taken.set()
+    given.tell("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert until(lambda: quick.heard[-1] == health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert slow.taken.is_set(), "it was cancelled"
+    given.end()
+
+
+def test_watchers_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_servicer, "MOST_WATCHERS", 2)
+    given = Health(unread_seconds=SECONDS)
+    given.tell("", health_pb2.HealthCheckResponse.SERVING)
+    for _ in range(3):  # who has left before it was let in counts no more
+        given.watch(health_pb2.HealthCheckRequest(), FakeWatch(stays=False), lambda response: None)
+    first, _ = watched(given, FakeWatch()), watched(given, FakeWatch())
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED: 2 watch health here already"):
+        watched(given, FakeWatch())
+    first.ends[0]()
+    watched(given, FakeWatch())
+    given.end()

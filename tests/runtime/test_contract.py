@@ -14,8 +14,8 @@ from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.errors import REASON_KEY
 from moeserve.proto.texts import LONGEST_TEXT
 from moeserve.runtime.doors.admin_door import AdminDoor
-from moeserve.runtime.doors.admission import Admission, DoorLimits
-from moeserve.runtime.doors.calling import Calling
+from moeserve.runtime.doors.calls.admission import Admission, DoorLimits
+from moeserve.runtime.doors.calls.calling import Calling
 from moeserve.runtime.doors.contract import register
 from moeserve.runtime.doors.endpoint import Endpoint
 from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor

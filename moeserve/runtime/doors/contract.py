@@ -15,7 +15,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from moeserve.proto import moe_pb2
-from moeserve.runtime.doors.calling import Calling
+from moeserve.runtime.doors.calls.calling import Calling
 from moeserve.runtime.doors.failures import GrpcStatus
 
 OLD_SERVICE = "MoeService"

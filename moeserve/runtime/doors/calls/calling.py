@@ -14,10 +14,10 @@ from typing import Any
 import grpc
 
 from moeserve.proto.client.deadline_watch import DeadlineWatch
-from moeserve.runtime.doors.admission import Admission
+from moeserve.runtime.doors.calls.admission import Admission
+from moeserve.runtime.doors.calls.stream_calls import Parse, StreamCalls, Unparsed
 from moeserve.runtime.doors.failures import guarded, status_of
 from moeserve.runtime.doors.operations import BadRequest
-from moeserve.runtime.doors.stream_calls import Parse, StreamCalls, Unparsed
 
 Serialize = Callable[[Any], bytes]
 

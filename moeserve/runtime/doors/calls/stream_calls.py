@@ -8,8 +8,8 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from moeserve.runtime.doors.admission import Admission
-from moeserve.runtime.doors.framing import check_framing
+from moeserve.runtime.doors.calls.admission import Admission
+from moeserve.runtime.doors.calls.framing import check_framing
 
 Parse = Callable[[bytes], Any]
 

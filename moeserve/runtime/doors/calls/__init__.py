@@ -1,0 +1,1 @@
+"""How calls come in at a door: whom it lets in, in which threads, and what they may hold."""
