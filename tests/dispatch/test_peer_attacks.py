@@ -10,6 +10,7 @@ from peer_ranks import spec
 
 from bench.dispatch.exact_steps import compute, lane_rows, wrong_rows
 from moeserve.dispatch.members import Member, Members
+from moeserve.dispatch.peers import twin
 from moeserve.dispatch.peers.dispatcher import PeerDispatcher
 from moeserve.dispatch.peers.kernels import LEAST_BLOCKS, PeerKernels
 from moeserve.dispatch.peers.layout import PeerLayout
@@ -22,9 +23,11 @@ ALONE, TWO = Members((BOTH,), 2, 1), Members((BOTH, LANE), 2, 1)
 HALF_A_TURN = 2**31
 
 
-def member(seat: int, members: Members, offers: tuple[object, ...] = ()) -> PeerDispatcher:
+def member(
+    seat: int, members: Members, offers: tuple[object, ...] = (), patience: float = 10.0
+) -> PeerDispatcher:
     """The dispatcher of a seat, in this process."""
-    here = replace(spec(0, 1, patience=10.0), members=members, seat=seat)
+    here = replace(spec(0, 1, patience), members=members, seat=seat)
     return PeerDispatcher.seated(here, Grouping.RAGGED, offers)  # type: ignore[arg-type]
 
 
@@ -167,3 +170,34 @@ def test_a_dispatch_fits_the_multiprocessors_that_are_left(blocks: int) -> None:
                 assert made.blocks <= blocks and made.choice_senders >= 1, (own, rows, made)
                 assert made.senders >= min(own, 1)
                 assert not kernels._owns or (made.readers - 1) * made.run >= rows
+
+
+@pytest.mark.parametrize("buffers", ["two", "one"])
+def test_two_steps_under_way_need_buffers_of_their_own(buffers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner stores the sums of both steps before the lane reads either."""
+    if buffers == "one":
+        monkeypatch.setattr(twin, "parity", lambda sequence: 0)
+    both = Members((Member(0, owner=0), Member(1, lane=0)), 1, 1)
+    owner = member(0, Members(both.present[:1], 1, 1), patience=1.0)
+    lane = member(1, both, (owner.offer(),), patience=1.0)
+    owner.admit(lane.offer())
+    stored, wrong = threading.Event(), list[int]()
+
+    def bring() -> None:
+        given = [lane_rows(lane._spec, 1, (5,), number) for number in (1, 2)]
+        arrived = [lane.dispatch(*one) for one in given]
+        stored.wait(10.0)
+        for (hidden, routing), came in zip(given, arrived, strict=True):
+            answer = lane.combine(compute(lane._spec, came.batch), came.ticket)
+            wrong.append(int(wrong_rows(replace(lane._spec, held=None), hidden, routing, answer)))
+
+    bringing = threading.Thread(target=bring)
+    bringing.start()
+    arrived = [owner.dispatch(*lane_rows(owner._spec, 0, (5,), number)) for number in (1, 2)]
+    for came in arrived:
+        owner.combine(compute(owner._spec, came.batch), came.ticket)
+    stored.set()
+    bringing.join(20.0)
+    kept = wrong == [0, 0] and lane.late() == owner.late() == ()
+    owner.close(), lane.close()
+    assert kept == (buffers == "two")

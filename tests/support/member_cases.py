@@ -347,9 +347,7 @@ class Faulty:
 FAULTS = ("lane_lost", "owner_lost", "sums_to_another_row", "rows_read_again", "sums_read_again")
 
 TWIN_FAULTS = ("any_word_will_do",)
-"""Faults inside the twin of peer memory: it takes words of earlier steps. One buffer for all steps is none
-that must show: a lane then waits for a later flag before each of its steps, and what is left is luck.
-"""
+"""Faults inside the twin of peer memory: it takes words of earlier steps."""
 
 
 @contextmanager
