@@ -44,7 +44,7 @@ class HeadProcess:
         )
         self.token = secrets.token_hex(16)
         self.coordinator = Coordinator(epoch, served.layers, pace, host, self.token)
-        self.coordinator.patience = patience_of(config)
+        self.coordinator.generations.patience = patience_of(config)
         self.rebalancer = Rebalancer(
             self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
         )

@@ -48,7 +48,8 @@ class LocalCluster:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self.head = HeadProcess(self._config, LANES_HOST)
-        self.head.coordinator.on_given_up, self.head.coordinator.is_gone = self._kill, self._gone
+        generations = self.head.coordinator.generations
+        generations.on_given_up, generations.is_gone = self._kill, self._gone
 
     @property
     def address(self) -> str:

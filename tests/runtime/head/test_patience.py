@@ -13,7 +13,7 @@ from fake_members import SECONDS, TOKEN, FakeMember, serving, until
 from moeserve.dispatch.members import Members
 from moeserve.runtime.control.stream import StreamClosed, connect
 from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.head import coordinator as coordinators
+from moeserve.runtime.head import generations as generations
 from moeserve.runtime.head.changes import rebalance
 from moeserve.runtime.head.coordinator import Coordinator
 from moeserve.runtime.head.patience import LEAST_SECONDS, MOST_SECONDS, Backoff, Formation, Patience
@@ -26,8 +26,8 @@ MEMBERS = Members.of_ranks(2)
 
 @pytest.fixture
 def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
-    monkeypatch.setattr(coordinators, "SETTLE_SECONDS", 0.01)
-    monkeypatch.setattr(coordinators, "BLAME_SECONDS", 0.01)
+    monkeypatch.setattr(generations, "SETTLE_SECONDS", 0.01)
+    monkeypatch.setattr(generations, "BLAME_SECONDS", 0.01)
     made = Coordinator(
         Epoch.first(Mesh(2, 1, 2), layers=1, experts=4), (0,), StepPace(8, 16), "127.0.0.1", TOKEN
     )
@@ -71,7 +71,7 @@ def test_deaths_while_the_group_forms_never_end_the_service(coordinator: Coordin
 def test_a_generation_that_cannot_form_is_tried_again_without_an_end(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinators.Backoff, "next", _counted)
+    monkeypatch.setattr(generations.Backoff, "next", _counted)
     members = serving(coordinator, MEMBERS)
     members[0].say("failed", reason="rank 0: a step failed")
     for one in members.values():
@@ -83,7 +83,7 @@ def test_a_generation_that_cannot_form_is_tried_again_without_an_end(
         for one in members.values():
             one.entry("abort")
         assert coordinator.progress().reason == "rank 0: prepare failed: no memory"
-    assert coordinator._retries.failures == 6
+    assert coordinator.generations._retries.failures == 6
     for one in members.values():
         one.entry("prepare")
         one.say("prepared", bytes_read=0, weight_bytes=0)
@@ -91,7 +91,7 @@ def test_a_generation_that_cannot_form_is_tried_again_without_an_end(
         one.entry("join")
         one.say("joined")
     coordinator.wait_serving(SECONDS)
-    assert coordinator._retries.failures == 0
+    assert coordinator.generations._retries.failures == 0
 
 
 def _counted(backoff: Backoff) -> float:
@@ -103,9 +103,9 @@ def _counted(backoff: Backoff) -> float:
 def test_a_first_start_that_members_say_is_impossible_ends(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinators.Backoff, "next", _counted)
+    monkeypatch.setattr(generations.Backoff, "next", _counted)
     members = [FakeMember(coordinator, seat) for seat in (0, 1)]
-    for _ in range(coordinators.FIRST_ATTEMPTS):
+    for _ in range(generations.FIRST_ATTEMPTS):
         for one in members:
             one.entry("prepare")
         members[0].say("failed", reason="rank 0: prepare failed: no such tensor")
@@ -133,7 +133,7 @@ def test_a_rank_that_cannot_start_again_is_reported_and_the_service_goes_on(
 
 
 def test_the_operators_limit_without_serving_ends_the_service(coordinator: Coordinator) -> None:
-    coordinator.patience = Patience(give_up=0.2)
+    coordinator.generations.patience = Patience(give_up=0.2)
     members = serving(coordinator, MEMBERS)
     members[1].stream.close()
     with pytest.raises(RuntimeError) as ended:
@@ -148,7 +148,7 @@ def test_the_operators_limit_without_serving_ends_the_service(coordinator: Coord
 def test_who_does_not_answer_is_named_before_who_waited_for_it(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinators, "BLAME_SECONDS", 0.5)
+    monkeypatch.setattr(generations, "BLAME_SECONDS", 0.5)
     members = serving(coordinator, MEMBERS)
     members[1].runs = False
     members[0].say("failed", reason="rank 0: step failed: timed out")
@@ -199,10 +199,10 @@ def test_a_joining_is_bounded_and_blames_nobody() -> None:
 def test_a_silent_member_is_named_told_to_stop_and_seen_dead_before_the_next_generation(
     coordinator: Coordinator, caplog: pytest.LogCaptureFixture
 ) -> None:
-    coordinator.patience = Patience(answer=0.2)
+    coordinator.generations.patience = Patience(answer=0.2)
     killed, dead = queue.SimpleQueue[tuple[int, int]](), threading.Event()
-    coordinator.on_given_up = lambda rank, pid: killed.put((rank, pid))
-    coordinator.is_gone = lambda pid: dead.is_set()
+    coordinator.generations.on_given_up = lambda rank, pid: killed.put((rank, pid))
+    coordinator.generations.is_gone = lambda pid: dead.is_set()
     members = [FakeMember(coordinator, seat) for seat in (0, 1)]
     for one in members:
         one.entry("prepare")
@@ -220,7 +220,7 @@ def test_a_silent_member_is_named_told_to_stop_and_seen_dead_before_the_next_gen
 
 
 def test_a_joining_that_hangs_ends(coordinator: Coordinator) -> None:
-    coordinator.patience = Patience(join=0.2)
+    coordinator.generations.patience = Patience(join=0.2)
     members = [FakeMember(coordinator, seat) for seat in (0, 1)]
     for one in members:
         one.entry("prepare")
@@ -238,7 +238,7 @@ def test_a_change_that_a_member_does_not_adopt_ends_the_generation() -> None:
     made = Coordinator(
         Epoch.first(Mesh(2, 1, 2), layers=1, experts=4), (0,), StepPace(8, 16), "127.0.0.1", TOKEN
     )
-    made.patience = Patience(adopt=0.2)
+    made.generations.patience = Patience(adopt=0.2)
     made.start()
     try:
         members = serving(made, MEMBERS)
@@ -265,7 +265,7 @@ def test_a_member_that_reads_nothing_is_lost_and_holds_nobody() -> None:
     made = Coordinator(
         Epoch.first(Mesh(2, 1, 2), layers=1, experts=4), (0,), StepPace(8, 16), "127.0.0.1", TOKEN
     )
-    made.patience = Patience(send=0.3)
+    made.generations.patience = Patience(send=0.3)
     made.start()
     deaf = connect(made.address, SECONDS)
     try:
@@ -293,7 +293,7 @@ def test_the_configured_bound_of_a_hello_holds(caplog: pytest.LogCaptureFixture)
     made = Coordinator(
         Epoch.first(Mesh(2, 1, 2), layers=1, experts=4), (0,), StepPace(8, 16), "127.0.0.1", TOKEN
     )
-    made.patience = Patience(hello=0.2)
+    made.generations.patience = Patience(hello=0.2)
     made.start()
     try:
         silent = connect(made.address, SECONDS)
@@ -306,7 +306,7 @@ def test_the_configured_bound_of_a_hello_holds(caplog: pytest.LogCaptureFixture)
 
 def test_a_superseded_member_is_told_to_stop_and_killed(coordinator: Coordinator) -> None:
     killed: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-    coordinator.on_given_up = lambda rank, pid: killed.put((rank, pid))
+    coordinator.generations.on_given_up = lambda rank, pid: killed.put((rank, pid))
     members = serving(coordinator, MEMBERS)
     again = FakeMember(coordinator, 1, pid=201)
     assert members[1].entry("abort") and members[1].entry("stop") and members[1].entry("closed")

@@ -1,0 +1,260 @@
+"""`Generations`: how a group comes together, ends, and comes together again.
+
+A generation is one process group: prepared (every owner has its experts), joined, serving. When a member is
+lost or cannot go on, it aborts, and once all members are there again a fresh one forms. A member that does
+not answer is parted with: its process is ended, and no generation forms before it is seen dead.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch forgets to export it
+
+from moeserve.runtime.control.messages import epoch_message
+from moeserve.runtime.head.group import Group
+from moeserve.runtime.head.patience import Backoff, Formation, Patience
+from moeserve.runtime.head.reception import Seat
+
+log = logging.getLogger(__name__)
+
+FIRST_ATTEMPTS = 3  # that members may say have failed before the group ever serves; then it cannot start
+SETTLE_SECONDS = 0.25  # after an abort, before the next generation: a killed rank's stream ends by then
+ENDED = ("failed", "stopped")  # states that no other follows, except "stopped" after "failed"
+GONE_LOOK_SECONDS = 0.05  # between looks whether a process that was given up has ended
+BLAME_SECONDS = 0.2  # after a rank failed an entry: a peer that died is found by then, and is the cause
+
+
+class Generations:
+    """The generations of a group, over the store at `host` that their process groups meet in.
+
+    It has no thread: `next_at` says when `advance` is to be called. The caller of any method holds the
+    group's lock.
+    """
+
+    def __init__(self, group: Group, host: str) -> None:
+        self._group, self._seats = group, group.seats
+        self.patience = Patience()
+        self._formation = Formation((), self.patience, 0.0)
+        self.state, self.reason = "forming", "waiting for ranks"
+        self._retries = Backoff()  # of generations that members say cannot form; deaths do not count
+        # when the group ceased to serve; None while it serves, and before it ever did
+        self._unserved_since: float | None = None
+        self._served = False  # whether any generation ever did
+        self._form_at = math.inf
+        # when to abort, unless a lost rank explains it before; why
+        self._failing: tuple[float, str] | None = None
+        self._unheard = set[int]()  # seats that have not answered since a member failed
+        self._given_up = set[int]()  # pids of members that were parted with and may still run
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store_address = f"{host}:{self._store.port}"
+        self.on_given_up: Callable[[int, int], None] = lambda rank, pid: None  # the launcher ends the process
+        self.is_gone: Callable[[int], bool] = lambda pid: True  # whether that process has ended
+        self.on_state: Callable[[], None] = lambda: None
+        self.on_abort: Callable[[str], None] = lambda reason: None
+
+    @property
+    def ended(self) -> bool:
+        """Whether no generation will form any more."""
+        return self.state in ENDED
+
+    @property
+    def steady(self) -> bool:
+        """Whether the generation serves, and no member has said that it cannot go on."""
+        return self.state == "serving" and self._failing is None
+
+    def set_state(self, state: str, reason: str) -> None:
+        """Sets the group's state and why it is in it, and tells those who asked to hear."""
+        self.state, self.reason = state, reason
+        self.on_state()
+
+    # -- members come and go --------------------------------------------------------------------------------
+
+    def seated(self, rank: int, seat: Seat) -> None:
+        """Seats a member that has connected; when all are seated, a generation forms.
+
+        Raises ValueError when the group has ended.
+        """
+        if rank in self._seats:
+            if not self.ended:
+                self.abort(f"rank {rank} connected again")
+            self._part_with(rank, f"pid {seat.pid} has taken its place", seat.pid)
+        if self.ended:
+            seat.stream.send({"kind": "stop"})
+            raise ValueError(f"rank {rank} connected when the group had {self.state}")
+        self._seats[rank] = seat
+        if missing := self._group.missing:
+            self.set_state(
+                "forming", self.reason if self._group.generation else f"waiting for ranks {missing}"
+            )
+        else:
+            settled = time.monotonic() + (SETTLE_SECONDS if self._group.generation else 0)
+            self._form_at = min(self._form_at, settled)
+            self._group.lock.notify_all()
+
+    def lost(self, rank: int, seat: Seat, why: str) -> None:
+        """Ends the generation of a member whose stream ended. A failure keeps its own reason."""
+        if self._seats.get(rank) is not seat:
+            return
+        del self._seats[rank]
+        if not self.ended:
+            self.abort(f"rank {rank} (pid {seat.pid}) is lost: {why}")
+
+    def refused(self, rank: int, reason: str) -> None:
+        """Notes that a rank cannot start. The service ends only where the group has never served: else the
+        launcher tries again.
+        """
+        if self.ended:
+            return
+        if not self._served:
+            self.set_state("failed", reason)
+        elif rank in self._group.missing:
+            self.set_state(self.state, reason)
+
+    # -- what members say -----------------------------------------------------------------------------------
+
+    def heard(self, rank: int) -> None:
+        """A member answers, or has read one more layer."""
+        self._unheard.discard(rank)
+        self._formation.heard(rank, time.monotonic())
+        self._group.lock.notify_all()
+
+    def prepared(self, rank: int) -> None:
+        """A member has its experts; the last one has all join."""
+        self._formation.has_prepared(rank, time.monotonic())
+        if self.state == "preparing" and self._formation.prepared:
+            self._join()
+
+    def joined(self, rank: int) -> bool:
+        """A member is in the process group; whether with it the generation begins to serve."""
+        self._formation.has_joined(rank)
+        if self.state != "joining" or not self._formation.joined:
+            return False
+        self._retries.reset()
+        self._served, self._unserved_since = True, None
+        self.set_state("serving", "")
+        number, epoch = self._group.generation, self._group.epoch.number
+        log.info("generation %d serves epoch %d with %d members", number, epoch, len(self._group.members))
+        return True
+
+    def failed(self, rank: int, reason: str) -> None:
+        """A member cannot go on. It may be the one that waited: the first one's word has all others asked."""
+        if self._failing is None:
+            self._failing = (time.monotonic() + BLAME_SECONDS, reason)
+            self._unheard = set(self._seats)
+            self._group.broadcast({"kind": "ask", "generation": self._group.generation})
+        self._unheard.discard(rank)
+        self._group.lock.notify_all()
+
+    def abort(self, reason: str, *, said: bool = False) -> None:
+        """Ends the generation: doors fail their jobs, and a fresh one forms when all members are there.
+
+        `said`: a member says that it cannot go on. If this generation never served, the next one backs off.
+        """
+        log.warning("generation %d aborts: %s", self._group.generation, reason)
+        pause = SETTLE_SECONDS
+        if said and self.state in ("preparing", "joining"):
+            pause = max(pause, self._retries.next())
+            log.warning("the next generation is tried in %.1f s", pause)
+        if self.state == "serving":
+            self._unserved_since = time.monotonic()
+        self.on_abort(reason)
+        self._failing = None
+        aborted, self._group.generation = self._group.generation, self._group.generation + 1
+        self._group.broadcast({"kind": "abort", "generation": aborted, "reason": reason})
+        if not self._served and self._retries.failures >= FIRST_ATTEMPTS:
+            self.set_state("failed", reason)
+            return
+        self.set_state("forming", reason)
+        self._form_at = math.inf if self._group.missing else time.monotonic() + pause
+        self._group.lock.notify_all()
+
+    # -- time passes ----------------------------------------------------------------------------------------
+
+    def next_at(self) -> float:
+        """When the next bound passes, or the next generation forms; infinite for never."""
+        forming = self._formation.due() if self.state in ("preparing", "joining") else math.inf
+        blamed = math.inf if self._failing is None else self._failing[0]
+        return min(self._form_at, forming, blamed, self._give_up_at())
+
+    def advance(self, now: float) -> None:
+        """Forms the next generation, ends waits that are over, and the service where it has to end."""
+        if self.ended:
+            return
+        if self._form_at <= now and not self._group.missing:
+            self._form(now)
+        self._end_waits(now)
+        if self._failing is not None and self._failing[0] <= now:
+            self.abort(self._blamed(self._failing[1]), said=True)
+        if self._give_up_at() <= now:
+            missing = self._group.missing
+            who = f"ranks {missing} are missing; " if missing else ""
+            limit = self.patience.give_up
+            self.set_state(
+                "failed", f"not served for cluster.give_up_seconds = {limit:g}: {who}{self.reason}"
+            )
+
+    def _form(self, now: float) -> None:
+        """Begins a fresh generation, now that all members are connected and those before them have ended."""
+        self._given_up = {pid for pid in self._given_up if not self.is_gone(pid)}
+        if self._given_up:
+            self._form_at = now + GONE_LOOK_SECONDS
+            return
+        self._form_at = math.inf
+        self._group.generation += 1
+        self._formation = Formation(self._group.members.seats, self.patience, now)
+        number, epoch = self._group.generation, epoch_message(self._group.epoch)
+        self.set_state("preparing", f"generation {number} is loading experts")
+        self._group.broadcast({"kind": "prepare", "generation": number, "epoch": epoch})
+
+    def _join(self) -> None:
+        """Has the members form a process group; each is told its position, which is its rank there."""
+        self.set_state("joining", f"generation {self._group.generation} is joining")
+        members = self._group.members
+        entry = {
+            "kind": "join",
+            "generation": self._group.generation,
+            "epoch": self._group.epoch.number,
+            "store": self._store_address,
+            "size": len(members),
+        }
+        for number, seat in list(self._seats.items()):
+            self._group.send(seat, entry | {"position": members.position(number)})
+
+    def _end_waits(self, now: float) -> None:
+        """Ends a formation that waits for a member for too long."""
+        if self.state == "preparing" and (silent := self._formation.silent(now)):
+            named = [f"rank {rank} (pid {self._seats[rank].pid}): {why}" for rank, why in silent.items()]
+            for rank, why in silent.items():
+                self._part_with(rank, why)
+            self.abort("; ".join(named))
+        elif self.state == "joining" and (stuck := self._formation.stuck(now)):
+            self.abort(stuck)
+
+    def _blamed(self, reason: str) -> str:
+        """The reason of a failure, led by those who do not even answer."""
+        silent = [
+            f"rank {rank} (pid {self._seats[rank].pid})" for rank in sorted(self._unheard & set(self._seats))
+        ]
+        return f"no answer from {', '.join(silent)}; {reason}" if silent else reason
+
+    def _part_with(self, rank: int, why: str, heir: int = 0) -> None:
+        """Takes a member's seat: its process is told to stop, and the launcher ends it, unless it is the one
+        that takes the seat again, of pid `heir`.
+        """
+        seat = self._seats.pop(rank)
+        log.warning("rank %d (pid %d) is given up: %s", rank, seat.pid, why)
+        self._group.send(seat, {"kind": "stop"})
+        seat.stream.close()
+        if seat.pid != heir:
+            self._given_up.add(seat.pid)
+            self.on_given_up(rank, seat.pid)
+
+    def _give_up_at(self) -> float:
+        """When the service ends because it has not served for so long."""
+        if self._unserved_since is None or not self.patience.give_up:
+            return math.inf
+        return self._unserved_since + self.patience.give_up
