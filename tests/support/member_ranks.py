@@ -92,7 +92,7 @@ def stepping(rank: int, world: int, path: Path, backend: str) -> list[tuple[int,
         )
         one.join(group())  # and counted by themselves: every member calls every step
         computed += sum(_compared(one, alone, lanes, None) for lanes in STEPS[name])
-        found.append((one.bytes_read, one.bank.nbytes, computed))
+        found.append((one.experts.bytes_read, one.experts.bank.nbytes, computed))
         one.leave()
     return found
 
@@ -124,8 +124,8 @@ class Process:
         self.member = MemberProcess(self.rank, self.lane, stream, settings, self.records.append)
         if self.lane is not None:
             self.lane.announce, self.lane.withdraw = self.member.announce, self.member.withdraw
-        weights = WeightsServer("127.0.0.1", TOKEN, "cpu", self.rank.bank)
-        bank, use, read = self.rank.bank, self.rank.use_weights, self.rank.read_expert
+        weights = WeightsServer("127.0.0.1", TOKEN, "cpu", self.rank.experts.bank)
+        bank, use, read = self.rank.experts.bank, self.rank.experts.use_weights, self.rank.experts.read
         sources = CopySources("here", "cpu", bank, 2, Peers(TOKEN, "cpu"), use, read)
         self.member.mover = Mover(
             sources, Copier(0.0, "cpu"), self.member.send_vote, self.member.report_corruption

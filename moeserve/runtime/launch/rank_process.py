@@ -115,7 +115,7 @@ class _RankProcess:
         self._telemetry = RankTelemetry(name, spec.rank, __version__, dispatchers)
         self._telemetry.in_flight(lambda: lane.in_flight)
         self._telemetry.why_not = lambda: lane.closed or ""
-        self._telemetry.weights(lambda: (rank.bank.nbytes, rank.bytes_read))
+        self._telemetry.weights(lambda: (rank.experts.bank.nbytes, rank.experts.bytes_read))
         self._telemetry.device_bytes(rank.held_bytes)
         self._telemetry.regions(lambda: (len(self._regions.list()), self._regions.bytes))
         group_settings = ProcessGroupSettings(
@@ -124,10 +124,10 @@ class _RankProcess:
         self.member = Member(rank, lane, stream, group_settings, self._telemetry.observe_step)
         lane.announce, lane.withdraw = self.member.announce, self.member.withdraw
         unread = unread_seconds(config.balance.move_bytes_per_second)
-        self._weights = WeightsServer(spec.host, spec.token, device, rank.bank, unread)
+        self._weights = WeightsServer(spec.host, spec.token, device, rank.experts.bank, unread)
         self._mover = self._mover_of(spec, rank, device)
         self.member.mover = self._mover
-        reader = RequestReader(name, served, rank.gate, Payloads(self._regions))
+        reader = RequestReader(name, served, rank.experts.gate, Payloads(self._regions))
         door = LaneDoor(reader, lane, self._regions, self.member.weights_version, self._telemetry.request)
         self._endpoint = Endpoint(
             {"LaneService": door},
@@ -145,11 +145,11 @@ class _RankProcess:
         sources = CopySources(
             host_id(),
             device,
-            rank.bank,
+            rank.experts.bank,
             balance.staging_slots,
             Peers(spec.token, device, balance.copy_seconds),
-            rank.use_weights,
-            rank.read_expert,
+            rank.experts.use_weights,
+            rank.experts.read,
         )
         copier = Copier(balance.move_bytes_per_second, device)
         return Mover(sources, copier, self.member.send_vote, self.member.report_corruption)

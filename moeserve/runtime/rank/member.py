@@ -31,17 +31,15 @@ from moeserve.runtime.control.messages import (
 from moeserve.runtime.control.orders import StageOrder, Vote
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.errors import WrongVersion
-from moeserve.runtime.rank.answers import on_host
+from moeserve.runtime.rank.experts import LayerProgress
 from moeserve.runtime.rank.lane import Lane
-from moeserve.runtime.rank.rank import LayerProgress, Rank
-from moeserve.runtime.rank.reports import Counted, Reports
+from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.rank.steps import REPORT_SECONDS, MemberSteps
 from moeserve.runtime.rank.weights.mover import Mover
-from moeserve.runtime.step import Announcement, Header, Job, LaneInput, Stamp, StepRecord, empty_input
+from moeserve.runtime.step import Announcement, StepRecord
 
 log = logging.getLogger(__name__)
 
-REPORT_SECONDS = 1.0  # between reports of load to the coordinator
 DRAIN_LOOK_SECONDS = 0.01  # between looks for calls under way, once no further one is taken
 ABORTED = -1  # as a member's generation: none is live
 
@@ -72,16 +70,11 @@ class Member:
         self._lane = lane
         self._stream = stream
         self._group_settings = group_settings
-        self._observe = observe
         self._entries: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._generation = 0  # newest that was announced; entries of older ones are dropped
         self._epoch: Epoch | None = None
         self._group: ProcessGroup | None = None  # of the generation that was joined
-        self.steps = 0
-        self.expert_rows = 0
-        self._reports = Reports(stream.send)
-        self._reported = 0  # steps in the last report
-        self._reported_at = 0.0
+        self._steps = MemberSteps(rank, lane, stream.send, observe)
         self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
         self.on_epoch: Callable[[int, int], None] = lambda generation, epoch: None  # between two steps
@@ -113,7 +106,7 @@ class Member:
                 break
             except Exception as error:
                 self._report_failure(entry, error)
-        self._reports.close()
+        self._steps.close()
         self._close_lane("the rank is stopping")
         self._leave()
 
@@ -123,12 +116,7 @@ class Member:
             try:
                 return self._entries.get(timeout=REPORT_SECONDS)
             except queue.Empty:
-                self._expire_jobs()
-                self._report()
-
-    def _expire_jobs(self) -> None:
-        if self._lane is not None:
-            self._lane.expire(time.monotonic())
+                self._steps.look_after(None if self._generation == ABORTED else self._generation)
 
     def _close_lane(self, reason: str) -> None:
         if self._lane is not None:
@@ -184,7 +172,7 @@ class Member:
     def _execute(self, entry: Message) -> None:
         match entry["kind"]:
             case "step":
-                self._step(header_from(entry), entry["generation"])
+                self._steps.run(header_from(entry), entry["generation"], self._epoch)
             case "prepare":
                 self._prepare(entry)
             case "join":
@@ -214,7 +202,7 @@ class Member:
             self.mover.release()
         epoch = epoch_from(entry["epoch"])
         self._check_lane(epoch)
-        self._rank.use_weights(epoch.weights)
+        self._rank.experts.use_weights(epoch.weights)
         if self._epoch is None or _loaded(self._epoch) != _loaded(epoch):
             self._load(epoch, entry["generation"])
         self._epoch = epoch
@@ -222,8 +210,8 @@ class Member:
             {
                 "kind": "prepared",
                 "generation": entry["generation"],
-                "bytes_read": self._rank.bytes_read,
-                "weight_bytes": self._rank.bank.nbytes,
+                "bytes_read": self._rank.experts.bytes_read,
+                "weight_bytes": self._rank.experts.bank.nbytes,
             }
         )
 
@@ -288,7 +276,7 @@ class Member:
 
     def report_corruption(self, order: StageOrder, what: str) -> None:
         """Reports a slot that does not hold what was staged; its layer is read from disk before it serves."""
-        self._rank.invalidate(order.layer)
+        self._rank.experts.invalidate(order.layer)
         self._epoch = None
         self._stream.send({"kind": "failed", "generation": order.generation, "reason": what})
 
@@ -300,7 +288,7 @@ class Member:
         try:
             self.mover.commit(entry["change"])
         except BaseException:
-            self._rank.invalidate(self._rank.served.layers[layer])
+            self._rank.experts.invalidate(self._rank.served.layers[layer])
             self._epoch = None
             raise
         self._rank.adopt(epoch, layer)
@@ -308,15 +296,6 @@ class Member:
         self.on_epoch(entry["generation"], epoch.number)
         adopted = {"kind": "adopted", "generation": entry["generation"], "change": entry["change"]}
         self._stream.send(adopted)
-
-    def _report(self) -> None:
-        """Has what was counted since the start sent, when it changed."""
-        if self.steps == self._reported or self._generation == ABORTED:
-            return
-        self._reported, self._reported_at = self.steps, time.monotonic()
-        if (meter := self._rank.meter) is not None:
-            load = meter.snapshot(time.monotonic())
-            self._reports.put(Counted(self._generation, self.steps, self.expert_rows, load))
 
     def _say_here(self, generation: int) -> None:
         """Tells the head that this process runs, and goes on."""
@@ -334,7 +313,7 @@ class Member:
         log.info(
             "rank %d: read %.1f MB of expert weights for %d layers in %.2f s",
             self._rank.index,
-            self._rank.bytes_read / 1e6,
+            self._rank.experts.bytes_read / 1e6,
             len(self._rank.served.layers),
             time.perf_counter() - started,
         )
@@ -357,56 +336,10 @@ class Member:
         if group is not None:
             end_group(group)
 
-    def _version(self, header: Header) -> int:
-        """The version of the weights that the step's layer is at here."""
-        if self._epoch is None or self._epoch.number != header.epoch:
-            found = "none" if self._epoch is None else str(self._epoch.number)
-            raise RuntimeError(f"step {header.number} is of epoch {header.epoch}; this rank holds {found}")
-        return self._epoch.version(self._rank.served.layers.index(header.layer))
-
-    def _taken(self, header: Header) -> list[Job | None]:
-        """The jobs of a header; none without a lane, to which a header names no job."""
-        return [] if self._lane is None else self._lane.take(header.jobs)
-
-    def _step(self, header: Header, generation: int) -> None:
-        started = time.monotonic()
-        version = self._version(header)
-        jobs = [wanted_in(job, version) for job in self._taken(header)]
-        served, top_k = self._rank.served, self._rank.plans[header.layer].problem.top_k
-        rows = LaneInput.gather(header, jobs, empty_input(served.checkpoint.hidden, top_k, served.dtype))
-        answer, phases = self._rank.step(header.layer, rows, header.lane_rows, header.number)
-        answer, at = on_host(answer), 0
-        late = self._rank.late(header.layer)
-        for (_, size), job in zip(header.jobs, jobs, strict=True):
-            if job is not None:
-                job.finish(answer[at : at + size], Stamp(header.epoch, version))
-            at += size
-        self.steps += 1
-        self.expert_rows += max(0, phases.expert_rows)
-        self._stream.send({"kind": "done", "generation": generation, "step": header.number})
-        if time.monotonic() - self._reported_at > REPORT_SECONDS:
-            self._expire_jobs()
-            self._report()
-        wait = max((started - job.created for job in jobs if job is not None), default=0.0)
-        self._observe(StepRecord(header.number, header.layer, len(jobs), at, wait, phases, late))
-
 
 def _loaded(epoch: Epoch) -> tuple[object, ...]:
     """What a member reads experts for: a change of anything else needs no load."""
     return epoch.placement, epoch.versions, epoch.members
-
-
-def wanted_in(job: Job | None, version: int) -> Job | None:
-    """The job, unless it demands other weights: then it fails, and its rows travel without experts."""
-    if job is None or job.weights_version in (0, version):
-        return job
-    job.fail(
-        WrongVersion(
-            f"layer {job.layer} is served with weights version {version}, and {job.weights_version} is "
-            "demanded; begin the pass again with the served one"
-        )
-    )
-    return None
 
 
 def progress_bar(rank: int) -> LayerProgress:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,15 +18,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.device.waits import check_waits
 from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.members import Member
 from moeserve.dispatch.routing import Routing
-from moeserve.experts.bank import Bank
-from moeserve.experts.batch import ExpertBatch, Grouping
-from moeserve.experts.checksum import Slot
-from moeserve.experts.kernel import Kernel, KernelSpec
+from moeserve.experts.batch import Grouping
+from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.placement import EMPTY
 from moeserve.experts.routing.address_book import AddressBook
 from moeserve.experts.routing.choices import Choices, StepAddressing, addressed, routed
@@ -38,6 +35,7 @@ from moeserve.runtime.planning.costing import TABLE_ORDER, CostBook, Costing
 from moeserve.runtime.planning.layers import Place, dispatch_spec
 from moeserve.runtime.planning.plan import DispatchSpan, Plan
 from moeserve.runtime.rank.all2all import RankDispatchers
+from moeserve.runtime.rank.experts import LayerProgress, RankExperts
 from moeserve.runtime.rank.graphs import GraphStep, StepGraphs, absent_lanes, padded_rows
 from moeserve.runtime.rank.memory import held_bytes, release_cached
 from moeserve.runtime.rank.warm import Arrivals, warm
@@ -46,8 +44,6 @@ from moeserve.runtime.served import Served
 from moeserve.runtime.step import FIRST_NUMBER, LaneLogits, LaneRows, Phases, empty_input
 
 log = logging.getLogger(__name__)
-
-LayerProgress = Callable[[Iterable[int]], Iterable[int]]
 
 
 class _Launch(NamedTuple):
@@ -72,15 +68,9 @@ class Rank:
         self.plans = plans  # as they are served: by cost from `join` on, where `costing` asks for it
         self.device = device
         self._planned = plans
-        self.bank = Bank()
+        self.experts = RankExperts(index, served, plans, device)
         self.meter: LoadMeter | None = None
-        self.bytes_read = 0
         self._position = {layer: at for at, layer in enumerate(served.layers)}
-        self._weights: tuple[str, ...] = ("",)  # checkpoint folders by weights version, the first is 1
-        self._opened: dict[int, Checkpoint] = {}  # by weights version, from 2 on
-        self._held: dict[int, tuple[tuple[int, ...], int]] = {}  # layer -> experts by slot, weights version
-        self._built: dict[KernelSpec, Kernel] = {}
-        self._kernels: dict[int, Kernel] = {}
         self._warm: set[tuple[KernelSpec, Arrivals]] = set()
         self._grouped: set[tuple[Format, tuple[int, int, int, int]]] = set()  # whose kernels are warm
         self._dispatchers = RankDispatchers(CostBook(costing), self._dispatch_spec)
@@ -110,21 +100,10 @@ class Rank:
     def load(self, epoch: Epoch, progress: LayerProgress = iter) -> None:
         """Reads what `epoch` gives this member and it does not hold, from disk, and prepares it.
 
-        At first that is its experts of every layer, and only those; after a change, the slots that differ.
-        A member without slots reads nothing.
+        After the first load it is ready for the next: what steps run alone is warm.
         """
         self._epoch = epoch
-        for layer in progress(self.served.layers):
-            position = self._position[layer]
-            wanted = self._held_in(epoch, position)
-            held = self._held.pop(layer, None)
-            if held is None or held[1] != wanted[1] or len(held[0]) != len(wanted[0]):
-                self._load_layer(layer, wanted)
-            else:
-                for slot, (old, new) in enumerate(zip(held[0], wanted[0], strict=True)):
-                    if new not in (old, EMPTY):
-                        self.bank.write(layer, slot, self.read_expert(layer, new, wanted[1]))
-            self._held[layer] = wanted
+        self.experts.load(epoch, progress)
         if self._book is None or self.meter is None:
             self._book = AddressBook(
                 epoch.placement, self.device, self.served.replica_choice, self.member.lane or 0
@@ -147,10 +126,12 @@ class Rank:
             return
         started, before = time.perf_counter(), len(self._warm)
         for layer, plan in self._planned.items() if self._place.held else ():
-            for arrivals in {Arrivals.over(span, plan, self.bank[layer].slots) for span in plan.fitting}:
-                key = (self._kernel_spec(plan), arrivals)
+            for arrivals in {
+                Arrivals.over(span, plan, self.experts.bank[layer].slots) for span in plan.fitting
+            }:
+                key = (self.experts.kernel_spec(plan), arrivals)
                 if key not in self._warm:
-                    warm(self._kernels[layer], self.bank[layer], arrivals)
+                    warm(self.experts.kernels[layer], self.experts.bank[layer], arrivals)
                     self._warm.add(key)
         if len(self._warm) > before or not self._choices_warm:
             kernels, self._choices_warm = time.perf_counter(), True
@@ -167,7 +148,7 @@ class Rank:
             return StepAddressing(0, book, meter, rows)
 
         warm_choices(served, addressing, device)
-        for layer in {numbers_of(self.gate(layer)): layer for layer in served.layers}.values():
+        for layer in {numbers_of(self.experts.gate(layer)): layer for layer in served.layers}.values():
             warm_routing(self._gate_here(layer), (torch.float32, served.dtype), addressing(1), device)
 
     def _warm_grouping(self) -> None:
@@ -208,76 +189,14 @@ class Rank:
             raise RuntimeError(f"rank {self.index}: {done} warm steps; a service's begin at {FIRST_NUMBER}")
         log.info("rank %d: %d steps warmed it in %.1f s", self.index, done, time.perf_counter() - started)
 
-    def _kernel_spec(self, plan: Plan) -> KernelSpec:
-        return KernelSpec(plan.problem.scheme, plan.problem.shape, self.served.dtype)
-
     def adopt(self, epoch: Epoch, position: int) -> None:
         """The layer at `position` has been committed: from the next step on it is `epoch`'s."""
         if self._book is None or self.meter is None:
             raise RuntimeError(f"rank {self.index} has loaded no experts")
         self._epoch = epoch
-        self._held[self.served.layers[position]] = self._held_in(epoch, position)
+        self.experts.adopt(epoch, position)
         self._book.update_layer(position, epoch.placement.slots[position])
         self.meter.moved(position)
-
-    def invalidate(self, layer: int) -> None:
-        """Forgets what `layer` (decoder index) holds, so that it is read again at the next load."""
-        self._held.pop(layer, None)
-
-    def read_expert(self, layer: int, expert: int, version: int) -> Slot:
-        """One expert of `layer` (decoder index) from the checkpoint of a version, as a slot holds it."""
-        checkpoint, before = self._checkpoint(version), self._checkpoint(version).bytes_read
-        weights = checkpoint.experts(layer, [expert], part=self._part)
-        self.bytes_read += checkpoint.bytes_read - before
-        return self._kernels[layer].prepare(weights.to(self.device)).slot(0)
-
-    def gate(self, layer: int) -> Gate:
-        """How `layer` (decoder index) routes, by the checkpoint of the version it holds now."""
-        held = self._held.get(layer)
-        return self._checkpoint(1 if held is None else held[1]).gate(layer)
-
-    def use_weights(self, paths: Sequence[str]) -> None:
-        """Sets the folder of each version's checkpoint; each is opened when it is first read from.
-
-        Those that no layer holds are closed: a version that was abandoned may come again from another folder.
-        """
-        held = {version for _, version in list(self._held.values())}
-        self._opened = {version: opened for version, opened in self._opened.items() if version in held}
-        self._weights = tuple(paths)
-
-    def _load_layer(self, layer: int, wanted: tuple[tuple[int, ...], int]) -> None:
-        slots, version = wanted
-        if not slots:
-            return
-        checkpoint, before = self._checkpoint(version), self._checkpoint(version).bytes_read
-        plan = self.plans[layer]
-        spec = self._kernel_spec(plan)
-        if spec not in self._built:
-            self._built[spec] = plan.kernel.build(spec)
-        self._kernels[layer] = self._built[spec]
-        weights = checkpoint.experts(layer, [e for e in slots if e != EMPTY], part=self._part)
-        self.bank.load(layer, self._kernels[layer], weights, slots, self.device)
-        self.bytes_read += checkpoint.bytes_read - before
-
-    def _held_in(self, epoch: Epoch, position: int) -> tuple[tuple[int, ...], int]:
-        """Experts in the slots that this member has at a layer, and the version of their weights."""
-        member, sliced = epoch.members.at(self.index), epoch.mesh.sliced
-        held = epoch.slots_of(member)
-        place = epoch.placement.of_owner(position, 0 if sliced or member.owner is None else member.owner)
-        return tuple(place[:held].tolist()), epoch.version(position)
-
-    def _checkpoint(self, version: int) -> Checkpoint:
-        """The checkpoint of a version, opened. Raises ValueError for one that is not of the same shapes."""
-        if version == 1:
-            return self.served.checkpoint
-        if version not in self._opened:
-            self._opened[version] = self.served.reloaded_from(self._weights[version - 1])
-        return self._opened[version]
-
-    @property
-    def _part(self) -> tuple[int, int]:
-        mesh, owner = self.served.mesh, self.member.owner
-        return (owner, mesh.slices) if mesh.sliced and owner is not None else (0, 1)
 
     def join(self, group: ProcessGroup | None = None) -> None:
         """Builds the dispatchers over `group`, of this epoch's members by position; None: this one is alone.
@@ -367,8 +286,8 @@ class Rank:
         return self.device != "cpu" and fits and not plan.span(rows).dispatcher.host_sync
 
     def _gate_here(self, layer: int) -> Gate:
-        """`gate` with its bias on the device; graphs that hold one of other weights are dropped."""
-        stored = self.gate(layer)
+        """The gate of `layer`, its bias on the device; graphs that hold one of other weights are dropped."""
+        stored = self.experts.gate(layer)
         source, here = self._gates.get(layer, (None, stored))
         if source is not stored:
             if source is not None:
@@ -409,7 +328,7 @@ class Rank:
         arrived = dispatcher.dispatch(hidden, Routing(slots, weights, lane_rows, launch.number))
         dispatched = lap()
         likely = self._taken_rows(lane_rows) * slots.shape[1] / self._book.room
-        outputs = self._computed(layer, replace(arrived.batch, likely=likely))
+        outputs = self.experts.compute(layer, replace(arrived.batch, likely=likely))
         computed = lap()
         answer = dispatcher.combine(outputs, arrived.ticket)
         combined = lap()
@@ -418,13 +337,6 @@ class Rank:
         bytes_sent = (sent.dispatched, sent.combined)
         return answer, Phases(dispatched, computed, combined, expert_rows, *bytes_sent, sent.dispatcher)
 
-    def _computed(self, layer: int, batch: ExpertBatch) -> Tensor:
-        """What this member's experts make of `batch`; zeros for the room of one that holds none."""
-        if layer in self._kernels:
-            return self._kernels[layer].apply(self.bank[layer], batch)
-        tokens = batch.tokens
-        return torch.zeros(tokens.shape, dtype=self.served.dtype, device=batch.counts.device)
-
     def _taken_rows(self, lane_rows: tuple[int, ...]) -> int:
         """Rows of lanes that a member has; those of reserved ones are only room in a graph."""
         taken = self.epoch.members.seat_of_lane
@@ -432,7 +344,7 @@ class Rank:
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of its device by each of `PURPOSES`; from any thread."""
-        return held_bytes(self.bank, self._dispatchers.buffer_bytes, self.device, self._graphs.pool)
+        return held_bytes(self.experts.bank, self._dispatchers.buffer_bytes, self.device, self._graphs.pool)
 
     def load_reading(self) -> Reading:
         """What this rank's lane sent, by phase, served layer, expert and slot; waits for steps under way."""

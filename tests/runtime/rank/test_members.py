@@ -42,9 +42,9 @@ def test_a_lane_reads_no_expert_and_an_owner_its_own(path: Path) -> None:
     ranks = {seat: Rank(seat, served, plans, "cpu") for seat in members.seats}
     for rank in ranks.values():
         rank.load(first_epoch(served, members))
-    assert (ranks[0].bytes_read, ranks[0].bank.layers) == (0, ())
-    assert [ranks[seat].bank[0].slots for seat in (3, 4)] == [5, 5]
-    assert ranks[3].bytes_read == ranks[4].bytes_read > 0
+    assert (ranks[0].experts.bytes_read, ranks[0].experts.bank.layers) == (0, ())
+    assert [ranks[seat].experts.bank[0].slots for seat in (3, 4)] == [5, 5]
+    assert ranks[3].experts.bytes_read == ranks[4].experts.bytes_read > 0
     assert ranks[0].load_reading().tokens.shape == ranks[4].load_reading().tokens.shape
 
 

@@ -72,10 +72,10 @@ def test_a_rank_holds_the_weights_that_were_planned(served: Served) -> None:
     rank.join()
     held = rank.held_bytes()
     assert held.keys() == PURPOSES.keys() > planned.keys()
-    assert held["weights"] == planned["weights"] == rank.bank.nbytes
+    assert held["weights"] == planned["weights"] == rank.experts.bank.nbytes
     assert (held["staging"], held["dispatch"], planned["dispatch"]) == (0, 0, 0)
     for slot in range(BalanceConfig().staging_slots):
-        rank.bank.room(served.layers[0], slot)
+        rank.experts.bank.room(served.layers[0], slot)
     assert rank.held_bytes()["staging"] == planned["staging"]
     batch = served.lane_rows * served.checkpoint.top_k * served.checkpoint.hidden * 2
     assert planned["workspace"] > 3 * batch  # what arrives and both answers, with room for whole segments
@@ -97,7 +97,7 @@ def test_the_metric_tells_every_purpose(served: Served) -> None:
     lines = [line for line in text.splitlines() if "moe_device_bytes{" in line]
     found = {line.split('what="')[1].split('"')[0]: line for line in lines}
     assert found.keys() == PURPOSES.keys()
-    assert float(found["weights"].rsplit(" ", 1)[1]) == rank.bank.nbytes
+    assert float(found["weights"].rsplit(" ", 1)[1]) == rank.experts.bank.nbytes
 
 
 @pytest.mark.gpu(1)
@@ -108,5 +108,5 @@ def test_on_a_gpu_a_loaded_rank_keeps_little_beside_its_weights(served: Served) 
     rank.load(first(served))
     rank.join()
     held = rank.held_bytes()
-    assert held["weights"] == rank.bank.nbytes
+    assert held["weights"] == rank.experts.bank.nbytes
     assert held["cached"] <= 64 << 20  # blocks of 2 and 20 MiB that are in use in part

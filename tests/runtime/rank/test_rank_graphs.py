@@ -102,9 +102,9 @@ def test_logits_are_routed_by_the_gate_held(path: Path, monkeypatch: pytest.Monk
     given, routing, record = rank_of(path), rank_of(path), Recorder()
     monkeypatch.setattr(routing, "_graphs", StepGraphs(64, "cpu", record))
     monkeypatch.setattr(routing, "_recordable", lambda layer, fullest: True)
-    first = given.gate(0)
+    first = given.experts.gate(0)
     for gate in (first, Gate("SigmoidRenorm", first.experts, first.top_k)):  # as of weights loaded since
-        monkeypatch.setattr(routing, "gate", lambda layer, gate=gate: gate)
+        monkeypatch.setattr(routing.experts, "gate", lambda layer, gate=gate: gate)
         for seed in range(4):
             rows = lane(given, 3, seed)
             logits = torch.randn(3, first.experts, generator=torch.Generator().manual_seed(seed))

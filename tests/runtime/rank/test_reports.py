@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from moeserve.runtime.control.messages import load_from, report_message
-from moeserve.runtime.rank.member import Member, ProcessGroupSettings
 from moeserve.runtime.rank.reports import Counted, Reports
+from moeserve.runtime.rank.steps import MemberSteps
 
 SECONDS = 5.0
 TOKENS = np.arange(24, dtype=np.int64).reshape(2, 3, 4) << 40
@@ -54,13 +54,15 @@ def test_the_thread_of_the_steps_neither_reads_nor_sends_a_report() -> None:
 
     meter = SimpleNamespace(snapshot=lambda now: SimpleNamespace(read=read))
     rank: Any = SimpleNamespace(index=0, meter=meter)
-    wire: Any = SimpleNamespace(send=send)
-    member = Member(rank, None, wire, ProcessGroupSettings("gloo", SECONDS), lambda record: None)
-    member.steps = 3
-    member._report()
+    steps = MemberSteps(rank, None, send, lambda record: None)
+    steps.steps = 3
+    steps.look_after(None)
+    steps.look_after(1)
     found = [threads.get(timeout=SECONDS) for _ in range(2)]
     assert [what for what, _ in found] == ["read", "report"]
     assert threading.current_thread() not in {thread for _, thread in found}
+    assert threads.empty(), "nothing is reported while no generation is live"
+    steps.close()
 
 
 def test_only_the_newest_report_waits() -> None:

@@ -75,7 +75,7 @@ def test_a_rank_alone_has_recorded_every_size_when_it_has_joined(
     small, forms = [1, 2, 4, 8], 2  # with choices, and with logits
     assert (record.recorded, record.replayed) == (len(small) * forms, 2 * len(small) * forms)
     assert int(rank.load_reading().tokens.sum()) == 0
-    layer, hidden, gate = rank.served.layers[0], rank.served.checkpoint.hidden, rank.gate(0)
+    layer, hidden, gate = rank.served.layers[0], rank.served.checkpoint.hidden, rank.experts.gate(0)
     before, most = record.recorded, rank.served.checkpoint.top_k
     for rows in range(1, GRAPH_ROWS + 1):
         valid = torch.ones(rows, dtype=torch.bool)
