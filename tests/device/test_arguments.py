@@ -149,7 +149,7 @@ def test_the_compiler_lays_a_struct_out_as_it_is_packed(
     made = ALL[name]
     assert made.text.count("static_assert") == len(made.fields) + 1
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
-        pytest.skip("needs the packages cuda-bindings and nvidia-cuda-nvrtc")
+        pytest.skip("needs cuda-bindings and nvidia-cuda-nvrtc: make kernels has them")
     from moeserve.device import nvrtc
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))

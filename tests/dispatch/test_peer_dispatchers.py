@@ -152,7 +152,7 @@ def test_the_kernels_compile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
-        pytest.skip("needs the packages cuda-bindings and nvidia-cuda-nvrtc")
+        pytest.skip("needs cuda-bindings and nvidia-cuda-nvrtc: make kernels has them")
     from moeserve.device import nvrtc
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))

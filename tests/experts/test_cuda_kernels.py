@@ -59,7 +59,7 @@ FORMS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("module", [prefill, prefill_wide], ids=["prefill", "prefill_wide"])
 def test_every_form_compiles(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
-        pytest.skip("needs the packages cuda-bindings and nvidia-cuda-nvrtc")
+        pytest.skip("needs cuda-bindings and nvidia-cuda-nvrtc: make kernels has them")
     from moeserve.device import nvrtc
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))

@@ -40,7 +40,7 @@ def test_every_form_fits_a_multiprocessor_and_has_a_ring(rows: int) -> None:
 @pytest.mark.parametrize("rows", ALL_ROWS)
 def test_every_form_compiles(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
-        pytest.skip("needs the packages cuda-bindings and nvidia-cuda-nvrtc")
+        pytest.skip("needs cuda-bindings and nvidia-cuda-nvrtc: make kernels has them")
     from moeserve.device import nvrtc
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))

@@ -66,7 +66,7 @@ def test_a_rank_meets_every_tile_before_it_serves(kind: str) -> None:
 @pytest.mark.parametrize("kind", few.KINDS)
 def test_every_form_compiles(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
-        pytest.skip("needs the packages cuda-bindings and nvidia-cuda-nvrtc")
+        pytest.skip("needs cuda-bindings and nvidia-cuda-nvrtc: make kernels has them")
     from moeserve.device import nvrtc
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))

@@ -171,7 +171,7 @@ def forms(plan: CodesPlan) -> list[PrefillCodesForm]:
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_every_form_compiles(plan: CodesPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
-        pytest.skip("needs the packages cuda-bindings and nvidia-cuda-nvrtc")
+        pytest.skip("needs cuda-bindings and nvidia-cuda-nvrtc: make kernels has them")
     from moeserve.device import nvrtc
 
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))

@@ -53,15 +53,11 @@ class AllGatherReduceScatter(Dispatcher):
         spec, exchange = self._spec, self._exchange
         check_lane(spec, hidden, routing)
         lane_rows = exchange.begun(routing.lane_rows)
+        batch, homes = self._nothing
         if exchange.idle(lane_rows):
-            batch, homes = self._nothing
             return Dispatched(batch, GatherTicket(homes, lane_rows))
-        mine = self._record.pack(hidden, routing)
-        arrived = mine.new_empty((sum(lane_rows) if exchange.owns else 0, self._record.nbytes))
-        exchange.spread(arrived, mine, lane_rows)
-        self._traffic = self._traffic.plus(dispatched=mine.nbytes * exchange.other_owners)
+        arrived = self._gathered(self._record.pack(hidden, routing), lane_rows)
         if not exchange.owns:
-            batch, homes = self._nothing
             return Dispatched(batch, GatherTicket(homes, lane_rows))
         tokens, slots, weights = self._record.unpack(exchange.by_lane(arrived, lane_rows))
         sizes = spec.slots_here, spec.row_align
@@ -70,16 +66,27 @@ class AllGatherReduceScatter(Dispatcher):
 
     def combine(self, outputs: Tensor, ticket: GatherTicket) -> Tensor:
         """Sends each lane its rows' partial sums, and adds up what comes for this one: `[T, H]`."""
-        spec, lane_rows, exchange = self._spec, ticket.lane_rows, self._exchange
-        own = spec.own_rows(lane_rows)
-        partials = weigh_rows(outputs, ticket.homes, spec.dtype)
-        if exchange.idle(lane_rows):
+        partials = weigh_rows(outputs, ticket.homes, self._spec.dtype)
+        if self._exchange.idle(ticket.lane_rows):
             return partials
-        come = exchange.owners(own)
+        return self._brought_home(partials, ticket.lane_rows)
+
+    def _gathered(self, mine: Tensor, lane_rows: tuple[int, ...]) -> Tensor:
+        """Sends `mine`, this lane's records, to every owner; returns those of all lanes, by position."""
+        exchange = self._exchange
+        arrived = mine.new_empty((sum(lane_rows) if exchange.owns else 0, self._record.nbytes))
+        exchange.spread(arrived, mine, lane_rows)
+        self._traffic = self._traffic.plus(dispatched=mine.nbytes * exchange.other_owners)
+        return arrived
+
+    def _brought_home(self, partials: Tensor, lane_rows: tuple[int, ...]) -> Tensor:
+        """Sends each lane its part of `partials`, by lane; adds up what comes for this one."""
+        spec, exchange = self._spec, self._exchange
+        come = exchange.owners(spec.own_rows(lane_rows))
         go = exchange.lanes(lane_rows) if exchange.owns else [0] * spec.ranks
         received = partials.new_empty((sum(come), spec.hidden))
         exchange.carry(received, exchange.by_position(partials, lane_rows), (come, go), lane_rows)
-        others = partials.shape[0] - (own if exchange.owns else 0)
+        others = partials.shape[0] - go[spec.rank]
         self._traffic = self._traffic.plus(combined=others * spec.hidden * spec.dtype.itemsize)
         sums = received.split_with_sizes(come)
         return sum_partials([sums[at] for at in exchange.owner_positions]).to(spec.dtype)
