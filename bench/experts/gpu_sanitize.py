@@ -353,7 +353,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tools", default=",".join(TOOLS))
-    parser.add_argument("--kernels", default="", help="names of kernels, or of dispatchers; all that run here")
+    parser.add_argument("--kernels", default="", help="kernels or dispatchers, by name; all that run here")
     parser.add_argument(
         "--only",
         choices=["kernels", "dispatch"],
