@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -15,6 +15,8 @@ from moeserve.cli.arguments.configured import add_config_flags, config_of
 
 if TYPE_CHECKING:
     from moeserve.runtime.config import Config
+
+log = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LOOK_SECONDS = 1.0  # between looks at the group's state
@@ -53,9 +55,12 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ValueError for bad input, OSError or RuntimeError, and BrokenPipeError for a closed stdout.
     """
+    from moeserve.runtime.telemetry import logs
+
     config = config_of(args)
     print("\n".join(config.lines()), flush=True)
     _check_served(config)
+    logs.start(config.log, "head" if config.cluster.launcher == "local" else "launcher")
     cluster = _cluster(config)
     signals = _Signals()
     try:
@@ -143,12 +148,12 @@ def _cluster(config: Config) -> Cluster:
 
 
 def _watch(cluster: Cluster, signals: _Signals) -> None:
-    """Waits for a signal to stop; prints when the group forms anew. Raises RuntimeError when it gave up."""
+    """Waits for a signal to stop; logs when the group forms anew. Raises RuntimeError when it gave up."""
     seen = "serving"
     while not signals.stop.wait(LOOK_SECONDS):
         state, reason = cluster.state()
         if state == "failed":
             raise RuntimeError(f"the group failed: {reason}")
         if state != seen:
-            print(f"{state}: {reason}" if reason else state, file=sys.stderr, flush=True)
+            log.warning("the group is %s: %s", state, reason or "as it should be")
             seen = state

@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,8 +60,14 @@ class Coordinator:
         self.address = self._reception.address
         self.draining = ""  # why lanes take no further call, though the group serves
         self._drained = set[int]()  # seats whose calls have ended since
+        self._log_levels: dict[str, str] = {}  # that every member sets, by logger
         self.on_change: Callable[[Progress], None] = lambda progress: None
         self.observe_step: Callable[[int, float], None] = lambda layer, seconds: None  # of the whole group
+
+    @property
+    def generation(self) -> int:
+        """The newest generation's number; takes no lock."""
+        return self._group.generation
 
     @property
     def epoch(self) -> Epoch:
@@ -108,6 +114,12 @@ class Coordinator:
                 seconds,
             )
             return self._group.generation == generation and self._drained >= set(self._group.members.seats)
+
+    def set_log_levels(self, levels: Mapping[str, str]) -> None:
+        """Has every member, also those that connect later, set its loggers' levels."""
+        with self._lock:
+            self._log_levels = dict(levels)
+            self._group.broadcast({"kind": "log_levels", "levels": self._log_levels})
 
     def wait_serving(self, timeout: float) -> None:
         """Returns once the group serves. Raises TimeoutError or RuntimeError, with the reason it does not."""
@@ -170,6 +182,8 @@ class Coordinator:
                 self.generations.refused(rank, refused)
                 raise ValueError(refused)
             self.generations.seated(rank, seat)
+            if self._log_levels:
+                self._group.send(seat, {"kind": "log_levels", "levels": self._log_levels})
 
     def rank_lost(self, rank: int, seat: Seat, why: str) -> None:
         """Ends the generation of a member whose stream ended. A failure keeps its own reason."""

@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -78,6 +78,14 @@ class Member:
         self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
         self.on_epoch: Callable[[int, int], None] = lambda generation, epoch: None  # between two steps
+        self.on_log_levels: Callable[[Mapping[str, str]], None] = lambda levels: None  # by logger
+
+    @property
+    def where(self) -> tuple[int | None, int | None]:
+        """The generation and the epoch that this member is in, None for none; takes no lock."""
+        epoch = self._epoch
+        generation = self._generation if self._generation > 0 else None
+        return generation, None if epoch is None else epoch.number
 
     def weights_version(self) -> int:
         """The version of the weights that this rank holds; 0 before they are loaded."""
@@ -129,6 +137,9 @@ class Member:
                 message = self._stream.receive()
                 if message["kind"] in ("stage", "abandon"):
                     self._prepare_change(message)
+                    continue
+                if message["kind"] == "log_levels":
+                    self.on_log_levels(message["levels"])
                     continue
                 if message["kind"] == "ask":
                     self._say_here(message["generation"])
