@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import signal
 import threading
 from collections.abc import Iterator
@@ -15,8 +14,6 @@ from moeserve.cli.arguments.configured import add_config_flags, config_of
 
 if TYPE_CHECKING:
     from moeserve.runtime.config import Config
-
-log = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LOOK_SECONDS = 1.0  # between looks at the group's state
@@ -148,12 +145,8 @@ def _cluster(config: Config) -> Cluster:
 
 
 def _watch(cluster: Cluster, signals: _Signals) -> None:
-    """Waits for a signal to stop; logs when the group forms anew. Raises RuntimeError when it gave up."""
-    seen = "serving"
+    """Waits for a signal to stop. Raises RuntimeError when it gave up."""
     while not signals.stop.wait(LOOK_SECONDS):
         state, reason = cluster.state()
         if state == "failed":
             raise RuntimeError(f"the group failed: {reason}")
-        if state != seen:
-            log.warning("the group is %s: %s", state, reason or "as it should be")
-            seen = state

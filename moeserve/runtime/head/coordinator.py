@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeserve.experts.load import PHASES, Load
+from moeserve.proto.texts import quoted
 from moeserve.runtime.control.messages import announcement_from, header_message, load_from, plans_from
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
@@ -103,6 +104,7 @@ class Coordinator:
             if self.generations.state != "serving":
                 return True
             self.draining = reason
+            log.info("lanes take no further call, and have %g s for those under way: %s", seconds, reason)
             generation = self._group.generation
             self._group.broadcast(
                 {"kind": "drain", "generation": generation, "reason": reason, "seconds": seconds}
@@ -193,8 +195,10 @@ class Coordinator:
     def message_received(self, rank: int, seat: Seat, message: Message) -> None:
         """Takes a member's message about its generation; one about an older generation does not count."""
         with self._lock:
-            if message.get("generation") != self._group.generation:
-                return  # from before an abort
+            if message.get("generation") != self._group.generation:  # from before an abort
+                said, now = quoted(message.get("generation")), self._group.generation
+                log.info("rank %d spoke of generation %s, and it is %d: that does not count", rank, said, now)
+                return
             match message["kind"]:
                 case "announce":
                     if self.generations.state in ("serving", "joining"):

@@ -19,6 +19,7 @@ from datetime import timedelta
 from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]  # not exported
 
 from moeserve.dispatch.group import GroupKind, abort_group, end_group, form_group
+from moeserve.proto.texts import clipped
 from moeserve.runtime.control.messages import (
     announcement_message,
     committed_epoch,
@@ -107,13 +108,16 @@ class Member:
         threading.Thread(target=self._receive, name="stream", daemon=True).start()
         while (entry := self._next())["kind"] != "stop":
             if entry.get("generation") != self._generation and entry["kind"] != "abort":
-                continue  # of a generation that was aborted
+                what, of = entry["kind"], entry.get("generation")
+                log.info("%r of generation %s does not count: it was aborted", what, of)
+                continue
             try:
                 self._execute(entry)
             except StreamClosed:
                 break
             except Exception as error:
                 self._report_failure(entry, error)
+        log.info("rank %d stops: the head says so, or is gone", self._rank.index)
         self._steps.close()
         self._close_lane("the rank is stopping")
         self._leave()
@@ -148,6 +152,9 @@ class Member:
                     threading.Thread(target=self._drain, args=(message,), name="drain", daemon=True).start()
                     continue
                 if message["kind"] == "abort":
+                    log.info(
+                        "generation %d is aborted: %s", message["generation"], clipped(message["reason"])
+                    )
                     self._generation = ABORTED
                     self._close_lane(message["reason"])  # after the generation: a commit under way sees it
                     self._interrupt()

@@ -134,7 +134,8 @@ class ServiceLog(logging.Handler):
         `handle`, which calls this, holds the handler's lock.
         """
         now = time.monotonic()
-        place, message = (record.name, record.pathname, record.lineno, record.levelno), message_of(record)
+        file = record.pathname + str(getattr(record, "sort", ""))  # one line of code may speak of several
+        place, message = (record.name, file, record.lineno, record.levelno), message_of(record)
         if self._repeats.admit(place, message, now):
             self._put(place, message, traceback_of(record), now)
             self._look_again()
