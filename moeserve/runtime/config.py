@@ -173,6 +173,20 @@ class MembersConfig:
     held_multiprocessors: int = 0  # of each GPU: that waiting kernels of others may hold
 
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What each process of the service logs to its stderr."""
+
+    level: str = "info"  # from which on: debug, info, warning, error
+    format: str = "text"  # text, or json: one object a line
+    bytes_per_minute: int = 1 << 20  # of one process; what is over it is counted and left out; 0: no limit
+    repeat_seconds: float = 10.0  # within which a line that comes again is counted; 0: each is written
+
+
 LAST_PORT = 65535
 
 CHECKED_APART = ("server.port", "server.metrics_port")
@@ -217,6 +231,7 @@ class Config:
     members: MembersConfig = field(default_factory=MembersConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
     @classmethod
     def load(cls, path: str | Path) -> Config:
@@ -271,6 +286,8 @@ class Config:
         _one_of("plan.device", self.plan.device, (AUTO, "cpu", "cuda"))
         _one_of("plan.measure", self.plan.measure, MEASURES)
         _one_of("step.on_late", self.step.on_late, (FAIL, DROP))
+        _one_of("log.level", self.log.level, LOG_LEVELS)
+        _one_of("log.format", self.log.format, LOG_FORMATS)
         for table in fields(self):
             _check_numbers(table.name, getattr(self, table.name))
         try:

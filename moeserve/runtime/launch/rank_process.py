@@ -31,6 +31,7 @@ from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopySources, Mover
 from moeserve.runtime.rank.weights.peers import Peers, WeightsServer, unread_seconds
 from moeserve.runtime.served import model_name, served_from
+from moeserve.runtime.telemetry import logs
 from moeserve.runtime.telemetry.exporter import RankTelemetry
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,13 @@ def run_rank(spec: RankSpec) -> None:
     coordinator.
     """
     _prepare_process(spec)
+    try:
+        _run_rank(spec)
+    finally:
+        logs.finish()
+
+
+def _run_rank(spec: RankSpec) -> None:
     started = time.perf_counter()
     try:
         stream = connect(spec.coordinator, spec.config.cluster.connect_seconds)
@@ -137,6 +145,8 @@ class _RankProcess:
         )
         self.member.on_serving = self._serving
         self.member.on_epoch = self._telemetry.set_group
+        self.member.on_log_levels = logs.set_levels
+        logs.tell_where(lambda: self.member.where)
         self.metrics_address = self._serve_metrics(spec)
         self.address = self._endpoint.start(spec.host, 0)
 
@@ -185,4 +195,5 @@ def _prepare_process(spec: RankSpec) -> None:
     torch.set_num_threads(threads)
     tune_process()
     set_environment(spec.host)
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {spec.rank} %(levelname)s %(message)s")
+    logs.start(spec.config.log, f"rank {spec.rank}")
+    logs.hide(spec.token)

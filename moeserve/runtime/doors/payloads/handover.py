@@ -152,6 +152,7 @@ class Handover:
                 swept = now
                 self._owner.sweep()
                 for silent in [who for who, since in self._silent.items() if now - since > SILENT_SECONDS]:
+                    logger.info("a client named no region within %g s and is left", SILENT_SECONDS)
                     self._drop(silent)
                 self._listen()
 
@@ -241,6 +242,7 @@ class Handover:
             os.close(descriptor)
 
     def _refuse(self, client: socket.socket, why: str) -> None:
+        logger.info("a client was refused a region: %s", why)
         try:
             client.send(REFUSED + why.encode())
         except OSError as failed:
