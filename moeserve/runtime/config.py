@@ -99,7 +99,7 @@ class StepConfig:
     gather_seconds: float = 0.004  # but never longer than this after its oldest job
     due_seconds: float = 1.0  # a job is due so long after it came, or at its deadline where that is earlier
     timeout_seconds: float = 30.0  # of one collective; a rank that does not answer by then is lost
-    late_seconds: float = 0.0  # a dispatcher over peer memory waits so long for a rank; 0: timeout_seconds
+    late_seconds: float = 10.0  # a step may stand still so long; then who holds it up; 0: timeout_seconds
     on_late: str = FAIL  # what becomes of a step without a late rank's rows: fail, or drop them and go on
     graph_rows: int = 256  # of the fullest lane, up to which a GPU's steps are CUDA graphs; 0: none are
 
@@ -162,6 +162,8 @@ class ClusterConfig:
     join_seconds: float = 300.0  # for the ranks' process group and dispatchers
     adopt_seconds: float = 60.0  # for every rank to serve a change of the epoch that was decided
     send_seconds: float = 5.0  # while a rank takes nothing of what the head sends it
+    begin_seconds: float = 180.0  # for a rank's process to reach the head, once it was started
+    stopped_seconds: float = 1.5  # a rank's process that does not run so long is given up; 0: never
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,7 @@ POSITIVE = frozenset(
         "cluster.join_seconds",
         "cluster.adopt_seconds",
         "cluster.send_seconds",
+        "cluster.begin_seconds",
     }
 )
 """Keys whose numbers must be more than 0; no other number but a port may be under 0."""
