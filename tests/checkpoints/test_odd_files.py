@@ -1,4 +1,4 @@
-"""Pipes, sockets, devices and folders in place of a checkpoint's files: refused at once, wherever they lie."""
+"""Pipes, sockets, devices and folders in place of a checkpoint's files: refused at once, in any place."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ def test_a_file_that_becomes_something_else_is_not_waited_for_when_it_is_read(
     file = next(folder.glob("*.safetensors"))
     file.unlink()
     make(file)
-    with pytest.raises(CheckpointError, match="cannot read|is no file"):
+    with pytest.raises(CheckpointError, match=r"cannot read|is no file"):
         opened.experts(0, (0,))
