@@ -143,6 +143,8 @@ class ServerConfig:
     reload_root: str = ""  # folder below which a checkpoint has to be to be reloaded; empty: anywhere
     region_bytes: int = 4 << 30  # of shared memory a rank may hand out
     allow_named_regions: bool = False  # unsafe: clients may register any shared-memory object by name
+    max_held_rows: int = 65536  # of the calls that a lane holds; it refuses more, with pushback
+    queue_seconds: float = 10.0  # that a call may wait at a lane, whatever its deadline; longer is refused
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,8 @@ POSITIVE = frozenset(
         "server.request_seconds",
         "server.unread_seconds",
         "server.max_message_bytes",
+        "server.max_held_rows",
+        "server.queue_seconds",
         "cluster.start_timeout_seconds",
         "cluster.connect_seconds",
         "cluster.hello_seconds",
