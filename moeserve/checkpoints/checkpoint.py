@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moeserve.checkpoints.contents import check_contents
-from moeserve.checkpoints.dialects import DIALECTS, dialect_for, family_of
+from moeserve.checkpoints.dialects import DIALECTS, ModelFamily, dialect_for, family_of
 from moeserve.checkpoints.dialects.dialect import Quantization, Storage
 from moeserve.checkpoints.dtypes import dtype_of, say_casts
 from moeserve.checkpoints.families.config import (
@@ -30,7 +30,8 @@ from moeserve.checkpoints.nearest import in_its_place
 from moeserve.checkpoints.reading import copy_expert
 from moeserve.checkpoints.store import CheckpointError, TensorStore, read_json
 from moeserve.experts.batch import ExpertShape, ExpertWeights
-from moeserve.experts.routing.gate import Gate, gate_for
+from moeserve.experts.routing.families import gate_for
+from moeserve.experts.routing.gate import Gate
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import FLOATS
 
@@ -60,6 +61,7 @@ class Checkpoint:
         self._load_as_name = load_as
         whole = _config(self.path)
         self.family, self.config = family_of(whole)
+        _check_zero_experts(self.family, self.config)
         self.model_type = self.family.model_type
         self.architecture = str((whole.get("architectures") or [self.model_type])[0])
         self.quantization = _quantization(self.path, whole, self.config)
@@ -144,7 +146,7 @@ class Checkpoint:
         if layer not in self._gates:
             self._stored(layer)
             gate = replace(gate_for(self.config), by_token=self.family.by_token(self.config, layer))
-            self._gates[layer] = self._biased(gate, layer) if gate.biased and not gate.by_token else gate
+            self._gates[layer] = self._biased(gate, layer) if gate.biased and gate.takes_logits else gate
         return self._gates[layer]
 
     def experts(self, layer: int, ids: Sequence[int], *, part: tuple[int, int] = (0, 1)) -> ExpertWeights:
@@ -228,16 +230,22 @@ class Checkpoint:
                 f"layer {layer} misses tensor e_score_correction_bias, which its router needs"
             )
         shape = self._store.entries[name].shape
-        if shape != (self.num_experts,):
+        several = (1, 2) if self.family.others_after else (1,)  # of text, and after it of vision
+        if shape not in ((self.num_experts,), *((kinds, self.num_experts) for kinds in several)):
             raise CheckpointError(f"tensor {name} must have shape {[self.num_experts]}, found {list(shape)}")
-        return gate.with_bias(self._store.read(name).clone())
+        return gate.with_bias(self._store.read(name).clone().reshape(-1)[: self.num_experts])
 
 
 def _config(path: Path) -> dict[str, Any]:
-    config = read_json(path / "config.json")
-    if config.get("zero_expert_num"):
-        raise CheckpointError(f"zero_expert_num={config['zero_expert_num']}: zero-experts are not served")
-    return config
+    return read_json(path / "config.json")
+
+
+def _check_zero_experts(family: ModelFamily, config: Config) -> None:
+    """Raises CheckpointError for zero-experts of a family that does not say that its model computes them."""
+    if config.get("zero_expert_num") and not family.others_after:
+        raise CheckpointError(
+            f"zero_expert_num={config['zero_expert_num']}: zero-experts of {family.model_type} are not served"
+        )
 
 
 def _quantization(path: Path, *configs: Config) -> Quantization:

@@ -15,7 +15,7 @@ from moeserve.checkpoints.families.config import required
 from moeserve.checkpoints.names import LayerNames, Spelling, correction_biases, expert_layers
 from moeserve.checkpoints.store import CheckpointError
 from moeserve.checkpoints.stored import StoredTensor
-from moeserve.experts.routing.gate import FAMILIES as GATES
+from moeserve.experts.routing.families import FAMILIES as GATES
 from moeserve.quant.format import WHOLE, Format, Part, Scheme
 from moeserve.quant.formats.floats import BF16
 

@@ -7,6 +7,7 @@ that is not here is read from its class where transformers is installed and has 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from moeserve.checkpoints.families.config import (
     Config,
@@ -67,6 +68,10 @@ def _all_layers(_: Config, depth: int) -> frozenset[int] | None:
     return frozenset(range(depth))
 
 
+def _by_names(_: Config, __: int) -> frozenset[int] | None:
+    return None
+
+
 def _by_size(key: str) -> Callable[[Config], int]:
     return lambda config: first(config, key)
 
@@ -89,7 +94,8 @@ PLAIN = (
 """Families of which the config and the tensors' names say everything, in the `mlp` of a layer."""
 
 _W = ("w1", "w3", "w2")
-_SPARSE = {"block": "block_sparse_moe"}
+_SPARSE: dict[str, Any] = {"block": "block_sparse_moe"}
+_TWO_STACKS: dict[str, Any] = {"activation": _relu, "layers": _by_names, "stacks": ("encoder", "decoder")}
 
 FAMILIES: dict[str, ModelFamily] = {
     entry.model_type: entry
@@ -129,10 +135,10 @@ FAMILIES: dict[str, ModelFamily] = {
         ModelFamily("minimax_m3_vl_text", activation=_swigluoai, stacked=True),
         ModelFamily("muse_spark_text", stacked=True),
         ModelFamily("nemotron_h", block="mixer", activation=ungated),
-        ModelFamily("nllb-moe", block="ffn", activation=_relu, bias=True),
+        ModelFamily("nllb-moe", block="ffn", bias=True, given={"num_experts_per_tok": 2}, **_TWO_STACKS),
         ModelFamily("openai_privacy_filter", activation=_swigluoai, stacked=True, transposed=True, bias=True),
         ModelFamily("step3p5", block="moe", activation=_step_limit, stacked=True),
-        ModelFamily("switch_transformers", activation=_relu),
+        ModelFamily("switch_transformers", given={"num_experts_per_tok": 1}, **_TWO_STACKS),
         ModelFamily("zaya", stacked=True),
     )
 }
@@ -157,7 +163,8 @@ def family_of(config: Config) -> tuple[ModelFamily, Config]:
     parts = [_meant(part) for part in nested_configs(config)]
     for part in parts:
         if part.get("model_type") in FAMILIES:
-            return FAMILIES[str(part["model_type"])], flat(part)
+            family = FAMILIES[str(part["model_type"])]
+            return family, {**family.given, **flat(part)}
     for part in parts:
         if part.get("model_type") in REFUSED:
             kind = str(part["model_type"])

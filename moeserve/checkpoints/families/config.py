@@ -11,18 +11,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from moeserve.checkpoints.store import CheckpointError
+from moeserve.experts.routing.families import COUNT_KEYS as EXPERT_COUNT_KEYS
+from moeserve.experts.routing.families import TOP_K_KEYS
+
+__all__ = ["EXPERT_COUNT_KEYS", "TOP_K_KEYS", "Config", "required"]
 
 Config = Mapping[str, Any]
 
-EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-TOP_K_KEYS = (
-    *("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "top_k_experts"),
-    *("moe_k", "moe_topk", "moe_top_k"),
-)
 INNER_KEYS = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size")
-ALL_INNER_KEYS = ("intermediate_size", "ffn_hidden_size")  # of every MLP, dense or not
+ALL_INNER_KEYS = ("intermediate_size", "ffn_hidden_size", "d_ff", "encoder_ffn_dim")  # of every MLP, dense or not
 HIDDEN_KEYS = ("moe_latent_size", "moe_hidden_size", "hidden_size", "d_model")  # of an expert's rows
-DEPTH_KEYS = ("num_hidden_layers", "num_layers", "n_layers")
+DEPTH_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "encoder_layers")
 ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function")
 
 _BESIDE = re.compile(r"vision|visual|audio|talker|code2wav|speech|encoder_config|quantization|attn|generation")
@@ -97,7 +96,7 @@ def depth_of(config: Config) -> int:
     for key in ("layers_block_type", "hybrid_override_pattern"):
         if config.get(key):
             return len(config[key])
-    return required(config, *DEPTH_KEYS)
+    return first(config, *DEPTH_KEYS)
 
 
 def sparse_layers(config: Config, depth: int) -> frozenset[int] | None:

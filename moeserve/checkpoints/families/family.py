@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moeserve.checkpoints.families.config import (
     ALL_INNER_KEYS,
@@ -57,6 +57,7 @@ class ModelFamily:
     bias: bool = False
     others_after: bool = False  # experts with ids from E on are of another modality, or compute nothing
     stacks: tuple[str, ...] = ()  # stacks of layers, numbered one after the other
+    given: Mapping[str, int] = field(default_factory=dict)  # keys that every config of it stands for
     derived: bool = False  # read from transformers' class, not from the table
 
     def numbers(self, config: Config) -> Mapping[str, int]:
