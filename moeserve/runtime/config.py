@@ -145,6 +145,8 @@ class ServerConfig:
     allow_named_regions: bool = False  # unsafe: clients may register any shared-memory object by name
     max_held_rows: int = 65536  # of the calls that a lane holds; it refuses more, with pushback
     queue_seconds: float = 10.0  # that a call may wait at a lane, whatever its deadline; longer is refused
+    health_port: int = 0  # of probes; 0 picks a free one, -1 has none
+    stalled_seconds: float = 10.0  # after which a head that does not answer is not ready, nor alive
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ class LogConfig:
 
 LAST_PORT = 65535
 
-CHECKED_APART = ("server.port", "server.metrics_port")
+CHECKED_APART = ("server.port", "server.metrics_port", "server.health_port")
 
 POSITIVE = frozenset(
     {
@@ -212,6 +214,7 @@ POSITIVE = frozenset(
         "server.max_message_bytes",
         "server.max_held_rows",
         "server.queue_seconds",
+        "server.stalled_seconds",
         "cluster.start_timeout_seconds",
         "cluster.connect_seconds",
         "cluster.hello_seconds",
@@ -328,6 +331,11 @@ class Config:
         port, first = self.server.port, self.server.metrics_port
         if not 0 <= port <= LAST_PORT:
             raise ConfigError(f"server.port = {port} must be 0 (any free one) to {LAST_PORT}")
+        if not -1 <= self.server.health_port <= LAST_PORT:
+            raise ConfigError(
+                f"server.health_port = {self.server.health_port} must be -1 (none) or 0 (any free one) "
+                f"to {LAST_PORT}"
+            )
         last = first + self.parallel.mesh.ranks if first > 0 else first
         if not -1 <= first <= last <= LAST_PORT:
             ranks = self.parallel.mesh.ranks
