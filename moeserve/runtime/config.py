@@ -133,7 +133,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 50051  # the coordinator's; 0 picks a free one
     metrics_port: int = 9400  # the head's; rank r takes this + 1 + r; 0 picks free ones, -1 turns metrics off
-    max_message_bytes: int = 256 << 20
+    max_message_bytes: int = 64 << 20
     max_concurrent_calls: int = 256  # a lane refuses more, with pushback
     max_streams: int = 256  # that are open at a lane or the front door; it refuses more, with pushback
     max_held_bytes: int = 2 << 30  # of the calls that a lane or the front door holds; it refuses more
