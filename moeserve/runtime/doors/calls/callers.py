@@ -10,9 +10,7 @@ from moeserve.runtime.errors import LONGEST_PUSHBACK, pushback
 
 OVERASKED = 2.0  # times as many callers are told to come back as there will be room for
 SMOOTH = 0.1  # of the newest time between two calls, in their mean
-RECENT_SECONDS = (
-    2 * LONGEST_PUSHBACK
-)  # for so long a caller that was refused counts among those who want to be served
+RECENT_SECONDS = 2 * LONGEST_PUSHBACK  # for so long who was refused counts among those who want more
 
 
 @dataclass(eq=False)
