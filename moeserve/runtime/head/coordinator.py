@@ -54,7 +54,7 @@ class Coordinator:
         self._lock, self._seats = self._group.lock, self._group.seats
         self._changes = TwoPhaseCommit(self._group, layers)
         self._steps = StepsInFlight(room.max_lanes, pace)
-        self.generations = Generations(self._group, host)
+        self.generations = Generations(self._group)
         self.generations.on_state, self.generations.on_abort = self._state_changed, self._aborted
         self._reception = Reception(host, room.max_lanes + room.max_owners, token, self)
         self.address = self._reception.address
@@ -191,6 +191,8 @@ class Coordinator:
                     self._done(rank, message)
                 case "report":
                     self._report(seat, message)
+                case "store":
+                    self.generations.asked(rank, message)
                 case "here":
                     self.generations.heard(rank)
                 case "prepared":
