@@ -29,7 +29,9 @@ def test_an_entry_that_cannot_be_taken_ends_the_rank() -> None:
 
 
 def test_an_abort_ends_the_forming_of_a_group_at_once() -> None:
-    rank: Any = SimpleNamespace(index=0, device="cpu", interrupt=lambda: None, leave=lambda: None)
+    progress = SimpleNamespace(join=lambda phase: None)
+    rank: Any = SimpleNamespace(index=0, device="cpu", progress=progress)
+    rank.interrupt = rank.leave = lambda: None
     came: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     wire: Any = SimpleNamespace(receive=came.get, send=said.put)
