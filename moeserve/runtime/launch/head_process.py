@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from pathlib import Path
 
 from moeserve import __version__
 from moeserve.experts.balance import Policy, balancer_named
@@ -16,6 +17,7 @@ from moeserve.runtime.head.coordinator import Coordinator, Progress
 from moeserve.runtime.head.patience import Patience
 from moeserve.runtime.head.rebalancer import Rebalancer
 from moeserve.runtime.head.sequencer import StepPace
+from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.planning.layers import first_epoch
 from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.telemetry.head import CoordinatorTelemetry
@@ -44,6 +46,8 @@ class HeadProcess:
         )
         self.token = secrets.token_hex(16)
         self.coordinator = Coordinator(epoch, served.layers, pace, host, self.token)
+        keys = Keys(config.keys, self.token)
+        self.coordinator.secure(keys)
         self.coordinator.generations.patience = patience_of(config)
         self.rebalancer = Rebalancer(
             self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
@@ -64,19 +68,22 @@ class HeadProcess:
         self._front = FrontDoor(
             model_name(config), served, self.coordinator, server.max_message_bytes, self._telemetry.request
         )
-        operations = Operations(served, self.rebalancer, server.reload_root)
+        self._front.show_lanes(keys.to_lanes())
+        operations = Operations(served, self.rebalancer, reload_root_of(config))
         self._endpoint = Endpoint(
             {"FrontService": self._front, "AdminService": AdminDoor(operations)},
             NOT_A_LANE,
             door_limits(server),
             server.max_message_bytes,
+            keys,
         )
         self.coordinator.on_change = self._changed
         shown = host if server.host in EVERY_ADDRESS else server.host
         self.address = f"{shown}:{self._endpoint.start(server.host, server.port).rsplit(':', 1)[1]}"
         self.metrics_address = ""
         if server.metrics_port >= 0:
-            self.metrics_address = f"{shown}:{self._telemetry.serve(server.host, server.metrics_port)}"
+            port = self._telemetry.serve(server.host, server.metrics_port, keys)
+            self.metrics_address = f"{shown}:{port}"
         self.coordinator.start()
         self.rebalancer.start()
 
@@ -125,6 +132,16 @@ def patience_of(config: Config) -> Patience:
         hello=cluster.hello_seconds,
         send=cluster.send_seconds,
     )
+
+
+def reload_root_of(config: Config) -> str:
+    """The folder below which checkpoints may be reloaded: as configured, else the one beside which others of
+    the same model lie, the served one's parent; where that is everything, the served one itself.
+    """
+    if config.server.reload_root:
+        return config.server.reload_root
+    served = Path(config.model.checkpoint).resolve()
+    return str(served if served.parent == served.parent.parent else served.parent)
 
 
 def policy_of(config: Config) -> Policy:
