@@ -43,14 +43,15 @@ _FRONT = {
     "GetModel": _ANY,
     "GetStatus": _OBSERVE,
 }
-_ADMIN = {"Rebalance": _OPERATE, "Reload": _OPERATE}
+_OLD_ADMIN = {"Rebalance": _OPERATE, "Reload": _OPERATE}
+_ADMIN = _OLD_ADMIN | {"SetLogLevel": _OPERATE}
 
 RPCS: dict[str, frozenset[Role]] = {
     **{f"/moeserve.v1.LaneService/{name}": roles for name, roles in _LANE.items()},
     **{f"/moeserve.v1.FrontService/{name}": roles for name, roles in _FRONT.items()},
     **{f"/moeserve.v1.AdminService/{name}": roles for name, roles in _ADMIN.items()},
     # the old names, for one release
-    **{f"/moeserve.v1.MoeService/{name}": roles for name, roles in (_LANE | _FRONT | _ADMIN).items()},
+    **{f"/moeserve.v1.MoeService/{name}": roles for name, roles in (_LANE | _FRONT | _OLD_ADMIN).items()},
     "/grpc.health.v1.Health/Check": OPEN,
     "/grpc.health.v1.Health/Watch": OPEN,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ANY,
@@ -91,7 +92,19 @@ _TO_HEAD = (
     "drained",
     "failed",
 )
-_TO_RANK = ("prepare", "join", "step", "commit", "stage", "abandon", "ask", "drain", "abort", "stop")
+_TO_RANK = (
+    "prepare",
+    "join",
+    "step",
+    "commit",
+    "stage",
+    "abandon",
+    "ask",
+    "drain",
+    "log_levels",
+    "abort",
+    "stop",
+)
 
 FRAMES: dict[Frames, dict[str, frozenset[Role]]] = {
     Frames.TO_HEAD: dict.fromkeys(_TO_HEAD, _MEMBER),

@@ -32,9 +32,9 @@ TICK_SECONDS = 1.0
 CLOSE_SECONDS = 5.0  # within which the thread has to end
 MOST_CONNECTIONS = 1024
 
-TakeCall = Callable[[bytes, Callable[[bytes], None]], Callable[[], None]]
-"""Starts a call that came over a lease: takes its bytes, and where the answer's bytes go. Returns what gives
-the call up.
+TakeCall = Callable[[bytes, Callable[[bytes], None], str], Callable[[], None]]
+"""Starts a call that came over a lease: takes its bytes, where the answer's bytes go, and the client's
+process (`unix:` and its id). Returns what gives the call up.
 """
 
 
@@ -64,6 +64,7 @@ class _Lease:
 
     def __init__(self, client: socket.socket, region: str) -> None:
         self.region = region
+        self.peer = f"unix:{peer_of(client)[0]}"
         self.leave: Callable[[], None] = _nothing  # gives up the call under way
         self._client: socket.socket | None = client
         self._lock = threading.Lock()
@@ -148,6 +149,7 @@ class Handover:
                 swept = now
                 self._owner.sweep()
                 for silent in [who for who, since in self._silent.items() if now - since > SILENT_SECONDS]:
+                    logger.info("a client named no region within %g s and is left", SILENT_SECONDS)
                     self._drop(silent)
                 self._listen()
 
@@ -210,7 +212,7 @@ class Handover:
             said = b""
         take_call = self._owner.take_call
         if lease is not None and said and take_call is not None:
-            lease.leave = take_call(said, lease.answer)
+            lease.leave = take_call(said, lease.answer, lease.peer)
             return
         if not said or lease is not None:
             self._drop(client)
@@ -237,6 +239,7 @@ class Handover:
             os.close(descriptor)
 
     def _refuse(self, client: socket.socket, why: str) -> None:
+        logger.info("a client was refused a region: %s", why)
         try:
             client.send(REFUSED + why.encode())
         except OSError as failed:
