@@ -33,6 +33,7 @@ from moeserve.runtime.head.pending_change import Outcome
 from moeserve.runtime.head.reception import Reception, Seat
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.head.two_phase_commit import TwoPhaseCommit
+from moeserve.runtime.keys.keys import Keys
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,10 @@ class Coordinator:
     def epoch(self) -> Epoch:
         """The epoch that is served, or forms."""
         return self._group.epoch
+
+    def secure(self, keys: Keys) -> None:
+        """Has members' streams encrypted as `keys` says; called before `start`."""
+        self._reception.keys = keys
 
     def start(self) -> None:
         """Begins to accept members, and to order their steps."""

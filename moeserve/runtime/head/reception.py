@@ -15,6 +15,8 @@ import numpy as np
 from moeserve.proto.texts import clipped
 from moeserve.runtime.control.messages import plans_from
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
+from moeserve.runtime.keys.access import Frames, known_frame
+from moeserve.runtime.keys.keys import NO_KEYS
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class Reception:
         self._strangers = threading.BoundedSemaphore(self.most_strangers)
         self.send_seconds = SEND_SECONDS
         self.hello_seconds: float | None = None  # None: HELLO_SECONDS
+        self.keys = NO_KEYS
         self._closed = threading.Event()
         self._listener = socket.create_server((host, 0))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
@@ -100,6 +103,15 @@ class Reception:
                 target=self._serve, args=(connection, peer), name=f"rank {peer}", daemon=True
             ).start()
 
+    def _stream(self, connection: socket.socket) -> Stream:
+        """A stranger's stream, once its TLS fits. Raises StreamClosed."""
+        try:
+            return Stream(self.keys.accept(connection))
+        except OSError as error:
+            self._strangers.release()
+            connection.close()
+            raise StreamClosed(clipped(str(error))) from error
+
     def _hello(self, stream: Stream) -> Message:
         """What a stranger says first; it is one no more afterwards."""
         try:
@@ -111,13 +123,15 @@ class Reception:
         """One rank's thread. However it ends, the stream is closed and the rank gives up its seat."""
         rank, seat, why = -1, None, ""
         try:
-            with closing(Stream(connection)) as stream:
+            with closing(self._stream(connection)) as stream:
                 stream.bound_sends(self.send_seconds)
                 hello = self._hello(stream)
                 rank, seat = self._introduced(hello, stream)
                 self._events.rank_connected(rank, seat, str(hello.get("refused", "")))
                 while True:
-                    self._events.message_received(rank, seat, stream.receive())
+                    message = stream.receive()
+                    known_frame(Frames.TO_HEAD, message["kind"])
+                    self._events.message_received(rank, seat, message)
         except StreamClosed as closed:
             why = (seat.unreachable if seat is not None else "") or str(closed)
             if seat is None:

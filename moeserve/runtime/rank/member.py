@@ -34,6 +34,7 @@ from moeserve.runtime.control.reached import Phase
 from moeserve.runtime.control.store import StreamStore
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.keys.access import Frames, known_frame
 from moeserve.runtime.rank.experts import LayerProgress
 from moeserve.runtime.rank.lane import Lane
 from moeserve.runtime.rank.rank import Rank
@@ -147,6 +148,7 @@ class Member:
         try:
             while True:
                 message = self._stream.receive()
+                known_frame(Frames.TO_RANK, message["kind"])
                 if message["kind"] in ("stage", "abandon"):
                     self._prepare_change(message)
                     continue
