@@ -159,7 +159,7 @@ class ClusterConfig:
     start_timeout_seconds: float = 600.0
     give_up_seconds: float = 0.0  # without serving, once it has served: then the service ends; 0: never
     connect_seconds: float = 30.0  # for a rank to reach the head
-    hello_seconds: float = 10.0  # for whoever connects to the head to introduce itself as a rank
+    hello_seconds: float = 10.0  # for whoever connects to the head, or for a rank's experts, to say who it is
     answer_seconds: float = 10.0  # for a rank's process to answer that a generation forms
     prepare_seconds: float = 120.0  # between two layers that a rank reads while a generation forms
     join_seconds: float = 300.0  # for the ranks' process group and dispatchers

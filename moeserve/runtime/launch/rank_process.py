@@ -137,6 +137,7 @@ class _RankProcess:
         lane.announce, lane.withdraw = self.member.announce, self.member.withdraw
         unread = unread_seconds(config.balance.move_bytes_per_second)
         self._weights = WeightsServer(spec.host, keys, device, rank.experts.bank, unread)
+        self._weights.hello_seconds = config.cluster.hello_seconds
         self._mover = self._mover_of(spec, rank, device)
         self.member.mover = self._mover
         reader = RequestReader(name, served, rank.experts.gate, Payloads(self._regions))
