@@ -101,11 +101,11 @@ class WeightsServer:
                     raise ValueError("device handles go over the Unix socket alone")
                 else:
                     self._answer(stream, asked, copier)
-        except StreamSilent as silent:
-            log.warning("a copy of weights to %s ends: %s", guest.peer, silent)
-        except StreamClosed as closed:
+        except StreamClosed as closed:  # without a word: the peer has what it wanted
             if guest.is_stranger:
                 log.warning("refused weights to %s: %s", guest.peer, closed)
+            elif isinstance(closed, StreamSilent):
+                log.warning("a copy of weights to %s ends: %s", guest.peer, closed)
         except (KeyError, TypeError, ValueError) as error:
             log.warning("refused weights to %s: %s", guest.peer, clipped(str(error)))
         finally:
