@@ -101,6 +101,10 @@ class _HeadActor:
         """Every exporter that is up."""
         return self._head.metrics_targets()
 
+    def probes_address(self) -> str:
+        """Where probes are answered."""
+        return self._head.probes_address
+
     def stop(self) -> None:
         """Ends the group and the front door."""
         self._head.stop()
@@ -163,6 +167,10 @@ class RayCluster:
     def metrics_targets(self) -> list[str]:
         """`host:port` of every exporter that is up."""
         return list(ray.get(self._head.metrics_targets.remote(), timeout=30))
+
+    def probes_address(self) -> str:
+        """`host:port` where probes are answered; empty where none are."""
+        return str(ray.get(self._head.probes_address.remote(), timeout=30))
 
     def __enter__(self) -> RayCluster:
         return self.start()
