@@ -219,6 +219,19 @@ def test_files_that_do_not_fit_leave_what_was(ring: Keyring, caplog: pytest.LogC
         door.endpoint.stop(0)
 
 
+def test_grpc_closes_who_does_not_finish_tls(tmp_path: Path) -> None:
+    ring = Keyring(tmp_path, "tls")
+    door = Door(KeysConfig(**(vars(config_of(ring)) | {"handshake_seconds": 0.3})))
+    host, port = door.address.rsplit(":", 1)
+    try:
+        with socket.create_connection((host, int(port)), SECONDS) as silent:
+            begun = time.monotonic()
+            assert silent.recv(1) == b""
+            assert time.monotonic() - begun < 5.0
+    finally:
+        door.endpoint.stop(0)
+
+
 def test_open_connections_keep_what_they_have(ring: Keyring) -> None:
     shown, door = ring.shown("right", frozenset()), Door(config_of(ring))
     try:

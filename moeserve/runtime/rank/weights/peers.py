@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 WITHIN_SECONDS = 20.0
 UNREAD_SECONDS = 60.0  # a peer that takes no byte for so long gets no more
+MOST_STRANGERS = 64  # who have yet to show the token
 HELLO_SECONDS = 10.0  # within which whoever connects has to show the token
 
 
@@ -55,6 +56,7 @@ class WeightsServer:
         self._listener = socket.create_server((host, 0))
         self._near, self._near_path = listen_privately("weights", socket.SOCK_STREAM)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._strangers = threading.BoundedSemaphore(MOST_STRANGERS)
         self._streams: set[Stream] = set()
         self._handles: dict[tuple[int, int], dict[str, object]] = {}
         for listener in (self._listener, self._near):
@@ -75,6 +77,10 @@ class WeightsServer:
                 connection, peer = listener.accept()
             except OSError:
                 return  # closed
+            if not self._strangers.acquire(blocking=False):
+                log.warning("refused weights to %s: too many have yet to show the token", peer)
+                connection.close()
+                continue
             threading.Thread(
                 target=self._admit, args=(connection, peer), name=f"weights {peer}", daemon=True
             ).start()
@@ -88,6 +94,7 @@ class WeightsServer:
                 raise PermissionError(f"device handles are not for processes of user {user}")
             stream = Stream(connection if near else self._keys.accept(connection))
         except OSError as error:
+            self._strangers.release()
             log.warning("refused weights to %s: %s", peer, clipped(str(error)))
             connection.close()
             return
@@ -95,9 +102,16 @@ class WeightsServer:
         self._streams.add(stream)
         self._serve(stream, peer, near=near)
 
+    def _hello(self, stream: Stream) -> Message:
+        """What a stranger says first; it is one no more afterwards."""
+        try:
+            return stream.receive_first(HELLO_SECONDS)
+        finally:
+            self._strangers.release()
+
     def _serve(self, stream: Stream, peer: object, *, near: bool) -> None:
         try:
-            hello = stream.receive_first(HELLO_SECONDS)
+            hello = self._hello(stream)
             if hello["kind"] != "weights" or not self._keys.is_member(hello["token"]):
                 raise ValueError("a peer must begin with weights and the group's token")
             copier = Copier(0, self._device)
