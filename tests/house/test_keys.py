@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 import torch
 from houses import Alone, house_config, request_of
@@ -462,6 +463,13 @@ def _serials(service: Service) -> dict[str, int]:
     return {
         name: _serial(address, service.ring, service.ring.pair) for name, address in service.addresses.items()
     }
+
+
+def test_no_secret_is_on_a_command_line_or_in_the_environment(service: Service) -> None:
+    secrets = [*service.ring.tokens.values(), service.cluster.head.token]
+    for process in psutil.Process().children(recursive=True):
+        said = " ".join([*process.cmdline(), *process.environ().values()])
+        assert not [secret for secret in secrets if secret in said], process
 
 
 def test_no_secret_is_in_a_status_or_a_configuration(service: Service) -> None:
