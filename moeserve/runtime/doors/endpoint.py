@@ -46,7 +46,9 @@ class Endpoint:
         self._calling = Calling(Admission(limits))
         others = ThreadPoolExecutor(REFLECTIONS, thread_name_prefix="reflection")
         self._server = grpc.server(
-            others, interceptors=keys.interceptors(), options=server_options(max_message_bytes)
+            others,
+            interceptors=keys.interceptors(),
+            options=server_options(max_message_bytes) + keys.server_options(),
         )
         self._health = Health(limits.unread_seconds)
         self._services = register(self._server, servicers, elsewhere, self._calling)
