@@ -117,14 +117,16 @@ class _Signals:
 
 
 def _check_served(config: Config) -> None:
-    """Raises what is wrong with the checkpoint or the plan here, before any process starts."""
+    """Raises what is wrong with the checkpoint, the plan or the keys here, before any process starts."""
     import torch
 
     from moeserve.runtime.config import ConfigError
+    from moeserve.runtime.keys.keys import Keys
     from moeserve.runtime.launch.environment import machine_for
     from moeserve.runtime.planning.layers import plans_for
     from moeserve.runtime.served import served_from
 
+    Keys(config.keys, "")
     served, ranks = served_from(config), config.parallel.mesh.ranks
     for layer in served.layers:
         served.checkpoint.gate(layer)

@@ -96,6 +96,14 @@ def add_config_flags(parser: argparse.ArgumentParser, *, serving: bool) -> None:
         default=None,
         help="place every expert whole on one rank; without it every rank holds a slice of every expert",
     )
+    if serving:
+        parser.add_argument(
+            "--allow-plaintext",
+            dest="keys.allow_plaintext",
+            action="store_true",
+            default=None,
+            help="listen beyond loopback although nothing is encrypted",
+        )
     parser.add_argument(
         "--layers",
         dest="model.layers",

@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from moeserve import __version__
 from moeserve.experts.balance import Policy, balancer_named
@@ -19,6 +20,7 @@ from moeserve.runtime.head.coordinator import STOPPING, Coordinator, Progress
 from moeserve.runtime.head.patience import Patience
 from moeserve.runtime.head.rebalancer import Rebalancer
 from moeserve.runtime.head.sequencer import StepPace
+from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.planning.layers import first_epoch
 from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.telemetry import logs
@@ -51,6 +53,8 @@ class HeadProcess:
         self.token = secrets.token_hex(16)
         logs.hide(self.token)
         self.coordinator = Coordinator(epoch, served.layers, pace, host, self.token)
+        keys = Keys(config.keys, self.token)
+        self.coordinator.secure(keys)
         logs.tell_where(lambda: (self.coordinator.generation, self.coordinator.epoch.number))
         log_levels = LogLevels(config.log.level, self.coordinator)
         self.coordinator.generations.patience = patience_of(config)
@@ -73,20 +77,23 @@ class HeadProcess:
         self._front = FrontDoor(
             model_name(config), served, self.coordinator, server.max_message_bytes, self._telemetry.request
         )
-        operations = Operations(served, self.rebalancer, server.reload_root)
+        self._front.show_lanes(keys.to_lanes())
+        operations = Operations(served, self.rebalancer, reload_root_of(config))
         operations.on_log_level = log_levels.set
         self._endpoint = Endpoint(
             {"FrontService": self._front, "AdminService": AdminDoor(operations)},
             NOT_A_LANE,
             door_limits(server),
             server.max_message_bytes,
+            keys,
         )
         self.coordinator.on_change = self._changed
         shown = host if server.host in EVERY_ADDRESS else server.host
         self.address = f"{shown}:{self._endpoint.start(server.host, server.port).rsplit(':', 1)[1]}"
         self.metrics_address = ""
         if server.metrics_port >= 0:
-            self.metrics_address = f"{shown}:{self._telemetry.serve(server.host, server.metrics_port)}"
+            port = self._telemetry.serve(server.host, server.metrics_port, keys)
+            self.metrics_address = f"{shown}:{port}"
         self._probes: Probes | None = None
         self.probes_address = ""
         if server.health_port >= 0:
@@ -183,6 +190,16 @@ def patience_of(config: Config) -> Patience:
         send=cluster.send_seconds,
         late=config.step.patience,
     )
+
+
+def reload_root_of(config: Config) -> str:
+    """The folder below which checkpoints may be reloaded: as configured, else the one beside which others of
+    the same model lie, the served one's parent; where that is everything, the served one itself.
+    """
+    if config.server.reload_root:
+        return config.server.reload_root
+    served = Path(config.model.checkpoint).resolve()
+    return str(served if served.parent == served.parent.parent else served.parent)
 
 
 def policy_of(config: Config) -> Policy:

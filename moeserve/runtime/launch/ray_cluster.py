@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -26,7 +29,28 @@ log = logging.getLogger(__name__)
 ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """Actors see all of the host's GPUs and pick their own, or peer access between ranks cannot be probed."""
 
+LOOPBACK = ("127.0.0.1", "localhost")
+
 HEAD_STOP_SECONDS = 15.0  # for the head to end, beside what calls under way have
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """A Ray that is started within listens on loopback: its ports give whoever reaches them a shell.
+
+    `_node_ip_address="127.0.0.1"` does not do it: Ray takes another address of the host instead, unless it
+    believes to be on a system without clusters. It reads that when it is imported, and so do its processes.
+    """
+    switch, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    said = os.environ.get(switch)
+    os.environ[switch], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        os.environ.pop(switch)
+        if said is not None:
+            os.environ[switch] = said
 
 
 class _RankActor:
@@ -164,9 +188,8 @@ class RayCluster:
             resources = max(
                 os.cpu_count() or 1, self._needed_cpus()
             )  # ranks on one machine share its cores knowingly
-            ray.init(
-                address="local", num_cpus=resources, include_dashboard=False, _node_ip_address="127.0.0.1"
-            )
+            with _on_loopback() if self._config.server.host in LOOPBACK else nullcontext():
+                ray.init(address="local", num_cpus=resources, include_dashboard=False)
         self._owns_ray = True
 
     def _place(self) -> None:
@@ -176,11 +199,7 @@ class RayCluster:
         self._group = placement_group([bundle] * ranks, strategy="PACK")
         ray.get(self._group.ready(), timeout=config.cluster.start_timeout_seconds)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        host = (
-            "127.0.0.1"
-            if config.server.host in ("127.0.0.1", "localhost")
-            else ray.util.get_node_ip_address()
-        )
+        host = "127.0.0.1" if config.server.host in LOOPBACK else ray.util.get_node_ip_address()
         self._head = (
             ray.remote(_HeadActor)
             .options(num_cpus=0, scheduling_strategy=here, max_concurrency=4)
