@@ -47,9 +47,7 @@ class Calling:
             "questions": QUESTIONS,
             "health": QUESTIONS,
         }
-        self._under_way = (
-            0  # calls whose RPC has begun and is not over, whether their message has come or not
-        )
+        self._under_way = 0  # calls whose RPC has begun and is not over, even before their message comes
         self._stopping = ""  # why no further call may begin
         self._lock = threading.Lock()
         self._pools = {sort: ThreadPoolExecutor(count, sort) for sort, count in threads.items()}
