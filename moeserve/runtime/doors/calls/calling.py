@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from moeserve.proto.client.deadline_watch import DeadlineWatch
 from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.calls.admission import Admission
 from moeserve.runtime.doors.calls.stream_calls import Parse, StreamCalls, Unparsed
+from moeserve.runtime.doors.calls.threads import Threads
 from moeserve.runtime.doors.failures import guarded, status_of
 from moeserve.runtime.doors.operations import BadRequest
 from moeserve.runtime.errors import GroupUnavailable
@@ -50,7 +50,7 @@ class Calling:
         self._under_way = 0  # calls whose RPC has begun and is not over, even before their message comes
         self._stopping = ""  # why no further call may begin
         self._lock = threading.Lock()
-        self._pools = {sort: ThreadPoolExecutor(count, sort) for sort, count in threads.items()}
+        self._pools = {sort: Threads(count, sort) for sort, count in threads.items()}
 
     def in_thread(self, behavior: Callable[..., Any], sort: str) -> Callable[..., Any]:
         """`behavior`, a handler's, run by the threads of its sort."""
