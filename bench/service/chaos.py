@@ -4,15 +4,15 @@
         [--show states] [--show kills] [--show starts] [--show calm]
 
 `moeserve serve` runs in a process of its own. Callers in processes of theirs ask all the time, and every
-answer is compared with what one process computes. What happens to a rank happens at a point of its code that is
-armed from outside (`bench/service/faults/points.py`).
+answer is compared with what one process computes. What happens to a rank happens at a point of its code that
+is armed from outside (`bench/service/faults/points.py`).
 
 states: each rank, in each of `--states`, does each of `--actions` (stop, kill; also hang, a thread that
-sleeps for ever, and hold, one that holds the interpreter meanwhile). Served again by itself, and after how long; is
-the guilty named in the log, and nobody else; has every rank exactly one process afterwards. kills: random
-ranks are killed, `--kills` in `--kill-seconds`, then nothing happens for `--quiet` seconds. starts: a rank
-that cannot start, `--starts` times. calm: `--calm` seconds in which every rank's interpreter is held for 6 s
-now and then, and nothing may happen. Writes bench/results/chaos.jsonl with `--record`; exit status 1 where
+sleeps for ever, and hold, one that holds the interpreter meanwhile). Served again by itself, and after how
+long; is the guilty named in the log, and nobody else; has every rank exactly one process afterwards.
+kills: random ranks are killed, `--kills` in `--kill-seconds`, then nothing happens for `--quiet` seconds.
+starts: a rank that cannot start, `--starts` times. calm: `--calm` seconds in which every rank's interpreter
+is held for 6 s now and then, and nothing may happen. Writes bench/results/chaos.jsonl with `--record`; exit status 1 where
 something is not as it should be.
 """
 
@@ -226,12 +226,12 @@ def unnamed(log: str, case: Case, pid: int, others: set[int]) -> str:
 def drained(chaos: Chaos, case: Case) -> Outcome:
     """One case while a service is told to stop: it ends in time, and leaves no process."""
     with chaos.service() as service, chaos.callers(service) as callers:
-        while not callers.answers(0.2):
-            time.sleep(0.01)
         callers.pause()
         arm(service.folder, case.state, case.rank, case.action)
         seconds = service.end()
         bound, left = DRAIN_SECONDS + END_MORE_SECONDS, service.living()
+        if seconds > DRAIN_SECONDS:
+            print(service.log()[-4000:])
         callers.answers(0.5)
         if fired(service.folder, case.state, case.rank) is None:
             return Outcome(case, seconds, "the point was not reached")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import queue
 import time
@@ -14,6 +15,7 @@ from moeserve.proto.client import MoeClient
 
 PATIENCE_SECONDS = 600.0  # of one call, over every attempt
 BOUND = 1e-3  # relative error of an answer
+START_SECONDS = 120.0  # for every caller to have its first answer
 JOIN_SECONDS = 150.0
 
 Call = tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -23,6 +25,7 @@ Call = tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class Answer(NamedTuple):
     """One call that has ended, on the clock of `time.time`."""
 
+    caller: int
     began: float
     ended: float
     wrong: str  # why; empty for a right answer
@@ -50,6 +53,12 @@ class Callers:
     def __enter__(self) -> Callers:
         for process in self._processes:
             process.start()
+        until = time.monotonic() + START_SECONDS
+        began = set[int]()
+        while len(began) < len(self._processes):
+            began |= {one.caller for one in self.answers(0.1)}
+            if time.monotonic() > until:
+                raise RuntimeError(f"only callers {sorted(began)} had an answer within {START_SECONDS:g} s")
         return self
 
     def __exit__(self, *ended: object) -> None:
@@ -77,13 +86,9 @@ class Callers:
         """Those that came since the last look, or come within so many seconds; counted."""
         found = []
         until = time.monotonic() + seconds
-        while True:
-            try:
+        with contextlib.suppress(queue.Empty):
+            while True:
                 found.append(self._answers.get(timeout=max(0.001, until - time.monotonic())))
-            except queue.Empty:
-                break
-            if time.monotonic() > until:
-                break
         self.right += sum(not one.wrong for one in found)
         self.wrong += [one.wrong for one in found if one.wrong]
         return found
@@ -107,5 +112,5 @@ def _ask(
                     wrong = f"relative error {error:.2e} is over {BOUND:g}"
             except Exception as error:
                 wrong = f"a call failed: {type(error).__name__}: {error}"
-            answers.put(Answer(began, time.time(), wrong))
+            answers.put(Answer(seed[1], began, time.time(), wrong))
             time.sleep(0.02)
