@@ -12,8 +12,8 @@ sleeps for ever, and hold, one that holds the interpreter meanwhile). Served aga
 long; is the guilty named in the log, and nobody else; has every rank exactly one process afterwards.
 kills: random ranks are killed, `--kills` in `--kill-seconds`, then nothing happens for `--quiet` seconds.
 starts: a rank that cannot start, `--starts` times. calm: `--calm` seconds in which every rank's interpreter
-is held for 6 s now and then, and nothing may happen. Writes bench/results/chaos.jsonl with `--record`; exit status 1 where
-something is not as it should be.
+is held for 6 s now and then, and nothing may happen. Writes bench/results/chaos.jsonl with `--record`; exit
+status 1 where something is not as it should be.
 """
 
 from __future__ import annotations
@@ -227,6 +227,7 @@ def drained(chaos: Chaos, case: Case) -> Outcome:
     """One case while a service is told to stop: it ends in time, and leaves no process."""
     with chaos.service() as service, chaos.callers(service) as callers:
         callers.pause()
+        callers.answers(1.0)  # those under way: nobody answers them afterwards
         arm(service.folder, case.state, case.rank, case.action)
         seconds = service.end()
         bound, left = DRAIN_SECONDS + END_MORE_SECONDS, service.living()

@@ -104,6 +104,8 @@ def _ask(
     with MoeClient(address, timeout=PATIENCE_SECONDS) as client:
         while not stop.is_set():
             asking.wait()
+            if stop.is_set():
+                break
             layer, batch, wanted = calls[int(torch.randint(len(calls), (1,), generator=draw))]
             began, wrong = time.time(), ""
             try:
