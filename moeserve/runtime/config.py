@@ -143,6 +143,8 @@ class ServerConfig:
     reload_root: str = ""  # folder below which a checkpoint has to be to be reloaded; empty: anywhere
     region_bytes: int = 4 << 30  # of shared memory a rank may hand out
     allow_named_regions: bool = False  # unsafe: clients may register any shared-memory object by name
+    max_held_rows: int = 65536  # of the calls that a lane holds; it refuses more, with pushback
+    queue_seconds: float = 10.0  # that a call may wait at a lane, whatever its deadline; longer is refused
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,20 @@ class MembersConfig:
     held_multiprocessors: int = 0  # of each GPU: that waiting kernels of others may hold
 
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What each process of the service logs to its stderr."""
+
+    level: str = "info"  # from which on: debug, info, warning, error
+    format: str = "text"  # text, or json: one object a line
+    bytes_per_minute: int = 1 << 20  # of one process; what is over it is counted and left out; 0: no limit
+    repeat_seconds: float = 10.0  # within which a line that comes again is counted; 0: each is written
+
+
 LAST_PORT = 65535
 
 CHECKED_APART = ("server.port", "server.metrics_port")
@@ -194,6 +210,8 @@ POSITIVE = frozenset(
         "server.request_seconds",
         "server.unread_seconds",
         "server.max_message_bytes",
+        "server.max_held_rows",
+        "server.queue_seconds",
         "cluster.start_timeout_seconds",
         "cluster.connect_seconds",
         "cluster.hello_seconds",
@@ -220,6 +238,7 @@ class Config:
     members: MembersConfig = field(default_factory=MembersConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
     @classmethod
     def load(cls, path: str | Path) -> Config:
@@ -274,6 +293,8 @@ class Config:
         _one_of("plan.device", self.plan.device, (AUTO, "cpu", "cuda"))
         _one_of("plan.measure", self.plan.measure, MEASURES)
         _one_of("step.on_late", self.step.on_late, (FAIL, DROP))
+        _one_of("log.level", self.log.level, LOG_LEVELS)
+        _one_of("log.format", self.log.format, LOG_FORMATS)
         for table in fields(self):
             _check_numbers(table.name, getattr(self, table.name))
         try:

@@ -10,12 +10,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from moeserve.experts.load import PHASES, Load
+from moeserve.proto.texts import quoted
 from moeserve.runtime.control.messages import (
     announcement_from,
     header_message,
@@ -69,8 +70,14 @@ class Coordinator:
         self.address = self._reception.address
         self.draining = ""  # why lanes take no further call, though the group serves
         self._drained = set[int]()  # seats whose calls have ended since
+        self._log_levels: dict[str, str] = {}  # that every member sets, by logger
         self.on_change: Callable[[Progress], None] = lambda progress: None
         self.observe_step: Callable[[int, float], None] = lambda layer, seconds: None  # of the whole group
+
+    @property
+    def generation(self) -> int:
+        """The newest generation's number; takes no lock."""
+        return self._group.generation
 
     @property
     def epoch(self) -> Epoch:
@@ -112,6 +119,7 @@ class Coordinator:
             if self.generations.state != "serving":
                 return True
             self.draining = reason
+            log.info("lanes take no further call, and have %g s for those under way: %s", seconds, reason)
             generation = self._group.generation
             self._group.broadcast(
                 {"kind": "drain", "generation": generation, "reason": reason, "seconds": seconds}
@@ -123,6 +131,12 @@ class Coordinator:
                 seconds,
             )
             return self._group.generation == generation and self._drained >= set(self._group.members.seats)
+
+    def set_log_levels(self, levels: Mapping[str, str]) -> None:
+        """Has every member, also those that connect later, set its loggers' levels."""
+        with self._lock:
+            self._log_levels = dict(levels)
+            self._group.broadcast({"kind": "log_levels", "levels": self._log_levels})
 
     def wait_serving(self, timeout: float) -> None:
         """Returns once the group serves. Raises TimeoutError or RuntimeError, with the reason it does not."""
@@ -185,6 +199,8 @@ class Coordinator:
                 self.generations.refused(rank, refused)
                 raise ValueError(refused)
             self.generations.seated(rank, seat)
+            if self._log_levels:
+                self._group.send(seat, {"kind": "log_levels", "levels": self._log_levels})
 
     def rank_lost(self, rank: int, seat: Seat, why: str) -> None:
         """Ends the generation of a member whose stream ended. A failure keeps its own reason."""
@@ -199,8 +215,10 @@ class Coordinator:
     def message_received(self, rank: int, seat: Seat, message: Message) -> None:
         """Takes a member's message about its generation; one about an older generation does not count."""
         with self._lock:
-            if message.get("generation") != self._group.generation:
-                return  # from before an abort
+            if message.get("generation") != self._group.generation:  # from before an abort
+                said, now = quoted(message.get("generation")), self._group.generation
+                log.info("rank %d spoke of generation %s, and it is %d: that does not count", rank, said, now)
+                return
             match message["kind"]:
                 case "announce":
                     if self.generations.state in ("serving", "joining"):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch forgets to export it
 
+from moeserve.proto.texts import clipped
 from moeserve.runtime.control.messages import epoch_message
 from moeserve.runtime.control.reached import Reached
 from moeserve.runtime.head.group import Group
@@ -75,6 +76,7 @@ class Generations:
     def set_state(self, state: str, reason: str) -> None:
         """Sets the group's state and why it is in it, and tells those who asked to hear."""
         self.state, self.reason = state, reason
+        log.info("the group is %s%s", state, f": {clipped(reason)}" if reason else "")
         self.on_state()
 
     # -- members come and go --------------------------------------------------------------------------------
@@ -235,6 +237,7 @@ class Generations:
         """Begins a fresh generation, now that all members are connected and those before them have ended."""
         self._given_up = {pid for pid in self._given_up if not self._has_ended(pid, unknown=True)}
         if self._given_up:
+            log.info("no generation forms before processes %s, given up, have ended", sorted(self._given_up))
             self._form_at = now + GONE_LOOK_SECONDS
             return
         self._form_at = math.inf

@@ -114,6 +114,7 @@ class LocalCluster:
         spec = RankSpec(self._config, rank, self.head.streams, self.head.token, LANES_HOST, self._ranks, rank)
         process = self._context.Process(target=_run_rank, args=(spec,), name=f"rank-{rank}", daemon=True)
         process.start()
+        log.info("rank %d is process %s", rank, process.pid)
         with self._lock:
             self._processes[rank], self._began[rank] = process, time.monotonic()
 

@@ -18,6 +18,7 @@ from moeserve.runtime.config import Config, ConfigError
 from moeserve.runtime.launch.environment import machine_for, tune_process
 from moeserve.runtime.launch.head_process import HeadProcess
 from moeserve.runtime.launch.ray_ranks import RankActors
+from moeserve.runtime.telemetry import logs
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class _HeadActor:
 
     def __init__(self, config: Config, host: str) -> None:
         tune_process()
+        logs.start(config.log, "head")
         self._config = config
         self._head = HeadProcess(config, host)
         self._ranks: RankActors | None = None

@@ -12,13 +12,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]  # not exported
 
 from moeserve.dispatch.group import GroupKind, abort_group, end_group, form_group
+from moeserve.proto.texts import clipped
 from moeserve.runtime.control.messages import (
     announcement_message,
     committed_epoch,
@@ -80,6 +81,14 @@ class Member:
         self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
         self.on_epoch: Callable[[int, int], None] = lambda generation, epoch: None  # between two steps
+        self.on_log_levels: Callable[[Mapping[str, str]], None] = lambda levels: None  # by logger
+
+    @property
+    def where(self) -> tuple[int | None, int | None]:
+        """The generation and the epoch that this member is in, None for none; takes no lock."""
+        epoch = self._epoch
+        generation = self._generation if self._generation > 0 else None
+        return generation, None if epoch is None else epoch.number
 
     def weights_version(self) -> int:
         """The version of the weights that this rank holds; 0 before they are loaded."""
@@ -101,13 +110,16 @@ class Member:
         threading.Thread(target=self._receive, name="stream", daemon=True).start()
         while (entry := self._next())["kind"] != "stop":
             if entry.get("generation") != self._generation and entry["kind"] != "abort":
-                continue  # of a generation that was aborted
+                what, of = entry["kind"], entry.get("generation")
+                log.info("%r of generation %s does not count: it was aborted", what, of)
+                continue
             try:
                 self._execute(entry)
             except StreamClosed:
                 break
             except Exception as error:
                 self._report_failure(entry, error)
+        log.info("rank %d stops: the head says so, or is gone", self._rank.index)
         self._steps.close()
         self._close_lane("the rank is stopping")
         self._leave()
@@ -132,6 +144,9 @@ class Member:
                 if message["kind"] in ("stage", "abandon"):
                     self._prepare_change(message)
                     continue
+                if message["kind"] == "log_levels":
+                    self.on_log_levels(message["levels"])
+                    continue
                 if message["kind"] == "ask":
                     self._say_here(message["generation"])
                     continue
@@ -139,6 +154,9 @@ class Member:
                     threading.Thread(target=self._drain, args=(message,), name="drain", daemon=True).start()
                     continue
                 if message["kind"] == "abort":
+                    log.info(
+                        "generation %d is aborted: %s", message["generation"], clipped(message["reason"])
+                    )
                     self._generation = ABORTED
                     self._close_lane(message["reason"])  # after the generation: a commit under way sees it
                     self._interrupt()
