@@ -48,28 +48,6 @@ class NoBank:
         raise KeyError(f"no layer {layer}")
 
 
-def test_strangers_at_the_weights_socket_are_bounded(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(peers, "MOST_STRANGERS", 2)
-    keys = Keys(KeysConfig(), TOKEN)
-    server = WeightsServer("127.0.0.1", keys, "cpu", NoBank())  # type: ignore[arg-type]
-    host, port = server.address.rsplit(":", 1)
-    try:
-        silent = [socket.create_connection((host, int(port)), SECONDS) for _ in range(2)]
-        until(lambda: not server._strangers.acquire(blocking=False) or bool(server._strangers.release()))
-        with socket.create_connection((host, int(port)), SECONDS) as third:
-            assert third.recv(1) == b""
-        assert "too many have yet to show the token" in caplog.text
-        for one in silent:
-            one.close()
-        until(lambda: server._strangers._value == 2)
-        with pytest.raises(PeerRefused, match="no layer 7"):
-            Peers(keys, "cpu").fetch(server.address, 7, [0], [], None)  # type: ignore[arg-type]
-    finally:
-        server.close()
-
-
 @pytest.mark.parametrize(
     "asked", [{"kind": "step"}, {"kind": "slots", "how": "cuda_ipc", "layer": 0, "slots": [0]}]
 )
