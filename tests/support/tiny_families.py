@@ -65,6 +65,7 @@ _OMIT = object()
 """Stands for a key of `SIZES` that a family computes from others."""
 
 _HEADS = {"num_key_value_heads": 4}  # latent attention has as many as there are heads
+_STACK = {"layers": 2, "attention_heads": 4, "ffn_dim": 96}
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 OWN: Mapping[str, Mapping[str, Any]] = {
@@ -124,10 +125,18 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16},
         "indexer_compress_ratio": 4,
     },
+    "nllb-moe": {
+        **{f"{stack}_{key}": size for stack in ("encoder", "decoder") for key, size in _STACK.items()},
+        **{"encoder_sparse_step": 2, "decoder_sparse_step": 2, "moe_token_dropout": 0.2},
+    },
     "step3p5": {
         "sliding_window": 16,
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "swiglu_limits": [0.0, 0.0, 0.25],
+    },
+    "switch_transformers": {
+        **{"d_ff": 96, "d_kv": 16, "num_decoder_layers": 2, "num_layers": 2, "num_sparse_encoder_layers": 1},
+        **{"num_sparse_decoder_layers": 1, "expert_capacity": 4, "decoder_start_token_id": 0},
     },
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -156,7 +165,11 @@ class TinyFamily:
 
     def model_class(self) -> type[PreTrainedModel]:
         """Its text model, with a head for tokens where there is one."""
-        for mapping in (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, modeling_auto.MODEL_MAPPING):
+        for mapping in (
+            modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+            modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+            modeling_auto.MODEL_MAPPING,
+        ):
             if self.config_class in mapping:
                 return mapping[self.config_class]
         modeling = importlib.import_module(f"transformers.models.{self.package}.modeling_{self.package}")
@@ -174,7 +187,46 @@ class TinyFamily:
         """A tiny model, seeded, whose experts take a large part in what it answers."""
         torch.manual_seed(seed)
         model = self.model_class()(self.config()).to(dtype).eval()
+        with torch.no_grad():
+            for name, weight in (*model.named_parameters(), *model.named_buffers()):
+                if weight.is_floating_point() and (weight.dim() > 1 or CHOOSES.search(name)):
+                    weight.normal_(0, DEVIATION)
         return model
+
+
+CHOOSES = re.compile(r"e_score_correction_bias|expert_bias|balancing_biases|per_expert_scale")
+"""Numbers of a router that a new model has alike for all experts."""
+
+DEVIATION = 0.15  # of weights that are drawn
+
+
+@torch.no_grad()
+def answers(model: Any, tokens: Tensor) -> Tensor:
+    """What a model answers to `tokens [B, S]` in one forward: logits [B, S, V], or hidden states without a head."""
+    if model.config.is_encoder_decoder:
+        found = model(input_ids=tokens, decoder_input_ids=tokens)
+    elif model.get_input_embeddings() is None or not hasattr(model, "embed_tokens") and _speaks(model):
+        table = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(1))
+        found = model(inputs_embeds=table[tokens], use_cache=False)
+    else:
+        found = model(input_ids=tokens, use_cache=False)
+    return found.logits if "logits" in found else found.last_hidden_state
+
+
+def _speaks(model: Any) -> bool:
+    """Whether a model hears no tokens but what another model made of them (a talker)."""
+    return type(model).__name__.endswith("TalkerModel")
+
+
+@torch.no_grad()
+def greedy(model: Any, tokens: Tensor, count: int) -> Tensor:
+    """`tokens [B, S]` and `count` more, each the likeliest after those before it; a fixed head where there is none."""
+    for _ in range(count):
+        last = answers(model, tokens)[:, -1]
+        if last.shape[-1] != VOCABULARY:
+            last = last @ torch.randn(last.shape[-1], VOCABULARY, generator=torch.Generator().manual_seed(2))
+        tokens = torch.cat((tokens, last[:, 4:].argmax(-1, keepdim=True) + 4), dim=1)
+    return tokens
 
 
 @cache
