@@ -69,7 +69,8 @@ _STACK = {"layers": 2, "attention_heads": 4, "ffn_dim": 96}
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 OWN: Mapping[str, Mapping[str, Any]] = {
-    **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "longcat_flash"), _HEADS),
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"), _HEADS),
+    "longcat_flash": _HEADS | {"zero_expert_num": 4},
     **dict.fromkeys(("mistral_large4_text",), _HEADS),
     "bailing_hybrid": _HEADS | {"num_hidden_layers": 4, "layer_group_size": 2},
     "beam": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
@@ -119,6 +120,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "nemotron_h": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "moe", "attention", "moe"]},
     "qwen3_5_moe_text": {"num_hidden_layers": 4},
     "qwen3_next": {"num_hidden_layers": 4},
+    "muse_spark_text": {"moe_hidden_size": 48},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": INNER},
     "qwen4_exp_text": {
         "num_hidden_layers": 4,
