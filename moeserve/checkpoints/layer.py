@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ExpertMatrices:
-    """Projections of one expert or slice: down, and gate and up, or one matrix that interleaves them, or up."""
+    """Projections of one expert or slice: down, and gate and up, one matrix of both, or up alone."""
 
     gate_up: tuple[StoredMatrix, ...]
     down: StoredMatrix
@@ -77,10 +77,8 @@ class StoredLayer:
             )
         return self._stacked(expert, inner, both, rows)
 
-    def _stacked(
-        self, expert: int, inner: slice, both: tuple[int, int], rows: list[slice]
-    ) -> ExpertMatrices:
-        """The matrices of an expert where one tensor holds all experts, `both` gate and up or each its own."""
+    def _stacked(self, expert: int, inner: slice, both: tuple[int, int], rows: list[slice]) -> ExpertMatrices:
+        """The matrices of an expert where one tensor holds all experts."""
         gate, up, down = self.names.projections(expert)
         hidden, stack, flat = slice(0, self.hidden), (expert, self.experts), self.names.form.flat
         first = (expert, self._experts_in(gate))
@@ -91,7 +89,8 @@ class StoredLayer:
         if gate != up:
             one = (self.inner, self.hidden)
             apart = (
-                StoredMatrix(self.store, name, one, inner, hidden, first, turned, flat=flat) for name in (gate, up)
+                StoredMatrix(self.store, name, one, inner, hidden, first, turned, flat=flat)
+                for name in (gate, up)
             )
             return ExpertMatrices(tuple(apart), last)
         if self.interleaved:

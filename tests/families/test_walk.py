@@ -1,6 +1,7 @@
-"""Every family of the installed transformers that has experts is served as its own model computes, or listed with why.
+"""Every family of the installed transformers that has experts is served as its model computes, or says why.
 
-What is walked is transformers, not a list: a release with a new family fails here until that is read or refused.
+What is walked is transformers, not a list: a release with a new family fails here until that is read or
+refused.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ import torch
 from in_process import InProcess
 from tiny_families import answers, families
 
-from moeserve.checkpoints.checkpoint import Checkpoint, CheckpointError
-from moeserve.checkpoints.families import FAMILIES, REFUSED, family_of
-from moeserve.checkpoints.families.derived import derived_family
+from moeserve.checkpoints.checkpoint import Checkpoint
+from moeserve.checkpoints.families import FAMILIES, REFUSED
 from moeserve.experts.routing.families import BY_MODEL
 from moeserve.experts.routing.families import FAMILIES as GATES
 from moeserve.proto.integrations.transformers import attach, experts_modules

@@ -1,14 +1,14 @@
-"""Modules of transformers with experts that do not use its experts interface, and how each asks a service instead.
+"""Modules of transformers whose experts do not use its experts interface, and how each asks a service.
 
-A seam says which submodules hold the experts' weights, and makes the module's `forward` anew: rows, choice and
-weights are what the module's own code had of its own router. The table is `SEAMS`, by the module's class name.
+A seam says which submodules hold the experts' weights, and makes the module's `forward` anew: rows, choice
+and weights are what the module's own code had of its own router. The table is `SEAMS`, by class name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +27,9 @@ class Seam:
     forward: Callable[[Any, Ask], Forward]  # (module, ask) -> what the module does from now on
     count: str  # the attribute that holds E
     hidden: str  # the attribute that holds H
-    holders: tuple[str, ...] = ("",)  # submodules whose weights are the experts'; "": the module and all below it
+    holders: tuple[str, ...] = (
+        "",
+    )  # submodules whose weights are the experts'; "": the module and all below it
 
 
 def as_interface(module: Any, ask: Ask) -> Forward:
@@ -47,7 +49,7 @@ def with_zero_experts(module: Any, ask: Ask) -> Forward:
         beyond = top_k_index >= module.num_routed_experts
         mixed = ask(hidden_states, top_k_index.masked_fill(beyond, -1), top_k_weights.masked_fill(beyond, 0))
         own = (top_k_weights * beyond).sum(-1, keepdim=True).to(hidden_states.dtype)
-        return mixed + own * hidden_states
+        return cast(Tensor, mixed + own * hidden_states)
 
     return forward
 
@@ -70,7 +72,7 @@ def weighted_rows(module: Any, ask: Ask) -> Forward:
 
 
 def sorted_rows(module: Any, ask: Ask) -> Forward:
-    """JetMoE's MLP: its router returns choices sorted by expert, and what it adds to each row is the model's."""
+    """JetMoE's MLP: its router returns choices sorted by expert, and the model adds a bias to every row."""
 
     def forward(layer_input: Tensor) -> Tensor:
         rows = layer_input.reshape(-1, module.input_size)
@@ -80,7 +82,8 @@ def sorted_rows(module: Any, ask: Ask) -> Forward:
         ids[order] = torch.arange(len(counts), device=order.device).repeat_interleave(sizes)
         weights[order] = gates
         choice = (len(rows), module.router.top_k)
-        return (ask(rows, ids.reshape(choice), weights.reshape(choice)) + module.bias).reshape(layer_input.shape)
+        mixed = ask(rows, ids.reshape(choice), weights.reshape(choice))
+        return cast(Tensor, (mixed + module.bias).reshape(layer_input.shape))
 
     return forward
 
@@ -110,7 +113,9 @@ def in_any_column(module: Any, ask: Ask) -> Forward:
 
 SEAMS: dict[str, Seam] = {
     "DbrxExperts": Seam(as_interface, "num_experts", "hidden_size"),
-    "JetMoeMoE": Seam(sorted_rows, "input_linear.num_experts", "input_size", ("input_linear", "output_linear")),
+    "JetMoeMoE": Seam(
+        sorted_rows, "input_linear.num_experts", "input_size", ("input_linear", "output_linear")
+    ),
     "Llama4TextMoe": Seam(weighted_rows, "num_experts", "hidden_dim", ("experts",)),
     "LongcatFlashExperts": Seam(with_zero_experts, "num_routed_experts", "hidden_size"),
     "NllbMoeExperts": Seam(in_any_column, "num_experts", "expert_0.fc1.in_features"),

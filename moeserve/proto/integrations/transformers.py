@@ -149,7 +149,7 @@ def attach(model: Any, service: Service | str) -> Service:
         remote = Remote(client, layer, top_k[layer])
         seam = seam_of(module)
         if seam is not None:
-            module.forward = seam.forward(module, partial(_ask, remote))  # type: ignore[method-assign]
+            module.forward = seam.forward(module, partial(_ask, remote))
         elif cast(Any, module).config._experts_implementation != IMPLEMENTATION:
             raise ValueError(f"transformers does not let {name} of {type(model).__name__} be replaced")
         else:
@@ -172,7 +172,9 @@ def load(
         options["config"] = config
     with without_expert_weights():
         model = cls.from_pretrained(path, **options)
-    held = [name for name, _, holder in _holders(model) if any(p is not None for p in holder._parameters.values())]
+    held = [
+        name for name, _, holder in _holders(model) if any(p is not None for p in holder._parameters.values())
+    ]
     if held:
         raise RuntimeError(f"this transformers version loaded the weights of {held[0]} all the same")
     attach(model, service)
@@ -182,8 +184,8 @@ def load(
 def experts_modules(model: Module) -> dict[int, tuple[str, Module]]:
     """Name and module of the experts of each layer of the text model that has some, by the layer's number.
 
-    Layers of a decoder that follows an encoder are numbered after the encoder's. ValueError: there are none, or
-    they neither use transformers' experts interface nor have a seam.
+    Layers of a decoder that follows an encoder are numbered after the encoder's. ValueError: there are none,
+    or they neither use transformers' experts interface nor have a seam.
     """
     found: dict[int, tuple[str, Module]] = {}
     for name, module in model.named_modules():
