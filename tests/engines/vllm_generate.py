@@ -1,4 +1,5 @@
-"""Runs vLLM once, in this process, and writes what it generated: `python vllm_generate.py JOB.json ANSWER.json`.
+"""Runs vLLM once, in this process, and writes what it generated: `python vllm_generate.py JOB.json
+ANSWER.json`.
 
 A process of its own for each run: vLLM, with and without the plug-in, changes its classes for good.
 """
@@ -56,7 +57,10 @@ def look(worker: Any) -> dict[str, Any]:
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if "experts." in name and "shared_experts" not in name and tensor.dim() > 1
     }
-    found = {"experts": experts, "layers": len([name for name, _ in model.named_modules() if name.endswith("experts")])}
+    found = {
+        "experts": experts,
+        "layers": len([name for name, _ in model.named_modules() if name.endswith("experts")]),
+    }
     try:
         from moeserve.proto.integrations.vllm import op
 
@@ -65,6 +69,15 @@ def look(worker: Any) -> dict[str, Any]:
     except (ImportError, IndexError):
         pass
     return found
+
+
+def reload(address: str, weights: str) -> None:
+    """Brings the service to other weights."""
+    from moeserve.proto.client import MoeClient
+
+    with MoeClient(address, timeout=60) as client:
+        reply = client.reload(weights)
+        assert reply.outcome == "reloaded", reply
 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
@@ -76,8 +89,12 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     sampling = SamplingParams(temperature=0, detokenize=False, ignore_eos=True, **job["sampling"])
     begun = time.monotonic()
     rounds = []
-    for _ in range(job.get("rounds", 1)):
-        answers = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
+    for weights in job["rounds"]:
+        if weights is not None:
+            reload(job["address"], weights)
+        answers = llm.generate(
+            [{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False
+        )
         rounds.append(
             [
                 {

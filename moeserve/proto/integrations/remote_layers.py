@@ -4,8 +4,9 @@ layers = RemoteLayers(Settings("127.0.0.1:7171"))
 layers.take(3, "model.layers.3.mlp.experts", experts=128, hidden=2048)
 mixed = layers.ask(3, hidden, experts, weights)
 
-A forward pass asks its layers one after the other, from one thread. `start_forward` begins to note which versions
-of the weights its answers name, and `mixed` tells whether there were several: a service reloads layer by layer.
+A forward pass asks its layers one after the other, from one thread. `start_forward` begins to note which
+versions of the weights its answers name, and `mixed` tells whether there were several: a service reloads
+layer by layer.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class Counts:
 
 @dataclass
 class RemoteLayers:
-    """The layers of one process. `service` is made of the settings' address at the first call where none is given."""
+    """The layers of one process. `service` is made of the settings' address at the first call where none is
+    given.
+    """
 
     settings: Settings
     service: Service | None = None
@@ -122,7 +125,7 @@ class RemoteLayers:
         reply = self.served()
         if declared and reply.architecture not in declared:
             raise ValueError(
-                f"the engine's model is {declared[0]}, but {reply.model} at {self.settings.address} is served, "
+                f"the engine's model is {declared[0]}, but {self.settings.address} serves {reply.model}, a "
                 f"{reply.architecture}"
             )
 
@@ -138,7 +141,9 @@ class RemoteLayers:
         if not len(hidden):
             return torch.empty_like(hidden)
         begun = time.monotonic()
-        route = Choice(experts.to("cpu", torch.int32).contiguous(), weights.to("cpu", torch.float32).contiguous())
+        route = Choice(
+            experts.to("cpu", torch.int32).contiguous(), weights.to("cpu", torch.float32).contiguous()
+        )
         try:
             reply = self.client.call(layer, hidden.to("cpu").contiguous(), route)
         except MoeError as failed:
@@ -156,7 +161,7 @@ class RemoteLayers:
         """Begins what `ask` does in a thread; returns the number to `finish` it by."""
         if self._asking is None:
             self._asking = ThreadPoolExecutor(1, "moeserve-ask")
-        ticket = next(self._numbers)
+        ticket: int = next(self._numbers)
         self._tickets[ticket] = self._asking.submit(self.ask, layer, hidden, experts, weights)
         return ticket
 
@@ -184,12 +189,12 @@ class RemoteLayers:
             self._told = None
             found = {info.layer: info.weights_version for info in self.served().layers}
             if len(set(found.values())) == 1:
-                return next(iter(found.values()))
+                return int(next(iter(found.values())))
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"{TIMEOUT}={self.settings.timeout} s passed while layers were served with weights versions "
-                    f"{found}; a forward pass must not mix them: reload the service, and raise the timeout above "
-                    "what a reload takes"
+                    f"{TIMEOUT}={self.settings.timeout} s passed while layers were served with weights "
+                    f"versions {found}; a forward pass must not mix them: reload the service, and raise the "
+                    "timeout above what a reload takes"
                 )
             time.sleep(POLL_SECONDS)
 

@@ -1,7 +1,7 @@
 """What the plug-in replaces and calls in vLLM: `CONTRACTS`, names with the parameters that it knows them by.
 
-A release of vLLM that renamed one would leave an engine that computes with experts of its own, or fails in the
-middle of a forward pass. So each start compares, and stops with the name.
+A release of vLLM that renamed one would leave an engine that computes with experts of its own, or fails in
+the middle of a forward pass. So each start compares, and stops with the name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ CONTRACTS = (
         ("self", "prefix", "quant_config", "moe_config"),
         more=False,
     ),
-    Contract(f"{_LAYERS}.routed_experts", "RoutedExperts._ensure_moe_quant_config_init", ("self",), more=False),
+    Contract(
+        f"{_LAYERS}.routed_experts", "RoutedExperts._ensure_moe_quant_config_init", ("self",), more=False
+    ),
     Contract(
         f"{_LAYERS}.fused_moe_method_base",
         "FusedMoEMethodBase.apply",
@@ -71,7 +73,9 @@ CONTRACTS = (
         ("self", "hidden_states", "router_logits", "shared_experts_input", "input_ids"),
         more=False,
     ),
-    Contract(f"{_LOADER}.weight_utils", "should_skip_weight", ("weight_name", "local_expert_ids"), more=False),
+    Contract(
+        f"{_LOADER}.weight_utils", "should_skip_weight", ("weight_name", "local_expert_ids"), more=False
+    ),
     Contract(
         f"{_LOADER}.weight_utils",
         "safetensors_weights_iterator",
@@ -83,7 +87,12 @@ CONTRACTS = (
         ("self", "vllm_config", "model_config", "prefix"),
         more=False,
     ),
-    Contract(f"{_LOADER}.default_loader", "DefaultModelLoader._get_weights_iterator", ("self", "source"), more=False),
+    Contract(
+        f"{_LOADER}.default_loader",
+        "DefaultModelLoader._get_weights_iterator",
+        ("self", "source"),
+        more=False,
+    ),
     Contract("vllm.platforms.interface", "Platform.check_and_update_config", ("vllm_config",), more=False),
     Contract("vllm.forward_context", "get_forward_context", (), more=False),
     Contract("vllm.v1.engine.core", "EngineCore.step", ("self",), more=False),
@@ -121,7 +130,8 @@ def broken() -> list[str]:
         known = names[: len(contract.parameters)] if contract.more else names
         if known != contract.parameters:
             found.append(
-                f"{contract.module}.{contract.name} takes {', '.join(names)}, and not {', '.join(contract.parameters)}"
+                f"{contract.module}.{contract.name} takes {', '.join(names)}, and not "
+                f"{', '.join(contract.parameters)}"
             )
     for module, kind, name in PROPERTIES:
         try:
@@ -142,5 +152,6 @@ def check() -> None:
 
         known = ", ".join(f"{release}.*" for release in (*RUN, *COMPARED))
         raise ContractError(
-            f"the moeserve plug-in does not fit vLLM {__version__}; it knows {known}. " + "; ".join(differences)
+            f"the moeserve plug-in does not fit vLLM {__version__}; it knows {known}. "
+            + "; ".join(differences)
         )

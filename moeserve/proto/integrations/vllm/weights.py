@@ -1,7 +1,8 @@
 """The seam of the files: experts' tensors are passed over by name, before they are read.
 
-vLLM's iterator over safetensors files asks for each name whether this rank needs it. What is passed over never
-reaches a model's loader, whichever way that one finds its parameters. Other iterators read whole files, and are refused.
+vLLM's iterator over safetensors files asks for each name whether this rank needs it. What is passed over
+never reaches a model's loader, whichever way that one finds its parameters. Other iterators read whole files,
+and are refused.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any, NoReturn
 from vllm.model_executor.model_loader import default_loader, weight_utils
 
 EXPERT = re.compile(r"(?:^|\.)experts\.(?!e_score_correction_bias$)")
-"""In names of experts' tensors; `shared_experts.` is another word, and the correction bias is the router's."""
+"""In names of experts' tensors; `shared_experts.` is another word, and the correction bias is the router's.
+"""
 
 PASSED_OVER: list[str] = []
 """Names of tensors that this process left in their files."""
