@@ -45,7 +45,7 @@ _DOWN = re.compile(r"\.experts\.(?:(?P<expert>\d+)\.)?(?:w2\.weight|down_proj(?:
 
 @dataclass(frozen=True)
 class EngineModel:
-    """A checkpoint, the same with all down projections x 1.05, and the same with expert 1 zeroed, by folder."""
+    """A checkpoint, and copies with all down projections x 1.05 and with expert 1 zeroed, by folder."""
 
     family: str
     dtype: str

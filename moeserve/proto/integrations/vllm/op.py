@@ -26,7 +26,7 @@ def install(layers: RemoteLayers) -> None:
 
 
 def _is_trial() -> bool:
-    """Whether vLLM only tries a forward pass, to measure memory, to compile, or since other ranks have rows."""
+    """Whether vLLM only tries a pass: to measure memory, to compile, or since other ranks have rows."""
     from vllm.forward_context import get_forward_context, is_forward_context_available
 
     return is_forward_context_available() and get_forward_context().attn_metadata is None
