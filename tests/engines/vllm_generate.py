@@ -80,9 +80,22 @@ def reload(address: str, weights: str) -> None:
         assert reply.outcome == "reloaded", reply
 
 
+def keep_experts() -> None:
+    """Does as another plug-in may: layers of its own class, which choose how they compute."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    @RoutedExperts.register_oot(name="RoutedExperts")
+    class Own(RoutedExperts):
+        def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
+            return UnquantizedFusedMoEMethod(moe_config)
+
+
 def main(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
+    if job.get("sabotage") == "another plug-in":
+        keep_experts()
     started = time.monotonic()
     llm = LLM(job["model"], skip_tokenizer_init=True, **job["options"])
     loaded = time.monotonic() - started
