@@ -147,7 +147,7 @@ def test_a_start_that_would_compute_experts_stops_with_the_name(
         with house_of(served.path) as house:
             ended = run_vllm(asked.path, house.address, sabotage=sabotage)
     text = {
-        "another plug-in": "model.layers.0.mlp.experts.routed_experts (Own, UnquantizedFusedMoEMethod) would compute",
+        "another plug-in": "experts.routed_experts (Own, UnquantizedFusedMoEMethod) would compute",
         "another model": "the engine's model is OlmoeForCausalLM, but",
         "nobody": "UNAVAILABLE",
     }[sabotage]
