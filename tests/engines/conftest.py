@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine_models import EngineModel, make_engine_model
-from engine_runs import run_engine
+from engine_runs import ROOT, run_engine
 
 HERE = Path(__file__).parent
 
@@ -46,5 +46,17 @@ def run_vllm(tmp_path_factory: pytest.TempPathFactory) -> Run:
         options = {"max_model_len": 256, "enforce_eager": True} | job.pop("options", {})
         folder = tmp_path_factory.mktemp("vllm")
         return run_engine("vllm_generate.py", folder, model, address, environ or {}, options=options, **job)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_sglang(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs SGLang's engine once in processes of its own."""
+
+    def run(model: Path, address: str | None, **job: Any) -> dict[str, Any]:
+        path = f"{ROOT}:{HERE / 'stubs'}"
+        folder = tmp_path_factory.mktemp("sglang")
+        return run_engine("sglang_generate.py", folder, model, address, {"PYTHONPATH": path}, **job)
 
     return run

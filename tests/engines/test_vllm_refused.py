@@ -11,6 +11,7 @@ import pytest
 from engine_runs import house_of
 from torch import nn
 
+from moeserve.proto.integrations.expert_names import EXPERT
 from moeserve.proto.integrations.remote_layers import RemoteLayers
 from moeserve.proto.integrations.settings import Settings
 from moeserve.proto.integrations.vllm import config, model, weights
@@ -109,7 +110,7 @@ def test_balancing_is_the_services(caplog: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_experts_are_known_by_their_names(name: str, is_expert: bool) -> None:
-    assert bool(weights.EXPERT.search(name)) is is_expert
+    assert bool(EXPERT.search(name)) is is_expert
 
 
 def test_iterators_that_read_whole_files_are_refused() -> None:

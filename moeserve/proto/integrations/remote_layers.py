@@ -11,9 +11,11 @@ layer by layer.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
@@ -54,6 +56,13 @@ def layer_of(name: str) -> int:
     if len(numbers) != 1:
         raise ValueError(f"the MoE layer {name} does not name one decoder layer, as model.layers.3.mlp does")
     return int(numbers[0])
+
+
+def share_of(rows: int, rank: int, ranks: int) -> slice:
+    """The rows that tensor-parallel rank `rank` of `ranks` asks for: all ranks have the same rows, and sum
+    up.
+    """
+    return slice(rows * rank // ranks, rows * (rank + 1) // ranks)
 
 
 @dataclass
@@ -216,3 +225,27 @@ class RemoteLayers:
                 if time.monotonic() > deadline:
                     raise ValueError(f"the service at {self.settings.address} serves no layer")
             time.sleep(POLL_SECONDS)
+
+
+def of_one_version(forward: Any, layers: RemoteLayers, is_mixed: Callable[[frozenset[int]], bool]) -> Any:
+    """A model's forward pass that is run again where its layers saw different weights.
+
+    It can be: it writes the same key-value slots again. is_mixed: tells of the versions that this process
+    saw, and other tensor-parallel ranks, whether they were several; all of these ranks run the pass again, or
+    none.
+    """
+
+    @functools.wraps(forward)
+    def whole(*arguments: Any, **options: Any) -> Any:
+        while True:
+            layers.start_forward()
+            answer = forward(*arguments, **options)
+            if not is_mixed(layers.versions()):
+                return answer
+            layers.counts.repeated += 1
+            version = layers.wait_one_version()
+            log.warning(
+                "a forward pass saw a reload between its layers; it is run again with version %d", version
+            )
+
+    return whole

@@ -6,9 +6,7 @@ the middle of a forward pass. So each start compares, and stops with the name.
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from dataclasses import dataclass
+from moeserve.proto.integrations.contracts import Contract, ContractError, differences
 
 RUN = ("0.32",)
 """Releases that the tests run."""
@@ -18,20 +16,6 @@ COMPARED = ("0.33",)
 
 _LAYERS = "vllm.model_executor.layers.fused_moe"
 _LOADER = "vllm.model_executor.model_loader"
-
-
-class ContractError(ImportError):
-    """A vLLM in which something is not as the plug-in knows it."""
-
-
-@dataclass(frozen=True)
-class Contract:
-    """A function or class: where it is, and the names of parameters that must be there, in this order."""
-
-    module: str
-    name: str
-    parameters: tuple[str, ...]
-    more: bool = True  # others may follow
 
 
 CONTRACTS = (
@@ -116,42 +100,17 @@ PROPERTIES = (
 
 
 def broken() -> list[str]:
-    """What is not as it must be, a sentence each."""
-    found = []
-    for contract in CONTRACTS:
-        try:
-            thing = importlib.import_module(contract.module)
-            for part in contract.name.split("."):
-                thing = getattr(thing, part)
-        except (ImportError, AttributeError) as failed:
-            found.append(f"{contract.module}.{contract.name} is not there: {failed}")
-            continue
-        names = tuple(inspect.signature(thing).parameters)  # type: ignore[arg-type]
-        known = names[: len(contract.parameters)] if contract.more else names
-        if known != contract.parameters:
-            found.append(
-                f"{contract.module}.{contract.name} takes {', '.join(names)}, and not "
-                f"{', '.join(contract.parameters)}"
-            )
-    for module, kind, name in PROPERTIES:
-        try:
-            held = inspect.getattr_static(getattr(importlib.import_module(module), kind), name)
-        except (ImportError, AttributeError) as failed:
-            found.append(f"{module}.{kind}.{name} is not there: {failed}")
-            continue
-        if not isinstance(held, property):
-            found.append(f"{module}.{kind}.{name} is no property")
-    return found
+    """What is not as it must be in this vLLM, a sentence each."""
+    return differences(CONTRACTS, PROPERTIES)
 
 
 def check() -> None:
     """ContractError where this vLLM is not as the plug-in knows it; says what differs."""
-    differences = broken()
-    if differences:
+    found = broken()
+    if found:
         from vllm.version import __version__
 
         known = ", ".join(f"{release}.*" for release in (*RUN, *COMPARED))
         raise ContractError(
-            f"the moeserve plug-in does not fit vLLM {__version__}; it knows {known}. "
-            + "; ".join(differences)
+            f"the moeserve plug-in does not fit vLLM {__version__}; it knows {known}. " + "; ".join(found)
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeserve.proto.integrations.remote_layers import RemoteLayers
+from moeserve.proto.integrations.remote_layers import RemoteLayers, share_of
 
 VERIFIED = ("cpu",)
 """Devices on which the operators were run, eager and compiled."""
@@ -30,13 +30,6 @@ def _is_trial() -> bool:
     from vllm.forward_context import get_forward_context, is_forward_context_available
 
     return is_forward_context_available() and get_forward_context().attn_metadata is None
-
-
-def share_of(rows: int, rank: int, ranks: int) -> slice:
-    """The rows that tensor-parallel rank `rank` of `ranks` asks for: all ranks have the same rows, and sum
-    up.
-    """
-    return slice(rows * rank // ranks, rows * (rank + 1) // ranks)
 
 
 @torch.library.custom_op("moeserve::experts", mutates_args=())

@@ -30,7 +30,14 @@ class _Nothing(ModuleType):
         return _Names(name, (), {})
 
 
-for _name in ("io", "ops", "transforms", "transforms.functional", "transforms.v2", "transforms.v2.functional"):
+for _name in (
+    "io",
+    "ops",
+    "transforms",
+    "transforms.functional",
+    "transforms.v2",
+    "transforms.v2.functional",
+):
     sys.modules[f"{__name__}.{_name}"] = _Nothing(f"{__name__}.{_name}")
 transforms = sys.modules[f"{__name__}.transforms"]
 transforms.functional = sys.modules[f"{__name__}.transforms.functional"]  # type: ignore[attr-defined]
