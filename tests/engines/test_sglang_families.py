@@ -1,4 +1,4 @@
-"""SGLang's engine with its experts behind a service against SGLang alone, as test_vllm_families does for vLLM."""
+"""SGLang's engine with its experts behind a service against SGLang alone, as in test_vllm_families.py."""
 
 from __future__ import annotations
 

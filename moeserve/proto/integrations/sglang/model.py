@@ -44,9 +44,9 @@ def load_model(load: Any, loader: Any, **options: Any) -> Any:
     """Loads a model whose experts are elsewhere. ValueError names what cannot be served, or was not taken
     over.
     """
-    from sglang.srt.server_args import get_global_server_args
+    from sglang.srt.runtime_context import get_server_args
 
-    refused = refusals(get_global_server_args())
+    refused = refusals(get_server_args())
     if refused:
         raise ValueError("with its experts behind moeserve, SGLang cannot run " + "; nor ".join(refused))
     layers = LAYERS[0]
