@@ -22,7 +22,7 @@ test: $(STAMP)
 # What it brings of torchvision, torchaudio and torchcodec is built for another torch, and stops its start.
 VLLM := .venv-vllm
 test-vllm: $(VLLM)/.installed
-	MOESERVE_VLLM_NEXT=$(CURDIR)/$(VLLM)/next $(VLLM)/bin/python -m pytest tests/engines
+	MOESERVE_VLLM_NEXT=$(CURDIR)/$(VLLM)/next $(VLLM)/bin/python -m pytest --timeout 1800 tests/engines
 
 $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)

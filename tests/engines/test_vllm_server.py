@@ -19,7 +19,7 @@ from moeserve.runtime.launch.local_cluster import LocalCluster
 
 BOUND = 2e-4  # of log-probabilities in float32, as of families
 FAILURES = int(os.environ.get("MOESERVE_FAILURES", "20"))
-EAGER = ("--dtype", "float32", "--enforce-eager")
+EAGER = ("--dtype", "float32", "--enforce-eager", "--block-size", "32")
 BOUND_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
@@ -44,7 +44,7 @@ def alone(model: EngineModel, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 WAYS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "one": (EAGER, {}),
-    "compiled": (EAGER[:2], {}),
+    "compiled": (("--dtype", "float32", "--block-size", "32"), {}),
     "tp2": ((*EAGER, "--tensor-parallel-size", "2"), BOUND_CORES),
     "tp2-ep": ((*EAGER, "--tensor-parallel-size", "2", "--enable-expert-parallel"), BOUND_CORES),
     "dp2": ((*EAGER, "--data-parallel-size", "2"), BOUND_CORES),

@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,29 @@ def reload(address: str, weights: str) -> None:
         assert reply.outcome == "reloaded", reply
 
 
+def reload_in_turn(job: dict[str, Any]) -> None:
+    """Reloads the service with one checkpoint after the other."""
+    for weights in job.get("reloads", ()):
+        reload(job["address"], weights)
+        time.sleep(0.2)
+
+
+def note_passes() -> list[list[int]]:
+    """The versions that each forward pass sees from now on."""
+    from moeserve.proto.integrations.remote_layers import RemoteLayers
+
+    passes: list[list[int]] = []
+    ask = RemoteLayers.versions
+
+    def versions(self: RemoteLayers) -> frozenset[int]:
+        found = ask(self)
+        passes.append(sorted(found))
+        return found
+
+    RemoteLayers.versions = versions  # type: ignore[method-assign]
+    return passes
+
+
 def keep_experts() -> None:
     """Does as another plug-in may: layers of its own class, which choose how they compute."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -102,9 +126,13 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     sampling = SamplingParams(temperature=0, detokenize=False, ignore_eos=True, **job["sampling"])
     begun = time.monotonic()
     rounds = []
+    passes = note_passes() if "reloads" in job else []
+    reloading = threading.Thread(target=reload_in_turn, args=(job,), daemon=True)
+    reloading.start()
     for weights in job["rounds"]:
         if weights is not None:
             reload(job["address"], weights)
+            time.sleep(job.get("pause", 0))
         answers = llm.generate(
             [{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False
         )
@@ -122,12 +150,14 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
             ]
         )
     seconds = time.monotonic() - begun
+    reloading.join(60)
     workers = llm.collective_rpc(look)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "rounds": rounds,
         "workers": workers,
         "read": READ,
+        "passes": passes,
         "loaded": loaded,
         "seconds": seconds,
         "memory": memory,

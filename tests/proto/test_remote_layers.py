@@ -18,7 +18,7 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.client import Choice, Reply
 from moeserve.proto.errors import MoeError, Unavailable
 from moeserve.proto.integrations import remote_layers
-from moeserve.proto.integrations.remote_layers import RemoteLayers, layer_of
+from moeserve.proto.integrations.remote_layers import RemoteLayers, layer_of, of_one_version, share_of
 from moeserve.proto.integrations.settings import Settings
 
 ROOT = Path(__file__).parent.parent.parent
@@ -176,6 +176,35 @@ def test_one_version_is_waited_for_and_not_for_ever(monkeypatch: pytest.MonkeyPa
     short = RemoteLayers(Settings("a:1", timeout=0.2), service)
     with pytest.raises(TimeoutError, match=r"weights versions \{1: 8, 2: 9\}; a forward pass must not mix"):
         short.wait_one_version()
+
+
+def test_a_pass_that_saw_two_versions_is_run_again_with_one() -> None:
+    service = Doubling(l2=8)
+    layers = layers_of(service)
+    seen: list[frozenset[int]] = []
+
+    def forward(hidden: Tensor) -> Tensor:
+        for layer in (1, 2):
+            hidden = layers.ask(layer, hidden, *batch(len(hidden))[1:])
+        return hidden
+
+    def is_mixed(versions: frozenset[int]) -> bool:
+        seen.append(versions)
+        if len(seen) == 1:
+            threading.Timer(0.3, lambda: service.versions.update({1: 8})).start()
+        return len(versions) > 1
+
+    answer = of_one_version(forward, layers, is_mixed)(torch.ones(2, 4))
+    assert seen == [{7, 8}, {8}]
+    assert torch.equal(answer, torch.full((2, 4), 4.0))
+    assert layers.counts.repeated == 1
+
+
+def test_tensor_parallel_ranks_share_the_rows_without_a_gap() -> None:
+    for rows in range(9):
+        for ranks in (1, 2, 3):
+            parts = [share_of(rows, rank, ranks) for rank in range(ranks)]
+            assert [row for part in parts for row in range(rows)[part]] == list(range(rows))
 
 
 def test_a_start_waits_for_the_service_and_not_for_ever() -> None:

@@ -23,7 +23,7 @@ from moeserve.runtime.launch.local_cluster import LocalCluster
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = ROOT / "tests" / "engines"
-RUN_SECONDS = 280
+RUN_SECONDS = 600
 NEW_TOKENS = 24
 REQUESTS = 16
 
@@ -72,7 +72,7 @@ def run_engine(
     return answer | {"said": said}
 
 
-START_SECONDS = 240
+START_SECONDS = 600
 STOP_SECONDS = 30
 
 
