@@ -143,6 +143,7 @@ class ServerConfig:
     reload_root: str = ""  # folder below which a checkpoint has to be to be reloaded; empty: anywhere
     region_bytes: int = 4 << 30  # of shared memory a rank may hand out
     allow_named_regions: bool = False  # unsafe: clients may register any shared-memory object by name
+    registered_bytes: int = 4 << 30  # of regions, that a GPU copies from and to by itself; 0: none
 
 
 @dataclass(frozen=True)

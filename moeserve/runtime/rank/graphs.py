@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from moeserve.dispatch.members import Members
-from moeserve.runtime.step import LaneRows
+from moeserve.runtime.rank.transfers import StepRoom
+from moeserve.runtime.step import LaneInput, LaneRows, empty_input
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class StepGraphs:
         self._cuda = _CudaCapture()
         self._capture = capture or self._cuda
         self._inputs: dict[tuple[int, Hashable], LaneRows] = {}  # by rows and form
+        self._rooms: dict[tuple[int, Hashable], StepRoom] = {}  # by rows and form: the inputs with choices
         self._answers: dict[Key, Tensor] = {}
         self._replays: dict[Key, Replay | None] = {}  # None: it could not be recorded
 
@@ -115,7 +117,7 @@ class StepGraphs:
         alike, with a warning.
         """
         own, padded = rows.hidden.shape[0], step.padded
-        form = (type(rows), *((column.dtype, column.shape[1:]) for column in rows.columns()))
+        form = _form(rows)
         key = Key(step.layer, padded, form, step.kind)
         inputs = self._filled(rows, padded if step.brings else 0, form)
         if key not in self._answers:
@@ -129,6 +131,18 @@ class StepGraphs:
         before_replay()
         replay()
         return self._answers[key][:own].clone()
+
+    def room(self, padded: int, widths: tuple[int, int], dtype: torch.dtype) -> StepRoom:
+        """The fixed input of graphs of `padded` rows with choices, to be filled before `run` is given rows of
+        it. widths: H and K.
+        """
+        hidden, top_k = widths
+        form = _form(empty_input(hidden, top_k, dtype))
+        room = self._rooms.get((padded, form))
+        if room is None:
+            room = StepRoom.of(torch.zeros((padded, hidden), dtype=dtype, device=self._device), top_k)
+            self._rooms[padded, form], self._inputs[padded, form] = room, room.rows
+        return room
 
     def forget(self, layer: int) -> None:
         """Drops the graphs of `layer`, for which what they recorded has changed."""
@@ -150,7 +164,12 @@ class StepGraphs:
     def _filled(self, rows: LaneRows, padded: int, form: Hashable) -> LaneRows:
         """The fixed input of `padded` rows, holding `rows`; those past them are not valid."""
         inputs = self._inputs.get((padded, form))
-        if inputs is None:
+        if inputs is not None and rows.hidden.data_ptr() == inputs.hidden.data_ptr() and len(rows.hidden):
+            return inputs  # `room`, and it is filled
+        if inputs is None and isinstance(rows, LaneInput):
+            widths = (rows.hidden.shape[1], rows.experts.shape[1])
+            inputs = self.room(padded, widths, rows.hidden.dtype).rows
+        elif inputs is None:
             inputs = rows.each(
                 lambda column: column.new_zeros((padded, *column.shape[1:]), device=self._device)
             )
@@ -159,6 +178,11 @@ class StepGraphs:
         for into, column in zip(inputs.columns(), rows.columns(), strict=True):
             into[: column.shape[0]].copy_(column, non_blocking=True)
         return inputs
+
+
+def _form(rows: LaneRows) -> Hashable:
+    """What a graph's input is like, but for its rows."""
+    return (type(rows), *((column.dtype, column.shape[1:]) for column in rows.columns()))
 
 
 class _CudaCapture:

@@ -75,6 +75,7 @@ class Member:
         self._epoch: Epoch | None = None
         self._group: ProcessGroup | None = None  # of the generation that was joined
         self._steps = MemberSteps(rank, lane, stream.send, observe)
+        self._steps.failed = self._report_failure
         self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
         self.on_epoch: Callable[[int, int], None] = lambda generation, epoch: None  # between two steps
@@ -106,8 +107,8 @@ class Member:
                 break
             except Exception as error:
                 self._report_failure(entry, error)
-        self._steps.close()
         self._close_lane("the rank is stopping")
+        self._steps.close()
         self._leave()
 
     def _next(self) -> Message:
@@ -284,6 +285,7 @@ class Member:
         """Commits what every member had voted for: it is served from the next step on."""
         if self._epoch is None or self.mover is None:
             raise RuntimeError("commit came before prepare")
+        self._steps.drain()
         epoch, layer = committed_epoch(entry, self._epoch), int(entry["layer"])
         try:
             self.mover.commit(entry["change"])
@@ -331,6 +333,7 @@ class Member:
 
     def _leave(self) -> None:
         """Closes the dispatchers and ends the generation's group; no other group of the process changes."""
+        self._steps.drain()
         self._rank.leave()
         group, self._group = self._group, None
         if group is not None:

@@ -38,6 +38,7 @@ from moeserve.runtime.rank.all2all import RankDispatchers
 from moeserve.runtime.rank.experts import LayerProgress, RankExperts
 from moeserve.runtime.rank.graphs import GraphStep, StepGraphs, absent_lanes, padded_rows
 from moeserve.runtime.rank.memory import held_bytes, release_cached
+from moeserve.runtime.rank.transfers import StepRoom
 from moeserve.runtime.rank.warm import Arrivals, warm
 from moeserve.runtime.rank.warm_steps import numbers_of, warm_choices, warm_grouping, warm_routing, warm_steps
 from moeserve.runtime.served import Served
@@ -261,6 +262,18 @@ class Rank:
         if self._recordable(layer, fullest):
             return self._replayed(launch, rows)
         return self._launched(launch, rows.to(self.device))
+
+    def room(self, layer: int, lane_rows: tuple[int, ...]) -> StepRoom:
+        """Device memory for this lane's rows of the next step, to be filled and given to `step` at once.
+
+        `lane_rows` as in `step`. It has padded rows more where the step is a graph.
+        """
+        lane, top_k = self.member.lane, self.plans[layer].problem.top_k
+        own, fullest = 0 if lane is None else lane_rows[lane], max(lane_rows)
+        hidden, dtype = self.served.checkpoint.hidden, self.served.dtype
+        if self._recordable(layer, fullest):
+            return self._graphs.room(padded_rows(fullest), (hidden, top_k), dtype)
+        return StepRoom.of(torch.empty((own, hidden), dtype=dtype, device=self.device), top_k)
 
     def _numbered(self, number: int | None) -> int:
         """The number of the next step. Raises ValueError where it does not rise."""
