@@ -196,7 +196,7 @@ def test_no_lane_is_asked_for_a_caller_that_has_left(front: Front, monkeypatch: 
         return sync_link.Sent(lambda: reply, lambda: None)
 
     monkeypatch.setattr(sync_link.Link, "forward", answered)
-    for count in (2, 100):
+    for count in (2, 1600):
         with pytest.raises(CallerLeft):
             front.forward(count, caller=Context(over=True))
     assert not any(lane.asked for lane in front.lanes)
