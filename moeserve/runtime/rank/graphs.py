@@ -82,6 +82,12 @@ def padded_rows(rows: int) -> int:
     return 1 << (max(rows, 1) - 1).bit_length()
 
 
+OWN_ANSWER_ROWS = 64
+"""Graphs of up to so many rows keep an answer each. Those of more copy theirs to one place for all layers:
+1024 rows of 7168 bf16 are 14.7 MB, and a model has 60 layers.
+"""
+
+
 def _nothing() -> None:
     """What is done before a replay that nobody has to be told of."""
 
@@ -96,7 +102,8 @@ class StepGraphs:
         self._capture = capture or self._cuda
         self._inputs: dict[tuple[int, Hashable], LaneRows] = {}  # by rows and form
         self._rooms: dict[tuple[int, Hashable], StepRoom] = {}  # by rows and form: the inputs with choices
-        self._answers: dict[Key, Tensor] = {}
+        self._outputs: dict[Hashable, Tensor] = {}  # by shape and dtype
+        self._answers: dict[Key, Tensor | None] = {}  # None: it was launched once, and is not recorded yet
         self._replays: dict[Key, Replay | None] = {}  # None: it could not be recorded
 
     @property
@@ -121,8 +128,9 @@ class StepGraphs:
         key = Key(step.layer, padded, form, step.kind)
         inputs = self._filled(rows, padded if step.brings else 0, form)
         if key not in self._answers:
-            self._answers[key] = compute(inputs, step.launched)
-            return self._answers[key][:own].clone()
+            answer = compute(inputs, step.launched)
+            self._answers[key] = self._shared_output(answer)
+            return answer[:own]
         if key not in self._replays:
             self._replays[key] = self._recorded(key, inputs, step.recorded, compute)
         replay = self._replays[key]
@@ -130,7 +138,17 @@ class StepGraphs:
             return compute(inputs, step.launched)[:own].clone()
         before_replay()
         replay()
-        return self._answers[key][:own].clone()
+        found = self._answers[key]
+        assert found is not None
+        return found[:own].clone()
+
+    def _shared_output(self, answer: Tensor) -> Tensor | None:
+        """Where graphs of many rows leave their answers, all layers in one place; None for those of few,
+        which keep their own.
+        """
+        if answer.shape[0] <= OWN_ANSWER_ROWS:
+            return None
+        return self._outputs.setdefault((*answer.shape, answer.dtype), torch.empty_like(answer))
 
     def room(self, padded: int, widths: tuple[int, int], dtype: torch.dtype) -> StepRoom:
         """The fixed input of graphs of `padded` rows with choices, to be filled before `run` is given rows of
@@ -141,6 +159,7 @@ class StepGraphs:
         room = self._rooms.get((padded, form))
         if room is None:
             room = StepRoom.of(torch.zeros((padded, hidden), dtype=dtype, device=self._device), top_k)
+            room.routes.zero_()
             self._rooms[padded, form], self._inputs[padded, form] = room, room.rows
         return room
 
@@ -152,8 +171,14 @@ class StepGraphs:
     def _recorded(
         self, key: Key, inputs: LaneRows, lanes: tuple[int, ...], compute: Compute
     ) -> Replay | None:
+        output = self._answers[key]
+
         def step() -> None:
-            self._answers[key] = compute(inputs, lanes)
+            answer = compute(inputs, lanes)
+            if output is None:
+                self._answers[key] = answer
+            else:
+                output.copy_(answer)
 
         try:
             return self._capture(step)

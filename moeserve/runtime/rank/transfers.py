@@ -26,6 +26,11 @@ copy: to queue a copy costs as much as 20 KB of copying by the host.
 AHEAD_BYTES = 128 << 10
 """Rows of this size on are uploaded before their step is known."""
 
+ALIGNED_BYTES = 256
+"""At which torch's allocator aligns device memory; kernels are compiled for aligned and other addresses
+apart.
+"""
+
 ASIDE_BYTES = 256 << 10
 """Answers of this size on go home on a stream of their own, while the next step computes."""
 
@@ -112,22 +117,32 @@ class StepRoom:
     """
 
     rows: LaneInput
-    routes: Tensor  # [R * (8 K + 1)] uint8
+    routes: Tensor  # uint8
 
     @classmethod
     def of(cls, hidden: Tensor, top_k: int) -> StepRoom:
-        """Room beside `hidden [R, H]`; all rows are not valid."""
+        """Room beside `hidden [R, H]`, not filled."""
         count = hidden.shape[0]
-        routes = torch.zeros(count * (8 * top_k + 1), dtype=torch.uint8, device=hidden.device)
+        routes = torch.empty(_routes_bytes(count, top_k), dtype=torch.uint8, device=hidden.device)
         return cls(LaneInput(hidden, *_route_columns(routes, count, top_k)), routes)
+
+
+def _column_bytes(rows: int, top_k: int) -> int:
+    """Bytes of experts, and of weights: each column starts as aligned as memory of its own would be."""
+    return -(-4 * rows * top_k // ALIGNED_BYTES) * ALIGNED_BYTES
+
+
+def _routes_bytes(rows: int, top_k: int) -> int:
+    return 2 * _column_bytes(rows, top_k) + rows
 
 
 def _route_columns(routes: Tensor, rows: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Experts `[R, K]` int32, weights `[R, K]` float32 and validity `[R]` bool as views of `routes`."""
-    size = 4 * rows * top_k
-    experts, weights = routes[:size].view(torch.int32), routes[size : 2 * size].view(torch.float32)
+    size, column = 4 * rows * top_k, _column_bytes(rows, top_k)
+    experts = routes[:size].view(torch.int32)
+    weights = routes[column : column + size].view(torch.float32)
     shape = (rows, top_k)
-    return experts.view(shape), weights.view(shape), routes[2 * size :].view(torch.bool)
+    return experts.view(shape), weights.view(shape), routes[2 * column :].view(torch.bool)
 
 
 @dataclass(eq=False)
@@ -168,7 +183,7 @@ class Transfers:
         self._uses: list[Callable[[], None]] = []  # of callers' memory, by the step that is gathered
 
     def upload(self, job: Job) -> Upload | None:
-        """Begins to bring large hidden states to the device; None for small ones.
+        """Begins to bring large hidden states to the device; None for small ones, and without room for them.
 
         Rows that do not lie in registered memory are copied to pinned memory first, by this thread.
         """
@@ -193,6 +208,9 @@ class Transfers:
                 rows = torch.empty(source.shape, dtype=source.dtype, device=engines.device)
                 rows.copy_(source, non_blocking=True)
                 return Upload(rows, engines.event(), release)
+        except torch.OutOfMemoryError:
+            release()
+            return None
         except BaseException:
             release()
             raise
