@@ -200,7 +200,10 @@ def _nobody(job: Job) -> None:
 
 @dataclass(frozen=True)
 class Phases:
-    """One step's seconds, rows and bytes on one member. On a GPU the seconds are those of the launches."""
+    """One step's seconds, rows and bytes on one member.
+
+    On a GPU the seconds are those of the launches, until `measured` replaces them by the device's own.
+    """
 
     dispatch: float
     compute: float
@@ -209,6 +212,15 @@ class Phases:
     dispatched_bytes: int  # sent to other ranks
     combined_bytes: int
     dispatcher: str  # that carried it
+    timed: bool = True  # whether the seconds say how long the step took
+    on_device: Callable[[], list[float]] | None = None  # gives the device's seconds, once the step has ended
+
+    def measured(self) -> Phases:
+        """The same with the seconds that the device took; to be asked when the step has ended."""
+        if self.on_device is None:
+            return self
+        dispatch, compute, combine = self.on_device()
+        return replace(self, dispatch=dispatch, compute=compute, combine=combine, timed=True, on_device=None)
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,7 @@ class _RankProcess:
             "nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds
         )
         self.member = Member(rank, lane, stream, group_settings, self._telemetry.observe_step)
+        self.member.observe_rows(self._telemetry.observe_rows)
         lane.announce, lane.withdraw = self.member.announce, self.member.withdraw
         unread = unread_seconds(config.balance.move_bytes_per_second)
         self._weights = WeightsServer(spec.host, spec.token, device, rank.experts.bank, unread)

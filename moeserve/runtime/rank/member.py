@@ -80,6 +80,10 @@ class Member:
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
         self.on_epoch: Callable[[int, int], None] = lambda generation, epoch: None  # between two steps
 
+    def observe_rows(self, observe: Callable[[int, int], None]) -> None:
+        """Has `observe` told how many rows of a layer the device has computed since the last time."""
+        self._steps.observe_rows = observe
+
     def weights_version(self) -> int:
         """The version of the weights that this rank holds; 0 before they are loaded."""
         return self._epoch.weights_version if self._epoch is not None else 0

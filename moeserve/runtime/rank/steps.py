@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moeserve.runtime.control.stream import Message, StreamClosed
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.errors import WrongVersion
 from moeserve.runtime.rank.answers import InOrder, on_host
 from moeserve.runtime.rank.lane import Lane
+from moeserve.runtime.rank.measured import RowsReading, since
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.reports import Counted, Reports
 from moeserve.runtime.rank.transfers import InFlight
@@ -66,6 +67,9 @@ class MemberSteps:
         self.steps = self.expert_rows = 0  # since the start
         self.failed: Callable[[Message, Exception], None] = _nobody_hears  # of a step without an answer
         self._broken = 0  # the generation in which a step failed: it gives out no further answer
+        self.observe_rows: Callable[[int, int], None] = _nobody_counts  # by layer, as the device has counted
+        self._computed: list[int] = []  # as last read
+        self._untold = False  # whether it was said that the device's timestamps cannot be read
         self._finishing = InOrder("answers")
         self._reports = Reports(send)
         self._reported = 0  # steps in the last report
@@ -121,13 +125,16 @@ class MemberSteps:
             flight = transfers.abandoned(kept)
             self._finishing.beside(lambda: _end(flight))
             raise
-        return transfers.fetch(answer, parts, kept), phases
+        flight = transfers.fetch(answer, parts, kept)
+        rank.count()
+        return flight, phases
 
     def _finish(self, launched: _Launched) -> None:
         """Waits for a step's answer and gives it to the callers, unless it is no good."""
         header, generation = launched.header, launched.generation
         try:
             launched.flight.event.synchronize()
+            ended = time.monotonic()
             late = self._rank.late(header.layer)
             if generation == self._broken:
                 raise RuntimeError(f"step {header.number} has no answer, since one before it failed")
@@ -144,7 +151,7 @@ class MemberSteps:
                 told = told or self._done(launched)  # the next step's header need not wait for all answers
         if not told:
             self._done(launched)
-        self._note(launched, late)
+        self._note(launched, late, ended)
 
     def _done(self, launched: _Launched) -> bool:
         """Tells the coordinator that the step has ended here."""
@@ -161,14 +168,29 @@ class MemberSteps:
         except StreamClosed as closed:
             log.info("nobody is told of a failed step any more: %s", closed)
 
-    def _note(self, launched: _Launched, late: tuple[int, ...]) -> None:
-        """Counts a step that was answered."""
+    def _note(self, launched: _Launched, late: tuple[int, ...], ended: float) -> None:
+        """Counts a step that was answered, and `ended` at a time of the monotonic clock."""
         header, phases, parts = launched.header, launched.phases, launched.parts
         self.steps += 1
         self.expert_rows += max(0, phases.expert_rows)
-        wait = max((launched.started - job.created for _, job in parts if job is not None), default=0.0)
+        began = launched.started
+        if phases.on_device is not None:  # the host began to launch it while others were computed
+            phases = self._measured(phases)
+            if phases.timed:
+                began = max(began, ended - phases.dispatch - phases.compute - phases.combine)
+        wait = max((began - job.created for _, job in parts if job is not None), default=0.0)
         rows = sum(size for size, _ in parts)
         self._observe(StepRecord(header.number, header.layer, len(parts), rows, wait, phases, late))
+
+    def _measured(self, phases: Phases) -> Phases:
+        """The phases by the device's clock; not timed where it cannot be read, which is logged once."""
+        try:
+            return phases.measured()
+        except RuntimeError as error:
+            if not self._untold:
+                self._untold = True
+                log.warning("the device's timestamps cannot be read, phases are not shown: %s", error)
+            return replace(phases, timed=False, on_device=None)
 
     def _retire(self, upload: Upload) -> None:
         """Lets go of rows that were uploaded for no step, once their copy has ended."""
@@ -196,9 +218,19 @@ class MemberSteps:
         if self.steps == self._reported or generation is None:
             return
         self._reported, self._reported_at = self.steps, time.monotonic()
+        if (computed := self._rank.rows_computed()) is not None:
+            self._finishing.beside(lambda: self._take_rows(computed))
         if (meter := self._rank.meter) is not None:
             load = meter.snapshot(time.monotonic())
             self._reports.put(Counted(generation, self.steps, self.expert_rows, load))
+
+    def _take_rows(self, computed: RowsReading) -> None:
+        """Notes the rows that the device has counted."""
+        now = computed.read()
+        grown, self._computed = since(now, self._computed), now
+        for layer, rows in zip(self._rank.served.layers, grown, strict=True):
+            self.expert_rows += rows
+            self.observe_rows(layer, rows)
 
     def close(self) -> None:
         """Finishes what was launched, and reports nothing any more."""
@@ -234,6 +266,10 @@ def _end(flight: InFlight) -> None:
     """Waits for the copies of a step that failed, and lets go of what they used."""
     flight.event.synchronize()
     flight.release()
+
+
+def _nobody_counts(layer: int, rows: int) -> None:
+    """Does nothing with rows that were counted on the device."""
 
 
 def _nobody_hears(entry: Message, error: Exception) -> None:

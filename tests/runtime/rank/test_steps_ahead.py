@@ -33,7 +33,7 @@ class FakeRank:
         self.plans = {0: SimpleNamespace(problem=SimpleNamespace(top_k=K))}
         self.launched: list[int] = []
         self.bad: dict[int, Exception] = {}  # by how many steps were looked at
-        self.looked = 0
+        self.looked = self.counted = 0
 
     def room(self, layer: int, lane_rows: tuple[int, ...]) -> StepRoom:
         return StepRoom.of(torch.zeros(lane_rows[0], H), K)
@@ -41,6 +41,12 @@ class FakeRank:
     def step(self, layer: int, rows: Any, lane_rows: tuple[int, ...], number: int) -> Any:
         self.launched.append(number)
         return rows.hidden * 2, Phases(0.0, 0.0, 0.0, 1, 0, 0, "local")
+
+    def count(self) -> None:
+        self.counted += 1
+
+    def rows_computed(self) -> None:
+        return None
 
     def late(self, layer: int) -> tuple[int, ...]:
         self.looked += 1
