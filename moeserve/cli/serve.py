@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -53,9 +52,12 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ValueError for bad input, OSError or RuntimeError, and BrokenPipeError for a closed stdout.
     """
+    from moeserve.runtime.telemetry import logs
+
     config = config_of(args)
     print("\n".join(config.lines()), flush=True)
     _check_served(config)
+    logs.start(config.log, "head" if config.cluster.launcher == "local" else "launcher")
     cluster = _cluster(config)
     signals = _Signals()
     try:
@@ -143,12 +145,8 @@ def _cluster(config: Config) -> Cluster:
 
 
 def _watch(cluster: Cluster, signals: _Signals) -> None:
-    """Waits for a signal to stop; prints when the group forms anew. Raises RuntimeError when it gave up."""
-    seen = "serving"
+    """Waits for a signal to stop. Raises RuntimeError when it gave up."""
     while not signals.stop.wait(LOOK_SECONDS):
         state, reason = cluster.state()
         if state == "failed":
             raise RuntimeError(f"the group failed: {reason}")
-        if state != seen:
-            print(f"{state}: {reason}" if reason else state, file=sys.stderr, flush=True)
-            seen = state

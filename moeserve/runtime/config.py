@@ -99,7 +99,7 @@ class StepConfig:
     gather_seconds: float = 0.004  # but never longer than this after its oldest job
     due_seconds: float = 1.0  # a job is due so long after it came, or at its deadline where that is earlier
     timeout_seconds: float = 30.0  # of one collective; a rank that does not answer by then is lost
-    late_seconds: float = 0.0  # a dispatcher over peer memory waits so long for a rank; 0: timeout_seconds
+    late_seconds: float = 10.0  # a step may stand still so long; then who holds it up; 0: timeout_seconds
     on_late: str = FAIL  # what becomes of a step without a late rank's rows: fail, or drop them and go on
     graph_rows: int = 256  # of the fullest lane, up to which a GPU's steps are CUDA graphs; 0: none are
 
@@ -143,6 +143,8 @@ class ServerConfig:
     reload_root: str = ""  # folder below which a checkpoint has to be to be reloaded; empty: anywhere
     region_bytes: int = 4 << 30  # of shared memory a rank may hand out
     allow_named_regions: bool = False  # unsafe: clients may register any shared-memory object by name
+    max_held_rows: int = 65536  # of the calls that a lane holds; it refuses more, with pushback
+    queue_seconds: float = 10.0  # that a call may wait at a lane, whatever its deadline; longer is refused
     registered_bytes: int = 4 << 30  # of regions, that a GPU copies from and to by itself; 0: none
 
 
@@ -163,6 +165,8 @@ class ClusterConfig:
     join_seconds: float = 300.0  # for the ranks' process group and dispatchers
     adopt_seconds: float = 60.0  # for every rank to serve a change of the epoch that was decided
     send_seconds: float = 5.0  # while a rank takes nothing of what the head sends it
+    begin_seconds: float = 180.0  # for a rank's process to reach the head, once it was started
+    stopped_seconds: float = 1.5  # a rank's process that does not run so long is given up; 0: never
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,20 @@ class MembersConfig:
     max_lanes: int = 0  # that bring rows, callers' own ones with them; 0: as many as ranks
     max_owners: int = 0  # that hold experts; 0: as many as ranks
     held_multiprocessors: int = 0  # of each GPU: that waiting kernels of others may hold
+
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What each process of the service logs to its stderr."""
+
+    level: str = "info"  # from which on: debug, info, warning, error
+    format: str = "text"  # text, or json: one object a line
+    bytes_per_minute: int = 1 << 20  # of one process; what is over it is counted and left out; 0: no limit
+    repeat_seconds: float = 10.0  # within which a line that comes again is counted; 0: each is written
 
 
 LAST_PORT = 65535
@@ -193,6 +211,8 @@ POSITIVE = frozenset(
         "server.request_seconds",
         "server.unread_seconds",
         "server.max_message_bytes",
+        "server.max_held_rows",
+        "server.queue_seconds",
         "cluster.start_timeout_seconds",
         "cluster.connect_seconds",
         "cluster.hello_seconds",
@@ -201,6 +221,7 @@ POSITIVE = frozenset(
         "cluster.join_seconds",
         "cluster.adopt_seconds",
         "cluster.send_seconds",
+        "cluster.begin_seconds",
     }
 )
 """Keys whose numbers must be more than 0; no other number but a port may be under 0."""
@@ -218,6 +239,7 @@ class Config:
     members: MembersConfig = field(default_factory=MembersConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
     @classmethod
     def load(cls, path: str | Path) -> Config:
@@ -272,6 +294,8 @@ class Config:
         _one_of("plan.device", self.plan.device, (AUTO, "cpu", "cuda"))
         _one_of("plan.measure", self.plan.measure, MEASURES)
         _one_of("step.on_late", self.step.on_late, (FAIL, DROP))
+        _one_of("log.level", self.log.level, LOG_LEVELS)
+        _one_of("log.format", self.log.format, LOG_FORMATS)
         for table in fields(self):
             _check_numbers(table.name, getattr(self, table.name))
         try:

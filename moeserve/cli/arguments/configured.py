@@ -63,6 +63,8 @@ SERVE_FLAGS: dict[str, tuple[str, type, str]] = {
         str,
         "what starts the ranks: ray, or local for processes of this machine",
     ),
+    "--log-level": ("log.level", str, "level from which on to log: debug, info, warning or error"),
+    "--log-format": ("log.format", str, "format of the log: text, or json for one object a line"),
 }
 """Flag -> (dotted key of the configuration, type, help)."""
 

@@ -121,6 +121,16 @@ class AsyncMoeClient:
         reply: moe_pb2.ReloadReply = await self._door.unary(self._door.admin.Reload, request, timeout)
         return reply
 
+    async def set_log_level(self, level: str = "", logger: str = "") -> moe_pb2.SetLogLevelReply:
+        """Sets how much the head and all ranks log: debug, info, warning or error; empty: changes nothing.
+
+        logger: whose lines, such as moeserve.runtime.head or grpc; empty: all of moeserve's. The reply has
+        the levels that were set. Raises InvalidArgument for an unknown logger or level.
+        """
+        request = moe_pb2.SetLogLevelRequest(level=level, logger=logger)
+        reply: moe_pb2.SetLogLevelReply = await self._ask(self._door.admin.SetLogLevel, request)
+        return reply
+
     async def health(self, service: str = health.SERVICE) -> str:
         """`SERVING`, `NOT_SERVING` or `UNKNOWN`, by grpc.health.v1; NotFound for an unknown service."""
         check = self._door.channel.unary_unary(health.METHOD, None, None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
+from collections.abc import Mapping
 
 from moeserve import __version__
 from moeserve.experts.balance import Policy, balancer_named
@@ -18,6 +20,7 @@ from moeserve.runtime.head.rebalancer import Rebalancer
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.planning.layers import first_epoch
 from moeserve.runtime.served import Served, model_name, served_from
+from moeserve.runtime.telemetry import logs
 from moeserve.runtime.telemetry.head import CoordinatorTelemetry
 
 log = logging.getLogger(__name__)
@@ -43,7 +46,10 @@ class HeadProcess:
             step.lane_rows, step.max_step_tokens, step.quiet_seconds, step.gather_seconds, step.due_seconds
         )
         self.token = secrets.token_hex(16)
+        logs.hide(self.token)
         self.coordinator = Coordinator(epoch, served.layers, pace, host, self.token)
+        logs.tell_where(lambda: (self.coordinator.generation, self.coordinator.epoch.number))
+        log_levels = LogLevels(config.log.level, self.coordinator)
         self.coordinator.generations.patience = patience_of(config)
         self.rebalancer = Rebalancer(
             self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
@@ -65,6 +71,7 @@ class HeadProcess:
             model_name(config), served, self.coordinator, server.max_message_bytes, self._telemetry.request
         )
         operations = Operations(served, self.rebalancer, server.reload_root)
+        operations.on_log_level = log_levels.set
         self._endpoint = Endpoint(
             {"FrontService": self._front, "AdminService": AdminDoor(operations)},
             NOT_A_LANE,
@@ -108,6 +115,27 @@ class HeadProcess:
         self._telemetry.set_progress(progress)
 
 
+class LogLevels:
+    """The levels that an operator sets while the service runs, of loggers of the head and of every member."""
+
+    def __init__(self, level: str, coordinator: Coordinator) -> None:
+        self._levels = {logs.OWN: level}
+        self._coordinator = coordinator
+        self._lock = threading.Lock()
+
+    def set(self, logger: str, level: str) -> Mapping[str, str]:
+        """Sets a logger's level everywhere; an empty level changes nothing. Returns the level of each logger
+        that was set. Raises ValueError naming what is wrong.
+        """
+        with self._lock:
+            if level:
+                levels = self._levels | dict([logs.checked_level(logger, level)])
+                logs.set_levels(levels)
+                self._levels = levels
+                self._coordinator.set_log_levels(levels)
+            return dict(self._levels)
+
+
 def why_not_serving(progress: Progress) -> str:
     """Why layers cannot be served now; empty while they can."""
     return "" if progress.state == "serving" else progress.reason or f"the group is {progress.state}"
@@ -124,6 +152,7 @@ def patience_of(config: Config) -> Patience:
         adopt=cluster.adopt_seconds,
         hello=cluster.hello_seconds,
         send=cluster.send_seconds,
+        late=config.step.patience,
     )
 
 

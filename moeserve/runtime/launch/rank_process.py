@@ -17,6 +17,7 @@ from moeserve.proto.host_id import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.control.messages import plans_message
 from moeserve.runtime.control.stream import Stream, StreamClosed, connect
+from moeserve.runtime.doors.calls.rows import RowAdmission, RowLimits
 from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR, LaneDoor
 from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
@@ -33,6 +34,7 @@ from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopySources, Mover
 from moeserve.runtime.rank.weights.peers import Peers, WeightsServer, unread_seconds
 from moeserve.runtime.served import model_name, served_from
+from moeserve.runtime.telemetry import logs
 from moeserve.runtime.telemetry.exporter import RankTelemetry
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,13 @@ def run_rank(spec: RankSpec) -> None:
     coordinator.
     """
     _prepare_process(spec)
+    try:
+        _run_rank(spec)
+    finally:
+        logs.finish()
+
+
+def _run_rank(spec: RankSpec) -> None:
     started = time.perf_counter()
     try:
         stream = connect(spec.coordinator, spec.config.cluster.connect_seconds)
@@ -133,7 +142,9 @@ class _RankProcess:
         self._mover = self._mover_of(spec, rank, device)
         self.member.mover = self._mover
         reader = RequestReader(name, served, rank.experts.gate, Payloads(self._regions))
+        rows = RowLimits(config.server.max_held_rows, config.server.queue_seconds, config.step.due_seconds)
         door = LaneDoor(reader, lane, self._regions, self.member.weights_version, self._telemetry.request)
+        door.admission = RowAdmission(rows)
         self._endpoint = Endpoint(
             {"LaneService": door},
             NOT_THE_FRONT_DOOR,
@@ -142,6 +153,8 @@ class _RankProcess:
         )
         self.member.on_serving = self._serving
         self.member.on_epoch = self._telemetry.set_group
+        self.member.on_log_levels = logs.set_levels
+        logs.tell_where(lambda: self.member.where)
         self.metrics_address = self._serve_metrics(spec)
         self.address = self._endpoint.start(spec.host, 0)
 
@@ -190,4 +203,5 @@ def _prepare_process(spec: RankSpec) -> None:
     torch.set_num_threads(threads)
     tune_process()
     set_environment(spec.host)
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {spec.rank} %(levelname)s %(message)s")
+    logs.start(spec.config.log, f"rank {spec.rank}")
+    logs.hide(spec.token)

@@ -19,6 +19,7 @@ from moeserve.runtime.config import Config, ConfigError
 from moeserve.runtime.launch.environment import machine_for, tune_process
 from moeserve.runtime.launch.head_process import HeadProcess
 from moeserve.runtime.launch.rank_process import RankSpec, run_rank
+from moeserve.runtime.telemetry import logs
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class _HeadActor:
 
     def __init__(self, config: Config, host: str) -> None:
         tune_process()
+        logs.start(config.log, "head")
         self._head = HeadProcess(config, host)
 
     def addresses(self) -> tuple[str, str, str]:

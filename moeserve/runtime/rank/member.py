@@ -12,23 +12,26 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]  # not exported
 
 from moeserve.dispatch.group import GroupKind, abort_group, end_group, form_group
+from moeserve.proto.texts import clipped
 from moeserve.runtime.control.messages import (
     announcement_message,
     committed_epoch,
     epoch_from,
     header_from,
+    here_message,
     order_from,
     plans_message,
     vote_message,
 )
 from moeserve.runtime.control.orders import StageOrder, Vote
+from moeserve.runtime.control.reached import Phase
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.rank.experts import LayerProgress
@@ -79,6 +82,14 @@ class Member:
         self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
         self.on_epoch: Callable[[int, int], None] = lambda generation, epoch: None  # between two steps
+        self.on_log_levels: Callable[[Mapping[str, str]], None] = lambda levels: None  # by logger
+
+    @property
+    def where(self) -> tuple[int | None, int | None]:
+        """The generation and the epoch that this member is in, None for none; takes no lock."""
+        epoch = self._epoch
+        generation = self._generation if self._generation > 0 else None
+        return generation, None if epoch is None else epoch.number
 
     def observe_rows(self, observe: Callable[[int, int], None]) -> None:
         """Has `observe` told how many rows of a layer the device has computed since the last time."""
@@ -104,13 +115,16 @@ class Member:
         threading.Thread(target=self._receive, name="stream", daemon=True).start()
         while (entry := self._next())["kind"] != "stop":
             if entry.get("generation") != self._generation and entry["kind"] != "abort":
-                continue  # of a generation that was aborted
+                what, of = entry["kind"], entry.get("generation")
+                log.info("%r of generation %s does not count: it was aborted", what, of)
+                continue
             try:
                 self._execute(entry)
             except StreamClosed:
                 break
             except Exception as error:
                 self._report_failure(entry, error)
+        log.info("rank %d stops: the head says so, or is gone", self._rank.index)
         self._close_lane("the rank is stopping")
         self._steps.close()
         self._leave()
@@ -135,6 +149,9 @@ class Member:
                 if message["kind"] in ("stage", "abandon"):
                     self._prepare_change(message)
                     continue
+                if message["kind"] == "log_levels":
+                    self.on_log_levels(message["levels"])
+                    continue
                 if message["kind"] == "ask":
                     self._say_here(message["generation"])
                     continue
@@ -142,6 +159,9 @@ class Member:
                     threading.Thread(target=self._drain, args=(message,), name="drain", daemon=True).start()
                     continue
                 if message["kind"] == "abort":
+                    log.info(
+                        "generation %d is aborted: %s", message["generation"], clipped(message["reason"])
+                    )
                     self._generation = ABORTED
                     self._close_lane(message["reason"])  # after the generation: a commit under way sees it
                     self._interrupt()
@@ -202,6 +222,7 @@ class Member:
 
     def _prepare(self, entry: Message) -> None:
         """Loads what the epoch gives this member, unless it has it, and votes."""
+        self._rank.progress.join(Phase.PREPARED)
         self._leave()
         if self.mover is not None:
             self.mover.release()
@@ -233,8 +254,10 @@ class Member:
         if self._epoch is None:
             raise RuntimeError("join came before prepare")
         started = time.perf_counter()
+        self._rank.progress.join(Phase.GROUP)
         self._join(entry["store"], entry["generation"], (entry["position"], entry["size"]))
         grouped = time.perf_counter()
+        self._rank.progress.join(Phase.DISPATCHERS)
         self._rank.join(self._group)
         log.info(
             "rank %d: joined generation %d, its process group in %.2f s, dispatchers in %.2f s",
@@ -243,6 +266,7 @@ class Member:
             grouped - started,
             time.perf_counter() - grouped,
         )
+        self._rank.progress.join(Phase.JOINED)
         if self._lane is not None:
             self._lane.open()
         if entry["generation"] != self._generation:  # aborted while it joined
@@ -305,7 +329,7 @@ class Member:
 
     def _say_here(self, generation: int) -> None:
         """Tells the head that this process runs, and goes on."""
-        self._stream.send({"kind": "here", "generation": generation})
+        self._stream.send(here_message(generation, self._rank.progress.reached))
 
     def _load(self, epoch: Epoch, generation: int) -> None:
         started, bar = time.perf_counter(), progress_bar(self._rank.index)

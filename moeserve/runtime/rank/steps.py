@@ -144,6 +144,7 @@ class MemberSteps:
             return
         finally:
             launched.flight.release()
+        self._rank.progress.end(header.number)
         told = False
         for output, (_, job) in zip(launched.flight.outputs, launched.parts, strict=True):
             if job is not None and output is not None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from slow_engines import SECONDS, SlowEngines
 
+from moeserve.runtime.control.reached import Progress
 from moeserve.runtime.rank import answers
 from moeserve.runtime.rank.answers import MOST_UNFINISHED, InOrder
 from moeserve.runtime.rank.lane import Lane, LaneBatch, LaneCall
@@ -26,7 +27,7 @@ class FakeRank:
     """Doubles rows; its device is slow, and what its steps went without is what a test says."""
 
     def __init__(self, device: str = "fake") -> None:
-        self.index, self.device, self.meter = 0, device, None
+        self.index, self.device, self.meter, self.progress = 0, device, None, Progress()
         self.served = SimpleNamespace(
             layers=(0,), dtype=torch.float32, checkpoint=SimpleNamespace(hidden=H), lane_rows=16
         )

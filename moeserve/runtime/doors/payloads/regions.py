@@ -5,6 +5,7 @@ can neither shrink it (reading a truncated mapping would kill this process with 
 add seals.
 """
 
+import logging
 import mmap
 import os
 import re
@@ -20,6 +21,8 @@ from moeserve.runtime.doors.payloads.errors import NamedRegionRefused, RegionLim
 from moeserve.runtime.doors.payloads.handover import Handover, TakeCall
 from moeserve.runtime.doors.payloads.memory import named_memory, sealed_memory
 from moeserve.runtime.doors.payloads.registration import Registrar, Registration
+
+log = logging.getLogger(__name__)
 
 CLAIM_SECONDS = 10.0
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
@@ -245,6 +248,7 @@ class Regions:
         with self._lock:
             for region in [*self._regions.values()]:
                 if region.descriptor is not None and not region.claimed and region.made < latest:
+                    log.info("%s is given back: not fetched in %g s", region.public, CLAIM_SECONDS)
                     self._forget(region)
 
     def _reserve(self, size: int) -> None:
