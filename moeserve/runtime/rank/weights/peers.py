@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 WITHIN_SECONDS = 20.0
 UNREAD_SECONDS = 60.0  # a peer that takes no byte for so long gets no more
-MOST_STRANGERS = 64  # who have yet to show the token
 HELLO_SECONDS = 10.0  # within which whoever connects has to show the token
 
 
