@@ -19,6 +19,8 @@ MEASURED = ("OK", "DEADLINE_EXCEEDED")
 
 Leave = Callable[[str], None]
 
+HEADROOM = 0.8  # of the time until its deadline: a call that would take longer is not let in
+
 SHORT_SECONDS = 1.0  # after a refusal for lack of room, for which callers have their shares only
 
 LEAST_PART = 16
@@ -51,7 +53,7 @@ class _Asked:
     rows: int
     ahead: int  # rows that would be served before, and its own
     own: int  # of these, its caller's
-    seconds: float  # within which it has to be answered
+    seconds: float  # within which it should be answered
 
 
 class RowAdmission:
@@ -91,7 +93,8 @@ class RowAdmission:
             before = [held for held in self._held if held.urgency <= urgency]
             ahead = rows + sum(held.rows for held in before)
             own = rows + sum(held.rows for held in before if held.caller is caller)
-            why = self._why_not(caller, _Asked(rows, ahead, own, min(deadline - now, self.limits.seconds)))
+            seconds = HEADROOM * min(deadline - now, self.limits.seconds)
+            why = self._why_not(caller, _Asked(rows, ahead, own, seconds))
             if why:
                 raise LaneFull(why, self._callers.refuse(caller, now))
             held = _Held(caller, rows, ahead, urgency, now, self._pace.foretold(ahead, now))
@@ -126,7 +129,7 @@ class RowAdmission:
             self._short = now
             return (
                 f"{asked.ahead - asked.rows} rows are served before: at this lane's pace a call would take "
-                f"{foretold:.2f} s, and has {asked.seconds:.2f} s"
+                f"{foretold:.2f} s, and should take {asked.seconds:.2f} s"
             )
         wanting = self._callers.wanting(caller, now)
         if len(wanting) == 1 or asked.own == asked.rows or now - self._short > SHORT_SECONDS:
