@@ -22,13 +22,15 @@ from moeserve.checkpoints.load_as import keeps, scheme_to_load_as
 from moeserve.checkpoints.names import LayerNames, correction_biases, expert_layers
 from moeserve.checkpoints.nearest import in_its_place
 from moeserve.checkpoints.reading import copy_expert
-from moeserve.checkpoints.store import CheckpointError, TensorStore, read_json
+from moeserve.checkpoints.store import CheckpointError, TensorStore, read_json, values_of
 from moeserve.experts.batch import ExpertShape, ExpertWeights
 from moeserve.experts.routing.gate import Gate, gate_for
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import FLOATS
 
 __all__ = ["Checkpoint", "CheckpointError"]
+
+CONFIG = "config.json"
 
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files in which producers put the quantization config when config.json has none."""
@@ -52,6 +54,11 @@ class Checkpoint:
         self.path = located(path)
         check_contents(self.path)
         self._load_as_name = load_as
+        with values_of(self.path / CONFIG):
+            self._open(load_as)
+
+    def _open(self, load_as: str | None) -> None:
+        """Reads the config and the headers."""
         whole = _config(self.path)
         self.family, self.config = family_of(whole)
         self.model_type = self.family.model_type
@@ -134,8 +141,9 @@ class Checkpoint:
         """
         if layer not in self._gates:
             self._stored(layer)
-            gate = replace(gate_for(self.config), by_token=self.family.by_token(self.config, layer))
-            self._gates[layer] = self._biased(gate, layer) if gate.biased and not gate.by_token else gate
+            with values_of(self.path / CONFIG):
+                gate = replace(gate_for(self.config), by_token=self.family.by_token(self.config, layer))
+                self._gates[layer] = self._biased(gate, layer) if gate.biased and not gate.by_token else gate
         return self._gates[layer]
 
     def experts(self, layer: int, ids: Sequence[int], *, part: tuple[int, int] = (0, 1)) -> ExpertWeights:
@@ -220,7 +228,7 @@ class Checkpoint:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    config = read_json(path / "config.json")
+    config = read_json(path / CONFIG)
     if config.get("zero_expert_num"):
         raise CheckpointError(f"zero_expert_num={config['zero_expert_num']}: zero-experts are not served")
     return config

@@ -115,7 +115,7 @@ class Reception:
                 stream.bound_sends(self.send_seconds)
                 hello = self._hello(stream)
                 rank, seat = self._introduced(hello, stream)
-                self._events.rank_connected(rank, seat, str(hello.get("refused", "")))
+                self._events.rank_connected(rank, seat, clipped(str(hello.get("refused", ""))))
                 while True:
                     self._events.message_received(rank, seat, stream.receive())
         except StreamClosed as closed:
@@ -124,10 +124,10 @@ class Reception:
                 log.warning("a stream from %s ended before its hello: %s", peer, why)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             log.error("refused a stream from %s: %s", peer, clipped(str(error)))
-            why = f"sent a malformed message: {error}"
+            why = clipped(f"sent a malformed message: {error}")
         except Exception as error:
             log.exception("the thread of rank %d, %s, ends", rank, peer)
-            why = f"its message could not be taken: {type(error).__name__}: {error}"
+            why = clipped(f"its message could not be taken: {type(error).__name__}: {error}")
         finally:
             if seat is not None:
                 self._events.rank_lost(rank, seat, why)

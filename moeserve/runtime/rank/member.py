@@ -19,7 +19,7 @@ from datetime import timedelta
 from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]  # not exported
 
 from moeserve.dispatch.group import GroupKind, abort_group, end_group, form_group
-from moeserve.proto.texts import clipped
+from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.control.messages import (
     announcement_message,
     committed_epoch,
@@ -206,7 +206,8 @@ class Member:
     def _report_failure(self, entry: Message, error: Exception) -> None:
         """A rank never skips an entry: if it cannot run one, the generation aborts."""
         first_line = (str(error).splitlines() or [""])[0]
-        reason = f"rank {self._rank.index}: {entry['kind']} failed: {type(error).__name__}: {first_line}"
+        what = f"rank {self._rank.index}: {quoted(entry['kind'])} failed: {type(error).__name__}"
+        reason = clipped(f"{what}: {first_line}")
         if entry.get("generation") != self._generation:
             log.info("%s (its generation was aborted)", reason)
             return
