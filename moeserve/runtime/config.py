@@ -103,7 +103,7 @@ class StepConfig:
     gather_seconds: float = 0.004  # but never longer than this after its oldest job
     due_seconds: float = 1.0  # a job is due so long after it came, or at its deadline where that is earlier
     timeout_seconds: float = 30.0  # of one collective; a rank that does not answer by then is lost
-    late_seconds: float = 0.0  # a dispatcher over peer memory waits so long for a rank; 0: timeout_seconds
+    late_seconds: float = 10.0  # a step may stand still so long; then who holds it up; 0: timeout_seconds
     on_late: str = FAIL  # what becomes of a step without a late rank's rows: fail, or drop them and go on
     graph_rows: int = 256  # of the fullest lane, up to which a GPU's steps are CUDA graphs; 0: none are
 
@@ -147,6 +147,8 @@ class ServerConfig:
     reload_root: str = ""  # folder below which a checkpoint has to be to be reloaded; empty: anywhere
     region_bytes: int = 4 << 30  # of shared memory a rank may hand out
     allow_named_regions: bool = False  # unsafe: clients may register any shared-memory object by name
+    max_held_rows: int = 65536  # of the calls that a lane holds; it refuses more, with pushback
+    queue_seconds: float = 10.0  # that a call may wait at a lane, whatever its deadline; longer is refused
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,8 @@ class ClusterConfig:
     join_seconds: float = 300.0  # for the ranks' process group and dispatchers
     adopt_seconds: float = 60.0  # for every rank to serve a change of the epoch that was decided
     send_seconds: float = 5.0  # while a rank takes nothing of what the head sends it
+    begin_seconds: float = 180.0  # for a rank's process to reach the head, once it was started
+    stopped_seconds: float = 1.5  # a rank's process that does not run so long is given up; 0: never
 
 
 @dataclass(frozen=True)
@@ -210,6 +214,8 @@ POSITIVE = frozenset(
         "server.request_seconds",
         "server.unread_seconds",
         "server.max_message_bytes",
+        "server.max_held_rows",
+        "server.queue_seconds",
         "cluster.start_timeout_seconds",
         "cluster.connect_seconds",
         "cluster.hello_seconds",
@@ -218,6 +224,7 @@ POSITIVE = frozenset(
         "cluster.join_seconds",
         "cluster.adopt_seconds",
         "cluster.send_seconds",
+        "cluster.begin_seconds",
     }
 )
 """Keys whose numbers must be more than 0; no other number but a port may be under 0."""

@@ -11,11 +11,11 @@ from quantized import PRODUCERS
 
 from moeserve.checkpoints.dialects import DIALECTS, FAMILIES, dialect_for, family_of
 from moeserve.checkpoints.dialects.dialect import Storage
-from moeserve.checkpoints.family import required
-from moeserve.checkpoints.names import LayerNames, correction_biases, expert_layers
+from moeserve.checkpoints.families.config import required
+from moeserve.checkpoints.names import LayerNames, Spelling, correction_biases, expert_layers
 from moeserve.checkpoints.store import CheckpointError
 from moeserve.checkpoints.stored import StoredTensor
-from moeserve.experts.routing.gate import FAMILIES as GATES
+from moeserve.experts.routing.families import FAMILIES as GATES
 from moeserve.quant.format import WHOLE, Format, Part, Scheme
 from moeserve.quant.formats.floats import BF16
 
@@ -48,7 +48,7 @@ REFUSED: list[dict[str, Any]] = [
 
 
 def layer_names(module: str) -> LayerNames:
-    return LayerNames(module, ("gate_proj", "up_proj", "down_proj"), False, frozenset({0}), frozenset())
+    return LayerNames(module, Spelling(("gate_proj", "up_proj", "down_proj")), frozenset({0}), frozenset())
 
 
 LAYER = layer_names("model.layers.0.mlp")

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.experts.routing.gate import FAMILIES, Gate, gate_for
+from moeserve.experts.routing.families import FAMILIES, gate_for
+from moeserve.experts.routing.gate import Gate
 
 COUNTS = {"num_experts_per_tok": 2, "num_local_experts": 16}
 

@@ -14,6 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
+from moeserve.runtime.doors.calls.rows import Leave, RowAdmission, RowLimits
 from moeserve.runtime.doors.deadlines import Observe, seconds_left
 from moeserve.runtime.doors.failures import GrpcStatus, guarded, status_of
 from moeserve.runtime.doors.operations import BadRequest
@@ -47,6 +48,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         weights_version: Callable[[], int],
         observe: Observe,
     ) -> None:
+        self.admission = RowAdmission(RowLimits())  # of rows; its owner may set another before calls come
         self._reader = reader
         self._lane = lane
         self._regions = regions
@@ -57,9 +59,11 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
     def Forward(self, request: moe_pb2.ForwardRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
         """Runs one batch and waits for its answer."""
         started, transport, code = time.perf_counter(), "inline", "OK"
+        leave: Leave = _not_held
         remaining = seconds_left(context)
         deadline = math.inf if remaining is None else time.monotonic() + remaining
         try:
+            leave = self._enter(request, context.peer(), deadline)
             asked = self._reader.read(request, deadline)
             transport = asked.transport
             try:
@@ -71,7 +75,18 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             code = status.code
             status.abort(context)
         finally:
+            leave(code)
             self._observe("Forward", transport, code, time.perf_counter() - started)
+
+    def _enter(self, request: moe_pb2.ForwardRequest, peer: str, deadline: float) -> Leave:
+        """Lets in the rows of a request; returns what ends that. Raises LaneFull.
+
+        More rows than a lane ever takes, or none, are for those to refuse or answer who read the request.
+        """
+        rows = request.hidden.shape[0] if request.hidden.shape else 0
+        if not 0 < rows <= self._lane.most_rows:
+            return _not_held
+        return self.admission.enter(peer, rows, deadline)
 
     def _run(self, asked: CheckedRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
         if not asked.batch.hidden.shape[0]:
@@ -96,7 +111,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
     ) -> Iterator[moe_pb2.ForwardStreamReply]:
         """Runs batches as they arrive; replies come as they are ready, under their job ids."""
         replies: queue.SimpleQueue[moe_pb2.ForwardStreamReply | None] = queue.SimpleQueue()
-        stream = LaneStream(self, replies)
+        stream = LaneStream(self, replies, context.peer())
         if not context.add_callback(stream.left):  # the RPC is over already
             stream.left()
         threading.Thread(
@@ -105,8 +120,10 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         while (reply := replies.get()) is not None:
             yield reply
 
-    def take_packet(self, packet: bytes, answer: Callable[[bytes], None]) -> Callable[[], None]:
-        """Starts the ForwardRequest in `packet`, which came over a region's lease.
+    def take_packet(
+        self, packet: bytes, answer: Callable[[bytes], None], peer: str = "unix:"
+    ) -> Callable[[], None]:
+        """Starts the ForwardRequest in `packet`, which came over a region's lease from the process `peer`.
 
         `answer` gets the bytes of its ForwardStreamReply. Returns what gives the call up.
         """
@@ -125,7 +142,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             failed = status_of(BadRequest(wrong)).as_message()
             ended(moe_pb2.ForwardStreamReply(job_id=request.job_id, error=failed))
             return _nothing
-        call = self.begin(request, ended, "RegionCall")
+        call = self.begin(request, ended, peer, "RegionCall")
         if call is None:
             return _nothing
         under_way = weakref.ref(call)  # a lease may be idle for long, and must not keep what was answered
@@ -142,15 +159,17 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         self,
         request: moe_pb2.ForwardRequest,
         ended: Callable[[moe_pb2.ForwardStreamReply], None],
+        peer: str,
         method: str = "ForwardStream",
     ) -> LaneCall | None:
-        """Starts a request; `ended` gets its reply, from whichever thread ends it.
+        """Starts a request of `peer`; `ended` gets its reply, from whichever thread ends it.
 
         method: as metrics name it. Returns the call, or None for a request that has ended already.
         """
         started = time.perf_counter()
         deadline = time.monotonic() + request.timeout_ms / 1000 if request.timeout_ms else math.inf
         transport = "inline"
+        leave: Leave = _not_held
 
         def end(outcome: Callable[[], moe_pb2.ForwardReply]) -> None:
             reply, code = moe_pb2.ForwardStreamReply(job_id=request.job_id), "OK"
@@ -161,6 +180,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
                 code = status.code
                 reply.error.CopyFrom(status.as_message())
             seconds = time.perf_counter() - started
+            leave(code)
             ended(reply)
             self._observe(method, transport, code, seconds)  # after the answer has left
 
@@ -168,6 +188,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             raise error
 
         try:
+            leave = self._enter(request, peer, deadline)
             asked = self._reader.read(request, deadline)
         except Exception as error:
             end(lambda error=error: fail(error))  # type: ignore[misc]
@@ -246,8 +267,11 @@ class LaneStream:
     `replies` gets each reply as it is ready, and None when there will be no more.
     """
 
-    def __init__(self, door: LaneDoor, replies: queue.SimpleQueue[moe_pb2.ForwardStreamReply | None]) -> None:
+    def __init__(
+        self, door: LaneDoor, replies: queue.SimpleQueue[moe_pb2.ForwardStreamReply | None], peer: str = ""
+    ) -> None:
         self._door = door
+        self._peer = peer
         self._replies = replies
         self._calls: dict[int, LaneCall] = {}
         self._open = 1  # requests that have not ended, and the consumer
@@ -285,7 +309,7 @@ class LaneStream:
             self._replies.put(reply)
             self._ended()
 
-        call = self._door.begin(request, ended)
+        call = self._door.begin(request, ended, self._peer)
         if call is None:
             return
         with self._lock:
@@ -301,6 +325,10 @@ class LaneStream:
             last = self._open == 0
         if last:
             self._replies.put(None)
+
+
+def _not_held(code: str) -> None:
+    """Does nothing: the call's rows were not counted."""
 
 
 def _nothing() -> None:

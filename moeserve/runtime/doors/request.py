@@ -87,6 +87,8 @@ class RequestReader:
         if opened.logits is not None:
             self._check("logits", opened.logits, checkpoint.num_experts, "the layer's experts")
             gate = self._gate(layer)
+            if gate.by_model:
+                raise TensorError("logits", f"layer {layer} takes a choice, ids and weights: {gate.by_model}")
             if gate.by_token:
                 wanted = "send choice, with the ids that the model's table gives the tokens"
                 raise TensorError("logits", f"layer {layer} chooses experts by token id; {wanted}")

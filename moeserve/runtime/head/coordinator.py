@@ -17,7 +17,13 @@ import numpy as np
 
 from moeserve.experts.load import PHASES, Load
 from moeserve.proto.texts import quoted
-from moeserve.runtime.control.messages import announcement_from, header_message, load_from, plans_from
+from moeserve.runtime.control.messages import (
+    announcement_from,
+    header_message,
+    load_from,
+    plans_from,
+    reached_from,
+)
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.head.generations import Generations
@@ -29,6 +35,8 @@ from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.head.two_phase_commit import TwoPhaseCommit
 
 log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.25  # at most between looks whether a step stands still: nobody is woken when one begins
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,7 @@ class Coordinator:
         self._steps = StepsInFlight(room.max_lanes, pace)
         self.generations = Generations(self._group, host)
         self.generations.on_state, self.generations.on_abort = self._state_changed, self._aborted
+        self.generations.standing_step = lambda: self._steps.standing
         self._reception = Reception(host, room.max_lanes + room.max_owners, token, self)
         self.address = self._reception.address
         self.draining = ""  # why lanes take no further call, though the group serves
@@ -79,7 +88,7 @@ class Coordinator:
         """Begins to accept members, and to order their steps."""
         patience = self.generations.patience
         self._reception.send_seconds, self._changes.adopt_seconds = patience.send, patience.adopt
-        self._reception.hello_seconds, self._changes.on_stuck = patience.hello, self.generations.abort
+        self._reception.hello_seconds, self._changes.on_stuck = patience.hello, self.generations.stuck
         self._reception.start()
         threading.Thread(target=self._keep_pace, name="keep_pace", daemon=True).start()
 
@@ -94,6 +103,12 @@ class Coordinator:
             self._seats.clear()
             self._lock.notify_all()
         self._reception.close()
+
+    def fail(self, reason: str) -> None:
+        """Ends the group as failed: a part of the service that it cannot do without has ended."""
+        with self._lock:
+            if not self.generations.ended:
+                self.generations.set_state("failed", reason)
 
     def drain(self, seconds: float, reason: str = "the service is stopping") -> bool:
         """Has lanes take no further call, and waits until those under way have ended.
@@ -192,6 +207,11 @@ class Coordinator:
         with self._lock:
             self.generations.lost(rank, seat, why)
 
+    def given_up(self, rank: int, pid: int, why: str) -> None:
+        """Ends the generation of a member whose process does not run, as its launcher has seen."""
+        with self._lock:
+            self.generations.given_up(rank, pid, why)
+
     def message_received(self, rank: int, seat: Seat, message: Message) -> None:
         """Takes a member's message about its generation; one about an older generation does not count."""
         with self._lock:
@@ -210,7 +230,7 @@ class Coordinator:
                 case "report":
                     self._report(seat, message)
                 case "here":
-                    self.generations.heard(rank)
+                    self.generations.heard(rank, reached_from(message))
                 case "prepared":
                     seat.bytes_read, seat.weight_bytes = (
                         int(message["bytes_read"]),
@@ -283,8 +303,7 @@ class Coordinator:
         except Exception as error:
             log.exception("the coordinator's thread keep_pace ends")
             reason = f"the coordinator cannot go on: {type(error).__name__}: {error}"
-            with self._lock:
-                self.generations.set_state("failed", reason)
+            self.fail(reason)
 
     def _start_what_is_due(self) -> None:
         """Starts what has to wait: steps that gather company, and the next generation."""
@@ -295,7 +314,7 @@ class Coordinator:
                     return
                 due = self._emit()
                 until = min(math.inf if due is None else due, self.generations.next_at())
-                self._lock.wait(None if math.isinf(until) else max(0.0, until - time.monotonic()))
+                self._lock.wait(min(LOOK_SECONDS, max(0.0, until - time.monotonic())))
 
     # -- what generations tell ------------------------------------------------------------------------------
 

@@ -16,7 +16,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch fo
 
 from moeserve.proto.texts import clipped
 from moeserve.runtime.control.messages import epoch_message
+from moeserve.runtime.control.reached import Reached
 from moeserve.runtime.head.group import Group
+from moeserve.runtime.head.inquiry import Inquiry, Standstill
 from moeserve.runtime.head.patience import Backoff, Formation, Patience
 from moeserve.runtime.head.reception import Seat
 
@@ -50,10 +52,14 @@ class Generations:
         self._failing: tuple[float, str] | None = None
         self._unheard = set[int]()  # seats that have not answered since a member failed
         self._given_up = set[int]()  # pids of members that were parted with and may still run
+        self._inquiry: Inquiry | None = None  # what members answer while nothing goes on
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._store_address = f"{host}:{self._store.port}"
         self.on_given_up: Callable[[int, int], None] = lambda rank, pid: None  # the launcher ends the process
-        self.is_gone: Callable[[int], bool] = lambda pid: True  # whether that process has ended
+        # whether that process has ended, for a launcher to say; None: nobody knows, nor has to be waited for
+        self.is_gone: Callable[[int], bool] | None = None
+        # the step that has not gone on for longest, and since when; None: none is under way
+        self.standing_step: Callable[[], tuple[int, float] | None] = lambda: None
         self.on_state: Callable[[], None] = lambda: None
         self.on_abort: Callable[[str], None] = lambda reason: None
 
@@ -103,7 +109,16 @@ class Generations:
             return
         del self._seats[rank]
         if not self.ended:
+            self._give_up(rank, seat.pid)
             self.abort(f"rank {rank} (pid {seat.pid}) is lost: {why}")
+
+    def given_up(self, rank: int, pid: int, why: str) -> None:
+        """Parts with a member whose process does not run; does nothing where another has its seat by now."""
+        seat = self._seats.get(rank)
+        if seat is None or seat.pid != pid or self.ended:
+            return
+        self._part_with(rank, why)
+        self.abort(f"rank {rank} (pid {pid}) is given up: {why}")
 
     def refused(self, rank: int, reason: str) -> None:
         """Notes that a rank cannot start. The service ends only where the group has never served: else the
@@ -118,9 +133,11 @@ class Generations:
 
     # -- what members say -----------------------------------------------------------------------------------
 
-    def heard(self, rank: int) -> None:
-        """A member answers, or has read one more layer."""
+    def heard(self, rank: int, reached: Reached | None = None) -> None:
+        """A member answers, and how far it is, or has read one more layer."""
         self._unheard.discard(rank)
+        if self._inquiry is not None and reached is not None:
+            self._inquiry.answered(rank, reached)
         self._formation.heard(rank, time.monotonic())
         self._group.lock.notify_all()
 
@@ -147,9 +164,21 @@ class Generations:
         if self._failing is None:
             self._failing = (time.monotonic() + BLAME_SECONDS, reason)
             self._unheard = set(self._seats)
-            self._group.broadcast({"kind": "ask", "generation": self._group.generation})
+            if self._inquiry is not None:
+                self._inquiry.asked(time.monotonic())
+            self._ask()
         self._unheard.discard(rank)
+        if self._inquiry is not None:
+            self._inquiry.failed(rank)
         self._group.lock.notify_all()
+
+    def stuck(self, seats: list[int], why: str) -> None:
+        """Ends the generation of members that have not done what all had to do; some of all are given up."""
+        if set(seats) < set(self._group.members.seats):
+            for rank in seats:
+                if rank in self._seats:
+                    self._part_with(rank, f"it {why}")
+        self.abort(f"ranks {seats} {why}")
 
     def abort(self, reason: str, *, said: bool = False) -> None:
         """Ends the generation: doors fail their jobs, and a fresh one forms when all members are there.
@@ -164,7 +193,7 @@ class Generations:
         if self.state == "serving":
             self._unserved_since = time.monotonic()
         self.on_abort(reason)
-        self._failing = None
+        self._failing = self._inquiry = None
         aborted, self._group.generation = self._group.generation, self._group.generation + 1
         self._group.broadcast({"kind": "abort", "generation": aborted, "reason": reason})
         if not self._served and self._retries.failures >= FIRST_ATTEMPTS:
@@ -180,7 +209,11 @@ class Generations:
         """When the next bound passes, or the next generation forms; infinite for never."""
         forming = self._formation.due() if self.state in ("preparing", "joining") else math.inf
         blamed = math.inf if self._failing is None else self._failing[0]
-        return min(self._form_at, forming, blamed, self._give_up_at())
+        if (standstill := self._standstill()) is None:
+            asking = math.inf
+        else:
+            asking = (self._inquiry or Inquiry(standstill, ())).due()
+        return min(self._form_at, forming, blamed, asking, self._give_up_at())
 
     def advance(self, now: float) -> None:
         """Forms the next generation, ends waits that are over, and the service where it has to end."""
@@ -189,8 +222,9 @@ class Generations:
         if self._form_at <= now and not self._group.missing:
             self._form(now)
         self._end_waits(now)
+        self._inquire(now)
         if self._failing is not None and self._failing[0] <= now:
-            self.abort(self._blamed(self._failing[1]), said=True)
+            self._end_failed(self._failing[1])
         if self._give_up_at() <= now:
             missing = self._group.missing
             who = f"ranks {missing} are missing; " if missing else ""
@@ -201,7 +235,7 @@ class Generations:
 
     def _form(self, now: float) -> None:
         """Begins a fresh generation, now that all members are connected and those before them have ended."""
-        self._given_up = {pid for pid in self._given_up if not self.is_gone(pid)}
+        self._given_up = {pid for pid in self._given_up if not self._has_ended(pid, unknown=True)}
         if self._given_up:
             log.info("no generation forms before processes %s, given up, have ended", sorted(self._given_up))
             self._form_at = now + GONE_LOOK_SECONDS
@@ -234,15 +268,59 @@ class Generations:
             for rank, why in silent.items():
                 self._part_with(rank, why)
             self.abort("; ".join(named))
-        elif self.state == "joining" and (stuck := self._formation.stuck(now)):
-            self.abort(stuck)
 
-    def _blamed(self, reason: str) -> str:
-        """The reason of a failure, led by those who do not even answer."""
-        silent = [
-            f"rank {rank} (pid {self._seats[rank].pid})" for rank in sorted(self._unheard & set(self._seats))
-        ]
-        return f"no answer from {', '.join(silent)}; {reason}" if silent else reason
+    def _standstill(self) -> Standstill | None:
+        """What all members do together now, and since when it has not gone on; None for nothing."""
+        if self.state == "joining":
+            what = f"joining generation {self._group.generation}"
+            return Standstill(what, self._formation.began, self.patience.join, "cluster.join_seconds")
+        if self.state != "serving" or (standing := self.standing_step()) is None:
+            return None
+        step, since = standing
+        return Standstill(f"step {step}", since, self.patience.late, "step.late_seconds")
+
+    def _inquire(self, now: float) -> None:
+        """Asks members while nothing goes on, and ends the generation where that has lasted for too long."""
+        standstill = self._standstill()
+        if standstill is None or (self._inquiry is not None and self._inquiry.about != standstill):
+            self._inquiry = None
+        if standstill is None:
+            return
+        inquiry = self._inquiry or Inquiry(standstill, self._group.members.seats)
+        if inquiry.due() > now:
+            return
+        if inquiry.complete:
+            self._end_standstill(inquiry)
+            return
+        inquiry.asked(now)
+        self._inquiry = inquiry
+        self._ask()
+
+    def _end_standstill(self, inquiry: Inquiry, said: str = "") -> None:
+        """Parts with those who hold up all others, and ends the generation; `said`: what those others say."""
+        verdict = inquiry.verdict()
+        for rank, why in verdict.guilty.items():
+            if rank in self._seats:
+                self._part_with(rank, why)
+        self.abort("; ".join(filter(None, (verdict.reason, said))))
+
+    def _ask(self) -> None:
+        """Has members say that they run, and how far they are."""
+        self._group.broadcast({"kind": "ask", "generation": self._group.generation})
+
+    def _end_failed(self, reason: str) -> None:
+        """Ends the generation of a member that cannot go on. Where nothing has gone on for long it had waited
+        for another, and that one is to blame. Those who have ended, or do not even answer, are named first.
+        """
+        if self._inquiry is not None and self._inquiry.complete:
+            self._end_standstill(self._inquiry, reason)
+            return
+        named = {rank: f"rank {rank} (pid {seat.pid})" for rank, seat in sorted(self._seats.items())}
+        ended = [who for rank, who in named.items() if self._has_ended(self._seats[rank].pid, unknown=False)]
+        silent = [who for rank, who in named.items() if rank in self._unheard and who not in ended]
+        said = [f"{', '.join(ended)} has ended"] if ended else []
+        said += [f"no answer from {', '.join(silent)}"] if silent else []
+        self.abort("; ".join([*said, reason]), said=True)
 
     def _part_with(self, rank: int, why: str, heir: int = 0) -> None:
         """Takes a member's seat: its process is told to stop, and the launcher ends it, unless it is the one
@@ -253,8 +331,16 @@ class Generations:
         self._group.send(seat, {"kind": "stop"})
         seat.stream.close()
         if seat.pid != heir:
-            self._given_up.add(seat.pid)
-            self.on_given_up(rank, seat.pid)
+            self._give_up(rank, seat.pid)
+
+    def _give_up(self, rank: int, pid: int) -> None:
+        """Has the launcher end a process; no generation forms before it is seen dead."""
+        self._given_up.add(pid)
+        self.on_given_up(rank, pid)
+
+    def _has_ended(self, pid: int, *, unknown: bool) -> bool:
+        """Whether a process has ended; `unknown` where there is no launcher to ask."""
+        return unknown if self.is_gone is None else self.is_gone(pid)
 
     def _give_up_at(self) -> float:
         """When the service ends because it has not served for so long."""

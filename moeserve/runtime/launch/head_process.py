@@ -152,6 +152,7 @@ def patience_of(config: Config) -> Patience:
         adopt=cluster.adopt_seconds,
         hello=cluster.hello_seconds,
         send=cluster.send_seconds,
+        late=config.step.patience,
     )
 
 

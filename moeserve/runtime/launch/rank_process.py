@@ -17,6 +17,7 @@ from moeserve.proto.host_id import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.control.messages import plans_message
 from moeserve.runtime.control.stream import Stream, StreamClosed, connect
+from moeserve.runtime.doors.calls.rows import RowAdmission, RowLimits
 from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR, LaneDoor
 from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
@@ -136,7 +137,9 @@ class _RankProcess:
         self._mover = self._mover_of(spec, rank, device)
         self.member.mover = self._mover
         reader = RequestReader(name, served, rank.experts.gate, Payloads(self._regions))
+        rows = RowLimits(config.server.max_held_rows, config.server.queue_seconds, config.step.due_seconds)
         door = LaneDoor(reader, lane, self._regions, self.member.weights_version, self._telemetry.request)
+        door.admission = RowAdmission(rows)
         self._endpoint = Endpoint(
             {"LaneService": door},
             NOT_THE_FRONT_DOOR,

@@ -128,6 +128,11 @@ class Lane:
         """Why no job is taken now, or None."""
         return self._closed
 
+    @property
+    def most_rows(self) -> int:
+        """The rows that one call may have."""
+        return self._queue_limit * self.capacity
+
     def unavailable(self) -> GroupUnavailable:
         """The failure that a call gets now."""
         return GroupUnavailable(self._closed or "the group is forming")
@@ -157,7 +162,7 @@ class Lane:
         BatchTooLarge for a batch that the lane could not take even while it holds no other.
         """
         rows = batch.hidden.shape[0]
-        if rows > self._queue_limit * self.capacity:
+        if rows > self.most_rows:
             raise BatchTooLarge(
                 f"hidden: {rows} rows in one call, and lane {self.number} takes {self._queue_limit} x "
                 f"{self.capacity} at most; send them in several calls"

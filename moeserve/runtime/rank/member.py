@@ -25,11 +25,13 @@ from moeserve.runtime.control.messages import (
     committed_epoch,
     epoch_from,
     header_from,
+    here_message,
     order_from,
     plans_message,
     vote_message,
 )
 from moeserve.runtime.control.orders import StageOrder, Vote
+from moeserve.runtime.control.reached import Phase
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.rank.experts import LayerProgress
@@ -216,6 +218,7 @@ class Member:
 
     def _prepare(self, entry: Message) -> None:
         """Loads what the epoch gives this member, unless it has it, and votes."""
+        self._rank.progress.join(Phase.PREPARED)
         self._leave()
         if self.mover is not None:
             self.mover.release()
@@ -247,8 +250,10 @@ class Member:
         if self._epoch is None:
             raise RuntimeError("join came before prepare")
         started = time.perf_counter()
+        self._rank.progress.join(Phase.GROUP)
         self._join(entry["store"], entry["generation"], (entry["position"], entry["size"]))
         grouped = time.perf_counter()
+        self._rank.progress.join(Phase.DISPATCHERS)
         self._rank.join(self._group)
         log.info(
             "rank %d: joined generation %d, its process group in %.2f s, dispatchers in %.2f s",
@@ -257,6 +262,7 @@ class Member:
             grouped - started,
             time.perf_counter() - grouped,
         )
+        self._rank.progress.join(Phase.JOINED)
         if self._lane is not None:
             self._lane.open()
         if entry["generation"] != self._generation:  # aborted while it joined
@@ -318,7 +324,7 @@ class Member:
 
     def _say_here(self, generation: int) -> None:
         """Tells the head that this process runs, and goes on."""
-        self._stream.send({"kind": "here", "generation": generation})
+        self._stream.send(here_message(generation, self._rank.progress.reached))
 
     def _load(self, epoch: Epoch, generation: int) -> None:
         started, bar = time.perf_counter(), progress_bar(self._rank.index)

@@ -30,6 +30,7 @@ from moeserve.experts.routing.choices import Choices, StepAddressing, addressed,
 from moeserve.experts.routing.gate import Gate
 from moeserve.experts.routing.meter import LoadMeter, Reading
 from moeserve.quant.format import Format
+from moeserve.runtime.control.reached import Phase, Progress
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.planning.costing import TABLE_ORDER, CostBook, Costing
 from moeserve.runtime.planning.layers import Place, dispatch_spec
@@ -69,6 +70,7 @@ class Rank:
         self.device = device
         self._planned = plans
         self.experts = RankExperts(index, served, plans, device)
+        self.progress = Progress()
         self.meter: LoadMeter | None = None
         self._position = {layer: at for at, layer in enumerate(served.layers)}
         self._warm: set[tuple[KernelSpec, Arrivals]] = set()
@@ -252,6 +254,7 @@ class Rank:
         if isinstance(rows, LaneLogits):
             self._gate_here(layer).check(rows.logits)
         number = self._numbered(number)
+        self.progress.begin(number)
         lane_rows += (0,) * (self.epoch.members.max_lanes - len(lane_rows))
         fullest, member = max(lane_rows), self.member
         if member.owner is None and not (member.lane is not None and lane_rows[member.lane]):
@@ -259,8 +262,11 @@ class Rank:
         self.meter.tick(time.monotonic())
         launch = _Launch(layer, lane_rows, fullest, number)
         if self._recordable(layer, fullest):
-            return self._replayed(launch, rows)
-        return self._launched(launch, rows.to(self.device))
+            answer = self._replayed(launch, rows)
+        else:
+            answer = self._launched(launch, rows.to(self.device))
+        self.progress.enter(Phase.DEVICE)
+        return answer
 
     def _numbered(self, number: int | None) -> int:
         """The number of the next step. Raises ValueError where it does not rise."""
@@ -325,11 +331,14 @@ class Rank:
         else:
             slots, weights = addressed(Choices(rows.experts, rows.weights, rows.valid), addressing)
         hidden, weights = self._weigh_input(layer, rows.hidden, slots, weights)
+        self.progress.enter(Phase.DISPATCH)
         arrived = dispatcher.dispatch(hidden, Routing(slots, weights, lane_rows, launch.number))
         dispatched = lap()
         likely = self._taken_rows(lane_rows) * slots.shape[1] / self._book.room
+        self.progress.enter(Phase.EXPERTS)
         outputs = self.experts.compute(layer, replace(arrived.batch, likely=likely))
         computed = lap()
+        self.progress.enter(Phase.COMBINE)
         answer = dispatcher.combine(outputs, arrived.ticket)
         combined = lap()
         expert_rows = int(arrived.batch.counts.sum()) if self.device == "cpu" else -1

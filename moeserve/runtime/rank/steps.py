@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from moeserve.runtime.control.reached import Phase
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.errors import WrongVersion
@@ -43,6 +44,7 @@ class MemberSteps:
         answer, phases = self._rank.step(header.layer, rows, header.lane_rows, header.number)
         answer, at = on_host(answer), 0
         late = self._rank.late(header.layer)
+        self._rank.progress.enter(Phase.DONE)
         for (_, size), job in zip(header.jobs, jobs, strict=True):
             if job is not None:
                 job.finish(answer[at : at + size], Stamp(header.epoch, version))

@@ -33,9 +33,9 @@ TICK_SECONDS = 1.0
 CLOSE_SECONDS = 5.0  # within which the thread has to end
 MOST_CONNECTIONS = 1024
 
-TakeCall = Callable[[bytes, Callable[[bytes], None]], Callable[[], None]]
-"""Starts a call that came over a lease: takes its bytes, and where the answer's bytes go. Returns what gives
-the call up.
+TakeCall = Callable[[bytes, Callable[[bytes], None], str], Callable[[], None]]
+"""Starts a call that came over a lease: takes its bytes, where the answer's bytes go, and the client's
+process (`unix:` and its id). Returns what gives the call up.
 """
 
 
@@ -65,6 +65,7 @@ class _Lease:
 
     def __init__(self, client: socket.socket, region: str) -> None:
         self.region = region
+        self.peer = f"unix:{_peer_of(client)[0]}"
         self.leave: Callable[[], None] = _nothing  # gives up the call under way
         self._client: socket.socket | None = client
         self._lock = threading.Lock()
@@ -184,7 +185,7 @@ class Handover:
             self._listen_later()  # it stays readable: without a descriptor to accept it, this would spin
             return
         client.settimeout(0)
-        pid, user, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        pid, user = _peer_of(client)
         if user not in (os.geteuid(), 0):
             logger.warning(
                 "process %d of user %d was refused a region: regions go to their own user", pid, user
@@ -215,7 +216,7 @@ class Handover:
             said = b""
         take_call = self._owner.take_call
         if lease is not None and said and take_call is not None:
-            lease.leave = take_call(said, lease.answer)
+            lease.leave = take_call(said, lease.answer, lease.peer)
             return
         if not said or lease is not None:
             self._drop(client)
@@ -270,6 +271,12 @@ class Handover:
         self._selector.close()
         self._listener.close()
         self._wake.close()
+
+
+def _peer_of(client: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end of a Unix socket."""
+    pid, user, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, user
 
 
 def _nothing() -> None:
