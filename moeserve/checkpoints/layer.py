@@ -77,7 +77,9 @@ class StoredLayer:
             )
         return self._stacked(expert, inner, both, rows)
 
-    def _stacked(self, expert: int, inner: slice, both: tuple[int, int], rows: list[slice]) -> ExpertMatrices:
+    def _stacked(
+        self, expert: int, inner: slice, both: tuple[int, int], rows: list[slice]
+    ) -> ExpertMatrices:
         """The matrices of an expert where one tensor holds all experts, `both` gate and up or each its own."""
         gate, up, down = self.names.projections(expert)
         hidden, stack, flat = slice(0, self.hidden), (expert, self.experts), self.names.form.flat
@@ -88,8 +90,7 @@ class StoredLayer:
         if gate != up:
             one = (self.inner, self.hidden)
             apart = (
-                StoredMatrix(self.store, name, one, inner, hidden, stack, turned, flat=flat)
-                for name in (gate, up)
+                StoredMatrix(self.store, name, one, inner, hidden, stack, turned, flat=flat) for name in (gate, up)
             )
             return ExpertMatrices(tuple(apart), last)
         if self.interleaved:

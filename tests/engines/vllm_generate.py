@@ -56,10 +56,7 @@ def look(worker: Any) -> dict[str, Any]:
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if "experts." in name and "shared_experts" not in name and tensor.dim() > 1
     }
-    found = {
-        "experts": experts,
-        "layers": len([name for name, _ in model.named_modules() if name.endswith("experts")]),
-    }
+    found = {"experts": experts, "layers": len([name for name, _ in model.named_modules() if name.endswith("experts")])}
     try:
         from moeserve.proto.integrations.vllm import op
 
@@ -80,9 +77,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     begun = time.monotonic()
     rounds = []
     for _ in range(job.get("rounds", 1)):
-        answers = llm.generate(
-            [{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False
-        )
+        answers = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
         rounds.append(
             [
                 {

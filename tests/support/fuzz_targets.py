@@ -51,7 +51,6 @@ from moeserve.runtime.head import generations
 from moeserve.runtime.head.changes import rebalance
 from moeserve.runtime.head.coordinator import Coordinator, Progress
 from moeserve.runtime.head.sequencer import StepPace
-from moeserve.runtime.launch.head_process import LogLevels
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.rank.lane import Lane
 from moeserve.runtime.rank.weights.copies import Copier
@@ -60,6 +59,7 @@ from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.step import Header
 from moeserve.runtime.telemetry.exporter import RankTelemetry
 from moeserve.runtime.telemetry.http import _Server
+from moeserve.runtime.telemetry.logs import checked_level
 
 Opened = Iterator[tuple[list[bytes], Run]]
 
@@ -729,7 +729,7 @@ def operations(folder: Path) -> Opened:
     progress = Progress("forming", "ranks are missing", 1, 0, 0, 0, 0)
     coordinator: Any = SimpleNamespace(progress=lambda: progress, set_log_levels=lambda levels: None)
     made = Operations(served, SimpleNamespace(coordinator=coordinator), str(folder))  # type: ignore[arg-type]
-    made.on_log_level = LogLevels("info", coordinator).set
+    made.on_log_level = lambda logger, level: dict([checked_level(logger, level)])  # sets none here
     door, context = AdminDoor(made), Context()
     kinds: list[tuple[Any, Callable[..., object]]] = [
         (moe_pb2.RebalanceRequest, door.Rebalance),

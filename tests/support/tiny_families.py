@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
@@ -28,20 +30,16 @@ SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("intermediate_size", "ffn_hidden_size"), 96),
     **dict.fromkeys(COUNTS, EXPERTS),
     **dict.fromkeys(
-        ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk", "moe_top_k"),
-        TOP_K,
+        ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk", "moe_top_k"), TOP_K
     ),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers"), 3),
     **dict.fromkeys(("num_attention_heads", "n_heads", "num_heads", "swa_num_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads"), 2),
     **dict.fromkeys(
-        ("head_dim", "global_head_dim", "swa_head_dim", "swa_v_head_dim", "v_head_dim", "qk_rope_head_dim"),
-        16,
+        ("head_dim", "global_head_dim", "swa_head_dim", "swa_v_head_dim", "v_head_dim", "qk_rope_head_dim"), 16
     ),
-    **dict.fromkeys(
-        ("qk_nope_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16
-    ),
+    **dict.fromkeys(("qk_nope_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "index_head_dim", "qk_head_dim"), 32),
     **dict.fromkeys(
         (
@@ -57,17 +55,9 @@ SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "sliding_window"), 16),
     **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), 4),
     **dict.fromkeys(("linear_num_key_heads", "mamba_expand", "n_groups", "index_n_heads"), 2),
-    **dict.fromkeys(
-        ("n_group", "topk_group", "num_expert_group", "mamba_n_groups", "first_k_dense_replace"), 1
-    ),
-    "mamba_chunk_size": 8,
-    "index_topk": 8,
-    "hidden_size_per_layer_input": 16,
-    "num_nextn_predict_layers": 0,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "mamba_n_groups", "first_k_dense_replace"), 1),
+    **{"mamba_chunk_size": 8, "index_topk": 8, "hidden_size_per_layer_input": 16, "num_nextn_predict_layers": 0},
+    **{"max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 """Keys of a config -> what they are in a tiny model; applied where a config class has the key."""
 
@@ -131,10 +121,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": INNER},
     "qwen4_exp_text": {
         "num_hidden_layers": 4,
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 16,
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16},
         "indexer_compress_ratio": 4,
     },
     "step3p5": {

@@ -56,9 +56,7 @@ def _relu(_: Config, __: int) -> Activation:
 def _text_inner(config: Config) -> int:
     """ERNIE-VL lists the sizes of text's and of vision's experts."""
     sizes = config.get("moe_intermediate_size")
-    return first(
-        {"moe_intermediate_size": sizes[0] if isinstance(sizes, list) else sizes}, "moe_intermediate_size"
-    )
+    return first({"moe_intermediate_size": sizes[0] if isinstance(sizes, list) else sizes}, "moe_intermediate_size")
 
 
 def _after_dense(default: int) -> Callable[[Config, int], frozenset[int] | None]:
@@ -87,41 +85,10 @@ def _hash_layers(config: Config, layer: int) -> bool:
 
 PLAIN = (
     *("afmoe", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_ocr2_text", "dots1"),
-    *(
-        "dots3_note_text",
-        "ernie4_5_moe",
-        "exaone_moe",
-        "flex_olmo",
-        "flint",
-        "glm4_moe_lite",
-        "glm4v_moe_text",
-    ),
-    *(
-        "glm_moe_dsa",
-        "hunyuan_v1_moe",
-        "hy_v3",
-        "inkling_text",
-        "kimi_linear",
-        "kolibri1",
-        "laguna",
-        "mellum",
-    ),
-    *(
-        "mimo_v2_flash",
-        "mistral4",
-        "mistral_large4_text",
-        "olmoe",
-        "qwen2_moe",
-        "qwen3_5_moe_text",
-        "qwen3_moe",
-    ),
-    *(
-        "qwen3_next",
-        "qwen3_omni_moe_talker_text",
-        "qwen3_omni_moe_text",
-        "qwen3_vl_moe_text",
-        "qwen4_exp_text",
-    ),
+    *("dots3_note_text", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe_lite", "glm4v_moe_text"),
+    *("glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "inkling_text", "kimi_linear", "kolibri1", "laguna", "mellum"),
+    *("mimo_v2_flash", "mistral4", "mistral_large4_text", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe"),
+    *("qwen3_next", "qwen3_omni_moe_talker_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen4_exp_text"),
     *("solar_open", "unlimited_ocr_text"),
 )
 """Families of which the config and the tensors' names say everything, in the `mlp` of a layer."""
@@ -140,12 +107,7 @@ FAMILIES: dict[str, ModelFamily] = {
         ModelFamily("deepseek_v3", layers=_after_dense(3)),
         ModelFamily("deepseek_v32", layers=_after_dense(3)),
         ModelFamily(
-            "deepseek_v4",
-            block="ffn",
-            spelling=_W,
-            activation=_limited_silu,
-            by_token=_hash_layers,
-            layers=_all_layers,
+            "deepseek_v4", block="ffn", spelling=_W, activation=_limited_silu, by_token=_hash_layers, layers=_all_layers
         ),
         ModelFamily("diffusion_gemma_text", block="", stacked=True),
         ModelFamily("ernie4_5_vl_moe_text", inner=_text_inner, others_after=True),
@@ -156,15 +118,9 @@ FAMILIES: dict[str, ModelFamily] = {
             "gpt_oss",
             activation=_swigluoai,
             layers=_all_layers,
-            stacked=True,
-            transposed=True,
-            interleaved=True,
-            bias=True,
+            **{"stacked": True, "transposed": True, "interleaved": True, "bias": True},
         ),
-        *(
-            ModelFamily(f"granitemoe{kind}", stacked=True, **_SPARSE)
-            for kind in ("", "_swa", "hybrid", "shared")
-        ),
+        *(ModelFamily(f"granitemoe{kind}", stacked=True, **_SPARSE) for kind in ("", "_swa", "hybrid", "shared")),
         ModelFamily("hy_v4", activation=_limited_silu),
         ModelFamily("inkling2_text", activation=_softcapped, stacked=True),
         ModelFamily("jamba", block="feed_forward"),
@@ -172,17 +128,10 @@ FAMILIES: dict[str, ModelFamily] = {
         ModelFamily("kimi_k2", layers=_after_dense(3)),
         ModelFamily("lfm2_moe", block="feed_forward", spelling=_W, activation=_silu),
         ModelFamily(
-            "llama4_text",
-            block="feed_forward",
-            inner=_by_size("intermediate_size"),
-            stacked=True,
-            transposed=True,
+            "llama4_text", block="feed_forward", inner=_by_size("intermediate_size"), stacked=True, transposed=True
         ),
         ModelFamily("longcat_flash", others_after=True),
-        *(
-            ModelFamily(name, spelling=_W, **_SPARSE)
-            for name in ("minimax", "minimax_m2", "mixtral", "phimoe")
-        ),
+        *(ModelFamily(name, spelling=_W, **_SPARSE) for name in ("minimax", "minimax_m2", "mixtral", "phimoe")),
         ModelFamily("minimax_m3_vl_text", activation=_swigluoai, stacked=True),
         ModelFamily("muse_spark_text", stacked=True),
         ModelFamily("nemotron_h", block="mixer", activation=ungated),
@@ -224,9 +173,7 @@ def family_of(config: Config) -> tuple[ModelFamily, Config]:
     if counting is not None:
         return derived_family(counting, tuple(FAMILIES)), flat(counting)
     found = f"unknown architecture {config.get('architectures')} (model_type {config.get('model_type')!r})"
-    raise CheckpointError(
-        f"{found}, and no key that counts experts; supported: {', '.join(sorted(FAMILIES))}"
-    )
+    raise CheckpointError(f"{found}, and no key that counts experts; supported: {', '.join(sorted(FAMILIES))}")
 
 
 def text_config(config: Config) -> Config:

@@ -19,19 +19,12 @@ __all__ = ["EXPERT_COUNT_KEYS", "TOP_K_KEYS", "Config", "required"]
 Config = Mapping[str, Any]
 
 INNER_KEYS = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size")
-ALL_INNER_KEYS = (
-    "intermediate_size",
-    "ffn_hidden_size",
-    "d_ff",
-    "encoder_ffn_dim",
-)  # of every MLP, dense or not
+ALL_INNER_KEYS = ("intermediate_size", "ffn_hidden_size", "d_ff", "encoder_ffn_dim")  # of every MLP, dense or not
 HIDDEN_KEYS = ("moe_latent_size", "moe_hidden_size", "hidden_size", "d_model")  # of an expert's rows
 DEPTH_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "encoder_layers")
 ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function")
 
-_BESIDE = re.compile(
-    r"vision|visual|audio|talker|code2wav|speech|encoder_config|quantization|attn|generation"
-)
+_BESIDE = re.compile(r"vision|visual|audio|talker|code2wav|speech|encoder_config|quantization|attn|generation")
 INHERITED = ("architectures", "dtype", "torch_dtype", "quantization_config", "compression_config")
 """Keys that a nested config has from the one around it where it lacks them."""
 
@@ -63,9 +56,7 @@ def _one(key: str, value: object) -> object:
     if not isinstance(value, list) or not value:
         return value
     if any(entry != value[0] for entry in value):
-        raise CheckpointError(
-            f"config.json: {key}={value} differs by layer, and one number serves all layers"
-        )
+        raise CheckpointError(f"config.json: {key}={value} differs by layer, and one number serves all layers")
     return value[0]
 
 

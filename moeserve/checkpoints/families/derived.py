@@ -114,14 +114,10 @@ def _activation(module: Any, config: Config, unknown: str) -> Activation:
     theirs: Tensor = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
     ours = rows if module.is_concatenated or not module.has_gate else halves(rows)
     for candidate in _candidates(config, module):
-        if candidate.gated == module.has_gate and torch.allclose(
-            candidate.apply(ours), theirs.float(), 1e-5, 1e-6
-        ):
+        if candidate.gated == module.has_gate and torch.allclose(candidate.apply(ours), theirs.float(), 1e-5, 1e-6):
             return candidate
     named = f"{type(module).__name__} (hidden_act {activation_name(config)!r})"
-    raise CheckpointError(
-        f"{unknown}: what {named} computes between its GEMMs is no activation that is known"
-    )
+    raise CheckpointError(f"{unknown}: what {named} computes between its GEMMs is no activation that is known")
 
 
 def _candidates(config: Config, module: Any) -> Iterator[Activation]:

@@ -195,8 +195,7 @@ def _mistral4(config: Config) -> Gate:
     groups, scaling = _first(config, "n_group", default=1), float(config.get("routed_scaling_factor", 1.0))
     if groups > 1:
         return _chosen_by_model(
-            config,
-            f"n_group={groups} ranks groups by the sum of two softmax scores, which no routing method here does",
+            config, f"n_group={groups} ranks groups by the sum of two softmax scores, which no routing method here does"
         )
     return replace(_softmax(config, renormalize=bool(config.get("norm_topk_prob", True))), scaling=scaling)
 
@@ -205,8 +204,7 @@ def _dbrx(config: Config) -> Gate:
     power = config.get("moe_normalize_expert_weights", 1.0)
     if power not in (None, 1.0):
         return _chosen_by_model(
-            config,
-            f"moe_normalize_expert_weights={power}: weights are divided by another norm than their sum",
+            config, f"moe_normalize_expert_weights={power}: weights are divided by another norm than their sum"
         )
     return _softmax(config, renormalize=power is not None)
 
@@ -219,9 +217,7 @@ FAMILIES: Mapping[str, Callable[[Config], Gate]] = {
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_vl_moe_text"), _qwen_moe(default=None)),
     # the key is false in transformers where it is absent, although the published Qwen3-MoE files say true
     **dict.fromkeys(("flex_olmo", "olmoe", "qwen2_moe", "qwen3_moe"), _qwen_moe(default=False)),
-    **dict.fromkeys(
-        ("mellum", "qwen3_next", "qwen4_exp_text", "qwen3_omni_moe_text"), _qwen_moe(default=True)
-    ),
+    **dict.fromkeys(("mellum", "qwen3_next", "qwen4_exp_text", "qwen3_omni_moe_text"), _qwen_moe(default=True)),
     "qwen3_omni_moe_talker_text": _qwen_moe(default=False),
     **dict.fromkeys(("minimax", "mixtral"), _mixtral),
     "hunyuan_v1_moe": _mixtral,
@@ -247,9 +243,7 @@ FAMILIES: Mapping[str, Callable[[Config], Gate]] = {
     **dict.fromkeys(("ernie4_5_moe", "ernie4_5_vl_moe_text"), _biased_softmax),
     "deepseek_v4": _deepseek_v4,
     **dict.fromkeys(("aria_text", "gpt_oss", "jetmoe"), _softmax_of_chosen),
-    **dict.fromkeys(
-        ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), _softmax_of_chosen
-    ),
+    **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), _softmax_of_chosen),
     "openai_privacy_filter": _privacy_filter,
     "cohere2_moe": _cohere2,
     "flint": _flint,

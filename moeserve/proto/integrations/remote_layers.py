@@ -138,9 +138,7 @@ class RemoteLayers:
         if not len(hidden):
             return torch.empty_like(hidden)
         begun = time.monotonic()
-        route = Choice(
-            experts.to("cpu", torch.int32).contiguous(), weights.to("cpu", torch.float32).contiguous()
-        )
+        route = Choice(experts.to("cpu", torch.int32).contiguous(), weights.to("cpu", torch.float32).contiguous())
         try:
             reply = self.client.call(layer, hidden.to("cpu").contiguous(), route)
         except MoeError as failed:

@@ -84,9 +84,7 @@ def _recomputing(step: Any, reloads: Reloads) -> Any:
         # not while batches are under way, whose answers it would still take
         if not getattr(self, "batch_queue", None) and reloads.ended():
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
-            log.warning(
-                "the weights were reloaded: prefixes are forgotten, and running requests computed again"
-            )
+            log.warning("the weights were reloaded: prefixes are forgotten, and running requests computed again")
         return step(self)
 
     return stepped

@@ -41,9 +41,7 @@ CONTRACTS = (
         ("self", "prefix", "quant_config", "moe_config"),
         more=False,
     ),
-    Contract(
-        f"{_LAYERS}.routed_experts", "RoutedExperts._ensure_moe_quant_config_init", ("self",), more=False
-    ),
+    Contract(f"{_LAYERS}.routed_experts", "RoutedExperts._ensure_moe_quant_config_init", ("self",), more=False),
     Contract(
         f"{_LAYERS}.fused_moe_method_base",
         "FusedMoEMethodBase.apply",
@@ -73,9 +71,7 @@ CONTRACTS = (
         ("self", "hidden_states", "router_logits", "shared_experts_input", "input_ids"),
         more=False,
     ),
-    Contract(
-        f"{_LOADER}.weight_utils", "should_skip_weight", ("weight_name", "local_expert_ids"), more=False
-    ),
+    Contract(f"{_LOADER}.weight_utils", "should_skip_weight", ("weight_name", "local_expert_ids"), more=False),
     Contract(
         f"{_LOADER}.weight_utils",
         "safetensors_weights_iterator",
@@ -87,12 +83,7 @@ CONTRACTS = (
         ("self", "vllm_config", "model_config", "prefix"),
         more=False,
     ),
-    Contract(
-        f"{_LOADER}.default_loader",
-        "DefaultModelLoader._get_weights_iterator",
-        ("self", "source"),
-        more=False,
-    ),
+    Contract(f"{_LOADER}.default_loader", "DefaultModelLoader._get_weights_iterator", ("self", "source"), more=False),
     Contract("vllm.platforms.interface", "Platform.check_and_update_config", ("vllm_config",), more=False),
     Contract("vllm.forward_context", "get_forward_context", (), more=False),
     Contract("vllm.v1.engine.core", "EngineCore.step", ("self",), more=False),
@@ -151,6 +142,5 @@ def check() -> None:
 
         known = ", ".join(f"{release}.*" for release in (*RUN, *COMPARED))
         raise ContractError(
-            f"the moeserve plug-in does not fit vLLM {__version__}; it knows {known}. "
-            + "; ".join(differences)
+            f"the moeserve plug-in does not fit vLLM {__version__}; it knows {known}. " + "; ".join(differences)
         )

@@ -40,9 +40,7 @@ class RemoteExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         info = layers.take(self.number, name, experts=moe.num_logical_experts, hidden=moe.hidden_dim)
         self.weights_input = bool(layer.apply_router_weight_on_input) and info.routing != WEIGHTED_BY_SERVICE
         if self.weights_input and moe.experts_per_token != 1:
-            raise ValueError(
-                f"{name} weights the input of {moe.experts_per_token} experts; moeserve does for one"
-            )
+            raise ValueError(f"{name} weights the input of {moe.experts_per_token} experts; moeserve does for one")
         # ranks of sequence parallelism have rows of their own, and nobody sums up
         alone = moe.is_sequence_parallel
         self.rank = 0 if alone else get_tensor_model_parallel_rank()

@@ -42,14 +42,10 @@ def check_taken(model: Module, layers: RemoteLayers) -> None:
     for name, module in model.named_modules():
         if isinstance(module, RoutedExperts) and not isinstance(module.quant_method, RemoteExpertsMethod):
             method = type(module.quant_method).__name__
-            raise ValueError(
-                f"{name} ({type(module).__name__}, {method}) would compute with experts of its own"
-            )
+            raise ValueError(f"{name} ({type(module).__name__}, {method}) would compute with experts of its own")
     held = [name for name, _ in (*model.named_parameters(), *model.named_buffers()) if _is_expert(name)]
     if held:
-        raise ValueError(
-            f"{held[0]} of {type(model).__name__} is an expert's tensor, which moeserve should hold"
-        )
+        raise ValueError(f"{held[0]} of {type(model).__name__} is an expert's tensor, which moeserve should hold")
     missing = layers.missing()
     if missing:
         names = ", ".join(_named(model, layer) for layer in missing)
@@ -77,9 +73,7 @@ def _named(model: Module, layer: int) -> str:
     """The module of a decoder layer that should have asked, or the layer's own name."""
     for name, module in model.named_modules():
         try:
-            if layer_of(name) == layer and (
-                "moe" in type(module).__name__.lower() or name.endswith(("mlp", "ffn"))
-            ):
+            if layer_of(name) == layer and ("moe" in type(module).__name__.lower() or name.endswith(("mlp", "ffn"))):
                 return f"{name} ({type(module).__name__})"
         except ValueError:
             continue
@@ -101,9 +95,7 @@ def of_one_version(forward: Any, layers: RemoteLayers) -> Any:
                 return answer
             layers.counts.repeated += 1
             version = layers.wait_one_version()
-            log.warning(
-                "a forward pass saw a reload between its layers; it is run again with version %d", version
-            )
+            log.warning("a forward pass saw a reload between its layers; it is run again with version %d", version)
 
     return whole
 
