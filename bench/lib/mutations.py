@@ -117,7 +117,7 @@ class Mutations:
 
     def of_message(self, message: Message, data: bytes) -> bytes:
         """The message in `data` with fields set to odd values; bytes of it, where it cannot be parsed."""
-        if self.random.random() < 0.3:
+        if not message.DESCRIPTOR.fields or self.random.random() < 0.3:
             return self.of_bytes(data)
         made = type(message)()
         try:
@@ -131,6 +131,8 @@ class Mutations:
     def _set(self, message: Message) -> None:
         """Sets or clears a field of a message, or of one within it."""
         draw = self.random
+        if not message.DESCRIPTOR.fields:
+            return
         field = draw.choice(message.DESCRIPTOR.fields)
         if draw.random() < 0.1:
             message.ClearField(field.name)
