@@ -118,7 +118,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "gpt_oss",
             activation=_swigluoai,
             layers=_all_layers,
-            **{"stacked": True, "transposed": True, "interleaved": True, "bias": True},
+            stacked=True, transposed=True, interleaved=True, bias=True,
         ),
         *(ModelFamily(f"granitemoe{kind}", stacked=True, **_SPARSE) for kind in ("", "_swa", "hybrid", "shared")),
         ModelFamily("hy_v4", activation=_limited_silu),
