@@ -137,11 +137,11 @@ class Port:
     """Something that a process listens on."""
 
     pid: int
-    address: str  # 127.0.0.1:port, or @name of a Unix socket
+    address: str  # 127.0.0.1:port, or the path or @name of a Unix socket
 
 
 def ports_of(pids: list[int]) -> list[Port]:
-    """Every TCP port and abstract Unix socket that those processes listen on."""
+    """Every TCP port and Unix socket that those processes listen on."""
     listening: dict[str, str] = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -150,7 +150,7 @@ def ports_of(pids: list[int]) -> list[Port]:
                 listening[words[9]] = f"127.0.0.1:{int(words[1].rpartition(':')[2], 16)}"
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         words = line.split()
-        if len(words) == 8 and int(words[3], 16) & 0x10000 and words[7].startswith("@"):
+        if len(words) == 8 and int(words[3], 16) & 0x10000:
             listening[words[6]] = words[7]
     found: dict[str, Port] = {}
     for pid in pids:
@@ -298,19 +298,20 @@ def send_bytes(address: str, data: bytes, mutations: Mutations) -> None:
                 continue
 
 
-def send_packets(address: str, mutations: Mutations) -> None:
-    """Packets to a socket that hands regions over."""
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client,
-    ):
-        client.settimeout(0.05)
-        client.connect(socket_address(address))
-        for _ in range(mutations.random.randint(1, 3)):
-            seed = mutations.random.choice((b"region-1-" + b"0" * 32, b"region-7", b"\x00" * 200))
-            client.send(mutations.of_bytes(seed)[:60_000] or b"\x00")
-        if mutations.random.random() < 0.3:
-            client.recv(4096)
+def send_packets(path: str, mutations: Mutations) -> None:
+    """Packets, or a stream's bytes, to a Unix socket."""
+    for kind in (socket.SOCK_SEQPACKET, socket.SOCK_STREAM):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as client:
+            client.settimeout(0.05)
+            client.connect(socket_address(path))
+            for _ in range(mutations.random.randint(1, 3)):
+                seed = mutations.random.choice(
+                    (b"region-1-" + b"0" * 32, b"region-7", b"\x00" * 200, *FRAMES[:3])
+                )
+                client.send(mutations.of_bytes(seed)[:60_000] or b"\x00")
+            if mutations.random.random() < 0.3:
+                client.recv(4096)
+            return
 
 
 def senders(service: Service, client: MoeClient, tally: Tally) -> tuple[list[Send], list[Doors]]:

@@ -35,8 +35,9 @@ from moeserve.proto.texts import clipped
 from moeserve.proto.transports.shared_memory import GRANTED, GRANTED_WITH_CALLS, socket_address
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
-from moeserve.runtime.config import Config, ConfigError
+from moeserve.runtime.config import Config, ConfigError, KeysConfig
 from moeserve.runtime.control import messages
+from moeserve.runtime.control.acceptor import Guest
 from moeserve.runtime.control.stream import Stream, StreamClosed
 from moeserve.runtime.doors.admin_door import AdminDoor
 from moeserve.runtime.doors.calls.framing import check_framing
@@ -51,6 +52,7 @@ from moeserve.runtime.head import generations
 from moeserve.runtime.head.changes import rebalance
 from moeserve.runtime.head.coordinator import Coordinator, Progress
 from moeserve.runtime.head.sequencer import StepPace
+from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.rank.lane import Lane
 from moeserve.runtime.rank.weights.copies import Copier
@@ -58,7 +60,6 @@ from moeserve.runtime.rank.weights.peers import PeerRefused, Peers, WeightsServe
 from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.step import Header
 from moeserve.runtime.telemetry.exporter import RankTelemetry
-from moeserve.runtime.telemetry.http import _Server
 from moeserve.runtime.telemetry.logs import checked_level
 
 Opened = Iterator[tuple[list[bytes], Run]]
@@ -528,7 +529,7 @@ def bank() -> Bank:
 @contextmanager
 def weights_asked(folder: Path) -> Opened:
     """What a rank hears of whoever wants its experts."""
-    made = WeightsServer("127.0.0.1", TOKEN, "cpu", bank())
+    made = WeightsServer("127.0.0.1", Keys(KeysConfig(), TOKEN), "cpu", bank())
     hello = frame({"kind": "weights", "token": TOKEN})
     asked = {"kind": "slots", "layer": LAYER, "slots": [0], "how": "stream"}
     seeds = [
@@ -542,7 +543,10 @@ def weights_asked(folder: Path) -> Opened:
             _fed(other, data)
             stream = Stream(mine)
             stream.bound_sends(5.0)
-            made._serve(stream, ("127.0.0.1", 1))
+            strangers = threading.BoundedSemaphore()
+            strangers.acquire()
+            made._streams.add(stream)
+            made._serve(stream, Guest(mine, "a peer", strangers), near=False)
         if made._streams:
             raise Broken("a stream that has ended is still counted")
 
@@ -578,7 +582,7 @@ def weights_given(folder: Path) -> Opened:
     copier = Copier(0, "cpu")
 
     def run(data: bytes) -> None:
-        peers = Peers(TOKEN, "cpu", within=5.0)
+        peers = Peers(Keys(KeysConfig(), TOKEN), "cpu", within=5.0)
         with closing_pair() as (mine, other), closing(peers):
             _fed(other, data)
             stream = Stream(mine)
@@ -767,9 +771,6 @@ def scrapes(folder: Path) -> Opened:
     """Bytes to an exporter."""
     telemetry = RankTelemetry("model", 0, "1", {3: ["naive"]})
     port = telemetry.serve("127.0.0.1", 0)
-    died: list[str] = []
-    before = _Server.handle_error
-    _Server.handle_error = lambda self, request, address: died.append("it printed a traceback")  # type: ignore[method-assign]
 
     def run(data: bytes) -> None:
         with socket.create_connection(("127.0.0.1", port), 5.0) as client:
@@ -781,14 +782,15 @@ def scrapes(folder: Path) -> Opened:
                     continue
             except ConnectionError:
                 pass  # refused in the middle of it
-        if died:
-            raise Broken(died.pop())
+        with socket.create_connection(("127.0.0.1", port), 5.0) as good:
+            good.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
+            if b" 200 " not in good.recv(1 << 16):
+                raise Broken("a good probe has another answer")
 
     try:
         get = b"GET /metrics HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc"
         yield [get, b"GET /readyz HTTP/1.0\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n", b"GET /livez\r\n"], run
     finally:
-        _Server.handle_error = before  # type: ignore[method-assign]
         telemetry.close()
 
 

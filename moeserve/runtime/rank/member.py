@@ -54,6 +54,7 @@ class ProcessGroupSettings:
 
     backend: str  # gloo, nccl
     timeout: float  # seconds of one collective
+    own_process: bool = False  # as `GroupKind` has it
 
 
 class Member:
@@ -361,7 +362,7 @@ class Member:
         settings = self._group_settings
         self._store = StreamStore(self._stream.send, generation, settings.timeout)
         if generation == self._generation:  # else its abort has found no store to close
-            kind = GroupKind(settings.backend, settings.timeout, self._rank.device)
+            kind = GroupKind(settings.backend, settings.timeout, self._rank.device, settings.own_process)
             self._group = form_group(self._store, name, *place, kind)
         if generation != self._generation:  # its abort found no group yet
             raise RuntimeError("the generation was aborted while its process group formed")
