@@ -32,6 +32,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,12 @@ class Service:
             for task in Path(f"/proc/{pid}/task").glob("*/children"):
                 found += [int(child) for child in task.read_text().split()]
         return found
+
+    @property
+    def served(self) -> list[int]:
+        """The head's process and the ranks': the others are Python's own, which start ranks."""
+        with MoeClient(self.address) as client:
+            return [self.process.pid, *(rank.pid for rank in client.status().ranks)]
 
     def held(self) -> dict[int, Held]:
         """What each process holds now."""
@@ -286,10 +293,24 @@ FRAMES = (
 """The token is not known to who sends them; what follows a right one is fuzzed in tests/fuzz."""
 
 
+SHUT: set[str] = set()
+"""Ports that drop who comes, as gloo's do once a group is formed: nobody waits for them again."""
+
+SHUT_SECONDS = 0.005
+
+
 def send_bytes(address: str, data: bytes, mutations: Mutations) -> None:
     """Connects, sends bytes, and leaves: at once, or once the other end has closed or been silent."""
     host, port = address.rsplit(":", 1)
-    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), SECONDS) as client:
+    within = SHUT_SECONDS if address in SHUT else SECONDS / 10
+    try:
+        client = socket.create_connection((host, int(port)), within)
+    except TimeoutError:
+        SHUT.add(address)
+        return
+    except OSError:
+        return
+    with contextlib.suppress(OSError), client:
         client.settimeout(0.05)
         client.sendall(data)
         if mutations.random.random() < 0.3:
@@ -333,17 +354,15 @@ def senders(service: Service, client: MoeClient, tally: Tally) -> tuple[list[Sen
             address, mutations.of_bytes(mutations.random.choice(seeds), seeds), mutations
         )
 
-    for port in ports_of(service.pids):
+    for port in ports_of(service.served):
         owner = "head" if port.pid == service.process.pid else "rank"
         if port.address in doors:
             channels.append(Doors(port.address, doors[port.address], tally))
             found += [channels[-1].send] * 4
         elif port.address in service.exporters:
             found.append(sender("exporters", bytes_to(port.address, SCRAPES)))
-        elif port.address.startswith("@"):
-            found.append(
-                sender("region sockets", lambda mutations, at=port.address: send_packets(at, mutations))
-            )
+        elif port.address[0] in "@/":
+            found.append(sender("Unix sockets", partial(send_packets, port.address)))
         else:
             found.append(sender(f"other ports of {owner}", bytes_to(port.address, FRAMES)))
     return found, channels

@@ -39,7 +39,7 @@ class GroupKind:
     backend: str  # gloo, nccl
     timeout: float  # seconds of one collective
     device: str = "cpu"  # of this member; NCCL's communicator is formed on it at once
-    # whether this process listens on nothing else meanwhile: then gloo accepts nobody once the group is formed
+    # whether nothing else begins to listen here meanwhile: gloo then accepts nobody once the group is formed
     own_process: bool = False
 
 
