@@ -11,7 +11,8 @@ computes of it.
 Exit status 1, and no record, where a process ends, the group forms anew, a good call fails or is wrong, a
 refusal says INTERNAL or more than a kibibyte, the log grows beyond `log.bytes_per_minute`, or memory,
 descriptors or threads stay above what they were after a first round of the same. Resources are
-looked at while nothing is sent, SETTLE_SECONDS after the last message, and LATEST_SECONDS later at the latest.
+looked at while nothing is sent, SETTLE_SECONDS after the last message, LATEST_SECONDS later at most. The first
+round comes from more threads, so that every pool of threads has as many as it will have.
 """
 
 from __future__ import annotations
@@ -418,15 +419,17 @@ class Good:
 # -- the run
 
 
-def attack(service: Service, client: MoeClient, good: Good, count: int, seed: int) -> Tally:
-    """Sends `count` messages from THREADS threads, while good calls go on."""
-    tallies = [Tally() for _ in range(THREADS)]
+def attack(
+    service: Service, client: MoeClient, good: Good, count: int, seed: int, many: int = THREADS
+) -> Tally:
+    """Sends `count` messages from so many threads, while good calls go on."""
+    tallies = [Tally() for _ in range(many)]
     left = iter(range(count))
     lock = threading.Lock()
     done = threading.Event()
 
     def send_all(number: int) -> None:
-        mutations = Mutations(seed * THREADS + number)
+        mutations = Mutations(seed * 1000 + number)
         found, channels = senders(service, client, tallies[number])
         try:
             while not done.is_set():
@@ -438,7 +441,7 @@ def attack(service: Service, client: MoeClient, good: Good, count: int, seed: in
             for channel in channels:
                 channel.close()
 
-    threads = [threading.Thread(target=send_all, args=(number,)) for number in range(THREADS)]
+    threads = [threading.Thread(target=send_all, args=(number,)) for number in range(many)]
     for thread in threads:
         thread.start()
     try:
@@ -484,7 +487,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, running(Path(folder)) as (service, client, good):
         for _ in range(20):
             good.call()
-        warm = attack(service, client, good, int(WARM_UP * args.messages), args.seed + 1)
+        warm = attack(service, client, good, int(WARM_UP * args.messages), args.seed + 1, 4 * THREADS)
         time.sleep(SETTLE_SECONDS)
         generation, before = client.topology().generation, service.held()
         started, logged = time.monotonic(), service.log.stat().st_size
