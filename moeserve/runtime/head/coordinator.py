@@ -258,7 +258,7 @@ class Coordinator:
                 case "failed":
                     self.generations.failed(rank, str(message["reason"]))
                 case unknown:
-                    raise ValueError(f"unknown message {unknown!r} from rank {rank}")
+                    raise ValueError(f"unknown message {quoted(unknown)} from rank {rank}")
 
     # -- steps ----------------------------------------------------------------------------------------------
 

@@ -135,7 +135,7 @@ class _RankProcess:
         self._telemetry.device_bytes(rank.held_bytes)
         self._telemetry.regions(lambda: (len(self._regions.list()), self._regions.bytes))
         group_settings = ProcessGroupSettings(
-            "nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds
+            "nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds, own_process=True
         )
         self.member = Member(rank, lane, stream, group_settings, self._telemetry.observe_step)
         self.member.observe_rows(self._telemetry.observe_rows)
