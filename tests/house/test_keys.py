@@ -429,6 +429,9 @@ def test_a_rotation_under_load_loses_no_call(service: Service, alone: Alone) -> 
         except Exception as error:
             failed.append(error)
 
+    before_it = service.client(transport="inline")
+    stream = before_it.stream(0)
+    stream.ask(request_of(0, batch), SECONDS)
     threads = [threading.Thread(target=call, args=(at,)) for at in range(2)]
     for thread in threads:
         thread.start()
@@ -450,6 +453,11 @@ def test_a_rotation_under_load_loses_no_call(service: Service, alone: Alone) -> 
     for thread in threads:
         thread.join(SECONDS)
     assert not failed and min(answered) > 20, (failed, answered)
+    stream.ask(request_of(0, batch), SECONDS)  # an open stream keeps what it was let in with
+    if shown.token:
+        with pytest.raises(MoeError, match="UNAUTHENTICATED"):
+            before_it.topology()
+    before_it.close()
     if ca:
         now = _serials(service)
         assert all(now[name] != before[name] for name in before), (before, now)
