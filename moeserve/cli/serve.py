@@ -35,6 +35,9 @@ class Cluster(Protocol):
     def metrics_targets(self) -> list[str]:
         """Returns `host:port` of every exporter that is up."""
 
+    def probes_address(self) -> str:
+        """Returns `host:port` where probes are answered; empty where none are."""
+
     def stop(self) -> None:
         """Lets calls under way finish, and ends everything that was started."""
 
@@ -70,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         if targets := cluster.metrics_targets():
             print(f"metrics on {' '.join(targets)}", flush=True)
+        if probes := cluster.probes_address():
+            print(f"probes on {probes}", flush=True)
         print(f"serving on {cluster.address}", flush=True)
         _watch(cluster, signals)
     finally:

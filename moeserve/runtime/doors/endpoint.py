@@ -69,6 +69,11 @@ class Endpoint:
         }
         return grpc.method_handlers_generic_handler(health.SERVICE_NAME, handlers)
 
+    @property
+    def services(self) -> tuple[str, ...]:
+        """The full names of the services that are answered here."""
+        return self._services
+
     def start(self, host: str, port: int) -> str:
         """Binds `host:port` (0: a free port) and starts; returns the bound `host:port`. Raises PortInUse."""
         try:

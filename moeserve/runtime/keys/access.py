@@ -91,6 +91,7 @@ _TO_HEAD = (
     "adopted",
     "drained",
     "failed",
+    "store",
 )
 _TO_RANK = (
     "prepare",
@@ -104,6 +105,7 @@ _TO_RANK = (
     "log_levels",
     "abort",
     "stop",
+    "stored",
 )
 
 FRAMES: dict[Frames, dict[str, frozenset[Role]]] = {
@@ -153,7 +155,6 @@ LISTENERS = (
     Listener("front door", "head", "tcp", "TLS; the table of RPCs"),
     Listener("control streams", "head", "tcp", "TLS; the run's token; the table of frames"),
     Listener("metrics of the head", "head", "tcp", "TLS; the table of HTTP paths"),
-    Listener("process group's store", "head", "tcp", "not encrypted by us", ours=False),
     Listener("lane", "rank", "tcp", "TLS; the table of RPCs"),
     Listener("weights", "rank", "tcp", "TLS; the run's token; the table of frames"),
     Listener("metrics of a rank", "rank", "tcp", "TLS; the table of HTTP paths"),

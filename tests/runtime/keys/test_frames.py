@@ -18,7 +18,7 @@ from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.rank.weights import peers
-from moeserve.runtime.rank.weights.peers import PeerRefused, Peers, WeightsServer
+from moeserve.runtime.rank.weights.peers import Peers, WeightsServer
 
 
 @pytest.fixture
@@ -46,28 +46,6 @@ class NoBank:
 
     def slot(self, layer: int, slot: int) -> dict[str, torch.Tensor]:
         raise KeyError(f"no layer {layer}")
-
-
-def test_strangers_at_the_weights_socket_are_bounded(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(peers, "MOST_STRANGERS", 2)
-    keys = Keys(KeysConfig(), TOKEN)
-    server = WeightsServer("127.0.0.1", keys, "cpu", NoBank())  # type: ignore[arg-type]
-    host, port = server.address.rsplit(":", 1)
-    try:
-        silent = [socket.create_connection((host, int(port)), SECONDS) for _ in range(2)]
-        until(lambda: not server._strangers.acquire(blocking=False) or bool(server._strangers.release()))
-        with socket.create_connection((host, int(port)), SECONDS) as third:
-            assert third.recv(1) == b""
-        assert "too many have yet to show the token" in caplog.text
-        for one in silent:
-            one.close()
-        until(lambda: server._strangers._value == 2)
-        with pytest.raises(PeerRefused, match="no layer 7"):
-            Peers(keys, "cpu").fetch(server.address, 7, [0], [], None)  # type: ignore[arg-type]
-    finally:
-        server.close()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from moeserve.experts.bank import Bank
 from moeserve.experts.checksum import Slot
 from moeserve.proto.texts import clipped
+from moeserve.runtime.control.acceptor import Acceptor, Guest
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed, StreamSilent, connect
 from moeserve.runtime.keys.access import Frames, known_frame
 from moeserve.runtime.keys.keys import Keys
@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 WITHIN_SECONDS = 20.0
 UNREAD_SECONDS = 60.0  # a peer that takes no byte for so long gets no more
-MOST_STRANGERS = 64  # who have yet to show the token
 HELLO_SECONDS = 10.0  # within which whoever connects has to show the token
 
 
@@ -53,67 +52,45 @@ class WeightsServer:
     ) -> None:
         self._keys, self._device, self._bank = keys, device, bank
         self._unread = unread  # seconds in which a peer has to take a byte
-        self._listener = socket.create_server((host, 0))
-        self._near, self._near_path = listen_privately("weights", socket.SOCK_STREAM)
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
-        self._strangers = threading.BoundedSemaphore(MOST_STRANGERS)
+        self.hello_seconds = HELLO_SECONDS
+        listener = socket.create_server((host, 0))
+        near, self._near_path = listen_privately("weights", socket.SOCK_STREAM)
+        self.address = f"{host}:{listener.getsockname()[1]}"
         self._streams: set[Stream] = set()
         self._handles: dict[tuple[int, int], dict[str, object]] = {}
-        for listener in (self._listener, self._near):
-            threading.Thread(target=self._accept, args=(listener,), name="weights", daemon=True).start()
+        self._acceptors = [Acceptor(one, "weights", self._admit) for one in (listener, near)]
+        for acceptor in self._acceptors:
+            acceptor.start()
 
     def close(self) -> None:
         """Refuses peers from now on."""
-        for listener in (self._listener, self._near):
-            listener.shutdown(socket.SHUT_RDWR)  # closing alone leaves a waiting accept one more peer
-            listener.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
         remove(self._near_path)
         for stream in list(self._streams):
             stream.close()
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, peer = listener.accept()
-            except OSError:
-                return  # closed
-            if not self._strangers.acquire(blocking=False):
-                log.warning("refused weights to %s: too many have yet to show the token", peer)
-                connection.close()
-                continue
-            threading.Thread(
-                target=self._admit, args=(connection, peer), name=f"weights {peer}", daemon=True
-            ).start()
-
-    def _admit(self, connection: socket.socket, peer: object) -> None:
+    def _admit(self, guest: Guest) -> None:
         """Serves a peer, once its TLS fits, or on the Unix socket its user."""
-        near = connection.family == socket.AF_UNIX
-        peer = "a process of this host" if near else peer
+        connection, near = guest.connection, guest.connection.family == socket.AF_UNIX
+        if near:
+            guest.peer = "a process of this host"
         try:
             if near and (user := peer_of(connection)[1]) != os.geteuid():
                 raise PermissionError(f"device handles are not for processes of user {user}")
             stream = Stream(connection if near else self._keys.accept(connection))
         except OSError as error:
-            self._strangers.release()
-            log.warning("refused weights to %s: %s", peer, clipped(str(error)))
+            log.warning("refused weights to %s: %s", guest.peer, clipped(str(error)))
             connection.close()
             return
         stream.bound_sends(self._unread)
         self._streams.add(stream)
-        self._serve(stream, peer, near=near)
+        self._serve(stream, guest, near=near)
 
-    def _hello(self, stream: Stream) -> Message:
-        """What a stranger says first; it is one no more afterwards."""
+    def _serve(self, stream: Stream, guest: Guest, *, near: bool) -> None:
         try:
-            return stream.receive_first(HELLO_SECONDS)
-        finally:
-            self._strangers.release()
-
-    def _serve(self, stream: Stream, peer: object, *, near: bool) -> None:
-        try:
-            hello = self._hello(stream)
-            if hello["kind"] != "weights" or not self._keys.is_member(hello["token"]):
-                raise ValueError("a peer must begin with weights and the group's token")
+            self._introduced(stream.receive_first(self.hello_seconds))
+            guest.known()
             copier = Copier(0, self._device)
             while True:
                 asked = stream.receive()
@@ -124,15 +101,21 @@ class WeightsServer:
                     raise ValueError("device handles go over the Unix socket alone")
                 else:
                     self._answer(stream, asked, copier)
-        except StreamSilent as silent:
-            log.warning("a copy of weights to %s ends: %s", peer, silent)
-        except StreamClosed:
-            return  # the peer has what it wanted
+        except StreamClosed as closed:  # without a word: the peer has what it wanted
+            if guest.is_stranger:
+                log.warning("refused weights to %s: %s", guest.peer, closed)
+            elif isinstance(closed, StreamSilent):
+                log.warning("a copy of weights to %s ends: %s", guest.peer, closed)
         except (KeyError, TypeError, ValueError) as error:
-            log.warning("refused weights to %s: %s", peer, error)
+            log.warning("refused weights to %s: %s", guest.peer, clipped(str(error)))
         finally:
             self._streams.discard(stream)
             stream.close()
+
+    def _introduced(self, hello: Message) -> None:
+        """Raises ValueError for a stranger without the run's token."""
+        if hello["kind"] != "weights" or not self._keys.is_member(hello.get("token", "")):
+            raise ValueError("a peer must begin with weights and the group's token")
 
     def _answer(self, stream: Stream, asked: Message, copier: Copier) -> None:
         layer, slots = int(asked["layer"]), [int(slot) for slot in asked["slots"]]
