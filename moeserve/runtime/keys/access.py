@@ -148,13 +148,22 @@ class Listener:
     kind: str  # tcp, unix
     admits: str  # how it knows whom to let in
     most: int = 1  # of one process
-    ours: bool = True  # False: opened by a library, and not encrypted by us
+    ours: bool = True  # False: opened by a library, or for everybody, and not encrypted by us
 
 
 LISTENERS = (
     Listener("front door", "head", "tcp", "TLS; the table of RPCs"),
     Listener("control streams", "head", "tcp", "TLS; the run's token; the table of frames"),
     Listener("metrics of the head", "head", "tcp", "TLS; the table of HTTP paths"),
+    Listener("probes", "head", "tcp", "anyone: whether layers can be served, and why not", ours=False),
+    Listener(
+        "answers to probes",
+        "launcher",
+        "tcp",
+        "the same socket, in the process that answers there",
+        ours=False,
+    ),
+    Listener("gRPC of probes", "launcher", "unix", "folder of mode 0700"),
     Listener("lane", "rank", "tcp", "TLS; the table of RPCs"),
     Listener("weights", "rank", "tcp", "TLS; the run's token; the table of frames"),
     Listener("metrics of a rank", "rank", "tcp", "TLS; the table of HTTP paths"),

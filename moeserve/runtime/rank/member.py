@@ -85,6 +85,8 @@ class Member:
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
         self.on_epoch: Callable[[int, int], None] = lambda generation, epoch: None  # between two steps
         self.on_log_levels: Callable[[Mapping[str, str]], None] = lambda levels: None  # by logger
+        self.on_drain: Callable[[str], None] = lambda reason: None  # doors begin no further call
+        self.doors_busy: Callable[[], bool] = lambda: False  # a call has begun there and is not over
 
     @property
     def where(self) -> tuple[int | None, int | None]:
@@ -303,10 +305,11 @@ class Member:
     def _drain(self, message: Message) -> None:
         """Takes no further call, and says when those under way have ended. Steps go on meanwhile."""
         if self._lane is not None:
-            self._lane.drain(message["reason"])
+            self.on_drain(message["reason"])
             until = time.monotonic() + message["seconds"]
-            while self._lane.in_flight and time.monotonic() < until:
+            while (self._lane.in_flight or self.doors_busy()) and time.monotonic() < until:
                 time.sleep(DRAIN_LOOK_SECONDS)
+            self._lane.drain(message["reason"])
         try:
             self._stream.send({"kind": "drained", "generation": message["generation"]})
         except StreamClosed as closed:

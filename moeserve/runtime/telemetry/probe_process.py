@@ -5,17 +5,16 @@ Parsing a large message, or receiving one, holds the interpreter there, and so d
 does. What is heard no more counts as not serving. It imports gRPC and nothing of the runtime, and ends with
 its stdin.
 
-    python -m moeserve.runtime.telemetry.probe_process LISTENER STALLED_SECONDS SERVICE...
+    python -m moeserve.runtime.telemetry.probe_process LISTENER SOCKET STALLED_SECONDS SERVICE...
 
-LISTENER is the descriptor of a listening socket, which outlives this process.
+LISTENER is the descriptor of a listening socket, which outlives this process; SOCKET the path of a Unix
+socket by which it hands connections of gRPC to its own server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import secrets
 import signal
 import socket
 import sys
@@ -116,7 +115,7 @@ class Answers:
     async def _hand_on(
         self, begun: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        inner_reader, inner = await asyncio.open_unix_connection("\0" + self._grpc_address)
+        inner_reader, inner = await asyncio.open_unix_connection(self._grpc_address)
         inner.write(begun)
         ways = (asyncio.create_task(pump(reader, inner)), asyncio.create_task(pump(inner_reader, writer)))
         try:
@@ -189,14 +188,13 @@ async def listen_to(state: State) -> None:
 async def main() -> None:
     """Answers until stdin ends."""
     listener = socket.socket(fileno=int(sys.argv[1]))
-    state, services = State(float(sys.argv[2])), sys.argv[3:]
-    name = f"moeserve-probes-{os.getpid()}-{secrets.token_hex(8)}"
+    inside, state, services = sys.argv[2], State(float(sys.argv[3])), sys.argv[4:]
     options = [("grpc.max_receive_message_length", MOST_BYTES), ("grpc.max_concurrent_streams", 64)]
     inner = aio.server(options=options, maximum_concurrent_rpcs=4 * MOST_CONNECTIONS)
     inner.add_generic_rpc_handlers((GrpcHealth(state, services).handler(),))
-    inner.add_insecure_port(f"unix-abstract:{name}")
+    inner.add_insecure_port(f"unix:{inside}")
     await inner.start()
-    answers = Answers(state, name)
+    answers = Answers(state, inside)
     server = await asyncio.start_server(answers.take, sock=listener, limit=MOST_BYTES, backlog=1024)
     await listen_to(state)
     server.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from moeserve.proto.texts import clipped
 from moeserve.runtime.config import ConfigError
+from moeserve.runtime.keys.sockets import private_folder, remove
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +50,9 @@ class Probes:
             raise ConfigError(
                 f"{why}; set server.health_port to another port, 0 for any free one, -1 for none"
             ) from error
-        self._command = [sys.executable, "-m", MODULE, str(self._listener.fileno()), str(stalled_seconds)]
-        self._command += services
+        self._inside = str(private_folder() / f"probes-{os.getpid()}-{secrets.token_hex(4)}")
+        self._command = [sys.executable, "-m", MODULE, str(self._listener.fileno()), self._inside]
+        self._command += [str(stalled_seconds), *services]
         self._thread = threading.Thread(target=self._run, name="probes", daemon=True)
         self._thread.start()
 
@@ -105,3 +108,4 @@ class Probes:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            remove(self._inside)

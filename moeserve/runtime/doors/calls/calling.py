@@ -7,6 +7,7 @@ questions their threads.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from moeserve.runtime.doors.calls.admission import Admission
 from moeserve.runtime.doors.calls.stream_calls import Parse, StreamCalls, Unparsed
 from moeserve.runtime.doors.failures import guarded, status_of
 from moeserve.runtime.doors.operations import BadRequest
+from moeserve.runtime.errors import GroupUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,9 @@ class Calling:
             "questions": QUESTIONS,
             "health": QUESTIONS,
         }
+        self._under_way = 0  # calls whose RPC has begun and is not over, even before their message comes
+        self._stopping = ""  # why no further call may begin
+        self._lock = threading.Lock()
         self._pools = {sort: ThreadPoolExecutor(count, sort) for sort, count in threads.items()}
 
     def in_thread(self, behavior: Callable[..., Any], sort: str) -> Callable[..., Any]:
@@ -66,6 +71,8 @@ class Calling:
         """
 
         def answer(messages: Iterator[Unparsed], context: grpc.ServicerContext) -> Any:
+            if sort == "calls":
+                guarded(context, lambda: self._begin(context))
             message = self._first(messages, context)
             leave = self._entered(message, context) if sort == "calls" else _nothing
             try:
@@ -107,11 +114,34 @@ class Calling:
 
         return grpc.stream_stream_rpc_method_handler(self.in_thread(answer, "streams"), Unparsed, serialize)
 
+    def drain(self, reason: str) -> None:
+        """Refuses calls that begin from now on, as UNAVAILABLE with the reason; those begun go on."""
+        with self._lock:
+            self._stopping = reason
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way, or has an answer that its caller has yet to take."""
+        return self._under_way > 0 or self._admission.held[2] > 0
+
     def close(self) -> None:
         """Ends the threads once they are idle."""
         self._late.close()
         for pool in self._pools.values():
             pool.shutdown(wait=False)
+
+    def _begin(self, context: grpc.ServicerContext) -> None:
+        """Counts the call until its RPC is over. Raises GroupUnavailable where none may begin."""
+        with self._lock:
+            if self._stopping:
+                raise GroupUnavailable(self._stopping)
+            self._under_way += 1
+        if not context.add_callback(self._end):  # the RPC is over already
+            self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._under_way -= 1
 
     def _first(self, messages: Iterator[Unparsed], context: grpc.ServicerContext) -> Unparsed:
         """The message of a unary call, which is cancelled where it does not come in time."""
