@@ -158,6 +158,19 @@ def test_each_path_gets_what_the_table_says(service: Service, name: str, case: s
             assert status == said.get(case, 401), path
 
 
+@cases
+def test_probes_need_nothing(service: Service, case: str) -> None:
+    shown = service.case(case, CALL)
+    address = service.cluster.probes_address()
+    for path in ("/livez", "/readyz", "/startupz"):
+        assert service.ring.get(address, path, shown) == 200, path
+    assert code_of(service.channel(address, shown), "/grpc.health.v1.Health/Check", b"", shown) == "OK"
+    for path in ("/metrics", "/"):
+        assert service.ring.get(address, path, shown) == 404
+    path = "/moeserve.v1.FrontService/GetTopology"
+    assert code_of(service.channel(address, shown), path, b"", shown) == "UNIMPLEMENTED"
+
+
 def _member_shows(service: Service, case: str) -> tuple[str, ssl.SSLContext | None]:
     """The token in the first frame of a stream between processes of the service, and the certificate."""
     ring, right = service.ring, service.cluster.head.token

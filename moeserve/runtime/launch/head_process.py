@@ -102,6 +102,7 @@ class HeadProcess:
                 self._endpoint.services,
                 server.stalled_seconds,
                 self._telemetry.why_not,
+                (config.keys.certificate, config.keys.private_key),
             )
             self.probes_address = f"{shown}:{self._probes.port}"
         self.coordinator.start()
