@@ -135,6 +135,8 @@ class Certificates:
     def _server(self, texts: dict[str, bytes], demands: ssl.VerifyMode) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.options |= ssl.OP_NO_TICKET  # a session that is resumed shows no certificate again
+        context.num_tickets = 0
         self._show(context)
         if demands is not ssl.CERT_NONE:
             _trust(context, _callers_roots(texts), "keys.client_ca")
