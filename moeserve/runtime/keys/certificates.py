@@ -77,7 +77,9 @@ class Certificates:
         def fetch() -> Any:
             nonlocal shown
             now = self._now()
-            if now is shown:
+            # Each configuration has keys of its own for sessions. Where callers show certificates, no two
+            # connections share one, or a session could be resumed after its certificate has expired.
+            if now is shown and not self.asks_callers:
                 return None
             shown = now
             return self._grpc_configuration(now)

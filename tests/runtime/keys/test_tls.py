@@ -131,6 +131,27 @@ def test_a_session_is_not_resumed_past_its_certificate(tmp_path: Path) -> None:
         assert resumed == [False, False]
 
 
+def test_grpc_resumes_no_session_either(tmp_path: Path) -> None:
+    ring = Keyring(tmp_path, "mutual")
+    door = Door(config_of(ring))
+    host, port = door.address.rsplit(":", 1)
+    client = ring.context(ring.shown("right", frozenset()))
+    assert client is not None
+    client.set_alpn_protocols(["h2"])
+    session, resumed = None, []
+    try:
+        for _ in range(3):
+            plain = socket.create_connection((host, int(port)), SECONDS)
+            with client.wrap_socket(plain, server_hostname="localhost", session=session) as made:
+                made.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+                assert made.recv(1)
+                session = made.session
+                resumed.append(made.session_reused)
+        assert resumed == [False, False, False]
+    finally:
+        door.endpoint.stop(0)
+
+
 def test_bounds_hold_over_tls(ring: Keyring) -> None:
     keys = Keys(config_of(ring), TOKEN)
     near, far = joined(keys, keys)
