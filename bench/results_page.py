@@ -64,6 +64,14 @@ VIEWS = (
         "{column}",
     ),
     View(
+        "tls_cost",
+        "What keys cost a call, beside encrypting its bytes",
+        r"(?P<line>.+), (?P<column>\d+ rows)",
+        "{line}",
+        "{column}",
+        facts=("whole cost", "its bytes", "call"),
+    ),
+    View(
         "gpu_service",
         "The whole service on GPUs: a call, and a killed rank",
         r"(?P<column>\d+ rows|killed rank, right again)(?: x 2048)?, (?P<line>.+)",

@@ -52,8 +52,8 @@ class HeadProcess:
         )
         self.token = secrets.token_hex(16)
         logs.hide(self.token)
-        self.coordinator = Coordinator(epoch, served.layers, pace, host, self.token)
         keys = Keys(config.keys, self.token)
+        self.coordinator = Coordinator(epoch, served.layers, pace, host, self.token)
         self.coordinator.secure(keys)
         logs.tell_where(lambda: (self.coordinator.generation, self.coordinator.epoch.number))
         log_levels = LogLevels(config.log.level, self.coordinator)
@@ -102,6 +102,7 @@ class HeadProcess:
                 self._endpoint.services,
                 server.stalled_seconds,
                 self._telemetry.why_not,
+                (config.keys.certificate, config.keys.private_key),
             )
             self.probes_address = f"{shown}:{self._probes.port}"
         self.coordinator.start()

@@ -32,12 +32,18 @@ class Probes:
     """Listens at `host:port` (0: a free one); a process that this one starts answers there, until `close`.
 
     why_not: why layers cannot be served now; empty while they can. It is asked by a thread of its own: where
-    that hangs for `stalled_seconds`, the service counts as one that does not live. Raises ConfigError where
+    that hangs for `stalled_seconds`, the service counts as one that does not live. tls: paths of the
+    certificate and its key; empty where probes come without TLS. Raises ConfigError where
     the address cannot be had.
     """
 
     def __init__(
-        self, at: tuple[str, int], services: Sequence[str], stalled_seconds: float, why_not: Callable[[], str]
+        self,
+        at: tuple[str, int],
+        services: Sequence[str],
+        stalled_seconds: float,
+        why_not: Callable[[], str],
+        tls: tuple[str, str] = ("", ""),
     ) -> None:
         self._why_not = why_not
         self._told = threading.Event()
@@ -52,7 +58,7 @@ class Probes:
             ) from error
         self._inside = str(private_folder() / f"probes-{os.getpid()}-{secrets.token_hex(4)}")
         self._command = [sys.executable, "-m", MODULE, str(self._listener.fileno()), self._inside]
-        self._command += [str(stalled_seconds), *services]
+        self._command += [str(stalled_seconds), *tls, *services]
         self._thread = threading.Thread(target=self._run, name="probes", daemon=True)
         self._thread.start()
 
