@@ -257,7 +257,6 @@ def kills(chaos: Chaos) -> list[str]:
                 os.kill(chaos.random.choice(sorted(living)), signal.SIGKILL)
                 killed += 1
         took, quiet = time.monotonic() - began, time.monotonic()
-        answers = callers.right
         print(f"{killed} kills in {took:.1f} s; {len(callers.answers(0.0))} answers meanwhile", flush=True)
         if missing := service.wait_whole(0, args.quiet):
             faults.append(f"after {killed} kills: {missing}")
@@ -267,7 +266,7 @@ def kills(chaos: Chaos) -> list[str]:
             faults.append(f"after {args.quiet:g} s of quiet: {now}, and it was generation {generation}")
         if not callers.answers(5.0):
             faults.append(f"no answer after {args.quiet:g} s of quiet")
-        print(f"serving again {back:.2f} s after the last kill; answers before: {answers}", flush=True)
+        print(f"serving again {back:.2f} s after the last kill", flush=True)
     chaos.count(callers)
     record(chaos, "kills", [(f"{killed} kills in {took:.0f} s: served again after", back, "s", "lower")])
     return faults

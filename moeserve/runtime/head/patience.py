@@ -21,6 +21,7 @@ class Patience:
     adopt: float = 60.0  # until every member serves a change that was decided
     hello: float | None = None  # until whoever connects has introduced itself; None: as `Reception` has it
     send: float = 5.0  # while a member takes nothing of what is sent to it
+    reach: float = 30.0  # while a member's host does not answer
     late: float = 10.0  # while a step does not go on; then who holds it up is named
 
 

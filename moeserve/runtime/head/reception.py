@@ -65,6 +65,7 @@ class Reception:
         self.most_strangers = MOST_STRANGERS + seats
         self._strangers = threading.BoundedSemaphore(self.most_strangers)
         self.send_seconds = SEND_SECONDS
+        self.reach_seconds = 30.0  # for which a rank's host may be out of reach
         self.hello_seconds: float | None = None  # None: HELLO_SECONDS
         self._closed = threading.Event()
         self._listener = socket.create_server((host, 0))
@@ -113,6 +114,7 @@ class Reception:
         try:
             with closing(Stream(connection)) as stream:
                 stream.bound_sends(self.send_seconds)
+                stream.bound_silence(self.reach_seconds)
                 hello = self._hello(stream)
                 rank, seat = self._introduced(hello, stream)
                 self._events.rank_connected(rank, seat, str(hello.get("refused", "")))

@@ -153,6 +153,7 @@ def patience_of(config: Config) -> Patience:
         hello=cluster.hello_seconds,
         send=cluster.send_seconds,
         late=config.step.patience,
+        reach=cluster.connect_seconds,
     )
 
 

@@ -220,6 +220,23 @@ def test_a_silent_member_is_named_told_to_stop_and_seen_dead_before_the_next_gen
     members[0].entry("prepare")
 
 
+def test_a_killed_process_that_does_not_end_is_reported_and_waited_for(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generations, "GONE_REPORT_SECONDS", 0.1)
+    coordinator.generations.is_gone = lambda pid: pid != 101
+    members = serving(coordinator, MEMBERS)
+    members[1].stream.close()
+    until(lambda: 1 not in coordinator.seats())
+    FakeMember(coordinator, 1, pid=201)
+    why = "no generation forms before processes [101], given up, have ended"
+    until(lambda: coordinator.progress().reason == why)
+    assert coordinator.progress().state == "forming"
+    members[0].entry("abort")
+    coordinator.generations.is_gone = lambda pid: True
+    members[0].entry("prepare")
+
+
 def test_a_joining_that_hangs_ends_and_who_is_behind_is_given_up(coordinator: Coordinator) -> None:
     coordinator.generations.patience = Patience(join=0.2)
     killed: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
