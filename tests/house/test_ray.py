@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 import ray
 import torch
 from checkpoints import make_checkpoint
 from failures import HEARD_SECONDS, Callers, break_connections, serve_again, stand_still
 from houses import DP2_TP2, EP4, Alone, house_config, request_of
+from listeners import beyond_loopback, listeners
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
@@ -66,6 +68,17 @@ def test_a_killed_actor_is_heard_of_restarted_and_serves_again(checkpoint_path: 
         assert house.pid(2) not in (0, victim)
         with MoeClient(house.address, timeout=60) as client:
             torch.testing.assert_close(client.forward(1, *batch), alone.forward(1, *batch), **CLOSE)
+
+
+def test_a_ray_of_its_own_listens_on_loopback_only(checkpoint_path: Path) -> None:
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    mine = listeners(os.getpid())
+    with RayCluster(house_config(checkpoint_path, **EP4)) as house:
+        started = {process.pid for process in psutil.Process().children(recursive=True)} - before
+        found = {pid: listeners(pid) for pid in started} | {os.getpid(): listeners(os.getpid()) - mine}
+        assert started >= {house.pid(rank) for rank in range(4)}
+    assert len([pid for pid in found if found[pid]]) > 4  # Ray's own, the head's and the ranks'
+    assert {pid: beyond_loopback(ports) for pid, ports in found.items() if beyond_loopback(ports)} == {}
 
 
 def test_ranks_spread_over_several_nodes(nodes: Cluster, checkpoint_path: Path, alone: Alone) -> None:

@@ -99,6 +99,10 @@ class LocalCluster:
         """`host:port` of every exporter that is up."""
         return self.head.metrics_targets()
 
+    def probes_address(self) -> str:
+        """`host:port` where probes are answered; empty where none are."""
+        return self.head.probes_address
+
     def pid(self, rank: int) -> int:
         """The id of a rank's process. RuntimeError before it has started."""
         pid = self._processes[rank].pid

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -22,7 +25,28 @@ from moeserve.runtime.telemetry import logs
 
 log = logging.getLogger(__name__)
 
+LOOPBACK = ("127.0.0.1", "localhost")
+
 HEAD_STOP_SECONDS = 15.0  # for the head to end, beside what calls under way have
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """A Ray that is started within listens on loopback: its ports give whoever reaches them a shell.
+
+    `_node_ip_address="127.0.0.1"` does not do it: Ray takes another address of the host instead, unless it
+    believes to be on a system without clusters. It reads that when it is imported, and so do its processes.
+    """
+    switch, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    said = os.environ.get(switch)
+    os.environ[switch], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        os.environ.pop(switch)
+        if said is not None:
+            os.environ[switch] = said
 
 
 class _HeadActor:
@@ -64,6 +88,10 @@ class _HeadActor:
     def metrics_targets(self) -> list[str]:
         """Every exporter that is up."""
         return self._head.metrics_targets()
+
+    def probes_address(self) -> str:
+        """Where probes are answered."""
+        return self._head.probes_address
 
     def stop(self) -> None:
         """Ends the group and the front door, and then the ranks' actors."""
@@ -127,6 +155,10 @@ class RayCluster:
         """`host:port` of every exporter that is up."""
         return list(ray.get(self._head.metrics_targets.remote(), timeout=30))
 
+    def probes_address(self) -> str:
+        """`host:port` where probes are answered; empty where none are."""
+        return str(ray.get(self._head.probes_address.remote(), timeout=30))
+
     def __enter__(self) -> RayCluster:
         return self.start()
 
@@ -143,9 +175,8 @@ class RayCluster:
             resources = max(
                 os.cpu_count() or 1, self._needed_cpus()
             )  # ranks on one machine share its cores knowingly
-            ray.init(
-                address="local", num_cpus=resources, include_dashboard=False, _node_ip_address="127.0.0.1"
-            )
+            with _on_loopback() if self._config.server.host in LOOPBACK else nullcontext():
+                ray.init(address="local", num_cpus=resources, include_dashboard=False)
         self._owns_ray = True
 
     def _place(self) -> None:
@@ -155,11 +186,7 @@ class RayCluster:
         self._group = placement_group([bundle] * ranks, strategy="PACK")
         ray.get(self._group.ready(), timeout=config.cluster.start_timeout_seconds)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        host = (
-            "127.0.0.1"
-            if config.server.host in ("127.0.0.1", "localhost")
-            else ray.util.get_node_ip_address()
-        )
+        host = "127.0.0.1" if config.server.host in LOOPBACK else ray.util.get_node_ip_address()
         self._head = (
             ray.remote(_HeadActor)
             .options(num_cpus=0, scheduling_strategy=here, max_concurrency=4)
