@@ -300,7 +300,7 @@ def starts(chaos: Chaos) -> list[str]:
             faults.append(f"the status says {state}: {reason}")
         away.rename(chaos.checkpoints[0])
         if missing := service.wait_whole(generation, BACK_SECONDS):
-            faults.append(f"after {args.starts} failed starts: {missing}")
+            faults.append(f"after {args.starts} failed starts: {missing}\n{service.log(mark)[-6000:]}")
         callers.go_on()
         if not callers.answers(5.0):
             faults.append("no answer once it could start")
