@@ -294,8 +294,9 @@ def starts(chaos: Chaos) -> list[str]:
         took, (state, reason, _) = time.monotonic() - began, service.status()
         pauses = [pause for number, pause in sorted(found.items()) if number]
         print(f"{len(pauses)} failed starts in {took:.1f} s, pauses {pauses}", flush=True)
-        if not all(0.1 <= pause <= 10.0 for pause in pauses) or pauses[0] > 0.1 or max(pauses) < 5.0:
-            faults.append(f"pauses {pauses} do not grow from 0.1 to 10 s")
+        bounds = [min(10.0, 0.1 * 2.0**number) for number in range(len(pauses))]
+        if not all(bound / 2 - 0.1 <= p <= bound + 0.1 for p, bound in zip(pauses, bounds, strict=True)):
+            faults.append(f"pauses {pauses} are not those of {bounds}, less up to half")
         if state != "forming" or f"rank {rank} cannot start: " not in reason:
             faults.append(f"the status says {state}: {reason}")
         away.rename(chaos.checkpoints[0])
