@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from moeserve.proto.texts import clipped
 from moeserve.runtime.control.messages import epoch_message
-from moeserve.runtime.control.reached import Reached
+from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.inquiry import Inquiry, Standstill
@@ -141,7 +141,8 @@ class Generations:
         self._unheard.discard(rank)
         if self._inquiry is not None and reached is not None:
             self._inquiry.answered(rank, reached)
-        self._formation.heard(rank, time.monotonic())
+        stepping = reached is not None and Phase.BEGUN <= reached.phase < Phase.DONE
+        self._formation.heard(rank, time.monotonic(), stepping=stepping)
         self._group.lock.notify_all()
 
     def prepared(self, rank: int) -> None:
