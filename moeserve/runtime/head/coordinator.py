@@ -95,6 +95,7 @@ class Coordinator:
         """Begins to accept members, and to order their steps."""
         patience = self.generations.patience
         self._reception.send_seconds, self._changes.adopt_seconds = patience.send, patience.adopt
+        self._reception.reach_seconds = patience.reach
         self._reception.hello_seconds, self._changes.on_stuck = patience.hello, self.generations.stuck
         self._reception.start()
         threading.Thread(target=self._keep_pace, name="keep_pace", daemon=True).start()

@@ -63,6 +63,7 @@ class Reception:
     def __init__(self, host: str, seats: int, token: str, events: RankEvents) -> None:
         self._room, self._token, self._events = seats, token, events  # how many seats there are
         self.send_seconds = SEND_SECONDS
+        self.reach_seconds = 30.0  # for which a rank's host may be out of reach
         self.hello_seconds: float | None = None  # None: HELLO_SECONDS
         self.keys = NO_KEYS
         listener = socket.create_server((host, 0))
@@ -91,6 +92,7 @@ class Reception:
         try:
             with closing(self._stream(guest.connection)) as stream:
                 stream.bound_sends(self.send_seconds)
+                stream.bound_silence(self.reach_seconds)
                 hello = stream.receive_first(self.hello_seconds or HELLO_SECONDS)
                 guest.known()
                 rank, seat = self._introduced(hello, stream)

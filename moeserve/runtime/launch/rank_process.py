@@ -73,6 +73,8 @@ def _run_rank(spec: RankSpec) -> None:
     except StreamClosed as closed:
         log.warning("rank %d: no coordinator: %s", spec.rank, closed)
         return
+    stream.bound_sends(spec.config.cluster.send_seconds)
+    stream.bound_silence(spec.config.cluster.connect_seconds)
     hello = {
         "kind": "hello",
         "rank": spec.rank,

@@ -240,6 +240,7 @@ class Member:
     def _prepare(self, entry: Message) -> None:
         """Loads what the epoch gives this member, unless it has it, and votes."""
         self._rank.progress.join(Phase.PREPARED)
+        self._say_here(entry["generation"])
         self._leave()
         if self.mover is not None:
             self.mover.release()
