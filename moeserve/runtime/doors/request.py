@@ -13,6 +13,7 @@ from moeserve.experts.routing.gate import Gate
 from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import TensorError, dtype_of
 from moeserve.proto.texts import quoted
+from moeserve.proto.transports.carried import Carried
 from moeserve.runtime.doors.payloads import OpenRequest, Payloads
 from moeserve.runtime.rank.lane import LaneBatch
 from moeserve.runtime.served import Served
@@ -37,6 +38,12 @@ class CheckedRequest:
     def reply(self, answer: Tensor, stamp: Stamp) -> moe_pb2.ForwardReply:
         """The reply that holds `answer` [T, H], in the dtype of the request's hidden states."""
         return self.request.reply(answer.to(self.request.hidden.dtype), *stamp)
+
+    def reply_beside(
+        self, answer: Tensor, stamp: Stamp
+    ) -> moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]:
+        """Makes the same reply, a large inline answer beside its message."""
+        return self.request.reply_beside(answer.to(self.request.hidden.dtype), *stamp)
 
     @property
     def copied_bytes(self) -> int:
@@ -73,15 +80,23 @@ class RequestReader:
         given = dtype_of(request.hidden)
         return request.WhichOneof("route") == "logits" or (given is not None and given.torch_name != served)
 
-    def read(self, request: moe_pb2.ForwardRequest, deadline: float = math.inf) -> CheckedRequest:
-        """Checks and routes `request`. Raises NotServed, TensorError (naming the field) or RegionError."""
+    def read(
+        self,
+        request: moe_pb2.ForwardRequest,
+        deadline: float = math.inf,
+        data: memoryview | None = None,
+    ) -> CheckedRequest:
+        """Checks and routes `request`, whose hidden states may lie beside it, in `data`.
+
+        Raises NotServed, TensorError (naming the field) or RegionError.
+        """
         if request.model not in ("", self._name):
             raise NotServed(f"model {quoted(request.model)} is not served here; {self._name!r} is")
         if request.layer not in self._layers:
             raise NotServed(
                 f"layer {request.layer} has no experts served here; layers {runs(self._served.layers)} have"
             )
-        opened = self._payloads.open(request)
+        opened = self._payloads.open(request, data)
         try:
             experts, weights = self._route(request.layer, opened)
             hidden = opened.hidden.to(self._served.dtype)
