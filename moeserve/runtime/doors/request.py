@@ -37,13 +37,13 @@ class CheckedRequest:
 
     def reply(self, answer: Tensor, stamp: Stamp) -> moe_pb2.ForwardReply:
         """The reply that holds `answer` [T, H], in the dtype of the request's hidden states."""
-        return self.request.reply(answer.to(self.request.hidden.dtype), *stamp)
+        return self.request.reply(_as(self.request.hidden.dtype, answer), *stamp)
 
     def reply_beside(
         self, answer: Tensor, stamp: Stamp
     ) -> moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]:
         """Makes the same reply, a large inline answer beside its message."""
-        return self.request.reply_beside(answer.to(self.request.hidden.dtype), *stamp)
+        return self.request.reply_beside(_as(self.request.hidden.dtype, answer), *stamp)
 
     @property
     def copied_bytes(self) -> int:
@@ -99,7 +99,7 @@ class RequestReader:
         opened = self._payloads.open(request, data)
         try:
             experts, weights = self._route(request.layer, opened)
-            hidden = opened.hidden.to(self._served.dtype)
+            hidden = _as(self._served.dtype, opened.hidden)
             self._check("hidden", hidden, self._served.checkpoint.hidden, "the model's hidden size")
         except BaseException:
             opened.close()
@@ -129,19 +129,25 @@ class RequestReader:
             raise TensorError("route", "neither choice nor logits is set")
         self._check("choice.ids", opened.experts, checkpoint.top_k, "the model's experts a token")
         if opened.experts.numel():
-            low, high = (int(value) for value in torch.aminmax(opened.experts))
+            ids = opened.experts.numpy()
+            low, high = int(ids.min()), int(ids.max())
             if low < -1 or high >= checkpoint.num_experts:
                 wrong = low if low < -1 else high
                 raise TensorError(
                     "choice.ids",
                     f"id {wrong} is out of range: experts are 0 to {checkpoint.num_experts - 1}, -1 is none",
                 )
-        return opened.experts.to(torch.int32), opened.weights.float()
+        return _as(torch.int32, opened.experts), _as(torch.float32, opened.weights)
 
     @staticmethod
     def _check(field: str, tensor: Tensor, width: int, what: str) -> None:
         if tensor.shape[1] != width:
             raise TensorError(field, f"rows of {tensor.shape[1]}, but {what} is {width}")
+
+
+def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """`tensor` in `dtype`. Torch gives the interpreter up even to find that there is nothing to do."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def runs(numbers: tuple[int, ...]) -> str:

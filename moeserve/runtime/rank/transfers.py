@@ -11,8 +11,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -118,6 +119,14 @@ class StepRoom:
 
     rows: LaneInput
     routes: Tensor  # uint8
+    parts: dict[int, LaneInput] = field(default_factory=dict)  # the first rows, as many as were asked for
+
+    def first(self, count: int) -> LaneInput:
+        """The first `count` rows."""
+        found = self.parts.get(count)
+        if found is None:
+            found = self.parts[count] = self.rows.rows(slice(count))
+        return found
 
     @classmethod
     def of(cls, hidden: Tensor, top_k: int) -> StepRoom:
@@ -158,7 +167,9 @@ class InFlight:
     def there(cls, answer: Tensor, parts: Sequence[tuple[int, Job | None]]) -> InFlight:
         """An answer `[T, H]` that is on the host already; `parts` as `Transfers.fetch` takes them."""
         sizes = [rows for rows, _ in parts]
-        outputs: list[Tensor | None] = list(torch.split(answer, sizes)) if sizes else []
+        outputs: list[Tensor | None] = [answer]
+        if len(sizes) != 1:
+            outputs = list(torch.split(answer, sizes)) if sizes else []
         return cls(outputs, _Passed(), [], [])
 
     def release(self) -> None:
@@ -249,14 +260,18 @@ class Transfers:
     def _gather_routes(self, room: StepRoom, parts: Sequence[tuple[int, Job | None]]) -> Tensor:
         staged = self.engines.pinned(room.routes.shape, torch.uint8)
         rows, top_k = room.rows.experts.shape
-        columns = [column.numpy() for column in _route_columns(staged, rows, top_k)]
-        staged.numpy()[:] = 0
+        size, column = 4 * rows * top_k, _column_bytes(rows, top_k)
+        there = staged.numpy()
+        there[:] = 0
+        experts = there[:size].view(np.int32).reshape(rows, top_k)
+        weights = there[column : column + size].view(np.float32).reshape(rows, top_k)
+        valid = there[2 * column :]
         at = 0
         for count, job in parts:
             if job is not None:
-                columns[0][at : at + count] = job.experts.numpy()
-                columns[1][at : at + count] = job.weights.numpy()
-                columns[2][at : at + count] = True
+                experts[at : at + count] = job.experts.numpy()
+                weights[at : at + count] = job.weights.numpy()
+                valid[at : at + count] = 1
             at += count
         room.routes.copy_(staged, non_blocking=True)
         return staged
