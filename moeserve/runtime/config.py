@@ -4,6 +4,7 @@ at start.
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import tomllib
 from collections.abc import Mapping
@@ -133,18 +134,20 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 50051  # the coordinator's; 0 picks a free one
     metrics_port: int = 9400  # the head's; rank r takes this + 1 + r; 0 picks free ones, -1 turns metrics off
-    max_message_bytes: int = 256 << 20
+    max_message_bytes: int = 64 << 20
     max_concurrent_calls: int = 256  # a lane refuses more, with pushback
     max_streams: int = 256  # that are open at a lane or the front door; it refuses more, with pushback
     max_held_bytes: int = 2 << 30  # of the calls that a lane or the front door holds; it refuses more
     request_seconds: float = 30.0  # within which the message of a call has to arrive
     drain_seconds: float = 10.0  # for calls under way when the service is told to stop
     unread_seconds: float = 30.0  # within which the caller of a stream has to take a reply
-    reload_root: str = ""  # folder below which a checkpoint has to be to be reloaded; empty: anywhere
+    reload_root: str = ""  # folder below which a checkpoint may be reloaded; empty: the served one's parent
     region_bytes: int = 4 << 30  # of shared memory a rank may hand out
     allow_named_regions: bool = False  # unsafe: clients may register any shared-memory object by name
     max_held_rows: int = 65536  # of the calls that a lane holds; it refuses more, with pushback
     queue_seconds: float = 10.0  # that a call may wait at a lane, whatever its deadline; longer is refused
+    health_port: int = 0  # of probes; 0 picks a free one, -1 has none
+    stalled_seconds: float = 10.0  # after which a head that does not answer is not ready, nor alive
     registered_bytes: int = 4 << 30  # of regions, that a GPU copies from and to by itself; 0: none
 
 
@@ -159,7 +162,7 @@ class ClusterConfig:
     start_timeout_seconds: float = 600.0
     give_up_seconds: float = 0.0  # without serving, once it has served: then the service ends; 0: never
     connect_seconds: float = 30.0  # for a rank to reach the head
-    hello_seconds: float = 10.0  # for whoever connects to the head to introduce itself as a rank
+    hello_seconds: float = 10.0  # for whoever connects to the head, or for a rank's experts, to say who it is
     answer_seconds: float = 10.0  # for a rank's process to answer that a generation forms
     prepare_seconds: float = 120.0  # between two layers that a rank reads while a generation forms
     join_seconds: float = 300.0  # for the ranks' process group and dispatchers
@@ -178,6 +181,24 @@ class MembersConfig:
     held_multiprocessors: int = 0  # of each GPU: that waiting kernels of others may hold
 
 
+@dataclass(frozen=True)
+class KeysConfig:
+    """Whom the service trusts and what it encrypts with: paths and names, never a secret.
+
+    With `grants`, who may do what is decided by the table in keys/access.py; without, everyone may do
+    everything.
+    """
+
+    certificate: str = ""  # PEM: the chain that every process of the service shows; without it, no TLS
+    private_key: str = ""  # PEM, not encrypted: the certificate's key
+    ca: str = ""  # PEM: authorities by which processes of the service know each other
+    client_ca: str = ""  # PEM: authorities of the certificates that callers must show; empty: none must
+    server_name: str = ""  # that the certificate has; empty: the host of each address
+    grants: str = ""  # file of tokens and names of certificates, with the roles of each
+    allow_plaintext: bool = False  # serve beyond loopback without TLS
+    handshake_seconds: float = 10.0  # for whoever connects to finish TLS
+
+
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 
@@ -194,7 +215,7 @@ class LogConfig:
 
 LAST_PORT = 65535
 
-CHECKED_APART = ("server.port", "server.metrics_port")
+CHECKED_APART = ("server.port", "server.metrics_port", "server.health_port")
 
 POSITIVE = frozenset(
     {
@@ -213,6 +234,7 @@ POSITIVE = frozenset(
         "server.max_message_bytes",
         "server.max_held_rows",
         "server.queue_seconds",
+        "server.stalled_seconds",
         "cluster.start_timeout_seconds",
         "cluster.connect_seconds",
         "cluster.hello_seconds",
@@ -221,6 +243,7 @@ POSITIVE = frozenset(
         "cluster.join_seconds",
         "cluster.adopt_seconds",
         "cluster.send_seconds",
+        "keys.handshake_seconds",
         "cluster.begin_seconds",
     }
 )
@@ -239,6 +262,7 @@ class Config:
     members: MembersConfig = field(default_factory=MembersConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    keys: KeysConfig = field(default_factory=KeysConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     @classmethod
@@ -266,6 +290,9 @@ class Config:
             paths["model.checkpoint"] = path_from(folder, self.model.checkpoint)
         if self.plan.costs:
             paths["plan.costs"] = str(folder / Path(self.plan.costs).expanduser())
+        for name in KEY_FILES:
+            if path := getattr(self.keys, name):
+                paths[f"keys.{name}"] = str(folder / Path(path).expanduser())
         return self.with_values(paths)
 
     def with_values(self, values: Mapping[str, Any]) -> Config:
@@ -305,7 +332,37 @@ class Config:
         self._check_members()
         self._check_ports()
         self._check_load_as()
+        self._check_keys()
         return self
+
+    def _check_keys(self) -> None:
+        """What is beyond loopback is encrypted unless the operator says otherwise; tokens always are."""
+        keys, host = self.keys, self.server.host
+        if bool(keys.certificate) != bool(keys.private_key):
+            raise ConfigError("keys.certificate and keys.private_key need each other: give both, or neither")
+        if keys.client_ca and not keys.certificate:
+            raise ConfigError("keys.client_ca asks callers for certificates, which needs keys.certificate")
+        if keys.certificate and not keys.ca:
+            raise ConfigError(
+                "keys.ca is not set: processes of the service know each other's certificates by it"
+            )
+        if keys.certificate and not keys.grants:
+            raise ConfigError(
+                "keys.grants is not set: with keys.certificate nobody may do anything that it does not grant "
+                "(a line `call,observe,operate anyone` grants all to everyone)"
+            )
+        if keys.certificate or is_loopback(host):
+            return
+        if keys.grants:
+            raise ConfigError(
+                f"server.host = {host!r} is not loopback: tokens of keys.grants would travel as plain text; "
+                "set keys.certificate and keys.private_key"
+            )
+        if not keys.allow_plaintext:
+            raise ConfigError(
+                f"server.host = {host!r} is not loopback, and nothing is encrypted; set keys.certificate and "
+                "keys.private_key, or say keys.allow_plaintext = true (--allow-plaintext)"
+            )
 
     def _check_members(self) -> None:
         """Room for fewer than the ranks is refused here, room for more than a dispatcher has in its plan."""
@@ -329,6 +386,11 @@ class Config:
         port, first = self.server.port, self.server.metrics_port
         if not 0 <= port <= LAST_PORT:
             raise ConfigError(f"server.port = {port} must be 0 (any free one) to {LAST_PORT}")
+        if not -1 <= self.server.health_port <= LAST_PORT:
+            raise ConfigError(
+                f"server.health_port = {self.server.health_port} must be -1 (none) or 0 (any free one) "
+                f"to {LAST_PORT}"
+            )
         last = first + self.parallel.mesh.ranks if first > 0 else first
         if not -1 <= first <= last <= LAST_PORT:
             ranks = self.parallel.mesh.ranks
@@ -353,6 +415,20 @@ class Config:
             value = getattr(self, table.name)
             out += [f"{f.name} = {_toml(getattr(value, f.name))}" for f in fields(value)]
         return out
+
+
+KEY_FILES = ("certificate", "private_key", "ca", "client_ca", "grants")
+"""Keys of `KeysConfig` that are paths."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a listener at `host`, an address or a name."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def from_mapping(cls: type, document: Mapping[str, Any], start: Any = None, path: str = "") -> Any:

@@ -210,7 +210,7 @@ def test_the_front_door_refuses_in_a_lanes_words(house: LocalCluster, alone: Alo
 
 def test_an_oversize_message_is_refused_by_its_size(house: LocalCluster, alone: Alone) -> None:
     request = request_of(0, alone.batch(1, seed=1))
-    request.hidden.data = b"\0" * ((256 << 20) + 1)
+    request.hidden.data = b"\0" * ((64 << 20) + 1)
     unlimited = [("grpc.max_send_message_length", -1)]
     with (
         grpc.insecure_channel(house.address, options=unlimited) as channel,

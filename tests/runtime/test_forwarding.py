@@ -70,8 +70,8 @@ def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[Front]:
     links: list[sync_link.Link] = []
 
     class Counted(sync_link.Link):
-        def __init__(self, address: str, max_message_bytes: int) -> None:
-            super().__init__(address, max_message_bytes)
+        def __init__(self, address: str, max_message_bytes: int, credentials: None) -> None:
+            super().__init__(address, max_message_bytes, credentials)
             links.append(self)
 
     monkeypatch.setattr(forwarding, "Link", Counted)

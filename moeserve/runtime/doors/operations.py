@@ -31,9 +31,9 @@ class Operations:
     later is told in the reply: its outcome and reason.
     """
 
-    def __init__(self, served: Served, rebalancer: Rebalancer, reload_root: str = "") -> None:
+    def __init__(self, served: Served, rebalancer: Rebalancer, reload_root: str) -> None:
         self._served = served
-        self._reload_root = reload_root  # below which checkpoints may be loaded; empty: anywhere
+        self._reload_root = reload_root  # below which checkpoints may be loaded
         self._rebalancer = rebalancer
         # sets a logger's level in every process, unless it is empty; returns all that were set. ValueError
         self.on_log_level: Callable[[str, str], Mapping[str, str]] = lambda logger, level: {}
@@ -93,7 +93,7 @@ class Operations:
     def _check_folder(self, folder: Path) -> None:
         """Raises BadRequest for a folder that may not be loaded, or holds what can be waited on for ever."""
         given = f"checkpoint: {quoted(str(folder))}"
-        if self._reload_root and not folder.resolve().is_relative_to(Path(self._reload_root).resolve()):
+        if not folder.resolve().is_relative_to(Path(self._reload_root).resolve()):
             raise BadRequest(f"{given} is not below server.reload_root, {self._reload_root}")
         try:
             odd = next((path.name for path in folder.iterdir() if not stored(path)), None)

@@ -33,6 +33,7 @@ from moeserve.runtime.head.pending_change import Outcome
 from moeserve.runtime.head.reception import Reception, Seat
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.head.two_phase_commit import TwoPhaseCommit
+from moeserve.runtime.keys.keys import Keys
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Coordinator:
         self._lock, self._seats = self._group.lock, self._group.seats
         self._changes = TwoPhaseCommit(self._group, layers)
         self._steps = StepsInFlight(room.max_lanes, pace)
-        self.generations = Generations(self._group, host)
+        self.generations = Generations(self._group)
         self.generations.on_state, self.generations.on_abort = self._state_changed, self._aborted
         self.generations.standing_step = lambda: self._steps.standing
         self._reception = Reception(host, room.max_lanes + room.max_owners, token, self)
@@ -83,6 +84,10 @@ class Coordinator:
     def epoch(self) -> Epoch:
         """The epoch that is served, or forms."""
         return self._group.epoch
+
+    def secure(self, keys: Keys) -> None:
+        """Has members' streams encrypted as `keys` says; called before `start`."""
+        self._reception.keys = keys
 
     def start(self) -> None:
         """Begins to accept members, and to order their steps."""
@@ -214,6 +219,9 @@ class Coordinator:
 
     def message_received(self, rank: int, seat: Seat, message: Message) -> None:
         """Takes a member's message about its generation; one about an older generation does not count."""
+        if message["kind"] == "report":
+            self._report(seat, message)
+            return
         with self._lock:
             if message.get("generation") != self._group.generation:  # from before an abort
                 said, now = quoted(message.get("generation")), self._group.generation
@@ -227,8 +235,8 @@ class Coordinator:
                     self._withdrawn(rank, message)
                 case "done":
                     self._done(rank, message)
-                case "report":
-                    self._report(seat, message)
+                case "store":
+                    self.generations.asked(rank, message)
                 case "here":
                     self.generations.heard(rank, reached_from(message))
                 case "prepared":
@@ -293,8 +301,12 @@ class Coordinator:
             self._emit()
 
     def _report(self, seat: Seat, message: Message) -> None:
-        seat.steps, seat.expert_rows = int(message["steps"]), int(message["expert_rows"])
-        seat.load = load_from(message, self._load_shape)
+        """Takes what a member has counted. It is unpacked without the lock, for which steps wait."""
+        steps, expert_rows = int(message["steps"]), int(message["expert_rows"])
+        load = load_from(message, self._load_shape)
+        with self._lock:
+            if message["generation"] == self._group.generation:
+                seat.steps, seat.expert_rows, seat.load = steps, expert_rows, load
 
     def _keep_pace(self) -> None:
         """Runs the pace's thread; the group fails, with the reason, when it cannot go on."""

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch forgets to export it
 
 from moeserve.proto.texts import clipped
 from moeserve.runtime.control.messages import epoch_message
 from moeserve.runtime.control.reached import Reached
+from moeserve.runtime.control.stream import Message
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.inquiry import Inquiry, Standstill
+from moeserve.runtime.head.key_store import KeyStore
 from moeserve.runtime.head.patience import Backoff, Formation, Patience
 from moeserve.runtime.head.reception import Seat
 
@@ -32,13 +33,13 @@ BLAME_SECONDS = 0.2  # after a rank failed an entry: a peer that died is found b
 
 
 class Generations:
-    """The generations of a group, over the store at `host` that their process groups meet in.
+    """The generations of a group, and the store that the process groups of the present one meet in.
 
     It has no thread: `next_at` says when `advance` is to be called. The caller of any method holds the
     group's lock.
     """
 
-    def __init__(self, group: Group, host: str) -> None:
+    def __init__(self, group: Group) -> None:
         self._group, self._seats = group, group.seats
         self.patience = Patience()
         self._formation = Formation((), self.patience, 0.0)
@@ -52,9 +53,9 @@ class Generations:
         self._failing: tuple[float, str] | None = None
         self._unheard = set[int]()  # seats that have not answered since a member failed
         self._given_up = set[int]()  # pids of members that were parted with and may still run
+        self._store = KeyStore()
+        self._name = f"moeserve-{secrets.token_hex(4)}"  # of process groups, beside those of other heads
         self._inquiry: Inquiry | None = None  # what members answer while nothing goes on
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self._store_address = f"{host}:{self._store.port}"
         self.on_given_up: Callable[[int, int], None] = lambda rank, pid: None  # the launcher ends the process
         # whether that process has ended, for a launcher to say; None: nobody knows, nor has to be waited for
         self.is_gone: Callable[[int], bool] | None = None
@@ -159,6 +160,16 @@ class Generations:
         log.info("generation %d serves epoch %d with %d members", number, epoch, len(self._group.members))
         return True
 
+    def asked(self, rank: int, message: Message) -> None:
+        """A member asks something of the store in which its process groups meet.
+
+        Raises KeyError, TypeError or ValueError where that is malformed.
+        """
+        common = {"kind": "stored", "generation": self._group.generation}
+        for number, answer in self._store.answers(rank, message):
+            if number in self._seats:
+                self._group.send(self._seats[number], common | answer)
+
     def failed(self, rank: int, reason: str) -> None:
         """A member cannot go on. It may be the one that waited: the first one's word has all others asked."""
         if self._failing is None:
@@ -193,7 +204,7 @@ class Generations:
         if self.state == "serving":
             self._unserved_since = time.monotonic()
         self.on_abort(reason)
-        self._failing = self._inquiry = None
+        self._failing, self._inquiry, self._store = None, None, KeyStore()
         aborted, self._group.generation = self._group.generation, self._group.generation + 1
         self._group.broadcast({"kind": "abort", "generation": aborted, "reason": reason})
         if not self._served and self._retries.failures >= FIRST_ATTEMPTS:
@@ -255,7 +266,7 @@ class Generations:
             "kind": "join",
             "generation": self._group.generation,
             "epoch": self._group.epoch.number,
-            "store": self._store_address,
+            "group": f"{self._name}-{self._group.generation}",
             "size": len(members),
         }
         for number, seat in list(self._seats.items()):

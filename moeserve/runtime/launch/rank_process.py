@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,6 +23,7 @@ from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR, LaneDoor
 from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
 from moeserve.runtime.doors.payloads.registration import registrar_of
 from moeserve.runtime.doors.request import RequestReader
+from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.launch.environment import machine_for, own_device, set_environment, tune_process
 from moeserve.runtime.planning.costing import costing_of
 from moeserve.runtime.planning.layers import plans_for
@@ -47,7 +48,7 @@ class RankSpec:
     config: Config
     rank: int
     coordinator: str  # host:port of its streams
-    token: str
+    token: str = field(repr=False)  # of this run of the service
     host: str  # where this rank's door listens
     ranks_on_host: int
     gpu: int  # index among the host's GPUs, where ranks run on them
@@ -67,7 +68,8 @@ def run_rank(spec: RankSpec) -> None:
 def _run_rank(spec: RankSpec) -> None:
     started = time.perf_counter()
     try:
-        stream = connect(spec.coordinator, spec.config.cluster.connect_seconds)
+        keys = Keys(spec.config.keys, spec.token)
+        stream = connect(spec.coordinator, spec.config.cluster.connect_seconds, keys)
     except StreamClosed as closed:
         log.warning("rank %d: no coordinator: %s", spec.rank, closed)
         return
@@ -79,7 +81,7 @@ def _run_rank(spec: RankSpec) -> None:
         "host_id": host_id(),
     }
     try:
-        process = _RankProcess(spec, stream)
+        process = _RankProcess(spec, stream, keys)
     except Exception as error:
         log.exception("rank %d cannot start", spec.rank)
         stream.send(
@@ -109,7 +111,8 @@ def _run_rank(spec: RankSpec) -> None:
 class _RankProcess:
     """The parts of a rank's process, wired."""
 
-    def __init__(self, spec: RankSpec, stream: Stream) -> None:
+    def __init__(self, spec: RankSpec, stream: Stream, keys: Keys) -> None:
+        self._keys = keys
         config, served = spec.config, served_from(spec.config)
         machine = machine_for(config)
         name = model_name(config)
@@ -138,7 +141,8 @@ class _RankProcess:
         self.member.observe_rows(self._telemetry.observe_rows)
         lane.announce, lane.withdraw = self.member.announce, self.member.withdraw
         unread = unread_seconds(config.balance.move_bytes_per_second)
-        self._weights = WeightsServer(spec.host, spec.token, device, rank.experts.bank, unread)
+        self._weights = WeightsServer(spec.host, keys, device, rank.experts.bank, unread)
+        self._weights.hello_seconds = config.cluster.hello_seconds
         self._mover = self._mover_of(spec, rank, device)
         self.member.mover = self._mover
         reader = RequestReader(name, served, rank.experts.gate, Payloads(self._regions))
@@ -150,6 +154,7 @@ class _RankProcess:
             NOT_THE_FRONT_DOOR,
             door_limits(config.server),
             config.server.max_message_bytes,
+            keys,
         )
         self.member.on_serving = self._serving
         self.member.on_epoch = self._telemetry.set_group
@@ -165,7 +170,7 @@ class _RankProcess:
             device,
             rank.experts.bank,
             balance.staging_slots,
-            Peers(spec.token, device, balance.copy_seconds),
+            Peers(self._keys, device, balance.copy_seconds),
             rank.experts.use_weights,
             rank.experts.read,
         )
@@ -194,7 +199,8 @@ class _RankProcess:
         port = spec.config.server.metrics_port
         if port < 0:
             return ""
-        return f"{spec.host}:{self._telemetry.serve(spec.host, port + 1 + spec.rank if port else 0)}"
+        bound = self._telemetry.serve(spec.host, port + 1 + spec.rank if port else 0, self._keys)
+        return f"{spec.host}:{bound}"
 
 
 def _prepare_process(spec: RankSpec) -> None:

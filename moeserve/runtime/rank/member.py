@@ -14,9 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 
-from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]  # not exported
+from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.group import GroupKind, abort_group, end_group, form_group
 from moeserve.proto.texts import clipped
@@ -32,8 +31,10 @@ from moeserve.runtime.control.messages import (
 )
 from moeserve.runtime.control.orders import StageOrder, Vote
 from moeserve.runtime.control.reached import Phase
+from moeserve.runtime.control.store import StreamStore
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.keys.access import Frames, known_frame
 from moeserve.runtime.rank.experts import LayerProgress
 from moeserve.runtime.rank.lane import Lane
 from moeserve.runtime.rank.rank import Rank
@@ -77,6 +78,7 @@ class Member:
         self._generation = 0  # newest that was announced; entries of older ones are dropped
         self._epoch: Epoch | None = None
         self._group: ProcessGroup | None = None  # of the generation that was joined
+        self._store: StreamStore | None = None  # where it met; as long as there is the group
         self._steps = MemberSteps(rank, lane, stream.send, observe)
         self._steps.failed = self._report_failure
         self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
@@ -141,11 +143,17 @@ class Member:
         if self._lane is not None:
             self._lane.close(reason)
 
+    def _close_store(self, reason: str) -> None:
+        """Ends the waits of a process group that forms: nobody answers them any more."""
+        if (store := self._store) is not None:
+            store.close(reason)
+
     def _receive(self) -> None:
         """Sees aborts at once; hands every entry to the executing thread."""
         try:
             while True:
                 message = self._stream.receive()
+                known_frame(Frames.TO_RANK, message["kind"])
                 if message["kind"] in ("stage", "abandon"):
                     self._prepare_change(message)
                     continue
@@ -154,6 +162,10 @@ class Member:
                     continue
                 if message["kind"] == "ask":
                     self._say_here(message["generation"])
+                    continue
+                if message["kind"] == "stored":
+                    if (store := self._store) is not None:
+                        store.answered(message)
                     continue
                 if message["kind"] == "drain":
                     threading.Thread(target=self._drain, args=(message,), name="drain", daemon=True).start()
@@ -164,6 +176,7 @@ class Member:
                     )
                     self._generation = ABORTED
                     self._close_lane(message["reason"])  # after the generation: a commit under way sees it
+                    self._close_store(message["reason"])
                     self._interrupt()
                     if self.mover is not None:
                         self.mover.abandon()
@@ -172,14 +185,14 @@ class Member:
                     self._say_here(self._generation)
                 self._entries.put(message)
         except StreamClosed as closed:
-            self._close_lane(f"the coordinator is gone: {closed}")
+            why = f"the coordinator is gone: {closed}"
         except Exception as error:
             log.exception(
                 "rank %d: the thread that receives entries ends, and with it the rank", self._rank.index
             )
-            self._close_lane(
-                f"an entry of the coordinator could not be taken: {type(error).__name__}: {error}"
-            )
+            why = f"an entry of the coordinator could not be taken: {type(error).__name__}: {error}"
+        self._close_lane(why)
+        self._close_store(why)
         self._entries.put({"kind": "stop"})
 
     def _interrupt(self) -> None:
@@ -255,7 +268,7 @@ class Member:
             raise RuntimeError("join came before prepare")
         started = time.perf_counter()
         self._rank.progress.join(Phase.GROUP)
-        self._join(entry["store"], entry["generation"], (entry["position"], entry["size"]))
+        self._join(entry["group"], entry["generation"], (entry["position"], entry["size"]))
         grouped = time.perf_counter()
         self._rank.progress.join(Phase.DISPATCHERS)
         self._rank.join(self._group)
@@ -348,14 +361,13 @@ class Member:
             time.perf_counter() - started,
         )
 
-    def _join(self, store: str, generation: int, place: tuple[int, int]) -> None:
+    def _join(self, name: str, generation: int, place: tuple[int, int]) -> None:
         """Joins the process group of a generation; `place` is this member's position, and of how many."""
-        host, port = store.rsplit(":", 1)
         settings = self._group_settings
-        limit = timedelta(seconds=settings.timeout)
-        shared = TCPStore(host, int(port), is_master=False, timeout=limit, wait_for_workers=False)
-        kind = GroupKind(settings.backend, settings.timeout, self._rank.device)
-        self._group = form_group(shared, f"moeserve-{store}-{generation}", *place, kind)
+        self._store = StreamStore(self._stream.send, generation, settings.timeout)
+        if generation == self._generation:  # else its abort has found no store to close
+            kind = GroupKind(settings.backend, settings.timeout, self._rank.device)
+            self._group = form_group(self._store, name, *place, kind)
         if generation != self._generation:  # its abort found no group yet
             raise RuntimeError("the generation was aborted while its process group formed")
 
@@ -366,6 +378,7 @@ class Member:
         group, self._group = self._group, None
         if group is not None:
             end_group(group)
+        self._store = None  # torch does not keep it; groups that met in it have ended
 
 
 def _loaded(epoch: Epoch) -> tuple[object, ...]:

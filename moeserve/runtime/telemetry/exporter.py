@@ -24,6 +24,7 @@ from prometheus_client import (
 )
 
 from moeserve.runtime.config import ConfigError
+from moeserve.runtime.keys.keys import NO_KEYS, Keys
 from moeserve.runtime.planning.memory import PURPOSES
 from moeserve.runtime.step import StepRecord
 from moeserve.runtime.telemetry.http import serve_http
@@ -72,13 +73,13 @@ class Telemetry:
         self._gauge("moe_group_generation").set(generation)
         self._gauge("moe_epoch").set(epoch)
 
-    def serve(self, host: str, port: int) -> int:
+    def serve(self, host: str, port: int, keys: Keys = NO_KEYS) -> int:
         """Starts to answer scrapes and probes at `http://host:port`; 0 picks a free port. Returns the port.
 
-        Raises ConfigError when the address cannot be had.
+        keys: whom to let in, and whether it is https. Raises ConfigError when the address cannot be had.
         """
         try:
-            server, thread = serve_http(host, port, self._registry, lambda: self.why_not())
+            server, thread = serve_http(host, port, self._registry, lambda: self.why_not(), keys)
         except OSError as error:
             raise ConfigError(
                 f"cannot serve metrics on {host}:{port}: {error.strerror or error}; set server.metrics_port "

@@ -1,16 +1,15 @@
 """Hands out the file descriptors of regions, and notices when those who took one are gone.
 
-A client connects to the abstract Unix socket, sends a region's whole name, and gets its descriptor. The
-connection stays open as the client's lease on the region; the kernel closes it when the client dies.
+A client connects to the Unix socket, which is in a folder of this user alone, sends a region's whole name,
+and gets its descriptor. The connection stays open as the client's lease on the region; the kernel closes it
+when the client dies.
 """
 
 import logging
 import os
 import queue
-import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -22,9 +21,9 @@ from moeserve.proto.transports.shared_memory import (
     GRANTED_WITH_CALLS,
     NAME_BYTES,
     REFUSED,
-    socket_address,
 )
 from moeserve.runtime.doors.payloads.wake import Wake
+from moeserve.runtime.keys.sockets import listen_privately, peer_of, remove
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class _Lease:
 
     def __init__(self, client: socket.socket, region: str) -> None:
         self.region = region
-        self.peer = f"unix:{_peer_of(client)[0]}"
+        self.peer = f"unix:{peer_of(client)[0]}"
         self.leave: Callable[[], None] = _nothing  # gives up the call under way
         self._client: socket.socket | None = client
         self._lock = threading.Lock()
@@ -93,16 +92,13 @@ class Handover:
     """
 
     def __init__(self, owner: RegionOwner) -> None:
-        self.address = f"@moeserve-{os.getpid()}-{secrets.token_hex(8)}"
         self._owner = owner
         self._leases: dict[socket.socket, _Lease] = {}
         self._silent: dict[socket.socket, float] = {}
         self._ended: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._closing = False
         self._wake = Wake()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(socket_address(self.address))
-        self._listener.listen(64)
+        self._listener, self.address = listen_privately("regions", socket.SOCK_SEQPACKET)
         self._listener.settimeout(0)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
@@ -185,8 +181,8 @@ class Handover:
             self._listen_later()  # it stays readable: without a descriptor to accept it, this would spin
             return
         client.settimeout(0)
-        pid, user = _peer_of(client)
-        if user not in (os.geteuid(), 0):
+        pid, user = peer_of(client)
+        if user != os.geteuid():
             logger.warning(
                 "process %d of user %d was refused a region: regions go to their own user", pid, user
             )
@@ -270,13 +266,8 @@ class Handover:
             self._drop(client)
         self._selector.close()
         self._listener.close()
+        remove(self.address)
         self._wake.close()
-
-
-def _peer_of(client: socket.socket) -> tuple[int, int]:
-    """The process and the user at the other end of a Unix socket."""
-    pid, user, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return pid, user
 
 
 def _nothing() -> None:
