@@ -126,7 +126,7 @@ class MemberSteps:
             flight = transfers.abandoned(kept)
             self._finishing.beside(lambda: _end(flight))
             raise
-        flight = transfers.fetch(answer, parts, kept)
+        flight = transfers.fetch(answer, parts, kept, busy=not self._finishing.idle)
         rank.count()
         return flight, phases
 

@@ -61,9 +61,13 @@ class Engines:
         self._down.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._down)
 
-    def event(self) -> Moment:
-        """What the current stream has been given so far."""
-        made: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def event(self, *, sleeps: bool = False) -> Moment:
+        """What the current stream has been given so far.
+
+        sleeps: who waits for it sleeps. It wakes a little later, and holds up no thread that launches work,
+        as one does that spins.
+        """
+        made: torch.cuda.Event = torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
         made.record()
         return made
 
@@ -93,7 +97,7 @@ class HostEngines(Engines):
         """Does nothing."""
         return nullcontext()
 
-    def event(self) -> Moment:
+    def event(self, *, sleeps: bool = False) -> Moment:
         """A moment that has passed."""
         return _Passed()
 
@@ -306,8 +310,17 @@ class Transfers:
         hidden[at : at + count].copy_(staged, non_blocking=True)
         return staged
 
-    def fetch(self, answer: Tensor, parts: Sequence[tuple[int, Job | None]], kept: list[object]) -> InFlight:
+    def fetch(
+        self,
+        answer: Tensor,
+        parts: Sequence[tuple[int, Job | None]],
+        kept: list[object],
+        *,
+        busy: bool = False,
+    ) -> InFlight:
         """Queues the copies of a step's answer `[T, H]` to its callers, and waits for none.
+
+        busy: other steps are under way, and their launches are not to be held up by who waits for this one.
 
         Large parts go to a caller's registered memory at once; the others through pinned memory.
         """
@@ -315,7 +328,7 @@ class Transfers:
         aside = answer.nbytes >= ASIDE_BYTES
         with self.engines.downloading() if aside else nullcontext():
             outputs = list(self._fetched(answer, parts, uses))
-            event = self.engines.event()
+            event = self.engines.event(sleeps=busy)
         return InFlight(outputs, event, [*kept, answer], uses)
 
     def abandoned(self, kept: list[object]) -> InFlight:
