@@ -3,8 +3,8 @@
     python -m bench.service.hop_soak [--seconds 600] [--callers 16] [--out FILE]
 
 Two ranks serve two layers; callers in four processes call them in turn, by every way in turn: placed,
-plain, inline. The memory of head and ranks, their threads and open files are looked at after a third of the time, and
-at the end. On a machine with two GPUs the ranks are on them, with large experts. Writes
+plain, inline. The memory of head and ranks, their threads and open files are looked at after a third of the
+time, when every way was gone several times, and at the end. On a machine with two GPUs the ranks are on them, with large experts. Writes
 bench/results/hop_soak.jsonl, or FILE.
 """
 
@@ -28,6 +28,7 @@ from moeserve.runtime.launch.environment import tune_process
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
 ROUND_SECONDS = 10.0
+WARM_ROUNDS = 2 * len(KINDS)  # clients have as many idle regions as they keep, and pools their threads
 PROCESSES = 4
 MOST_GROWTH = 0.05  # of resident memory from the first look to the last; and so many bytes beside it
 SLACK_BYTES = 64 << 20
@@ -94,14 +95,18 @@ def main() -> None:
             pids = {"head": os.getpid(), "rank 0": cluster.pid(0), "rank 1": cluster.pid(1)}
             begun, at = time.monotonic(), 0
             while (spent := time.monotonic() - begun) < args.seconds:
-                seconds = min(ROUND_SECONDS, args.seconds)
+                seconds = min(ROUND_SECONDS, args.seconds / (4 * WARM_ROUNDS))
                 load = Load(KINDS[at % len(KINDS)], args.rows, sizes.layers, 2, seconds)
                 total, at = total.plus(callers.run(load, args.callers)), at + 1
-                if not first and spent > args.seconds / 3:
+                if not first and at >= WARM_ROUNDS and spent > args.seconds / 3:
                     first = looks(pids)
                 told = {"seconds": round(spent), "calls": len(total.seconds), "wrong": total.wrong}
                 print(json.dumps(told), flush=True)
             last = looks(pids)
+    if not first:
+        raise SystemExit(
+            f"only {at} rounds were run, and what grows shows after {WARM_ROUNDS}; give --seconds"
+        )
     grown = [f"{name}: {text}" for name in pids for text in last[name].grown(first[name])]
     held = {f"{name} MiB": float(last[name].resident >> 20) for name in pids}
     held |= {f"{name} MiB after a third": float(first[name].resident >> 20) for name in pids}

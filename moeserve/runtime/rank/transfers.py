@@ -24,8 +24,10 @@ DIRECT_BYTES = 64 << 10
 copy: to queue a copy costs as much as 20 KB of copying by the host.
 """
 
-AHEAD_BYTES = 128 << 10
-"""Rows of this size on are uploaded before their step is known."""
+AHEAD_BYTES = 1 << 20
+"""Rows of this size on are uploaded before their step is known. Smaller ones take less time than the calls of
+the driver and the further copy on the device that this costs.
+"""
 
 ALIGNED_BYTES = 256
 """At which torch's allocator aligns device memory; kernels are compiled for aligned and other addresses
