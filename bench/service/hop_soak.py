@@ -4,8 +4,8 @@
 
 Two ranks serve two layers; callers in four processes call them in turn, by every way in turn: placed,
 plain, inline. The memory of head and ranks, their threads and open files are looked at after a third of the
-time, when every way was gone several times, and at the end. On a machine with two GPUs the ranks are on them, with large experts. Writes
-bench/results/hop_soak.jsonl, or FILE.
+time, when every way was gone several times, and at the end. On a machine with two GPUs the ranks are on them,
+with large experts. Writes bench/results/hop_soak.jsonl, or FILE.
 """
 
 from __future__ import annotations
