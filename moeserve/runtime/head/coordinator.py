@@ -71,6 +71,7 @@ class Coordinator:
         self.generations.standing_step = lambda: self._steps.standing
         self._reception = Reception(host, room.max_lanes + room.max_owners, token, self)
         self.address = self._reception.address
+        self._pace_until = math.inf  # when the thread that keeps the pace looks again
         self.draining = ""  # why lanes take no further call, though the group serves
         self._drained = set[int]()  # seats whose calls have ended since
         self._log_levels: dict[str, str] = {}  # that every member sets, by logger
@@ -269,8 +270,8 @@ class Coordinator:
             now = time.monotonic()
             due = self._steps.due(now)
             if due is None or due > now:
-                if due is not None:
-                    self._lock.notify_all()
+                if due is not None and due < self._pace_until:
+                    self._lock.notify_all()  # the thread that keeps the pace sleeps for longer
                 return due
             members = self._group.members
             step = self._steps.start(self.epoch.number, now, members)
@@ -328,6 +329,7 @@ class Coordinator:
                     return
                 due = self._emit()
                 until = min(math.inf if due is None else due, self.generations.next_at())
+                self._pace_until = until
                 self._lock.wait(min(LOOK_SECONDS, max(0.0, until - time.monotonic())))
 
     # -- what generations tell ------------------------------------------------------------------------------
