@@ -214,13 +214,13 @@ class TinyFamily:
         torch.manual_seed(seed)
         model = self.model_class()(self.config()).to(dtype).eval()
         with torch.no_grad():
-            for name, weight in (*model.named_parameters(), *model.named_buffers()):
+            for name, weight in model.state_dict().items():  # buffers that are not saved stay what they are
                 if weight.is_floating_point() and (weight.dim() > 1 or CHOOSES.search(name)):
                     weight.normal_(0, DEVIATION)
         return model
 
 
-CHOOSES = re.compile(r"e_score_correction_bias|expert_bias|balancing_biases|per_expert_scale")
+CHOOSES = re.compile(r"e_score_correction_bias|expert_bias|per_expert_scale")
 """Numbers of a router that a new model has alike for all experts."""
 
 DEVIATION = 0.15  # of weights that are drawn
