@@ -1,16 +1,17 @@
 """Every model family of the installed transformers that has experts, served by two ranks: docs/families.md.
 
     python -m bench.service.families                   # all families, and writes the page
-    python -m bench.service.families --only jamba zaya # some of them; writes nothing
+    python -m bench.service.families --only jamba zaya # some of them
+    python -m bench.service.families --resume          # those that no earlier run of this version has done
 
 A family is a `model_type` whose config counts experts; transformers is walked, and no family is left out. Of
-each a tiny seeded model is saved as transformers writes it for the hub. `moeserve inspect` and `moeserve plan`
-read it, two ranks serve it from CPU in float32 with expert parallelism, and the transformers plug-in loads the
-model without its experts' weights and asks them. Its greedy tokens must be those of the model alone and its logits
-within 1e-4, and every layer with experts must have been asked. To show that the check would notice, a column tells
-by how much logits move when every other number between an expert's GEMMs is 1.05 times itself, which no norm
-behind the experts hides: more than the bound. Exit status 1 where a family that is not refused fails, or fewer
-than 95 % are served.
+each a tiny seeded model is saved as transformers writes it for the hub; `moeserve inspect` and `plan` read it;
+two ranks serve it from CPU in float32, with expert parallelism, and the transformers plug-in loads
+the model without its experts' weights and asks them. After each of the greedy tokens of the model alone it must
+find the next one likeliest, its logits must be within 1e-4, and every layer with experts must have been asked. To show that the check would notice, a
+column tells by how much logits move when every other number between an expert's GEMMs is 1.05 times itself,
+which no norm behind the experts hides: more than the bound. Exit status 1 where a family that is not refused
+fails, or fewer than 95 % are served.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ import torch
 import transformers
 from houses import house_config
 from in_process import InProcess
-from tiny_families import TinyFamily, answers, families, greedy
+from tiny_families import TinyFamily, answers, families, greedy, likeliest
 from torch import Tensor
 
 from moeserve.checkpoints.families import REFUSED
@@ -47,7 +48,8 @@ from moeserve.proto.client import MoeClient
 from moeserve.proto.integrations.transformers import attach, experts_modules, load
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, DONE = ROOT / "docs" / "families.md", ROOT / ".cache" / "families.jsonl"
 LOGIT_BOUND, DAMAGE, SHARE = 1e-4, 1.05, 0.95
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 2, 9, 8
 TWO_RANKS = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}
@@ -148,14 +150,17 @@ def row_of(family: TinyFamily) -> Row:
         with LocalCluster(config) as house, MoeClient(house.address, timeout=60) as client:
             counted = Counted(client)
             remote = load(folder, counted, cls=type(alone), dtype=torch.float32)
-            found, given = greedy(remote, prompts, NEW_TOKENS), answers(remote, tokens)
+            given = answers(remote, tokens)
         attach(alone, InProcess(folder, halves=DAMAGE))
         damaged = float((answers(alone, tokens) - wanted).abs().max())
     return Row(
         family.model_type,
         _experts(inspected),
         _kernels(planned),
-        (int((found == tokens)[:, PROMPT_TOKENS:].sum()), PROMPTS * NEW_TOKENS),
+        (
+            int((likeliest(given)[:, :-1] == tokens[:, 1:])[:, PROMPT_TOKENS - 1 :].sum()),
+            PROMPTS * NEW_TOKENS,
+        ),
         float((given - wanted).abs().max()),
         _calls(counted.calls, layers),
         "ids" if family.model_type in BY_MODEL else "ids or logits",
@@ -194,14 +199,14 @@ def tried(family: TinyFamily) -> Row:
 
 TEXT = (
     "Made by `python -m bench.service.families`, whose text says what is compared. A family is a `model_type`",
-    "whose config counts experts; one of several parts (`glm4v_moe`, `kimi_k25`, ...) is served as its text",
+    "whose config counts experts; one of several parts (`glm4v_moe`, `kimi_k25`) is served as its text",
     "part, and `kimi_k2` is `deepseek_v3` under another name.",
     "",
-    "- `logits`: the largest difference to the model alone, at most 1e-4. `damaged`: the same when experts are off",
-    "  by 1.05 in every other number between their GEMMs.",
+    "- `logits`: the largest difference to the model alone, at most 1e-4. `damaged`: the same when experts",
+    "  are off by 1.05 in every other number between their GEMMs.",
     "- `layers: calls`: layers with experts, and how often each was asked.",
-    "- `client sends`: where it is ids (and weights) alone, `moeserve inspect` says why logits do not tell the",
-    "  choice. The plug-in always sends the choice of the model's own router.",
+    "- `client sends`: where it is ids (and weights) alone, `moeserve inspect` says why logits do not tell",
+    "  the choice. The plug-in always sends the choice of the model's own router.",
     "",
 )
 
@@ -227,21 +232,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="*", default=[], help="these families; writes nothing")
+    parser.add_argument("--only", nargs="*", default=[], help="these families; writes no page")
+    parser.add_argument("--resume", action="store_true", help=f"keep the rows of {DONE.relative_to(ROOT)}")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()
-    start, rows = time.perf_counter(), []
-    for name, family in sorted(families().items()):
-        if not options.only or name in options.only:
-            rows.append(tried(family))
-            print(" | ".join(rows[-1].cells), flush=True)
-    served = sum(row.served for row in rows)
-    failed = [row.family for row in rows if not row.served and row.family not in REFUSED]
-    print(f"{served} of {len(rows)} served, {failed} failed; {time.perf_counter() - start:.0f} s")
+    start, rows = time.perf_counter(), kept() if options.resume else {}
+    DONE.parent.mkdir(exist_ok=True)
+    wanted = [name for name in sorted(families()) if not options.only or name in options.only]
+    with DONE.open("a" if options.resume else "w", encoding="utf-8") as file:
+        for name in wanted:
+            if name not in rows:
+                rows[name] = tried(families()[name])
+                file.write(json.dumps(asdict(rows[name])) + "\n")
+                file.flush()
+            print(" | ".join(rows[name].cells), flush=True)
+    shown = [rows[name] for name in wanted]
+    served = sum(row.served for row in shown)
+    failed = [row.family for row in shown if not row.served and row.family not in REFUSED]
+    print(f"{served} of {len(shown)} served, {failed} failed; {time.perf_counter() - start:.0f} s")
     if not options.only:
-        PAGE.write_text(page(rows), encoding="utf-8")
-    return 0 if not failed and served >= SHARE * len(rows) else 1
+        PAGE.write_text(page(shown), encoding="utf-8")
+    return 0 if not failed and served >= SHARE * len(shown) else 1
+
+
+def kept() -> dict[str, Row]:
+    """The rows of an earlier run that were no failure."""
+    lines = DONE.read_text(encoding="utf-8").splitlines() if DONE.exists() else []
+    rows = (Row(**json.loads(line) | {"tokens": tuple(json.loads(line)["tokens"])}) for line in lines)
+    return {row.family: row for row in rows if row.served or row.family in REFUSED}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The TypeScript client against a service of ranks: the same bits as the Python client's, without a deadline."""
+"""The TypeScript client against a service of ranks: the bits of the Python client, without a deadline."""
 
 from __future__ import annotations
 

@@ -248,11 +248,16 @@ def _speaks(model: Any) -> bool:
 def greedy(model: Any, tokens: Tensor, count: int) -> Tensor:
     """`tokens [B, S]` and `count` more, each the likeliest; by a fixed head where a model has none."""
     for _ in range(count):
-        last = answers(model, tokens)[:, -1]
-        if last.shape[-1] != VOCABULARY:
-            last = last @ torch.randn(last.shape[-1], VOCABULARY, generator=torch.Generator().manual_seed(2))
-        tokens = torch.cat((tokens, last[:, 4:].argmax(-1, keepdim=True) + 4), dim=1)
+        tokens = torch.cat((tokens, likeliest(answers(model, tokens))[:, -1:]), dim=1)
     return tokens
+
+
+def likeliest(answered: Tensor) -> Tensor:
+    """The likeliest token `[B, S]` after each, special ones left out; by a fixed head where a model has none."""
+    if answered.shape[-1] != VOCABULARY:
+        head = torch.randn(answered.shape[-1], VOCABULARY, generator=torch.Generator().manual_seed(2))
+        answered = answered @ head
+    return answered[..., 4:].argmax(-1) + 4
 
 
 @cache
