@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 STAMP := $(VENV)/.installed
+NODE := $(shell command -v node 2>/dev/null)
+TYPESCRIPT := clients/typescript
 
-.PHONY: demo test test-vllm lint kernels fuzz proto bench clean
+.PHONY: demo test test-vllm lint kernels fuzz proto typescript families bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -15,7 +17,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python -m bench.service.demo
 
+# Where node is installed the TypeScript client is built first; without a registry its tests are skipped by name.
 test: $(STAMP)
+	$(if $(NODE),-$(MAKE) typescript)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Real vLLM on a CPU, in an environment of its own: two minutes and 5 GB to install, half an hour to run on two cores.
@@ -64,6 +68,16 @@ $(FUZZ): $(STAMP)
 proto: $(STAMP)
 	$(BIN)/python -m moeserve.proto.generate
 
+# The TypeScript client, with types made from the proto: needs node and npm, and a download of 30 MB.
+typescript: $(TYPESCRIPT)/dist/ask.js
+
+$(TYPESCRIPT)/dist/ask.js: moeserve/proto/moe.proto $(wildcard $(TYPESCRIPT)/src/*.ts) $(TYPESCRIPT)/package-lock.json
+	cd $(TYPESCRIPT) && npm ci --silent && npm run --silent build
+
+# Serves a tiny model of every family of the installed transformers by two ranks, and writes docs/families.md.
+families: $(STAMP)
+	$(BIN)/python -m bench.service.families
+
 # What needs no GPU, in a quarter of an hour on a machine that does nothing else. COUNTS is a folder of expert
 # counts of one model (JSON); without it the two benches of placement are left out.
 bench: $(STAMP)
@@ -77,4 +91,5 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.results_page
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(NVRTC) $(FUZZ) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM) $(NVRTC) $(FUZZ) $(TYPESCRIPT)/node_modules $(TYPESCRIPT)/dist $(TYPESCRIPT)/src/generated
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache

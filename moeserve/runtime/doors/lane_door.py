@@ -49,6 +49,8 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
     Callers of the same host may also send requests over the lease of a region, past gRPC.
     """
 
+    carries = True  # Forward takes and gives messages with large data beside them
+
     def __init__(
         self,
         reader: RequestReader,
@@ -66,8 +68,6 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         self._observe = observe
         self._aside = ThreadPoolExecutor(ASIDE_THREADS, "aside")  # holds no more than the lane holds calls
         regions.take_call = self.take_packet
-
-    carries = True  # Forward takes and gives messages with large data beside them
 
     def drain(self, reason: str) -> None:
         """Refuses calls that come on streams and over leases from now on; those taken go on. Unary calls are
