@@ -1,7 +1,7 @@
 """Experts in formats that vLLM has no kernel for on a CPU: attention is plain, and the service computes them.
 
-The reference is vLLM alone on the same checkpoint with its experts decoded. These schemes do not round activations,
-so it must answer the same.
+The reference is vLLM alone on the same checkpoint with its experts decoded. These schemes do not round
+activations, so it must answer the same.
 """
 
 from __future__ import annotations

@@ -66,7 +66,12 @@ def look(worker: Any) -> dict[str, Any]:
         from moeserve.proto.integrations.vllm import op
 
         counts = op.LAYERS[0].counts
-        found |= {"calls": counts.calls, "rows": counts.rows, "repeated": counts.repeated}
+        found |= {
+            "calls": counts.calls,
+            "rows": counts.rows,
+            "repeated": counts.repeated,
+            "waited": counts.seconds,
+        }
     except (ImportError, IndexError):
         pass
     return found
