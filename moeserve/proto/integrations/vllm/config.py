@@ -23,7 +23,7 @@ RAY_COPIES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
 
 def install(_: RemoteLayers) -> None:
-    """Configurations that are made from now on are checked, and workers under Ray get the plug-in's settings."""
+    """Configurations that are made from now on are checked; workers under Ray get the settings too."""
     copied = [prefix for prefix in os.environ.get(RAY_COPIES, "").split(",") if prefix]
     os.environ[RAY_COPIES] = ",".join(dict.fromkeys([*copied, "MOESERVE_"]))
     platform = type(current_platform)
