@@ -61,7 +61,7 @@ def test_reloads_in_the_middle_of_generation_are_seen_and_no_forward_pass_mixes_
             options=OPTIONS,
             sampling={"max_tokens": 100, "logprobs": 1},
             rounds=[None] * 3,
-            reloads=[str(model.scaled), str(model.path)] * 4,
+            reloads=[str(model.scaled), str(model.path)],
         )
     assert "failed" not in found, found["said"][-3000:]
     (worker,) = found["workers"]

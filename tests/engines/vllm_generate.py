@@ -6,6 +6,7 @@ A process of its own for each run: vLLM, with and without the plug-in, changes i
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -86,11 +87,12 @@ def reload(address: str, weights: str) -> None:
         assert reply.outcome == "reloaded", reply
 
 
-def reload_in_turn(job: dict[str, Any]) -> None:
-    """Reloads the service with one checkpoint after the other."""
-    for weights in job.get("reloads", ()):
+def reload_in_turn(job: dict[str, Any], ended: threading.Event) -> None:
+    """Reloads the service with one checkpoint after the other, over and over until `ended`."""
+    for weights in itertools.cycle(job["reloads"]):
+        if ended.wait(0.5):
+            return
         reload(job["address"], weights)
-        time.sleep(0.2)
 
 
 def note_passes() -> list[list[int]]:
@@ -132,8 +134,10 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     begun = time.monotonic()
     rounds = []
     passes = note_passes() if "reloads" in job else []
-    reloading = threading.Thread(target=reload_in_turn, args=(job,), daemon=True)
-    reloading.start()
+    ended = threading.Event()
+    reloading = threading.Thread(target=reload_in_turn, args=(job, ended), daemon=True)
+    if "reloads" in job:
+        reloading.start()
     for weights in job["rounds"]:
         if weights is not None:
             reload(job["address"], weights)
@@ -155,7 +159,9 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
             ]
         )
     seconds = time.monotonic() - begun
-    reloading.join(60)
+    ended.set()
+    if reloading.is_alive():
+        reloading.join(60)
     workers = llm.collective_rpc(look)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
