@@ -56,3 +56,17 @@ def test_a_release_in_which_a_name_is_another_is_refused_with_it(monkeypatch: py
     monkeypatch.delattr(RoutedExperts, "_get_quant_method")
     with pytest.raises(contracts.ContractError, match=r"_get_quant_method is not there"):
         contracts.check()
+
+
+@pytest.mark.parametrize("folder", ["", NEXT])
+def test_no_class_of_vllms_own_chooses_its_method_elsewhere(folder: str) -> None:
+    if not folder:
+        import vllm
+
+        folder = str(Path(vllm.__file__).parent.parent)
+    defined = [
+        path.relative_to(folder)
+        for path in Path(folder, "vllm").rglob("*.py")
+        if "def _get_quant_method(" in path.read_text(errors="replace")
+    ]
+    assert [path.name for path in defined] == ["routed_experts.py"], defined

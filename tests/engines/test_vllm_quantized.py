@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import rewrite
-from engine_models import apart
+from checkpoints import make_checkpoint, quantize_fp8_block, rewrite
+from engine_models import HIDDEN, apart
 from engine_runs import house_of
 from torch import Tensor
 
@@ -65,3 +65,15 @@ def test_quantized_experts_answer_as_vllm_alone_on_what_they_mean(
     assert told.within(BOUND) and not told.ties, told
     assert found["workers"][0]["experts"] == {}
     assert [name for name in found["read"] if ".experts." in name] == []
+
+
+def test_a_checkpoint_whose_attention_vllm_cannot_run_is_refused_with_its_sentence(
+    run_vllm: Any, tmp_path: Path
+) -> None:
+    make_checkpoint("qwen3_moe", tmp_path, hidden=HIDDEN)
+    quantize_fp8_block(tmp_path)  # its config says so of every linear layer
+    with house_of(tmp_path) as house:
+        ended = run_vllm(tmp_path, house.address, options={"dtype": "bfloat16"})
+    assert ended.get("failed")
+    assert "vLLM cannot run the rest of this fp8 checkpoint here: Failed to find a kernel" in ended["said"]
+    assert "as `moeserve quantize` writes it" in ended["said"]
