@@ -7,9 +7,11 @@ projections are 5 % too large, or one of whose experts is gone, must not pass: t
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import make_checkpoint
 from engine_models import apart, prompts, read_config
 from engine_runs import NEW_TOKENS, REQUESTS, house_of
 
@@ -70,3 +72,33 @@ def moe_layers(path: Any) -> int:
     """Decoder layers of a checkpoint that have experts."""
     config = read_config(path)
     return int(config["num_hidden_layers"]) - int(config.get("first_k_dense_replace", 0))
+
+
+def test_the_transformers_fallback_asks_too(engine_model: Any, run_vllm: Any) -> None:
+    model = engine_model("qwen3_moe", "float32")
+    options = {"dtype": "float32", "model_impl": "transformers", "enable_prefix_caching": False}
+    alone = run_vllm(model.path, None, options=options)
+    assert "failed" not in alone, alone["said"][-3000:]
+    with house_of(model.path) as house:
+        found = run_vllm(model.path, house.address, options=options)
+    assert "failed" not in found, found["said"][-3000:]
+    told = apart(found["rounds"][0], alone["rounds"][0])
+    assert told.within(BOUNDS["float32"]) and not told.ties, told
+    (worker,) = found["workers"]
+    assert worker["calls"] == moe_layers(model.path) * NEW_TOKENS and worker["experts"] == {}
+    assert [name for name in found["read"] if ".experts." in name] == []
+
+
+def test_memory_is_that_of_a_model_without_experts(run_vllm: Any, tmp_path: Path) -> None:
+    sizes = {"hidden": 256, "inner": 1024, "experts": 64, "top_k": 2}
+    make_checkpoint("qwen3_moe", tmp_path, **sizes)
+    experts = 2 * 64 * 3 * 256 * 1024 * 4
+    short = {"prompts": prompts(2), "options": {"dtype": "float32"}}
+    alone = run_vllm(tmp_path, None, **short)
+    assert "failed" not in alone, alone["said"][-3000:]
+    with house_of(tmp_path) as house:
+        found = run_vllm(tmp_path, house.address, **short)
+    assert "failed" not in found, found["said"][-3000:]
+    saved = alone["memory"] - found["memory"]
+    print(f"{experts / 1e6:.0f} MB of experts, {saved / 1e6:.0f} MB less at the peak")
+    assert saved >= 0.9 * experts

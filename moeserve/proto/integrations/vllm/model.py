@@ -47,8 +47,9 @@ def install(layers: RemoteLayers) -> None:
 def unlike_experts(quantization: str, failed: Exception) -> str:
     """What to say where vLLM cannot make the rest of a model whose experts are not the reason."""
     return (
-        f"its experts are behind moeserve, but vLLM cannot run the rest of this {quantization} checkpoint here: "
-        f"{failed} Serve a checkpoint with nothing but its experts quantized, as `moeserve quantize` writes it"
+        f"its experts are behind moeserve, but vLLM cannot run the rest of this {quantization} checkpoint "
+        f"here: {failed} Serve a checkpoint with nothing but its experts quantized, as `moeserve quantize` "
+        "writes it"
     )
 
 
