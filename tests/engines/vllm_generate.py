@@ -132,7 +132,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     loaded = time.monotonic() - started
     sampling = SamplingParams(temperature=0, detokenize=False, ignore_eos=True, **job["sampling"])
     begun = time.monotonic()
-    rounds = []
+    rounds, round_seconds = [], []
     passes = note_passes() if "reloads" in job else []
     ended = threading.Event()
     reloading = threading.Thread(target=reload_in_turn, args=(job, ended), daemon=True)
@@ -142,9 +142,11 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         if weights is not None:
             reload(job["address"], weights)
             time.sleep(job.get("pause", 0))
+        round_begun = time.monotonic()
         answers = llm.generate(
             [{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False
         )
+        round_seconds.append(time.monotonic() - round_begun)
         rounds.append(
             [
                 {
@@ -171,6 +173,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         "passes": passes,
         "loaded": loaded,
         "seconds": seconds,
+        "round_seconds": round_seconds,
         "memory": memory,
     }
 
