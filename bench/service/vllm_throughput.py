@@ -26,6 +26,12 @@ from engine_runs import house_of, run_engine
 SIZES = {"hidden": 512, "inner": 256, "experts": 32, "top_k": 4, "layers": 8}
 PROMPT = 32
 REQUESTS = (1, 16)
+OPTIONS = {
+    "dtype": "bfloat16",
+    "enforce_eager": True,
+    "enable_prefix_caching": False,
+    "max_model_len": 256,
+}
 
 
 def main() -> int:
@@ -63,12 +69,7 @@ def run(path: Path, address: str | None, requests: int, tokens: int) -> dict[str
             prompts=asked,
             rounds=[None, None],
             sampling={"max_tokens": tokens},
-            options={
-                "dtype": "bfloat16",
-                "enforce_eager": True,
-                "enable_prefix_caching": False,
-                "max_model_len": 256,
-            },
+            options=OPTIONS,
         )
 
 
