@@ -80,7 +80,8 @@ def line(requests: int, tokens: int, alone: dict[str, Any], remote: dict[str, An
     waiting = worker["waited"] / sum(remote["round_seconds"])
     each = worker["waited"] / worker["calls"] * 1e3
     return (
-        f"{requests:3} requests: vLLM alone {tokens / theirs:7.1f} tokens/s, behind moeserve {tokens / ours:7.1f} "
+        f"{requests:3} requests: vLLM alone {tokens / theirs:7.1f} tokens/s, "
+        f"behind moeserve {tokens / ours:7.1f} "
         f"({theirs / ours:.2f}x); waiting {waiting:.0%} of the time, {each:.2f} ms a call"
     )
 
