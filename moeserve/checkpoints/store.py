@@ -8,11 +8,13 @@ https://github.com/huggingface/safetensors).
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -93,7 +95,8 @@ class TensorStore:
         entry = self.entries[name]
         try:
             if entry.file not in self._open:
-                self._open[entry.file] = safe_open(entry.file, framework="pt")
+                with opened(entry.file) as stream:  # by its descriptor: what the path names may change
+                    self._open[entry.file] = safe_open(f"/proc/self/fd/{stream.fileno()}", framework="pt")
             found: Tensor = self._open[entry.file].get_slice(name)[index or ...]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read tensor {name} from {entry.file}: {error}") from error
@@ -120,8 +123,8 @@ def _header(file: Path) -> Iterator[tuple[str, Entry]]:
         check_fetched(file)
     except OSError as error:  # as a link of a hub cache whose blob is gone
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    with opened(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
         if size < LENGTH_BYTES or length > size - LENGTH_BYTES:
             raise CheckpointError(
@@ -156,9 +159,25 @@ def _entry(file: Path, fields: Mapping[str, Any]) -> Entry:
     return Entry(file, str(fields["dtype"]), tuple(int(size) for size in fields["shape"]), stop - start)
 
 
+def opened(file: Path) -> BinaryIO:
+    """Opens a file of a checkpoint to be read; never waits, as opening a pipe would.
+
+    Raises CheckpointError for anything but a file (a pipe, socket, device or folder), OSError for one that is
+    not there.
+    """
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointError(f"{file} is no file but a pipe, socket, device or folder")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
 def check_fetched(file: Path) -> None:
     """Raises CheckpointError where `file` is a Git LFS pointer, a few lines of text in place of the file."""
-    with file.open("rb") as stream:
+    with opened(file) as stream:
         text = stream.read(1024)
     if text.startswith(LFS_POINTER):
         sizes = [line.split()[-1].decode() for line in text.splitlines() if line.startswith(b"size ")]
@@ -173,7 +192,8 @@ def read_json(file: Path) -> dict[str, Any]:
     """Reads a JSON object from `file`. Raises CheckpointError if it is missing or holds anything else."""
     try:
         check_fetched(file)
-        found = json.loads(file.read_text(encoding="utf-8"))
+        with opened(file) as stream:
+            found = json.loads(stream.read().decode())
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
     except CheckpointError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -36,6 +35,9 @@ class Cluster(Protocol):
     def metrics_targets(self) -> list[str]:
         """Returns `host:port` of every exporter that is up."""
 
+    def probes_address(self) -> str:
+        """Returns `host:port` where probes are answered; empty where none are."""
+
     def stop(self) -> None:
         """Lets calls under way finish, and ends everything that was started."""
 
@@ -53,9 +55,12 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ValueError for bad input, OSError or RuntimeError, and BrokenPipeError for a closed stdout.
     """
+    from moeserve.runtime.telemetry import logs
+
     config = config_of(args)
     print("\n".join(config.lines()), flush=True)
     _check_served(config)
+    logs.start(config.log, "head" if config.cluster.launcher == "local" else "launcher")
     cluster = _cluster(config)
     signals = _Signals()
     try:
@@ -68,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         if targets := cluster.metrics_targets():
             print(f"metrics on {' '.join(targets)}", flush=True)
+        if probes := cluster.probes_address():
+            print(f"probes on {probes}", flush=True)
         print(f"serving on {cluster.address}", flush=True)
         _watch(cluster, signals)
     finally:
@@ -110,14 +117,16 @@ class _Signals:
 
 
 def _check_served(config: Config) -> None:
-    """Raises what is wrong with the checkpoint or the plan here, before any process starts."""
+    """Raises what is wrong with the checkpoint, the plan or the keys here, before any process starts."""
     import torch
 
     from moeserve.runtime.config import ConfigError
+    from moeserve.runtime.keys.keys import Keys
     from moeserve.runtime.launch.environment import machine_for
     from moeserve.runtime.planning.layers import plans_for
     from moeserve.runtime.served import served_from
 
+    Keys(config.keys, "")
     served, ranks = served_from(config), config.parallel.mesh.ranks
     for layer in served.layers:
         served.checkpoint.gate(layer)
@@ -143,12 +152,8 @@ def _cluster(config: Config) -> Cluster:
 
 
 def _watch(cluster: Cluster, signals: _Signals) -> None:
-    """Waits for a signal to stop; prints when the group forms anew. Raises RuntimeError when it gave up."""
-    seen = "serving"
+    """Waits for a signal to stop. Raises RuntimeError when it gave up."""
     while not signals.stop.wait(LOOK_SECONDS):
         state, reason = cluster.state()
         if state == "failed":
             raise RuntimeError(f"the group failed: {reason}")
-        if state != seen:
-            print(f"{state}: {reason}" if reason else state, file=sys.stderr, flush=True)
-            seen = state

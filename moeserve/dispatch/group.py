@@ -42,6 +42,7 @@ class GroupKind:
 def form_group(store: Store, name: str, rank: int, size: int, kind: GroupKind) -> ProcessGroup:
     """The group `name` of `size` members that meet in `store`, for the member at `rank`. Collective.
 
+    A store that is written in Python is kept by the caller until the group has ended: torch does not keep it.
     No group with that name may have met in `store` before. Neither needs nor changes any other group. A NCCL
     communicator is formed here by all members, because its first use must not be a message between two.
     Raises ValueError for a name that a group of this process has, and RuntimeError when members stay away.
@@ -108,7 +109,7 @@ def _default_ranks(store: Store, place: tuple[int, int], limit: timedelta) -> li
     keys = [f"default/{at}" for at in range(size)]
     store.set(keys[rank], str(dist.get_rank() if dist.is_initialized() else -1))
     store.wait(keys, limit)
-    found = [int(store.get(key)) for key in keys]
+    found = [int(value) for value in store.multi_get(keys)]
     told = min(found) >= 0 and len(set(found)) == size
     return found if told else [-1 - at for at in range(size)]
 

@@ -190,5 +190,6 @@ ACTIVATIONS: Mapping[str, ActivationEntry] = {
     "gelu_no_mul": ActivationEntry(functional.gelu),
     "gelu_tanh_no_mul": ActivationEntry(_gelu_tanh_no_mul),
     "relu2_no_mul": ActivationEntry(_relu2_no_mul),
+    "relu_no_mul": ActivationEntry(functional.relu),
 }
 """Every activation by name; a new one is one function and one line here."""

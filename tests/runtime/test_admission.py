@@ -62,10 +62,24 @@ def test_bytes_are_let_in_up_to_a_limit_but_for_a_single_call() -> None:
     assert admission.held == (0, 0, 0)
 
 
+class Clock:
+    """A clock that a test turns."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def test_whoever_is_refused_again_is_told_to_wait_longer_and_not_all_alike() -> None:
-    admission = Admission(DoorLimits(calls=1))
+    clock = Clock()
+    admission = Admission(DoorLimits(calls=1), clock)
     leave = admission.enter("a", 0)
-    told = [refusal(admission, "b").pushback for _ in range(12)]
+    told = []
+    for _ in range(12):
+        told.append(refusal(admission, "b").pushback)
+        clock.now += told[-1]
     assert 0.025 <= told[0] <= 0.05 and told[3] > told[0] and told[-1] >= LONGEST_PUSHBACK / 2
     assert max(told) <= LONGEST_PUSHBACK
     leave()
@@ -73,6 +87,52 @@ def test_whoever_is_refused_again_is_told_to_wait_longer_and_not_all_alike() -> 
     leave = admission.enter("a", 0)
     assert refusal(admission, "b").pushback <= 0.05
     assert len({pushback(3) for _ in range(50)}) > 40
+
+
+def test_calls_that_are_refused_together_are_told_as_much_as_one() -> None:
+    clock = Clock()
+    admission = Admission(DoorLimits(calls=1), clock)
+    admission.enter("a", 0)
+    assert max(refusal(admission, "b").pushback for _ in range(30)) <= 0.05
+    clock.now += 0.05
+    assert 0.05 <= max(refusal(admission, "b").pushback for _ in range(30)) <= 0.1
+
+
+def test_a_caller_with_many_calls_comes_back_as_quickly_as_it_is_let_in() -> None:
+    clock, ends = Clock(), []
+    admission = Admission(DoorLimits(calls=4), clock)
+    waiting = [(clock.now, at) for at in range(40)]  # of forty workers that come back when they are told to
+    asked = served = 0
+    for _ in range(6000):
+        clock.now += 0.01
+        while ends and ends[0][0] <= clock.now:
+            ends.pop(0)[1]()
+        for at, (when, worker) in enumerate(waiting):
+            if when <= clock.now:
+                asked += 1
+                try:
+                    leave = admission.enter("polite", 0)
+                except LaneFull as full:
+                    waiting[at] = clock.now + full.pushback, worker
+                else:
+                    served += 1
+                    ends.append((clock.now + 0.2, leave))
+                    waiting[at] = clock.now, worker
+    assert served >= 0.9 * 60 * 4 / 0.2, "the door is as good as always full"
+    assert asked <= 4 * served
+
+
+def test_many_connections_of_one_host_share_what_one_connection_of_another_has() -> None:
+    admission = Admission(DoorLimits(calls=64))
+    many = [f"ipv4:10.0.0.7:{port}" for port in range(30)]
+    other = "ipv6:[fd00::8]:5"
+    leaves = {peer: [admission.enter(peer, 0)] for peer in (*many, other)}
+    for _ in range(200):
+        for peer, held in leaves.items():
+            with contextlib.suppress(LaneFull):
+                held.append(admission.enter(peer, 0))
+        leaves[many[0]].append(leaves[many[0]].pop(0))
+    assert len(leaves[other]) == 32, "half of 64, though it is one of 31 connections"
 
 
 def test_connections_that_are_gone_are_forgotten() -> None:
@@ -375,6 +435,9 @@ class FakeWatch:
     def add_callback(self, callback: Callable[[], None]) -> bool:
         self.ends.append(callback)
         return self._stays
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:5"
 
     def cancel(self) -> None:
         self.taken.set()

@@ -10,7 +10,8 @@ from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.cli.shown.inspect_excluded import brief, excluded_modules
 from moeserve.cli.shown.units import human, ranges
 from moeserve.experts.placement import EMPTY, Placement
-from moeserve.experts.routing.gate import Gate, gate_for
+from moeserve.experts.routing.families import gate_for
+from moeserve.experts.routing.gate import Gate
 from moeserve.quant.format import WHOLE, Format
 
 LAYER_COLUMNS = (

@@ -13,6 +13,7 @@ from moeserve.proto.channel import connect
 from moeserve.proto.client.call import PartCall
 from moeserve.proto.client.payload import InlineRows, Payload
 from moeserve.proto.client.stream import StreamPool
+from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import MoeError, Overloaded, Unavailable, from_rpc
 from moeserve.proto.timeouts import bounded
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion
@@ -82,9 +83,9 @@ class Attempt:
 class Link:
     """The channel, the idle streams and the idle regions of one address. Safe to use from any thread."""
 
-    def __init__(self, address: str, max_message_bytes: int) -> None:
+    def __init__(self, address: str, max_message_bytes: int, credentials: Credentials | None = None) -> None:
         self.address = address
-        self.channel = connect(address, max_message_bytes)
+        self.channel = connect(address, max_message_bytes, credentials)
         self.lane = moe_pb2_grpc.LaneServiceStub(self.channel)  # type: ignore[no-untyped-call]
         self.front = moe_pb2_grpc.FrontServiceStub(self.channel)  # type: ignore[no-untyped-call]
         self.admin = moe_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]

@@ -99,7 +99,8 @@ class RemoteLayers:
     def client(self) -> Service:
         """The way to the service. A process makes its own, after it has forked or was spawned."""
         if self.service is None:
-            self.service = MoeClient(self.settings.address, timeout=self.settings.timeout)
+            shown, patience = self.settings.credentials, self.settings.timeout
+            self.service = MoeClient(self.settings.address, timeout=patience, credentials=shown)
         return self.service
 
     def begin(self) -> None:

@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from moeserve.proto.credentials import Credentials
+
 ADDRESS = "MOESERVE_EXPERTS"
 """`host:port` of the service. Unset or empty: the plug-in does nothing, and imports no engine."""
 
@@ -17,6 +19,9 @@ TIMEOUT = "MOESERVE_EXPERTS_TIMEOUT"
 CACHES = "MOESERVE_EXPERTS_CACHES"
 """What becomes of key-value caches that were made with weights from before a reload: `keep` or `recompute`.
 """
+
+CREDENTIALS = "MOESERVE_EXPERTS_CREDENTIALS"
+"""TOML file of what to trust and show (proto/credentials.py). Unset or empty: a plain connection."""
 
 POLICIES = ("keep", "recompute")
 
@@ -28,6 +33,7 @@ class Settings:
     address: str
     timeout: float = 240.0  # below the 300 s after which vLLM gives a forward pass up
     caches: str = "keep"
+    credentials: Credentials | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout < math.inf:
@@ -41,7 +47,7 @@ class Settings:
         address = environment.get(ADDRESS, "").strip()
         if not address:
             return None
-        given: dict[str, float | str] = {}
+        given: dict[str, float | str | Credentials] = {}
         if text := environment.get(TIMEOUT, "").strip():
             try:
                 given["timeout"] = float(text)
@@ -49,4 +55,9 @@ class Settings:
                 raise ValueError(f"{TIMEOUT}={text!r} must be a number of seconds") from None
         if text := environment.get(CACHES, "").strip():
             given["caches"] = text
+        if text := environment.get(CREDENTIALS, "").strip():
+            try:
+                given["credentials"] = Credentials.load(text)
+            except ValueError as error:
+                raise ValueError(f"{CREDENTIALS}: {error}") from error
         return cls(address, **given)  # type: ignore[arg-type]

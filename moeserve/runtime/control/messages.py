@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from moeserve.dispatch.members import Member, Members
 from moeserve.experts.placement import EMPTY, Placement
 from moeserve.runtime.control.orders import ExpertCopy, StagedCopy, StageOrder, Vote
+from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.mesh import Mesh
@@ -165,6 +166,17 @@ def load_from(message: Message, shape: tuple[int, int, int]) -> NDArray[np.float
     if len(data) != size:
         raise ValueError(f"the load of a report is not of {size} bytes, as one of shape {list(shape)} is")
     return np.frombuffer(data, dtype="<i8").reshape(shape).astype(np.float64)
+
+
+def here_message(generation: int, reached: Reached) -> Message:
+    """The message that tells that a member's process runs, and how far it is."""
+    return {"kind": "here", "generation": generation, "reached": list(reached)}
+
+
+def reached_from(message: Message) -> Reached:
+    """How far the member is that has sent `here`. Raises KeyError, TypeError or ValueError."""
+    step, phase = message["reached"]
+    return Reached(int(step), Phase(phase))
 
 
 def plans_message(plans: Mapping[int, Plan]) -> list[list[Any]]:

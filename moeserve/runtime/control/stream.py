@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moeserve.proto.texts import clipped
+from moeserve.runtime.keys.keys import NO_KEYS, Connection, Keys
 
 Message = dict[str, Any]
 
@@ -37,8 +38,9 @@ class StreamSilent(StreamClosed):
 class Stream:
     """One connected socket. `send` is safe from several threads; one thread receives."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, connection: Connection) -> None:
+        if not isinstance(connection, socket.socket) or connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.settimeout(None)
         self._socket = connection
@@ -151,10 +153,12 @@ class Stream:
             self._socket.close()
 
 
-def connect(address: str, timeout: float) -> Stream:
-    """A stream to `host:port`. Raises StreamClosed when nobody answers within `timeout` seconds."""
+def connect(address: str, timeout: float, keys: Keys = NO_KEYS) -> Stream:
+    """A stream to `host:port`. Raises StreamClosed when nobody who fits `keys` answers within `timeout`
+    seconds.
+    """
     host, port = address.rsplit(":", 1)
     try:
-        return Stream(socket.create_connection((host, int(port)), timeout))
+        return Stream(keys.dial(socket.create_connection((host, int(port)), timeout), host))
     except OSError as error:
         raise StreamClosed(f"cannot reach {address}: {error}") from error

@@ -70,7 +70,12 @@ def _handler(
             if method.client_streaming
             else grpc.unary_unary_rpc_method_handler
         )
-        return make(calling.in_thread(lambda request, context: elsewhere.abort(context), "questions"))
+
+        def refuse(request: object, context: grpc.ServicerContext) -> None:
+            elsewhere.log()
+            elsewhere.abort(context)
+
+        return make(calling.in_thread(refuse, "questions"))
     parse = GetMessageClass(method.input_type).FromString
     serialize = GetMessageClass(method.output_type).SerializeToString
     if method.client_streaming:

@@ -17,6 +17,7 @@ import numpy as np
 from moeserve import __version__
 from moeserve.experts.load import PHASES
 from moeserve.proto import moe_pb2, moe_pb2_grpc
+from moeserve.proto.credentials import Credentials
 from moeserve.runtime.doors.deadlines import Observe, seconds_left
 from moeserve.runtime.doors.failures import GrpcStatus, status_of
 from moeserve.runtime.doors.forwarding import Caller, Forwarding
@@ -54,6 +55,10 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         self._max_message_bytes = max_message_bytes
         self._observe = observe
         self._forwarding = Forwarding(self._topology)
+
+    def show_lanes(self, credentials: Credentials | None) -> None:
+        """Has calls handed on with `credentials`; called before the first."""
+        self._forwarding = Forwarding(self._topology, credentials)
 
     def close(self) -> None:
         """Closes the connections to the lanes."""

@@ -21,6 +21,7 @@ class Patience:
     adopt: float = 60.0  # until every member serves a change that was decided
     hello: float | None = None  # until whoever connects has introduced itself; None: as `Reception` has it
     send: float = 5.0  # while a member takes nothing of what is sent to it
+    late: float = 10.0  # while a step does not go on; then who holds it up is named
 
 
 class Formation:
@@ -31,7 +32,7 @@ class Formation:
     """
 
     def __init__(self, seats: Iterable[int], patience: Patience, now: float) -> None:
-        self._patience, self._began = patience, now
+        self._patience, self.began = patience, now  # when members began to prepare, and then to join
         self._heard: dict[int, float] = {}  # seat -> when it last said that it reads its experts
         self._seats, self._prepared, self._joined = frozenset(seats), set[int](), set[int]()
 
@@ -53,16 +54,16 @@ class Formation:
         """Notes that a member has its experts; the last one begins the joining."""
         self._prepared.add(seat)
         if self.prepared:
-            self._began = now
+            self.began = now
 
     def has_joined(self, seat: int) -> None:
         """Notes that a member is in the process group."""
         self._joined.add(seat)
 
     def due(self) -> float:
-        """When the first bound passes; infinite when nobody is waited for."""
+        """When the first bound of those that prepare passes; infinite when all have prepared."""
         if self.prepared:
-            return math.inf if self.joined else self._began + self._patience.join
+            return math.inf
         return min(self._limit(seat) for seat in self._seats - self._prepared)
 
     def silent(self, now: float) -> dict[int, str]:
@@ -70,16 +71,9 @@ class Formation:
         late = sorted(seat for seat in self._seats - self._prepared if self._limit(seat) <= now)
         return {seat: self._reason(seat) for seat in late}
 
-    def stuck(self, now: float) -> str:
-        """Why the joining has taken too long, or nothing. It waits for all: no member is to blame yet."""
-        if not self.prepared or self.joined or self.due() > now:
-            return ""
-        left = sorted(self._seats - self._joined)
-        return f"ranks {left} have not joined within cluster.join_seconds = {self._patience.join:g}"
-
     def _limit(self, seat: int) -> float:
         heard = self._heard.get(seat)
-        return self._began + self._patience.answer if heard is None else heard + self._patience.prepare
+        return self.began + self._patience.answer if heard is None else heard + self._patience.prepare
 
     def _reason(self, seat: int) -> str:
         if seat in self._heard:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
+from collections.abc import Mapping
+from pathlib import Path
 
 from moeserve import __version__
 from moeserve.experts.balance import Policy, balancer_named
@@ -16,9 +19,12 @@ from moeserve.runtime.head.coordinator import Coordinator, Progress
 from moeserve.runtime.head.patience import Patience
 from moeserve.runtime.head.rebalancer import Rebalancer
 from moeserve.runtime.head.sequencer import StepPace
+from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.planning.layers import first_epoch
 from moeserve.runtime.served import Served, model_name, served_from
+from moeserve.runtime.telemetry import logs
 from moeserve.runtime.telemetry.head import CoordinatorTelemetry
+from moeserve.runtime.telemetry.probes import Probes
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +49,12 @@ class HeadProcess:
             step.lane_rows, step.max_step_tokens, step.quiet_seconds, step.gather_seconds, step.due_seconds
         )
         self.token = secrets.token_hex(16)
+        logs.hide(self.token)
         self.coordinator = Coordinator(epoch, served.layers, pace, host, self.token)
+        keys = Keys(config.keys, self.token)
+        self.coordinator.secure(keys)
+        logs.tell_where(lambda: (self.coordinator.generation, self.coordinator.epoch.number))
+        log_levels = LogLevels(config.log.level, self.coordinator)
         self.coordinator.generations.patience = patience_of(config)
         self.rebalancer = Rebalancer(
             self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
@@ -64,19 +75,33 @@ class HeadProcess:
         self._front = FrontDoor(
             model_name(config), served, self.coordinator, server.max_message_bytes, self._telemetry.request
         )
-        operations = Operations(served, self.rebalancer, server.reload_root)
+        self._front.show_lanes(keys.to_lanes())
+        operations = Operations(served, self.rebalancer, reload_root_of(config))
+        operations.on_log_level = log_levels.set
         self._endpoint = Endpoint(
             {"FrontService": self._front, "AdminService": AdminDoor(operations)},
             NOT_A_LANE,
             door_limits(server),
             server.max_message_bytes,
+            keys,
         )
         self.coordinator.on_change = self._changed
         shown = host if server.host in EVERY_ADDRESS else server.host
         self.address = f"{shown}:{self._endpoint.start(server.host, server.port).rsplit(':', 1)[1]}"
         self.metrics_address = ""
         if server.metrics_port >= 0:
-            self.metrics_address = f"{shown}:{self._telemetry.serve(server.host, server.metrics_port)}"
+            port = self._telemetry.serve(server.host, server.metrics_port, keys)
+            self.metrics_address = f"{shown}:{port}"
+        self._probes: Probes | None = None
+        self.probes_address = ""
+        if server.health_port >= 0:
+            self._probes = Probes(
+                (server.host, server.health_port),
+                self._endpoint.services,
+                server.stalled_seconds,
+                self._telemetry.why_not,
+            )
+            self.probes_address = f"{shown}:{self._probes.port}"
         self.coordinator.start()
         self.rebalancer.start()
 
@@ -102,10 +127,35 @@ class HeadProcess:
         self._front.close()
         self.coordinator.stop()
         self._telemetry.close()
+        if self._probes is not None:
+            self._probes.close()
 
     def _changed(self, progress: Progress) -> None:
         self._endpoint.set_serving(serving=progress.state == "serving")
         self._telemetry.set_progress(progress)
+        if self._probes is not None:
+            self._probes.tell()
+
+
+class LogLevels:
+    """The levels that an operator sets while the service runs, of loggers of the head and of every member."""
+
+    def __init__(self, level: str, coordinator: Coordinator) -> None:
+        self._levels = {logs.OWN: level}
+        self._coordinator = coordinator
+        self._lock = threading.Lock()
+
+    def set(self, logger: str, level: str) -> Mapping[str, str]:
+        """Sets a logger's level everywhere; an empty level changes nothing. Returns the level of each logger
+        that was set. Raises ValueError naming what is wrong.
+        """
+        with self._lock:
+            if level:
+                levels = self._levels | dict([logs.checked_level(logger, level)])
+                logs.set_levels(levels)
+                self._levels = levels
+                self._coordinator.set_log_levels(levels)
+            return dict(self._levels)
 
 
 def why_not_serving(progress: Progress) -> str:
@@ -124,7 +174,18 @@ def patience_of(config: Config) -> Patience:
         adopt=cluster.adopt_seconds,
         hello=cluster.hello_seconds,
         send=cluster.send_seconds,
+        late=config.step.patience,
     )
+
+
+def reload_root_of(config: Config) -> str:
+    """The folder below which checkpoints may be reloaded: as configured, else the one beside which others of
+    the same model lie, the served one's parent; where that is everything, the served one itself.
+    """
+    if config.server.reload_root:
+        return config.server.reload_root
+    served = Path(config.model.checkpoint).resolve()
+    return str(served if served.parent == served.parent.parent else served.parent)
 
 
 def policy_of(config: Config) -> Policy:

@@ -24,6 +24,7 @@ from prometheus_client import (
 )
 
 from moeserve.runtime.config import ConfigError
+from moeserve.runtime.keys.keys import NO_KEYS, Keys
 from moeserve.runtime.planning.memory import PURPOSES
 from moeserve.runtime.step import StepRecord
 from moeserve.runtime.telemetry.http import serve_http
@@ -64,13 +65,13 @@ class Telemetry:
         self._gauge("moe_group_generation").set(generation)
         self._gauge("moe_epoch").set(epoch)
 
-    def serve(self, host: str, port: int) -> int:
+    def serve(self, host: str, port: int, keys: Keys = NO_KEYS) -> int:
         """Starts to answer scrapes and probes at `http://host:port`; 0 picks a free port. Returns the port.
 
-        Raises ConfigError when the address cannot be had.
+        keys: whom to let in, and whether it is https. Raises ConfigError when the address cannot be had.
         """
         try:
-            server, thread = serve_http(host, port, self._registry, lambda: self.why_not())
+            server, thread = serve_http(host, port, self._registry, lambda: self.why_not(), keys)
         except OSError as error:
             raise ConfigError(
                 f"cannot serve metrics on {host}:{port}: {error.strerror or error}; set server.metrics_port "
@@ -146,11 +147,17 @@ class RankTelemetry(Telemetry):
         combined.inc(phases.combined_bytes)
         for peer in record.late:
             self._counter("moe_late_peers_total", peer=str(peer)).inc()
+        if not phases.timed:
+            return
         if record.jobs:
             self._wait.observe(record.wait)
         self._dispatch.observe(phases.dispatch)
         self._compute.observe(phases.compute)
         self._combine.observe(phases.combine)
+
+    def observe_rows(self, layer: int, rows: int) -> None:
+        """So many more rows of a layer were computed, as the device has counted them."""
+        self._layers[layer].expert_rows.inc(rows)
 
     def regions(self, read: Callable[[], tuple[int, int]]) -> None:
         """Shared-memory regions, (count, bytes), are read when scraped."""

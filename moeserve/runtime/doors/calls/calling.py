@@ -6,18 +6,23 @@ questions their threads.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import grpc
 
 from moeserve.proto.client.deadline_watch import DeadlineWatch
+from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.calls.admission import Admission
 from moeserve.runtime.doors.calls.stream_calls import Parse, StreamCalls, Unparsed
 from moeserve.runtime.doors.failures import guarded, status_of
 from moeserve.runtime.doors.operations import BadRequest
+
+log = logging.getLogger(__name__)
 
 Serialize = Callable[[Any], bytes]
 
@@ -93,7 +98,7 @@ class Calling:
                 return
             for reply in answering(calls.requests(messages), context):
                 within = time.monotonic() + self._admission.limits.unread_seconds
-                watched = self._late.add(within, context.cancel)
+                watched = self._late.add(within, partial(_leave_alone, context, "takes no reply"))
                 yield reply
                 self._late.remove(watched)
                 calls.taken(reply)
@@ -110,7 +115,8 @@ class Calling:
 
     def _first(self, messages: Iterator[Unparsed], context: grpc.ServicerContext) -> Unparsed:
         """The message of a unary call, which is cancelled where it does not come in time."""
-        watched = self._late.add(time.monotonic() + self._admission.limits.request_seconds, context.cancel)
+        within = time.monotonic() + self._admission.limits.request_seconds
+        watched = self._late.add(within, partial(_leave_alone, context, "sends no message"))
         try:
             return next(messages)
         except StopIteration:
@@ -121,6 +127,12 @@ class Calling:
     def _entered(self, message: Unparsed, context: grpc.ServicerContext) -> Callable[[], None]:
         """Lets the call in; ends it where there is no room. Returns what says that it ended."""
         return guarded(context, lambda: self._admission.enter(context.peer(), message.nbytes))
+
+
+def _leave_alone(context: grpc.ServicerContext, why: str) -> None:
+    """Ends the call of a caller that did not do its part in time."""
+    log.info("a caller is left, %s: it %s", quoted(context.peer()), why, extra={"sort": why})
+    context.cancel()
 
 
 def _nothing() -> None:
