@@ -1,7 +1,7 @@
 """vLLM with its experts behind a service beside vLLM alone, on the same cores: tokens a second, and where
 time goes.
 
-    .venv-vllm/bin/python -m bench.service.vllm_throughput [--tokens 64]
+    .venv-vllm/bin/python -m bench.engines.vllm_throughput [--tokens 64]
 
 A small Qwen3-MoE in bf16, random weights, prompts of 32 tokens; 1 request, and 16 at once. Each engine
 generates twice, and the second time counts. `waiting` is the part of that time in which vLLM's forward passes
