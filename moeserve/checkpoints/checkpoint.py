@@ -210,7 +210,9 @@ class Checkpoint:
         names = names.below(self.num_experts) if self.family.others_after else names
         sizes = (self.num_experts, self.hidden, self.inner)
         storage = self._storage(names).fitting(self.inner)
-        return StoredLayer(self._store, names, self.family, storage, *sizes, gated=gated, load_as=self._load_as)
+        return StoredLayer(
+            self._store, names, self.family, storage, *sizes, gated=gated, load_as=self._load_as
+        )
 
     def _first_tensor(self, layer: int) -> str:
         family, block = self.family, f"{self.family.block}." * bool(self.family.block)

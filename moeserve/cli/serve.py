@@ -35,6 +35,9 @@ class Cluster(Protocol):
     def metrics_targets(self) -> list[str]:
         """Returns `host:port` of every exporter that is up."""
 
+    def probes_address(self) -> str:
+        """Returns `host:port` where probes are answered; empty where none are."""
+
     def stop(self) -> None:
         """Lets calls under way finish, and ends everything that was started."""
 
@@ -70,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         if targets := cluster.metrics_targets():
             print(f"metrics on {' '.join(targets)}", flush=True)
+        if probes := cluster.probes_address():
+            print(f"probes on {probes}", flush=True)
         print(f"serving on {cluster.address}", flush=True)
         _watch(cluster, signals)
     finally:
@@ -112,14 +117,16 @@ class _Signals:
 
 
 def _check_served(config: Config) -> None:
-    """Raises what is wrong with the checkpoint or the plan here, before any process starts."""
+    """Raises what is wrong with the checkpoint, the plan or the keys here, before any process starts."""
     import torch
 
     from moeserve.runtime.config import ConfigError
+    from moeserve.runtime.keys.keys import Keys
     from moeserve.runtime.launch.environment import machine_for
     from moeserve.runtime.planning.layers import plans_for
     from moeserve.runtime.served import served_from
 
+    Keys(config.keys, "")
     served, ranks = served_from(config), config.parallel.mesh.ranks
     for layer in served.layers:
         served.checkpoint.gate(layer)

@@ -11,8 +11,12 @@ import grpc
 
 from moeserve.proto.credentials import Credentials, KeyedChannel
 
-MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-"""The default limit of one message: 8192 rows x 14336 in bf16, with room for ids and weights."""
+MAX_MESSAGE_BYTES = 64 << 20
+"""The default limit of one message: 4096 rows x 7168 in bf16, with room for ids and weights.
+
+Clients cut larger calls. gRPC hands a message to Python with the interpreter held, for 1 ms a megabyte or
+more, in which no other call of the process goes on.
+"""
 
 KEEPALIVE_MS = 20_000
 

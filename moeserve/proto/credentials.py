@@ -6,6 +6,7 @@ import ipaddress
 import os
 import threading
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,9 @@ from typing import Any
 import grpc
 
 LOOK_SECONDS = 0.25  # between looks whether a file has changed
+
+FILE_KEYS = ("ca", "certificate", "private_key", "token_file", "server_name")
+"""What a file of credentials may say: no token itself."""
 
 Stamps = tuple[tuple[int, int, int], ...]
 
@@ -42,6 +46,25 @@ class Credentials:
             raise ValueError("server_name is looked for in the service's certificate: give ca too")
         if self.token and self.token_file:
             raise ValueError("give a token or the file that holds it, not both")
+
+    @classmethod
+    def load(cls, path: str) -> Credentials:
+        """What a TOML file says: `ca`, `certificate`, `private_key`, `token_file`, `server_name`.
+
+        Relative paths start at the file's own folder. Raises ValueError.
+        """
+        try:
+            given = tomllib.loads(Path(path).read_text())
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(f"{path} is not TOML: {error}") from error
+        wrong = [name for name, value in given.items() if name not in FILE_KEYS or not isinstance(value, str)]
+        if wrong:
+            raise ValueError(f"{path}: {wrong[0]!r} is not one of {', '.join(FILE_KEYS)} with a text")
+        folder = Path(path).absolute().parent
+        files = {name: str(folder / Path(text).expanduser()) for name, text in given.items() if text}
+        return cls(**(files | ({"server_name": given["server_name"]} if "server_name" in given else {})))
 
     @property
     def shows_token(self) -> bool:

@@ -134,7 +134,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 50051  # the coordinator's; 0 picks a free one
     metrics_port: int = 9400  # the head's; rank r takes this + 1 + r; 0 picks free ones, -1 turns metrics off
-    max_message_bytes: int = 256 << 20
+    max_message_bytes: int = 64 << 20
     max_concurrent_calls: int = 256  # a lane refuses more, with pushback
     max_streams: int = 256  # that are open at a lane or the front door; it refuses more, with pushback
     max_held_bytes: int = 2 << 30  # of the calls that a lane or the front door holds; it refuses more
@@ -146,6 +146,9 @@ class ServerConfig:
     allow_named_regions: bool = False  # unsafe: clients may register any shared-memory object by name
     max_held_rows: int = 65536  # of the calls that a lane holds; it refuses more, with pushback
     queue_seconds: float = 10.0  # that a call may wait at a lane, whatever its deadline; longer is refused
+    health_port: int = 0  # of probes; 0 picks a free one, -1 has none
+    stalled_seconds: float = 10.0  # after which a head that does not answer is not ready, nor alive
+    registered_bytes: int = 4 << 30  # of regions, that a GPU copies from and to by itself; 0: none
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,7 @@ class LogConfig:
 
 LAST_PORT = 65535
 
-CHECKED_APART = ("server.port", "server.metrics_port")
+CHECKED_APART = ("server.port", "server.metrics_port", "server.health_port")
 
 POSITIVE = frozenset(
     {
@@ -231,6 +234,7 @@ POSITIVE = frozenset(
         "server.max_message_bytes",
         "server.max_held_rows",
         "server.queue_seconds",
+        "server.stalled_seconds",
         "cluster.start_timeout_seconds",
         "cluster.connect_seconds",
         "cluster.hello_seconds",
@@ -382,6 +386,11 @@ class Config:
         port, first = self.server.port, self.server.metrics_port
         if not 0 <= port <= LAST_PORT:
             raise ConfigError(f"server.port = {port} must be 0 (any free one) to {LAST_PORT}")
+        if not -1 <= self.server.health_port <= LAST_PORT:
+            raise ConfigError(
+                f"server.health_port = {self.server.health_port} must be -1 (none) or 0 (any free one) "
+                f"to {LAST_PORT}"
+            )
         last = first + self.parallel.mesh.ranks if first > 0 else first
         if not -1 <= first <= last <= LAST_PORT:
             ranks = self.parallel.mesh.ranks

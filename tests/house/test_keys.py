@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -14,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 import torch
 from houses import Alone, house_config, request_of
 from keyed import CASES, MODES, SECONDS, Keyring, Shown, code_of, metadata
 
+from moeserve.cli import main
 from moeserve.proto import moe_pb2
-from moeserve.proto.client import Choice, MoeClient
+from moeserve.proto.client import AsyncMoeClient, Choice, MoeClient
 from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import MoeError
 from moeserve.proto.transports.shared_memory import REFUSED
@@ -305,6 +308,40 @@ def through_the_front(service: Service, *batch: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(reply.hidden.data), dtype=torch.float32).view(*reply.hidden.shape)
 
 
+def test_a_client_on_asyncio_shows_the_same(service: Service, alone: Alone) -> None:
+    hidden, experts, weights = alone.batch(4, seed=4)
+    shown = service.case("right", CALL)
+
+    async def ask(transport: str) -> torch.Tensor:
+        credentials, address = service.ring.credentials(shown), service.cluster.address
+        async with AsyncMoeClient(address, transport=transport, credentials=credentials) as client:
+            assert await client.health() == "SERVING"
+            return await client.forward(0, hidden, experts, weights)
+
+    for transport in ("inline", "shared_memory"):
+        answer = asyncio.run(ask(transport))
+        torch.testing.assert_close(answer, alone.forward(0, hidden, experts, weights), **CLOSE)
+
+
+def test_commands_show_what_their_flags_name(
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = service.case("right", frozenset({Role.OBSERVE}))
+    flags = []
+    if service.ring.mode != "plain":
+        flags += ["--ca", service.ring.service.path]
+    if shown.pair is not None:
+        flags += ["--cert", shown.pair[0], "--key", shown.pair[1]]
+    if shown.token:
+        (tmp_path / "token").write_text(f"{shown.token}\n")
+        flags += ["--token-file", str(tmp_path / "token")]
+    assert main(["status", service.cluster.address, *flags]) == 0
+    assert "state  serving" in capsys.readouterr().out
+    assert main(["rebalance", service.cluster.address, "--dry-run", *flags]) == 1
+    assert "PERMISSION_DENIED" in capsys.readouterr().err
+    assert main(["health", service.cluster.address, *flags]) == 0
+
+
 def test_experts_move_over_streams_that_are_encrypted(service: Service, alone: Alone) -> None:
     hidden, experts, weights = alone.batch(64, seed=2)
     hot = torch.zeros_like(experts)
@@ -426,6 +463,13 @@ def _serials(service: Service) -> dict[str, int]:
     return {
         name: _serial(address, service.ring, service.ring.pair) for name, address in service.addresses.items()
     }
+
+
+def test_no_secret_is_on_a_command_line_or_in_the_environment(service: Service) -> None:
+    secrets = [*service.ring.tokens.values(), service.cluster.head.token]
+    for process in psutil.Process().children(recursive=True):
+        said = " ".join([*process.cmdline(), *process.environ().values()])
+        assert not [secret for secret in secrets if secret in said], process
 
 
 def test_no_secret_is_in_a_status_or_a_configuration(service: Service) -> None:

@@ -13,7 +13,8 @@ import psutil
 import pytest
 import ray
 import torch
-from failures import HEARD_SECONDS, Callers, serve_again
+from checkpoints import make_checkpoint
+from failures import HEARD_SECONDS, Callers, break_connections, serve_again, stand_still
 from houses import DP2_TP2, EP4, Alone, house_config, request_of
 from listeners import beyond_loopback, listeners
 from ray.cluster_utils import Cluster
@@ -23,9 +24,12 @@ from moeserve.proto import moe_pb2_grpc
 from moeserve.proto.client import MoeClient
 from moeserve.runtime.config import ConfigError
 from moeserve.runtime.launch.ray_cluster import RayCluster
+from moeserve.runtime.launch.watch import stat_of
 
 pytestmark = pytest.mark.ray
 
+EP2 = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}
+FOUND_SECONDS = 2.0
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -57,7 +61,7 @@ def test_a_killed_actor_is_heard_of_restarted_and_serves_again(checkpoint_path: 
             assert code == "UNAVAILABLE", text
             assert when - killed < HEARD_SECONDS
         assert serve_again(house.address) > generation
-        assert house.pid(2) != victim
+        assert house.pid(2) not in (0, victim)
         with MoeClient(house.address, timeout=60) as client:
             torch.testing.assert_close(client.forward(1, *batch), alone.forward(1, *batch), **CLOSE)
 
@@ -89,3 +93,73 @@ def test_fewer_cpus_than_ranks_is_said_at_once(nodes: Cluster, checkpoint_path: 
     config = house_config(checkpoint_path, cluster__ray_address=nodes.address, **many)
     with pytest.raises(ConfigError, match="8 ranks need 8 CPUs, and the Ray cluster has 6"):
         RayCluster(config).start()
+
+
+def runs(pid: int) -> bool:
+    """Whether a process of that id is there and no zombie."""
+    return stat_of(pid) is not None
+
+
+@pytest.mark.timed
+def test_a_stopped_actor_is_named_killed_and_replaced(
+    checkpoint_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing of its interpreter runs, and Ray's own kill does not reach it."""
+    with RayCluster(house_config(checkpoint_path, **EP2)) as house:
+        before = [house.pid(rank) for rank in range(2)]
+        generation = serve_again(house.address)
+        stand_still(before[1])
+        began = time.monotonic()
+        while runs(before[1]):
+            assert time.monotonic() - began < FOUND_SECONDS
+            time.sleep(0.01)
+        with MoeClient(house.address) as client:
+            while (status := client.status()).generation == generation:
+                time.sleep(0.01)
+        assert f"rank 1 (pid {before[1]}) is given up: it is stopped (state T) for 1." in status.reason
+        serve_again(house.address)
+        after = [house.pid(rank) for rank in range(2)]
+        assert after[0] == before[0] and after[1] not in (0, before[1])
+        assert all(runs(pid) for pid in after)
+        assert "(failed starts in a row: 0)" in capfd.readouterr().err
+    until = time.monotonic() + 10.0
+    while any(runs(pid) for pid in after):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_an_actor_whose_stream_breaks_is_ended_and_replaced(checkpoint_path: Path) -> None:
+    """It was alive for ever, and nothing came back."""
+    with RayCluster(house_config(checkpoint_path, **EP2)) as house:
+        before = [house.pid(rank) for rank in range(2)]
+        generation = serve_again(house.address)
+        break_connections(before[1], ray.get(house._head.streams.remote()))
+        with MoeClient(house.address) as client:
+            until = time.monotonic() + 20.0
+            while client.status().generation == generation:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+        assert serve_again(house.address) > generation
+        assert not runs(before[1])
+        assert house.pid(0) == before[0] and house.pid(1) not in (0, before[1])
+
+
+def test_an_actor_that_cannot_start_backs_off_and_is_reported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, away = tmp_path / "served", tmp_path / "away"
+    checkpoint.mkdir()
+    make_checkpoint("qwen3_moe", checkpoint)
+    with RayCluster(house_config(checkpoint, **EP2)) as house, MoeClient(house.address) as client:
+        generation = serve_again(house.address)
+        checkpoint.rename(away)
+        os.kill(house.pid(1), signal.SIGKILL)
+        until, told = time.monotonic() + 90.0, ""
+        while "failed starts in a row: 3)" not in told:
+            assert time.monotonic() < until, told
+            time.sleep(0.1)
+            told += capfd.readouterr().err
+        status = client.status()
+        assert status.state == "forming" and "rank 1 cannot start: " in status.reason, status
+        away.rename(checkpoint)
+        assert serve_again(house.address) > generation

@@ -98,6 +98,30 @@ def test_calls_that_are_refused_together_are_told_as_much_as_one() -> None:
     assert 0.05 <= max(refusal(admission, "b").pushback for _ in range(30)) <= 0.1
 
 
+def test_a_caller_with_many_calls_comes_back_as_quickly_as_it_is_let_in() -> None:
+    clock, ends = Clock(), []
+    admission = Admission(DoorLimits(calls=4), clock)
+    waiting = [(clock.now, at) for at in range(40)]  # of forty workers that come back when they are told to
+    asked = served = 0
+    for _ in range(6000):
+        clock.now += 0.01
+        while ends and ends[0][0] <= clock.now:
+            ends.pop(0)[1]()
+        for at, (when, worker) in enumerate(waiting):
+            if when <= clock.now:
+                asked += 1
+                try:
+                    leave = admission.enter("polite", 0)
+                except LaneFull as full:
+                    waiting[at] = clock.now + full.pushback, worker
+                else:
+                    served += 1
+                    ends.append((clock.now + 0.2, leave))
+                    waiting[at] = clock.now, worker
+    assert served >= 0.9 * 60 * 4 / 0.2, "the door is as good as always full"
+    assert asked <= 4 * served
+
+
 def test_many_connections_of_one_host_share_what_one_connection_of_another_has() -> None:
     admission = Admission(DoorLimits(calls=64))
     many = [f"ipv4:10.0.0.7:{port}" for port in range(30)]
@@ -411,6 +435,9 @@ class FakeWatch:
     def add_callback(self, callback: Callable[[], None]) -> bool:
         self.ends.append(callback)
         return self._stays
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:5"
 
     def cancel(self) -> None:
         self.taken.set()

@@ -48,6 +48,11 @@ SERVE_FLAGS: dict[str, tuple[str, type, str]] = {
         int,
         "port of the head's metrics, and rank r takes this + 1 + r; 0 picks free ports, -1 turns metrics off",
     ),
+    "--health-port": (
+        "server.health_port",
+        int,
+        "port on which a process of its own answers probes; 0 picks a free one, -1 turns them off",
+    ),
     "--held-multiprocessors": (
         "members.held_multiprocessors",
         int,

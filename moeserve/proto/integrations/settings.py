@@ -1,5 +1,5 @@
-"""The settings of plug-ins that engines load by an entry point: environment variables, which every process of an
-engine inherits. One of them, MOESERVE_EXPERTS, chooses the plug-in; without it nothing changes.
+"""The settings of plug-ins that engines load by an entry point: environment variables, which every process of
+an engine inherits. One of them, MOESERVE_EXPERTS, chooses the plug-in; without it nothing changes.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from moeserve.proto.credentials import Credentials
+
 ADDRESS = "MOESERVE_EXPERTS"
 """`host:port` of the service. Unset or empty: the plug-in does nothing, and imports no engine."""
 
@@ -15,7 +17,11 @@ TIMEOUT = "MOESERVE_EXPERTS_TIMEOUT"
 """Seconds that one layer's call may take, over every attempt, and that a start waits for the service."""
 
 CACHES = "MOESERVE_EXPERTS_CACHES"
-"""What becomes of key-value caches that were made with weights from before a reload: `keep` or `recompute`."""
+"""What becomes of key-value caches that were made with weights from before a reload: `keep` or `recompute`.
+"""
+
+CREDENTIALS = "MOESERVE_EXPERTS_CREDENTIALS"
+"""TOML file of what to trust and show (proto/credentials.py). Unset or empty: a plain connection."""
 
 POLICIES = ("keep", "recompute")
 
@@ -27,6 +33,7 @@ class Settings:
     address: str
     timeout: float = 240.0  # below the 300 s after which vLLM gives a forward pass up
     caches: str = "keep"
+    credentials: Credentials | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout < math.inf:
@@ -40,7 +47,7 @@ class Settings:
         address = environment.get(ADDRESS, "").strip()
         if not address:
             return None
-        given: dict[str, float | str] = {}
+        given: dict[str, float | str | Credentials] = {}
         if text := environment.get(TIMEOUT, "").strip():
             try:
                 given["timeout"] = float(text)
@@ -48,4 +55,9 @@ class Settings:
                 raise ValueError(f"{TIMEOUT}={text!r} must be a number of seconds") from None
         if text := environment.get(CACHES, "").strip():
             given["caches"] = text
+        if text := environment.get(CREDENTIALS, "").strip():
+            try:
+                given["credentials"] = Credentials.load(text)
+            except ValueError as error:
+                raise ValueError(f"{CREDENTIALS}: {error}") from error
         return cls(address, **given)  # type: ignore[arg-type]

@@ -46,7 +46,9 @@ class Endpoint:
         self._calling = Calling(Admission(limits))
         others = ThreadPoolExecutor(REFLECTIONS, thread_name_prefix="reflection")
         self._server = grpc.server(
-            others, interceptors=keys.interceptors(), options=server_options(max_message_bytes)
+            others,
+            interceptors=keys.interceptors(),
+            options=server_options(max_message_bytes) + keys.server_options(),
         )
         self._health = Health(limits.unread_seconds)
         self._services = register(self._server, servicers, elsewhere, self._calling)
@@ -66,6 +68,11 @@ class Endpoint:
             "Watch": grpc.unary_stream_rpc_method_handler(watch, parse, serialize),
         }
         return grpc.method_handlers_generic_handler(health.SERVICE_NAME, handlers)
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        """The full names of the services that are answered here."""
+        return self._services
 
     def start(self, host: str, port: int) -> str:
         """Binds `host:port` (0: a free port) and starts; returns the bound `host:port`. Raises PortInUse."""

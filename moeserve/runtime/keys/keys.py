@@ -50,6 +50,12 @@ class Keys:
         asked = self._certificates is not None and self._certificates.asks_callers
         return (RpcGuard(self.guard, certificates=asked),)
 
+    def server_options(self) -> list[tuple[str, int]]:
+        """How long gRPC waits for a connection's TLS, and for its first frames."""
+        if self._certificates is None:
+            return []
+        return [("grpc.server_handshake_timeout_ms", int(self._config.handshake_seconds * 1000))]
+
     def listen(self, server: grpc.Server, address: str) -> int:
         """Has `server` listen at `address`; returns the port. Raises RuntimeError where it cannot."""
         if self._certificates is None:

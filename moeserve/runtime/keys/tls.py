@@ -44,12 +44,12 @@ class TlsSocket:
             try:
                 self._tls.do_handshake()
             except ssl.SSLWantReadError:
-                self._flush()
-                left = until - time.monotonic()
-                if left <= 0:
+                self._socket.settimeout(max(1e-3, until - time.monotonic()))
+                try:
+                    self._flush()
+                    self._take(self._socket.recv(PIECE))
+                except TimeoutError:
                     raise TimeoutError(f"timed out: TLS took longer than {within:g} s") from None
-                self._socket.settimeout(left)
-                self._take(self._socket.recv(PIECE))
             except ssl.SSLError:
                 self._flush()  # the alert that says why
                 raise

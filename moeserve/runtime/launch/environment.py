@@ -9,7 +9,7 @@ import torch
 
 from moeserve.device.machine import Machine, machine_named, this_machine, torch_device
 from moeserve.device.residency import hold
-from moeserve.proto.heap import keep_freed_memory
+from moeserve.proto.heap import Trimming, keep_freed_memory
 from moeserve.runtime.config import Config, ConfigError
 
 
@@ -45,6 +45,7 @@ def tune_process() -> None:
     a `LocalCluster` inside itself keeps its settings, unless it calls this too.
     """
     keep_freed_memory()
+    Trimming().start()
     sys.setswitchinterval(SWITCH_SECONDS)
 
 

@@ -24,6 +24,7 @@ from moeserve.runtime.planning.layers import first_epoch
 from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.telemetry import logs
 from moeserve.runtime.telemetry.head import CoordinatorTelemetry
+from moeserve.runtime.telemetry.probes import Probes
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,16 @@ class HeadProcess:
         if server.metrics_port >= 0:
             port = self._telemetry.serve(server.host, server.metrics_port, keys)
             self.metrics_address = f"{shown}:{port}"
+        self._probes: Probes | None = None
+        self.probes_address = ""
+        if server.health_port >= 0:
+            self._probes = Probes(
+                (server.host, server.health_port),
+                self._endpoint.services,
+                server.stalled_seconds,
+                self._telemetry.why_not,
+            )
+            self.probes_address = f"{shown}:{self._probes.port}"
         self.coordinator.start()
         self.rebalancer.start()
 
@@ -116,10 +127,14 @@ class HeadProcess:
         self._front.close()
         self.coordinator.stop()
         self._telemetry.close()
+        if self._probes is not None:
+            self._probes.close()
 
     def _changed(self, progress: Progress) -> None:
         self._endpoint.set_serving(serving=progress.state == "serving")
         self._telemetry.set_progress(progress)
+        if self._probes is not None:
+            self._probes.tell()
 
 
 class LogLevels:

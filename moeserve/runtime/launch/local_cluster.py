@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from moeserve.runtime.config import Config
 from moeserve.runtime.launch.head_process import HeadProcess
 from moeserve.runtime.launch.rank_process import RankSpec, run_rank
-from moeserve.runtime.launch.restarts import Restarts
+from moeserve.runtime.launch.restarts import Restarts, why_given_up
 from moeserve.runtime.launch.watch import ProcessWatch
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,10 @@ class LocalCluster:
         """`host:port` of every exporter that is up."""
         return self.head.metrics_targets()
 
+    def probes_address(self) -> str:
+        """`host:port` where probes are answered; empty where none are."""
+        return self.head.probes_address
+
     def pid(self, rank: int) -> int:
         """The id of a rank's process. RuntimeError before it has started."""
         pid = self._processes[rank].pid
@@ -149,17 +153,9 @@ class LocalCluster:
         seats = self.head.coordinator.seats()
         found = []
         for rank, pid in living.items():
-            seconds, why = stopped[pid] or (0.0, "")
-            if 0 < cluster.stopped_seconds <= seconds:
-                text = f"{why} for {seconds:.1f} s, cluster.stopped_seconds = {cluster.stopped_seconds:g}"
-                found.append((rank, pid, text))
-            elif (
-                rank not in seats
-                and not self._stopping.is_set()
-                and now - self._began[rank] > cluster.begin_seconds
-            ):
-                text = "it has not reached the head within cluster.begin_seconds = "
-                found.append((rank, pid, f"{text}{cluster.begin_seconds:g}"))
+            waited = None if rank in seats or self._stopping.is_set() else now - self._began[rank]
+            if why := why_given_up(cluster, stopped[pid] or (0.0, ""), waited):
+                found.append((rank, pid, why))
         return found
 
     def _kill(self, rank: int, pid: int) -> None:

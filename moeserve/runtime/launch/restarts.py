@@ -1,4 +1,4 @@
-"""`Restarts`: when ranks whose processes ended are started again, for every launcher alike."""
+"""`Restarts`: when ranks whose processes ended are started again, and which are ended, for every launcher."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 
+from moeserve.runtime.config import ClusterConfig
 from moeserve.runtime.head.patience import Backoff
 
 
@@ -45,3 +46,17 @@ class Restarts:
     def failures(self, rank: int) -> int:
         """Processes of the rank in a row that joined no group."""
         return self._backoffs[rank].failures
+
+
+def why_given_up(cluster: ClusterConfig, seen: tuple[float, str], waited: float | None) -> str:
+    """Why a living process of a rank is given up; empty while it is not.
+
+    `seen`: for how many seconds it has not run, and why. `waited`: for how many it has not reached the head;
+    None where it has.
+    """
+    seconds, why = seen
+    if 0 < cluster.stopped_seconds <= seconds:
+        return f"{why} for {seconds:.1f} s, cluster.stopped_seconds = {cluster.stopped_seconds:g}"
+    if waited is not None and waited > cluster.begin_seconds:
+        return f"it has not reached the head within cluster.begin_seconds = {cluster.begin_seconds:g}"
+    return ""

@@ -22,6 +22,8 @@ def test_lanes_and_control_streams_are_on_loopback(
     started: list[RankSpec] = []
 
     class Process:
+        pid = 1
+
         def __init__(self, args: tuple[RankSpec], **named: object) -> None:
             started.extend(args)
 

@@ -55,18 +55,18 @@ class Admission:
             caller = self._callers.of(peer)
             why = self._why_not(caller, nbytes, now)
             if why:
-                raise LaneFull(why, caller.refuse(now))
-            caller.calls += 1
-            caller.refusals = 0
+                raise LaneFull(why, self._callers.refuse(caller, now))
+            self._callers.enter(caller, 1)
             self._calls += 1
             self._nbytes += nbytes
 
         def leave() -> None:
             with self._lock:
-                caller.calls -= 1
+                now = self._clock()
+                self._callers.leave(caller, 1, now)
                 self._calls -= 1
                 self._nbytes -= nbytes
-                self._callers.forget(2 * self.limits.calls, self._clock())
+                self._callers.forget(2 * self.limits.calls, now)
 
         return leave
 

@@ -6,9 +6,11 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from moeserve.runtime.errors import pushback
+from moeserve.runtime.errors import LONGEST_PUSHBACK, pushback
 
-RECENT_SECONDS = 2.0  # for so long a caller that was refused counts among those who want to be served
+OVERASKED = 2.0  # times as many callers are told to come back as there will be room for
+SMOOTH = 0.1  # of the newest time between two calls, in their mean
+RECENT_SECONDS = 2 * LONGEST_PUSHBACK  # for so long who was refused counts among those who want more
 
 
 @dataclass(eq=False)
@@ -21,25 +23,27 @@ class Caller:
     held: int = 0  # of what the door counts: calls, or rows
     refusals: int = 0  # since its last call was let in, those counted once that came at the same time
     refused: float = -math.inf  # when
-    until: float = -math.inf  # when it was told to come back
+    until: float = -math.inf  # when the first of those that were refused together was told to come back
+    turn: float = 0.0  # when the last of them was
     room: float = math.inf  # what its last call left others to hold
 
     def wants(self, now: float) -> bool:
         """Whether it is served, or wants to be."""
         return self.calls > 0 or now - self.refused < RECENT_SECONDS
 
-    def refuse(self, now: float) -> float:
+    def refuse(self, now: float, every: float) -> float:
         """Notes a refusal; returns the seconds after which the caller is told to come back.
 
-        They double each time that it comes back and is refused again. Calls that it had sent meanwhile are
-        told as much and add nothing: a caller with many calls at once is not refused for longer than one with
-        a single call.
+        They double each time that it comes back and is refused again. Calls that are refused together, before
+        the first of them was to come back, are told to come one after the other, with `every` seconds between
+        them: a caller with many calls is refused no more often than one with a few.
         """
         if now >= self.until:
             self.refusals += 1
-        wait = pushback(self.refusals)
-        self.refused, self.until = now, max(self.until, now + wait)
-        return wait
+            self.until = now + pushback(self.refusals)
+        self.turn = min(max(self.turn, now) + every, now + LONGEST_PUSHBACK)
+        self.refused = now
+        return max(pushback(self.refusals), self.turn - now)
 
 
 class Callers:
@@ -47,6 +51,8 @@ class Callers:
 
     def __init__(self) -> None:
         self._by_peer: dict[str, Caller] = {}
+        self._every = 0.0  # seconds between two calls that end
+        self._ended = -math.inf
 
     def __len__(self) -> int:
         return len(self._by_peer)
@@ -61,6 +67,21 @@ class Callers:
     def wanting(self, caller: Caller, now: float) -> list[Caller]:
         """`caller`, and all others that are served or want to be."""
         return [other for other in self._by_peer.values() if other is caller or other.wants(now)]
+
+    def enter(self, caller: Caller, held: int) -> None:
+        """A call of `caller` is let in, which holds so much."""
+        caller.calls, caller.held, caller.refusals = caller.calls + 1, caller.held + held, 0
+
+    def leave(self, caller: Caller, held: int, now: float) -> None:
+        """A call of `caller` has ended, which held so much."""
+        caller.calls, caller.held = caller.calls - 1, caller.held - held
+        if (gap := now - self._ended) < RECENT_SECONDS:
+            self._every += SMOOTH * (gap - self._every)
+        self._ended = now
+
+    def refuse(self, caller: Caller, now: float) -> float:
+        """A call of `caller` is refused; returns the seconds after which it is told to come back."""
+        return caller.refuse(now, self._every / OVERASKED * len(self.wanting(caller, now)))
 
     def share(self, caller: Caller, wanting: list[Caller], limit: float) -> float:
         """What of `limit` is the caller's: hosts have even shares, and so have callers of one host.

@@ -88,18 +88,18 @@ class RowAdmission:
             own = rows + sum(held.rows for held in before if held.caller is caller)
             why = self._why_not(caller, _Asked(rows, ahead, own, min(deadline - now, self.limits.seconds)))
             if why:
-                raise LaneFull(why, caller.refuse(now))
+                raise LaneFull(why, self._callers.refuse(caller, now))
             held = _Held(caller, rows, ahead, urgency, now)
             self._held.add(held)
             self._rows += rows
-            caller.calls, caller.held, caller.refusals = caller.calls + 1, caller.held + rows, 0
+            self._callers.enter(caller, rows)
 
         def leave(code: str) -> None:
             now = self._clock()
             with self._lock:
                 self._held.discard(held)
                 self._rows -= rows
-                caller.calls, caller.held = caller.calls - 1, caller.held - rows
+                self._callers.leave(caller, rows, now)
                 if code in MEASURED:
                     self._pace.note(held.ahead, now - held.entered, now)
                 self._callers.forget(MOST_CALLERS, now)
