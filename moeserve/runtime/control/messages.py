@@ -1,8 +1,7 @@
-"""What travels on the coordinator's streams, as JSON objects: steps, epochs, changes, votes, jobs."""
+"""What travels on the coordinator's streams, as maps: steps, epochs, changes, votes, jobs."""
 
 from __future__ import annotations
 
-import base64
 import math
 import time
 import zlib
@@ -142,17 +141,16 @@ def _source(slot: int, width: int) -> tuple[int, int]:
 def report_message(generation: int, counts: tuple[int, int], tokens: NDArray[np.int64]) -> Message:
     """What a member has counted since its start: steps and rows of its experts, and `tokens` `[P, L, E]`.
 
-    The tokens travel packed: as numbers they would hold the interpreter for milliseconds, at both ends.
+    The tokens travel packed: as numbers they would hold the interpreter for a millisecond, at both ends.
     """
     packed = zlib.compress(np.ascontiguousarray(tokens, dtype="<i8").tobytes(), 1)
     steps, expert_rows = counts
-    load = base64.b64encode(packed).decode("ascii")
     return {
         "kind": "report",
         "generation": generation,
         "steps": steps,
         "expert_rows": expert_rows,
-        "load": load,
+        "load": packed,
     }
 
 
@@ -161,8 +159,8 @@ def load_from(message: Message, shape: tuple[int, int, int]) -> NDArray[np.float
     size = 8 * math.prod(shape)
     unpacking = zlib.decompressobj()
     try:
-        data = unpacking.decompress(base64.b64decode(message["load"], validate=True), size + 1)
-    except zlib.error as error:
+        data = unpacking.decompress(message["load"], size + 1)
+    except (TypeError, zlib.error) as error:
         raise ValueError(f"the load of a report cannot be unpacked: {error}") from error
     if len(data) != size:
         raise ValueError(f"the load of a report is not of {size} bytes, as one of shape {list(shape)} is")

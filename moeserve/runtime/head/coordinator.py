@@ -17,6 +17,7 @@ import numpy as np
 
 from moeserve.experts.load import PHASES, Load
 from moeserve.proto.texts import quoted
+from moeserve.runtime.control.frames import encoded
 from moeserve.runtime.control.messages import (
     announcement_from,
     header_message,
@@ -277,9 +278,12 @@ class Coordinator:
             step = self._steps.start(self.epoch.number, now, members)
             if step is None:
                 return None
+            frames: dict[tuple[tuple[int, int], ...], bytes] = {}  # by a member's jobs: most have none
             for number in step.seats(members):
-                header = header_message(step.header(members.at(number)), self._group.generation)
-                self._group.send(self._seats[number], header)
+                header = step.header(members.at(number))
+                if header.jobs not in frames:
+                    frames[header.jobs] = encoded(header_message(header, self._group.generation))
+                self._group.send_frame(self._seats[number], frames[header.jobs])
         return None
 
     def _announced(self, rank: int, message: Message) -> None:
