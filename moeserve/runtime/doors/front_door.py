@@ -60,7 +60,7 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
 
     def show_lanes(self, credentials: Credentials | None) -> None:
         """Has calls handed on with `credentials`; called before the first."""
-        self._forwarding = Forwarding(self._topology, credentials)
+        self._forwarding = Forwarding(self._with_lanes, credentials)
 
     def close(self) -> None:
         """Closes the connections to the lanes."""
