@@ -17,6 +17,7 @@ import numpy as np
 
 from moeserve.experts.load import PHASES, Load
 from moeserve.proto.texts import quoted
+from moeserve.runtime.control.frames import encoded
 from moeserve.runtime.control.messages import (
     announcement_from,
     header_message,
@@ -38,6 +39,8 @@ from moeserve.runtime.keys.keys import Keys
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.25  # at most between looks whether a step stands still: nobody is woken when one begins
+
+STOPPING = "the service is stopping"
 
 
 @dataclass(frozen=True)
@@ -94,11 +97,12 @@ class Coordinator:
         """Begins to accept members, and to order their steps."""
         patience = self.generations.patience
         self._reception.send_seconds, self._changes.adopt_seconds = patience.send, patience.adopt
+        self._reception.reach_seconds = patience.reach
         self._reception.hello_seconds, self._changes.on_stuck = patience.hello, self.generations.stuck
         self._reception.start()
         threading.Thread(target=self._keep_pace, name="keep_pace", daemon=True).start()
 
-    def stop(self, reason: str = "the service is stopping") -> None:
+    def stop(self, reason: str = STOPPING) -> None:
         """Ends the group: members are told to stop."""
         with self._lock:
             self._changes.abandon(reason)
@@ -116,15 +120,14 @@ class Coordinator:
             if not self.generations.ended:
                 self.generations.set_state("failed", reason)
 
-    def drain(self, seconds: float, reason: str = "the service is stopping") -> bool:
-        """Has lanes take no further call, and waits until those under way have ended.
+    def drain(self, seconds: float, reason: str = STOPPING) -> bool:
+        """Has lanes begin no further call, and waits until those that have begun are over.
 
         Steps go on meanwhile. Returns whether all ended within `seconds`.
         """
         with self._lock:
             if self.generations.state != "serving":
                 return True
-            self.draining = reason
             log.info("lanes take no further call, and have %g s for those under way: %s", seconds, reason)
             generation = self._group.generation
             self._group.broadcast(
@@ -258,7 +261,7 @@ class Coordinator:
                 case "failed":
                     self.generations.failed(rank, str(message["reason"]))
                 case unknown:
-                    raise ValueError(f"unknown message {unknown!r} from rank {rank}")
+                    raise ValueError(f"unknown message {quoted(unknown)} from rank {rank}")
 
     # -- steps ----------------------------------------------------------------------------------------------
 
@@ -275,9 +278,12 @@ class Coordinator:
             step = self._steps.start(self.epoch.number, now, members)
             if step is None:
                 return None
+            frames: dict[tuple[tuple[int, int], ...], bytes] = {}  # by a member's jobs: most have none
             for number in step.seats(members):
-                header = header_message(step.header(members.at(number)), self._group.generation)
-                self._group.send(self._seats[number], header)
+                header = step.header(members.at(number))
+                if header.jobs not in frames:
+                    frames[header.jobs] = encoded(header_message(header, self._group.generation))
+                self._group.send_frame(self._seats[number], frames[header.jobs])
         return None
 
     def _announced(self, rank: int, message: Message) -> None:
