@@ -30,6 +30,7 @@ from moeserve.runtime.launch.local_cluster import LocalCluster
 ROUND_SECONDS = 10.0
 WARM_ROUNDS = 2 * len(KINDS)  # clients have as many idle regions as they keep, and pools their threads
 PROCESSES = 4
+SETTLE_SECONDS = 3.0
 MOST_GROWTH = 0.05  # of resident memory from the first look to the last; and so many bytes beside it
 SLACK_BYTES = 64 << 20
 MOST_THREADS_MORE = 8  # pools grow to their size with the first large calls
@@ -66,7 +67,8 @@ class Look:
 
 
 def looks(pids: dict[str, int]) -> dict[str, Look]:
-    """What the processes hold now, by name."""
+    """What the processes hold, by name, once they have let go of what callers gave back."""
+    time.sleep(SETTLE_SECONDS)
     return {name: Look.at(pid) for name, pid in pids.items()}
 
 

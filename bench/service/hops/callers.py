@@ -135,7 +135,7 @@ def _run(pipe: Connection, client: MoeClient, sizes: Sizes, load: Load, numbers:
         total = Called()
         for caller in callers:
             total = total.plus(caller.called)
-        pipe.send(total)
+    pipe.send(total)  # when all regions are given back
 
 
 def _all(acts: list[Callable[[], None]]) -> None:
