@@ -52,6 +52,19 @@ class Stream:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._sends_within = seconds
 
+    def bound_silence(self, seconds: float) -> None:
+        """Ends the stream where the other end's host has not answered for so long, as one without power does.
+
+        A host answers for a process that is stopped, and for one that says nothing.
+        """
+        every = max(1, int(seconds / 4))
+        for option, value in (
+            (socket.TCP_KEEPIDLE, every),
+            (socket.TCP_KEEPINTVL, every),
+            (socket.TCP_USER_TIMEOUT, int(seconds * 1000)),
+        ):
+            self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
+
     def bound_receives(self, seconds: float) -> None:
         """To receive from an other end that gives no byte for so long raises StreamSilent, and so does a send
         that takes longer; the stream is of no use then.

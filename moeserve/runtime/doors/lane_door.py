@@ -16,13 +16,14 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
+from moeserve.proto.transports.carried import Carried
 from moeserve.runtime.doors.calls.rows import Leave, RowAdmission, RowLimits
 from moeserve.runtime.doors.deadlines import Observe, seconds_left
 from moeserve.runtime.doors.failures import GrpcStatus, guarded, status_of
 from moeserve.runtime.doors.operations import BadRequest
 from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.doors.request import CheckedRequest, RequestReader
-from moeserve.runtime.errors import CallerLeft, DeadlinePassed
+from moeserve.runtime.errors import CallerLeft, DeadlinePassed, GroupUnavailable
 from moeserve.runtime.rank.lane import Lane, LaneCall
 from moeserve.runtime.step import Stamp
 
@@ -48,6 +49,8 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
     Callers of the same host may also send requests over the lease of a region, past gRPC.
     """
 
+    carries = True  # Forward takes and gives messages with large data beside them
+
     def __init__(
         self,
         reader: RequestReader,
@@ -57,6 +60,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         observe: Observe,
     ) -> None:
         self.admission = RowAdmission(RowLimits())  # of rows; its owner may set another before calls come
+        self._stopping = ""  # why no further call is taken from streams and over leases
         self._reader = reader
         self._lane = lane
         self._regions = regions
@@ -65,15 +69,29 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         self._aside = ThreadPoolExecutor(ASIDE_THREADS, "aside")  # holds no more than the lane holds calls
         regions.take_call = self.take_packet
 
-    def Forward(self, request: moe_pb2.ForwardRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
+    def drain(self, reason: str) -> None:
+        """Refuses calls that come on streams and over leases from now on; those taken go on. Unary calls are
+        for the endpoint to refuse, which knows when they began.
+        """
+        self._stopping = reason
+
+    def Forward(
+        self,
+        request: moe_pb2.ForwardRequest | Carried[moe_pb2.ForwardRequest],
+        context: grpc.ServicerContext,
+    ) -> moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]:
         """Runs one batch and waits for its answer."""
+        data = None
+        if isinstance(request, Carried):
+            data = request.data
+            request = request.message
         started, transport, code = time.perf_counter(), "inline", "OK"
         leave: Leave = _not_held
         remaining = seconds_left(context)
         deadline = math.inf if remaining is None else time.monotonic() + remaining
         try:
             leave = self._enter(request, context.peer(), deadline)
-            asked = self._reader.read(request, deadline)
+            asked = self._reader.read(request, deadline, data)
             transport = asked.transport
             try:
                 return self._run(asked, context)
@@ -97,7 +115,9 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             return _not_held
         return self.admission.enter(peer, rows, deadline)
 
-    def _run(self, asked: CheckedRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
+    def _run(
+        self, asked: CheckedRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]:
         if not asked.batch.hidden.shape[0]:
             return self._empty(asked)
         call = self._lane.submit(asked.batch)
@@ -105,7 +125,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             self._left(call, context)
         if not call.wait(asked.batch.deadline - time.monotonic()):
             call.give_up(DeadlinePassed(f"layer {asked.batch.layer}: no answer within the deadline"))
-        return self._reply(asked, call)
+        return asked.reply_beside(*call.result())
 
     def _left(self, call: LaneCall, context: grpc.ServicerContext) -> None:
         """The call's RPC is over. A thread must not wait for an answer that nobody takes."""
@@ -191,6 +211,8 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             raise error
 
         try:
+            if self._stopping:
+                raise GroupUnavailable(self._stopping)
             leave = self._enter(request, peer, deadline)
             asked = self._reader.read(request, deadline)
         except Exception as error:

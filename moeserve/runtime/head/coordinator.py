@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.25  # at most between looks whether a step stands still: nobody is woken when one begins
 
+STOPPING = "the service is stopping"
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -70,6 +72,7 @@ class Coordinator:
         self.generations.standing_step = lambda: self._steps.standing
         self._reception = Reception(host, room.max_lanes + room.max_owners, token, self)
         self.address = self._reception.address
+        self._pace_until = math.inf  # when the thread that keeps the pace looks again
         self.draining = ""  # why lanes take no further call, though the group serves
         self._drained = set[int]()  # seats whose calls have ended since
         self._log_levels: dict[str, str] = {}  # that every member sets, by logger
@@ -94,11 +97,12 @@ class Coordinator:
         """Begins to accept members, and to order their steps."""
         patience = self.generations.patience
         self._reception.send_seconds, self._changes.adopt_seconds = patience.send, patience.adopt
+        self._reception.reach_seconds = patience.reach
         self._reception.hello_seconds, self._changes.on_stuck = patience.hello, self.generations.stuck
         self._reception.start()
         threading.Thread(target=self._keep_pace, name="keep_pace", daemon=True).start()
 
-    def stop(self, reason: str = "the service is stopping") -> None:
+    def stop(self, reason: str = STOPPING) -> None:
         """Ends the group: members are told to stop."""
         with self._lock:
             self._changes.abandon(reason)
@@ -116,15 +120,14 @@ class Coordinator:
             if not self.generations.ended:
                 self.generations.set_state("failed", reason)
 
-    def drain(self, seconds: float, reason: str = "the service is stopping") -> bool:
-        """Has lanes take no further call, and waits until those under way have ended.
+    def drain(self, seconds: float, reason: str = STOPPING) -> bool:
+        """Has lanes begin no further call, and waits until those that have begun are over.
 
         Steps go on meanwhile. Returns whether all ended within `seconds`.
         """
         with self._lock:
             if self.generations.state != "serving":
                 return True
-            self.draining = reason
             log.info("lanes take no further call, and have %g s for those under way: %s", seconds, reason)
             generation = self._group.generation
             self._group.broadcast(
@@ -258,7 +261,7 @@ class Coordinator:
                 case "failed":
                     self.generations.failed(rank, str(message["reason"]))
                 case unknown:
-                    raise ValueError(f"unknown message {unknown!r} from rank {rank}")
+                    raise ValueError(f"unknown message {quoted(unknown)} from rank {rank}")
 
     # -- steps ----------------------------------------------------------------------------------------------
 
@@ -268,8 +271,8 @@ class Coordinator:
             now = time.monotonic()
             due = self._steps.due(now)
             if due is None or due > now:
-                if due is not None:
-                    self._lock.notify_all()
+                if due is not None and due < self._pace_until:
+                    self._lock.notify_all()  # the thread that keeps the pace sleeps for longer
                 return due
             members = self._group.members
             step = self._steps.start(self.epoch.number, now, members)
@@ -330,6 +333,7 @@ class Coordinator:
                     return
                 due = self._emit()
                 until = min(math.inf if due is None else due, self.generations.next_at())
+                self._pace_until = until
                 self._lock.wait(min(LOOK_SECONDS, max(0.0, until - time.monotonic())))
 
     # -- what generations tell ------------------------------------------------------------------------------
