@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import re
@@ -50,6 +49,7 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.client import MoeClient
 from moeserve.proto.tensors import encode, plain
 from moeserve.proto.transports.shared_memory import socket_address
+from moeserve.runtime.control.frames import encoded
 
 HIDDEN, LAYER, ROWS = 64, 0, 8
 THREADS = 4
@@ -278,10 +278,9 @@ SCRAPES = (
 )
 
 
-def frame(value: object) -> bytes:
+def frame(value: dict[str, Any]) -> bytes:
     """A frame of a control stream."""
-    body = json.dumps(value).encode()
-    return struct.pack("<I", len(body)) + body
+    return encoded(value)
 
 
 FRAMES = (

@@ -38,6 +38,7 @@ from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
 from moeserve.runtime.config import Config, ConfigError, KeysConfig
 from moeserve.runtime.control import messages
 from moeserve.runtime.control.acceptor import Guest
+from moeserve.runtime.control.frames import LENGTH, decoded, encoded
 from moeserve.runtime.control.stream import Stream, StreamClosed
 from moeserve.runtime.doors.admin_door import AdminDoor
 from moeserve.runtime.doors.calls.framing import check_framing
@@ -313,8 +314,25 @@ def handover(folder: Path) -> Opened:
 
 def frame(value: Any) -> bytes:
     """A message as it travels."""
-    body = value if isinstance(value, bytes) else json.dumps(value).encode()
-    return struct.pack("<I", len(body)) + body
+    return struct.pack("<I", len(value)) + value if isinstance(value, bytes) else encoded(value)
+
+
+def text_of(message: dict[str, Any]) -> bytes:
+    """A message as JSON, which mutations know; bytes in it are maps of their digits."""
+    return json.dumps(message, default=lambda value: {"bytes": bytes(value).hex()}).encode()
+
+
+def message_of(text: bytes) -> dict[str, Any]:
+    """What a stream would hand over of a message whose text this is. Raises StreamClosed where it is none."""
+
+    def plain(value: dict[str, Any]) -> Any:
+        return bytes.fromhex(value["bytes"]) if value.keys() == {"bytes"} else value
+
+    try:
+        message = json.loads(text, object_hook=plain)
+        return decoded(encoded(message)[LENGTH.size :])
+    except (AttributeError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise StreamClosed(f"it is no message: {type(error).__name__}") from error
 
 
 @contextmanager
@@ -368,7 +386,10 @@ class Told:
     """A member's stream as the head has it: keeps nothing of what is sent."""
 
     def send(self, message: dict[str, Any]) -> None:
-        json.dumps(message)
+        self.send_bytes(encoded(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        return
 
     def close(self) -> None:
         return
@@ -442,7 +463,7 @@ def member_says(folder: Path) -> Opened:
     head = [Head()]
 
     def run(data: bytes) -> None:
-        message = _message(data)
+        message = message_of(data)
         if not head[0].steady:
             head[0] = Head()
         try:
@@ -450,7 +471,7 @@ def member_says(folder: Path) -> Opened:
         finally:
             head[0].tick()
 
-    yield [json.dumps(each).encode() for each in member_messages()], run
+    yield [text_of(each) for each in member_messages()], run
 
 
 @contextmanager
@@ -462,7 +483,7 @@ def hellos(folder: Path) -> Opened:
     head = [Head()]
 
     def run(data: bytes) -> None:
-        message = _message(data)
+        message = message_of(data)
         if not head[0].steady:
             head[0] = Head()
         try:
@@ -470,7 +491,7 @@ def hellos(folder: Path) -> Opened:
         finally:
             head[0].tick()
 
-    yield [json.dumps(each).encode() for each in seeds], run
+    yield [text_of(each) for each in seeds], run
 
 
 @contextmanager
@@ -491,23 +512,12 @@ def head_says(folder: Path) -> Opened:
     }
 
     def run(data: bytes) -> None:
-        message = _message(data)
+        message = message_of(data)
         kind = message["kind"]
         if isinstance(kind, str) and kind in reads:
             reads[kind](message)
 
-    yield [json.dumps(each).encode() for each in seeds], run
-
-
-def _message(data: bytes) -> dict[str, Any]:
-    """What a stream makes of a frame's body; "frames" holds it to that."""
-    try:
-        message = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise StreamClosed("it is no JSON") from error
-    if not isinstance(message, dict) or "kind" not in message:
-        raise StreamClosed("it has no kind")
-    return message
+    yield [text_of(each) for each in seeds], run
 
 
 # -- movers -------------------------------------------------------------------------------------------------
@@ -563,7 +573,10 @@ def of_frames(mutations: Mutations, data: bytes, others: list[bytes]) -> bytes:
     if not bodies or mutations.random.random() < 0.3:
         return mutations.of_bytes(data, others)
     at = mutations.random.randrange(len(bodies))
-    bodies[at] = mutations.of_json(bodies[at])
+    try:
+        bodies[at] = encoded(message_of(mutations.of_json(text_of(decoded(bodies[at])))))[LENGTH.size :]
+    except (ValueError, StreamClosed):
+        return mutations.of_bytes(data, others)
     return b"".join(map(frame, bodies)) + rest
 
 
