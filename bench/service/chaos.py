@@ -257,7 +257,6 @@ def kills(chaos: Chaos) -> list[str]:
                 os.kill(chaos.random.choice(sorted(living)), signal.SIGKILL)
                 killed += 1
         took, quiet = time.monotonic() - began, time.monotonic()
-        answers = callers.right
         print(f"{killed} kills in {took:.1f} s; {len(callers.answers(0.0))} answers meanwhile", flush=True)
         if missing := service.wait_whole(0, args.quiet):
             faults.append(f"after {killed} kills: {missing}")
@@ -267,7 +266,7 @@ def kills(chaos: Chaos) -> list[str]:
             faults.append(f"after {args.quiet:g} s of quiet: {now}, and it was generation {generation}")
         if not callers.answers(5.0):
             faults.append(f"no answer after {args.quiet:g} s of quiet")
-        print(f"serving again {back:.2f} s after the last kill; answers before: {answers}", flush=True)
+        print(f"serving again {back:.2f} s after the last kill", flush=True)
     chaos.count(callers)
     record(chaos, "kills", [(f"{killed} kills in {took:.0f} s: served again after", back, "s", "lower")])
     return faults
@@ -295,13 +294,14 @@ def starts(chaos: Chaos) -> list[str]:
         took, (state, reason, _) = time.monotonic() - began, service.status()
         pauses = [pause for number, pause in sorted(found.items()) if number]
         print(f"{len(pauses)} failed starts in {took:.1f} s, pauses {pauses}", flush=True)
-        if not all(0.1 <= pause <= 10.0 for pause in pauses) or pauses[0] > 0.1 or max(pauses) < 5.0:
-            faults.append(f"pauses {pauses} do not grow from 0.1 to 10 s")
+        bounds = [min(10.0, 0.1 * 2.0**number) for number in range(len(pauses))]
+        if not all(bound / 2 - 0.1 <= p <= bound + 0.1 for p, bound in zip(pauses, bounds, strict=True)):
+            faults.append(f"pauses {pauses} are not those of {bounds}, less up to half")
         if state != "forming" or f"rank {rank} cannot start: " not in reason:
             faults.append(f"the status says {state}: {reason}")
         away.rename(chaos.checkpoints[0])
         if missing := service.wait_whole(generation, BACK_SECONDS):
-            faults.append(f"after {args.starts} failed starts: {missing}")
+            faults.append(f"after {args.starts} failed starts: {missing}\n{service.log(mark)[-6000:]}")
         callers.go_on()
         if not callers.answers(5.0):
             faults.append("no answer once it could start")

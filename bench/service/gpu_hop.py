@@ -41,6 +41,7 @@ from bench.service.echo_server import METHOD, OPTIONS
 from bench.service.hop import Child
 from bench.service.hops.callers import Callers, Load
 from bench.service.hops.in_process import InProcess
+from bench.service.hops.phases import Phases
 from bench.service.hops.sizes import Experts, Sizes, write_checkpoint
 from moeserve.proto.client import MoeClient
 from moeserve.runtime.config import Config
@@ -193,20 +194,29 @@ def peers(sizes: Sizes, rows: tuple[int, ...], port: str) -> dict[str, dict[int,
     return found
 
 
-def alone(callers: Callers, base: dict[str, dict[int, float]], args: argparse.Namespace, told: Told) -> None:
-    """One caller, by rows and way."""
+def alone(
+    callers: Callers,
+    base: dict[str, dict[int, float]],
+    phases: Phases,
+    args: argparse.Namespace,
+    told: Told,
+) -> None:
+    """One caller, by rows and way; of placed rows also where a call's time goes."""
     for rows in args.rows:
         placed = 0.0
         for kind in ("placed", "plain", "inline"):
             budget = args.share / (3 * len(args.rows))
             load = Load(kind, rows, seconds=budget, most_calls=CALLS)
+            phases.means()
             found = callers.run(load, 1)
             told.wrong += found.wrong + len(found.failed)
             if not found.seconds:
                 raise SystemExit(f"{kind}, {rows} rows: no call was answered: {found.failed[:3]}")
             call, step = p(found.seconds, 50), base["step"][rows]
             bytes_time = base["dma"][rows]
-            placed = call if kind == "placed" else placed
+            if kind == "placed":
+                placed, mean = call, sum(found.seconds) / len(found.seconds)
+                print(json.dumps({"microseconds of a call": phases.table(mean), "rows": rows}), flush=True)
             if kind == "placed":
                 aim = step + {1: 0.35, 16: 0.35, 128: 0.5}.get(rows, 0.15 * step + 1.15 * bytes_time)
             elif kind == "plain":
@@ -323,11 +333,12 @@ def main() -> None:
                 flush=True,
             )
             check(client, sizes, told)
+            phases = Phases(cluster.head.coordinator.seats()[0].metrics)
             with Callers(cluster.address, sizes, PROCESSES if args.gpus else 2) as callers:
                 for at, part in enumerate(args.parts):
                     args.share = max(10.0, 0.85 * clock.left() / (len(args.parts) - at))
                     if part == "alone":
-                        alone(callers, base, args, told)
+                        alone(callers, base, phases, args, told)
                     elif part == "callers":
                         many(callers, base, client, args, told)
                     else:

@@ -19,6 +19,9 @@ PARAMETERS = ("limit", "alpha", "beta", "linear_beta")
 NO_MUL = "_no_mul"
 """Ending of the names that have no gate half."""
 
+NO_GATED_FORM = frozenset({"relu2"})
+"""Names that other systems have, of activations that nothing computes with an up half."""
+
 ALIASES: Mapping[str, str] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_pytorch_tanh_no_mul": "gelu_tanh_no_mul",

@@ -234,6 +234,8 @@ class StepRecord:
     wait: float  # seconds from its earliest job's arrival at the door to the step's start
     phases: Phases
     late: tuple[int, ...] = ()  # seats whose rows it went without
+    launch: float = 0.0  # seconds of the host from the step's start until it was launched
+    reply: float = 0.0  # seconds of the host from the step's end until all its callers were answered
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,3 +56,24 @@ def test_a_release_in_which_a_name_is_another_is_refused_with_it(monkeypatch: py
     monkeypatch.delattr(RoutedExperts, "_get_quant_method")
     with pytest.raises(contracts.ContractError, match=r"_get_quant_method is not there"):
         contracts.check()
+
+
+@pytest.mark.parametrize("folder", {"", NEXT})
+def test_no_class_of_vllms_own_chooses_its_method_elsewhere(folder: str) -> None:
+    if not folder:
+        import vllm
+
+        folder = str(Path(vllm.__file__).parent.parent)
+    defined = {
+        str(path.relative_to(folder))
+        for path in Path(folder, "vllm").rglob("*.py")
+        if "def _get_quant_method(" in path.read_text(errors="replace")
+    }
+    others = {
+        "vllm/lora/layers/base_linear.py",  # of linear layers, and LoRA is refused
+        # layers of these models choose themselves: a start with one of them stops with its name
+        "vllm/models/deepseek_v4/amd/model.py",
+        "vllm/models/muse_spark/amd/muse_moe_runner.py",
+        "vllm/models/muse_spark/nvidia/muse_moe_runner.py",
+    }
+    assert defined - others == {"vllm/model_executor/layers/fused_moe/routed_experts.py"}

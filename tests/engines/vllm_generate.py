@@ -6,6 +6,7 @@ A process of its own for each run: vLLM, with and without the plug-in, changes i
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -66,7 +67,12 @@ def look(worker: Any) -> dict[str, Any]:
         from moeserve.proto.integrations.vllm import op
 
         counts = op.LAYERS[0].counts
-        found |= {"calls": counts.calls, "rows": counts.rows, "repeated": counts.repeated}
+        found |= {
+            "calls": counts.calls,
+            "rows": counts.rows,
+            "repeated": counts.repeated,
+            "waited": counts.seconds,
+        }
     except (ImportError, IndexError):
         pass
     return found
@@ -81,11 +87,12 @@ def reload(address: str, weights: str) -> None:
         assert reply.outcome == "reloaded", reply
 
 
-def reload_in_turn(job: dict[str, Any]) -> None:
-    """Reloads the service with one checkpoint after the other."""
-    for weights in job.get("reloads", ()):
+def reload_in_turn(job: dict[str, Any], ended: threading.Event) -> None:
+    """Reloads the service with one checkpoint after the other, over and over until `ended`."""
+    for weights in itertools.cycle(job["reloads"]):
+        if ended.wait(0.5):
+            return
         reload(job["address"], weights)
-        time.sleep(0.2)
 
 
 def note_passes() -> list[list[int]]:
@@ -125,17 +132,21 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     loaded = time.monotonic() - started
     sampling = SamplingParams(temperature=0, detokenize=False, ignore_eos=True, **job["sampling"])
     begun = time.monotonic()
-    rounds = []
+    rounds, round_seconds = [], []
     passes = note_passes() if "reloads" in job else []
-    reloading = threading.Thread(target=reload_in_turn, args=(job,), daemon=True)
-    reloading.start()
+    ended = threading.Event()
+    reloading = threading.Thread(target=reload_in_turn, args=(job, ended), daemon=True)
+    if "reloads" in job:
+        reloading.start()
     for weights in job["rounds"]:
         if weights is not None:
             reload(job["address"], weights)
             time.sleep(job.get("pause", 0))
+        round_begun = time.monotonic()
         answers = llm.generate(
             [{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False
         )
+        round_seconds.append(time.monotonic() - round_begun)
         rounds.append(
             [
                 {
@@ -150,7 +161,9 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
             ]
         )
     seconds = time.monotonic() - begun
-    reloading.join(60)
+    ended.set()
+    if reloading.is_alive():
+        reloading.join(60)
     workers = llm.collective_rpc(look)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
@@ -160,6 +173,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         "passes": passes,
         "loaded": loaded,
         "seconds": seconds,
+        "round_seconds": round_seconds,
         "memory": memory,
     }
 

@@ -36,6 +36,10 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
     """A Ray cluster of three fake nodes with two CPUs each, on this machine."""
+    yield from three_nodes()
+
+
+def three_nodes() -> Iterator[Cluster]:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     for _ in range(2):
         cluster.add_node(num_cpus=2)
@@ -163,3 +167,27 @@ def test_an_actor_that_cannot_start_backs_off_and_is_reported(
         assert status.state == "forming" and "rank 1 cannot start: " in status.reason, status
         away.rename(checkpoint)
         assert serve_again(house.address) > generation
+
+
+def test_ranks_of_a_node_that_dies_come_back_on_another(checkpoint_path: Path) -> None:
+    for cluster in three_nodes():
+        config = house_config(checkpoint_path, cluster__ray_address=cluster.address, **DP2_TP2)
+        with RayCluster(config) as house:
+            generation = serve_again(house.address)
+            used = placement_group_table(house.group)["bundles_to_node_id"]
+            here = ray.get_runtime_context().get_node_id()
+            away = next(
+                node for node in cluster.list_all_nodes() if node.node_id in set(used.values()) - {here}
+            )
+            left = [rank for rank, node in used.items() if node != away.node_id]
+            before = {rank: house.pid(rank) for rank in range(4)}
+            cluster.remove_node(away, allow_graceful=False)
+            with MoeClient(house.address) as client:
+                until = time.monotonic() + 60.0
+                while client.status().generation == generation:
+                    assert time.monotonic() < until
+                    time.sleep(0.05)
+            assert serve_again(house.address) > generation
+            after = {rank: house.pid(rank) for rank in range(4)}
+            assert [rank for rank in range(4) if after[rank] == before[rank]] == left
+            assert all(runs(pid) for pid in after.values())

@@ -219,6 +219,17 @@ def test_a_start_waits_for_the_service_and_not_for_ever() -> None:
         layers_of(service).served()
 
 
+def test_credentials_come_from_the_file_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "held.toml").write_text('token_file = "token"')
+    given = {"MOESERVE_EXPERTS": "a:1", "MOESERVE_EXPERTS_CREDENTIALS": str(tmp_path / "held.toml")}
+    settings = Settings.chosen(given)
+    assert settings is not None and settings.credentials is not None
+    assert settings.credentials.token_file == str(tmp_path / "token")
+    with pytest.raises(ValueError, match=r"MOESERVE_EXPERTS_CREDENTIALS: cannot read .*absent\.toml"):
+        Settings.chosen(given | {"MOESERVE_EXPERTS_CREDENTIALS": str(tmp_path / "absent.toml")})
+
+
 def test_a_client_is_made_of_the_address() -> None:
     service = FakeService()
     try:

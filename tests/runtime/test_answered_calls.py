@@ -35,8 +35,10 @@ class Reader:
     def heavy(self, request: moe_pb2.ForwardRequest) -> bool:
         return False
 
-    def read(self, request: moe_pb2.ForwardRequest, deadline: float) -> CheckedRequest:
-        opened = self._payloads.open(request)
+    def read(
+        self, request: moe_pb2.ForwardRequest, deadline: float, data: memoryview | None = None
+    ) -> CheckedRequest:
+        opened = self._payloads.open(request, data)
         assert opened.experts is not None and opened.weights is not None
         batch = LaneBatch(request.layer, opened.hidden, opened.experts, opened.weights, deadline)
         return CheckedRequest(batch, "shared_memory", opened)

@@ -30,6 +30,6 @@ class SlowEngines(HostEngines):
         super().__init__()
         self.moments: list[Waiting] = []
 
-    def event(self) -> Moment:
+    def event(self, *, sleeps: bool = False) -> Moment:
         self.moments.append(Waiting())
         return self.moments[-1]

@@ -7,8 +7,9 @@ import threading
 from contextlib import suppress
 
 from group_ranks import used
+from parallel import kind_of
 
-from moeserve.dispatch.group import GroupKind, end_group, form_group, group_beside
+from moeserve.dispatch.group import end_group, form_group, group_beside
 from moeserve.runtime.control.store import StreamStore
 from moeserve.runtime.control.stream import Stream, StreamClosed, connect
 from moeserve.runtime.head.key_store import STORE_BYTES, KeyStore
@@ -67,17 +68,18 @@ def member_of(head: Head | str, seat: int) -> StreamStore:
     return store
 
 
-def formed_over_streams(rank: int, world: int, address: str) -> bool:
+def formed_over_streams(rank: int, world: int, address: str, device: str = "cpu") -> bool:
     """Worker: groups over its stream to a head, the next one beside the present one, and parts of them."""
-    store, kind = member_of(address, rank), GroupKind("gloo", SECONDS)
+    device = device if device == "cpu" else f"{device}:{rank}"
+    store, kind = member_of(address, rank), kind_of(rank, device, SECONDS)
     present = form_group(store, "present", rank, world, kind)
-    used(present)
+    used(present, device)
     following = form_group(store, "next", rank, world, kind)
-    used(present)
-    used(following)
+    used(present, device)
+    used(following, device)
     end_group(present)
     beside = group_beside(following, kind)
-    used(beside)
+    used(beside, device)
     for group in (beside, following):
         end_group(group)
     return True

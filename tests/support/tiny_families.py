@@ -214,13 +214,13 @@ class TinyFamily:
         torch.manual_seed(seed)
         model = self.model_class()(self.config()).to(dtype).eval()
         with torch.no_grad():
-            for name, weight in (*model.named_parameters(), *model.named_buffers()):
+            for name, weight in model.state_dict().items():  # buffers that are not saved stay what they are
                 if weight.is_floating_point() and (weight.dim() > 1 or CHOOSES.search(name)):
                     weight.normal_(0, DEVIATION)
         return model
 
 
-CHOOSES = re.compile(r"e_score_correction_bias|expert_bias|balancing_biases|per_expert_scale")
+CHOOSES = re.compile(r"e_score_correction_bias|expert_bias|per_expert_scale")
 """Numbers of a router that a new model has alike for all experts."""
 
 DEVIATION = 0.15  # of weights that are drawn
@@ -248,11 +248,16 @@ def _speaks(model: Any) -> bool:
 def greedy(model: Any, tokens: Tensor, count: int) -> Tensor:
     """`tokens [B, S]` and `count` more, each the likeliest; by a fixed head where a model has none."""
     for _ in range(count):
-        last = answers(model, tokens)[:, -1]
-        if last.shape[-1] != VOCABULARY:
-            last = last @ torch.randn(last.shape[-1], VOCABULARY, generator=torch.Generator().manual_seed(2))
-        tokens = torch.cat((tokens, last[:, 4:].argmax(-1, keepdim=True) + 4), dim=1)
+        tokens = torch.cat((tokens, likeliest(answers(model, tokens))[:, -1:]), dim=1)
     return tokens
+
+
+def likeliest(answered: Tensor) -> Tensor:
+    """The likeliest token `[B, S]` after each, special ones left out; by a fixed head where a model has none."""
+    if answered.shape[-1] != VOCABULARY:
+        head = torch.randn(answered.shape[-1], VOCABULARY, generator=torch.Generator().manual_seed(2))
+        answered = answered @ head
+    return answered[..., 4:].argmax(-1) + 4
 
 
 @cache

@@ -21,7 +21,7 @@ from torch.nn import Module
 from moeserve.checkpoints.families.config import Config, activation_name
 from moeserve.checkpoints.families.family import ModelFamily
 from moeserve.checkpoints.store import CheckpointError
-from moeserve.experts.activation import ALIASES, NO_MUL, Activation, halves
+from moeserve.experts.activation import ACTIVATIONS, ALIASES, NO_GATED_FORM, NO_MUL, Activation, halves
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d+)\.")
 PROBES, WIDTH, SPREAD = 64, 16, 6.0  # rows and columns that an activation is tried with, and their deviation
@@ -131,12 +131,10 @@ def _candidates(config: Config, module: Any) -> Iterator[Activation]:
     limit = next((float(value) for value in limits if value is not None), None)
     alphas = (module.__dict__.get(key, config.get(key)) for key in ("swiglu_alpha", "alpha"))
     alpha = next((float(value) for value in alphas if value is not None), None)
-    for named in (name, "silu", "gelu_tanh", "gelu", "relu2", "relu"):
-        for ending in ("", NO_MUL):
-            try:
-                yield Activation(named + ending)
-            except ValueError:
-                continue
+    known = (name, "silu", "gelu_tanh", "gelu", "relu2", "relu")
+    for named in (one + ending for one in known for ending in ("", NO_MUL)):
+        if named in ACTIVATIONS and named not in NO_GATED_FORM and not ACTIVATIONS[named].needs:
+            yield Activation(named)
     if limit is not None:
         yield Activation("silu", limit=limit)
         yield Activation("swiglustep", limit=limit)

@@ -201,9 +201,12 @@ class AsyncMoeClient:
         region = await self._region(part, link, size, clock) if size else None
         payload = part.payload(region, link.regions)
         try:
+            if isinstance(payload, InlineRows):
+                payload.carry()
             request = part.request(payload)
             if isinstance(payload, InlineRows):
-                reply = await link.unary(link.lane.Forward, request, clock.remaining)
+                came = await link.unary(link.carry, payload.sent(request), clock.remaining)
+                reply = payload.received(came)
             else:
                 reply = await link.ask(request, clock.remaining)
             part.answered(reply, payload)

@@ -14,6 +14,7 @@ from moeserve.proto.channel import opened
 from moeserve.proto.credentials import Credentials, KeyedChannel
 from moeserve.proto.errors import DeadlineExceeded, MoeError, Overloaded, Unavailable, from_message, from_rpc
 from moeserve.proto.timeouts import bounded, milliseconds
+from moeserve.proto.transports.carried import FORWARD, packed, unpacking
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion
 
 
@@ -85,6 +86,9 @@ class AsyncLink:
         self.lane = moe_pb2_grpc.LaneServiceStub(self.channel)  # type: ignore[no-untyped-call]
         self.front = moe_pb2_grpc.FrontServiceStub(self.channel)  # type: ignore[no-untyped-call]
         self.admin = moe_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        self.carry = self.channel.unary_unary(
+            FORWARD, request_serializer=packed, response_deserializer=unpacking(moe_pb2.ForwardReply)
+        )
         self.regions = RegionPool()
         self.closed = False
         self._stream: AsyncForwardStream | None = None

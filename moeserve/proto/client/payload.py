@@ -12,6 +12,7 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.client.batch import ClientBatch
 from moeserve.proto.errors import MoeError
 from moeserve.proto.tensors import Plain, TensorError, as_numpy, describe_into, encode_into, spec_of
+from moeserve.proto.transports.carried import CARRIED_BYTES, Carried, beside
 from moeserve.proto.transports.region_calls import RegionCalls
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion, aligned, region_size
 
@@ -48,20 +49,48 @@ class Payload(Protocol):
 
 
 class InlineRows:
-    """Rows that ride in the message, and their answer in the reply."""
+    """Rows that ride in the message, and their answer in the reply.
+
+    Large ones may be carried beside the message by who sends it, from `carry` on: then only gRPC copies them.
+    """
 
     calls = None
 
     def __init__(self, rows: Plain) -> None:
         self._rows = rows
+        self._carried = False
+        self._came: memoryview | None = None  # the answer's data, where it came beside its message
+
+    def carry(self) -> None:
+        """Has large rows carried: what is sent is what `sent` gives, and `received` is told what came."""
+        self._carried = self._rows.spec.nbytes >= CARRIED_BYTES
 
     def fill(self, request: moe_pb2.ForwardRequest) -> None:
-        """Copies the rows into the message."""
-        encode_into(request.hidden, self._rows)
+        """Copies the rows into the message, unless they are carried beside it."""
+        if self._carried:
+            describe_into(request.hidden, self._rows.spec)
+        else:
+            encode_into(request.hidden, self._rows)
+
+    def sent(
+        self, request: moe_pb2.ForwardRequest
+    ) -> moe_pb2.ForwardRequest | Carried[moe_pb2.ForwardRequest]:
+        """The filled request, with the rows beside it where they are carried."""
+        return beside(request, self._rows.storage) if self._carried else request
+
+    def received(self, came: moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]) -> moe_pb2.ForwardReply:
+        """The reply, its data kept for `answer`."""
+        if isinstance(came, Carried):
+            self._came = came.data
+            return came.message
+        return came
 
     def answer(self, reply: moe_pb2.ForwardReply, into: NDArray[Any] | None) -> NDArray[Any]:
         """A view of the bytes that came, or a copy `into`."""
-        return moved(inline_answer(reply, self._rows), into)
+        if self._came is None:
+            return moved(inline_answer(reply, self._rows), into)
+        check_answer(reply, self._rows)
+        return moved(as_numpy(self._came, self._rows.spec, "reply.hidden").storage, into)
 
     def done(self) -> None:
         """Does nothing: no region is held."""

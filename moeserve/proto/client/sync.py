@@ -22,7 +22,7 @@ from moeserve.proto.client.call import ClientCall, PartCall
 from moeserve.proto.client.core import Core, Settings
 from moeserve.proto.client.lanes import check_serving
 from moeserve.proto.client.patience import OPERATION_SECONDS, Clock, Patience, Retries
-from moeserve.proto.client.payload import Payload
+from moeserve.proto.client.payload import InlineRows, Payload
 from moeserve.proto.client.stream import ForwardStream
 from moeserve.proto.client.sync_link import Attempt, Link, Sent
 from moeserve.proto.credentials import Credentials
@@ -219,6 +219,8 @@ class MoeClient:
             link, size = part.aim(self._topology(clock))
             region = self._region(part, link, size, clock) if size else None
             payload = part.payload(region, link.regions)
+            if isinstance(payload, InlineRows):
+                payload.carry()
             sent = link.send(part.request(payload), payload, clock.remaining, alone=part.alone)
         except MoeError as failed:
             sent = Sent.failed(failed)

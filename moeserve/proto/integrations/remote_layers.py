@@ -37,6 +37,10 @@ POLL_SECONDS = 0.2
 _INDEX = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 
 
+class NotServed(ValueError):
+    """A layer of an engine that the service cannot answer for."""
+
+
 class Service(Protocol):
     """What a process needs of a client: `MoeClient` is one."""
 
@@ -50,11 +54,11 @@ class Service(Protocol):
 def layer_of(name: str) -> int:
     """The decoder layer in a module's name, such as 3 in `model.layers.3.mlp.experts`.
 
-    ValueError: the name has no number, or several.
+    NotServed: the name has no number, or several.
     """
     numbers = _INDEX.findall(name)
     if len(numbers) != 1:
-        raise ValueError(f"the MoE layer {name} does not name one decoder layer, as model.layers.3.mlp does")
+        raise NotServed(f"the MoE layer {name} does not name one decoder layer, as model.layers.3.mlp does")
     return int(numbers[0])
 
 
@@ -113,28 +117,28 @@ class RemoteLayers:
     def take(self, layer: int, name: str, *, experts: int, hidden: int) -> moe_pb2.LayerInfo:
         """Puts the module `name` behind the service's layer; returns what is served there.
 
-        ValueError: no such layer is served, it has other sizes, or another module has it already.
+        NotServed: no such layer is served, it has other sizes, or another module has it already.
         """
         reply = self.served()
         found = {info.layer: info for info in reply.layers}
         if layer in self.taken:
-            raise ValueError(f"{name} and {self.taken[layer]} are both layer {layer}; moeserve serves one")
+            raise NotServed(f"{name} and {self.taken[layer]} are both layer {layer}; moeserve serves one")
         if layer not in found:
-            raise ValueError(
+            raise NotServed(
                 f"{name} has experts, but {reply.model} at {self.settings.address} serves only the layers "
                 f"{sorted(found)}"
             )
         ours, theirs = (experts, hidden), (found[layer].experts, found[layer].hidden)
         if ours != theirs:
-            raise ValueError(f"{name}: E, H = {ours} in the engine, {theirs} in what {reply.model} serves")
+            raise NotServed(f"{name}: E, H = {ours} in the engine, {theirs} in what {reply.model} serves")
         self.taken[layer] = name
         return found[layer]
 
     def check_architecture(self, declared: list[str]) -> None:
-        """ValueError where another architecture is served than the engine's model declares."""
+        """NotServed where another architecture is served than the engine's model declares."""
         reply = self.served()
         if declared and reply.architecture not in declared:
-            raise ValueError(
+            raise NotServed(
                 f"the engine's model is {declared[0]}, but {self.settings.address} serves {reply.model}, a "
                 f"{reply.architecture}"
             )

@@ -89,16 +89,17 @@ class StreamStore(Store):
     # -- what torch.distributed asks of a store; their names, arguments and results are torch's -------------
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._ask("set", [key], values=[_text(value)])
+        self._ask("set", [key], values=[_bytes(value)])
 
     def multi_set(self, keys: list[str], values: list[bytes | str]) -> None:
-        self._ask("set", list(keys), values=[_text(value) for value in values])
+        self._ask("set", list(keys), values=[_bytes(value) for value in values])
 
     def get(self, key: str) -> bytes:
-        return _bytes(self._ask("get", [key])[0])
+        value: bytes = self._ask("get", [key])[0]
+        return value
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [_bytes(value) for value in self._ask("get", list(keys))]
+        return list(self._ask("get", list(keys)))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._ask("wait", list(keys), timeout)
@@ -110,10 +111,11 @@ class StreamStore(Store):
         return int(self._ask("add", [key], amount=amount))
 
     def append(self, key: str, value: bytes | str) -> None:
-        self._ask("append", [key], values=[_text(value)])
+        self._ask("append", [key], values=[_bytes(value)])
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        return _bytes(self._ask("compare_set", [key], values=[_text(expected), _text(desired)]))
+        value: bytes = self._ask("compare_set", [key], values=[_bytes(expected), _bytes(desired)])
+        return value
 
     def delete_key(self, key: str) -> bool:
         return bool(self._ask("delete", [key]))
@@ -130,13 +132,8 @@ class StreamStore(Store):
     deleteKey, getNumKeys = delete_key, num_keys  # what torch's C++ calls them
 
 
-def _text(value: bytes | str) -> str:
-    """A value as a text of a message: a character a byte."""
-    return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("latin-1")
+def _bytes(value: bytes | str) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
 
 
 def _named(keys: list[str]) -> str:

@@ -15,6 +15,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from moeserve.proto import moe_pb2
+from moeserve.proto.transports.carried import packed, unpacking
 from moeserve.runtime.doors.calls.calling import Calling
 from moeserve.runtime.doors.failures import GrpcStatus
 
@@ -78,6 +79,8 @@ def _handler(
         return make(calling.in_thread(refuse, "questions"))
     parse = GetMessageClass(method.input_type).FromString
     serialize = GetMessageClass(method.output_type).SerializeToString
+    if method.name == "Forward" and getattr(getattr(answering, "__self__", None), "carries", False):
+        return calling.unary(answering, unpacking(moe_pb2.ForwardRequest), packed, "calls")
     if method.client_streaming:
         return calling.stream(answering, parse, serialize)
     return calling.unary(answering, parse, serialize, _SORT.get(method.name, "questions"))

@@ -16,6 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
+from moeserve.proto.transports.carried import Carried
 from moeserve.runtime.doors.calls.rows import Leave, RowAdmission, RowLimits
 from moeserve.runtime.doors.deadlines import Observe, seconds_left
 from moeserve.runtime.doors.failures import GrpcStatus, guarded, status_of
@@ -48,6 +49,8 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
     Callers of the same host may also send requests over the lease of a region, past gRPC.
     """
 
+    carries = True  # Forward takes and gives messages with large data beside them
+
     def __init__(
         self,
         reader: RequestReader,
@@ -72,15 +75,23 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         """
         self._stopping = reason
 
-    def Forward(self, request: moe_pb2.ForwardRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
+    def Forward(
+        self,
+        request: moe_pb2.ForwardRequest | Carried[moe_pb2.ForwardRequest],
+        context: grpc.ServicerContext,
+    ) -> moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]:
         """Runs one batch and waits for its answer."""
+        data = None
+        if isinstance(request, Carried):
+            data = request.data
+            request = request.message
         started, transport, code = time.perf_counter(), "inline", "OK"
         leave: Leave = _not_held
         remaining = seconds_left(context)
         deadline = math.inf if remaining is None else time.monotonic() + remaining
         try:
             leave = self._enter(request, context.peer(), deadline)
-            asked = self._reader.read(request, deadline)
+            asked = self._reader.read(request, deadline, data)
             transport = asked.transport
             try:
                 return self._run(asked, context)
@@ -104,7 +115,9 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             return _not_held
         return self.admission.enter(peer, rows, deadline)
 
-    def _run(self, asked: CheckedRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
+    def _run(
+        self, asked: CheckedRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]:
         if not asked.batch.hidden.shape[0]:
             return self._empty(asked)
         call = self._lane.submit(asked.batch)
@@ -112,7 +125,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             self._left(call, context)
         if not call.wait(asked.batch.deadline - time.monotonic()):
             call.give_up(DeadlinePassed(f"layer {asked.batch.layer}: no answer within the deadline"))
-        return self._reply(asked, call)
+        return asked.reply_beside(*call.result())
 
     def _left(self, call: LaneCall, context: grpc.ServicerContext) -> None:
         """The call's RPC is over. A thread must not wait for an answer that nobody takes."""

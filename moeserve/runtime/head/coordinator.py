@@ -17,6 +17,7 @@ import numpy as np
 
 from moeserve.experts.load import PHASES, Load
 from moeserve.proto.texts import quoted
+from moeserve.runtime.control.frames import encoded
 from moeserve.runtime.control.messages import (
     announcement_from,
     header_message,
@@ -71,6 +72,7 @@ class Coordinator:
         self.generations.standing_step = lambda: self._steps.standing
         self._reception = Reception(host, room.max_lanes + room.max_owners, token, self)
         self.address = self._reception.address
+        self._pace_until = math.inf  # when the thread that keeps the pace looks again
         self.draining = ""  # why lanes take no further call, though the group serves
         self._drained = set[int]()  # seats whose calls have ended since
         self._log_levels: dict[str, str] = {}  # that every member sets, by logger
@@ -95,6 +97,7 @@ class Coordinator:
         """Begins to accept members, and to order their steps."""
         patience = self.generations.patience
         self._reception.send_seconds, self._changes.adopt_seconds = patience.send, patience.adopt
+        self._reception.reach_seconds = patience.reach
         self._reception.hello_seconds, self._changes.on_stuck = patience.hello, self.generations.stuck
         self._reception.start()
         threading.Thread(target=self._keep_pace, name="keep_pace", daemon=True).start()
@@ -258,7 +261,7 @@ class Coordinator:
                 case "failed":
                     self.generations.failed(rank, str(message["reason"]))
                 case unknown:
-                    raise ValueError(f"unknown message {unknown!r} from rank {rank}")
+                    raise ValueError(f"unknown message {quoted(unknown)} from rank {rank}")
 
     # -- steps ----------------------------------------------------------------------------------------------
 
@@ -268,16 +271,19 @@ class Coordinator:
             now = time.monotonic()
             due = self._steps.due(now)
             if due is None or due > now:
-                if due is not None:
-                    self._lock.notify_all()
+                if due is not None and due < self._pace_until:
+                    self._lock.notify_all()  # the thread that keeps the pace sleeps for longer
                 return due
             members = self._group.members
             step = self._steps.start(self.epoch.number, now, members)
             if step is None:
                 return None
+            frames: dict[tuple[tuple[int, int], ...], bytes] = {}  # by a member's jobs: most have none
             for number in step.seats(members):
-                header = header_message(step.header(members.at(number)), self._group.generation)
-                self._group.send(self._seats[number], header)
+                header = step.header(members.at(number))
+                if header.jobs not in frames:
+                    frames[header.jobs] = encoded(header_message(header, self._group.generation))
+                self._group.send_frame(self._seats[number], frames[header.jobs])
         return None
 
     def _announced(self, rank: int, message: Message) -> None:
@@ -327,6 +333,7 @@ class Coordinator:
                     return
                 due = self._emit()
                 until = min(math.inf if due is None else due, self.generations.next_at())
+                self._pace_until = until
                 self._lock.wait(min(LOOK_SECONDS, max(0.0, until - time.monotonic())))
 
     # -- what generations tell ------------------------------------------------------------------------------

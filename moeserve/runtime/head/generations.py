@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from moeserve.proto.texts import clipped
 from moeserve.runtime.control.messages import epoch_message
-from moeserve.runtime.control.reached import Reached
+from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.inquiry import Inquiry, Standstill
@@ -29,6 +29,7 @@ FIRST_ATTEMPTS = 3  # that members may say have failed before the group ever ser
 SETTLE_SECONDS = 0.25  # after an abort, before the next generation: a killed rank's stream ends by then
 ENDED = ("failed", "stopped")  # states that no other follows, except "stopped" after "failed"
 GONE_LOOK_SECONDS = 0.05  # between looks whether a process that was given up has ended
+GONE_REPORT_SECONDS = 5.0  # between words on processes that were killed and do not end
 BLAME_SECONDS = 0.2  # after a rank failed an entry: a peer that died is found by then, and is the cause
 
 
@@ -53,6 +54,7 @@ class Generations:
         self._failing: tuple[float, str] | None = None
         self._unheard = set[int]()  # seats that have not answered since a member failed
         self._given_up = set[int]()  # pids of members that were parted with and may still run
+        self._undead_at = math.inf  # when it is said again that those have not ended
         self._store = KeyStore()
         self._name = f"moeserve-{secrets.token_hex(4)}"  # of process groups, beside those of other heads
         self._inquiry: Inquiry | None = None  # what members answer while nothing goes on
@@ -139,7 +141,8 @@ class Generations:
         self._unheard.discard(rank)
         if self._inquiry is not None and reached is not None:
             self._inquiry.answered(rank, reached)
-        self._formation.heard(rank, time.monotonic())
+        stepping = reached is not None and Phase.BEGUN <= reached.phase < Phase.DONE
+        self._formation.heard(rank, time.monotonic(), stepping=stepping)
         self._group.lock.notify_all()
 
     def prepared(self, rank: int) -> None:
@@ -248,15 +251,27 @@ class Generations:
         """Begins a fresh generation, now that all members are connected and those before them have ended."""
         self._given_up = {pid for pid in self._given_up if not self._has_ended(pid, unknown=True)}
         if self._given_up:
-            log.info("no generation forms before processes %s, given up, have ended", sorted(self._given_up))
             self._form_at = now + GONE_LOOK_SECONDS
+            self._report_undead(now)
             return
+        self._undead_at = math.inf
         self._form_at = math.inf
         self._group.generation += 1
         self._formation = Formation(self._group.members.seats, self.patience, now)
         number, epoch = self._group.generation, epoch_message(self._group.epoch)
         self.set_state("preparing", f"generation {number} is loading experts")
         self._group.broadcast({"kind": "prepare", "generation": number, "epoch": epoch})
+
+    def _report_undead(self, now: float) -> None:
+        """Says whom the next generation waits for; again and again where one that was killed does not end."""
+        text = f"no generation forms before processes {sorted(self._given_up)}, given up, have ended"
+        if math.isinf(self._undead_at):
+            self._undead_at = now + GONE_REPORT_SECONDS
+            log.info("%s", text)
+        elif self._undead_at <= now:
+            self._undead_at = now + GONE_REPORT_SECONDS
+            log.error("%s", text)
+            self.set_state("forming", text)
 
     def _join(self) -> None:
         """Has the members form a process group; each is told its position, which is its rank there."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from moeserve.runtime.control.stream import Message
 
 STORE_BYTES = 64 << 20  # of keys, values and calls that wait; 64 members of a gloo group take under 1 MB
 ENTRY_BYTES = 100  # that a key, or a call that waits for one, costs beside its text
+
+T = TypeVar("T")
 
 Answer = tuple[int, Message]
 """A member's seat, and what it is told."""
@@ -31,12 +34,12 @@ class _Waiting:
 class KeyStore:
     """Answers what members' `StreamStore`s ask; the group's lock guards it. It has no thread and no clock.
 
-    Values are texts of a character a byte. Who waits for a key bounds the wait and says when it is over.
+    Who waits for a key bounds the wait and says when it is over.
     """
 
     def __init__(self, limit: int = STORE_BYTES) -> None:
         self._limit = limit
-        self._values: dict[str, str] = {}
+        self._values: dict[str, bytes] = {}
         self._waiting: dict[tuple[int, int], _Waiting] = {}  # by seat and the seat's number of the call
         self.nbytes = 0  # that it holds
 
@@ -46,7 +49,7 @@ class KeyStore:
         Raises KeyError, TypeError or ValueError for a call that is malformed.
         """
         call = int(asked["call"])
-        keys = [_checked(key) for key in asked["keys"]]
+        keys = [_checked(key, str) for key in asked["keys"]]
         try:
             return self._answers(seat, call, keys, asked)
         except StoreFull as full:
@@ -63,18 +66,18 @@ class KeyStore:
                 return []
             case "set":
                 for key, new in zip(keys, asked["values"], strict=True):
-                    self._write(key, _checked(new))
+                    self._write(key, _checked(new, bytes))
             case "append":
                 (key,), (more,) = keys, asked["values"]
-                self._write(key, self._values.get(key, "") + _checked(more))
+                self._write(key, self._values.get(key, b"") + _checked(more, bytes))
             case "add":
                 (key,) = keys
-                value = int(self._values.get(key, "0")) + int(asked["amount"])
-                self._write(key, str(value))
+                value = int(self._values.get(key, b"0")) + int(asked["amount"])
+                self._write(key, str(value).encode())
             case "compare_set":
                 (key,), (expected, desired) = keys, asked["values"]
-                if self._values.get(key, "") == expected:
-                    self._write(key, _checked(desired))
+                if self._values.get(key, b"") == expected:
+                    self._write(key, _checked(desired, bytes))
                 value = self._values.get(key, expected)
             case "check":
                 value, written = all(key in self._values for key in keys), []
@@ -114,7 +117,7 @@ class KeyStore:
         waiting = self._waiting.pop((seat, call), None)
         self.nbytes -= 0 if waiting is None else waiting.nbytes
 
-    def _write(self, key: str, value: str) -> None:
+    def _write(self, key: str, value: bytes) -> None:
         before = self._values.get(key)
         self._take(len(value) - len(before) if before is not None else ENTRY_BYTES + len(key) + len(value))
         self._values[key] = value
@@ -136,7 +139,7 @@ class KeyStore:
         self.nbytes += size
 
 
-def _checked(text: object) -> str:
-    if not isinstance(text, str):
-        raise TypeError(f"a key or value of the store must be a text, not {type(text).__name__}")
-    return text
+def _checked(value: object, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"the store takes {kind.__name__} here, not {type(value).__name__}")
+    return value

@@ -16,11 +16,13 @@ class Patience:
 
     give_up: float = 0.0  # without serving, after the group has served; 0: the service never ends by itself
     answer: float = 10.0  # until a member's process answers that a generation forms
+    leave: float = 35.0  # for the step that a member was in: its collectives have ended by then
     prepare: float = 120.0  # between two layers that a member reads
     join: float = 300.0  # for the process group and dispatchers, of all members together
     adopt: float = 60.0  # until every member serves a change that was decided
     hello: float | None = None  # until whoever connects has introduced itself; None: as `Reception` has it
     send: float = 5.0  # while a member takes nothing of what is sent to it
+    reach: float = 30.0  # while a member's host does not answer
     late: float = 10.0  # while a step does not go on; then who holds it up is named
 
 
@@ -34,6 +36,7 @@ class Formation:
     def __init__(self, seats: Iterable[int], patience: Patience, now: float) -> None:
         self._patience, self.began = patience, now  # when members began to prepare, and then to join
         self._heard: dict[int, float] = {}  # seat -> when it last said that it reads its experts
+        self._stepping = set[int]()  # seats that answer, and are still in a step of the generation before
         self._seats, self._prepared, self._joined = frozenset(seats), set[int](), set[int]()
 
     @property
@@ -46,9 +49,10 @@ class Formation:
         """Whether every member has joined."""
         return self._joined >= self._seats
 
-    def heard(self, seat: int, now: float) -> None:
-        """Notes that a member answers, or has read one more layer."""
+    def heard(self, seat: int, now: float, *, stepping: bool = False) -> None:
+        """Notes that a member answers, or has read one more layer; whether it still is in a step."""
         self._heard[seat] = now
+        self._stepping = self._stepping | {seat} if stepping else self._stepping - {seat}
 
     def has_prepared(self, seat: int, now: float) -> None:
         """Notes that a member has its experts; the last one begins the joining."""
@@ -73,9 +77,13 @@ class Formation:
 
     def _limit(self, seat: int) -> float:
         heard = self._heard.get(seat)
+        if seat in self._stepping:
+            return self.began + self._patience.leave
         return self.began + self._patience.answer if heard is None else heard + self._patience.prepare
 
     def _reason(self, seat: int) -> str:
+        if seat in self._stepping:
+            return f"it has not left its step for {self._patience.leave:g} s, step.timeout_seconds and 5 s"
         if seat in self._heard:
             return f"it read no layer for cluster.prepare_seconds = {self._patience.prepare:g}"
         return f"it did not answer within cluster.answer_seconds = {self._patience.answer:g}"

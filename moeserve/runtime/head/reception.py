@@ -63,6 +63,7 @@ class Reception:
     def __init__(self, host: str, seats: int, token: str, events: RankEvents) -> None:
         self._room, self._token, self._events = seats, token, events  # how many seats there are
         self.send_seconds = SEND_SECONDS
+        self.reach_seconds = 30.0  # for which a rank's host may be out of reach
         self.hello_seconds: float | None = None  # None: HELLO_SECONDS
         self.keys = NO_KEYS
         listener = socket.create_server((host, 0))
@@ -91,10 +92,11 @@ class Reception:
         try:
             with closing(self._stream(guest.connection)) as stream:
                 stream.bound_sends(self.send_seconds)
+                stream.bound_silence(self.reach_seconds)
                 hello = stream.receive_first(self.hello_seconds or HELLO_SECONDS)
                 guest.known()
                 rank, seat = self._introduced(hello, stream)
-                self._events.rank_connected(rank, seat, str(hello.get("refused", "")))
+                self._events.rank_connected(rank, seat, clipped(str(hello.get("refused", ""))))
                 while True:
                     message = stream.receive()
                     known_frame(Frames.TO_HEAD, message["kind"])
@@ -105,10 +107,10 @@ class Reception:
                 log.warning("a stream from %s ended before its hello: %s", peer, why)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             log.error("refused a stream from %s: %s", peer, clipped(str(error)))
-            why = f"sent a malformed message: {error}"
+            why = clipped(f"sent a malformed message: {error}")
         except Exception as error:
             log.exception("the thread of rank %d, %s, ends", rank, peer)
-            why = f"its message could not be taken: {type(error).__name__}: {error}"
+            why = clipped(f"its message could not be taken: {type(error).__name__}: {error}")
         finally:
             if seat is not None:
                 self._events.rank_lost(rank, seat, why)

@@ -34,8 +34,12 @@ def own_device(config: Config, machine: Machine, at: int) -> str:
     return device
 
 
-SWITCH_SECONDS = 0.0005
-"""After which the interpreter lets another thread run, where 5 ms would hold up a step or an answer."""
+SWITCH_SECONDS = 0.00005
+"""After which the interpreter lets another thread run, where 5 ms would hold up a step or an answer.
+
+A thread that gives the interpreter up around each call of torch takes it again before a woken one has begun
+to run: that one gets it only after this time, and so does the next. A call passes through four threads.
+"""
 
 
 def tune_process() -> None:

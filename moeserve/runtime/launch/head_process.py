@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 0.01  # between looks for calls under way at the front door
 REPLY_SECONDS = 2.0  # for answers that are there to reach the front door's callers
 
+LEAVE_SECONDS = 5.0  # for a member to notice that its collective has ended, beside step.timeout_seconds
+
 EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 """Hosts to listen on that no client can be told."""
 
@@ -190,6 +192,8 @@ def patience_of(config: Config) -> Patience:
         hello=cluster.hello_seconds,
         send=cluster.send_seconds,
         late=config.step.patience,
+        leave=config.step.timeout_seconds + LEAVE_SECONDS,
+        reach=cluster.connect_seconds,
     )
 
 

@@ -86,7 +86,9 @@ class LocalCluster:
             if process.is_alive():
                 log.warning("rank process %s does not stop; it is killed", process.pid)
                 process.kill()
-                process.join()
+                process.join(STOP_SECONDS)
+                if process.is_alive():  # its kernel does not let it go: in a driver, or on a dead disk
+                    log.error("rank process %s is killed and has not ended", process.pid)
 
     def state(self) -> tuple[str, str]:
         """The group's state and reason."""

@@ -73,6 +73,8 @@ def _run_rank(spec: RankSpec) -> None:
     except StreamClosed as closed:
         log.warning("rank %d: no coordinator: %s", spec.rank, closed)
         return
+    stream.bound_sends(spec.config.cluster.send_seconds)
+    stream.bound_silence(spec.config.cluster.connect_seconds)
     hello = {
         "kind": "hello",
         "rank": spec.rank,
@@ -135,7 +137,7 @@ class _RankProcess:
         self._telemetry.device_bytes(rank.held_bytes)
         self._telemetry.regions(lambda: (len(self._regions.list()), self._regions.bytes))
         group_settings = ProcessGroupSettings(
-            "nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds
+            "nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds, own_process=True
         )
         self.member = Member(rank, lane, stream, group_settings, self._telemetry.observe_step)
         self.member.observe_rows(self._telemetry.observe_rows)

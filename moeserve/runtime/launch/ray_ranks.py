@@ -57,6 +57,7 @@ class _NodeWatch:
 
     handle: Any
     asked_at: float
+    late_at: float  # when it was asked, or Ray was asked for its node last
     answer: Any = None
     began: bool = False  # it has answered before
 
@@ -214,20 +215,31 @@ class RankActors:
                 if one is not None and one.node == node and not one.gone
             }
             if watch.answer is None:
-                watch.asked_at, watch.answer = time.monotonic(), watch.handle.look.remote(list(ranks))
+                watch.asked_at = watch.late_at = time.monotonic()
+                watch.answer = watch.handle.look.remote(list(ranks))
             elif _ready(watch.answer):
                 self._take_looks(node, watch, ranks)
-            else:
-                bound = WATCH_LATE_SECONDS if watch.began else self._config.cluster.begin_seconds
-                if time.monotonic() - watch.asked_at > bound:
-                    self._replace_watch(node, watch, f"no answer within {bound:g} s", ranks)
+            elif time.monotonic() - watch.late_at > WATCH_LATE_SECONDS:
+                self._ask_for_node(node, watch, ranks)
+
+    def _ask_for_node(self, node: str, watch: _NodeWatch, ranks: dict[int, tuple[int, _Actor]]) -> None:
+        """Asks Ray for a node whose watch does not answer. One that begins has longer to do so."""
+        watch.late_at = time.monotonic()
+        waited = watch.late_at - watch.asked_at
+        if not _lives(node):
+            self._lose_node(node, ranks)
+        elif watch.began or waited > self._config.cluster.begin_seconds:
+            self._replace_watch(node, watch, f"no answer for {waited:.0f} s")
 
     def _take_looks(self, node: str, watch: _NodeWatch, ranks: dict[int, tuple[int, _Actor]]) -> None:
         """What a node's watch has seen of the ranks there."""
         try:
             looks, watch.answer, watch.began = ray.get(watch.answer), None, True
         except RayError as error:
-            self._replace_watch(node, watch, _first_line(error), ranks)
+            if _lives(node):
+                self._replace_watch(node, watch, _first_line(error))
+            else:
+                self._lose_node(node, ranks)
             return
         seats = self._head.coordinator.seats()
         for pid, (rank, actor) in ranks.items():
@@ -245,19 +257,24 @@ class RankActors:
                 self._head.coordinator.given_up(rank, pid, why)
                 self._condemn(rank, pid, why)
 
-    def _replace_watch(
-        self, node: str, watch: _NodeWatch, why: str, ranks: dict[int, tuple[int, _Actor]]
-    ) -> None:
-        """Starts a node's watch anew. Where Ray says that the node is dead, so is all that ran there."""
+    def _replace_watch(self, node: str, watch: _NodeWatch, why: str) -> None:
+        log.warning("the watch of node %s is started again: %s", node, why)
         ray.kill(watch.handle)
-        if any(one["NodeID"] == node and one["Alive"] for one in ray.nodes()):
-            log.warning("the watch of node %s is started again: %s", node, why)
-            self._watches[node] = _node_watch(node)
-            return
-        log.warning("node %s is dead, and ranks %s with it", node, [rank for rank, _ in ranks.values()])
+        self._watches[node] = _node_watch(node)
+
+    def _lose_node(self, node: str, ranks: dict[int, tuple[int, _Actor]]) -> None:
+        """Notes that a node is dead, and all that ran there."""
         del self._watches[node]
-        for _, actor in ranks.values():
-            actor.condemned, actor.gone = "its node is dead", True
+        for pid, (rank, actor) in ranks.items():
+            why = f"its node {node} is dead"
+            log.warning("rank %d (pid %d) is given up: %s", rank, pid, why)
+            actor.condemned, actor.gone = why, True
+            self._head.coordinator.given_up(rank, pid, why)
+
+
+def _lives(node: str) -> bool:
+    """Whether Ray counts a node as alive."""
+    return any(one["NodeID"] == node and one["Alive"] for one in ray.nodes())
 
 
 def _node_watch(node: str) -> _NodeWatch:
@@ -266,7 +283,7 @@ def _node_watch(node: str) -> _NodeWatch:
     remote: Callable[..., Any] = (
         ray.remote(ProcessWatch).options(num_cpus=0, scheduling_strategy=there, max_restarts=0).remote
     )
-    return _NodeWatch(remote(), time.monotonic())
+    return _NodeWatch(remote(), time.monotonic(), time.monotonic())
 
 
 def _ready(ref: Any) -> bool:

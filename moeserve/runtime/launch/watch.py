@@ -7,6 +7,7 @@ here: under Ray each node has a watch in a process of its own.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -23,7 +24,6 @@ class Stat(NamedTuple):
     """What the kernel tells of a process."""
 
     state: str  # one letter, as in proc(5)
-    ticks: int  # of processor time that all its threads have had
     born: int  # ticks after the host's start; with the id it names a process for ever
 
 
@@ -33,7 +33,7 @@ def stat_of(pid: int, proc: Path = Path("/proc")) -> Stat | None:
         told = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    stat = Stat(told[0], int(told[11]) + int(told[12]), int(told[19]))
+    stat = Stat(told[0], int(told[19]))
     return None if stat.state in ENDED else stat
 
 
@@ -42,16 +42,14 @@ class _Seen:
     """A process as it was found at the last looks."""
 
     born: int
-    ticks: int
-    runs: float  # when it was last seen to run, or could have
-    why: str = ""  # it does not run since
+    stopped: float = math.inf  # when it was first seen stopped, since it last was not
 
 
 class ProcessWatch:
     """Looks at processes by id. Not thread-safe.
 
-    A process does not run while a signal or a tracer has stopped it, and while its first thread wants a
-    processor at every look and no thread of it gets any.
+    A process does not run while a signal or a tracer has stopped it. One that wants a processor and gets none
+    for a while is not told apart from any other: to kill it would only add to what the host has to do.
     """
 
     def __init__(
@@ -63,8 +61,9 @@ class ProcessWatch:
         self._seen: dict[int, _Seen] = {}
 
     def look(self, pids: Iterable[int]) -> dict[int, tuple[float, str] | None]:
-        """For each process the seconds for which it has not run, 0.0 for one that runs, and why; None for one
-        that has ended. Those that are not asked about any more are forgotten.
+        """For each process the seconds for which it has been seen not to run, and why, or 0.0 and nothing.
+
+        None for one that has ended. Those that are not asked about any more are forgotten.
         """
         asked = list(pids)
         self._seen = {pid: seen for pid, seen in self._seen.items() if pid in asked}
@@ -88,14 +87,9 @@ class ProcessWatch:
         if stat is None or (seen is not None and stat.born != seen.born):
             return None  # once it has ended it stays so, whoever has its id now
         if seen is None:
-            self._seen[pid] = _Seen(stat.born, stat.ticks, now)
+            seen = self._seen[pid] = _Seen(stat.born)
+        if stat.state not in STOPPED:
+            seen.stopped = math.inf
             return 0.0, ""
-        starved = stat.state == "R" and stat.ticks == seen.ticks
-        if stat.state in STOPPED:
-            seen.why = f"it is stopped (state {stat.state})"
-        elif not starved:
-            seen.runs, seen.why = now, ""
-        else:
-            seen.why = "it gets no processor (state R)"
-        seen.ticks = stat.ticks
-        return now - seen.runs, seen.why
+        seen.stopped = min(seen.stopped, now)
+        return now - seen.stopped, f"it is stopped (state {stat.state})"

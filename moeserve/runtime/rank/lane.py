@@ -225,16 +225,18 @@ class Lane:
                 self.retire(job.upload)
 
     def _job(self, batch: LaneBatch, part: slice, call: LaneCall) -> Job:
+        columns, lent = (batch.hidden, batch.experts, batch.weights), batch.lent
+        if part.stop - part.start < batch.hidden.shape[0]:
+            columns = tuple(column[part] for column in columns)  # type: ignore[assignment]
+            lent = None if lent is None else lent.part(part)
         return Job(
             next(self._numbers),
             batch.layer,
-            batch.hidden[part],
-            batch.experts[part],
-            batch.weights[part],
+            *columns,
             batch.deadline,
             call.part_ended,
             batch.weights_version,
-            None if batch.lent is None else batch.lent.part(part),
+            lent,
         )
 
     def cancel(self, call: LaneCall) -> None:

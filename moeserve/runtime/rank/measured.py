@@ -78,6 +78,7 @@ class ExpertRows:
     def __init__(self, layers: int) -> None:
         self._layers = layers
         self._table: Tensor | None = None  # [L, slots] int64
+        self._of_layer: list[Tensor] = []  # its rows
         self._pending: tuple[int, Tensor] | None = None
 
     def take(self, position: int, counts: Tensor) -> None:
@@ -93,9 +94,10 @@ class ExpertRows:
         if self._table is None or self._table.shape[1] != counts.numel():
             earlier = None if self._table is None else self._table.sum(dim=1)
             self._table = torch.zeros((self._layers, counts.numel()), dtype=torch.int64, device=counts.device)
+            self._of_layer = list(self._table.unbind())
             if earlier is not None and counts.numel():
                 self._table[:, 0] = earlier
-        self._table[position].add_(counts.flatten())
+        self._of_layer[position].add_(counts if counts.dim() == 1 else counts.flatten())
 
     def reading(self) -> RowsReading | None:
         """What was counted so far; None where nothing was."""

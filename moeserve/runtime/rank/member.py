@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.group import GroupKind, abort_group, end_group, form_group
-from moeserve.proto.texts import clipped
+from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.control.messages import (
     announcement_message,
     committed_epoch,
@@ -54,6 +54,7 @@ class ProcessGroupSettings:
 
     backend: str  # gloo, nccl
     timeout: float  # seconds of one collective
+    own_process: bool = False  # as `GroupKind` has it
 
 
 class Member:
@@ -228,7 +229,8 @@ class Member:
     def _report_failure(self, entry: Message, error: Exception) -> None:
         """A rank never skips an entry: if it cannot run one, the generation aborts."""
         first_line = (str(error).splitlines() or [""])[0]
-        reason = f"rank {self._rank.index}: {entry['kind']} failed: {type(error).__name__}: {first_line}"
+        what = f"rank {self._rank.index}: {quoted(entry['kind'])} failed: {type(error).__name__}"
+        reason = clipped(f"{what}: {first_line}")
         if entry.get("generation") != self._generation:
             log.info("%s (its generation was aborted)", reason)
             return
@@ -238,6 +240,7 @@ class Member:
     def _prepare(self, entry: Message) -> None:
         """Loads what the epoch gives this member, unless it has it, and votes."""
         self._rank.progress.join(Phase.PREPARED)
+        self._say_here(entry["generation"])
         self._leave()
         if self.mover is not None:
             self.mover.release()
@@ -369,7 +372,7 @@ class Member:
         settings = self._group_settings
         self._store = StreamStore(self._stream.send, generation, settings.timeout)
         if generation == self._generation:  # else its abort has found no store to close
-            kind = GroupKind(settings.backend, settings.timeout, self._rank.device)
+            kind = GroupKind(settings.backend, settings.timeout, self._rank.device, settings.own_process)
             self._group = form_group(self._store, name, *place, kind)
         if generation != self._generation:  # its abort found no group yet
             raise RuntimeError("the generation was aborted while its process group formed")

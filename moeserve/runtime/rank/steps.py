@@ -46,6 +46,7 @@ class _Launched:
     flight: InFlight
     phases: Phases
     started: float  # time.monotonic() seconds
+    lasted: float  # seconds of the launch
 
 
 class MemberSteps:
@@ -85,8 +86,8 @@ class MemberSteps:
         version = self._version(header, epoch)
         parts = self._taken(header, version)
         flight, phases = self._launch(header, parts)
-        stamp = Stamp(header.epoch, version)
-        launched = _Launched(header, generation, stamp, parts, flight, phases, started)
+        stamp, lasted = Stamp(header.epoch, version), time.monotonic() - started
+        launched = _Launched(header, generation, stamp, parts, flight, phases, started, lasted)
         if self._rank.device == "cpu" and len(parts) <= 1 and self._finishing.idle:
             self._finish(launched)
         else:
@@ -119,13 +120,13 @@ class MemberSteps:
         room = rank.room(header.layer, header.lane_rows)
         kept = transfers.gather(room, parts)
         try:
-            rows = room.rows.rows(slice(sum(size for size, _ in parts)))
+            rows = room.first(sum(size for size, _ in parts))
             answer, phases = rank.step(header.layer, rows, header.lane_rows, header.number)
         except BaseException:
             flight = transfers.abandoned(kept)
             self._finishing.beside(lambda: _end(flight))
             raise
-        flight = transfers.fetch(answer, parts, kept)
+        flight = transfers.fetch(answer, parts, kept, busy=not self._finishing.idle)
         rank.count()
         return flight, phases
 
@@ -174,14 +175,18 @@ class MemberSteps:
         header, phases, parts = launched.header, launched.phases, launched.parts
         self.steps += 1
         self.expert_rows += max(0, phases.expert_rows)
-        began = launched.started
+        began, reply = launched.started, time.monotonic() - ended
         if phases.on_device is not None:  # the host began to launch it while others were computed
             phases = self._measured(phases)
             if phases.timed:
                 began = max(began, ended - phases.dispatch - phases.compute - phases.combine)
         wait = max((began - job.created for _, job in parts if job is not None), default=0.0)
         rows = sum(size for size, _ in parts)
-        self._observe(StepRecord(header.number, header.layer, len(parts), rows, wait, phases, late))
+        self._observe(
+            StepRecord(
+                header.number, header.layer, len(parts), rows, wait, phases, late, launched.lasted, reply
+            )
+        )
 
     def _measured(self, phases: Phases) -> Phases:
         """The phases by the device's clock; not timed where it cannot be read, which is logged once."""

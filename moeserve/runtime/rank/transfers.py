@@ -11,8 +11,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,8 +24,10 @@ DIRECT_BYTES = 64 << 10
 copy: to queue a copy costs as much as 20 KB of copying by the host.
 """
 
-AHEAD_BYTES = 128 << 10
-"""Rows of this size on are uploaded before their step is known."""
+AHEAD_BYTES = 1 << 20
+"""Rows of this size on are uploaded before their step is known. Smaller ones take less time than the calls of
+the driver and the further copy on the device that this costs.
+"""
 
 ALIGNED_BYTES = 256
 """At which torch's allocator aligns device memory; kernels are compiled for aligned and other addresses
@@ -60,9 +63,13 @@ class Engines:
         self._down.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._down)
 
-    def event(self) -> Moment:
-        """What the current stream has been given so far."""
-        made: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def event(self, *, sleeps: bool = False) -> Moment:
+        """What the current stream has been given so far.
+
+        sleeps: who waits for it sleeps. It wakes a little later, and holds up no thread that launches work,
+        as one does that spins.
+        """
+        made: torch.cuda.Event = torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
         made.record()
         return made
 
@@ -92,7 +99,7 @@ class HostEngines(Engines):
         """Does nothing."""
         return nullcontext()
 
-    def event(self) -> Moment:
+    def event(self, *, sleeps: bool = False) -> Moment:
         """A moment that has passed."""
         return _Passed()
 
@@ -118,6 +125,14 @@ class StepRoom:
 
     rows: LaneInput
     routes: Tensor  # uint8
+    parts: dict[int, LaneInput] = field(default_factory=dict)  # the first rows, as many as were asked for
+
+    def first(self, count: int) -> LaneInput:
+        """The first `count` rows."""
+        found = self.parts.get(count)
+        if found is None:
+            found = self.parts[count] = self.rows.rows(slice(count))
+        return found
 
     @classmethod
     def of(cls, hidden: Tensor, top_k: int) -> StepRoom:
@@ -158,7 +173,9 @@ class InFlight:
     def there(cls, answer: Tensor, parts: Sequence[tuple[int, Job | None]]) -> InFlight:
         """An answer `[T, H]` that is on the host already; `parts` as `Transfers.fetch` takes them."""
         sizes = [rows for rows, _ in parts]
-        outputs: list[Tensor | None] = list(torch.split(answer, sizes)) if sizes else []
+        outputs: list[Tensor | None] = [answer]
+        if len(sizes) != 1:
+            outputs = list(torch.split(answer, sizes)) if sizes else []
         return cls(outputs, _Passed(), [], [])
 
     def release(self) -> None:
@@ -249,14 +266,18 @@ class Transfers:
     def _gather_routes(self, room: StepRoom, parts: Sequence[tuple[int, Job | None]]) -> Tensor:
         staged = self.engines.pinned(room.routes.shape, torch.uint8)
         rows, top_k = room.rows.experts.shape
-        columns = [column.numpy() for column in _route_columns(staged, rows, top_k)]
-        staged.numpy()[:] = 0
+        size, column = 4 * rows * top_k, _column_bytes(rows, top_k)
+        there = staged.numpy()
+        there[:] = 0
+        experts = there[:size].view(np.int32).reshape(rows, top_k)
+        weights = there[column : column + size].view(np.float32).reshape(rows, top_k)
+        valid = there[2 * column :]
         at = 0
         for count, job in parts:
             if job is not None:
-                columns[0][at : at + count] = job.experts.numpy()
-                columns[1][at : at + count] = job.weights.numpy()
-                columns[2][at : at + count] = True
+                experts[at : at + count] = job.experts.numpy()
+                weights[at : at + count] = job.weights.numpy()
+                valid[at : at + count] = 1
             at += count
         room.routes.copy_(staged, non_blocking=True)
         return staged
@@ -291,8 +312,17 @@ class Transfers:
         hidden[at : at + count].copy_(staged, non_blocking=True)
         return staged
 
-    def fetch(self, answer: Tensor, parts: Sequence[tuple[int, Job | None]], kept: list[object]) -> InFlight:
+    def fetch(
+        self,
+        answer: Tensor,
+        parts: Sequence[tuple[int, Job | None]],
+        kept: list[object],
+        *,
+        busy: bool = False,
+    ) -> InFlight:
         """Queues the copies of a step's answer `[T, H]` to its callers, and waits for none.
+
+        busy: other steps are under way, and their launches are not to be held up by who waits for this one.
 
         Large parts go to a caller's registered memory at once; the others through pinned memory.
         """
@@ -300,7 +330,7 @@ class Transfers:
         aside = answer.nbytes >= ASIDE_BYTES
         with self.engines.downloading() if aside else nullcontext():
             outputs = list(self._fetched(answer, parts, uses))
-            event = self.engines.event()
+            event = self.engines.event(sleeps=busy)
         return InFlight(outputs, event, [*kept, answer], uses)
 
     def abandoned(self, kept: list[object]) -> InFlight:

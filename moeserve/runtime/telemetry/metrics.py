@@ -27,8 +27,8 @@ PLACES = ("present", "missing", "reserved")
 STATES = ("forming", "preparing", "joining", "serving", "failed", "stopped")
 """What a coordinator's progress can be."""
 
-PHASES = ("wait", "dispatch", "compute", "combine")
-"""The phases of a step."""
+PHASES = ("wait", "dispatch", "compute", "combine", "launch", "reply")
+"""The phases of a step, and beside them what the host does for it: it launches it, and answers callers."""
 
 DIRECTIONS = ("dispatch", "combine")
 """The directions of bytes on the wire."""

@@ -119,3 +119,13 @@ def test_a_group_forms_works_and_ends_over_streams_beside_the_next_one() -> None
     finally:
         head.close()
     assert torch.distributed.is_initialized() is False
+
+
+@pytest.mark.gpu(2)
+def test_a_group_of_nccl_forms_works_and_ends_over_streams() -> None:
+    head = Head()
+    try:
+        found = parallel_launch(2, formed_over_streams, head.address, "cuda", timeout=200, device="cuda")
+        assert found == [True] * 2
+    finally:
+        head.close()

@@ -186,6 +186,16 @@ def test_who_does_not_answer_is_found_and_who_answers_has_longer() -> None:
     assert forming.silent(190.0) == {0: "it read no layer for cluster.prepare_seconds = 100"}
 
 
+def test_who_does_not_leave_its_step_is_found_before_it_has_read_anything() -> None:
+    forming = Formation((0, 1), Patience(leave=20.0), now=5.0)
+    for seat in (0, 1):
+        forming.heard(seat, 6.0, stepping=True)
+    forming.heard(0, 24.0)  # it was the one that waited, and its collective has ended
+    assert (forming.due(), forming.silent(24.9)) == (25.0, {})
+    why = "it has not left its step for 20 s, step.timeout_seconds and 5 s"
+    assert forming.silent(25.0) == {1: why}
+
+
 def test_joining_begins_when_all_have_prepared_and_is_no_bound_of_preparing() -> None:
     forming = formation()
     for seat in (0, 1):
@@ -217,6 +227,23 @@ def test_a_silent_member_is_named_told_to_stop_and_seen_dead_before_the_next_gen
     with pytest.raises(queue.Empty):
         members[0].entries.get(timeout=0.3)  # the one before it may still write to buffers
     dead.set()
+    members[0].entry("prepare")
+
+
+def test_a_killed_process_that_does_not_end_is_reported_and_waited_for(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generations, "GONE_REPORT_SECONDS", 0.1)
+    coordinator.generations.is_gone = lambda pid: pid != 101
+    members = serving(coordinator, MEMBERS)
+    members[1].stream.close()
+    until(lambda: 1 not in coordinator.seats())
+    FakeMember(coordinator, 1, pid=201)
+    why = "no generation forms before processes [101], given up, have ended"
+    until(lambda: coordinator.progress().reason == why)
+    assert coordinator.progress().state == "forming"
+    members[0].entry("abort")
+    coordinator.generations.is_gone = lambda pid: True
     members[0].entry("prepare")
 
 

@@ -20,6 +20,7 @@ from checkpoints import make_checkpoint
 from houses import house_config
 
 from moeserve.proto import heap
+from moeserve.runtime.control.frames import LENGTH, encoded
 from moeserve.runtime.control.stream import HELLO_BYTES, Stream, StreamClosed, connect
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head import reception
@@ -184,13 +185,16 @@ def test_a_stranger_may_not_send_more_than_a_hello(coordinator: Coordinator, fra
 @pytest.mark.parametrize(
     "said",
     [
-        b"[" * 100_000,
-        b"{}",
-        b"[]",
+        b"\x91" * 100_000,
+        b"\x80",
+        b"\x90",
         b'{"kind": "hello"}',
-        b'{"kind": "hello", "token": "\\u00fc", "rank": 1e999}',
+        encoded({"kind": "hello"})[LENGTH.size :],
+        encoded({"kind": "hello", "token": "\u00fc", "rank": float("inf")})[LENGTH.size :],
+        b"\xdf\xff\xff\xff\xff",
+        b"",
     ],
-    ids=["deep", "empty", "list", "no token", "no rank"],
+    ids=["deep", "empty", "list", "JSON", "no token", "no rank", "a large map", "nothing"],
 )
 def test_a_stranger_that_says_nonsense_is_refused_without_a_traceback(
     coordinator: Coordinator, said: bytes, caplog: pytest.LogCaptureFixture

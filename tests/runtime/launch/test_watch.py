@@ -21,42 +21,36 @@ class Kernel:
     """A process on a clock of the test's."""
 
     def __init__(self) -> None:
-        self.now, self.stat = 100.0, Stat("S", 5, 1000)
+        self.now, self.stat = 100.0, Stat("S", 1000)
         self.watch = ProcessWatch(lambda pid: self.stat, lambda: self.now)
 
-    def after(self, seconds: float, state: str, ticks: int) -> tuple[float, str] | None:
+    def after(self, seconds: float, state: str) -> tuple[float, str] | None:
         self.now += seconds
-        self.stat = Stat(state, ticks, 1000)
+        self.stat = Stat(state, 1000)
         return self.watch.look([PID])[PID]
 
 
 def test_a_stopped_process_is_told_with_how_long() -> None:
     kernel = Kernel()
-    assert kernel.after(0.0, "S", 5) == (0.0, "")
-    assert kernel.after(1.0, "T", 5) == (1.0, "it is stopped (state T)")
-    assert kernel.after(1.0, "T", 5) == (2.0, "it is stopped (state T)")
-    assert kernel.after(1.0, "S", 5) == (0.0, "")
-    assert kernel.after(1.0, "t", 5) == (1.0, "it is stopped (state t)")
+    assert kernel.after(0.0, "S") == (0.0, "")
+    assert kernel.after(9.0, "T") == (0.0, "it is stopped (state T)"), "it may have run until now"
+    assert kernel.after(1.0, "T") == (1.0, "it is stopped (state T)")
+    assert kernel.after(1.0, "T") == (2.0, "it is stopped (state T)")
+    assert kernel.after(1.0, "S") == (0.0, "")
+    assert kernel.after(1.0, "t") == (0.0, "it is stopped (state t)")
+    assert kernel.after(1.0, "t") == (1.0, "it is stopped (state t)")
 
 
-def test_a_process_that_wants_a_processor_and_gets_none_does_not_run() -> None:
+@pytest.mark.parametrize("state", ["S", "D", "I", "R"])
+def test_one_that_waits_for_whatever_also_a_processor_runs(state: str) -> None:
     kernel = Kernel()
-    kernel.after(0.0, "S", 5)
-    assert kernel.after(1.0, "R", 5) == (1.0, "it gets no processor (state R)")
-    assert kernel.after(1.0, "R", 5) == (2.0, "it gets no processor (state R)")
-    assert kernel.after(1.0, "R", 6) == (0.0, "")
-
-
-@pytest.mark.parametrize("state", ["S", "D", "I"])
-def test_one_that_waits_for_whatever_runs(state: str) -> None:
-    kernel = Kernel()
-    assert [kernel.after(600.0, state, 5) for _ in range(3)] == [(0.0, "")] * 3
+    assert [kernel.after(600.0, state) for _ in range(3)] == [(0.0, "")] * 3
 
 
 def test_another_process_of_the_same_id_is_not_the_one_and_not_killed() -> None:
     kernel = Kernel()
-    kernel.after(0.0, "S", 5)
-    kernel.stat = Stat("S", 5, 2000)
+    kernel.after(0.0, "S")
+    kernel.stat = Stat("S", 2000)
     assert kernel.watch.look([PID]) == {PID: None}
     assert kernel.watch.look([PID]) == {PID: None}, "and stays so"
     assert kernel.watch.kill(PID)
@@ -105,5 +99,5 @@ def test_a_name_with_brackets_and_blanks_is_read(tmp_path: Path) -> None:
     fields = ["T", *("0" for _ in range(10)), "3", "4", *("0" for _ in range(6)), "99", "0"]
     (tmp_path / "5").mkdir()
     (tmp_path / "5" / "stat").write_text(f"5 (a ) S (b) {' '.join(fields)}")
-    assert stat_of(5, tmp_path) == Stat("T", 7, 99)
+    assert stat_of(5, tmp_path) == Stat("T", 99)
     assert stat_of(6, tmp_path) is None

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from moeserve.runtime.config import KeysConfig
+from moeserve.runtime.control.frames import encoded
 from moeserve.runtime.control.stream import HELLO_BYTES, Stream, StreamClosed, connect
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.rank.weights.peers import WeightsServer
@@ -102,9 +103,9 @@ def test_a_peer_that_has_shown_the_token_is_no_stranger(server: WeightsServer) -
     "said",
     [
         struct.pack("<I", HELLO_BYTES + 1),
-        struct.pack("<I", 2) + b"{}",
-        struct.pack("<I", 18) + b'{"kind":"weights"}',
-        struct.pack("<I", 34) + b'{"kind":"weights","token":"wrong"}',
+        struct.pack("<I", 1) + b"\x80",
+        encoded({"kind": "weights"}),
+        encoded({"kind": "weights", "token": "wrong"}),
     ],
     ids=["long", "empty", "no token", "wrong token"],
 )

@@ -15,12 +15,16 @@ def register() -> None:
     SystemExit: a setting that cannot be, or a SGLang in which what the plug-in needs is not as it knows it.
     SGLang would log any other exception, and go on with experts of its own.
     """
-    from moeserve.proto.integrations.settings import Settings
+    from moeserve.proto.integrations.settings import CACHES, Settings
 
     try:
         settings = Settings.chosen(os.environ)
         if settings is None or _INSTALLED:
             return
+        if settings.caches != "keep":
+            raise ValueError(
+                f"{CACHES}={settings.caches}: with SGLang only keep; /flush_cache drops its prefixes"
+            )
         from moeserve.proto.integrations.remote_layers import RemoteLayers
         from moeserve.proto.integrations.sglang import contracts, experts, model, weights
 

@@ -71,7 +71,8 @@ def install(settings: Settings) -> None:
 
     def version() -> int:
         if not clients:  # made in the engine's own process, after it was spawned
-            clients.append(MoeClient(settings.address, timeout=LOOK_SECONDS))
+            shown = settings.credentials
+            clients.append(MoeClient(settings.address, timeout=LOOK_SECONDS, credentials=shown))
         return int(clients[0].model().weights_version)
 
     reloads = Reloads(version)

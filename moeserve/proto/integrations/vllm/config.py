@@ -5,6 +5,7 @@ starts.
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -17,8 +18,14 @@ log = logging.getLogger(__name__)
 LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
 
 
+RAY_COPIES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+"""Where vLLM is told which variables its workers under Ray must have too."""
+
+
 def install(_: RemoteLayers) -> None:
-    """Configurations that are made from now on are checked."""
+    """Configurations that are made from now on are checked; workers under Ray get the settings too."""
+    copied = [prefix for prefix in os.environ.get(RAY_COPIES, "").split(",") if prefix]
+    os.environ[RAY_COPIES] = ",".join(dict.fromkeys([*copied, "MOESERVE_"]))
     platform = type(current_platform)
     update = platform.check_and_update_config
 

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 
-from moeserve.proto.integrations.remote_layers import RemoteLayers, layer_of
+from moeserve.proto.integrations.remote_layers import NotServed, RemoteLayers, layer_of
 from moeserve.proto.integrations.vllm import op
 
 WEIGHTED_BY_SERVICE = "Llama4"
@@ -33,7 +33,7 @@ def install(layers: RemoteLayers) -> None:
 
 
 class RemoteExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """How a layer whose experts are elsewhere computes. ValueError: what is served does not fit the layer."""
+    """How a layer whose experts are elsewhere computes. NotServed: what is served does not fit the layer."""
 
     def __init__(self, layers: RemoteLayers, layer: Any, name: str, moe: Any) -> None:
         super().__init__(moe)
@@ -41,7 +41,7 @@ class RemoteExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         info = layers.take(self.number, name, experts=moe.num_logical_experts, hidden=moe.hidden_dim)
         self.weights_input = bool(layer.apply_router_weight_on_input) and info.routing != WEIGHTED_BY_SERVICE
         if self.weights_input and moe.experts_per_token != 1:
-            raise ValueError(
+            raise NotServed(
                 f"{name} weights the input of {moe.experts_per_token} experts; moeserve does for one"
             )
         # ranks of sequence parallelism have rows of their own, and nobody sums up

@@ -11,8 +11,9 @@ from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from moeserve.proto.errors import MoeError
 from moeserve.proto.integrations.expert_names import held_experts
-from moeserve.proto.integrations.remote_layers import RemoteLayers, layer_of, of_one_version
+from moeserve.proto.integrations.remote_layers import NotServed, RemoteLayers, layer_of, of_one_version
 from moeserve.proto.integrations.vllm.experts import RemoteExpertsMethod
 
 log = logging.getLogger(__name__)
@@ -27,13 +28,29 @@ def install(layers: RemoteLayers) -> None:
             return make(self, vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         layers.begin()
         layers.check_architecture(list(model_config.hf_config.architectures or ()))
-        model = make(self, vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        try:
+            model = make(self, vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        except (NotServed, MoeError):
+            raise
+        except Exception as failed:
+            if model_config.quantization is None:
+                raise
+            raise ValueError(unlike_experts(model_config.quantization, failed)) from failed
         check_taken(model, layers)
         model.forward = of_one_version(model.forward, layers, is_mixed)
         log.info("%d MoE layers are behind moeserve at %s", len(layers.taken), layers.settings.address)
         return model
 
     BaseModelLoader.create_model = create_model
+
+
+def unlike_experts(quantization: str, failed: Exception) -> str:
+    """What to say where vLLM cannot make the rest of a model whose experts are not the reason."""
+    return (
+        f"its experts are behind moeserve, but vLLM cannot run the rest of this {quantization} checkpoint "
+        f"here: {failed} Serve a checkpoint with nothing but its experts quantized, as `moeserve quantize` "
+        "writes it"
+    )
 
 
 def check_taken(model: Module, layers: RemoteLayers) -> None:

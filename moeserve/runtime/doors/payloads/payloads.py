@@ -8,10 +8,20 @@ from types import TracebackType
 from torch import Tensor
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.tensors import FLOATS, INTEGERS, Spec, TensorError, spec_of
+from moeserve.proto.tensors import (
+    FLOATS,
+    INTEGERS,
+    Spec,
+    TensorError,
+    as_torch,
+    describe_into,
+    plain,
+    spec_of,
+)
+from moeserve.proto.transports.carried import CARRIED_BYTES, Carried, beside
 from moeserve.runtime.doors.payloads import inline, shared_memory
 from moeserve.runtime.doors.payloads.regions import Regions
-from moeserve.runtime.doors.payloads.transport import Lent, Room, Transport
+from moeserve.runtime.doors.payloads.transport import Lent, Room, Transport, nothing_to_close
 
 TRANSPORTS = (inline.ENTRY, shared_memory.ENTRY)
 
@@ -44,13 +54,27 @@ class OpenRequest:
 
     def reply(self, hidden: Tensor, epoch: int, weights_version: int) -> moe_pb2.ForwardReply:
         """The reply for the answer `hidden` [T, H] of the request's dtype, on any device."""
+        self._check(hidden)
+        reply = moe_pb2.ForwardReply(epoch=epoch, weights_version=weights_version)
+        self._room.put(hidden, reply.hidden)  # filled in place: a message set as a field is copied whole
+        return reply
+
+    def reply_beside(
+        self, hidden: Tensor, epoch: int, weights_version: int
+    ) -> moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]:
+        """Makes the same reply, a large inline answer beside its message: only gRPC copies it then."""
+        if not self._room.inline or hidden.nbytes < CARRIED_BYTES:
+            return self.reply(hidden, epoch, weights_version)
+        self._check(hidden)
+        reply = moe_pb2.ForwardReply(epoch=epoch, weights_version=weights_version)
+        describe_into(reply.hidden, self._spec)
+        return beside(reply, plain(hidden, "hidden").storage)
+
+    def _check(self, hidden: Tensor) -> None:
         if tuple(hidden.shape) != self._spec.shape or hidden.dtype != self.hidden.dtype:
             raise ValueError(
                 f"the answer is {hidden.dtype} {list(hidden.shape)}, the request was {self._spec}"
             )
-        reply = moe_pb2.ForwardReply(epoch=epoch, weights_version=weights_version)
-        self._room.put(hidden, reply.hidden)  # filled in place: a message set as a field is copied whole
-        return reply
 
     def close(self) -> None:
         """Lets go of the caller's regions; a second time does nothing."""
@@ -71,15 +95,20 @@ class Payloads:
     def __init__(self, regions: Regions) -> None:
         self._transports: dict[str, Transport] = {entry.payload: entry.build(regions) for entry in TRANSPORTS}
 
-    def open(self, request: moe_pb2.ForwardRequest) -> OpenRequest:
+    def open(self, request: moe_pb2.ForwardRequest, data: memoryview | None = None) -> OpenRequest:
         """The request's tensors, checked against each other but not against a model.
+
+        data: the bytes of the hidden states, where they lie beside the request.
 
         Raises TensorError naming the field, its value and what it takes; UnknownRegion for a region that is
         not there. Whatever was held before the error is let go.
         """
         with ExitStack() as held:
             spec = spec_of(request.hidden, "hidden", rank=2, dtypes=FLOATS)
-            hidden = self._lend(held, request.hidden, spec, "hidden")
+            if data is None:
+                hidden = self._lend(held, request.hidden, spec, "hidden")
+            else:
+                hidden = Lent(as_torch(data, spec, "hidden"), nothing_to_close)
             opened = OpenRequest(hidden, spec, self._room(held, request, spec))
             route = request.WhichOneof("route")
             if route == "choice":
@@ -109,6 +138,8 @@ class Payloads:
             raise TensorError(
                 field, f"shape {list(spec.shape)} has {spec.shape[0]} rows, but hidden has {hidden.shape[0]}"
             )
+        if message.WhichOneof("payload") == "data":
+            return as_torch(message.data, spec, field)  # of bytes of its own, which nobody changes
         with ExitStack() as held:
             return self._lend(held, message, spec, field).tensor.clone()
 

@@ -46,7 +46,7 @@ class SharedMemory:
             describe_into(message, spec)
             message.region.CopyFrom(output)
 
-        return Room(put, hold.close, there if hold.registered else None)
+        return Room(put, hold.close, registered=there if hold.registered else None)
 
 
 def _view(hold: Hold, spec: Spec, field: str) -> Tensor:

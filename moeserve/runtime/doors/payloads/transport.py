@@ -30,6 +30,7 @@ class Room:
 
     put: Callable[[Tensor, moe_pb2.Tensor], None]
     close: Callable[[], None]
+    inline: bool = False  # the place is the message itself
     registered: Tensor | None = None  # the place itself, where the device's engines may write into it
 
 
