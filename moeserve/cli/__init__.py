@@ -69,6 +69,8 @@ def stdout_is_closed() -> bool:
 
 
 def _run(words: Sequence[str]) -> int:
+    # Before gRPC is imported, here and in ranks: its core writes a line for every stranger whom TLS refuses.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     command, debug = _command(words), "--debug" in words
     try:
         args = _parser(words).parse_args(words)
