@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-vllm lint kernels proto bench clean
+.PHONY: demo test test-vllm lint kernels fuzz proto bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -49,6 +49,18 @@ kernels: $(STAMP) $(NVRTC)
 $(NVRTC): $(STAMP)
 	$(BIN)/pip install --quiet --no-deps --target $@ "cuda-bindings==13.5.*" "nvidia-cuda-nvrtc==13.0.*" "cuda-pathfinder==1.9.*"
 
+# Inputs that nobody sends, guided by atheris, to whatever reads bytes of others: SECONDS of each target, and then
+# FUZZ_MESSAGES to every port of a service. atheris stays out of .venv, since nothing else needs it.
+FUZZ := .fuzz
+SECONDS ?= 60
+FUZZ_MESSAGES ?= 100000
+fuzz: $(STAMP) $(FUZZ)
+	PYTHONPATH=$(CURDIR)/$(FUZZ) $(BIN)/python tests/fuzz/guided.py --seconds $(SECONDS) $(TARGETS)
+	$(BIN)/python -m bench.service.fuzz --messages $(FUZZ_MESSAGES)
+
+$(FUZZ): $(STAMP)
+	$(BIN)/pip install --quiet --no-deps --target $@ "atheris==3.0.*"
+
 proto: $(STAMP)
 	$(BIN)/python -m moeserve.proto.generate
 
@@ -65,4 +77,4 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.results_page
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(NVRTC) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM) $(NVRTC) $(FUZZ) build dist .mypy_cache .ruff_cache .pytest_cache

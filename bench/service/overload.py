@@ -218,7 +218,7 @@ def during(*loads: Load) -> Iterator[None]:
 def under_load(service: Service, seconds: float) -> Iterator[Result]:
     """Goodput, deadlines, refusals and shares at five times the capacity."""
     idle = Load("polite", service, workers=1, seconds=10, pause=0.02).end()
-    capacity = Load("polite", service, workers=WORKERS, seconds=20).end()
+    capacity = Load("polite", service, workers=WORKERS, seconds=20, deadline=30.0).end()
     served = capacity.count("OK") / 20
     print(f"idle {idle.p(50, 'OK'):.1f} ms, capacity {served:.0f} calls/s {capacity.codes()}", flush=True)
     polite = Load("polite", service, workers=WORKERS, seconds=seconds)

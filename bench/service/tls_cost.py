@@ -7,8 +7,8 @@ each with its rows inline, in blocks that take turns. The cost is the median of 
 block's median and that of the plain service in the same turn, in microseconds. The bytes are what OpenSSL
 takes in this process to encrypt and decrypt as many as the call's messages have, in records of TLS: what is
 left without them is the aim's. Rows in shared memory go over a Unix socket, which keys do not touch. A turn
-counts only where the machine is idle before and after it; with --patience 0 every turn counts, and the
-record says so.
+counts only where the machine is idle before and after it; with --patience 0 every turn counts, and nothing
+is recorded.
 """
 
 from __future__ import annotations
@@ -140,19 +140,14 @@ def shown(case: Case) -> str:
     return "\n".join(lines)
 
 
-def results(case: Case, waited: bool) -> list[Result]:
+def results(case: Case) -> list[Result]:
     """One case for the record."""
     found = []
     for kind, mode in KEYS.items():
         if not mode:
             continue
         beside = case.bytes_us if mode in ("tls", "mutual") else 0.0
-        facts = {
-            "whole cost": case.cost(kind),
-            "its bytes": beside,
-            "call without keys": case.median("no keys"),
-        }
-        facts |= {"turns": float(len(case.turns)), "machine was quiet": float(waited)}
+        facts = {"whole cost": case.cost(kind), "its bytes": beside, "call": case.median("no keys")}
         rounded = {name: round(value, 1) for name, value in facts.items()}
         cost = round(case.cost(kind) - beside, 1)
         found.append(Result("tls_cost", f"{kind}, {case.rows} rows", cost, "us", "lower", AIM, rounded))
@@ -179,8 +174,8 @@ def main() -> None:
         for rows in ROWS:
             cases.append(measure(rows, clients, ring, args))
             print(shown(cases[-1]), flush=True)
-    if not args.dry:
-        write([result for case in cases for result in results(case, bool(args.patience))])
+    if args.patience and not args.dry:
+        write([result for case in cases for result in results(case)])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from moeserve.proto.texts import clipped
 
 INDEX = "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs"  # how a file begins that stands for one that was not fetched
@@ -43,7 +46,31 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be served as it is; the message names the file, tensor or config key."""
+    """A checkpoint that cannot be served as it is; the message names the file, tensor or config key.
+
+    What a file says is repeated in it as far as a person reads: a name there may have megabytes.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(clipped(message))
+
+
+ODD_VALUES = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
+"""What it raises to use a value of a file that is of another kind than expected."""
+
+
+@contextmanager
+def values_of(file: Path) -> Iterator[None]:
+    """A context in which an error over a value of `file` is a CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    except ODD_VALUES as error:
+        said = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{file} has a value of another kind than expected ({said})") from error
 
 
 @dataclass(frozen=True)
@@ -108,8 +135,11 @@ def _weight_map(index: Path) -> dict[str, str]:
     placed = read_json(index).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise CheckpointError(f"{index} needs a weight_map of tensor names to files")
+    for name, file in placed.items():
+        if not isinstance(file, str) or file in ("", ".", "..") or {"/", "\0"} & set(file):
+            raise CheckpointError(f"{index} places tensor {name} in {file!r}, which names no file beside it")
     for file in set(placed.values()):
-        if not (index.parent / file).is_file():
+        if not is_file(index.parent / file):
             lost = [name for name, place in placed.items() if place == file]
             raise CheckpointError(
                 f"shard {index.parent / file} is missing; {len(lost)} tensors, as {lost[0]}"
@@ -137,7 +167,7 @@ def _header(file: Path) -> Iterator[tuple[str, Entry]]:
             raise TypeError(f"it is no JSON object but a {type(pairs).__name__}")
         declared = [(name, dict(fields)) for name, fields in pairs if name != "__metadata__"]
         entries = [(name, _entry(file, fields), fields["data_offsets"][1]) for name, fields in declared]
-    except (ValueError, TypeError, KeyError, IndexError) as error:
+    except (ValueError, *ODD_VALUES) as error:
         raise CheckpointError(
             f"{file} is not a safetensors file: its header cannot be read ({error})"
         ) from error
@@ -188,6 +218,14 @@ def check_fetched(file: Path) -> None:
         )
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; none has a name that is too long, or that no file can have."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Reads a JSON object from `file`. Raises CheckpointError if it is missing or holds anything else."""
     try:
@@ -198,7 +236,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
     except CheckpointError:
         raise
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{file} must hold a JSON object, found {type(found).__name__}")

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, distributed_c10d  # type: ignore[attr-defined]  # not exported
 
+from moeserve.dispatch.fence import close_to_strangers, listeners
+
 c10d: Any = distributed_c10d  # whose private names have no types
 
 TAG = "user:moeserve"
@@ -37,6 +39,8 @@ class GroupKind:
     backend: str  # gloo, nccl
     timeout: float  # seconds of one collective
     device: str = "cpu"  # of this member; NCCL's communicator is formed on it at once
+    # whether nothing else begins to listen here meanwhile: gloo then accepts nobody once the group is formed
+    own_process: bool = False
 
 
 def form_group(store: Store, name: str, rank: int, size: int, kind: GroupKind) -> ProcessGroup:
@@ -62,7 +66,10 @@ def form_group(store: Store, name: str, rank: int, size: int, kind: GroupKind) -
         group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, carrier)
         group.bound_device_id = device
     elif kind.backend == "gloo":
+        before = listeners() if kind.own_process else None
         carrier = c10d.ProcessGroupGloo(met, rank, size, timeout=limit)
+        if before is not None:
+            close_to_strangers(but=before)  # all members are connected
         carrier._set_sequence_number_for_group()
         group._set_default_backend(ProcessGroup.BackendType.GLOO)
         group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, carrier)

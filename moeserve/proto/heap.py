@@ -32,6 +32,9 @@ LOOK_SECONDS = 5.0
 WORTH = 0.04
 """Of what a process held when it was last looked through: so much more, and it is looked through again."""
 
+LOOKS = 5
+"""At which free memory is given back, from the first on: threads and connections of a burst end after it."""
+
 log = logging.getLogger(__name__)
 
 
@@ -72,9 +75,13 @@ class Trimming:
     def _run(self) -> None:
         try:
             held = last = resident_bytes()
+            looks = 0  # at which free memory is given back, though the process holds no more than before
             while not self._ended.wait(self._look_seconds):
                 now = resident_bytes()
                 if now > (1 + WORTH) * held and now <= (1 + WORTH) * last:
+                    looks = LOOKS
+                if looks:
+                    looks -= 1
                     self._libc.malloc_trim(0)
                     held = now = resident_bytes()
                 held, last = min(held, now), now

@@ -17,6 +17,7 @@ from moeserve.checkpoints.load_as import scheme_to_load_as
 from moeserve.dispatch.backends import dispatcher_named
 from moeserve.experts.balance import BALANCERS
 from moeserve.experts.routing.replicas import REPLICA_CHOICES
+from moeserve.proto.texts import clipped
 from moeserve.quant.formats import BF16
 from moeserve.runtime.mesh import Mesh
 
@@ -40,7 +41,10 @@ FAIL, DROP = "fail", "drop"
 
 
 class ConfigError(ValueError):
-    """A key or value of the configuration is wrong; names both."""
+    """A key or value of the configuration is wrong; names both, as far as a person reads."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(clipped(message))
 
 
 @dataclass(frozen=True)
@@ -275,7 +279,7 @@ class Config:
             document = tomllib.loads(Path(path).read_text())
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not TOML: {error}") from error
         config: Config = from_mapping(cls, document)
         return config.resolved(Path(path).absolute().parent)

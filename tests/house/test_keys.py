@@ -158,6 +158,19 @@ def test_each_path_gets_what_the_table_says(service: Service, name: str, case: s
             assert status == said.get(case, 401), path
 
 
+@cases
+def test_probes_need_nothing(service: Service, case: str) -> None:
+    shown = service.case(case, CALL)
+    address = service.cluster.probes_address()
+    for path in ("/livez", "/readyz", "/startupz"):
+        assert service.ring.get(address, path, shown) == 200, path
+    assert code_of(service.channel(address, shown), "/grpc.health.v1.Health/Check", b"", shown) == "OK"
+    for path in ("/metrics", "/"):
+        assert service.ring.get(address, path, shown) == 404
+    path = "/moeserve.v1.FrontService/GetTopology"
+    assert code_of(service.channel(address, shown), path, b"", shown) == "UNIMPLEMENTED"
+
+
 def _member_shows(service: Service, case: str) -> tuple[str, ssl.SSLContext | None]:
     """The token in the first frame of a stream between processes of the service, and the certificate."""
     ring, right = service.ring, service.cluster.head.token
@@ -429,6 +442,9 @@ def test_a_rotation_under_load_loses_no_call(service: Service, alone: Alone) -> 
         except Exception as error:
             failed.append(error)
 
+    before_it = service.client(transport="inline")
+    stream = before_it.stream(0)
+    stream.ask(request_of(0, batch), SECONDS)
     threads = [threading.Thread(target=call, args=(at,)) for at in range(2)]
     for thread in threads:
         thread.start()
@@ -450,6 +466,11 @@ def test_a_rotation_under_load_loses_no_call(service: Service, alone: Alone) -> 
     for thread in threads:
         thread.join(SECONDS)
     assert not failed and min(answered) > 20, (failed, answered)
+    stream.ask(request_of(0, batch), SECONDS)  # an open stream keeps what it was let in with
+    if shown.token:
+        with pytest.raises(MoeError, match="UNAUTHENTICATED"):
+            before_it.topology()
+    before_it.close()
     if ca:
         now = _serials(service)
         assert all(now[name] != before[name] for name in before), (before, now)

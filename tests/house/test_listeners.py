@@ -20,7 +20,7 @@ import pytest
 from keyed import Keyring, Shown
 
 from moeserve.proto.client import MoeClient
-from moeserve.runtime.keys.access import LISTENERS, Role
+from moeserve.runtime.keys.access import LISTENERS, Lets, Role
 
 SECONDS = 60.0
 WAIT_SECONDS = 3.0  # for a socket to answer, or not
@@ -108,14 +108,17 @@ def listeners(address: str, pid: int, ring: Keyring) -> list[Found]:
     ) as client:
         ranks = {rank.pid for rank in client.status().ranks}
     assert len(ranks) == 2
-    found = found_of(pid, "head")
+    found = dict.fromkeys(found_of(pid, "head"))
     for child in psutil.Process(pid).children(recursive=True):
-        found += found_of(child.pid, "rank" if child.pid in ranks else "launcher")
-    return found
+        prober = any("probe_process" in word for word in child.cmdline())
+        role = "rank" if child.pid in ranks else "prober" if prober else "launcher"
+        places = {one.place for one in found}  # the prober answers at a socket that the head opened
+        found |= dict.fromkeys(one for one in found_of(child.pid, role) if one.place not in places)
+    return list(found)
 
 
-def guarded(place: str, ring: Keyring) -> bool:
-    """Whether who shows nothing gets no further than the service's own certificate, or a 401."""
+def lets_in(place: str, ring: Keyring) -> Lets:
+    """Whom a TCP socket lets in, by what it answers to who shows nothing."""
     host, port = place.rsplit(":", 1)
     host = "127.0.0.1" if host == "0.0.0.0" else host.strip("[]")
     context = ring.context(Shown())
@@ -126,14 +129,15 @@ def guarded(place: str, ring: Keyring) -> bool:
             context.wrap_socket(plain, server_hostname="localhost") as made,
         ):
             try:
-                return made.recv(1) == b"" or pytest.fail(f"{place} begins to talk")
+                return Lets.KEYED if made.recv(1) == b"" else pytest.fail(f"{place} begins to talk")
             except TimeoutError:
                 made.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-                return b" 401 " in made.recv(100)
+                return {b"401": Lets.KEYED, b"404": Lets.PROBES}[made.recv(100).split()[1]]
     except ssl.SSLError as refused:
-        return "CERTIFICATE_REQUIRED" in str(refused).upper().replace(" ", "_")
+        demands = "CERTIFICATE_REQUIRED" in str(refused).upper().replace(" ", "_")
+        return Lets.KEYED if demands else Lets.LIBRARY
     except OSError:
-        return False  # it speaks no TLS
+        return Lets.LIBRARY  # it speaks no TLS
 
 
 @dataclass(frozen=True)
@@ -141,23 +145,25 @@ class Service:
     """What a running service listens on."""
 
     sockets: list[Found]
-    ours: dict[Found, bool]  # Unix sockets, and those of TCP that are guarded
+    lets_in: dict[Found, Lets]
 
 
 @pytest.fixture(scope="module")
 def service(running: tuple[str, int, Keyring]) -> Service:
     sockets, ring = listeners(*running), running[2]
     with ThreadPoolExecutor(len(sockets)) as threads:
-        tls = list(threads.map(lambda one: one.kind == "unix" or guarded(one.place, ring), sockets))
-    return Service(sockets, dict(zip(sockets, tls, strict=True)))
+        found = threads.map(
+            lambda one: Lets.KEYED if one.kind == "unix" else lets_in(one.place, ring), sockets
+        )
+        return Service(sockets, dict(zip(sockets, found, strict=True)))
 
 
 def test_each_listener_is_in_the_table(service: Service) -> None:
-    found = Counter((one.opened_by, one.kind, service.ours[one]) for one in service.sockets)
-    processes = {"head": 1, "rank": 2, "launcher": 1}
-    table: Counter[tuple[str, str, bool]] = Counter()
+    found = Counter((one.opened_by, one.kind, service.lets_in[one]) for one in service.sockets)
+    processes = {"head": 1, "rank": 2, "prober": 1, "launcher": 1}
+    table: Counter[tuple[str, str, Lets]] = Counter()
     for row in LISTENERS:
-        table[row.opened_by, row.kind, row.ours] += row.most * processes[row.opened_by]
+        table[row.opened_by, row.kind, row.lets_in] += row.most * processes[row.opened_by]
     assert found == table, sorted(map(str, service.sockets))
 
 
@@ -170,7 +176,7 @@ def test_each_unix_socket_is_in_a_folder_of_this_user_alone(service: Service) ->
 
 def test_nothing_of_ours_listens_beyond_loopback(service: Service) -> None:
     beyond = [one for one in service.sockets if one.kind == "tcp" and not one.place.startswith("127.")]
-    assert [one for one in beyond if service.ours[one]] == []
+    assert [one for one in beyond if service.lets_in[one] is not Lets.LIBRARY] == []
 
 
 def test_a_listener_that_the_table_lacks_is_found() -> None:

@@ -77,13 +77,13 @@ def takes_a_key(port: int) -> bool:
     """Whether what listens at a port keeps a key for whoever comes, as torch's TCPStore does."""
     key, value = (struct.pack("<Q", len(text)) + text for text in (b"/a stranger's", b"key"))
     spoken = b"\x00" + struct.pack("<I", 0x3C85F7CE) + b"\x01" + key + value + b"\x03" + key  # set, and get
-    with socket.create_connection(("127.0.0.1", port), SECONDS) as made:
-        try:
+    try:
+        with socket.create_connection(("127.0.0.1", port), SECONDS) as made:
             made.sendall(spoken)
             made.settimeout(SECONDS)
             return made.recv(100).endswith(b"key")
-        except OSError:
-            return False
+    except OSError:  # it accepts nobody, or says nothing
+        return False
 
 
 def test_a_port_that_takes_keys_is_found() -> None:

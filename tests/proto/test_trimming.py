@@ -27,6 +27,7 @@ def burst():
     del block
     blocks = [bytearray(200_000) for _ in range(200)]
     small.extend(kept)
+    time.sleep(1.0)  # and is given back after the first look at a process that grows no more
 
 small = []
 threads = [threading.Thread(target=burst) for _ in range(8)]

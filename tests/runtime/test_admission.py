@@ -13,6 +13,7 @@ import grpc
 import pytest
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from raw_http2 import RawConnection
 
 from moeserve.proto import health, moe_pb2
 from moeserve.proto.client.deadline_watch import DeadlineWatch
@@ -210,6 +211,7 @@ class Service:
     def __init__(self, **limits: Any) -> None:
         self.go = threading.Event()
         self.read = 0
+        self.answer = moe_pb2.ForwardReply(epoch=5)
         self.endpoint = Endpoint({"LaneService": self}, NOT_THE_FRONT_DOOR, DoorLimits(**limits), 1 << 26)
         self.address = self.endpoint.start("127.0.0.1", 0)
         self.endpoint.set_serving(serving=True)
@@ -218,7 +220,7 @@ class Service:
 
     def Forward(self, request: Any, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
         assert self.go.wait(SECONDS)
-        return moe_pb2.ForwardReply(epoch=5)
+        return self.answer
 
     def ForwardStream(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
         replies: queue.SimpleQueue[moe_pb2.ForwardStreamReply | None] = queue.SimpleQueue()
@@ -382,6 +384,22 @@ def test_bytes_of_calls_are_limited(serve: Callable[..., Service]) -> None:
     service.go.set()
     assert first.result() == small.result()
     assert until(lambda: held(service) == (0, 0, 0))
+
+
+def test_answers_that_nobody_takes_are_held_and_then_left(serve: Callable[..., Service]) -> None:
+    service = serve(calls=4, unread_seconds=1.0)
+    service.answer = moe_pb2.ForwardReply(hidden=moe_pb2.Tensor(data=bytes(1 << 20)))
+    service.go.set()
+    raw = RawConnection(service.address, window=0)
+    for _ in range(10):
+        raw.ask("/moeserve.v1.LaneService/Forward", b"")
+    assert until(lambda: held(service)[0] == 4)
+    time.sleep(0.3)
+    assert held(service)[0] == 4, "their answers are still here"
+    assert service.healthy() == "SERVING"
+    assert until(lambda: held(service) == (0, 0, 0))
+    assert len(service.forward().result()) > 1 << 20
+    raw.close()
 
 
 def test_a_caller_that_leaves_gives_its_room_back(serve: Callable[..., Service]) -> None:

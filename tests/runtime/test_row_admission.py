@@ -62,9 +62,9 @@ class Lane:
 def test_what_cannot_be_answered_in_time_is_refused_at_once() -> None:
     lane = Lane()
     lane.learn()
-    assert lane.ask("a", 10, 0.025) is None
-    assert lane.ask("a", 10, 0.025) is None
-    refused = lane.ask("a", 10, 0.025)
+    assert lane.ask("a", 10, 0.03) is None
+    assert lane.ask("a", 10, 0.03) is None
+    refused = lane.ask("a", 10, 0.03)
     assert refused is not None and "20 rows are served before" in str(refused)
     assert refused.pushback > 0
     assert lane.ask("a", 10, 0.02) is None, "it is served before those that have more time"

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from moeserve.dispatch.members import Member, Members
 from moeserve.experts.placement import EMPTY, Placement
+from moeserve.proto.texts import quoted
 from moeserve.runtime.control.orders import ExpertCopy, StagedCopy, StageOrder, Vote
 from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import Message
@@ -228,5 +229,5 @@ def committed_epoch(message: Message, before: Epoch) -> Epoch:
     """The epoch that a commit makes of the one before."""
     epoch = before.moved(message["layer"], np.array(message["slots"], dtype=np.int32))
     if epoch.number != message["number"]:
-        raise ValueError(f"epoch {message['number']} is committed after epoch {before.number}")
+        raise ValueError(f"epoch {quoted(message['number'])} is committed after epoch {before.number}")
     return replace(epoch, versions=tuple(message["versions"]), weights=tuple(message["weights"]))

@@ -93,6 +93,15 @@ class Endpoint:
         for name in ("", *self._services):
             self._health.tell(name, status)
 
+    def drain(self, reason: str) -> None:
+        """Refuses calls that begin from now on, as UNAVAILABLE with the reason; those begun go on."""
+        self._calling.drain(reason)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way, or has an answer that its caller has yet to take."""
+        return self._calling.busy
+
     def stop(self, grace: float) -> None:
         """Refuses new calls, lets those under way finish for `grace` seconds, and stops."""
         self._health.end()

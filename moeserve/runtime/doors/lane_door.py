@@ -22,7 +22,7 @@ from moeserve.runtime.doors.failures import GrpcStatus, guarded, status_of
 from moeserve.runtime.doors.operations import BadRequest
 from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.doors.request import CheckedRequest, RequestReader
-from moeserve.runtime.errors import CallerLeft, DeadlinePassed
+from moeserve.runtime.errors import CallerLeft, DeadlinePassed, GroupUnavailable
 from moeserve.runtime.rank.lane import Lane, LaneCall
 from moeserve.runtime.step import Stamp
 
@@ -57,6 +57,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         observe: Observe,
     ) -> None:
         self.admission = RowAdmission(RowLimits())  # of rows; its owner may set another before calls come
+        self._stopping = ""  # why no further call is taken from streams and over leases
         self._reader = reader
         self._lane = lane
         self._regions = regions
@@ -64,6 +65,12 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         self._observe = observe
         self._aside = ThreadPoolExecutor(ASIDE_THREADS, "aside")  # holds no more than the lane holds calls
         regions.take_call = self.take_packet
+
+    def drain(self, reason: str) -> None:
+        """Refuses calls that come on streams and over leases from now on; those taken go on. Unary calls are
+        for the endpoint to refuse, which knows when they began.
+        """
+        self._stopping = reason
 
     def Forward(self, request: moe_pb2.ForwardRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
         """Runs one batch and waits for its answer."""
@@ -191,6 +198,8 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             raise error
 
         try:
+            if self._stopping:
+                raise GroupUnavailable(self._stopping)
             leave = self._enter(request, peer, deadline)
             asked = self._reader.read(request, deadline)
         except Exception as error:

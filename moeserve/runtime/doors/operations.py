@@ -58,8 +58,10 @@ class Operations:
 
     def reload(self, request: moe_pb2.ReloadRequest) -> moe_pb2.ReloadReply:
         """Reloads every layer, once the checkpoint is seen to fit."""
+        given = f"checkpoint: {quoted(request.checkpoint)}"
+        if "\0" in request.checkpoint:
+            raise BadRequest(f"{given} has a character that no path has")
         if not PurePath(request.checkpoint).is_absolute():
-            given = f"checkpoint: {quoted(request.checkpoint)}"
             raise BadRequest(f"{given} must be an absolute path, which every host of the service knows")
         self._check_folder(Path(request.checkpoint))
         try:

@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.25  # at most between looks whether a step stands still: nobody is woken when one begins
 
+STOPPING = "the service is stopping"
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -98,7 +100,7 @@ class Coordinator:
         self._reception.start()
         threading.Thread(target=self._keep_pace, name="keep_pace", daemon=True).start()
 
-    def stop(self, reason: str = "the service is stopping") -> None:
+    def stop(self, reason: str = STOPPING) -> None:
         """Ends the group: members are told to stop."""
         with self._lock:
             self._changes.abandon(reason)
@@ -116,15 +118,14 @@ class Coordinator:
             if not self.generations.ended:
                 self.generations.set_state("failed", reason)
 
-    def drain(self, seconds: float, reason: str = "the service is stopping") -> bool:
-        """Has lanes take no further call, and waits until those under way have ended.
+    def drain(self, seconds: float, reason: str = STOPPING) -> bool:
+        """Has lanes begin no further call, and waits until those that have begun are over.
 
         Steps go on meanwhile. Returns whether all ended within `seconds`.
         """
         with self._lock:
             if self.generations.state != "serving":
                 return True
-            self.draining = reason
             log.info("lanes take no further call, and have %g s for those under way: %s", seconds, reason)
             generation = self._group.generation
             self._group.broadcast(
@@ -258,7 +259,7 @@ class Coordinator:
                 case "failed":
                     self.generations.failed(rank, str(message["reason"]))
                 case unknown:
-                    raise ValueError(f"unknown message {unknown!r} from rank {rank}")
+                    raise ValueError(f"unknown message {quoted(unknown)} from rank {rank}")
 
     # -- steps ----------------------------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ class Reception:
                 hello = stream.receive_first(self.hello_seconds or HELLO_SECONDS)
                 guest.known()
                 rank, seat = self._introduced(hello, stream)
-                self._events.rank_connected(rank, seat, str(hello.get("refused", "")))
+                self._events.rank_connected(rank, seat, clipped(str(hello.get("refused", ""))))
                 while True:
                     message = stream.receive()
                     known_frame(Frames.TO_HEAD, message["kind"])
@@ -107,10 +107,10 @@ class Reception:
                 log.warning("a stream from %s ended before its hello: %s", peer, why)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             log.error("refused a stream from %s: %s", peer, clipped(str(error)))
-            why = f"sent a malformed message: {error}"
+            why = clipped(f"sent a malformed message: {error}")
         except Exception as error:
             log.exception("the thread of rank %d, %s, ends", rank, peer)
-            why = f"its message could not be taken: {type(error).__name__}: {error}"
+            why = clipped(f"its message could not be taken: {type(error).__name__}: {error}")
         finally:
             if seat is not None:
                 self._events.rank_lost(rank, seat, why)

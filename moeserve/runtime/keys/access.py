@@ -139,26 +139,36 @@ def named(roles: Iterable[Role]) -> str:
     return " or ".join(role.value for role in GRANTED if role in roles) or "none that can be granted"
 
 
+class Lets(Enum):
+    """Whom a socket lets in."""
+
+    KEYED = "who shows what the tables of access ask for"
+    PROBES = "anyone, over TLS, who is told whether layers can be served, and nothing else"
+    LIBRARY = "whom its library lets in: not encrypted by us"
+
+
 @dataclass(frozen=True)
 class Listener:
     """A kind of socket that processes of the service listen on."""
 
     name: str
-    opened_by: str  # head, rank, or launcher
+    opened_by: str  # head, rank, prober (the process that answers probes), or launcher
     kind: str  # tcp, unix
     admits: str  # how it knows whom to let in
     most: int = 1  # of one process
-    ours: bool = True  # False: opened by a library, and not encrypted by us
+    lets_in: Lets = Lets.KEYED
 
 
 LISTENERS = (
     Listener("front door", "head", "tcp", "TLS; the table of RPCs"),
     Listener("control streams", "head", "tcp", "TLS; the run's token; the table of frames"),
     Listener("metrics of the head", "head", "tcp", "TLS; the table of HTTP paths"),
+    Listener("probes", "head", "tcp", "TLS; anyone", lets_in=Lets.PROBES),
+    Listener("gRPC of probes", "prober", "unix", "folder of mode 0700"),
     Listener("lane", "rank", "tcp", "TLS; the table of RPCs"),
     Listener("weights", "rank", "tcp", "TLS; the run's token; the table of frames"),
     Listener("metrics of a rank", "rank", "tcp", "TLS; the table of HTTP paths"),
-    Listener("gloo", "rank", "tcp", "not encrypted by us", ours=False),
+    Listener("gloo", "rank", "tcp", "not encrypted by us", lets_in=Lets.LIBRARY),
     Listener("region handover", "rank", "unix", "folder of mode 0700; the peer's uid; the region's name"),
     Listener("weights' handles", "rank", "unix", "folder of mode 0700; the peer's uid; the run's token"),
     Listener(

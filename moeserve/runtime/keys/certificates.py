@@ -77,7 +77,9 @@ class Certificates:
         def fetch() -> Any:
             nonlocal shown
             now = self._now()
-            if now is shown:
+            # Each configuration has keys of its own for sessions. Where callers show certificates, no two
+            # connections share one, or a session could be resumed after its certificate has expired.
+            if now is shown and not self.asks_callers:
                 return None
             shown = now
             return self._grpc_configuration(now)
@@ -135,6 +137,8 @@ class Certificates:
     def _server(self, texts: dict[str, bytes], demands: ssl.VerifyMode) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.options |= ssl.OP_NO_TICKET  # a session that is resumed shows no certificate again
+        context.num_tickets = 0
         self._show(context)
         if demands is not ssl.CERT_NONE:
             _trust(context, _callers_roots(texts), "keys.client_ca")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from moeserve.runtime.doors.admin_door import AdminDoor
 from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor
 from moeserve.runtime.doors.operations import Operations
-from moeserve.runtime.head.coordinator import Coordinator, Progress
+from moeserve.runtime.head.coordinator import STOPPING, Coordinator, Progress
 from moeserve.runtime.head.patience import Patience
 from moeserve.runtime.head.rebalancer import Rebalancer
 from moeserve.runtime.head.sequencer import StepPace
@@ -28,6 +29,7 @@ from moeserve.runtime.telemetry.probes import Probes
 
 log = logging.getLogger(__name__)
 
+LOOK_SECONDS = 0.01  # between looks for calls under way at the front door
 REPLY_SECONDS = 2.0  # for answers that are there to reach the front door's callers
 
 LEAVE_SECONDS = 5.0  # for a member to notice that its collective has ended, beside step.timeout_seconds
@@ -52,8 +54,8 @@ class HeadProcess:
         )
         self.token = secrets.token_hex(16)
         logs.hide(self.token)
-        self.coordinator = Coordinator(epoch, served.layers, pace, host, self.token)
         keys = Keys(config.keys, self.token)
+        self.coordinator = Coordinator(epoch, served.layers, pace, host, self.token)
         self.coordinator.secure(keys)
         logs.tell_where(lambda: (self.coordinator.generation, self.coordinator.epoch.number))
         log_levels = LogLevels(config.log.level, self.coordinator)
@@ -102,6 +104,7 @@ class HeadProcess:
                 self._endpoint.services,
                 server.stalled_seconds,
                 self._telemetry.why_not,
+                (config.keys.certificate, config.keys.private_key),
             )
             self.probes_address = f"{shown}:{self._probes.port}"
         self.coordinator.start()
@@ -120,8 +123,11 @@ class HeadProcess:
     def stop(self) -> None:
         """Refuses new calls, gives those under way `server.drain_seconds`, and ends the group."""
         self.rebalancer.stop()
-        self._endpoint.set_serving(serving=False)
-        if not self.coordinator.drain(self._drain_seconds):
+        until = time.monotonic() + self._drain_seconds
+        self._leave(STOPPING)
+        while self._endpoint.busy and time.monotonic() < until - self._drain_seconds / 2:
+            time.sleep(LOOK_SECONDS)  # what the front door has begun, lanes have yet to
+        if not self.coordinator.drain(max(0.0, until - time.monotonic()), STOPPING):
             log.warning(
                 "calls were under way after server.drain_seconds = %g and have no answer", self._drain_seconds
             )
@@ -131,6 +137,15 @@ class HeadProcess:
         self._telemetry.close()
         if self._probes is not None:
             self._probes.close()
+
+    def _leave(self, reason: str) -> None:
+        """Callers find no lane any more, probes say so, and the front door begins no further call."""
+        self.coordinator.draining = reason
+        self._endpoint.set_serving(serving=False)
+        if self._probes is not None:
+            self._probes.tell()
+        self._endpoint.drain(reason)
+        self._front.drain(reason)
 
     def _changed(self, progress: Progress) -> None:
         self._endpoint.set_serving(serving=progress.state == "serving")

@@ -137,7 +137,7 @@ class _RankProcess:
         self._telemetry.device_bytes(rank.held_bytes)
         self._telemetry.regions(lambda: (len(self._regions.list()), self._regions.bytes))
         group_settings = ProcessGroupSettings(
-            "nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds
+            "nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds, own_process=True
         )
         self.member = Member(rank, lane, stream, group_settings, self._telemetry.observe_step)
         self.member.observe_rows(self._telemetry.observe_rows)
@@ -151,6 +151,7 @@ class _RankProcess:
         rows = RowLimits(config.server.max_held_rows, config.server.queue_seconds, config.step.due_seconds)
         door = LaneDoor(reader, lane, self._regions, self.member.weights_version, self._telemetry.request)
         door.admission = RowAdmission(rows)
+        self._door = door
         self._endpoint = Endpoint(
             {"LaneService": door},
             NOT_THE_FRONT_DOOR,
@@ -159,6 +160,7 @@ class _RankProcess:
             keys,
         )
         self.member.on_serving = self._serving
+        self.member.on_drain, self.member.doors_busy = self._drain, lambda: self._endpoint.busy
         self.member.on_epoch = self._telemetry.set_group
         self.member.on_log_levels = logs.set_levels
         logs.tell_where(lambda: self.member.where)
@@ -196,6 +198,11 @@ class _RankProcess:
         """Called by the member when its group begins (generation > 0) or stops to serve."""
         self._endpoint.set_serving(serving=generation > 0)
         self._telemetry.set_group(generation, epoch)
+
+    def _drain(self, reason: str) -> None:
+        """Begins no further call, unary or another."""
+        self._endpoint.drain(reason)
+        self._door.drain(reason)
 
     def _serve_metrics(self, spec: RankSpec) -> str:
         port = spec.config.server.metrics_port

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.group import GroupKind, abort_group, end_group, form_group
-from moeserve.proto.texts import clipped
+from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.control.messages import (
     announcement_message,
     committed_epoch,
@@ -54,6 +54,7 @@ class ProcessGroupSettings:
 
     backend: str  # gloo, nccl
     timeout: float  # seconds of one collective
+    own_process: bool = False  # as `GroupKind` has it
 
 
 class Member:
@@ -85,6 +86,8 @@ class Member:
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
         self.on_epoch: Callable[[int, int], None] = lambda generation, epoch: None  # between two steps
         self.on_log_levels: Callable[[Mapping[str, str]], None] = lambda levels: None  # by logger
+        self.on_drain: Callable[[str], None] = lambda reason: None  # doors begin no further call
+        self.doors_busy: Callable[[], bool] = lambda: False  # a call has begun there and is not over
 
     @property
     def where(self) -> tuple[int | None, int | None]:
@@ -226,7 +229,8 @@ class Member:
     def _report_failure(self, entry: Message, error: Exception) -> None:
         """A rank never skips an entry: if it cannot run one, the generation aborts."""
         first_line = (str(error).splitlines() or [""])[0]
-        reason = f"rank {self._rank.index}: {entry['kind']} failed: {type(error).__name__}: {first_line}"
+        what = f"rank {self._rank.index}: {quoted(entry['kind'])} failed: {type(error).__name__}"
+        reason = clipped(f"{what}: {first_line}")
         if entry.get("generation") != self._generation:
             log.info("%s (its generation was aborted)", reason)
             return
@@ -304,10 +308,11 @@ class Member:
     def _drain(self, message: Message) -> None:
         """Takes no further call, and says when those under way have ended. Steps go on meanwhile."""
         if self._lane is not None:
-            self._lane.drain(message["reason"])
+            self.on_drain(message["reason"])
             until = time.monotonic() + message["seconds"]
-            while self._lane.in_flight and time.monotonic() < until:
+            while (self._lane.in_flight or self.doors_busy()) and time.monotonic() < until:
                 time.sleep(DRAIN_LOOK_SECONDS)
+            self._lane.drain(message["reason"])
         try:
             self._stream.send({"kind": "drained", "generation": message["generation"]})
         except StreamClosed as closed:
@@ -367,7 +372,7 @@ class Member:
         settings = self._group_settings
         self._store = StreamStore(self._stream.send, generation, settings.timeout)
         if generation == self._generation:  # else its abort has found no store to close
-            kind = GroupKind(settings.backend, settings.timeout, self._rank.device)
+            kind = GroupKind(settings.backend, settings.timeout, self._rank.device, settings.own_process)
             self._group = form_group(self._store, name, *place, kind)
         if generation != self._generation:  # its abort found no group yet
             raise RuntimeError("the generation was aborted while its process group formed")

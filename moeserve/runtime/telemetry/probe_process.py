@@ -5,9 +5,11 @@ Parsing a large message, or receiving one, holds the interpreter there, and so d
 does. What is heard no more counts as not serving. It imports gRPC and nothing of the runtime, and ends with
 its stdin.
 
-    python -m moeserve.runtime.telemetry.probe_process LISTENER STALLED_SECONDS SERVICE...
+    python -m moeserve.runtime.telemetry.probe_process LISTENER SOCKET STALLED_SECONDS CERTIFICATE KEY NAME...
 
-LISTENER is the descriptor of a listening socket, which outlives this process.
+LISTENER is the descriptor of a listening socket, which outlives this process; SOCKET the path of a Unix
+socket by which it hands connections of gRPC to its own server. CERTIFICATE and KEY are paths of PEM files,
+read again when they change, or empty where probes come without TLS. Each NAME is a service's.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import secrets
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from typing import Any
 
 from grpc import StatusCode, aio, method_handlers_generic_handler
 from grpc import unary_stream_rpc_method_handler as stream_handler
@@ -34,6 +37,44 @@ MOST_CONNECTIONS = 512  # beyond, the one that has been open for longest is clos
 MOST_BYTES = 8192  # of a request
 LOOK_SECONDS = 0.1  # between looks whether watchers are to be told something else
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
+
+
+class Certificate:
+    """Contexts with the certificate as its files have it now. Probes show none of their own."""
+
+    def __init__(self, certificate: str, key: str) -> None:
+        self._paths = certificate, key
+        self._seen = self._stamps()
+        self._made = self._read()
+
+    def context(self) -> ssl.SSLContext:
+        """For a server: each connection gets the certificate of its time."""
+        first = self._read()
+        first.sni_callback = self._chosen  # called for every connection, also for one that names no host
+        return first
+
+    def _chosen(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        with suppress(OSError, ValueError):  # what was read before stays; the head's log says what is wrong
+            stamps = self._stamps()
+            if stamps != self._seen:
+                self._seen = stamps
+                self._made = self._read()
+        connection.context = self._made
+
+    def _stamps(self) -> list[tuple[int, int, int]]:
+        found = [os.stat(path) for path in self._paths]
+        return [(one.st_mtime_ns, one.st_size, one.st_ino) for one in found]
+
+    def _read(self) -> ssl.SSLContext:
+        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        made.minimum_version = ssl.TLSVersion.TLSv1_2
+        made.load_cert_chain(*self._paths, password=_no_password)
+        made.set_alpn_protocols(["h2", "http/1.1"])  # gRPC's clients ask for the first
+        return made
+
+
+def _no_password() -> str:
+    raise ValueError("the private key is encrypted")
 
 
 class State:
@@ -116,7 +157,7 @@ class Answers:
     async def _hand_on(
         self, begun: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        inner_reader, inner = await asyncio.open_unix_connection("\0" + self._grpc_address)
+        inner_reader, inner = await asyncio.open_unix_connection(self._grpc_address)
         inner.write(begun)
         ways = (asyncio.create_task(pump(reader, inner)), asyncio.create_task(pump(inner_reader, writer)))
         try:
@@ -189,15 +230,17 @@ async def listen_to(state: State) -> None:
 async def main() -> None:
     """Answers until stdin ends."""
     listener = socket.socket(fileno=int(sys.argv[1]))
-    state, services = State(float(sys.argv[2])), sys.argv[3:]
-    name = f"moeserve-probes-{os.getpid()}-{secrets.token_hex(8)}"
+    inside, state, files, services = sys.argv[2], State(float(sys.argv[3])), sys.argv[4:6], sys.argv[6:]
+    tls: dict[str, Any] = {}
+    if files[0]:
+        tls = {"ssl": Certificate(*files).context(), "ssl_handshake_timeout": REQUEST_SECONDS}
     options = [("grpc.max_receive_message_length", MOST_BYTES), ("grpc.max_concurrent_streams", 64)]
     inner = aio.server(options=options, maximum_concurrent_rpcs=4 * MOST_CONNECTIONS)
     inner.add_generic_rpc_handlers((GrpcHealth(state, services).handler(),))
-    inner.add_insecure_port(f"unix-abstract:{name}")
+    inner.add_insecure_port(f"unix:{inside}")
     await inner.start()
-    answers = Answers(state, name)
-    server = await asyncio.start_server(answers.take, sock=listener, limit=MOST_BYTES, backlog=1024)
+    answers = Answers(state, inside)
+    server = await asyncio.start_server(answers.take, sock=listener, limit=MOST_BYTES, backlog=1024, **tls)
     await listen_to(state)
     server.close()
     await inner.stop(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from moeserve.proto.texts import clipped
 from moeserve.runtime.config import ConfigError
+from moeserve.runtime.keys.sockets import private_folder, remove
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +32,18 @@ class Probes:
     """Listens at `host:port` (0: a free one); a process that this one starts answers there, until `close`.
 
     why_not: why layers cannot be served now; empty while they can. It is asked by a thread of its own: where
-    that hangs for `stalled_seconds`, the service counts as one that does not live. Raises ConfigError where
+    that hangs for `stalled_seconds`, the service counts as one that does not live. tls: paths of the
+    certificate and its key; empty where probes come without TLS. Raises ConfigError where
     the address cannot be had.
     """
 
     def __init__(
-        self, at: tuple[str, int], services: Sequence[str], stalled_seconds: float, why_not: Callable[[], str]
+        self,
+        at: tuple[str, int],
+        services: Sequence[str],
+        stalled_seconds: float,
+        why_not: Callable[[], str],
+        tls: tuple[str, str] = ("", ""),
     ) -> None:
         self._why_not = why_not
         self._told = threading.Event()
@@ -48,8 +56,9 @@ class Probes:
             raise ConfigError(
                 f"{why}; set server.health_port to another port, 0 for any free one, -1 for none"
             ) from error
-        self._command = [sys.executable, "-m", MODULE, str(self._listener.fileno()), str(stalled_seconds)]
-        self._command += services
+        self._inside = str(private_folder() / f"probes-{os.getpid()}-{secrets.token_hex(4)}")
+        self._command = [sys.executable, "-m", MODULE, str(self._listener.fileno()), self._inside]
+        self._command += [str(stalled_seconds), *tls, *services]
         self._thread = threading.Thread(target=self._run, name="probes", daemon=True)
         self._thread.start()
 
@@ -105,3 +114,4 @@ class Probes:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            remove(self._inside)

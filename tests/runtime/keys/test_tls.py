@@ -101,6 +101,57 @@ def test_one_thread_waits_while_others_send(ring: Keyring) -> None:
     far.close()
 
 
+def test_a_session_is_not_resumed_past_its_certificate(tmp_path: Path) -> None:
+    """Who resumes a session shows no certificate, so that one which has expired meanwhile would do."""
+    ring = Keyring(tmp_path, "mutual")
+    keys = Keys(config_of(ring), TOKEN)
+    for context in (Certificates(config_of(ring)).accepting(), keys.http_context()):
+        assert context is not None
+        ends, resumed = [], []
+        client = ring.context(Shown(pair=ring.pair))
+        assert client is not None
+        for _ in range(2):
+            with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+
+                def serve(
+                    listener: socket.socket = listener, context: ssl.SSLContext = context
+                ) -> bool | None:
+                    with context.wrap_socket(listener.accept()[0], server_side=True) as made:
+                        made.sendall(b"x")
+                        made.recv(1)
+                        return made.session_reused
+
+                served = threads.submit(serve)
+                plain = socket.create_connection(listener.getsockname(), SECONDS)
+                session = ends[-1] if ends else None
+                with client.wrap_socket(plain, server_hostname="localhost", session=session) as made:
+                    made.recv(1)
+                    ends.append(made.session)
+                resumed.append(served.result(SECONDS))
+        assert resumed == [False, False]
+
+
+def test_grpc_resumes_no_session_either(tmp_path: Path) -> None:
+    ring = Keyring(tmp_path, "mutual")
+    door = Door(config_of(ring))
+    host, port = door.address.rsplit(":", 1)
+    client = ring.context(ring.shown("right", frozenset()))
+    assert client is not None
+    client.set_alpn_protocols(["h2"])
+    session, resumed = None, []
+    try:
+        for _ in range(3):
+            plain = socket.create_connection((host, int(port)), SECONDS)
+            with client.wrap_socket(plain, server_hostname="localhost", session=session) as made:
+                made.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+                assert made.recv(1)
+                session = made.session
+                resumed.append(made.session_reused)
+        assert resumed == [False, False, False]
+    finally:
+        door.endpoint.stop(0)
+
+
 def test_bounds_hold_over_tls(ring: Keyring) -> None:
     keys = Keys(config_of(ring), TOKEN)
     near, far = joined(keys, keys)
@@ -178,6 +229,25 @@ def test_a_service_whose_certificate_has_expired_is_refused(ring: Keyring) -> No
     door = Door(config_of(ring, certificate=late[0], private_key=late[1]))
     try:
         assert door.health(ring, shown) == "UNAVAILABLE"
+    finally:
+        door.endpoint.stop(0)
+
+
+@pytest.mark.parametrize(
+    "name", ["spiffe://cluster/ns/a/sa/b", "monitor.example", "192.0.2.7", "common-name"]
+)
+def test_a_certificate_s_names_are_its_common_one_and_its_alternatives(tmp_path: Path, name: str) -> None:
+    ring = Keyring(tmp_path, "mutual")
+    replaced(ring.grants, f"observe name {name}\n".encode())
+    names = (name,) if name == "common-name" else ("somebody", "other.example", name)
+    granted = Shown(pair=ring.callers.sign(*names, file="granted"))
+    other = Shown(pair=ring.callers.sign("somebody", "other.example", "monitor.example.org", file="other"))
+    door = Door(config_of(ring))
+    try:
+        for shown, code in ((granted, "FAILED_PRECONDITION"), (other, "PERMISSION_DENIED")):
+            with ring.channel(door.address, shown) as channel:
+                assert code_of(channel, "/moeserve.v1.FrontService/GetStatus", b"", shown) == code
+                assert code_of(channel, "/moeserve.v1.AdminService/Reload", b"", shown) == "PERMISSION_DENIED"
     finally:
         door.endpoint.stop(0)
 

@@ -76,6 +76,26 @@ def test_who_speaks_of_a_generation_before_is_fenced_with_a_line(
     said("rank 0 spoke of generation 0, and it is 1: that does not count")
 
 
+LONG = {"kind": "x" * 70_000}, {"kind": "announce", "job": 1, "layer": 0, "rows": 1, "left": "x" * 70_000}
+
+
+@pytest.mark.parametrize("said", LONG, ids=("kind", "left"))
+def test_the_reason_repeats_what_a_member_said_only_so_far(
+    coordinator: Coordinator, said: dict[str, str]
+) -> None:
+    members = serving(coordinator, MEMBERS)
+    members[0].say(**said)
+    members[1].entry("abort")
+    reason = coordinator.progress().reason
+    assert "malformed" in reason and len(reason) < 1200
+
+
+def test_a_reason_not_to_start_is_cut(coordinator: Coordinator) -> None:
+    FakeMember(coordinator, 0, refused="x" * 70_000)
+    until(lambda: coordinator.progress().state == "failed")
+    assert len(coordinator.progress().reason) <= 1024
+
+
 def test_who_is_superseded_is_a_line(coordinator: Coordinator, said: Said) -> None:
     serving(coordinator, MEMBERS)
     FakeMember(coordinator, 1, pid=999)

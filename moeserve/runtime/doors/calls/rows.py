@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,10 @@ MEASURED = ("OK", "DEADLINE_EXCEEDED")
 """How calls end whose time says something of the lane's pace."""
 
 Leave = Callable[[str], None]
+
+HEADROOM = 0.8  # of the time until its deadline: a call that would take longer is not let in
+
+SHORT_SECONDS = 1.0  # after a refusal for lack of room, for which callers have their shares only
 
 LEAST_PART = 16
 """One of so many parts of what a caller has time for is never taken from it for one with less time."""
@@ -38,6 +43,7 @@ class _Held:
     ahead: int  # rows that are served before, and its own
     urgency: float
     entered: float
+    foretold: float  # seconds, when it entered
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class _Asked:
     rows: int
     ahead: int  # rows that would be served before, and its own
     own: int  # of these, its caller's
-    seconds: float  # within which it has to be answered
+    seconds: float  # within which it should be answered
 
 
 class RowAdmission:
@@ -64,8 +70,9 @@ class RowAdmission:
         self._clock = clock
         self._pace = Pace()
         self._callers = Callers()
-        self._held: set[_Held] = set()
+        self._held: dict[_Held, None] = {}  # the oldest first
         self._rows = 0
+        self._short = -math.inf  # when a call was last refused that others left no room for
         self._lock = threading.Lock()
 
     @property
@@ -86,18 +93,19 @@ class RowAdmission:
             before = [held for held in self._held if held.urgency <= urgency]
             ahead = rows + sum(held.rows for held in before)
             own = rows + sum(held.rows for held in before if held.caller is caller)
-            why = self._why_not(caller, _Asked(rows, ahead, own, min(deadline - now, self.limits.seconds)))
+            seconds = HEADROOM * min(deadline - now, self.limits.seconds)
+            why = self._why_not(caller, _Asked(rows, ahead, own, seconds))
             if why:
                 raise LaneFull(why, self._callers.refuse(caller, now))
-            held = _Held(caller, rows, ahead, urgency, now)
-            self._held.add(held)
+            held = _Held(caller, rows, ahead, urgency, now, self._pace.foretold(ahead, now))
+            self._held[held] = None
             self._rows += rows
             self._callers.enter(caller, rows)
 
         def leave(code: str) -> None:
             now = self._clock()
             with self._lock:
-                self._held.discard(held)
+                del self._held[held]
                 self._rows -= rows
                 self._callers.leave(caller, rows, now)
                 if code in MEASURED:
@@ -114,21 +122,29 @@ class RowAdmission:
         if self._rows + asked.rows > most:
             held = f"{self._rows} are under way, and server.max_held_rows is {most}"
             return f"{asked.rows} rows do not fit: {held}"
-        caller.room = room = self._pace.room(asked.seconds, now)
-        foretold = self._pace.foretold(asked.ahead, now)
+        behind = self._behind(now)
+        caller.room = room = min(self._pace.room(asked.seconds - behind, now), self._pace.seen)
+        foretold = self._pace.foretold(asked.ahead, now) + behind
         if foretold > asked.seconds:
+            self._short = now
             return (
                 f"{asked.ahead - asked.rows} rows are served before: at this lane's pace a call would take "
-                f"{foretold:.2f} s, and has {asked.seconds:.2f} s"
+                f"{foretold:.2f} s, and should take {asked.seconds:.2f} s"
             )
         wanting = self._callers.wanting(caller, now)
-        if len(wanting) == 1 or asked.own == asked.rows:
+        if len(wanting) == 1 or asked.own == asked.rows or now - self._short > SHORT_SECONDS:
             return ""
-        least = min(other.room for other in wanting)
-        part = min(room, self._pace.seen) / LEAST_PART
-        limit = min(most, max(least, part))
+        limit = min(most, max(min(other.room for other in wanting), room / LEAST_PART))
         share = self._callers.share(caller, wanting, limit)
         if 2 * asked.ahead > limit and asked.own > share:
+            self._short = now
             held = f"this caller has {asked.own - asked.rows} rows under way"
             return f"{held}, and its share of {limit:.0f} among {len(wanting)} callers is {share:.0f}"
         return ""
+
+    def _behind(self, now: float) -> float:
+        """Seconds by which the oldest call that is held is later than was foretold: those behind it are as
+        late, and those that end tell of it only then.
+        """
+        oldest = next(iter(self._held))
+        return max(0.0, now - oldest.entered - oldest.foretold) if oldest.foretold else 0.0

@@ -10,14 +10,15 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from moeserve.experts.bank import Bank
 from moeserve.experts.checksum import Slot
-from moeserve.proto.texts import clipped
+from moeserve.proto.texts import clipped, listed
 from moeserve.runtime.control.acceptor import Acceptor, Guest
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed, StreamSilent, connect
 from moeserve.runtime.keys.access import Frames, known_frame
@@ -28,13 +29,22 @@ from moeserve.runtime.rank.weights.cuda_ipc import opened, shared
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 WITHIN_SECONDS = 20.0
 UNREAD_SECONDS = 60.0  # a peer that takes no byte for so long gets no more
 HELLO_SECONDS = 10.0  # within which whoever connects has to show the token
 
 
+MALFORMED = (KeyError, TypeError, ValueError, ArithmeticError, AttributeError, IndexError)
+"""What it raises to read a message that is of another form than expected."""
+
+
 class PeerRefused(RuntimeError):
-    """A peer does not give an expert, and says why."""
+    """A peer does not give an expert, and says why; or what it says cannot be understood."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(clipped(why))
 
 
 def unread_seconds(rate: float) -> float:
@@ -106,7 +116,7 @@ class WeightsServer:
                 log.warning("refused weights to %s: %s", guest.peer, closed)
             elif isinstance(closed, StreamSilent):
                 log.warning("a copy of weights to %s ends: %s", guest.peer, closed)
-        except (KeyError, TypeError, ValueError) as error:
+        except MALFORMED as error:
             log.warning("refused weights to %s: %s", guest.peer, clipped(str(error)))
         finally:
             self._streams.discard(stream)
@@ -122,7 +132,7 @@ class WeightsServer:
         try:
             held = [self._bank.slot(layer, slot) for slot in slots]
         except (KeyError, ValueError) as error:
-            stream.send({"kind": "refused", "reason": str(error)})
+            stream.send({"kind": "refused", "reason": clipped(str(error))})
             return
         copier.after_commit(self._bank)
         with copier.stream():
@@ -173,14 +183,14 @@ class Peers:
         """
         reply = self._ask(address, {"layer": layer, "slots": slots, "how": "stream"})
         stream = self._links[address]
-        for given, room in zip(reply["tensors"], rooms, strict=True):
-            sizes = {str(name): int(size) for name, size in given}
+        held, checksums = self._understood(address, lambda: _answered(reply, len(rooms)))
+        for sizes, room in zip(held, rooms, strict=True):
             if sizes != _sizes(room):
                 self._drop(address)
                 raise PeerRefused(f"{address} holds tensors {sizes}, and this rank's slot is of another form")
             for name in sizes:
                 self._receive(stream, address, room[name], copier)
-        return [str(checksum) for checksum in reply["checksums"]]
+        return checksums
 
     def map(self, address: str, layer: int, slots: list[int], rooms: list[Slot], copier: Copier) -> list[str]:
         """Copies as `fetch` does, between GPUs of one host: this GPU maps the peer's storage and reads it."""
@@ -189,7 +199,8 @@ class Peers:
         reply = self._ask(self._near_of(address), asked)
         index = self._device.index or 0
         forms = dict(zip(slots, rooms, strict=True))
-        for slot, handles in reply["shared"]:
+        given, checksums = self._understood(address, lambda: _shared(reply, unknown))
+        for slot, handles in given:
             found, room = {name: opened(one, index) for name, one in handles.items()}, forms[slot]
             if _sizes(found) != _sizes(room):
                 raise PeerRefused(f"{address} holds {_sizes(found)}, and this rank's slot is of another form")
@@ -197,7 +208,7 @@ class Peers:
                 name: found[name].view(own.dtype).view(own.shape) for name, own in room.items()
             }
         copier.copy([(self._mapped[address, layer, slot], room) for slot, room in forms.items()])
-        return [str(checksum) for checksum in reply["checksums"]]
+        return checksums
 
     def close(self) -> None:
         """Ends every link, and forgets what was mapped: the owners may be gone."""
@@ -208,7 +219,8 @@ class Peers:
     def _near_of(self, address: str) -> str:
         """The Unix socket of the owner at `address`, over which it gives handles of its device."""
         if address not in self._near:
-            self._near[address] = str(self._ask(address, {"kind": "handles"})["socket"])
+            reply = self._ask(address, {"kind": "handles"})
+            self._near[address] = self._understood(address, lambda: str(reply["socket"]))
         return self._near[address]
 
     def _linked(self, address: str) -> Stream:
@@ -242,8 +254,18 @@ class Peers:
             self._drop(address)
             raise StreamClosed(str(error)) from error
         if reply["kind"] == "refused":
-            raise PeerRefused(f"{address}: {reply['reason']}")
+            raise PeerRefused(f"{address}: {reply.get('reason')}")
         return reply
+
+    def _understood(self, address: str, read: Callable[[], T]) -> T:
+        """What `read` makes of a peer's answer. Raises PeerRefused where it is of another form."""
+        try:
+            return read()
+        except MALFORMED as error:
+            self._drop(address)
+            raise PeerRefused(
+                f"{address} answers what is no answer: {type(error).__name__}: {error}"
+            ) from error
 
     def _receive(self, stream: Stream, address: str, target: Tensor, copier: Copier) -> None:
         own = target.view(-1).view(torch.uint8)
@@ -264,6 +286,28 @@ class Peers:
     def _drop(self, address: str) -> None:
         if link := self._links.pop(address, None):
             link.close()
+
+
+def _answered(reply: Message, count: int) -> tuple[list[dict[str, int]], list[str]]:
+    """Bytes of the tensors of each of `count` experts, and the experts' checksums."""
+    sizes = [{str(name): int(size) for name, size in one} for one in reply["tensors"]]
+    return sizes, _checksums(reply, len(sizes), count)
+
+
+def _shared(reply: Message, unknown: list[int]) -> tuple[list[tuple[int, Any]], list[str]]:
+    """What maps the tensors of each slot in `unknown`, and the checksums of all that were asked for."""
+    given = [(int(slot), dict(handles)) for slot, handles in reply["shared"]]
+    slots = [slot for slot, _ in given]
+    if slots != unknown:
+        raise ValueError(f"slots {listed(slots)} came, and {listed(unknown)} were asked for")
+    return given, [str(checksum) for checksum in reply["checksums"]]
+
+
+def _checksums(reply: Message, given: int, count: int) -> list[str]:
+    checksums = [str(checksum) for checksum in reply["checksums"]]
+    if not given == len(checksums) == count:
+        raise ValueError(f"{given} experts and {len(checksums)} checksums came, and {count} were asked for")
+    return checksums
 
 
 def _sizes(tensors: Slot) -> dict[str, int]:
