@@ -263,16 +263,17 @@ VIEWS = (
     ),
     View(
         "chaos",
-        "Seconds until a service answers again whose rank was stopped or killed",
-        r"(?P<launcher>\w+), states: (?P<line>.+), (?P<column>stop|kill|hang|hold): longest time back",
+        "Longest time until a service answers again whose rank was stopped or killed",
+        r"(?P<launcher>\w+), states: (?P<column>.+), (?P<line>stop|kill|hang|hold): longest time back",
         "{launcher}: {line}",
         "{column}",
     ),
     View(
         "chaos",
         "A service whose ranks are stopped, killed, cannot start, or are held up",
-        r"(?P<launcher>\w+), (?P<line>.+(?<!: longest time back))",
-        "{launcher}, {line}",
+        r"(?P<line>\w+), (?P<column>.+(?<!: longest time back))",
+        "{line}",
+        "{column}",
     ),
 )
 """Every bench, room by room, in the order of the page."""
