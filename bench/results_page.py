@@ -261,6 +261,20 @@ VIEWS = (
         "{line}",
         "{column}",
     ),
+    View(
+        "chaos",
+        "Longest time until a service answers again whose rank was stopped or killed",
+        r"(?P<launcher>\w+), states: (?P<column>.+), (?P<line>stop|kill|hang|hold): longest time back",
+        "{launcher}: {line}",
+        "{column}",
+    ),
+    View(
+        "chaos",
+        "A service whose ranks are stopped, killed, cannot start, or are held up",
+        r"(?P<line>\w+), (?P<column>.+(?<!: longest time back))",
+        "{line}",
+        "{column}",
+    ),
 )
 """Every bench, room by room, in the order of the page."""
 

@@ -38,7 +38,7 @@ RANK = """
 import sys, time
 from moeserve.runtime.rank.weights import mover
 from bench.service.faults import points
-points.HERE.rank = int(sys.argv[1])
+points._begin(int(sys.argv[1]))
 print("ready", flush=True)
 while True:
     sys.stdin.readline()
@@ -83,7 +83,9 @@ def test_a_point_does_what_its_file_says_once_and_in_its_rank_alone(tmp_path: Pa
         _, how = os.waitpid(ranks[1].pid, os.WUNTRACED)
         assert os.WIFSTOPPED(how) if action == "stop" else os.WTERMSIG(how) == signal.SIGKILL
         left = {0: [ranks[0].pid], 1: [ranks[1].pid] if action == "stop" else []}
-        assert points.alive({0: [ranks[0].pid], 1: [ranks[1].pid]}) == left, "a stopped one is still there"
+        assert points.rank_processes(tmp_path) == left, "a stopped one is still there"
+        (tmp_path / f"rank.2.{os.getpid()}").write_text("1")
+        assert points.rank_processes(tmp_path)[2] == [], "this process was born later than rank 2's"
         assert not list(tmp_path.glob(f"{point}.*"))
     finally:
         for process in ranks:

@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,11 +73,16 @@ def fired(folder: Path, point: str, rank: int) -> tuple[int, float] | None:
 
 
 def rank_processes(folder: Path) -> dict[int, list[int]]:
-    """The ids of every process that a rank has ever had, by rank."""
+    """The ids of the processes that each rank has now, stopped ones too: one, where all is well.
+
+    A process of another program that has the id of an earlier one is none of them: it was born later.
+    """
     found: dict[int, list[int]] = {}
     for path in folder.glob("rank.*"):
         _, rank, pid = path.name.split(".")
-        found.setdefault(int(rank), []).append(int(pid))
+        alive = found.setdefault(int(rank), [])
+        if path.read_text() == _born(int(pid)):
+            alive.append(int(pid))
     return found
 
 
@@ -130,7 +135,9 @@ def _entered(point: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def _begin(rank: int) -> None:
     """This process is a rank's from now on."""
     HERE.rank = rank
-    (HERE.folder / f"rank.{rank}.{os.getpid()}").touch()
+    part = HERE.folder / f".rank.{rank}.{os.getpid()}"
+    part.write_text(_born(os.getpid()))
+    part.rename(HERE.folder / f"rank.{rank}.{os.getpid()}")
     threading.Thread(target=_stall, name="stalls", daemon=True).start()
 
 
@@ -221,13 +228,10 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def alive(pids: Mapping[int, list[int]]) -> dict[int, list[int]]:
-    """Those of the processes that run, or are stopped, by rank; no zombies."""
-    return {rank: [pid for pid in found if _state(pid) not in ("", "Z", "X")] for rank, found in pids.items()}
-
-
-def _state(pid: int) -> str:
+def _born(pid: int) -> str:
+    """When a process was started, as its kernel counts; empty for one that has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        told = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return ""
+    return "" if told[0] in ("Z", "X") else told[19]

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from bench.lib.record import ROOT
-from bench.service.faults.points import alive, environment, rank_processes
+from bench.service.faults.points import environment, rank_processes
 from moeserve.proto.client import MoeClient
 from moeserve.proto.errors import MoeError
 from moeserve.runtime.config import Config
@@ -79,7 +79,7 @@ class Service:
 
     def living(self) -> dict[int, list[int]]:
         """The processes that each rank has now, stopped ones too: one, where all is well."""
-        return alive(rank_processes(self.folder))
+        return rank_processes(self.folder)
 
     def status(self) -> tuple[str, str, int]:
         """State, reason and generation; the reason why it does not answer in place of these."""

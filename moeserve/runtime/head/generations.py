@@ -29,6 +29,7 @@ FIRST_ATTEMPTS = 3  # that members may say have failed before the group ever ser
 SETTLE_SECONDS = 0.25  # after an abort, before the next generation: a killed rank's stream ends by then
 ENDED = ("failed", "stopped")  # states that no other follows, except "stopped" after "failed"
 GONE_LOOK_SECONDS = 0.05  # between looks whether a process that was given up has ended
+LOOK_SECONDS = 0.1  # between looks whether members have answered
 GONE_REPORT_SECONDS = 5.0  # between words on processes that were killed and do not end
 BLAME_SECONDS = 0.2  # after a rank failed an entry: a peer that died is found by then, and is the cause
 
@@ -238,7 +239,7 @@ class Generations:
         self._end_waits(now)
         self._inquire(now)
         if self._failing is not None and self._failing[0] <= now:
-            self._end_failed(self._failing[1])
+            self._end_failed(now, self._failing[1])
         if self._give_up_at() <= now:
             missing = self._group.missing
             who = f"ranks {missing} are missing; " if missing else ""
@@ -315,8 +316,11 @@ class Generations:
         inquiry = self._inquiry or Inquiry(standstill, self._group.members.seats)
         if inquiry.due() > now:
             return
+        if inquiry.complete and inquiry.went_on:
+            inquiry.again(now)
+            return
         if inquiry.complete:
-            self._end_standstill(inquiry)
+            self._end_standstill(inquiry, "" if self._failing is None else self._failing[1])
             return
         inquiry.asked(now)
         self._inquiry = inquiry
@@ -334,12 +338,16 @@ class Generations:
         """Has members say that they run, and how far they are."""
         self._group.broadcast({"kind": "ask", "generation": self._group.generation})
 
-    def _end_failed(self, reason: str) -> None:
+    def _end_failed(self, now: float, reason: str) -> None:
         """Ends the generation of a member that cannot go on. Where nothing has gone on for long it had waited
         for another, and that one is to blame. Those who have ended, or do not even answer, are named first.
         """
-        if self._inquiry is not None and self._inquiry.complete:
-            self._end_standstill(self._inquiry, reason)
+        inquiry = self._inquiry
+        if inquiry is not None and inquiry.complete and not inquiry.went_on:
+            if inquiry.due() > now:
+                self._failing = now + LOOK_SECONDS, reason  # who is slow to answer may be the one
+                return
+            self._end_standstill(inquiry, reason)
             return
         named = {rank: f"rank {rank} (pid {seat.pid})" for rank, seat in sorted(self._seats.items())}
         ended = [who for rank, who in named.items() if self._has_ended(self._seats[rank].pid, unknown=False)]

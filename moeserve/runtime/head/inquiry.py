@@ -15,6 +15,9 @@ silent: with 10 s that is 7 s, which is longer than a garbage collection or a li
 NEARLY = 0.9  # of a bound has passed: whoever says now that it cannot go on has waited as long as that
 
 ANSWER_SECONDS = 0.5  # for the second answers, which tell how far members are now
+SLOW_SECONDS = (
+    7.0  # for those that had answered the first question: their interpreter may be held up only now
+)
 
 
 class Standstill(NamedTuple):
@@ -41,16 +44,19 @@ class Inquiry:
     """
 
     def __init__(self, about: Standstill, seats: Collection[int]) -> None:
-        self.about = about
+        self.about, self._since = about, about.since
         self._seats = frozenset(seats)
         self._answers: dict[int, tuple[int, Reached]] = {}  # by seat: which question, how far
-        self._asked = 0
+        self._asked, self._asked_at = 0, 0.0
         self._failed = set[int]()  # who said that they cannot go on: they waited, and do so no more
+        self.went_on = False  # a member is further than it was at the first question: nothing stands still
 
     def due(self) -> float:
         """When members are to be asked next, or the verdict is due."""
-        since, bound = self.about.since, self.about.bound
-        return since + (bound * ASK_AT, bound, bound + ANSWER_SECONDS)[self._asked]
+        if self._asked < 2:
+            return self._since + self.about.bound * (ASK_AT, 1.0)[self._asked]
+        slow = {seat for seat, (asked, _) in self._answers.items() if asked < 2} - self._failed
+        return self._asked_at + (SLOW_SECONDS if slow else ANSWER_SECONDS)
 
     @property
     def complete(self) -> bool:
@@ -59,16 +65,22 @@ class Inquiry:
 
     def asked(self, now: float) -> None:
         """Notes that members were asked: first, or for how far they are at the bound."""
-        if self._asked == 0 or now >= self.about.since + NEARLY * self.about.bound:
-            self._asked = min(2, self._asked + 1)
+        if self._asked == 0 or (self._asked == 1 and now >= self._since + NEARLY * self.about.bound):
+            self._asked, self._asked_at = self._asked + 1, now
 
     def answered(self, seat: int, reached: Reached) -> None:
         """Notes an answer: the member's process runs, and is so far."""
+        if seat in self._answers and self._answers[seat][1] != reached:
+            self.went_on = True
         self._answers[seat] = self._asked, reached
 
     def failed(self, seat: int) -> None:
         """Notes that a member has said that it cannot go on: nobody waits for it."""
         self._failed.add(seat)
+
+    def again(self, now: float) -> None:
+        """Begins anew: something went on, such as one member after another whose interpreter was held up."""
+        self._since, self._answers, self._asked, self.went_on = now, {}, 0, False
 
     def verdict(self) -> Verdict:
         """Those who do not answer are to blame; where all do, those who are behind others.

@@ -42,6 +42,28 @@ def test_members_are_asked_early_and_at_the_bound() -> None:
     assert inquiry.complete
 
 
+def test_who_answered_before_has_longer_at_the_bound_than_an_interpreter_is_held_up() -> None:
+    inquiry = asked(dict.fromkeys(range(3), WAITS), {0: WAITS, 2: WAITS})
+    assert inquiry.due() == 117.0
+    inquiry.answered(1, WAITS)
+    assert inquiry.due() == 110.5
+
+
+def test_one_member_after_another_that_is_held_up_is_nobodys_fault() -> None:
+    """Rank 0 for 6 s, and from the fifth on rank 1: nobody finished the step for 11 s, and yet it went on."""
+    inquiry = Inquiry(ABOUT, range(3))
+    inquiry.asked(103.0)
+    for seat, reached in ((1, WAITS), (2, WAITS), (0, BEHIND)):
+        inquiry.answered(seat, reached)
+    inquiry.asked(110.0)
+    for seat in (2, 0, 1):
+        assert not inquiry.went_on or seat == 1
+        inquiry.answered(seat, WAITS)
+    assert inquiry.complete and inquiry.went_on
+    inquiry.again(111.0)
+    assert (inquiry.complete, inquiry.went_on, inquiry.due()) == (False, False, 114.0)
+
+
 def test_a_question_that_a_failure_asks_counts_as_the_last_one_only_near_the_bound() -> None:
     inquiry = Inquiry(ABOUT, (0, 1))
     inquiry.asked(103.0)
