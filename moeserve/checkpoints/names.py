@@ -12,16 +12,22 @@ _BESIDE = (
     r"(?!(?:.*[._])?(?:vision|visual|audio|talker|mtp|nextn)[._])"  # parts of a model beside its text decoder
     r"(?!.*\.(?:\w*attn|\w*attention|\w*vision_moe|shared_\w+)\.)"  # parts of a layer beside its text experts
 )
-_LAYER = rf"(?P<module>{_BESIDE}(?P<prefix>(?:\w+\.)*?)(?:layers|layer|blocks|block)\.(?P<layer>\d+)(?:\.\w+)*?)"
+_LAYER = (
+    rf"(?P<module>{_BESIDE}(?P<prefix>(?:\w+\.)*?)(?:layers|layer|blocks|block)\.(?P<layer>\d+)(?:\.\w+)*?)"
+)
 _NUMBERED = re.compile(rf"{_LAYER}\.experts\.(?:expert_)?(?P<expert>\d+)\.(?P<tensor>.+)")
 _STACKED = re.compile(rf"{_LAYER}\.experts\.(?P<tensor>(?!\d|expert_\d).+)")
-_BARE = re.compile(rf"{_LAYER}\.(?P<tensor>(?:input|output)_linear\.weight|(?<=\.moe\.)(?:gate|up|down)_proj\..+)")
+_BARE = re.compile(
+    rf"{_LAYER}\.(?P<tensor>(?:input|output)_linear\.weight|(?<=\.moe\.)(?:gate|up|down)_proj\..+)"
+)
 _BIAS = re.compile(
     rf"{_LAYER}\.(?:\w+\.)*?(?:e_score_correction_bias|expert_bias|router_bias|(?<=\.ffn\.)gate\.bias|"
     r"(?<=\.llm\.layers\.)\d+\.mlp\.gate\.bias)"
 )
 
-_BESIDE_EXPERTS = re.compile(r"e_score_correction_bias|post_expert_norm\.")  # under `experts`, and no projection
+_BESIDE_EXPERTS = re.compile(
+    r"e_score_correction_bias|post_expert_norm\."
+)  # under `experts`, and no projection
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ class LayerNames:
         return f"{self.module}.experts.{STACKED[0]}", f"{self.module}.experts.{STACKED[2]}"
 
     def projections(self, expert: int) -> tuple[str, str, str]:
-        """Returns the names of an expert's gate, up and down; gate and up are one where one tensor holds both."""
+        """Returns the names of an expert's gate, up and down; gate and up may be one tensor."""
         stem = f"{self.module}.{self.form.within}" if self.form.within else self.module
         stem += "" if self.stacked else self.form.number.format(expert)
         gate, up, down = (f"{stem}.{name}" for name in self.spelling)
@@ -110,7 +116,11 @@ class LayerNames:
     def below(self, count: int) -> LayerNames:
         """These names without those of experts from `count` on."""
         beyond = tuple(self.projections(e)[0].rpartition(".")[0] + "." for e in self.experts if e >= count)
-        kept = frozenset(name for name in self.tensors if not name.startswith(beyond)) if beyond else self.tensors
+        kept = (
+            frozenset(name for name in self.tensors if not name.startswith(beyond))
+            if beyond
+            else self.tensors
+        )
         return replace(self, experts=frozenset(e for e in self.experts if e < count), tensors=kept)
 
 
@@ -176,7 +186,9 @@ def _forms(kinds: Mapping[str, list[re.Match[str]]]) -> Iterator[LayerNames]:
         known = IN_ONE if kind == "stacked" else IN_BLOCK
         fits = [form for form in known if all(_is_of(form, found["tensor"]) for found in matches)]
         if not fits:
-            stray = next((found for found in matches if not any(_is_of(f, found["tensor"]) for f in known)), matches[0])
+            stray = next(
+                (found for found in matches if not any(_is_of(f, found["tensor"]) for f in known)), matches[0]
+            )
             projections = dict.fromkeys(name for form in known[:1] for name in form.projections)
             raise CheckpointError(
                 f"tensor {stray[0]} is none of an expert's projections {', '.join(projections)}"

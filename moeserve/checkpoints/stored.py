@@ -182,7 +182,8 @@ class StoredMatrix:
         """Returns the shapes that `tensor` may have in the file."""
         counts = self._counts(tensor)
         shapes = [
-            tuple(counts[axis] if isinstance(axis, str) else axis for axis in axes) for axes in self._axes(tensor)
+            tuple(counts[axis] if isinstance(axis, str) else axis for axis in axes)
+            for axes in self._axes(tensor)
         ]
         if self.stack is None:
             return tuple(shapes)

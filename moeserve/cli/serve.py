@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import select
 import signal
-import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
@@ -86,10 +87,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Signals:
-    """Turns SIGINT and SIGTERM into an event and, while a cluster starts, into KeyboardInterrupt."""
+    """Turns SIGINT and SIGTERM into a word that `wait` hears and, while a cluster starts, into
+    KeyboardInterrupt.
+
+    The handler takes no lock: it runs wherever the main thread is, also where that holds one. An event's
+    lock, which `wait` holds now and then, would keep the process for ever.
+    """
 
     def __init__(self) -> None:
-        self.stop = threading.Event()
+        self._told_to_stop = False
+        self._heard, self._word = os.pipe()
+        os.set_blocking(self._word, False)
         self._interrupts = False
         self.listen()
 
@@ -98,20 +106,25 @@ class _Signals:
         for number in STOP_SIGNALS:
             signal.signal(number, self._told)
 
+    def wait(self, seconds: float) -> bool:
+        """Whether a signal has come, as soon as it has, and after so many seconds at most."""
+        return self._told_to_stop or bool(select.select([self._heard], [], [], seconds)[0])
+
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
         """A context in which a signal raises KeyboardInterrupt; an earlier signal raises it at once."""
         self._interrupts = True
         try:
-            if self.stop.is_set():
+            if self._told_to_stop:
                 raise KeyboardInterrupt
             yield
         finally:
             self._interrupts = False
 
     def _told(self, number: int, frame: FrameType | None) -> None:
-        first = not self.stop.is_set()
-        self.stop.set()
+        first, self._told_to_stop = not self._told_to_stop, True
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of words already
+            os.write(self._word, b"!")
         if self._interrupts and first:
             raise KeyboardInterrupt
 
@@ -153,7 +166,7 @@ def _cluster(config: Config) -> Cluster:
 
 def _watch(cluster: Cluster, signals: _Signals) -> None:
     """Waits for a signal to stop. Raises RuntimeError when it gave up."""
-    while not signals.stop.wait(LOOK_SECONDS):
+    while not signals.wait(LOOK_SECONDS):
         state, reason = cluster.state()
         if state == "failed":
             raise RuntimeError(f"the group failed: {reason}")

@@ -1,4 +1,5 @@
-"""Runs vLLM once, in this process, and writes what it generated: `python vllm_generate.py JOB.json ANSWER.json`.
+"""Runs vLLM once, in this process, and writes what it generated: `python vllm_generate.py JOB.json
+ANSWER.json`.
 
 A process of its own for each run: vLLM, with and without the plug-in, changes its classes for good.
 """
@@ -9,6 +10,7 @@ import json
 import os
 import resource
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -56,7 +58,10 @@ def look(worker: Any) -> dict[str, Any]:
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if "experts." in name and "shared_experts" not in name and tensor.dim() > 1
     }
-    found = {"experts": experts, "layers": len([name for name, _ in model.named_modules() if name.endswith("experts")])}
+    found = {
+        "experts": experts,
+        "layers": len([name for name, _ in model.named_modules() if name.endswith("experts")]),
+    }
     try:
         from moeserve.proto.integrations.vllm import op
 
@@ -67,17 +72,70 @@ def look(worker: Any) -> dict[str, Any]:
     return found
 
 
+def reload(address: str, weights: str) -> None:
+    """Brings the service to other weights."""
+    from moeserve.proto.client import MoeClient
+
+    with MoeClient(address, timeout=60) as client:
+        reply = client.reload(weights)
+        assert reply.outcome == "reloaded", reply
+
+
+def reload_in_turn(job: dict[str, Any]) -> None:
+    """Reloads the service with one checkpoint after the other."""
+    for weights in job.get("reloads", ()):
+        reload(job["address"], weights)
+        time.sleep(0.2)
+
+
+def note_passes() -> list[list[int]]:
+    """The versions that each forward pass sees from now on."""
+    from moeserve.proto.integrations.remote_layers import RemoteLayers
+
+    passes: list[list[int]] = []
+    ask = RemoteLayers.versions
+
+    def versions(self: RemoteLayers) -> frozenset[int]:
+        found = ask(self)
+        passes.append(sorted(found))
+        return found
+
+    RemoteLayers.versions = versions  # type: ignore[method-assign]
+    return passes
+
+
+def keep_experts() -> None:
+    """Does as another plug-in may: layers of its own class, which choose how they compute."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    @RoutedExperts.register_oot(name="RoutedExperts")
+    class Own(RoutedExperts):
+        def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
+            return UnquantizedFusedMoEMethod(moe_config)
+
+
 def main(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
+    if job.get("sabotage") == "another plug-in":
+        keep_experts()
     started = time.monotonic()
     llm = LLM(job["model"], skip_tokenizer_init=True, **job["options"])
     loaded = time.monotonic() - started
     sampling = SamplingParams(temperature=0, detokenize=False, ignore_eos=True, **job["sampling"])
     begun = time.monotonic()
     rounds = []
-    for _ in range(job.get("rounds", 1)):
-        answers = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
+    passes = note_passes() if "reloads" in job else []
+    reloading = threading.Thread(target=reload_in_turn, args=(job,), daemon=True)
+    reloading.start()
+    for weights in job["rounds"]:
+        if weights is not None:
+            reload(job["address"], weights)
+            time.sleep(job.get("pause", 0))
+        answers = llm.generate(
+            [{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False
+        )
         rounds.append(
             [
                 {
@@ -92,12 +150,14 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
             ]
         )
     seconds = time.monotonic() - begun
+    reloading.join(60)
     workers = llm.collective_rpc(look)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "rounds": rounds,
         "workers": workers,
         "read": READ,
+        "passes": passes,
         "loaded": loaded,
         "seconds": seconds,
         "memory": memory,

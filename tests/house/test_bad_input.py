@@ -195,7 +195,7 @@ def test_the_front_door_refuses_in_a_lanes_words(house: LocalCluster, alone: Alo
         request = request_of(0, alone.batch(3, seed=1))
         CASES[case][0](request)
     else:
-        request = request_of(0, alone.batch(200, seed=1))  # four lanes share so many
+        request = request_of(0, alone.batch(1600, seed=1))  # several lanes share so many
         next(spoil for spoil in LARGE if case.endswith(spoil.__name__[1:]))(request)
     with MoeClient(house.address) as client:
         address = client.topology().lanes[0].address

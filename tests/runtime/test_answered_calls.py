@@ -32,6 +32,9 @@ class Reader:
     def __init__(self, payloads: Payloads) -> None:
         self._payloads = payloads
 
+    def heavy(self, request: moe_pb2.ForwardRequest) -> bool:
+        return False
+
     def read(self, request: moe_pb2.ForwardRequest, deadline: float) -> CheckedRequest:
         opened = self._payloads.open(request)
         assert opened.experts is not None and opened.weights is not None

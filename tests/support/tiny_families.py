@@ -1,7 +1,7 @@
 """Every model family of the installed transformers that has experts, and a tiny seeded model of each.
 
-A family is a `model_type` whose config class counts experts (`families`); nothing is listed by hand. Sizes that
-most families name alike are in `SIZES`; what one family needs besides is a line of `OWN`.
+A family is a `model_type` whose config class counts experts (`families`); nothing is listed by hand. Sizes
+that most families name alike are in `SIZES`; what one family needs besides is a line of `OWN`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
@@ -30,16 +30,20 @@ SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("intermediate_size", "ffn_hidden_size"), 96),
     **dict.fromkeys(COUNTS, EXPERTS),
     **dict.fromkeys(
-        ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk", "moe_top_k"), TOP_K
+        ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk", "moe_top_k"),
+        TOP_K,
     ),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers"), 3),
     **dict.fromkeys(("num_attention_heads", "n_heads", "num_heads", "swa_num_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads"), 2),
     **dict.fromkeys(
-        ("head_dim", "global_head_dim", "swa_head_dim", "swa_v_head_dim", "v_head_dim", "qk_rope_head_dim"), 16
+        ("head_dim", "global_head_dim", "swa_head_dim", "swa_v_head_dim", "v_head_dim", "qk_rope_head_dim"),
+        16,
     ),
-    **dict.fromkeys(("qk_nope_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
+    **dict.fromkeys(
+        ("qk_nope_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16
+    ),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "index_head_dim", "qk_head_dim"), 32),
     **dict.fromkeys(
         (
@@ -55,9 +59,17 @@ SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "sliding_window"), 16),
     **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), 4),
     **dict.fromkeys(("linear_num_key_heads", "mamba_expand", "n_groups", "index_n_heads"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "mamba_n_groups", "first_k_dense_replace"), 1),
-    **{"mamba_chunk_size": 8, "index_topk": 8, "hidden_size_per_layer_input": 16, "num_nextn_predict_layers": 0},
-    **{"max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    **dict.fromkeys(
+        ("n_group", "topk_group", "num_expert_group", "mamba_n_groups", "first_k_dense_replace"), 1
+    ),
+    "mamba_chunk_size": 8,
+    "index_topk": 8,
+    "hidden_size_per_layer_input": 16,
+    "num_nextn_predict_layers": 0,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 """Keys of a config -> what they are in a tiny model; applied where a config class has the key."""
 
@@ -65,10 +77,13 @@ _OMIT = object()
 """Stands for a key of `SIZES` that a family computes from others."""
 
 _HEADS = {"num_key_value_heads": 4}  # latent attention has as many as there are heads
+_STACK = {"layers": 2, "attention_heads": 4, "ffn_dim": 96}
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 OWN: Mapping[str, Mapping[str, Any]] = {
-    **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "longcat_flash"), _HEADS),
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"), _HEADS),
+    "llama4_text": {"num_experts_per_tok": 1},
+    "longcat_flash": _HEADS | {"zero_expert_num": 4},
     **dict.fromkeys(("mistral_large4_text",), _HEADS),
     "bailing_hybrid": _HEADS | {"num_hidden_layers": 4, "layer_group_size": 2},
     "beam": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
@@ -118,16 +133,36 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "nemotron_h": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "moe", "attention", "moe"]},
     "qwen3_5_moe_text": {"num_hidden_layers": 4},
     "qwen3_next": {"num_hidden_layers": 4},
+    "muse_spark_text": {"moe_hidden_size": 48},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": INNER},
     "qwen4_exp_text": {
         "num_hidden_layers": 4,
-        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16},
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
         "indexer_compress_ratio": 4,
+    },
+    "nllb-moe": {
+        **{f"{stack}_{key}": size for stack in ("encoder", "decoder") for key, size in _STACK.items()},
+        "encoder_sparse_step": 2,
+        "decoder_sparse_step": 2,
+        "moe_token_dropout": 0.2,
     },
     "step3p5": {
         "sliding_window": 16,
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "swiglu_limits": [0.0, 0.0, 0.25],
+    },
+    "switch_transformers": {
+        "d_ff": 96,
+        "d_kv": 16,
+        "num_decoder_layers": 2,
+        "num_layers": 2,
+        "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
+        "expert_capacity": 4,
+        "decoder_start_token_id": 0,
     },
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -156,7 +191,11 @@ class TinyFamily:
 
     def model_class(self) -> type[PreTrainedModel]:
         """Its text model, with a head for tokens where there is one."""
-        for mapping in (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, modeling_auto.MODEL_MAPPING):
+        for mapping in (
+            modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+            modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+            modeling_auto.MODEL_MAPPING,
+        ):
             if self.config_class in mapping:
                 return mapping[self.config_class]
         modeling = importlib.import_module(f"transformers.models.{self.package}.modeling_{self.package}")
@@ -174,7 +213,46 @@ class TinyFamily:
         """A tiny model, seeded, whose experts take a large part in what it answers."""
         torch.manual_seed(seed)
         model = self.model_class()(self.config()).to(dtype).eval()
+        with torch.no_grad():
+            for name, weight in (*model.named_parameters(), *model.named_buffers()):
+                if weight.is_floating_point() and (weight.dim() > 1 or CHOOSES.search(name)):
+                    weight.normal_(0, DEVIATION)
         return model
+
+
+CHOOSES = re.compile(r"e_score_correction_bias|expert_bias|balancing_biases|per_expert_scale")
+"""Numbers of a router that a new model has alike for all experts."""
+
+DEVIATION = 0.15  # of weights that are drawn
+
+
+@torch.no_grad()
+def answers(model: Any, tokens: Tensor) -> Tensor:
+    """What a model answers to `tokens [B, S]`: logits [B, S, V], or hidden states where it has no head."""
+    if model.config.is_encoder_decoder:
+        found = model(input_ids=tokens, decoder_input_ids=tokens)
+    elif _speaks(model):
+        table = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(1))
+        found = model(inputs_embeds=table[tokens], use_cache=False)
+    else:
+        found = model(input_ids=tokens, use_cache=False)
+    return found.logits if "logits" in found else found.last_hidden_state
+
+
+def _speaks(model: Any) -> bool:
+    """Whether a model hears no tokens but what another model made of them (a talker)."""
+    return type(model).__name__.endswith("TalkerModel")
+
+
+@torch.no_grad()
+def greedy(model: Any, tokens: Tensor, count: int) -> Tensor:
+    """`tokens [B, S]` and `count` more, each the likeliest; by a fixed head where a model has none."""
+    for _ in range(count):
+        last = answers(model, tokens)[:, -1]
+        if last.shape[-1] != VOCABULARY:
+            last = last @ torch.randn(last.shape[-1], VOCABULARY, generator=torch.Generator().manual_seed(2))
+        tokens = torch.cat((tokens, last[:, 4:].argmax(-1, keepdim=True) + 4), dim=1)
+    return tokens
 
 
 @cache

@@ -1,7 +1,7 @@
 """The table of model families, `FAMILIES`, and who belongs to which: `family_of`.
 
-Most families are read by the rules of config.py and names.py alone; an entry says what those cannot know. A family
-that is not here is read from its class where transformers is installed and has it (derived.py).
+Most families are read by the rules of config.py and names.py alone; an entry says what those cannot know. A
+family that is not here is read from its class where transformers is installed and has it (derived.py).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from moeserve.checkpoints.families.config import (
     Config,
     counts_experts,
-    first,
     flat,
     nested_configs,
+    required,
     sparse_layers,
 )
 from moeserve.checkpoints.families.derived import derived_family
@@ -56,7 +56,8 @@ def _relu(_: Config, __: int) -> Activation:
 def _text_inner(config: Config) -> int:
     """ERNIE-VL lists the sizes of text's and of vision's experts."""
     sizes = config.get("moe_intermediate_size")
-    return first({"moe_intermediate_size": sizes[0] if isinstance(sizes, list) else sizes}, "moe_intermediate_size")
+    one = {"moe_intermediate_size": sizes[0] if isinstance(sizes, list) else sizes}
+    return required(one, "moe_intermediate_size")
 
 
 def _after_dense(default: int) -> Callable[[Config, int], frozenset[int] | None]:
@@ -73,7 +74,7 @@ def _by_names(_: Config, __: int) -> frozenset[int] | None:
 
 
 def _by_size(key: str) -> Callable[[Config], int]:
-    return lambda config: first(config, key)
+    return lambda config: required(config, key)
 
 
 def _hash_layers(config: Config, layer: int) -> bool:
@@ -85,13 +86,39 @@ def _hash_layers(config: Config, layer: int) -> bool:
 
 PLAIN = (
     *("afmoe", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_ocr2_text", "dots1"),
-    *("dots3_note_text", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe_lite", "glm4v_moe_text"),
-    *("glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "inkling_text", "kimi_linear", "kolibri1", "laguna", "mellum"),
-    *("mimo_v2_flash", "mistral4", "mistral_large4_text", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe"),
-    *("qwen3_next", "qwen3_omni_moe_talker_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen4_exp_text"),
-    *("solar_open", "unlimited_ocr_text"),
+    *(
+        "dots3_note_text",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "flint",
+        "glm4_moe_lite",
+        "glm4v_moe_text",
+        "glm_moe_dsa",
+    ),
+    *(
+        "hunyuan_v1_moe",
+        "hy_v3",
+        "inkling_text",
+        "kimi_linear",
+        "kolibri1",
+        "laguna",
+        "mellum",
+        "mimo_v2_flash",
+    ),
+    *(
+        "mistral4",
+        "mistral_large4_text",
+        "qwen2_moe",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_omni_moe_talker_text",
+    ),
+    *("qwen3_omni_moe_text", "qwen3_vl_moe_text", "solar_open", "unlimited_ocr_text"),
 )
 """Families of which the config and the tensors' names say everything, in the `mlp` of a layer."""
+
+EVERY_LAYER = ("flex_olmo", "olmoe", "qwen3_5_moe_text", "qwen4_exp_text")
+"""Families like those, which have no key for dense layers, as they have none."""
 
 _W = ("w1", "w3", "w2")
 _SPARSE: dict[str, Any] = {"block": "block_sparse_moe"}
@@ -101,13 +128,19 @@ FAMILIES: dict[str, ModelFamily] = {
     entry.model_type: entry
     for entry in (
         *(ModelFamily(name) for name in PLAIN),
+        *(ModelFamily(name, layers=_all_layers) for name in EVERY_LAYER),
         ModelFamily("aria_text", stacked=True, transposed=True),
-        ModelFamily("dbrx", block="ffn", stacked=True),
+        ModelFamily("dbrx", block="ffn", layers=_all_layers, stacked=True),
         ModelFamily("deepseek_v2", layers=_after_dense(0)),
         ModelFamily("deepseek_v3", layers=_after_dense(3)),
         ModelFamily("deepseek_v32", layers=_after_dense(3)),
         ModelFamily(
-            "deepseek_v4", block="ffn", spelling=_W, activation=_limited_silu, by_token=_hash_layers, layers=_all_layers
+            "deepseek_v4",
+            block="ffn",
+            spelling=_W,
+            activation=_limited_silu,
+            by_token=_hash_layers,
+            layers=_all_layers,
         ),
         ModelFamily("diffusion_gemma_text", block="", stacked=True),
         ModelFamily("ernie4_5_vl_moe_text", inner=_text_inner, others_after=True),
@@ -118,20 +151,33 @@ FAMILIES: dict[str, ModelFamily] = {
             "gpt_oss",
             activation=_swigluoai,
             layers=_all_layers,
-            stacked=True, transposed=True, interleaved=True, bias=True,
+            stacked=True,
+            transposed=True,
+            interleaved=True,
+            bias=True,
         ),
-        *(ModelFamily(f"granitemoe{kind}", stacked=True, **_SPARSE) for kind in ("", "_swa", "hybrid", "shared")),
+        *(
+            ModelFamily(f"granitemoe{kind}", stacked=True, **_SPARSE)
+            for kind in ("", "_swa", "hybrid", "shared")
+        ),
         ModelFamily("hy_v4", activation=_limited_silu),
         ModelFamily("inkling2_text", activation=_softcapped, stacked=True),
         ModelFamily("jamba", block="feed_forward"),
-        ModelFamily("jetmoe", stacked=True),
+        ModelFamily("jetmoe", layers=_all_layers, stacked=True),
         ModelFamily("kimi_k2", layers=_after_dense(3)),
         ModelFamily("lfm2_moe", block="feed_forward", spelling=_W, activation=_silu),
         ModelFamily(
-            "llama4_text", block="feed_forward", inner=_by_size("intermediate_size"), stacked=True, transposed=True
+            "llama4_text",
+            block="feed_forward",
+            inner=_by_size("intermediate_size"),
+            stacked=True,
+            transposed=True,
         ),
         ModelFamily("longcat_flash", others_after=True),
-        *(ModelFamily(name, spelling=_W, **_SPARSE) for name in ("minimax", "minimax_m2", "mixtral", "phimoe")),
+        *(
+            ModelFamily(name, spelling=_W, layers=_all_layers, **_SPARSE)
+            for name in ("minimax", "minimax_m2", "mixtral", "phimoe")
+        ),
         ModelFamily("minimax_m3_vl_text", activation=_swigluoai, stacked=True),
         ModelFamily("muse_spark_text", stacked=True),
         ModelFamily("nemotron_h", block="mixer", activation=ungated),
@@ -142,15 +188,15 @@ FAMILIES: dict[str, ModelFamily] = {
         ModelFamily("zaya", stacked=True),
     )
 }
-"""The table of families by the `model_type` of the text config; a new one is a name in `PLAIN` or one line here."""
+"""The table of families by the `model_type` of the text config; a new one is a name in `PLAIN` or a line."""
 
 ALIASES = {"MiniMaxM2ForCausalLM": ("minimax", "minimax_m2")}
 """Architectures whose files name another family's `model_type`, and the one that is meant."""
 
 REFUSED = {
-    "doge": "its experts are pairs of vectors looked up by product keys, not two matrices with an activation between",
-    "vitpose_backbone": "its experts are chosen by the data set of an image, and each replaces a part of one matrix",
-    "dots3_note_vision_encoder": "its layers have other numbers of experts, and it is a tower beside a text decoder",
+    "doge": "its experts are pairs of vectors that product keys look up, without matrices",
+    "vitpose_backbone": "the data set of an image chooses its experts, each a part of one matrix",
+    "dots3_note_vision_encoder": "its layers differ in their number of experts; a tower beside a decoder",
 }
 """Families of transformers that count experts and cannot be served, with the reason."""
 
@@ -173,11 +219,12 @@ def family_of(config: Config) -> tuple[ModelFamily, Config]:
     if counting is not None:
         return derived_family(counting, tuple(FAMILIES)), flat(counting)
     found = f"unknown architecture {config.get('architectures')} (model_type {config.get('model_type')!r})"
-    raise CheckpointError(f"{found}, and no key that counts experts; supported: {', '.join(sorted(FAMILIES))}")
+    known = ", ".join(sorted(FAMILIES))
+    raise CheckpointError(f"{found}, and no key that counts experts; supported: {known}")
 
 
 def text_config(config: Config) -> Config:
-    """Returns the config whose family is known: this one, or the first nested in it; `config` where none is."""
+    """Returns the config whose family is known, this one or one nested in it; `config` where none is."""
     parts = (_meant(part) for part in nested_configs(config))
     return next((part for part in parts if part.get("model_type") in FAMILIES), config)
 

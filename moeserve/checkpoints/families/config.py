@@ -1,7 +1,7 @@
 """What config.json says of experts under the keys that model families use: counts, sizes, layers, activation.
 
-Families name alike things in several ways. Each reader here knows all of them, and raises CheckpointError for a
-value that cannot be meant, so that a family without an entry of its own is read by the same rules.
+Families name alike things in several ways. Each reader here knows all of them, and raises CheckpointError for
+a value that cannot be meant, so that a family without an entry of its own is read by the same rules.
 """
 
 from __future__ import annotations
@@ -19,12 +19,19 @@ __all__ = ["EXPERT_COUNT_KEYS", "TOP_K_KEYS", "Config", "required"]
 Config = Mapping[str, Any]
 
 INNER_KEYS = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size")
-ALL_INNER_KEYS = ("intermediate_size", "ffn_hidden_size", "d_ff", "encoder_ffn_dim")  # of every MLP, dense or not
+ALL_INNER_KEYS = (
+    "intermediate_size",
+    "ffn_hidden_size",
+    "d_ff",
+    "encoder_ffn_dim",
+)  # of every MLP, dense or not
 HIDDEN_KEYS = ("moe_latent_size", "moe_hidden_size", "hidden_size", "d_model")  # of an expert's rows
 DEPTH_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "encoder_layers")
 ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function")
 
-_BESIDE = re.compile(r"vision|visual|audio|talker|code2wav|speech|encoder_config|quantization|attn|generation")
+_BESIDE = re.compile(
+    r"vision|visual|audio|talker|code2wav|speech|encoder_config|quantization|attn|generation"
+)
 INHERITED = ("architectures", "dtype", "torch_dtype", "quantization_config", "compression_config")
 """Keys that a nested config has from the one around it where it lacks them."""
 
@@ -35,7 +42,7 @@ def required(config: Config, *keys: str) -> int:
     A list of equal numbers, one a layer or a modality, is that number. Raises CheckpointError where none is
     there, two differ, or the value is no count.
     """
-    found = {key: _one(key, config[key]) for key in keys if config.get(key) is not None}
+    found: dict[str, Any] = {key: _one(key, config[key]) for key in keys if config.get(key) is not None}
     if not found:
         raise CheckpointError(f"config.json of {config.get('model_type')} has no key {' or '.join(keys)}")
     for key, value in found.items():
@@ -47,16 +54,21 @@ def required(config: Config, *keys: str) -> int:
     return int(next(iter(found.values())))
 
 
-def first(config: Config, *keys: str) -> int:
-    """Returns the number under the first of `keys` that the config has. Raises CheckpointError as `required`."""
-    return required(config, *(next(([key] for key in keys if config.get(key) is not None), keys)))
+def first(config: Config, *keys: str, usual: str) -> int:
+    """Returns the number under the first of `keys` that the config has.
+
+    Raises CheckpointError as `required`; where the config has none, it names the `usual` one.
+    """
+    return required(config, next((key for key in keys if config.get(key) is not None), usual))
 
 
 def _one(key: str, value: object) -> object:
     if not isinstance(value, list) or not value:
         return value
     if any(entry != value[0] for entry in value):
-        raise CheckpointError(f"config.json: {key}={value} differs by layer, and one number serves all layers")
+        raise CheckpointError(
+            f"config.json: {key}={value} differs by layer, and one number serves all layers"
+        )
     return value[0]
 
 
@@ -96,14 +108,14 @@ def depth_of(config: Config) -> int:
     for key in ("layers_block_type", "hybrid_override_pattern"):
         if config.get(key):
             return len(config[key])
-    return first(config, *DEPTH_KEYS)
+    return first(config, *DEPTH_KEYS, usual="num_hidden_layers")
 
 
 def sparse_layers(config: Config, depth: int) -> frozenset[int] | None:
     """Returns the layers that have experts by the keys of the config; None where no key speaks of it.
 
-    A key that lists layers is believed before keys that count them. Raises CheckpointError for a list that has
-    no entry for a layer.
+    A key that lists layers is believed before keys that count them. Raises CheckpointError for a list that
+    has no entry for a layer.
     """
     if config.get("enable_moe_block") is False:
         return frozenset()

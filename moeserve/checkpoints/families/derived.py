@@ -1,8 +1,8 @@
 """Reads a family that has no entry from its class in transformers: `derived_family`.
 
-The model is made on torch's meta device, without memory or weights, and its experts are looked at: where they are,
-their sizes, how their weights stand, and which of our activations their own gate computes. Nothing is guessed: what
-does not come out of the class is named, and the checkpoint refused.
+The model is made on torch's meta device, without memory or weights, and its experts are looked at: where they
+are, their sizes, how their weights stand, and which of our activations their own gate computes. Nothing is
+guessed: what does not come out of the class is named, and the checkpoint refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def derived_family(config: Config, known: Sequence[str]) -> ModelFamily:
     found = dict(_experts_modules(model))
     if not found:
         raise CheckpointError(
-            f"{unknown}: no module of {type(model).__name__} uses transformers' experts interface, so that its "
+            f"{unknown}: no module of {type(model).__name__} uses transformers' experts interface, so its "
             f"class does not tell what its experts compute; {supported}"
         )
     one = next(iter(found.values()))
@@ -114,10 +114,14 @@ def _activation(module: Any, config: Config, unknown: str) -> Activation:
     theirs: Tensor = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
     ours = rows if module.is_concatenated or not module.has_gate else halves(rows)
     for candidate in _candidates(config, module):
-        if candidate.gated == module.has_gate and torch.allclose(candidate.apply(ours), theirs.float(), 1e-5, 1e-6):
+        if candidate.gated == module.has_gate and torch.allclose(
+            candidate.apply(ours), theirs.float(), 1e-5, 1e-6
+        ):
             return candidate
     named = f"{type(module).__name__} (hidden_act {activation_name(config)!r})"
-    raise CheckpointError(f"{unknown}: what {named} computes between its GEMMs is no activation that is known")
+    raise CheckpointError(
+        f"{unknown}: what {named} computes between its GEMMs is no activation that is known"
+    )
 
 
 def _candidates(config: Config, module: Any) -> Iterator[Activation]:

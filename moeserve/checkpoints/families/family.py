@@ -29,7 +29,7 @@ def ungated(config: Config, _: int) -> Activation:
 
 
 def _inner(config: Config) -> int:
-    return first(config, *INNER_KEYS, *ALL_INNER_KEYS)
+    return first(config, *INNER_KEYS, *ALL_INNER_KEYS, usual="moe_intermediate_size")
 
 
 def _none(_: Config, __: int) -> bool:
@@ -40,8 +40,9 @@ def _none(_: Config, __: int) -> bool:
 class ModelFamily:
     """One model family: what its config and its tensors mean, where the common reading is not all of it.
 
-    `spelling` (gate, up, down) is what transformers calls an expert's projections; reading accepts every known
-    one. `layers` returns the layers that have experts of a model of a given depth, None: those with tensors.
+    `spelling` (gate, up, down) is what transformers calls an expert's projections; reading accepts every
+    known one. `layers` returns those layers of a model of a given depth that have experts, or None where
+    tensors tell.
     """
 
     model_type: str
@@ -67,4 +68,4 @@ class ModelFamily:
 
     def hidden(self, config: Config) -> int:
         """H, the size of an expert's rows. Raises CheckpointError."""
-        return first(config, *HIDDEN_KEYS)
+        return first(config, *HIDDEN_KEYS, usual="hidden_size")

@@ -1,8 +1,8 @@
 """Gates of model families: `gate_for` builds one from a model's Hugging Face config by its `model_type`.
 
-A gate computes what the family's own router in transformers computes, on the logits which that router returns;
-`tests/experts/test_gate_families.py` compares the two. Routers that logits alone do not determine, and those of
-families that are not here, leave the choice to the model (`Gate.by_model`).
+A gate computes what the family's own router in transformers computes, on the logits which that router
+returns; `tests/families/test_routers.py` compares the two. Routers that logits alone do not determine,
+and those of families that are not here, leave the choice to the model (`Gate.by_model`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moeserve.experts.routing.methods import method_of
 
 Config = Mapping[str, Any]
 
-COUNT_KEYS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 TOP_K_KEYS = (
     *("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "top_k_experts"),
     *("moe_k", "moe_topk", "moe_top_k"),
@@ -26,9 +26,9 @@ TOP_K_KEYS = (
 def gate_for(config: Config) -> Gate:
     """The gate of a model's MoE layers by its Hugging Face config (`config.json`), without its bias yet.
 
-    A multimodal config is read at its `text_config`. A family that is not in `FAMILIES` has a gate that says so
-    where it is asked to route (`by_model`). ValueError: a missing key, a value that the family's router cannot
-    have.
+    A multimodal config is read at its `text_config`. A family that is not in `FAMILIES` has a gate that says
+    so where it is asked to route (`by_model`). ValueError: a missing key, a value that the family's router
+    cannot have.
     """
     family = str(config.get("model_type"))
     if family not in FAMILIES and family not in BY_MODEL and isinstance(config.get("text_config"), Mapping):
@@ -104,13 +104,14 @@ def _deepseek_v2(config: Config) -> Gate:
 def _grouped_sigmoid(
     groups: int = 1, kept: int = 1, scaling: float = 1.0, *, norm: bool = True, scales: bool = True
 ) -> Callable[[Config], Gate]:
-    """DeepSeek-V3's router, with what absent keys mean; without `scales` the model multiplies its experts' answer."""
+    """DeepSeek-V3's router, with what absent keys mean; without `scales` the model scales what comes out."""
 
     def gate(config: Config) -> Gate:
         _expect(config, "scoring_func", only="sigmoid")
         _expect(config, "topk_method", only="noaux_tc")
         default = {"n_group": groups, "topk_group": kept, **config}
-        chosen = _required(default, "num_expert_group", "n_group"), _required(default, "topk_group")
+        grouped = "num_expert_group" if "num_expert_group" in config else "n_group"
+        chosen = _required(default, grouped), _required(default, "topk_group")
         factor = float(config.get("routed_scaling_factor", scaling)) if scales else 1.0
         renormalize = bool(_first(config, "moe_renormalize", "norm_topk_prob", default=norm))
         method = method_of("sigmoid", renormalize=renormalize, biased=True, groups=chosen[0], scaling=factor)
@@ -133,8 +134,8 @@ def _biased_sigmoid(key: str = "", scaling: float = 1.0) -> Callable[[Config], G
         _expect(config, "scoring_func", only="sigmoid")
         factor = float(config.get(key, scaling)) if key else 1.0
         method = method_of("sigmoid", renormalize=True, biased=True, groups=None, scaling=factor)
-        given = {"scoring": "sigmoid", "renormalize": True}
-        return Gate(method, *_counts(config), scaling=factor, biased=True, **given)
+        numbers = _counts(config)
+        return Gate(method, *numbers, scaling=factor, scoring="sigmoid", renormalize=True, biased=True)
 
     return gate
 
@@ -187,15 +188,15 @@ def _lfm2(config: Config) -> Gate:
     """Sigmoid; its bias may be absent, and its sum has an epsilon that float32 sees."""
     biased, norm = bool(config.get("use_expert_bias", True)), bool(config.get("norm_topk_prob", True))
     scaling = float(config.get("routed_scaling_factor", 1.0))
-    given = {"scoring": "sigmoid", "renormalize": norm, "biased": biased}
-    return Gate("Unspecified", *_counts(config), scaling=scaling, epsilon=1e-6, **given)
+    plain = Gate("Unspecified", *_counts(config), scoring="sigmoid", renormalize=norm, biased=biased)
+    return replace(plain, scaling=scaling, epsilon=1e-6)
 
 
 def _mistral4(config: Config) -> Gate:
     groups, scaling = _first(config, "n_group", default=1), float(config.get("routed_scaling_factor", 1.0))
     if groups > 1:
         return _chosen_by_model(
-            config, f"n_group={groups} ranks groups by the sum of two softmax scores, which no routing method here does"
+            config, f"n_group={groups}: its router ranks groups by the sum of two softmax scores"
         )
     return replace(_softmax(config, renormalize=bool(config.get("norm_topk_prob", True))), scaling=scaling)
 
@@ -204,7 +205,8 @@ def _dbrx(config: Config) -> Gate:
     power = config.get("moe_normalize_expert_weights", 1.0)
     if power not in (None, 1.0):
         return _chosen_by_model(
-            config, f"moe_normalize_expert_weights={power}: weights are divided by another norm than their sum"
+            config,
+            f"moe_normalize_expert_weights={power}: weights are divided by another norm than their sum",
         )
     return _softmax(config, renormalize=power is not None)
 
@@ -217,7 +219,9 @@ FAMILIES: Mapping[str, Callable[[Config], Gate]] = {
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_vl_moe_text"), _qwen_moe(default=None)),
     # the key is false in transformers where it is absent, although the published Qwen3-MoE files say true
     **dict.fromkeys(("flex_olmo", "olmoe", "qwen2_moe", "qwen3_moe"), _qwen_moe(default=False)),
-    **dict.fromkeys(("mellum", "qwen3_next", "qwen4_exp_text", "qwen3_omni_moe_text"), _qwen_moe(default=True)),
+    **dict.fromkeys(
+        ("mellum", "qwen3_next", "qwen4_exp_text", "qwen3_omni_moe_text"), _qwen_moe(default=True)
+    ),
     "qwen3_omni_moe_talker_text": _qwen_moe(default=False),
     **dict.fromkeys(("minimax", "mixtral"), _mixtral),
     "hunyuan_v1_moe": _mixtral,
@@ -243,7 +247,9 @@ FAMILIES: Mapping[str, Callable[[Config], Gate]] = {
     **dict.fromkeys(("ernie4_5_moe", "ernie4_5_vl_moe_text"), _biased_softmax),
     "deepseek_v4": _deepseek_v4,
     **dict.fromkeys(("aria_text", "gpt_oss", "jetmoe"), _softmax_of_chosen),
-    **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), _softmax_of_chosen),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), _softmax_of_chosen
+    ),
     "openai_privacy_filter": _privacy_filter,
     "cohere2_moe": _cohere2,
     "flint": _flint,

@@ -43,7 +43,9 @@ class Gate:
     by_token: bool = False  # a table chooses by token id (DeepSeek-V4's first layers): `weigh`, never `route`
     weight_on_input: bool = False  # the weight multiplies the expert's input, and its output counts with 1
     epsilon: float = RENORMALIZE_EPSILON  # added to the sum that weights are divided by
-    by_model: str = ""  # why logits alone do not tell the choice: the model's router chooses, and says ids and weights
+    by_model: str = (
+        ""  # why logits alone do not tell the choice: the model's router chooses, and says ids and weights
+    )
 
     def __post_init__(self) -> None:
         if self.method not in ROUTINGS:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.proto import moe_pb2
@@ -14,6 +16,9 @@ from moeserve.proto.transports.region_calls import RegionCalls
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion, aligned, region_size
 
 TRANSPORTS = ("auto", "inline", "shared_memory")
+
+THREADED_BYTES = 1 << 20
+"""Copies of this size on are worth more than one thread."""
 
 SHARE_BYTES = 1 << 15
 """Hidden states from this size on are worth two copies through shared memory rather than two through gRPC."""
@@ -87,7 +92,7 @@ class Pooled:
     def fill(self, request: moe_pb2.ForwardRequest) -> None:
         """Copies the rows into the region."""
         spec = self._rows.spec
-        self._region.view(0, spec).storage[:] = self._rows.storage
+        copy_into(self._region.view(0, spec).storage, self._rows.storage)
         describe_into(request.hidden, spec)
         request.hidden.region.CopyFrom(self._region.message(0, spec))
         request.output.CopyFrom(self._region.message(self._output, spec))
@@ -96,7 +101,9 @@ class Pooled:
         """A copy, since the next call will write over the region."""
         check_placed(reply, self._rows)
         found = self._region.view(self._output, self._rows.spec).storage
-        return found.copy() if into is None else moved(found, into)
+        into = np.empty_like(found) if into is None else into
+        copy_into(into, found)
+        return into
 
     def done(self) -> None:
         """Lets the next call have the region."""
@@ -148,8 +155,21 @@ def moved(found: NDArray[Any], into: NDArray[Any] | None) -> NDArray[Any]:
     """`found`, or `into` filled with it."""
     if into is None:
         return found
-    into[:] = found
+    copy_into(into, found)
     return into
+
+
+def copy_into(into: NDArray[Any], found: NDArray[Any]) -> None:
+    """Copies `found` into `into`, alike in dtype and shape; large dense ones by all threads that torch has,
+    where the caller's program has imported it: numpy has one.
+    """
+    torch = sys.modules.get("torch")
+    dense = into.flags.c_contiguous and found.flags.c_contiguous and found.flags.writeable
+    if torch is None or not dense or found.nbytes < THREADED_BYTES:
+        into[:] = found
+        return
+    there, here = (torch.from_numpy(array.reshape(-1).view(np.uint8)) for array in (into, found))
+    there.copy_(here)
 
 
 def inline_answer(reply: moe_pb2.ForwardReply, rows: Plain) -> NDArray[Any]:

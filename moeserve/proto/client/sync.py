@@ -38,8 +38,9 @@ class MoeClient:
     thread.
 
     model: which model, empty = the only one served. timeout: seconds a call may take in all, or a Patience.
-    lane: the rank whose lane takes every call, None = rows are spread evenly over the lanes (none gets
-    fewer than 32 of them, so small batches go whole to one lane, in turn). transport: `inline`,
+    lane: the rank whose lane takes every call, None = calls go to the lanes in turn, and only large ones to
+    several: rows in shared memory where one lane does not hold them all, inline ones from 1024 rows on, none
+    of which gets fewer than 512. transport: `inline`,
     `shared_memory` (an error where a lane runs on another host), or `auto`: shared memory for hidden states
     of 32 KiB and more where the lane is near. credentials: what to trust and show (proto/credentials.py),
     None = a plain connection and no token.

@@ -4,15 +4,18 @@ layers = RemoteLayers(Settings("127.0.0.1:7171"))
 layers.take(3, "model.layers.3.mlp.experts", experts=128, hidden=2048)
 mixed = layers.ask(3, hidden, experts, weights)
 
-A forward pass asks its layers one after the other, from one thread. `start_forward` begins to note which versions
-of the weights its answers name, and `mixed` tells whether there were several: a service reloads layer by layer.
+A forward pass asks its layers one after the other, from one thread. `start_forward` begins to note which
+versions of the weights its answers name, and `mixed` tells whether there were several: a service reloads
+layer by layer.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
@@ -55,6 +58,13 @@ def layer_of(name: str) -> int:
     return int(numbers[0])
 
 
+def share_of(rows: int, rank: int, ranks: int) -> slice:
+    """The rows that tensor-parallel rank `rank` of `ranks` asks for: all ranks have the same rows, and sum
+    up.
+    """
+    return slice(rows * rank // ranks, rows * (rank + 1) // ranks)
+
+
 @dataclass
 class Counts:
     """What this process asked for so far."""
@@ -67,7 +77,9 @@ class Counts:
 
 @dataclass
 class RemoteLayers:
-    """The layers of one process. `service` is made of the settings' address at the first call where none is given."""
+    """The layers of one process. `service` is made of the settings' address at the first call where none is
+    given.
+    """
 
     settings: Settings
     service: Service | None = None
@@ -123,7 +135,7 @@ class RemoteLayers:
         reply = self.served()
         if declared and reply.architecture not in declared:
             raise ValueError(
-                f"the engine's model is {declared[0]}, but {reply.model} at {self.settings.address} is served, "
+                f"the engine's model is {declared[0]}, but {self.settings.address} serves {reply.model}, a "
                 f"{reply.architecture}"
             )
 
@@ -139,7 +151,9 @@ class RemoteLayers:
         if not len(hidden):
             return torch.empty_like(hidden)
         begun = time.monotonic()
-        route = Choice(experts.to("cpu", torch.int32).contiguous(), weights.to("cpu", torch.float32).contiguous())
+        route = Choice(
+            experts.to("cpu", torch.int32).contiguous(), weights.to("cpu", torch.float32).contiguous()
+        )
         try:
             reply = self.client.call(layer, hidden.to("cpu").contiguous(), route)
         except MoeError as failed:
@@ -157,7 +171,7 @@ class RemoteLayers:
         """Begins what `ask` does in a thread; returns the number to `finish` it by."""
         if self._asking is None:
             self._asking = ThreadPoolExecutor(1, "moeserve-ask")
-        ticket = next(self._numbers)
+        ticket: int = next(self._numbers)
         self._tickets[ticket] = self._asking.submit(self.ask, layer, hidden, experts, weights)
         return ticket
 
@@ -185,12 +199,12 @@ class RemoteLayers:
             self._told = None
             found = {info.layer: info.weights_version for info in self.served().layers}
             if len(set(found.values())) == 1:
-                return next(iter(found.values()))
+                return int(next(iter(found.values())))
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"{TIMEOUT}={self.settings.timeout} s passed while layers were served with weights versions "
-                    f"{found}; a forward pass must not mix them: reload the service, and raise the timeout above "
-                    "what a reload takes"
+                    f"{TIMEOUT}={self.settings.timeout} s passed while layers were served with weights "
+                    f"versions {found}; a forward pass must not mix them: reload the service, and raise the "
+                    "timeout above what a reload takes"
                 )
             time.sleep(POLL_SECONDS)
 
@@ -212,3 +226,27 @@ class RemoteLayers:
                 if time.monotonic() > deadline:
                     raise ValueError(f"the service at {self.settings.address} serves no layer")
             time.sleep(POLL_SECONDS)
+
+
+def of_one_version(forward: Any, layers: RemoteLayers, is_mixed: Callable[[frozenset[int]], bool]) -> Any:
+    """A model's forward pass that is run again where its layers saw different weights.
+
+    It can be: it writes the same key-value slots again. is_mixed: tells of the versions that this process
+    saw, and other tensor-parallel ranks, whether they were several; all of these ranks run the pass again, or
+    none.
+    """
+
+    @functools.wraps(forward)
+    def whole(*arguments: Any, **options: Any) -> Any:
+        while True:
+            layers.start_forward()
+            answer = forward(*arguments, **options)
+            if not is_mixed(layers.versions()):
+                return answer
+            layers.counts.repeated += 1
+            version = layers.wait_one_version()
+            log.warning(
+                "a forward pass saw a reload between its layers; it is run again with version %d", version
+            )
+
+    return whole

@@ -1,5 +1,5 @@
-"""The settings of plug-ins that engines load by an entry point: environment variables, which every process of an
-engine inherits. One of them, MOESERVE_EXPERTS, chooses the plug-in; without it nothing changes.
+"""The settings of plug-ins that engines load by an entry point: environment variables, which every process of
+an engine inherits. One of them, MOESERVE_EXPERTS, chooses the plug-in; without it nothing changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ TIMEOUT = "MOESERVE_EXPERTS_TIMEOUT"
 """Seconds that one layer's call may take, over every attempt, and that a start waits for the service."""
 
 CACHES = "MOESERVE_EXPERTS_CACHES"
-"""What becomes of key-value caches that were made with weights from before a reload: `keep` or `recompute`."""
+"""What becomes of key-value caches that were made with weights from before a reload: `keep` or `recompute`.
+"""
 
 CREDENTIALS = "MOESERVE_EXPERTS_CREDENTIALS"
 """TOML file of what to trust and show (proto/credentials.py). Unset or empty: a plain connection."""

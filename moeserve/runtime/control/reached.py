@@ -60,6 +60,11 @@ class Progress:
         """Notes that a step begins."""
         self.reached = Reached(step, Phase.BEGUN)
 
+    def end(self, step: int) -> None:
+        """Notes that a step has ended on the device; from any thread. A later one may have begun."""
+        if self.reached.step == step:
+            self.reached = Reached(step, Phase.DONE)
+
     def enter(self, phase: Phase) -> None:
         """Notes a phase of the step that began last."""
         self.reached = Reached(self.reached.step, phase)

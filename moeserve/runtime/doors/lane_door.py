@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -34,6 +36,12 @@ NOT_THE_FRONT_DOOR = GrpcStatus(
 """How a lane refuses the calls of the front door."""
 
 
+ASIDE_BYTES = 1 << 20
+"""Answers of this size on are copied by threads of their own: to wake one takes as long as to copy 0.5 MB."""
+
+ASIDE_THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))
+
+
 class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
     """Answers LaneService for one rank: Forward, ForwardStream and shared-memory regions.
 
@@ -54,6 +62,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         self._regions = regions
         self._weights_version = weights_version
         self._observe = observe
+        self._aside = ThreadPoolExecutor(ASIDE_THREADS, "aside")  # holds no more than the lane holds calls
         regions.take_call = self.take_packet
 
     def Forward(self, request: moe_pb2.ForwardRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
@@ -142,18 +151,12 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             failed = status_of(BadRequest(wrong)).as_message()
             ended(moe_pb2.ForwardStreamReply(job_id=request.job_id, error=failed))
             return _nothing
-        call = self.begin(request, ended, peer, "RegionCall")
-        if call is None:
-            return _nothing
-        under_way = weakref.ref(call)  # a lease may be idle for long, and must not keep what was answered
-        del call
-
-        def leave() -> None:
-            call = under_way()
-            if call is not None:
-                self.leave(call)
-
-        return leave
+        started = _Started(self.leave)
+        if self._reader.heavy(request):  # others' packets come by the same thread, and do not wait for it
+            self._aside.submit(lambda: started.take(self.begin(request, ended, peer, "RegionCall")))
+        else:
+            started.take(self.begin(request, ended, peer, "RegionCall"))
+        return started.give_up
 
     def begin(
         self,
@@ -195,9 +198,15 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             return None
         transport = asked.transport
 
-        def answer(call: LaneCall) -> None:
+        def reply(call: LaneCall) -> None:
             end(lambda: self._reply(asked, call))
             asked.close()
+
+        def answer(call: LaneCall) -> None:
+            if asked.copied_bytes < ASIDE_BYTES:
+                reply(call)
+            else:  # other callers' answers do not wait until it is copied
+                self._aside.submit(reply, call)
 
         if not asked.batch.hidden.shape[0]:
             end(lambda: self._empty(asked))
@@ -325,6 +334,38 @@ class LaneStream:
             last = self._open == 0
         if last:
             self._replies.put(None)
+
+
+class _Started:
+    """A call that came as a packet, from when it was taken: it may yet have to be begun.
+
+    It is not kept once it has ended: a lease may be idle for long.
+    """
+
+    def __init__(self, leave: Callable[[LaneCall], None]) -> None:
+        self._leave = leave
+        self._call: Callable[[], LaneCall | None] = _no_call
+        self._given_up = False
+        self._lock = threading.Lock()
+
+    def take(self, call: LaneCall | None) -> None:
+        """The call has begun, or ended at once."""
+        with self._lock:
+            self._call = _no_call if call is None else weakref.ref(call)
+            given_up = self._given_up
+        if given_up and call is not None:
+            self._leave(call)
+
+    def give_up(self) -> None:
+        """The caller has left."""
+        with self._lock:
+            self._given_up, call = True, self._call()
+        if call is not None:
+            self._leave(call)
+
+
+def _no_call() -> None:
+    """There is no call yet, or no more."""
 
 
 def _not_held(code: str) -> None:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from moeserve.experts.routing.gate import Gate
 from moeserve.proto import moe_pb2
-from moeserve.proto.tensors import TensorError
+from moeserve.proto.tensors import TensorError, dtype_of
 from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.payloads import OpenRequest, Payloads
 from moeserve.runtime.rank.lane import LaneBatch
 from moeserve.runtime.served import Served
-from moeserve.runtime.step import Stamp
+from moeserve.runtime.step import CallerMemory, Lent, Stamp
 
 
 class NotServed(LookupError):
@@ -38,9 +38,18 @@ class CheckedRequest:
         """The reply that holds `answer` [T, H], in the dtype of the request's hidden states."""
         return self.request.reply(answer.to(self.request.hidden.dtype), *stamp)
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that the host copies to make the reply; 0 where the device writes the answer in its place."""
+        in_place = self.batch.lent is not None and self.batch.lent.home is not None
+        return 0 if in_place else self.request.hidden.nbytes
+
     def close(self) -> None:
-        """Lets go of the caller's memory."""
-        self.request.close()
+        """Lets go of the caller's memory, once no device touches it any more."""
+        if self.batch.lent is None:
+            self.request.close()
+        else:
+            self.batch.lent.memory.done()
 
 
 class RequestReader:
@@ -57,6 +66,12 @@ class RequestReader:
         self._layers = frozenset(served.layers)
         self._gate = gate  # of a layer, by the weights that it holds now
         self._payloads = payloads
+
+    def heavy(self, request: moe_pb2.ForwardRequest) -> bool:
+        """Whether `read` computes: it routes logits, or converts hidden states to the served dtype."""
+        served = str(self._served.dtype).removeprefix("torch.")
+        given = dtype_of(request.hidden)
+        return request.WhichOneof("route") == "logits" or (given is not None and given.torch_name != served)
 
     def read(self, request: moe_pb2.ForwardRequest, deadline: float = math.inf) -> CheckedRequest:
         """Checks and routes `request`. Raises NotServed, TensorError (naming the field) or RegionError."""
@@ -75,8 +90,10 @@ class RequestReader:
             opened.close()
             raise
         shared = request.hidden.WhichOneof("payload") == "region" or request.HasField("output")
+        in_place = opened.registered and hidden.data_ptr() == opened.hidden.data_ptr()
+        lent = Lent(CallerMemory(opened.close), in_place, opened.home)
         return CheckedRequest(
-            LaneBatch(request.layer, hidden, experts, weights, deadline, request.weights_version),
+            LaneBatch(request.layer, hidden, experts, weights, deadline, request.weights_version, lent),
             "shared_memory" if shared else "inline",
             opened,
         )

@@ -21,6 +21,7 @@ from moeserve.runtime.doors.calls.rows import RowAdmission, RowLimits
 from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR, LaneDoor
 from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
+from moeserve.runtime.doors.payloads.registration import registrar_of
 from moeserve.runtime.doors.request import RequestReader
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.launch.environment import machine_for, own_device, set_environment, tune_process
@@ -29,6 +30,7 @@ from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.rank.lane import Lane
 from moeserve.runtime.rank.member import Member, ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.rank.transfers import transfers_of
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopySources, Mover
 from moeserve.runtime.rank.weights.peers import Peers, WeightsServer, unread_seconds
@@ -117,10 +119,12 @@ class _RankProcess:
         device = own_device(config, machine, spec.gpu)  # of this thread, which runs the steps
         plans = plans_for(served, machine, config.plan.wanted)
         rank = self.rank = Rank(spec.rank, served, plans, device, costing_of(config))
-        self._regions = Regions(
-            RegionLimits(max_bytes=config.server.region_bytes, allow_named=config.server.allow_named_regions)
+        limits = RegionLimits(
+            max_bytes=config.server.region_bytes, allow_named=config.server.allow_named_regions
         )
+        self._regions = Regions(limits, registrar_of(device, config.server.registered_bytes))
         lane = Lane(spec.rank, config.step.lane_rows, config.server.max_concurrent_calls)
+        lane.transfers = transfers_of(device, served.lane_nbytes)
         dispatchers = {
             layer: [span.dispatcher.name for span in plan.dispatchers] for layer, plan in plans.items()
         }
@@ -134,6 +138,7 @@ class _RankProcess:
             "nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds, own_process=True
         )
         self.member = Member(rank, lane, stream, group_settings, self._telemetry.observe_step)
+        self.member.observe_rows(self._telemetry.observe_rows)
         lane.announce, lane.withdraw = self.member.announce, self.member.withdraw
         unread = unread_seconds(config.balance.move_bytes_per_second)
         self._weights = WeightsServer(spec.host, keys, device, rank.experts.bank, unread)

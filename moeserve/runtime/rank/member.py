@@ -81,6 +81,7 @@ class Member:
         self._group: ProcessGroup | None = None  # of the generation that was joined
         self._store: StreamStore | None = None  # where it met; as long as there is the group
         self._steps = MemberSteps(rank, lane, stream.send, observe)
+        self._steps.failed = self._report_failure
         self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
         self.on_epoch: Callable[[int, int], None] = lambda generation, epoch: None  # between two steps
@@ -92,6 +93,10 @@ class Member:
         epoch = self._epoch
         generation = self._generation if self._generation > 0 else None
         return generation, None if epoch is None else epoch.number
+
+    def observe_rows(self, observe: Callable[[int, int], None]) -> None:
+        """Has `observe` told how many rows of a layer the device has computed since the last time."""
+        self._steps.observe_rows = observe
 
     def weights_version(self) -> int:
         """The version of the weights that this rank holds; 0 before they are loaded."""
@@ -123,8 +128,8 @@ class Member:
             except Exception as error:
                 self._report_failure(entry, error)
         log.info("rank %d stops: the head says so, or is gone", self._rank.index)
-        self._steps.close()
         self._close_lane("the rank is stopping")
+        self._steps.close()
         self._leave()
 
     def _next(self) -> Message:
@@ -323,6 +328,7 @@ class Member:
         """Commits what every member had voted for: it is served from the next step on."""
         if self._epoch is None or self.mover is None:
             raise RuntimeError("commit came before prepare")
+        self._steps.drain()
         epoch, layer = committed_epoch(entry, self._epoch), int(entry["layer"])
         try:
             self.mover.commit(entry["change"])
@@ -369,6 +375,7 @@ class Member:
 
     def _leave(self) -> None:
         """Closes the dispatchers and ends the generation's group; no other group of the process changes."""
+        self._steps.drain()
         self._rank.leave()
         group, self._group = self._group, None
         if group is not None:

@@ -147,11 +147,17 @@ class RankTelemetry(Telemetry):
         combined.inc(phases.combined_bytes)
         for peer in record.late:
             self._counter("moe_late_peers_total", peer=str(peer)).inc()
+        if not phases.timed:
+            return
         if record.jobs:
             self._wait.observe(record.wait)
         self._dispatch.observe(phases.dispatch)
         self._compute.observe(phases.compute)
         self._combine.observe(phases.combine)
+
+    def observe_rows(self, layer: int, rows: int) -> None:
+        """So many more rows of a layer were computed, as the device has counted them."""
+        self._layers[layer].expert_rows.inc(rows)
 
     def regions(self, read: Callable[[], tuple[int, int]]) -> None:
         """Shared-memory regions, (count, bytes), are read when scraped."""

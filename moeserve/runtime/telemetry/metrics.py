@@ -81,12 +81,12 @@ RANK = (
     _counter("moe_tokens_total", "Rows this rank's lane brought to steps.", "layer"),
     _counter(
         "moe_expert_rows_total",
-        "(token, expert) rows this rank computed; stays 0 where only the device knows.",
+        "(token, expert) rows this rank computed, on a GPU as the device counted them a second ago.",
         "layer",
     ),
     _histogram(
         "moe_step_phase_duration_seconds",
-        "A step's phases, on a GPU those of the launches. wait: from the arrival of the step's earliest job.",
+        "A step's phases, on a GPU by its own clock and of one step in 8. wait: since its earliest job came.",
         "phase",
     ),
     _counter("moe_wire_bytes_total", "Bytes sent to other ranks.", "direction", "all2all_backend"),

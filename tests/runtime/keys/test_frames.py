@@ -18,7 +18,7 @@ from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.rank.weights import peers
-from moeserve.runtime.rank.weights.peers import PeerRefused, Peers, WeightsServer
+from moeserve.runtime.rank.weights.peers import Peers, WeightsServer
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """The seam of the engine: what becomes of key-value caches that were made with weights from before a reload.
 
-`keep`: nothing. Prefixes and running requests go on with the keys and values that they have.
-`recompute`: within a second of a reload's end running requests are preempted, all prefixes are forgotten, and both
-are computed again with the new weights. No request is aborted.
+`keep`: nothing. Prefixes and running requests go on with the keys and values that they have. `recompute`:
+within a second of a reload's end running requests are preempted, all prefixes are forgotten, and both are
+computed again with the new weights. No request is aborted.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def _recomputing(step: Any, reloads: Reloads) -> Any:
         # not while batches are under way, whose answers it would still take
         if not getattr(self, "batch_queue", None) and reloads.ended():
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
-            log.warning("the weights were reloaded: prefixes are forgotten, and running requests computed again")
+            log.warning(
+                "the weights were reloaded: prefixes are forgotten, and running requests computed again"
+            )
         return step(self)
 
     return stepped

@@ -1,4 +1,6 @@
-"""The seam of the configuration: what cannot be served is refused by name, before any process of an engine starts."""
+"""The seam of the configuration: what cannot be served is refused by name, before any process of an engine
+starts.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def install(_: RemoteLayers) -> None:
 
 
 def check(config: Any) -> None:
-    """ValueError names everything in a VllmConfig that cannot be served; settings that are ours are turned off."""
+    """ValueError names everything in a VllmConfig that cannot be served; settings that are ours are turned
+    off.
+    """
     refused = refusals(config)
     if refused:
         raise ValueError("with its experts behind moeserve, vLLM cannot run " + "; nor ".join(refused))
@@ -55,16 +59,26 @@ def refusals(config: Any) -> list[str]:
     if config.lora_config is not None:
         found.append("enable_lora: adapters replace MoE layers, and moeserve has none of theirs")
     if (draft := _drafts_experts(config.speculative_config)) is not None:
-        found.append(f"speculative_config method {draft!r}: a draft model's experts are in no service; ngram is served")
+        found.append(
+            f"speculative_config method {draft!r}: a draft model's experts are in no service; ngram is served"
+        )
     if load.load_format not in LOAD_FORMATS:
-        found.append(f"load_format={load.load_format!r}: it reads experts' tensors; use one of {LOAD_FORMATS}")
+        found.append(
+            f"load_format={load.load_format!r}: it reads experts' tensors; use one of {LOAD_FORMATS}"
+        )
     if load.safetensors_load_strategy not in (None, "lazy"):
-        found.append(f"safetensors_load_strategy={load.safetensors_load_strategy!r}: it reads whole files; use 'lazy'")
+        found.append(
+            f"safetensors_load_strategy={load.safetensors_load_strategy!r}: it reads whole files; use 'lazy'"
+        )
     if model is not None and (model.is_hybrid or model.has_inner_state):
-        found.append(f"{model.architecture}: its layers keep a state, so a pass cannot run again after a reload")
+        found.append(
+            f"{model.architecture}: its layers keep a state, so a pass cannot run again after a reload"
+        )
     device = str(config.device_config.device_type)
     if device not in VERIFIED and model is not None and not model.enforce_eager:
-        found.append(f"compiled graphs on {device}: a captured graph cannot wait for a service; use --enforce-eager")
+        found.append(
+            f"compiled graphs on {device}: a captured graph cannot wait for a service; use --enforce-eager"
+        )
     return found
 
 

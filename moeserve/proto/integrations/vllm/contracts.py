@@ -1,14 +1,12 @@
 """What the plug-in replaces and calls in vLLM: `CONTRACTS`, names with the parameters that it knows them by.
 
-A release of vLLM that renamed one would leave an engine that computes with experts of its own, or fails in the
-middle of a forward pass. So each start compares, and stops with the name.
+A release of vLLM that renamed one would leave an engine that computes with experts of its own, or fails in
+the middle of a forward pass. So each start compares, and stops with the name.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from dataclasses import dataclass
+from moeserve.proto.integrations.contracts import Contract, ContractError, differences
 
 RUN = ("0.32",)
 """Releases that the tests run."""
@@ -20,20 +18,6 @@ _LAYERS = "vllm.model_executor.layers.fused_moe"
 _LOADER = "vllm.model_executor.model_loader"
 
 
-class ContractError(ImportError):
-    """A vLLM in which something is not as the plug-in knows it."""
-
-
-@dataclass(frozen=True)
-class Contract:
-    """A function or class: where it is, and the names of parameters that must be there, in this order."""
-
-    module: str
-    name: str
-    parameters: tuple[str, ...]
-    more: bool = True  # others may follow
-
-
 CONTRACTS = (
     Contract(
         f"{_LAYERS}.routed_experts",
@@ -41,7 +25,9 @@ CONTRACTS = (
         ("self", "prefix", "quant_config", "moe_config"),
         more=False,
     ),
-    Contract(f"{_LAYERS}.routed_experts", "RoutedExperts._ensure_moe_quant_config_init", ("self",), more=False),
+    Contract(
+        f"{_LAYERS}.routed_experts", "RoutedExperts._ensure_moe_quant_config_init", ("self",), more=False
+    ),
     Contract(
         f"{_LAYERS}.fused_moe_method_base",
         "FusedMoEMethodBase.apply",
@@ -71,7 +57,9 @@ CONTRACTS = (
         ("self", "hidden_states", "router_logits", "shared_experts_input", "input_ids"),
         more=False,
     ),
-    Contract(f"{_LOADER}.weight_utils", "should_skip_weight", ("weight_name", "local_expert_ids"), more=False),
+    Contract(
+        f"{_LOADER}.weight_utils", "should_skip_weight", ("weight_name", "local_expert_ids"), more=False
+    ),
     Contract(
         f"{_LOADER}.weight_utils",
         "safetensors_weights_iterator",
@@ -83,7 +71,12 @@ CONTRACTS = (
         ("self", "vllm_config", "model_config", "prefix"),
         more=False,
     ),
-    Contract(f"{_LOADER}.default_loader", "DefaultModelLoader._get_weights_iterator", ("self", "source"), more=False),
+    Contract(
+        f"{_LOADER}.default_loader",
+        "DefaultModelLoader._get_weights_iterator",
+        ("self", "source"),
+        more=False,
+    ),
     Contract("vllm.platforms.interface", "Platform.check_and_update_config", ("vllm_config",), more=False),
     Contract("vllm.forward_context", "get_forward_context", (), more=False),
     Contract("vllm.v1.engine.core", "EngineCore.step", ("self",), more=False),
@@ -107,40 +100,17 @@ PROPERTIES = (
 
 
 def broken() -> list[str]:
-    """What is not as it must be, a sentence each."""
-    found = []
-    for contract in CONTRACTS:
-        try:
-            thing = importlib.import_module(contract.module)
-            for part in contract.name.split("."):
-                thing = getattr(thing, part)
-        except (ImportError, AttributeError) as failed:
-            found.append(f"{contract.module}.{contract.name} is not there: {failed}")
-            continue
-        names = tuple(inspect.signature(thing).parameters)  # type: ignore[arg-type]
-        known = names[: len(contract.parameters)] if contract.more else names
-        if known != contract.parameters:
-            found.append(
-                f"{contract.module}.{contract.name} takes {', '.join(names)}, and not {', '.join(contract.parameters)}"
-            )
-    for module, kind, name in PROPERTIES:
-        try:
-            held = inspect.getattr_static(getattr(importlib.import_module(module), kind), name)
-        except (ImportError, AttributeError) as failed:
-            found.append(f"{module}.{kind}.{name} is not there: {failed}")
-            continue
-        if not isinstance(held, property):
-            found.append(f"{module}.{kind}.{name} is no property")
-    return found
+    """What is not as it must be in this vLLM, a sentence each."""
+    return differences(CONTRACTS, PROPERTIES)
 
 
 def check() -> None:
     """ContractError where this vLLM is not as the plug-in knows it; says what differs."""
-    differences = broken()
-    if differences:
+    found = broken()
+    if found:
         from vllm.version import __version__
 
         known = ", ".join(f"{release}.*" for release in (*RUN, *COMPARED))
         raise ContractError(
-            f"the moeserve plug-in does not fit vLLM {__version__}; it knows {known}. " + "; ".join(differences)
+            f"the moeserve plug-in does not fit vLLM {__version__}; it knows {known}. " + "; ".join(found)
         )

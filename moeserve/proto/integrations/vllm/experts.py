@@ -1,7 +1,8 @@
 """The seam of the layers: every `RoutedExperts` of vLLM, and of its models' own subclasses, asks the service.
 
-vLLM gives each of these layers a method by which it makes its weights and computes. It is chosen in one place, which
-subclasses (gpt-oss', DBRX's, the transformers fallback's) inherit: here it is always ours, and makes no weights.
+vLLM gives each of these layers a method by which it makes its weights and computes. It is chosen in one
+place, which subclasses (gpt-oss', DBRX's, the transformers fallback's) inherit: here it is always ours, and
+makes no weights.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class RemoteExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         info = layers.take(self.number, name, experts=moe.num_logical_experts, hidden=moe.hidden_dim)
         self.weights_input = bool(layer.apply_router_weight_on_input) and info.routing != WEIGHTED_BY_SERVICE
         if self.weights_input and moe.experts_per_token != 1:
-            raise ValueError(f"{name} weights the input of {moe.experts_per_token} experts; moeserve does for one")
+            raise ValueError(
+                f"{name} weights the input of {moe.experts_per_token} experts; moeserve does for one"
+            )
         # ranks of sequence parallelism have rows of their own, and nobody sums up
         alone = moe.is_sequence_parallel
         self.rank = 0 if alone else get_tensor_model_parallel_rank()
@@ -102,8 +105,8 @@ class RemoteExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         topk_ids: Tensor,
         shared_experts: Any,
         shared_experts_input: Tensor | None,
-    ) -> Tensor:
-        """Mixed rows like `x`; over tensor-parallel ranks they add up to the whole."""
+    ) -> Any:
+        """Mixed rows, a tensor like `x`; over tensor-parallel ranks they add up to the whole."""
         hidden = x.reshape(-1, x.shape[-1])
         if self.weights_input:
             hidden = hidden * topk_weights.to(hidden.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
@@ -12,9 +11,9 @@ from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from moeserve.proto.integrations.remote_layers import RemoteLayers, layer_of
+from moeserve.proto.integrations.expert_names import held_experts
+from moeserve.proto.integrations.remote_layers import RemoteLayers, layer_of, of_one_version
 from moeserve.proto.integrations.vllm.experts import RemoteExpertsMethod
-from moeserve.proto.integrations.vllm.weights import EXPERT
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ def install(layers: RemoteLayers) -> None:
         layers.check_architecture(list(model_config.hf_config.architectures or ()))
         model = make(self, vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         check_taken(model, layers)
-        model.forward = of_one_version(model.forward, layers)
+        model.forward = of_one_version(model.forward, layers, is_mixed)
         log.info("%d MoE layers are behind moeserve at %s", len(layers.taken), layers.settings.address)
         return model
 
@@ -42,62 +41,33 @@ def check_taken(model: Module, layers: RemoteLayers) -> None:
     for name, module in model.named_modules():
         if isinstance(module, RoutedExperts) and not isinstance(module.quant_method, RemoteExpertsMethod):
             method = type(module.quant_method).__name__
-            raise ValueError(f"{name} ({type(module).__name__}, {method}) would compute with experts of its own")
-    held = [name for name, _ in (*model.named_parameters(), *model.named_buffers()) if _is_expert(name)]
-    if held:
-        raise ValueError(f"{held[0]} of {type(model).__name__} is an expert's tensor, which moeserve should hold")
+            raise ValueError(
+                f"{name} ({type(module).__name__}, {method}) would compute with experts of its own"
+            )
+    if held := held_experts(model):
+        raise ValueError(
+            f"{held[0]} of {type(model).__name__} is an expert's tensor, which moeserve should hold"
+        )
     missing = layers.missing()
     if missing:
         names = ", ".join(_named(model, layer) for layer in missing)
         raise ValueError(
-            f"the plug-in did not take over {names} of {type(model).__name__}, and moeserve serves its experts; "
-            "vLLM would compute them itself"
+            f"the plug-in did not take over {names} of {type(model).__name__}, and moeserve serves its "
+            "experts; vLLM would compute them itself"
         )
-
-
-_SMALL = ("_expert_map", "expert_mask", "e_score_correction_bias", "hash_indices_table")
-
-
-def _is_expert(name: str) -> bool:
-    """Whether a parameter or buffer of this name is of experts; maps of experts and the router's are not."""
-    return bool(EXPERT.search(name)) and not name.endswith(_SMALL) and not _of_other_modules(name)
-
-
-def _of_other_modules(name: str) -> bool:
-    """Whether it belongs to a gate, or to shared experts, that vLLM keeps inside of the layer's module."""
-    inside = EXPERT.split(name, maxsplit=1)[-1]
-    return inside.startswith(("gate.", "_shared_experts.", "shared_expert", "router."))
 
 
 def _named(model: Module, layer: int) -> str:
     """The module of a decoder layer that should have asked, or the layer's own name."""
     for name, module in model.named_modules():
         try:
-            if layer_of(name) == layer and ("moe" in type(module).__name__.lower() or name.endswith(("mlp", "ffn"))):
+            if layer_of(name) == layer and (
+                "moe" in type(module).__name__.lower() or name.endswith(("mlp", "ffn"))
+            ):
                 return f"{name} ({type(module).__name__})"
         except ValueError:
             continue
     return f"layer {layer}"
-
-
-def of_one_version(forward: Any, layers: RemoteLayers) -> Any:
-    """A model's forward pass that is run again where its layers saw different weights.
-
-    It can be: it writes the same key-value slots again. All tensor-parallel ranks run it again, or none.
-    """
-
-    @functools.wraps(forward)
-    def whole(*arguments: Any, **options: Any) -> Any:
-        while True:
-            layers.start_forward()
-            answer = forward(*arguments, **options)
-            if not is_mixed(layers.versions()):
-                return answer
-            layers.counts.repeated += 1
-            version = layers.wait_one_version()
-            log.warning("a forward pass saw a reload between its layers; it is run again with version %d", version)
-
-    return whole
 
 
 def is_mixed(versions: frozenset[int]) -> bool:

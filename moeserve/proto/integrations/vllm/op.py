@@ -1,6 +1,7 @@
 """What compiled graphs see of remote experts: operators without a body to look into.
 
-`experts` is one call. `start` and `finish` are its two halves, between which an engine computes shared experts.
+`experts` is one call. `start` and `finish` are its two halves, between which an engine computes shared
+experts.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeserve.proto.integrations.remote_layers import RemoteLayers
+from moeserve.proto.integrations.remote_layers import RemoteLayers, share_of
 
 VERIFIED = ("cpu",)
 """Devices on which the operators were run, eager and compiled."""
@@ -25,20 +26,17 @@ def install(layers: RemoteLayers) -> None:
 
 
 def _is_trial() -> bool:
-    """Whether vLLM only tries a forward pass, to measure memory, to compile, or since other ranks have rows."""
+    """Whether vLLM only tries a pass: to measure memory, to compile, or since other ranks have rows."""
     from vllm.forward_context import get_forward_context, is_forward_context_available
 
     return is_forward_context_available() and get_forward_context().attn_metadata is None
 
 
-def share_of(rows: int, rank: int, ranks: int) -> slice:
-    """The rows that tensor-parallel rank `rank` of `ranks` asks for: all ranks have the same rows, and sum up."""
-    return slice(rows * rank // ranks, rows * (rank + 1) // ranks)
-
-
 @torch.library.custom_op("moeserve::experts", mutates_args=())
 def experts(hidden: Tensor, ids: Tensor, weights: Tensor, layer: int, rank: int, ranks: int) -> Tensor:
-    """This rank's part of mixed rows [T, H] like `hidden`, zero in other ranks' rows. ids [T, K], weights [T, K]."""
+    """This rank's part of mixed rows [T, H] like `hidden`, zero in other ranks' rows. ids [T, K], weights [T,
+    K].
+    """
     part = share_of(len(hidden), rank, ranks)
     if _is_trial():
         return torch.zeros_like(hidden)

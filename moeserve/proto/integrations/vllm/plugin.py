@@ -1,4 +1,6 @@
-"""The entry point that vLLM calls in each of its processes. It imports nothing of vLLM unless the plug-in is chosen."""
+"""The entry point that vLLM calls in each of its processes. It imports nothing of vLLM unless the plug-in is
+chosen.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ _INSTALLED: list[str] = []
 def register() -> None:
     """Puts the experts of this process behind MOESERVE_EXPERTS; without it, and a second time, does nothing.
 
-    ValueError: a setting that cannot be. ContractError: a vLLM in which what the plug-in needs is not as it knows it.
-    What is raised here ends vLLM's start.
+    ValueError: a setting that cannot be. ContractError: a vLLM in which what the plug-in needs is not as it
+    knows it. What is raised here ends vLLM's start.
     """
     from moeserve.proto.integrations.settings import Settings
 

@@ -1,19 +1,18 @@
 """The seam of the files: experts' tensors are passed over by name, before they are read.
 
-vLLM's iterator over safetensors files asks for each name whether this rank needs it. What is passed over never
-reaches a model's loader, whichever way that one finds its parameters. Other iterators read whole files, and are refused.
+vLLM's iterator over safetensors files asks for each name whether this rank needs it. What is passed over
+never reaches a model's loader, whichever way that one finds its parameters. Other iterators read whole files,
+and are refused.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from vllm.model_executor.model_loader import default_loader, weight_utils
 
-EXPERT = re.compile(r"(?:^|\.)experts\.(?!e_score_correction_bias$)")
-"""In names of experts' tensors; `shared_experts.` is another word, and the correction bias is the router's."""
+from moeserve.proto.integrations.expert_names import EXPERT
 
 PASSED_OVER: list[str] = []
 """Names of tensors that this process left in their files."""

@@ -11,7 +11,7 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import FLOATS, INTEGERS, Spec, TensorError, spec_of
 from moeserve.runtime.doors.payloads import inline, shared_memory
 from moeserve.runtime.doors.payloads.regions import Regions
-from moeserve.runtime.doors.payloads.transport import Room, Transport
+from moeserve.runtime.doors.payloads.transport import Lent, Room, Transport
 
 TRANSPORTS = (inline.ENTRY, shared_memory.ENTRY)
 
@@ -24,14 +24,23 @@ class OpenRequest:
     change after they are checked.
     """
 
-    def __init__(self, hidden: Tensor, spec: Spec, room: Room) -> None:
-        self.hidden = hidden
+    def __init__(self, hidden: Lent, spec: Spec, room: Room) -> None:
+        self.hidden = hidden.tensor
+        self.registered = hidden.registered  # the hidden states lie where the device's engines may read them
         self.experts: Tensor | None = None
         self.weights: Tensor | None = None
         self.logits: Tensor | None = None
         self.held = ExitStack()
         self._spec = spec
         self._room = room
+
+    @property
+    def home(self) -> Tensor | None:
+        """The place of the answer `[T, H]`, of the request's dtype, where the device's engines may write it
+        there: it is registered, and no part of the hidden states, which would be written over.
+        """
+        there = self._room.registered
+        return None if there is None or _overlap(there, self.hidden) else there
 
     def reply(self, hidden: Tensor, epoch: int, weights_version: int) -> moe_pb2.ForwardReply:
         """The reply for the answer `hidden` [T, H] of the request's dtype, on any device."""
@@ -101,16 +110,22 @@ class Payloads:
                 field, f"shape {list(spec.shape)} has {spec.shape[0]} rows, but hidden has {hidden.shape[0]}"
             )
         with ExitStack() as held:
-            return self._lend(held, message, spec, field).clone()
+            return self._lend(held, message, spec, field).tensor.clone()
 
-    def _lend(self, held: ExitStack, message: moe_pb2.Tensor, spec: Spec, field: str) -> Tensor:
+    def _lend(self, held: ExitStack, message: moe_pb2.Tensor, spec: Spec, field: str) -> Lent:
         payload = message.WhichOneof("payload")
         lent = self._transports[str(payload)].lend(message, spec, field)
         held.callback(lent.close)
-        return lent.tensor
+        return lent
 
     def _room(self, held: ExitStack, request: moe_pb2.ForwardRequest, spec: Spec) -> Room:
         payload = "region" if request.HasField("output") else "data"
         room = self._transports[payload].room(request.output, spec)
         held.callback(room.close)
         return room
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two dense tensors of the host share memory."""
+    first, second = sorted((one, other), key=Tensor.data_ptr)
+    return second.data_ptr() < first.data_ptr() + first.nbytes
