@@ -24,7 +24,7 @@ a * were measured in another run. The note of a table has the commands, machines
 the CPU layer's ratios, not its times: the two cores were shared while it ran."""
 
 DOORS = ("front door", "lane 0", "lane 1")
-"""Where bench/service/fuzz.py sends calls."""
+"""Where bench/service/faults/fuzz.py sends calls."""
 
 VIEWS = (
     View(
