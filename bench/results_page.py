@@ -73,9 +73,9 @@ VIEWS = (
     View(
         "fuzz",
         "Malformed messages and bytes on every port of a service, between good calls",
-        r"(?P<line>.+)",
-        "{line}",
-        "of a run",
+        r"(?P<column>.+)",
+        "a run",
+        "{column}",
         facts=(
             *("good calls", "slowest, s", "exporters", "Unix sockets"),
             *(f"other ports of {owner}" for owner in ("head", "rank")),
