@@ -63,7 +63,7 @@ SECONDS ?= 60
 FUZZ_MESSAGES ?= 100000
 fuzz: $(STAMP) $(FUZZ)
 	PYTHONPATH=$(CURDIR)/$(FUZZ) $(BIN)/python tests/fuzz/guided.py --seconds $(SECONDS) $(TARGETS)
-	$(BIN)/python -m bench.service.fuzz --messages $(FUZZ_MESSAGES)
+	$(BIN)/python -m bench.service.faults.fuzz --messages $(FUZZ_MESSAGES)
 
 $(FUZZ): $(STAMP)
 	$(BIN)/pip install --quiet --no-deps --target $@ "atheris==3.0.*"

@@ -24,7 +24,7 @@ a * were measured in another run. The note of a table has the commands, machines
 the CPU layer's ratios, not its times: the two cores were shared while it ran."""
 
 DOORS = ("front door", "lane 0", "lane 1")
-"""Where bench/service/fuzz.py sends calls."""
+"""Where bench/service/faults/fuzz.py sends calls."""
 
 VIEWS = (
     View(
@@ -81,9 +81,9 @@ VIEWS = (
     View(
         "fuzz",
         "Malformed messages and bytes on every port of a service, between good calls",
-        r"(?P<line>.+)",
-        "{line}",
-        "of a run",
+        r"(?P<column>.+)",
+        "a run",
+        "{column}",
         facts=(
             *("good calls", "slowest, s", "exporters", "Unix sockets"),
             *(f"other ports of {owner}" for owner in ("head", "rank")),

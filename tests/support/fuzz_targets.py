@@ -8,6 +8,7 @@ import shutil
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -64,6 +65,8 @@ from moeserve.runtime.telemetry.exporter import RankTelemetry
 from moeserve.runtime.telemetry.logs import checked_level
 
 Opened = Iterator[tuple[list[bytes], Run]]
+
+ANSWER_SECONDS = 4.0  # for a call that has a thread of its own to end
 
 INTERNAL = grpc.StatusCode.INTERNAL.value[0]
 MALFORMED = (KeyError, TypeError, ValueError, OverflowError)
@@ -138,10 +141,19 @@ class Door:
 
     def check_nothing_held(self) -> None:
         """Raises Broken where an input has left something behind."""
+        held = self.lane, self.regions
+        within(ANSWER_SECONDS, lambda: not (held[0].in_flight or any(one.in_use for one in held[1].list())))
         if self.lane.in_flight:
             raise Broken(f"{self.lane.in_flight} calls are left in the lane")
         if any(region.in_use for region in self.regions.list()):
             raise Broken("a region is still in use")
+
+
+def within(seconds: float, true: Callable[[], bool]) -> None:
+    """Waits until it is true, so long at most."""
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.001)
 
 
 def check_status(error: Exception) -> None:
@@ -181,6 +193,9 @@ def packets(folder: Path) -> Opened:
             answers: list[bytes] = []
             leave = door.door.take_packet(data, answers.append)
             leave()
+            within(
+                ANSWER_SECONDS, lambda: bool(answers)
+            )  # requests that take long have a thread of their own
             if len(answers) != 1:
                 raise Broken(f"a call over a lease has {len(answers)} answers")
             reply = moe_pb2.ForwardStreamReply.FromString(answers[0])

@@ -106,7 +106,7 @@ class Reception:
             if seat is None:
                 log.warning("a stream from %s ended before its hello: %s", peer, why)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            log.error("refused a stream from %s: %s", peer, clipped(str(error)))
+            log.warning("refused a stream from %s: %s", peer, clipped(str(error)))
             why = clipped(f"sent a malformed message: {error}")
         except Exception as error:
             log.exception("the thread of rank %d, %s, ends", rank, peer)
