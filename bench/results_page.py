@@ -23,6 +23,9 @@ aim is bold. Behind a peer's number stands ours over it, the best of ours where 
 a * were measured in another run. The note of a table has the commands, machines, versions and dates. Read
 the CPU layer's ratios, not its times: the two cores were shared while it ran."""
 
+DOORS = ("front door", "lane 0", "lane 1")
+"""Where bench/service/fuzz.py sends calls."""
+
 VIEWS = (
     View(
         "demo",
@@ -61,11 +64,31 @@ VIEWS = (
         "{column}",
     ),
     View(
+        "tls_cost",
+        "What keys cost a call, beside encrypting its bytes",
+        r"(?P<line>.+), (?P<column>\d+ rows)",
+        "{line}",
+        "{column}",
+        facts=("whole cost", "its bytes", "call"),
+    ),
+    View(
         "gpu_service",
         "The whole service on GPUs: a call, and a killed rank",
         r"(?P<column>\d+ rows|killed rank, right again)(?: x 2048)?, (?P<line>.+)",
         "{line}",
         "{column}",
+    ),
+    View(
+        "fuzz",
+        "Malformed messages and bytes on every port of a service, between good calls",
+        r"(?P<line>.+)",
+        "{line}",
+        "of a run",
+        facts=(
+            *("good calls", "slowest, s", "exporters", "Unix sockets"),
+            *(f"other ports of {owner}" for owner in ("head", "rank")),
+            *(f"{door}, {what}" for door in DOORS for what in ("bytes", "calls", "streams")),
+        ),
     ),
     View(
         "moves",

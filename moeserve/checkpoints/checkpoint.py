@@ -29,7 +29,7 @@ from moeserve.checkpoints.names import LayerNames, Numbers, correction_biases, e
 from moeserve.checkpoints.nearest import in_its_place
 from moeserve.checkpoints.read_ahead import read_ahead
 from moeserve.checkpoints.reading import copy_expert
-from moeserve.checkpoints.store import CheckpointError, TensorStore, read_json
+from moeserve.checkpoints.store import CheckpointError, TensorStore, read_json, values_of
 from moeserve.experts.batch import ExpertShape, ExpertWeights
 from moeserve.experts.routing.families import gate_for
 from moeserve.experts.routing.gate import Gate
@@ -37,6 +37,8 @@ from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import FLOATS
 
 __all__ = ["Checkpoint", "CheckpointError"]
+
+CONFIG = "config.json"
 
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files in which producers put the quantization config when config.json has none."""
@@ -60,6 +62,11 @@ class Checkpoint:
         self.path = located(path)
         check_contents(self.path)
         self._load_as_name = load_as
+        with values_of(self.path / CONFIG):
+            self._open(load_as)
+
+    def _open(self, load_as: str | None) -> None:
+        """Reads the config and the headers."""
         whole = _config(self.path)
         self.family, self.config = family_of(whole)
         _check_zero_experts(self.family, self.config)
@@ -146,8 +153,9 @@ class Checkpoint:
         """
         if layer not in self._gates:
             self._stored(layer)
-            gate = replace(gate_for(self.config), by_token=self.family.by_token(self.config, layer))
-            self._gates[layer] = self._biased(gate, layer) if gate.biased and gate.takes_logits else gate
+            with values_of(self.path / CONFIG):
+                gate = replace(gate_for(self.config), by_token=self.family.by_token(self.config, layer))
+                self._gates[layer] = self._biased(gate, layer) if gate.biased and gate.takes_logits else gate
         return self._gates[layer]
 
     def experts(self, layer: int, ids: Sequence[int], *, part: tuple[int, int] = (0, 1)) -> ExpertWeights:
@@ -247,7 +255,7 @@ class Checkpoint:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    return read_json(path / "config.json")
+    return read_json(path / CONFIG)
 
 
 def _check_zero_experts(family: ModelFamily, config: Config) -> None:

@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "health": "ask a running service whether it serves; the exit code tells",
     "rebalance": "move experts of a running service so that its ranks' loads are even",
     "reload": "bring a running service to the weights of another checkpoint of the same shapes",
+    "log-level": "set how much a running service logs, or show how much it does",
     "bench": "drive a running service and time its answers",
     "version": "show the versions of moeserve and of what it uses",
 }
@@ -97,7 +98,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     wanted = _command(words)
     for name, about in COMMANDS.items():
         if name == wanted:
-            import_module(f"moeserve.cli.{name}").add_parser(subparsers)
+            import_module(f"moeserve.cli.{name.replace('-', '_')}").add_parser(subparsers)
             chosen = subparsers.choices[name]
             chosen.add_argument(
                 "--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks"

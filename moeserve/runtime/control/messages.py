@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from moeserve.dispatch.members import Member, Members
 from moeserve.experts.placement import EMPTY, Placement
+from moeserve.proto.texts import quoted
 from moeserve.runtime.control.orders import ExpertCopy, StagedCopy, StageOrder, Vote
+from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.mesh import Mesh
@@ -167,6 +169,17 @@ def load_from(message: Message, shape: tuple[int, int, int]) -> NDArray[np.float
     return np.frombuffer(data, dtype="<i8").reshape(shape).astype(np.float64)
 
 
+def here_message(generation: int, reached: Reached) -> Message:
+    """The message that tells that a member's process runs, and how far it is."""
+    return {"kind": "here", "generation": generation, "reached": list(reached)}
+
+
+def reached_from(message: Message) -> Reached:
+    """How far the member is that has sent `here`. Raises KeyError, TypeError or ValueError."""
+    step, phase = message["reached"]
+    return Reached(int(step), Phase(phase))
+
+
 def plans_message(plans: Mapping[int, Plan]) -> list[list[Any]]:
     """`[layer, kernels, dispatchers, wires]` of every layer, for those who ask what is served."""
     return [
@@ -216,5 +229,5 @@ def committed_epoch(message: Message, before: Epoch) -> Epoch:
     """The epoch that a commit makes of the one before."""
     epoch = before.moved(message["layer"], np.array(message["slots"], dtype=np.int32))
     if epoch.number != message["number"]:
-        raise ValueError(f"epoch {message['number']} is committed after epoch {before.number}")
+        raise ValueError(f"epoch {quoted(message['number'])} is committed after epoch {before.number}")
     return replace(epoch, versions=tuple(message["versions"]), weights=tuple(message["weights"]))

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moeserve.proto.texts import clipped
+from moeserve.runtime.keys.keys import NO_KEYS, Connection, Keys
 
 Message = dict[str, Any]
 
@@ -37,8 +38,9 @@ class StreamSilent(StreamClosed):
 class Stream:
     """One connected socket. `send` is safe from several threads; one thread receives."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, connection: Connection) -> None:
+        if not isinstance(connection, socket.socket) or connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.settimeout(None)
         self._socket = connection
@@ -54,6 +56,19 @@ class Stream:
         limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._sends_within = seconds
+
+    def bound_silence(self, seconds: float) -> None:
+        """Ends the stream where the other end's host has not answered for so long, as one without power does.
+
+        A host answers for a process that is stopped, and for one that says nothing.
+        """
+        every = max(1, int(seconds / 4))
+        for option, value in (
+            (socket.TCP_KEEPIDLE, every),
+            (socket.TCP_KEEPINTVL, every),
+            (socket.TCP_USER_TIMEOUT, int(seconds * 1000)),
+        ):
+            self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def bound_receives(self, seconds: float) -> None:
         """To receive from an other end that gives no byte for so long raises StreamSilent, and so does a send
@@ -151,10 +166,12 @@ class Stream:
             self._socket.close()
 
 
-def connect(address: str, timeout: float) -> Stream:
-    """A stream to `host:port`. Raises StreamClosed when nobody answers within `timeout` seconds."""
+def connect(address: str, timeout: float, keys: Keys = NO_KEYS) -> Stream:
+    """A stream to `host:port`. Raises StreamClosed when nobody who fits `keys` answers within `timeout`
+    seconds.
+    """
     host, port = address.rsplit(":", 1)
     try:
-        return Stream(socket.create_connection((host, int(port)), timeout))
+        return Stream(keys.dial(socket.create_connection((host, int(port)), timeout), host))
     except OSError as error:
         raise StreamClosed(f"cannot reach {address}: {error}") from error

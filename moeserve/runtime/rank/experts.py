@@ -99,7 +99,7 @@ class RankExperts:
         return KernelSpec(plan.problem.scheme, plan.problem.shape, self._served.dtype)
 
     def _read_ahead(self, epoch: Epoch, position: int) -> None:
-        """Asks for the experts of the layer at `position`, while those of the layer before it are prepared."""
+        """Asks for the experts of the layer at `position`, while those of the layer before are prepared."""
         if position >= len(self._served.layers) or self._served.layers[position] in self._held:
             return
         slots, version = self._held_in(epoch, position)

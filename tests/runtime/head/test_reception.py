@@ -206,7 +206,7 @@ def test_strangers_are_limited_and_ranks_come_in_again(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reception, "HELLO_SECONDS", 1.0)
-    most = coordinator._reception.most_strangers
+    most = coordinator._reception._acceptor.most
     strangers = [connect(coordinator.address, SECONDS) for _ in range(most)]
     until(lambda: sum(thread.name.startswith("rank (") for thread in threading.enumerate()) == most)
     assert closed_within(connect(coordinator.address, SECONDS), 0.5)
@@ -220,7 +220,7 @@ def test_strangers_are_limited_and_ranks_come_in_again(
 def test_a_connection_that_cannot_be_accepted_is_not_the_last(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listener, refused = coordinator._reception._listener, threading.Event()
+    listener, refused = coordinator._reception._acceptor.listener, threading.Event()
 
     class Exhausted:
         def accept(self) -> tuple[socket.socket, object]:
@@ -232,7 +232,7 @@ def test_a_connection_that_cannot_be_accepted_is_not_the_last(
         def __getattr__(self, name: str) -> Any:
             return getattr(listener, name)
 
-    monkeypatch.setattr(coordinator._reception, "_listener", Exhausted())
+    monkeypatch.setattr(coordinator._reception._acceptor, "listener", Exhausted())
     for rank in range(2):  # the first comes to who accepts already
         stream = introduced(coordinator, rank)
         until(lambda rank=rank: rank in coordinator.seats())

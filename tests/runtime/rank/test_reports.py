@@ -53,7 +53,7 @@ def test_the_thread_of_the_steps_neither_reads_nor_sends_a_report() -> None:
         threads.put((message["kind"], threading.current_thread()))
 
     meter = SimpleNamespace(snapshot=lambda now: SimpleNamespace(read=read))
-    rank: Any = SimpleNamespace(index=0, meter=meter)
+    rank: Any = SimpleNamespace(index=0, meter=meter, rows_computed=lambda: None)
     steps = MemberSteps(rank, None, send, lambda record: None)
     steps.steps = 3
     steps.look_after(None)
