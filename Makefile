@@ -79,7 +79,7 @@ $(TYPESCRIPT)/dist/ask.js: moeserve/proto/moe.proto $(wildcard $(TYPESCRIPT)/src
 
 # Serves a tiny model of every family of the installed transformers by two ranks, and writes docs/families.md.
 families: $(STAMP)
-	$(BIN)/python -m bench.service.families
+	$(BIN)/python -m bench.numbers.families
 
 # What needs no GPU, in a quarter of an hour on a machine that does nothing else. COUNTS is a folder of expert
 # counts of one model (JSON); without it the two benches of placement are left out.
@@ -94,5 +94,5 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.results_page
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(NVRTC) $(FUZZ) $(TYPESCRIPT)/node_modules $(TYPESCRIPT)/dist $(TYPESCRIPT)/src/generated
-	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM) $(NVRTC) $(FUZZ) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(TYPESCRIPT)/node_modules $(TYPESCRIPT)/dist $(TYPESCRIPT)/src/generated

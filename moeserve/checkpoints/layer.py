@@ -14,6 +14,7 @@ from moeserve.checkpoints.dialects.dialect import Storage
 from moeserve.checkpoints.families.family import ModelFamily
 from moeserve.checkpoints.names import LayerNames
 from moeserve.checkpoints.nearest import in_its_place
+from moeserve.checkpoints.read_ahead import Span
 from moeserve.checkpoints.store import CheckpointError, TensorStore
 from moeserve.checkpoints.stored import StoredMatrix, StoredTensor, bias_name
 from moeserve.quant.format import WHOLE, Scheme
@@ -143,6 +144,19 @@ class StoredLayer:
             for way in (False, True)
         ]
         return fits[1] if fits[0] != fits[1] else None
+
+    def spans(self, experts: Iterable[int]) -> Iterator[Span]:
+        """Returns where the tensors of `experts` lie: those of each, and its part of those of all experts."""
+        wanted = sorted(set(experts))
+        apart = {self.names.projections(e)[0].rpartition(".")[0] + "." for e in wanted}
+        for name in self.names.tensors:
+            entry = self.store.entries[name]
+            if not self.names.stacked and name.startswith(tuple(apart)):
+                yield Span(entry.file, entry.start, entry.start + entry.nbytes)
+            elif self.names.stacked and entry.shape and not entry.shape[0] % self.experts:
+                each = entry.nbytes // (self.experts if self.names.form.flat else entry.shape[0])
+                for expert in wanted:
+                    yield Span(entry.file, entry.start + expert * each, entry.start + (expert + 1) * each)
 
     @property
     def nbytes(self) -> int:

@@ -81,6 +81,7 @@ class Entry:
     dtype: str  # a key of DTYPES, or an element type that is not supported
     shape: tuple[int, ...]
     nbytes: int
+    start: int = 0  # of its bytes in the file
 
 
 class TensorStore:
@@ -166,7 +167,10 @@ def _header(file: Path) -> Iterator[tuple[str, Entry]]:
         if not isinstance(pairs, tuple):
             raise TypeError(f"it is no JSON object but a {type(pairs).__name__}")
         declared = [(name, dict(fields)) for name, fields in pairs if name != "__metadata__"]
-        entries = [(name, _entry(file, fields), fields["data_offsets"][1]) for name, fields in declared]
+        entries = [
+            (name, _entry(file, fields, LENGTH_BYTES + length), fields["data_offsets"][1])
+            for name, fields in declared
+        ]
     except (ValueError, *ODD_VALUES) as error:
         raise CheckpointError(
             f"{file} is not a safetensors file: its header cannot be read ({error})"
@@ -184,9 +188,10 @@ def _header(file: Path) -> Iterator[tuple[str, Entry]]:
         yield name, entry
 
 
-def _entry(file: Path, fields: Mapping[str, Any]) -> Entry:
+def _entry(file: Path, fields: Mapping[str, Any], before: int) -> Entry:
     start, stop = fields["data_offsets"]
-    return Entry(file, str(fields["dtype"]), tuple(int(size) for size in fields["shape"]), stop - start)
+    shape = tuple(int(size) for size in fields["shape"])
+    return Entry(file, str(fields["dtype"]), shape, stop - start, before + start)
 
 
 def opened(file: Path) -> BinaryIO:

@@ -253,7 +253,7 @@ def greedy(model: Any, tokens: Tensor, count: int) -> Tensor:
 
 
 def likeliest(answered: Tensor) -> Tensor:
-    """The likeliest token `[B, S]` after each, special ones left out; by a fixed head where a model has none."""
+    """The likeliest token `[B, S]` after each, no special one; by a fixed head where a model has none."""
     if answered.shape[-1] != VOCABULARY:
         head = torch.randn(answered.shape[-1], VOCABULARY, generator=torch.Generator().manual_seed(2))
         answered = answered @ head

@@ -358,13 +358,13 @@ class Member:
                 self._say_here(generation)
                 yield layer
 
+        before = self._rank.experts.bytes_read
         self._rank.load(epoch, told)
+        seconds = max(1e-6, time.perf_counter() - started)
+        megabytes = (self._rank.experts.bytes_read - before) / 1e6
         log.info(
-            "rank %d: read %.1f MB of expert weights for %d layers in %.2f s",
-            self._rank.index,
-            self._rank.experts.bytes_read / 1e6,
-            len(self._rank.served.layers),
-            time.perf_counter() - started,
+            "rank %d: read %.1f MB of expert weights for %d layers in %.2f s, %.1f MB/s",
+            *(self._rank.index, megabytes, len(self._rank.served.layers), seconds, megabytes / seconds),
         )
 
     def _join(self, name: str, generation: int, place: tuple[int, int]) -> None:

@@ -1,17 +1,17 @@
 """Every model family of the installed transformers that has experts, served by two ranks: docs/families.md.
 
-    python -m bench.service.families                   # all families, and writes the page
-    python -m bench.service.families --only jamba zaya # some of them
-    python -m bench.service.families --resume          # those that no earlier run of this version has done
+    python -m bench.numbers.families                   # all families, and writes the page
+    python -m bench.numbers.families --only jamba zaya # some of them
+    python -m bench.numbers.families --resume          # those that no earlier run of this version has done
 
 A family is a `model_type` whose config counts experts; transformers is walked, and no family is left out. Of
-each a tiny seeded model is saved as transformers writes it for the hub; `moeserve inspect` and `plan` read it;
-two ranks serve it from CPU in float32, with expert parallelism, and the transformers plug-in loads
-the model without its experts' weights and asks them. After each of the greedy tokens of the model alone it must
-find the next one likeliest, its logits must be within 1e-4, and every layer with experts must have been asked. To show that the check would notice, a
-column tells by how much logits move when every other number between an expert's GEMMs is 1.05 times itself,
-which no norm behind the experts hides: more than the bound. Exit status 1 where a family that is not refused
-fails, or fewer than 95 % are served.
+each a tiny seeded model is saved as transformers writes it for the hub. `moeserve inspect` and `plan` read
+it, two ranks serve it from CPU in float32 with expert parallelism, and the transformers plug-in loads the
+model without its experts' weights and asks them. After each greedy token of the model alone it must find
+the next one likeliest, its logits must be within 1e-4, and every layer with experts must have been
+asked. To show that the check would notice, a column tells by how much logits move when every other number
+between an expert's GEMMs is 1.05 times itself, which no norm behind the experts hides: more than the bound.
+Exit status 1 where a family that is not refused fails, or fewer than 95 % are served.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def tried(family: TinyFamily) -> Row:
 
 
 TEXT = (
-    "Made by `python -m bench.service.families`, whose text says what is compared. A family is a `model_type`",
+    "Made by `python -m bench.numbers.families`, whose text says what is compared. A family is a model type",
     "whose config counts experts; one of several parts (`glm4v_moe`, `kimi_k25`) is served as its text",
     "part, and `kimi_k2` is `deepseek_v3` under another name.",
     "",
