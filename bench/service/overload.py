@@ -185,7 +185,7 @@ class Load:
         self._into = tempfile.NamedTemporaryFile("r", suffix=".json")  # noqa: SIM115  # until `end`
         given = {"addresses": service.lanes, "questions": str(service.questions), "deadline": DEADLINE}
         given |= spec | {"into": self._into.name}
-        command = [sys.executable, "-m", "bench.service.overload_load", kind, json.dumps(given)]
+        command = [sys.executable, "-m", "bench.service.faults.load", kind, json.dumps(given)]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._child.stdout is not None
         if self._child.stdout.readline() != "ready\n":

@@ -202,13 +202,18 @@ class Member:
         """Ends the step under way, whose callers have been told: nothing waits for a dead rank.
 
         gloo sees a dead peer by itself; a NCCL kernel waits for ever, and peer memory until patience ends.
+        The group is ended by a thread of its own: NCCL's abort was seen to wait until the group was
+        destroyed, which the executing thread does once it hears of the abort from this one.
         """
         self._rank.interrupt()
         if (group := self._group) is not None:
-            try:
-                abort_group(group)
-            except (RuntimeError, ValueError) as error:
-                log.info("rank %d: the process group was gone already: %s", self._rank.index, error)
+            threading.Thread(target=self._abort, args=(group,), name="abort", daemon=True).start()
+
+    def _abort(self, group: ProcessGroup) -> None:
+        try:
+            abort_group(group)
+        except (RuntimeError, ValueError) as error:
+            log.info("rank %d: the process group was gone already: %s", self._rank.index, error)
 
     def _execute(self, entry: Message) -> None:
         match entry["kind"]:

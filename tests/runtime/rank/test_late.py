@@ -184,7 +184,9 @@ def served_once(path: Path, **step: Any) -> tuple[list[dict[str, Any]], Any, lis
 def test_a_step_fails_by_the_names_of_the_late_and_callers_may_come_again(path: Path) -> None:
     sent, call, records = served_once(path)
     (failed,) = [message for message in sent if message["kind"] == "failed"]
-    assert "rank 0: 'step' failed: PeersLate: layer 0: no rows of ranks [2, 5] within 10 s" in failed["reason"]
+    assert (
+        "rank 0: 'step' failed: PeersLate: layer 0: no rows of ranks [2, 5] within 10 s" in failed["reason"]
+    )
     assert not [message for message in sent if message["kind"] == "done"] and records == []
     with pytest.raises(GroupUnavailable, match=r"no rows of ranks \[2, 5\]"):
         call.result()

@@ -7,6 +7,9 @@ import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
+from moeserve.runtime.rank import member as member_module
 from moeserve.runtime.rank.lane import Lane
 from moeserve.runtime.rank.member import Member, ProcessGroupSettings
 
@@ -53,3 +56,27 @@ def test_an_abort_ends_the_forming_of_a_group_at_once() -> None:
     came.put({"kind": "stop"})
     running.join(SECONDS)
     assert not running.is_alive() and said.empty()
+
+
+def test_a_group_that_takes_long_to_abort_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's abort was seen to wait until its group is destroyed, which the abort's entry has done."""
+    destroyed, reached = threading.Event(), SimpleNamespace()
+    monkeypatch.setattr(member_module, "abort_group", lambda group: destroyed.wait(60.0))
+    monkeypatch.setattr(member_module, "end_group", lambda group: destroyed.set())
+    monkeypatch.setattr(member_module, "here_message", lambda generation, found: {"kind": "here"})
+    rank: Any = SimpleNamespace(index=0, progress=SimpleNamespace(reached=reached))
+    rank.interrupt = rank.leave = lambda: None
+    came: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    wire: Any = SimpleNamespace(receive=came.get, send=said.put)
+    member = Member(rank, None, wire, ProcessGroupSettings("nccl", 60.0), lambda record: None)
+    member._generation, member._group = 4, cast(Any, "a group")
+    running = threading.Thread(target=member.run, daemon=True)
+    running.start()
+    came.put({"kind": "abort", "generation": 4, "reason": "rank 1 is lost"})
+    came.put({"kind": "ask", "generation": 5})
+    assert said.get(timeout=SECONDS) == {"kind": "here"}
+    assert destroyed.wait(SECONDS)
+    came.put({"kind": "stop"})
+    running.join(SECONDS)
+    assert not running.is_alive()

@@ -1,6 +1,6 @@
 """Load for `overload`, each in a process of its own: callers who never wait, callers who do, and nuisances.
 
-    python -m bench.service.overload_load KIND '{"addresses": [...], ...}'
+    python -m bench.service.faults.load KIND '{"addresses": [...], ...}'
 
 Prints `ready` once it begins, works until its time is over or its stdin ends, and prints what it saw as JSON.
 """
