@@ -3,7 +3,7 @@
     python -m bench.service.overload [--seconds 60] [--seed 0]
 
 A service of two ranks on the CPU serves one layer, float32. Load comes from processes of its own
-(`overload_load`), over bare gRPC stubs; every answer is compared with what plain torch computes of the same
+(`faults/load.py`), over bare gRPC stubs; every answer is compared with what plain torch computes of the same
 weights.
 
     idle       one caller, one call after the other: what a message takes when nothing else runs
@@ -179,7 +179,7 @@ def make_questions(checkpoint: Path, into: Path, seed: int) -> None:
 
 
 class Load:
-    """A process of `overload_load`; `end` gives what it saw."""
+    """A process of `faults/load.py`; `end` gives what it saw."""
 
     def __init__(self, kind: str, service: Service, **spec: Any) -> None:
         self._into = tempfile.NamedTemporaryFile("r", suffix=".json")  # noqa: SIM115  # until `end`
