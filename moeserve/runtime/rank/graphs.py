@@ -10,8 +10,10 @@ its dispatcher is told of them before the graph is replayed.
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -220,8 +222,29 @@ class _CudaCapture:
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # other threads go on: experts are copied in while steps are recorded
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            work()
+        try:
+            # other threads go on: experts are copied in while steps are recorded
+            with (
+                _no_collection(),
+                torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
+            ):
+                work()
+        except RuntimeError:
+            self.pool = None  # torch leaves it as one that is recorded to, and would refuse every later graph
+            raise
         replay: Replay = graph.replay
         return replay
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A context without Python's collector of cycles: a graph that it finds is destroyed by whatever thread it
+    runs in, and CUDA refuses that to a thread that records, and ends the recording.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

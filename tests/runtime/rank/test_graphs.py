@@ -1,11 +1,18 @@
 """Small steps as graphs: padded alike on all ranks, recorded at the second step, replayed from then on."""
 
+import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from moeserve.dispatch.members import Member, Members
+from moeserve.runtime.rank import graphs
 from moeserve.runtime.rank.graphs import OWN_ANSWER_ROWS, GraphStep, StepGraphs, absent_lanes, padded_rows
 from moeserve.runtime.step import LaneInput
 
@@ -185,3 +192,36 @@ def test_room_that_was_filled_is_not_copied_again() -> None:
         answer = graphs.run(GraphStep(0, "", (3,)), room.rows.rows(slice(3)), layer)
         assert torch.equal(answer, torch.full((3, H), 2 * value))
         assert room.rows.valid.tolist() == [True, True, True, False]
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The pools that graphs are recorded to, on a device that can record only what raises nothing."""
+    used: list[int] = []
+
+    @contextmanager
+    def graph(made: Any, pool: int, capture_error_mode: str) -> Iterator[None]:
+        assert not gc.isenabled(), "the collector may destroy a graph in the middle of this one"
+        used.append(pool)
+        yield
+
+    handles = iter(range(100))
+    monkeypatch.setattr(graphs.torch.cuda, "graph", graph)
+    monkeypatch.setattr(graphs.torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(graphs.torch.cuda, "graph_pool_handle", lambda: next(handles))
+    return used
+
+
+def test_a_graph_that_cannot_be_recorded_does_not_keep_later_ones_from_it(pools: list[int]) -> None:
+    record = graphs._CudaCapture()
+
+    def broken() -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    record(lambda: None)
+    record(lambda: None)
+    with pytest.raises(RuntimeError, match="previous error"):
+        record(broken)
+    record(lambda: None)
+    assert pools == [0, 0, 0, 1]  # torch leaves the third's as one that is recorded to
+    assert gc.isenabled()
