@@ -238,8 +238,8 @@ class _CudaCapture:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """A context without Python's collector of cycles: a graph that it finds is destroyed by whatever thread it
-    runs in, and CUDA refuses that to a thread that records, and ends the recording.
+    """A context without Python's collector of cycles: a graph that it finds is destroyed by whatever thread
+    it runs in, and CUDA refuses that to a thread that records, and ends the recording.
     """
     collects = gc.isenabled()
     gc.disable()
