@@ -23,6 +23,9 @@ KEEPALIVE_MS = 20_000
 CONNECT_MS = 5_000
 """Within which a connection has to stand, with its first frames, before it is tried anew."""
 
+MOST_STREAMS = 1024
+"""Calls of one connection at once; a client holds further ones back."""
+
 Options = list[tuple[str, Any]]
 
 
@@ -51,10 +54,13 @@ def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
 def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     """The gRPC options of a lane's or the front door's endpoint.
 
-    A port that is in use is an error, not shared; clients may ping while a step runs.
+    A port that is in use is an error, not shared; clients may ping while a step runs. A connection has at most
+    MOST_STREAMS calls at once, those counted that were reset and are not yet put away: one that resets
+    thousands holds nobody else up.
     """
     return [
         *_limits(max_message_bytes),
+        ("grpc.max_concurrent_streams", MOST_STREAMS),
         ("grpc.so_reuseport", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -58,6 +58,8 @@ def start(config: LogConfig, process: str, descriptor: int | None = None) -> Ser
         library.propagate = True
         for old in list(library.handlers):
             library.removeHandler(old)
+    for name in LIBRARIES:
+        logging.getLogger(name).setLevel(logging.NOTSET)  # Ray gives its own a level when it is imported
     root.addHandler(log)
     root.setLevel(logging.WARNING)
     logging.getLogger(OWN).setLevel(config.level.upper())
