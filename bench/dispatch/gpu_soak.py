@@ -284,7 +284,9 @@ def main() -> None:
     found = soak(spec, args.dispatcher, args.steps, group)
     said = f"seat {spec.seat}: {args.steps} steps of {args.dispatcher}, absent from {found.absent}"
     well = not found.wrong and not found.late
-    print("ok  " if well else "FAIL", said, f"{found.wrong} wrong rows, late {list(found.late)}", flush=True)
+    verdict = "ok  " if well else "FAIL"  # written at once, so that two members' lines do not mix
+    sys.stdout.write(f"{verdict} {said} {found.wrong} wrong rows, late {list(found.late)}\n")
+    sys.stdout.flush()
     if args.watched:
         sys.exit(0 if well else 1)
     grown = most_grown(found.grown)

@@ -1,9 +1,10 @@
-"""Times the coordinator's stream beside a gRPC stream: a step header to another process and one back.
+"""Times the coordinator's stream beside others: a step header to another process and one back.
 
     python -m bench.service.control_streams [--rounds 4000]
 
-Both ends echo the same JSON header over loopback, one round at a time, in blocks that take turns.
-Microseconds of a round trip; the record is bench/results/control_streams.jsonl.
+All echo the same message over loopback, or a Unix socket, one round at a time, in blocks that take turns;
+each end decodes and encodes it. Microseconds of a round trip, and of making a header for many lanes and
+reading it. The record is bench/results/control_streams.jsonl.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ import multiprocessing as mp
 import queue
 import socket
 import statistics
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import grpc
 
 from bench.lib.record import Result, write
+from moeserve.runtime.control.frames import LENGTH, decoded, encoded
 from moeserve.runtime.control.messages import header_message
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed, connect
 from moeserve.runtime.step import Header
@@ -44,12 +49,14 @@ def echo_frames(listener: socket.socket) -> None:
 def echo_grpc(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
     """Answers every request with the same message, decoded and encoded as a frame's is."""
     for request in requests:
-        yield _encoded(json.loads(request))
+        yield encoded(decoded(request))[LENGTH.size :]
 
 
-def serve(ports: Connection) -> None:
-    """The other process: both echoes; it ends with the pipe."""
+def serve(ports: Connection, path: str) -> None:
+    """The other process: all echoes; it ends with the streams."""
     listener = socket.create_server(("127.0.0.1", 0))
+    near = socket.create_server(path, family=socket.AF_UNIX)
+    threading.Thread(target=echo_frames, args=(near,), daemon=True).start()
     server = grpc.server(ThreadPoolExecutor(4))
     handler = grpc.stream_stream_rpc_method_handler(echo_grpc)
     server.add_generic_rpc_handlers(
@@ -62,9 +69,8 @@ def serve(ports: Connection) -> None:
     server.stop(None)
 
 
-def over_frames(port: int) -> tuple[Callable[[], object], Callable[[], None]]:
+def over_frames(stream: Stream) -> tuple[Callable[[], object], Callable[[], None]]:
     """A round trip over the coordinator's stream, and what closes it."""
-    stream = connect(f"127.0.0.1:{port}", 10.0)
 
     def trip() -> Message:
         stream.send(HEADER)
@@ -80,9 +86,8 @@ def over_grpc(port: int) -> tuple[Callable[[], object], Callable[[], None]]:
     replies = channel.stream_stream(METHOD)(iter(requests.get, None))
 
     def trip() -> Message:
-        requests.put(_encoded(HEADER))
-        message: Message = json.loads(next(replies))
-        return message
+        requests.put(encoded(HEADER)[LENGTH.size :])
+        return decoded(next(replies))
 
     def close() -> None:
         requests.put(None)
@@ -91,8 +96,20 @@ def over_grpc(port: int) -> tuple[Callable[[], object], Callable[[], None]]:
     return trip, close
 
 
-def _encoded(message: Message) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode()
+def over_unix(path: str) -> Stream:
+    """The coordinator's stream over a Unix socket."""
+    near = socket.socket(socket.AF_UNIX)
+    near.connect(path)
+    return Stream(near)
+
+
+def words(lanes: int) -> dict[str, Callable[[], object]]:
+    """How a header for so many lanes is made and read: as it is, and as JSON."""
+    header = header_message(Header(1 << 20, 7, 3, (8,) * lanes, ((1 << 30, 8),)), 1)
+    return {
+        "MessagePack": lambda: decoded(encoded(header)[LENGTH.size :]),
+        "JSON": lambda: json.loads(json.dumps(header, separators=(",", ":")).encode()),
+    }
 
 
 def timed(trip: Callable[[], object]) -> list[float]:
@@ -109,38 +126,55 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The coordinator's stream beside a gRPC stream.")
     parser.add_argument("--rounds", type=int, default=4000)
     rounds = parser.parse_args().rounds
+    folder = tempfile.TemporaryDirectory()
+    path = str(Path(folder.name) / "near")
     near, far = mp.get_context("spawn").Pipe()
-    process = mp.get_context("spawn").Process(target=serve, args=(far,), daemon=True)
+    process = mp.get_context("spawn").Process(target=serve, args=(far, path), daemon=True)
     process.start()
     frame_port, grpc_port = near.recv()
-    ways = {"frames": over_frames(frame_port), "grpc": over_grpc(grpc_port)}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for block in range(rounds // BLOCK + 1):
-        for name, (trip, _) in ways.items():
-            found = timed(trip)
-            times[name] += found if block else []  # the first block warms up
+    ways = {
+        "frames": over_frames(connect(f"127.0.0.1:{frame_port}", 10.0)),
+        "frames over a Unix socket": over_frames(over_unix(path)),
+        "gRPC stream": over_grpc(grpc_port),
+    }
+    times = in_turns({name: trip for name, (trip, _) in ways.items()}, rounds)
     for _, close in reversed(ways.values()):
         close()
     process.join(10)
+    folder.cleanup()
     results = []
     for percent, at in (("p50", 0.50), ("p99", 0.99)):
-        values = {
-            name: round(statistics.quantiles(found, n=1000)[int(at * 1000) - 1], 1)
-            for name, found in times.items()
-        }
+        values = quantile(times, at)
+        ours = values.pop("frames")
         results.append(
-            Result(
-                "control_streams",
-                f"header and back, {percent}",
-                values["frames"],
-                "us",
-                "lower",
-                None,
-                {"gRPC stream": values["grpc"]},
-            )
+            Result("control_streams", f"header and back, {percent}", ours, "us", "lower", None, values)
         )
-        print(f"{percent}: frames {values['frames']} us, gRPC stream {values['grpc']} us")
+        print(f"{percent}: frames {ours} us, {values}")
+    for lanes in (4, 64):
+        values = quantile(in_turns(words(lanes), rounds), 0.50)
+        case = f"a header for {lanes} lanes, made and read, p50"
+        ours = values.pop("MessagePack")
+        results.append(Result("control_streams", case, ours, "us", "lower", None, values))
+        print(f"{case}: {ours} us, {values}")
     write(results)
+
+
+def in_turns(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Microseconds of each way's rounds."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for block in range(rounds // BLOCK + 1):
+        for name, way in ways.items():
+            found = timed(way)
+            times[name] += found if block else []  # the first block warms up
+    return times
+
+
+def quantile(times: dict[str, list[float]], at: float) -> dict[str, float]:
+    """One quantile of each way's."""
+    return {
+        name: round(statistics.quantiles(found, n=1000)[int(at * 1000) - 1], 1)
+        for name, found in times.items()
+    }
 
 
 if __name__ == "__main__":

@@ -89,6 +89,11 @@ class Child:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.said = [self._find(pattern) for pattern in patterns]
 
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
     def _find(self, pattern: str) -> str:
         assert self._process.stdout is not None
         for line in self._process.stdout:

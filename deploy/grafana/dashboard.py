@@ -115,12 +115,12 @@ def calls() -> list[Panel]:
 
 
 def steps() -> list[Panel]:
-    """The panels of the time of steps. On a GPU the phases after wait are those of the launches."""
+    """The panels of the time of steps. On a GPU the phases are by its own clock."""
     return [
         lines(
             "Mean step by phase",
             "s",
-            "wait: since its earliest job came. On a GPU the other phases are those of the launches.",
+            "wait: since its earliest job came. On a GPU all are by its own clock, of one step in 8.",
             Query(mean("phase", PHASE), "{{phase}}"),
             stacked="normal",
         ),

@@ -12,23 +12,33 @@ from typing import Any
 import torch
 
 from moeserve.checkpoints.contents import check_contents
-from moeserve.checkpoints.dialects import DIALECTS, dialect_for, family_of
+from moeserve.checkpoints.dialects import DIALECTS, ModelFamily, dialect_for, family_of
 from moeserve.checkpoints.dialects.dialect import Quantization, Storage
 from moeserve.checkpoints.dtypes import dtype_of, say_casts
-from moeserve.checkpoints.family import EXPERT_COUNT_KEYS, TOP_K_KEYS, Config, required
+from moeserve.checkpoints.families.config import (
+    EXPERT_COUNT_KEYS,
+    TOP_K_KEYS,
+    Config,
+    depth_of,
+    required,
+)
 from moeserve.checkpoints.hub import located
 from moeserve.checkpoints.layer import StoredLayer
 from moeserve.checkpoints.load_as import keeps, scheme_to_load_as
-from moeserve.checkpoints.names import LayerNames, correction_biases, expert_layers
+from moeserve.checkpoints.names import LayerNames, Numbers, correction_biases, expert_layers
 from moeserve.checkpoints.nearest import in_its_place
+from moeserve.checkpoints.read_ahead import read_ahead
 from moeserve.checkpoints.reading import copy_expert
-from moeserve.checkpoints.store import CheckpointError, TensorStore, read_json
+from moeserve.checkpoints.store import CheckpointError, TensorStore, read_json, values_of
 from moeserve.experts.batch import ExpertShape, ExpertWeights
-from moeserve.experts.routing.gate import Gate, gate_for
+from moeserve.experts.routing.families import gate_for
+from moeserve.experts.routing.gate import Gate
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import FLOATS
 
 __all__ = ["Checkpoint", "CheckpointError"]
+
+CONFIG = "config.json"
 
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files in which producers put the quantization config when config.json has none."""
@@ -52,8 +62,14 @@ class Checkpoint:
         self.path = located(path)
         check_contents(self.path)
         self._load_as_name = load_as
+        with values_of(self.path / CONFIG):
+            self._open(load_as)
+
+    def _open(self, load_as: str | None) -> None:
+        """Reads the config and the headers."""
         whole = _config(self.path)
         self.family, self.config = family_of(whole)
+        _check_zero_experts(self.family, self.config)
         self.model_type = self.family.model_type
         self.architecture = str((whole.get("architectures") or [self.model_type])[0])
         self.quantization = _quantization(self.path, whole, self.config)
@@ -63,11 +79,12 @@ class Checkpoint:
         self._load_as = None if load_as is None else scheme_to_load_as(load_as, FLOATS[self.dtype])
         self.num_experts = required(self.config, *EXPERT_COUNT_KEYS)
         self.top_k = required(self.config, *TOP_K_KEYS)
-        self.hidden = required(self.config, "hidden_size")
-        self.inner = required(self.config, self.family.inner_key)
-        self.depth = required(self.config, "num_hidden_layers")
-        self.activation = self.family.activation(self.config)
+        self.hidden = self.family.hidden(self.config)
+        self.inner = self.family.inner(self.config)
+        self.depth = depth_of(self.config)
+        self._numbers = Numbers(self.depth, self.family.numbers(self.config))
         self._layers = self._stored_layers()
+        self.activation = self.family.activation(self.config, self.layers[0])
         say_casts(self.dtype, self._layers, self._store)
         self._gates: dict[int, Gate] = {}
 
@@ -124,7 +141,9 @@ class Checkpoint:
             if span > 1 and inner % span:
                 found = f"I={self.inner} over slices={slices} is {inner} {side} a slice"
                 raise ValueError(f"{found}, which must be a multiple of {span}, a block of {form}")
-        return ExpertShape(self.hidden, inner, self.activation, bias=self.family.bias)
+        return ExpertShape(
+            self.hidden, inner, self.family.activation(self.config, layer), bias=self.family.bias
+        )
 
     def gate(self, layer: int) -> Gate:
         """The routing of `layer`, with its correction bias where the family has one.
@@ -134,8 +153,9 @@ class Checkpoint:
         """
         if layer not in self._gates:
             self._stored(layer)
-            gate = replace(gate_for(self.config), by_token=self.family.by_token(self.config, layer))
-            self._gates[layer] = self._biased(gate, layer) if gate.biased and not gate.by_token else gate
+            with values_of(self.path / CONFIG):
+                gate = replace(gate_for(self.config), by_token=self.family.by_token(self.config, layer))
+                self._gates[layer] = self._biased(gate, layer) if gate.biased and gate.takes_logits else gate
         return self._gates[layer]
 
     def experts(self, layer: int, ids: Sequence[int], *, part: tuple[int, int] = (0, 1)) -> ExpertWeights:
@@ -167,6 +187,13 @@ class Checkpoint:
             copy_expert(stored, expert, inner, read, position)
         return read
 
+    def read_ahead(self, layer: int, ids: Sequence[int]) -> int:
+        """Asks the operating system for the experts `ids` of `layer`, to be read soon; waits for nothing.
+
+        Returns the bytes that were asked for. Raises ValueError for an unknown layer.
+        """
+        return read_ahead(self._stored(layer).spans(ids))
+
     def _stored(self, layer: int) -> StoredLayer:
         if layer not in self._layers:
             raise ValueError(f"layer {layer} has no experts; layers with experts: {list(self._layers)}")
@@ -174,31 +201,38 @@ class Checkpoint:
 
     def _stored_layers(self) -> dict[int, StoredLayer]:
         """Returns the layers that have experts by the config, each checked against the file."""
-        found, layers = expert_layers(self._store.entries, self.depth), {}
-        for layer in range(self.depth):
-            if not self.family.has_experts(self.config, layer):
-                if layer in found:
-                    raise CheckpointError(
-                        f"layer {layer} is dense by config.json, but has {min(found[layer].tensors)}"
-                    )
-                continue
+        found, layers = expert_layers(self._store.entries, self._numbers), {}
+        wanted = self.family.layers(self.config, self.depth)
+        if wanted is None:  # the config does not say
+            wanted = frozenset(found)
+        for layer in sorted(wanted | found.keys()):
+            if layer not in wanted:
+                raise CheckpointError(
+                    f"layer {layer} is dense by config.json, but has {min(found[layer].tensors)}"
+                )
             if layer not in found:
                 first = self._first_tensor(layer)
                 instead = in_its_place(first, self._store.entries)
                 raise CheckpointError(f"layer {layer} misses tensor {first}, and all its experts{instead}")
-            sizes = (self.num_experts, self.hidden, self.inner)
-            names = found[layer]
-            storage = self._storage(names).fitting(self.inner)
-            layers[layer] = StoredLayer(
-                self._store, names, self.family, storage, *sizes, load_as=self._load_as
-            )
+            layers[layer] = self._stored_layer(layer, found[layer])
             layers[layer].check(layer)
         if not layers:
             raise CheckpointError(f"{self.path}: none of the {self.depth} layers has experts by config.json")
         return layers
 
+    def _stored_layer(self, layer: int, names: LayerNames) -> StoredLayer:
+        gated = self.family.activation(self.config, layer).gated
+        names = names if gated else names.ungated()
+        names = names.below(self.num_experts) if self.family.others_after else names
+        sizes = (self.num_experts, self.hidden, self.inner)
+        storage = self._storage(names).fitting(self.inner)
+        return StoredLayer(
+            self._store, names, self.family, storage, *sizes, gated=gated, load_as=self._load_as
+        )
+
     def _first_tensor(self, layer: int) -> str:
-        family, stem = self.family, f"model.layers.{layer}.{self.family.block}.experts"
+        family, block = self.family, f"{self.family.block}." * bool(self.family.block)
+        stem = f"model.layers.{layer}.{block}experts"
         return f"{stem}.gate_up_proj" if family.stacked else f"{stem}.0.{family.spelling[0]}.weight"
 
     def _storage(self, names: LayerNames) -> Storage:
@@ -208,22 +242,28 @@ class Checkpoint:
         return dialect.storage(settings, self.dtype, names)
 
     def _biased(self, gate: Gate, layer: int) -> Gate:
-        name = correction_biases(self._store.entries).get(layer)
+        name = correction_biases(self._store.entries, self._numbers).get(layer)
         if name is None:
             raise CheckpointError(
                 f"layer {layer} misses tensor e_score_correction_bias, which its router needs"
             )
         shape = self._store.entries[name].shape
-        if shape != (self.num_experts,):
+        several = (1, 2) if self.family.others_after else (1,)  # of text, and after it of vision
+        if shape not in ((self.num_experts,), *((kinds, self.num_experts) for kinds in several)):
             raise CheckpointError(f"tensor {name} must have shape {[self.num_experts]}, found {list(shape)}")
-        return gate.with_bias(self._store.read(name).clone())
+        return gate.with_bias(self._store.read(name).clone().reshape(-1)[: self.num_experts])
 
 
 def _config(path: Path) -> dict[str, Any]:
-    config = read_json(path / "config.json")
-    if config.get("zero_expert_num"):
-        raise CheckpointError(f"zero_expert_num={config['zero_expert_num']}: zero-experts are not served")
-    return config
+    return read_json(path / CONFIG)
+
+
+def _check_zero_experts(family: ModelFamily, config: Config) -> None:
+    """Raises CheckpointError for zero-experts of a family that does not say that its model computes them."""
+    if config.get("zero_expert_num") and not family.others_after:
+        raise CheckpointError(
+            f"zero_expert_num={config['zero_expert_num']}: zero-experts of {family.model_type} are not served"
+        )
 
 
 def _quantization(path: Path, *configs: Config) -> Quantization:

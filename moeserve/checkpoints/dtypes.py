@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from moeserve.checkpoints.family import Config
+from moeserve.checkpoints.families.config import Config
 from moeserve.checkpoints.layer import StoredLayer
 from moeserve.checkpoints.store import DTYPES, CheckpointError, TensorStore
 from moeserve.quant.formats.floats import FLOATS

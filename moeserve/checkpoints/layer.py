@@ -11,9 +11,10 @@ from functools import cached_property
 import torch
 
 from moeserve.checkpoints.dialects.dialect import Storage
-from moeserve.checkpoints.family import ModelFamily
+from moeserve.checkpoints.families.family import ModelFamily
 from moeserve.checkpoints.names import LayerNames
 from moeserve.checkpoints.nearest import in_its_place
+from moeserve.checkpoints.read_ahead import Span
 from moeserve.checkpoints.store import CheckpointError, TensorStore
 from moeserve.checkpoints.stored import StoredMatrix, StoredTensor, bias_name
 from moeserve.quant.format import WHOLE, Scheme
@@ -23,15 +24,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ExpertMatrices:
-    """Projections of one expert or slice: down, and gate and up or one matrix that interleaves them."""
+    """Projections of one expert or slice: down, and gate and up, one matrix of both, or up alone."""
 
     gate_up: tuple[StoredMatrix, ...]
     down: StoredMatrix
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether gate and up rows stand as g0, u0, g1, u1, ... in one matrix."""
-        return len(self.gate_up) == 1
+    interleaved: bool = False  # gate and up rows stand as g0, u0, g1, u1, ... in one matrix
 
     def __iter__(self) -> Iterator[StoredMatrix]:
         return iter((*self.gate_up, self.down))
@@ -48,6 +45,7 @@ class StoredLayer:
     experts: int  # E
     hidden: int  # H
     inner: int  # I, whole
+    gated: bool = True  # experts have a gate beside up
     load_as: Scheme | None = None  # what experts become while they are loaded
 
     @property
@@ -65,22 +63,52 @@ class StoredLayer:
         hidden, one, other = slice(0, self.hidden), (self.inner, self.hidden), (self.hidden, self.inner)
         both, stack = (2 * self.inner, self.hidden), (expert, self.experts)
         rows = [inner, slice(self.inner + inner.start, self.inner + inner.stop)]
+        if not self.gated:
+            both, rows = one, [inner]
         if not self.names.stacked:
             stacks = self.names.stacks()
             places = [StoredMatrix(self.store, stacks[0], both, each, hidden, stack) for each in rows]
             places.append(StoredMatrix(self.store, stacks[1], other, hidden, inner, stack))
             halves = tuple(
                 StoredMatrix(self.store, name, one, inner, hidden, beside=place)
-                for name, place in zip((gate, up), places, strict=False)
+                for name, place in zip((gate, up), places[:-1], strict=False)
             )
             return ExpertMatrices(
-                halves, StoredMatrix(self.store, down, other, hidden, inner, beside=places[2])
+                halves, StoredMatrix(self.store, down, other, hidden, inner, beside=places[-1])
             )
-        if self.family.interleaved:
+        return self._stacked(expert, inner, both, rows)
+
+    def _stacked(self, expert: int, inner: slice, both: tuple[int, int], rows: list[slice]) -> ExpertMatrices:
+        """The matrices of an expert where one tensor holds all experts."""
+        gate, up, down = self.names.projections(expert)
+        hidden, stack, flat = slice(0, self.hidden), (expert, self.experts), self.names.form.flat
+        first = (expert, self._experts_in(gate))
+        turned = self.transposed
+        last = StoredMatrix(
+            *(self.store, down, (self.hidden, self.inner), hidden, inner, stack, turned or flat), flat=flat
+        )
+        if gate != up:
+            one = (self.inner, self.hidden)
+            apart = (
+                StoredMatrix(self.store, name, one, inner, hidden, first, turned, flat=flat)
+                for name in (gate, up)
+            )
+            return ExpertMatrices(tuple(apart), last)
+        if self.interleaved:
             rows = [slice(2 * inner.start, 2 * inner.stop)]
-        cut = (StoredMatrix(self.store, gate, both, each, hidden, stack, self.transposed) for each in rows)
-        last = StoredMatrix(self.store, down, other, hidden, inner, stack, self.transposed)
-        return ExpertMatrices(tuple(cut), last)
+        cut = (StoredMatrix(self.store, gate, both, each, hidden, first, turned) for each in rows)
+        return ExpertMatrices(tuple(cut), last, self.interleaved)
+
+    def _experts_in(self, name: str) -> int:
+        """Experts that a stacked tensor holds: E, or more where others come after them."""
+        if not self.family.others_after or name not in self.store:
+            return self.experts
+        return max(self.experts, self.store.entries[name].shape[0])
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether stacked gate and up rows stand as g0, u0, g1, u1, ... in one tensor."""
+        return self.family.interleaved or self.names.form.interleaved
 
     @cached_property
     def transposed(self) -> bool:
@@ -88,10 +116,11 @@ class StoredLayer:
 
         Raises CheckpointError where down contradicts gate_up, or the family if gate_up is square.
         """
-        if not self.storage.turns:
+        if not self.storage.turns or self.names.form.flat:
             return False
-        gate_up, _, down = self.names.projections(0)
-        of_gate_up = self._orientation(gate_up, (2 * self.inner, self.hidden))
+        gate_up, up, down = self.names.projections(0)
+        halves = 2 if self.gated and gate_up == up else 1
+        of_gate_up = self._orientation(gate_up, (halves * self.inner, self.hidden))
         of_down = self._orientation(down, (self.hidden, self.inner))
         settled = self.family.transposed if of_gate_up is None else of_gate_up
         if of_down is not None and of_down != settled:
@@ -103,7 +132,7 @@ class StoredLayer:
 
     def _orientation(self, projection: str, shape: tuple[int, int]) -> bool | None:
         """Whether a stacked tensor is transposed; None where both ways or none fit its shape."""
-        codes, whole, stack = self.storage.tensors[0], slice(0, 0), (0, self.experts)
+        codes, whole, stack = self.storage.tensors[0], slice(0, 0), (0, self._experts_in(projection))
         name = codes.name(projection, stacked=True)
         if name not in self.store:
             raise CheckpointError(
@@ -115,6 +144,19 @@ class StoredLayer:
             for way in (False, True)
         ]
         return fits[1] if fits[0] != fits[1] else None
+
+    def spans(self, experts: Iterable[int]) -> Iterator[Span]:
+        """Returns where the tensors of `experts` lie: those of each, and its part of those of all experts."""
+        wanted = sorted(set(experts))
+        apart = {self.names.projections(e)[0].rpartition(".")[0] + "." for e in wanted}
+        for name in self.names.tensors:
+            entry = self.store.entries[name]
+            if not self.names.stacked and name.startswith(tuple(apart)):
+                yield Span(entry.file, entry.start, entry.start + entry.nbytes)
+            elif self.names.stacked and entry.shape and not entry.shape[0] % self.experts:
+                each = entry.nbytes // (self.experts if self.names.form.flat else entry.shape[0])
+                for expert in wanted:
+                    yield Span(entry.file, entry.start + expert * each, entry.start + (expert + 1) * each)
 
     @property
     def nbytes(self) -> int:
@@ -206,7 +248,7 @@ class StoredLayer:
 
     def _expected_names(self, tensors: Sequence[StoredTensor]) -> Iterable[str]:
         stacked, (gate_up, down) = self.names.stacked, self.names.stacks()
-        stacks = (gate_up, gate_up, down)
+        stacks = self.names.projections(0) if stacked else (gate_up, gate_up, down)
         for expert in range(1 if stacked else self.experts):
             for projection, stack in zip(self.names.projections(expert), stacks, strict=True):
                 for tensor in tensors:

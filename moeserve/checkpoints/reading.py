@@ -48,8 +48,10 @@ def _loaded_as(
 
 
 def _gate_up(storage: Storage, matrices: ExpertMatrices) -> list[Packed]:
-    """Reads gate and up as two matrices."""
+    """Reads gate and up as two matrices, or up alone of experts without a gate."""
     packed = [storage.read(matrix) for matrix in matrices.gate_up]
+    if len(packed) == 1 and not matrices.interleaved:  # experts without a gate
+        return packed
     if matrices.interleaved:
         return [_every_second(packed[0], first) for first in (0, 1)]
     for tensor in storage.tensors:

@@ -8,15 +8,20 @@ https://github.com/huggingface/safetensors).
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from moeserve.proto.texts import clipped
 
 INDEX = "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs"  # how a file begins that stands for one that was not fetched
@@ -41,7 +46,31 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be served as it is; the message names the file, tensor or config key."""
+    """A checkpoint that cannot be served as it is; the message names the file, tensor or config key.
+
+    What a file says is repeated in it as far as a person reads: a name there may have megabytes.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(clipped(message))
+
+
+ODD_VALUES = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
+"""What it raises to use a value of a file that is of another kind than expected."""
+
+
+@contextmanager
+def values_of(file: Path) -> Iterator[None]:
+    """A context in which an error over a value of `file` is a CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    except ODD_VALUES as error:
+        said = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{file} has a value of another kind than expected ({said})") from error
 
 
 @dataclass(frozen=True)
@@ -52,6 +81,7 @@ class Entry:
     dtype: str  # a key of DTYPES, or an element type that is not supported
     shape: tuple[int, ...]
     nbytes: int
+    start: int = 0  # of its bytes in the file
 
 
 class TensorStore:
@@ -93,7 +123,8 @@ class TensorStore:
         entry = self.entries[name]
         try:
             if entry.file not in self._open:
-                self._open[entry.file] = safe_open(entry.file, framework="pt")
+                with opened(entry.file) as stream:  # by its descriptor: what the path names may change
+                    self._open[entry.file] = safe_open(f"/proc/self/fd/{stream.fileno()}", framework="pt")
             found: Tensor = self._open[entry.file].get_slice(name)[index or ...]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read tensor {name} from {entry.file}: {error}") from error
@@ -105,8 +136,11 @@ def _weight_map(index: Path) -> dict[str, str]:
     placed = read_json(index).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise CheckpointError(f"{index} needs a weight_map of tensor names to files")
+    for name, file in placed.items():
+        if not isinstance(file, str) or file in ("", ".", "..") or {"/", "\0"} & set(file):
+            raise CheckpointError(f"{index} places tensor {name} in {file!r}, which names no file beside it")
     for file in set(placed.values()):
-        if not (index.parent / file).is_file():
+        if not is_file(index.parent / file):
             lost = [name for name, place in placed.items() if place == file]
             raise CheckpointError(
                 f"shard {index.parent / file} is missing; {len(lost)} tensors, as {lost[0]}"
@@ -120,8 +154,8 @@ def _header(file: Path) -> Iterator[tuple[str, Entry]]:
         check_fetched(file)
     except OSError as error:  # as a link of a hub cache whose blob is gone
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    with opened(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
         if size < LENGTH_BYTES or length > size - LENGTH_BYTES:
             raise CheckpointError(
@@ -133,8 +167,11 @@ def _header(file: Path) -> Iterator[tuple[str, Entry]]:
         if not isinstance(pairs, tuple):
             raise TypeError(f"it is no JSON object but a {type(pairs).__name__}")
         declared = [(name, dict(fields)) for name, fields in pairs if name != "__metadata__"]
-        entries = [(name, _entry(file, fields), fields["data_offsets"][1]) for name, fields in declared]
-    except (ValueError, TypeError, KeyError, IndexError) as error:
+        entries = [
+            (name, _entry(file, fields, LENGTH_BYTES + length), fields["data_offsets"][1])
+            for name, fields in declared
+        ]
+    except (ValueError, *ODD_VALUES) as error:
         raise CheckpointError(
             f"{file} is not a safetensors file: its header cannot be read ({error})"
         ) from error
@@ -151,14 +188,31 @@ def _header(file: Path) -> Iterator[tuple[str, Entry]]:
         yield name, entry
 
 
-def _entry(file: Path, fields: Mapping[str, Any]) -> Entry:
+def _entry(file: Path, fields: Mapping[str, Any], before: int) -> Entry:
     start, stop = fields["data_offsets"]
-    return Entry(file, str(fields["dtype"]), tuple(int(size) for size in fields["shape"]), stop - start)
+    shape = tuple(int(size) for size in fields["shape"])
+    return Entry(file, str(fields["dtype"]), shape, stop - start, before + start)
+
+
+def opened(file: Path) -> BinaryIO:
+    """Opens a file of a checkpoint to be read; never waits, as opening a pipe would.
+
+    Raises CheckpointError for anything but a file (a pipe, socket, device or folder), OSError for one that is
+    not there.
+    """
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointError(f"{file} is no file but a pipe, socket, device or folder")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def check_fetched(file: Path) -> None:
     """Raises CheckpointError where `file` is a Git LFS pointer, a few lines of text in place of the file."""
-    with file.open("rb") as stream:
+    with opened(file) as stream:
         text = stream.read(1024)
     if text.startswith(LFS_POINTER):
         sizes = [line.split()[-1].decode() for line in text.splitlines() if line.startswith(b"size ")]
@@ -169,16 +223,25 @@ def check_fetched(file: Path) -> None:
         )
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; none has a name that is too long, or that no file can have."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Reads a JSON object from `file`. Raises CheckpointError if it is missing or holds anything else."""
     try:
         check_fetched(file)
-        found = json.loads(file.read_text(encoding="utf-8"))
+        with opened(file) as stream:
+            found = json.loads(stream.read().decode())
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
     except CheckpointError:
         raise
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{file} must hold a JSON object, found {type(found).__name__}")

@@ -70,6 +70,7 @@ class StoredMatrix:
     stack: tuple[int, int] | None = None  # (expert, experts) where one tensor holds all experts
     transposed: bool = False  # the file holds [K, N]
     beside: StoredMatrix | None = None  # this matrix in the tensors that are `beside` the weights
+    flat: bool = False  # experts follow each other along the first dimension, which they share
 
     @property
     def size(self) -> torch.Size:
@@ -136,7 +137,10 @@ class StoredMatrix:
         axes = self._axes(tensor)[shapes.index(self.entry(tensor).shape)]
         wanted = {"n": _units(self.rows, tensor.rows), "k": _units(self.columns, tensor.columns)}
         index = [wanted[axis] if isinstance(axis, str) else slice(None) for axis in axes]
-        lead = (self.stack[0],) if self.stack else ()
+        lead = (self.stack[0],) if self.stack and not self.flat else ()
+        if self.flat and self.stack:
+            before = self.stack[0] * self._counts(tensor)[axes[0]]
+            index[0] = slice(index[0].start + before, index[0].stop + before)
         found = self.store.read(self.name(tensor), *lead, *index)
         if tensor.scale:
             self._check_scale(tensor, found)
@@ -177,11 +181,15 @@ class StoredMatrix:
     def expected(self, tensor: StoredTensor) -> tuple[tuple[int, ...], ...]:
         """Returns the shapes that `tensor` may have in the file."""
         counts = self._counts(tensor)
-        lead = (self.stack[1],) if self.stack else ()
-        return tuple(
-            (*lead, *(counts[axis] if isinstance(axis, str) else axis for axis in axes))
+        shapes = [
+            tuple(counts[axis] if isinstance(axis, str) else axis for axis in axes)
             for axes in self._axes(tensor)
-        )
+        ]
+        if self.stack is None:
+            return tuple(shapes)
+        if self.flat:
+            return tuple((self.stack[1] * shape[0], *shape[1:]) for shape in shapes)
+        return tuple((self.stack[1], *shape) for shape in shapes)
 
     def _axes(self, tensor: StoredTensor) -> tuple[Axes, ...]:
         """Returns the dimensions that `tensor` may have; they lack "n" or "k" only for one element."""

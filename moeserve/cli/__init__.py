@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "health": "ask a running service whether it serves; the exit code tells",
     "rebalance": "move experts of a running service so that its ranks' loads are even",
     "reload": "bring a running service to the weights of another checkpoint of the same shapes",
+    "log-level": "set how much a running service logs, or show how much it does",
     "bench": "drive a running service and time its answers",
     "version": "show the versions of moeserve and of what it uses",
 }
@@ -68,6 +69,8 @@ def stdout_is_closed() -> bool:
 
 
 def _run(words: Sequence[str]) -> int:
+    # Before gRPC is imported, here and in ranks: its core writes a line for every stranger whom TLS refuses.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     command, debug = _command(words), "--debug" in words
     try:
         args = _parser(words).parse_args(words)
@@ -97,7 +100,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     wanted = _command(words)
     for name, about in COMMANDS.items():
         if name == wanted:
-            import_module(f"moeserve.cli.{name}").add_parser(subparsers)
+            import_module(f"moeserve.cli.{name.replace('-', '_')}").add_parser(subparsers)
             chosen = subparsers.choices[name]
             chosen.add_argument(
                 "--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks"

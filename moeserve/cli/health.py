@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 
 from moeserve.cli.arguments.remote import add_address, client_of
@@ -29,7 +30,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints `SERVING` and returns 0, or prints the state and its reason and returns 1."""
+    """Prints `SERVING` and returns 0, or prints the state and its reason and returns 1.
+
+    Raises ValueError for a wait that is no length of time.
+    """
+    if not 0 <= args.wait < math.inf:
+        raise ValueError(f"--wait={args.wait:g} must be 0 or more seconds")
     until = time.monotonic() + args.wait
     with client_of(args) as client:
         health, reason = ask(client)

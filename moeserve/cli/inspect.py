@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 from moeserve.cli.arguments.configured import one_checkpoint
 
@@ -31,21 +30,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the checkpoint's summary; 1 if it cannot be served, with the reason on stderr."""
-    from moeserve.checkpoints.checkpoint import Checkpoint, CheckpointError
+    """Prints the checkpoint's summary. Raises CheckpointError and ValueError if it cannot be served."""
+    from moeserve.checkpoints.checkpoint import Checkpoint
     from moeserve.checkpoints.hub import pinned
     from moeserve.cli.shown.inspect_against import errors_against, errors_json, errors_rows
     from moeserve.cli.shown.inspected import Inspected, columns
 
-    try:
-        if args.ranks < 1:
-            raise ValueError(f"--ranks={args.ranks} must be 1 or more")
-        checkpoint = Checkpoint(pinned(one_checkpoint(args.words, args.checkpoint)))
-        found = Inspected.of(checkpoint, args.ranks)
-        errors = errors_against(checkpoint, args.against) if args.against else []
-    except (CheckpointError, ValueError) as error:
-        print(f"moeserve inspect: {error}", file=sys.stderr)
-        return 1
+    if args.ranks < 1:
+        raise ValueError(f"--ranks={args.ranks} must be 1 or more")
+    checkpoint = Checkpoint(pinned(one_checkpoint(args.words, args.checkpoint)))
+    found = Inspected.of(checkpoint, args.ranks)
+    errors = errors_against(checkpoint, args.against) if args.against else []
     if args.json:
         against = {"against": errors_json(args.against, errors)} if errors else {}
         print(json.dumps(found.json() | against, indent=2))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moeserve.cli.arguments.remote import address, client_of
+from moeserve.cli.arguments.remote import add_credentials, address, client_of
 from moeserve.experts.load import PHASES, Load, LoadTrace, LoadWindow, head_line, read_trace, window_line
 from moeserve.proto import moe_pb2
 
@@ -45,6 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--window", type=float, default=10.0, metavar="SECONDS", help="length of a window; 10 by default")
     add("--windows", type=int, default=0, metavar="N", help="number of windows; endless by default")
     add("--timeout", type=float, default=10.0, metavar="SECONDS", help="wait for an answer; 10 by default")
+    add_credentials(parser)
     parser.set_defaults(func=run)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import select
 import signal
-import sys
-import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
@@ -36,6 +36,9 @@ class Cluster(Protocol):
     def metrics_targets(self) -> list[str]:
         """Returns `host:port` of every exporter that is up."""
 
+    def probes_address(self) -> str:
+        """Returns `host:port` where probes are answered; empty where none are."""
+
     def stop(self) -> None:
         """Lets calls under way finish, and ends everything that was started."""
 
@@ -53,9 +56,12 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ValueError for bad input, OSError or RuntimeError, and BrokenPipeError for a closed stdout.
     """
+    from moeserve.runtime.telemetry import logs
+
     config = config_of(args)
     print("\n".join(config.lines()), flush=True)
     _check_served(config)
+    logs.start(config.log, "head" if config.cluster.launcher == "local" else "launcher")
     cluster = _cluster(config)
     signals = _Signals()
     try:
@@ -68,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         if targets := cluster.metrics_targets():
             print(f"metrics on {' '.join(targets)}", flush=True)
+        if probes := cluster.probes_address():
+            print(f"probes on {probes}", flush=True)
         print(f"serving on {cluster.address}", flush=True)
         _watch(cluster, signals)
     finally:
@@ -79,10 +87,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Signals:
-    """Turns SIGINT and SIGTERM into an event and, while a cluster starts, into KeyboardInterrupt."""
+    """Turns SIGINT and SIGTERM into a word that `wait` hears and, while a cluster starts, into
+    KeyboardInterrupt.
+
+    The handler takes no lock: it runs wherever the main thread is, also where that holds one. An event's
+    lock, which `wait` holds now and then, would keep the process for ever.
+    """
 
     def __init__(self) -> None:
-        self.stop = threading.Event()
+        self._told_to_stop = False
+        self._heard, self._word = os.pipe()
+        os.set_blocking(self._word, False)
         self._interrupts = False
         self.listen()
 
@@ -91,33 +106,40 @@ class _Signals:
         for number in STOP_SIGNALS:
             signal.signal(number, self._told)
 
+    def wait(self, seconds: float) -> bool:
+        """Whether a signal has come, as soon as it has, and after so many seconds at most."""
+        return self._told_to_stop or bool(select.select([self._heard], [], [], seconds)[0])
+
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
         """A context in which a signal raises KeyboardInterrupt; an earlier signal raises it at once."""
         self._interrupts = True
         try:
-            if self.stop.is_set():
+            if self._told_to_stop:
                 raise KeyboardInterrupt
             yield
         finally:
             self._interrupts = False
 
     def _told(self, number: int, frame: FrameType | None) -> None:
-        first = not self.stop.is_set()
-        self.stop.set()
+        first, self._told_to_stop = not self._told_to_stop, True
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of words already
+            os.write(self._word, b"!")
         if self._interrupts and first:
             raise KeyboardInterrupt
 
 
 def _check_served(config: Config) -> None:
-    """Raises what is wrong with the checkpoint or the plan here, before any process starts."""
+    """Raises what is wrong with the checkpoint, the plan or the keys here, before any process starts."""
     import torch
 
     from moeserve.runtime.config import ConfigError
+    from moeserve.runtime.keys.keys import Keys
     from moeserve.runtime.launch.environment import machine_for
     from moeserve.runtime.planning.layers import plans_for
     from moeserve.runtime.served import served_from
 
+    Keys(config.keys, "")
     served, ranks = served_from(config), config.parallel.mesh.ranks
     for layer in served.layers:
         served.checkpoint.gate(layer)
@@ -143,12 +165,8 @@ def _cluster(config: Config) -> Cluster:
 
 
 def _watch(cluster: Cluster, signals: _Signals) -> None:
-    """Waits for a signal to stop; prints when the group forms anew. Raises RuntimeError when it gave up."""
-    seen = "serving"
-    while not signals.stop.wait(LOOK_SECONDS):
+    """Waits for a signal to stop. Raises RuntimeError when it gave up."""
+    while not signals.wait(LOOK_SECONDS):
         state, reason = cluster.state()
         if state == "failed":
             raise RuntimeError(f"the group failed: {reason}")
-        if state != seen:
-            print(f"{state}: {reason}" if reason else state, file=sys.stderr, flush=True)
-            seen = state

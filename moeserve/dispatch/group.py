@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, distributed_c10d  # type: ignore[attr-defined]  # not exported
 
+from moeserve.dispatch.fence import close_to_strangers, listeners
+
 c10d: Any = distributed_c10d  # whose private names have no types
 
 TAG = "user:moeserve"
@@ -37,11 +39,14 @@ class GroupKind:
     backend: str  # gloo, nccl
     timeout: float  # seconds of one collective
     device: str = "cpu"  # of this member; NCCL's communicator is formed on it at once
+    # whether nothing else begins to listen here meanwhile: gloo then accepts nobody once the group is formed
+    own_process: bool = False
 
 
 def form_group(store: Store, name: str, rank: int, size: int, kind: GroupKind) -> ProcessGroup:
     """The group `name` of `size` members that meet in `store`, for the member at `rank`. Collective.
 
+    A store that is written in Python is kept by the caller until the group has ended: torch does not keep it.
     No group with that name may have met in `store` before. Neither needs nor changes any other group. A NCCL
     communicator is formed here by all members, because its first use must not be a message between two.
     Raises ValueError for a name that a group of this process has, and RuntimeError when members stay away.
@@ -61,7 +66,10 @@ def form_group(store: Store, name: str, rank: int, size: int, kind: GroupKind) -
         group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, carrier)
         group.bound_device_id = device
     elif kind.backend == "gloo":
+        before = listeners() if kind.own_process else None
         carrier = c10d.ProcessGroupGloo(met, rank, size, timeout=limit)
+        if before is not None:
+            close_to_strangers(but=before)  # all members are connected
         carrier._set_sequence_number_for_group()
         group._set_default_backend(ProcessGroup.BackendType.GLOO)
         group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, carrier)
@@ -108,7 +116,7 @@ def _default_ranks(store: Store, place: tuple[int, int], limit: timedelta) -> li
     keys = [f"default/{at}" for at in range(size)]
     store.set(keys[rank], str(dist.get_rank() if dist.is_initialized() else -1))
     store.wait(keys, limit)
-    found = [int(store.get(key)) for key in keys]
+    found = [int(value) for value in store.multi_get(keys)]
     told = min(found) >= 0 and len(set(found)) == size
     return found if told else [-1 - at for at in range(size)]
 

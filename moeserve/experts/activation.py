@@ -19,6 +19,9 @@ PARAMETERS = ("limit", "alpha", "beta", "linear_beta")
 NO_MUL = "_no_mul"
 """Ending of the names that have no gate half."""
 
+NO_GATED_FORM = frozenset({"relu2"})
+"""Names that other systems have, of activations that nothing computes with an up half."""
+
 ALIASES: Mapping[str, str] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_pytorch_tanh_no_mul": "gelu_tanh_no_mul",
@@ -190,5 +193,6 @@ ACTIVATIONS: Mapping[str, ActivationEntry] = {
     "gelu_no_mul": ActivationEntry(functional.gelu),
     "gelu_tanh_no_mul": ActivationEntry(_gelu_tanh_no_mul),
     "relu2_no_mul": ActivationEntry(_relu2_no_mul),
+    "relu_no_mul": ActivationEntry(functional.relu),
 }
 """Every activation by name; a new one is one function and one line here."""

@@ -54,6 +54,8 @@ class Placement:
                 f"slots hold experts {slots.min()} to {slots.max()}; "
                 f"a layer has experts 0 to {self.experts - 1}"
             )
+        if slots.shape[0] and self.experts > slots.shape[1]:
+            raise ValueError(f"{slots.shape[1]} slots hold no {self.experts} experts; every expert needs one")
         stride = slots.shape[1] // self.owners
         object.__setattr__(self, "room", tuple(self.room) or (stride,) * self.owners)
         self._check_room(slots, stride)

@@ -9,13 +9,22 @@ from typing import Any
 
 import grpc
 
-MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-"""The default limit of one message: 8192 rows x 14336 in bf16, with room for ids and weights."""
+from moeserve.proto.credentials import Credentials, KeyedChannel
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""The default limit of one message: 4096 rows x 7168 in bf16, with room for ids and weights.
+
+Clients cut larger calls. gRPC hands a message to Python with the interpreter held, for 1 ms a megabyte or
+more, in which no other call of the process goes on.
+"""
 
 KEEPALIVE_MS = 20_000
 
 CONNECT_MS = 5_000
 """Within which a connection has to stand, with its first frames, before it is tried anew."""
+
+MOST_STREAMS = 1024
+"""Calls of one connection at once; a client holds further ones back."""
 
 Options = list[tuple[str, Any]]
 
@@ -45,19 +54,44 @@ def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
 def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     """The gRPC options of a lane's or the front door's endpoint.
 
-    A port that is in use is an error, not shared; clients may ping while a step runs.
+    A port that is in use is an error, not shared; clients may ping while a step runs. A connection has at most
+    MOST_STREAMS calls at once, those counted that were reset and are not yet put away: one that resets
+    thousands holds nobody else up.
     """
     return [
         *_limits(max_message_bytes),
+        ("grpc.max_concurrent_streams", MOST_STREAMS),
         ("grpc.so_reuseport", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.keepalive_permit_without_calls", 1),
     ]
 
 
-def connect(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> Any:
-    """A `grpc.Channel` to `host:port`. It connects when first used."""
-    return grpc.insecure_channel(address, options=client_options(max_message_bytes))
+def connect(
+    address: str, max_message_bytes: int = MAX_MESSAGE_BYTES, credentials: Credentials | None = None
+) -> Any:
+    """A `grpc.Channel` to `host:port`, or what shows `credentials` over one. It connects when first used.
+
+    Raises ValueError where a token would go beyond loopback as plain text, OSError for a file that cannot be
+    read.
+    """
+    return opened(grpc, address, max_message_bytes, credentials)
+
+
+def opened(library: Any, address: str, max_message_bytes: int, credentials: Credentials | None) -> Any:
+    """As `connect`, by `grpc` or `grpc.aio`."""
+    options = client_options(max_message_bytes)
+    if credentials is None:
+        return library.insecure_channel(address, options=options)
+    credentials.check_address(address)
+    options += credentials.options()
+
+    def make(tls: grpc.ChannelCredentials | None) -> Any:
+        if tls is None:
+            return library.insecure_channel(address, options=options)
+        return library.secure_channel(address, tls, options=options)
+
+    return KeyedChannel(credentials, make)
 
 
 def _limits(max_message_bytes: int) -> Options:

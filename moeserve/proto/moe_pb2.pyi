@@ -384,6 +384,28 @@ class ReloadReply(_message.Message):
     corrupted: int
     def __init__(self, outcome: _Optional[str] = ..., reason: _Optional[str] = ..., weights_version: _Optional[int] = ..., epochs: _Optional[int] = ..., nbytes: _Optional[int] = ..., seconds: _Optional[float] = ..., epoch: _Optional[int] = ..., corrupted: _Optional[int] = ...) -> None: ...
 
+class SetLogLevelRequest(_message.Message):
+    __slots__ = ("level", "logger")
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    LOGGER_FIELD_NUMBER: _ClassVar[int]
+    level: str
+    logger: str
+    def __init__(self, level: _Optional[str] = ..., logger: _Optional[str] = ...) -> None: ...
+
+class LogLevel(_message.Message):
+    __slots__ = ("logger", "level")
+    LOGGER_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    logger: str
+    level: str
+    def __init__(self, logger: _Optional[str] = ..., level: _Optional[str] = ...) -> None: ...
+
+class SetLogLevelReply(_message.Message):
+    __slots__ = ("levels",)
+    LEVELS_FIELD_NUMBER: _ClassVar[int]
+    levels: _containers.RepeatedCompositeFieldContainer[LogLevel]
+    def __init__(self, levels: _Optional[_Iterable[_Union[LogLevel, _Mapping]]] = ...) -> None: ...
+
 class CreateRegionRequest(_message.Message):
     __slots__ = ("size",)
     SIZE_FIELD_NUMBER: _ClassVar[int]

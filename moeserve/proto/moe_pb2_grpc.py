@@ -591,6 +591,11 @@ class AdminServiceStub:
                 request_serializer=moeserve_dot_proto_dot_moe__pb2.ReloadRequest.SerializeToString,
                 response_deserializer=moeserve_dot_proto_dot_moe__pb2.ReloadReply.FromString,
                 _registered_method=True)
+        self.SetLogLevel = channel.unary_unary(
+                '/moeserve.v1.AdminService/SetLogLevel',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.SetLogLevelRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.SetLogLevelReply.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -613,6 +618,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetLogLevel(self, request, context):
+        """Sets from which level on the head and every rank log, those that start later too, until the head ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -625,6 +637,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Reload,
                     request_deserializer=moeserve_dot_proto_dot_moe__pb2.ReloadRequest.FromString,
                     response_serializer=moeserve_dot_proto_dot_moe__pb2.ReloadReply.SerializeToString,
+            ),
+            'SetLogLevel': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLogLevel,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.SetLogLevelRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.SetLogLevelReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -682,6 +699,33 @@ class AdminService:
             '/moeserve.v1.AdminService/Reload',
             moeserve_dot_proto_dot_moe__pb2.ReloadRequest.SerializeToString,
             moeserve_dot_proto_dot_moe__pb2.ReloadReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLogLevel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moeserve.v1.AdminService/SetLogLevel',
+            moeserve_dot_proto_dot_moe__pb2.SetLogLevelRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.SetLogLevelReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -179,6 +179,11 @@ def describe_into(message: moe_pb2.Tensor, spec: Spec) -> None:
     message.shape.extend(spec.shape)
 
 
+def dtype_of(message: moe_pb2.Tensor) -> DType | None:
+    """The dtype that `message` names; None for one that the contract has not."""
+    return _BY_CODE.get(message.dtype)
+
+
 def spec_of(message: moe_pb2.Tensor, field: str, *, rank: int, dtypes: tuple[str, ...]) -> Spec:
     """Dtype and shape of `message`, checked against the `rank` and `dtypes` that `field` takes.
 

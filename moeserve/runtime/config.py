@@ -4,6 +4,7 @@ at start.
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import tomllib
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from moeserve.checkpoints.load_as import scheme_to_load_as
 from moeserve.dispatch.backends import dispatcher_named
 from moeserve.experts.balance import BALANCERS
 from moeserve.experts.routing.replicas import REPLICA_CHOICES
+from moeserve.proto.texts import clipped
 from moeserve.quant.formats import BF16
 from moeserve.runtime.mesh import Mesh
 
@@ -39,7 +41,10 @@ FAIL, DROP = "fail", "drop"
 
 
 class ConfigError(ValueError):
-    """A key or value of the configuration is wrong; names both."""
+    """A key or value of the configuration is wrong; names both, as far as a person reads."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(clipped(message))
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ class StepConfig:
     gather_seconds: float = 0.004  # but never longer than this after its oldest job
     due_seconds: float = 1.0  # a job is due so long after it came, or at its deadline where that is earlier
     timeout_seconds: float = 30.0  # of one collective; a rank that does not answer by then is lost
-    late_seconds: float = 0.0  # a dispatcher over peer memory waits so long for a rank; 0: timeout_seconds
+    late_seconds: float = 10.0  # a step may stand still so long; then who holds it up; 0: timeout_seconds
     on_late: str = FAIL  # what becomes of a step without a late rank's rows: fail, or drop them and go on
     graph_rows: int = 256  # of the fullest lane, up to which a GPU's steps are CUDA graphs; 0: none are
 
@@ -133,16 +138,21 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 50051  # the coordinator's; 0 picks a free one
     metrics_port: int = 9400  # the head's; rank r takes this + 1 + r; 0 picks free ones, -1 turns metrics off
-    max_message_bytes: int = 256 << 20
+    max_message_bytes: int = 64 << 20
     max_concurrent_calls: int = 256  # a lane refuses more, with pushback
     max_streams: int = 256  # that are open at a lane or the front door; it refuses more, with pushback
     max_held_bytes: int = 2 << 30  # of the calls that a lane or the front door holds; it refuses more
     request_seconds: float = 30.0  # within which the message of a call has to arrive
     drain_seconds: float = 10.0  # for calls under way when the service is told to stop
     unread_seconds: float = 30.0  # within which the caller of a stream has to take a reply
-    reload_root: str = ""  # folder below which a checkpoint has to be to be reloaded; empty: anywhere
+    reload_root: str = ""  # folder below which a checkpoint may be reloaded; empty: the served one's parent
     region_bytes: int = 4 << 30  # of shared memory a rank may hand out
     allow_named_regions: bool = False  # unsafe: clients may register any shared-memory object by name
+    max_held_rows: int = 65536  # of the calls that a lane holds; it refuses more, with pushback
+    queue_seconds: float = 10.0  # that a call may wait at a lane, whatever its deadline; longer is refused
+    health_port: int = 0  # of probes; 0 picks a free one, -1 has none
+    stalled_seconds: float = 10.0  # after which a head that does not answer is not ready, nor alive
+    registered_bytes: int = 4 << 30  # of regions, that a GPU copies from and to by itself; 0: none
 
 
 @dataclass(frozen=True)
@@ -156,12 +166,14 @@ class ClusterConfig:
     start_timeout_seconds: float = 600.0
     give_up_seconds: float = 0.0  # without serving, once it has served: then the service ends; 0: never
     connect_seconds: float = 30.0  # for a rank to reach the head
-    hello_seconds: float = 10.0  # for whoever connects to the head to introduce itself as a rank
+    hello_seconds: float = 10.0  # for whoever connects to the head, or for a rank's experts, to say who it is
     answer_seconds: float = 10.0  # for a rank's process to answer that a generation forms
     prepare_seconds: float = 120.0  # between two layers that a rank reads while a generation forms
     join_seconds: float = 300.0  # for the ranks' process group and dispatchers
     adopt_seconds: float = 60.0  # for every rank to serve a change of the epoch that was decided
     send_seconds: float = 5.0  # while a rank takes nothing of what the head sends it
+    begin_seconds: float = 180.0  # for a rank's process to reach the head, once it was started
+    stopped_seconds: float = 1.5  # a rank's process that does not run so long is given up; 0: never
 
 
 @dataclass(frozen=True)
@@ -173,9 +185,41 @@ class MembersConfig:
     held_multiprocessors: int = 0  # of each GPU: that waiting kernels of others may hold
 
 
+@dataclass(frozen=True)
+class KeysConfig:
+    """Whom the service trusts and what it encrypts with: paths and names, never a secret.
+
+    With `grants`, who may do what is decided by the table in keys/access.py; without, everyone may do
+    everything.
+    """
+
+    certificate: str = ""  # PEM: the chain that every process of the service shows; without it, no TLS
+    private_key: str = ""  # PEM, not encrypted: the certificate's key
+    ca: str = ""  # PEM: authorities by which processes of the service know each other
+    client_ca: str = ""  # PEM: authorities of the certificates that callers must show; empty: none must
+    server_name: str = ""  # that the certificate has; empty: the host of each address
+    grants: str = ""  # file of tokens and names of certificates, with the roles of each
+    allow_plaintext: bool = False  # serve beyond loopback without TLS
+    handshake_seconds: float = 10.0  # for whoever connects to finish TLS
+
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What each process of the service logs to its stderr."""
+
+    level: str = "info"  # from which on: debug, info, warning, error
+    format: str = "text"  # text, or json: one object a line
+    bytes_per_minute: int = 1 << 20  # of one process; what is over it is counted and left out; 0: no limit
+    repeat_seconds: float = 10.0  # within which a line that comes again is counted; 0: each is written
+
+
 LAST_PORT = 65535
 
-CHECKED_APART = ("server.port", "server.metrics_port")
+CHECKED_APART = ("server.port", "server.metrics_port", "server.health_port")
 
 POSITIVE = frozenset(
     {
@@ -192,6 +236,9 @@ POSITIVE = frozenset(
         "server.request_seconds",
         "server.unread_seconds",
         "server.max_message_bytes",
+        "server.max_held_rows",
+        "server.queue_seconds",
+        "server.stalled_seconds",
         "cluster.start_timeout_seconds",
         "cluster.connect_seconds",
         "cluster.hello_seconds",
@@ -200,6 +247,8 @@ POSITIVE = frozenset(
         "cluster.join_seconds",
         "cluster.adopt_seconds",
         "cluster.send_seconds",
+        "keys.handshake_seconds",
+        "cluster.begin_seconds",
     }
 )
 """Keys whose numbers must be more than 0; no other number but a port may be under 0."""
@@ -217,6 +266,8 @@ class Config:
     members: MembersConfig = field(default_factory=MembersConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    keys: KeysConfig = field(default_factory=KeysConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
     @classmethod
     def load(cls, path: str | Path) -> Config:
@@ -228,7 +279,7 @@ class Config:
             document = tomllib.loads(Path(path).read_text())
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not TOML: {error}") from error
         config: Config = from_mapping(cls, document)
         return config.resolved(Path(path).absolute().parent)
@@ -243,6 +294,9 @@ class Config:
             paths["model.checkpoint"] = path_from(folder, self.model.checkpoint)
         if self.plan.costs:
             paths["plan.costs"] = str(folder / Path(self.plan.costs).expanduser())
+        for name in KEY_FILES:
+            if path := getattr(self.keys, name):
+                paths[f"keys.{name}"] = str(folder / Path(path).expanduser())
         return self.with_values(paths)
 
     def with_values(self, values: Mapping[str, Any]) -> Config:
@@ -271,6 +325,8 @@ class Config:
         _one_of("plan.device", self.plan.device, (AUTO, "cpu", "cuda"))
         _one_of("plan.measure", self.plan.measure, MEASURES)
         _one_of("step.on_late", self.step.on_late, (FAIL, DROP))
+        _one_of("log.level", self.log.level, LOG_LEVELS)
+        _one_of("log.format", self.log.format, LOG_FORMATS)
         for table in fields(self):
             _check_numbers(table.name, getattr(self, table.name))
         try:
@@ -280,7 +336,37 @@ class Config:
         self._check_members()
         self._check_ports()
         self._check_load_as()
+        self._check_keys()
         return self
+
+    def _check_keys(self) -> None:
+        """What is beyond loopback is encrypted unless the operator says otherwise; tokens always are."""
+        keys, host = self.keys, self.server.host
+        if bool(keys.certificate) != bool(keys.private_key):
+            raise ConfigError("keys.certificate and keys.private_key need each other: give both, or neither")
+        if keys.client_ca and not keys.certificate:
+            raise ConfigError("keys.client_ca asks callers for certificates, which needs keys.certificate")
+        if keys.certificate and not keys.ca:
+            raise ConfigError(
+                "keys.ca is not set: processes of the service know each other's certificates by it"
+            )
+        if keys.certificate and not keys.grants:
+            raise ConfigError(
+                "keys.grants is not set: with keys.certificate nobody may do anything that it does not grant "
+                "(a line `call,observe,operate anyone` grants all to everyone)"
+            )
+        if keys.certificate or is_loopback(host):
+            return
+        if keys.grants:
+            raise ConfigError(
+                f"server.host = {host!r} is not loopback: tokens of keys.grants would travel as plain text; "
+                "set keys.certificate and keys.private_key"
+            )
+        if not keys.allow_plaintext:
+            raise ConfigError(
+                f"server.host = {host!r} is not loopback, and nothing is encrypted; set keys.certificate and "
+                "keys.private_key, or say keys.allow_plaintext = true (--allow-plaintext)"
+            )
 
     def _check_members(self) -> None:
         """Room for fewer than the ranks is refused here, room for more than a dispatcher has in its plan."""
@@ -304,6 +390,11 @@ class Config:
         port, first = self.server.port, self.server.metrics_port
         if not 0 <= port <= LAST_PORT:
             raise ConfigError(f"server.port = {port} must be 0 (any free one) to {LAST_PORT}")
+        if not -1 <= self.server.health_port <= LAST_PORT:
+            raise ConfigError(
+                f"server.health_port = {self.server.health_port} must be -1 (none) or 0 (any free one) "
+                f"to {LAST_PORT}"
+            )
         last = first + self.parallel.mesh.ranks if first > 0 else first
         if not -1 <= first <= last <= LAST_PORT:
             ranks = self.parallel.mesh.ranks
@@ -328,6 +419,20 @@ class Config:
             value = getattr(self, table.name)
             out += [f"{f.name} = {_toml(getattr(value, f.name))}" for f in fields(value)]
         return out
+
+
+KEY_FILES = ("certificate", "private_key", "ca", "client_ca", "grants")
+"""Keys of `KeysConfig` that are paths."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a listener at `host`, an address or a name."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def from_mapping(cls: type, document: Mapping[str, Any], start: Any = None, path: str = "") -> Any:

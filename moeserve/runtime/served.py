@@ -36,6 +36,11 @@ class Served:
     max_owners: int = 0
 
     @property
+    def lane_nbytes(self) -> int:
+        """Bytes of the most hidden states that one lane brings to a step."""
+        return self.lane_rows * self.checkpoint.hidden * self.dtype.itemsize
+
+    @property
     def members(self) -> Members:
         """The members that the service starts with, its ranks, and the room that is reserved for others."""
         return self.mesh.members(self.max_lanes, self.max_owners)

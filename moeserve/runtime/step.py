@@ -4,11 +4,12 @@ the members that take part).
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -81,6 +82,82 @@ class Stamp(NamedTuple):
 NOT_YET = Stamp(0, 0)
 
 
+class CallerMemory:
+    """Memory that a caller lent to its call. It is given back when the call has ended and no copy by the
+    device's own engines (DMA) can touch it any more. Safe from any thread.
+
+    close: gives it back; called once, by whoever was the last to use it.
+    """
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close = close
+        self._users = 1  # the call itself, which `done` ends
+        self._lock = threading.Lock()
+
+    def use(self) -> bool:
+        """Notes one user more, who calls `done` later; False where the memory was given back already."""
+        with self._lock:
+            self._users += self._users > 0
+            return self._users > 0
+
+    def done(self) -> None:
+        """One user less."""
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            self._close()
+
+
+@dataclass(frozen=True, eq=False)
+class Lent:
+    """What a device may read and write of the memory that a caller lent.
+
+    Only memory that is registered with the device counts: its engines copy from and to it, beside the host.
+    """
+
+    memory: CallerMemory
+    rows: bool = False  # the hidden states lie in registered memory
+    home: Tensor | None = None  # [T, H] of the caller's dtype, registered: where the answer is wanted
+
+    def part(self, rows: slice) -> Lent:
+        """The same for some of the rows."""
+        return Lent(self.memory, self.rows, None if self.home is None else self.home[rows])
+
+
+class Moment(Protocol):
+    """A moment in the work of a device's stream."""
+
+    def synchronize(self) -> None:
+        """Waits for it, without holding the interpreter."""
+
+    def query(self) -> bool:
+        """Whether it has passed."""
+
+
+class Upload:
+    """A job's hidden states on the device, or on their way there.
+
+    One of two owns it: the step that takes the job, or whoever ends the job without a step. `claim` says who.
+    """
+
+    def __init__(self, rows: Tensor, event: Moment, release: Callable[[], None]) -> None:
+        self.rows, self.event = rows, event
+        self._release = release
+        self._claimed = False
+        self._lock = threading.Lock()
+
+    def claim(self) -> bool:
+        """Whether the caller of this owns it from now on; only the first does."""
+        with self._lock:
+            first, self._claimed = not self._claimed, True
+        return first
+
+    def release(self) -> None:
+        """The copy has ended: the caller's memory is used no more."""
+        self._release()
+
+
 @dataclass(eq=False)
 class Job:
     """One call's rows on one lane, from the door until its answer. Forward is pure, so a job can be run
@@ -95,6 +172,8 @@ class Job:
     deadline: float  # time.monotonic() seconds; inf for none
     ended: Callable[[Job], None]  # called by the thread that ends it; after `disown` nobody hears of it
     weights_version: int = 0  # the one it must be computed with; 0: whichever is served
+    lent: Lent | None = None  # what a device may touch of the caller's memory
+    upload: Upload | None = None  # its hidden states, where they were sent to the device ahead of its step
     created: float = field(default_factory=time.monotonic)
     output: Tensor | None = None  # [T, H]
     stamp: Stamp = NOT_YET
@@ -121,7 +200,10 @@ def _nobody(job: Job) -> None:
 
 @dataclass(frozen=True)
 class Phases:
-    """One step's seconds, rows and bytes on one member. On a GPU the seconds are those of the launches."""
+    """One step's seconds, rows and bytes on one member.
+
+    On a GPU the seconds are those of the launches, until `measured` replaces them by the device's own.
+    """
 
     dispatch: float
     compute: float
@@ -130,6 +212,15 @@ class Phases:
     dispatched_bytes: int  # sent to other ranks
     combined_bytes: int
     dispatcher: str  # that carried it
+    timed: bool = True  # whether the seconds say how long the step took
+    on_device: Callable[[], list[float]] | None = None  # gives the device's seconds, once the step has ended
+
+    def measured(self) -> Phases:
+        """The same with the seconds that the device took; to be asked when the step has ended."""
+        if self.on_device is None:
+            return self
+        dispatch, compute, combine = self.on_device()
+        return replace(self, dispatch=dispatch, compute=compute, combine=combine, timed=True, on_device=None)
 
 
 @dataclass(frozen=True)
@@ -143,6 +234,8 @@ class StepRecord:
     wait: float  # seconds from its earliest job's arrival at the door to the step's start
     phases: Phases
     late: tuple[int, ...] = ()  # seats whose rows it went without
+    launch: float = 0.0  # seconds of the host from the step's start until it was launched
+    reply: float = 0.0  # seconds of the host from the step's end until all its callers were answered
 
 
 @dataclass(frozen=True, eq=False)

@@ -96,7 +96,10 @@ PLAIN: dict[str, tuple[Damage, str]] = {
         "belongs to a LoRA adapter, which is not served: merge it first",
     ),
     "LoRA adapter": (write("adapter_config.json", "{}"), "is a LoRA adapter, which is not served"),
-    "zero-experts": (config(zero_expert_num=4), "zero_expert_num=4: zero-experts are not served"),
+    "zero-experts": (
+        config(zero_expert_num=4),
+        "zero_expert_num=4: zero-experts of qwen3_moe are not served",
+    ),
     "truncated data": (truncate, "model.safetensors is truncated: its header declares"),
     "truncated header": (truncate_header, "model.safetensors is truncated: 100 bytes do not hold its header"),
     "not safetensors": (scribble, "model.safetensors is not a safetensors file: its header cannot be read"),
@@ -105,8 +108,8 @@ PLAIN: dict[str, tuple[Damage, str]] = {
     "config no JSON": (write("config.json", "{"), "config.json is not JSON"),
     "config no object": (write("config.json", "[]"), "config.json must hold a JSON object, found list"),
     "unknown architecture": (
-        config(model_type="jamba", architectures=["JambaForCausalLM"]),
-        "unknown architecture ['JambaForCausalLM'] (model_type 'jamba'); supported: deepseek_v2, ",
+        config(model_type="next_month", architectures=["NextMonthForCausalLM"]),
+        "unknown architecture ['NextMonthForCausalLM'] (model_type 'next_month'); ",
     ),
     "key missing": (config(hidden_size=None), "config.json of qwen3_moe has no key hidden_size"),
     "no expert count": (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -11,16 +10,12 @@ import torch
 from checkpoints import make_checkpoint, quantize_fp8_block
 
 from moeserve.checkpoints.store import TensorStore
-from moeserve.cli.inspect import add_parser
+from moeserve.cli import main
 from moeserve.cli.shown.units import human, ranges
 
 
 def inspect(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
-    args = parser.parse_args(["inspect", *arguments])
-    code: int = args.func(args)
-    return code
+    return main(["inspect", *arguments])
 
 
 @pytest.fixture
@@ -99,7 +94,7 @@ def test_more_ranks_than_experts_leave_some_empty(tmp_path: Path, capsys: pytest
 def test_what_cannot_be_shown_is_said(
     arguments: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert inspect(str(tmp_path), *arguments) == 1
+    assert inspect(str(tmp_path), *arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(f"moeserve inspect: {message}")

@@ -11,11 +11,12 @@ from quantized import PRODUCERS
 
 from moeserve.checkpoints.dialects import DIALECTS, FAMILIES, dialect_for, family_of
 from moeserve.checkpoints.dialects.dialect import Storage
-from moeserve.checkpoints.family import required
-from moeserve.checkpoints.names import LayerNames, correction_biases, expert_layers
+from moeserve.checkpoints.families.config import required
+from moeserve.checkpoints.names import LayerNames, Spelling, correction_biases, expert_layers
 from moeserve.checkpoints.store import CheckpointError
 from moeserve.checkpoints.stored import StoredTensor
-from moeserve.experts.routing.gate import FAMILIES as GATES
+from moeserve.experts.routing.families import BY_MODEL
+from moeserve.experts.routing.families import FAMILIES as GATES
 from moeserve.quant.format import WHOLE, Format, Part, Scheme
 from moeserve.quant.formats.floats import BF16
 
@@ -48,7 +49,7 @@ REFUSED: list[dict[str, Any]] = [
 
 
 def layer_names(module: str) -> LayerNames:
-    return LayerNames(module, ("gate_proj", "up_proj", "down_proj"), False, frozenset({0}), frozenset())
+    return LayerNames(module, Spelling(("gate_proj", "up_proj", "down_proj")), frozenset({0}), frozenset())
 
 
 LAYER = layer_names("model.layers.0.mlp")
@@ -118,11 +119,7 @@ def test_tensor_names_apart_and_stacked(suffix: str, apart: str, stacked: str) -
 
 
 def test_every_family_has_a_router() -> None:
-    assert set(FAMILIES) <= set(GATES)
-
-
-def test_every_family_but_kimi_is_made_by_transformers() -> None:
-    assert set(FAMILIES) - {"kimi_k2"} == set(CONFIGS)
+    assert set(FAMILIES) <= set(GATES) | set(BY_MODEL)
 
 
 SMALL = {"num_experts_per_tok": 1}
@@ -158,16 +155,14 @@ def test_layers_with_experts_are_those_of_transformers(family: str, settings: di
         if any(name.endswith(".experts") for name, _ in layer.named_modules())
     ]
     written = model.config.to_dict()
-    found = [layer for layer in range(6) if FAMILIES[family].has_experts(written, layer)]
-    assert found == expected
+    assert sorted(FAMILIES[family].layers(written, 6) or ()) == expected
 
 
 @pytest.mark.parametrize(
     ("model_type", "dense"), [("deepseek_v2", 0), ("deepseek_v3", 3), ("kimi_k2", 3), ("glm4_moe", 1)]
 )
 def test_dense_layers_default_as_in_transformers(model_type: str, dense: int) -> None:
-    found = [layer for layer in range(6) if FAMILIES[model_type].has_experts({}, layer)]
-    assert found == list(range(dense, 6))
+    assert sorted(FAMILIES[model_type].layers({}, 6) or ()) == list(range(dense, 6))
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
@@ -176,8 +171,8 @@ def test_family_of_what_transformers_writes(family: str) -> None:
         model = make_model(family, dtype=torch.float32, seed=0, hidden=64, num_hidden_layers=2, **SMALL)
     entry, config = family_of(model.config.to_dict())
     assert entry.model_type == family
-    assert required(config, entry.inner_key) > 0
-    assert entry.activation(config).gated
+    assert entry.inner(config) > 0
+    assert entry.activation(config, 0).gated
 
 
 def test_a_text_model_inside_another_is_found() -> None:

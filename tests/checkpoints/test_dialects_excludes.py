@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.checkpoints.dialects import dialect_for
-from moeserve.checkpoints.names import LayerNames
+from moeserve.checkpoints.names import LayerNames, Spelling
 
 
 def names(module: str = "model.layers.1.mlp", experts: int = 2) -> LayerNames:
     spelling = ("gate_proj", "up_proj", "down_proj")
-    return LayerNames(module, spelling, False, frozenset(range(experts)), frozenset())
+    return LayerNames(module, Spelling(spelling), frozenset(range(experts)), frozenset())
 
 
 MODELOPT = [

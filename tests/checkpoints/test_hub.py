@@ -118,7 +118,7 @@ def test_what_was_looked_for_is_told_in_one_line(hub: Path, capsys: pytest.Captu
     with pytest.raises(CheckpointError) as raised:
         Checkpoint("org/other")
     assert str(raised.value) == told
-    assert main(["inspect", "org/other"]) == 1
+    assert main(["inspect", "org/other"]) == 2
     shown = capsys.readouterr().err
     assert shown == f"moeserve inspect: {told} (nothing was downloaded: HF_HUB_OFFLINE is set)\n"
 

@@ -33,6 +33,7 @@ WORDS: dict[str, list[list[str]]] = {
 ASKING: dict[str, list[str]] = {
     "status": [NOBODY],
     "health": [NOBODY],
+    "log-level": [NOBODY],
     "rebalance": [NOBODY],
     "reload": [NOBODY, "weights"],
     "bench": [NOBODY],

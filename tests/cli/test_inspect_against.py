@@ -102,13 +102,13 @@ def test_another_model_is_named(
     other: dict[str, int], said: str, reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_checkpoint("qwen3_moe", tmp_path / "other", dtype=torch.bfloat16, **(SMALL | other))
-    assert main(["inspect", str(reference), "--against", str(tmp_path / "other")]) == 1
+    assert main(["inspect", str(reference), "--against", str(tmp_path / "other")]) == 2
     captured = capsys.readouterr()
     assert said in captured.err and captured.out == ""
 
 
 def test_no_checkpoint_to_compare_with(reference: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(reference), "--against", str(reference / "nowhere")]) == 1
+    assert main(["inspect", str(reference), "--against", str(reference / "nowhere")]) == 2
     assert "cannot read" in capsys.readouterr().err
 
 

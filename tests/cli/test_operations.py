@@ -115,3 +115,9 @@ def test_a_service_that_does_not_serve_is_a_failure(
 ) -> None:
     assert main(["reload", service.address, "/new"]) == 1
     assert capsys.readouterr().err == "moeserve reload: UNAVAILABLE: waiting for ranks [1]\n"
+
+
+@pytest.mark.parametrize("wait", ["-1", "nan", "inf"])
+def test_a_wait_for_health_is_a_length_of_time(wait: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["health", "127.0.0.1:9", f"--wait={wait}"]) == 2
+    assert "must be 0 or more seconds" in capsys.readouterr().err

@@ -27,6 +27,7 @@ class Cluster:
         sys.stdin.readline()
     def state(self): return "serving", ""
     def metrics_targets(self): return []
+    def probes_address(self): return ""
     def stop(self): print("stopped", file=sys.stderr)
 
 serve._cluster = lambda config: Cluster()

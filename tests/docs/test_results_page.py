@@ -1,4 +1,4 @@
-"""docs/results.md: what the records say, missed aims first, nothing left out, under four hundred lines."""
+"""The pages of results: what the records say, missed aims first, nothing left out, under 400 lines each."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_two_cases_never_share_a_cell_in_silence() -> None:
 
 def test_a_case_that_no_view_shows_is_named_and_a_new_bench_is_shown() -> None:
     with pytest.raises(ValueError, match="gpu_layer: 'odd' stands in 0 tables"):
-        results_page.page([result(bench="gpu_layer", case="odd")])
-    assert "### new\n| [^new] | ours, ms |" in results_page.page([result(bench="new")])
+        results_page.page(results_page.PAGES[0], [result(bench="gpu_layer", case="odd")])
+    assert "### new\n| [^new] | ours, ms |" in results_page.page(results_page.PAGES[0], [result(bench="new")])
 
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
@@ -102,11 +102,17 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         table.read(tmp_path)
 
 
-def test_the_page_is_what_the_records_say_and_is_short() -> None:
-    text = results_page.PAGE.read_text()
-    assert text == results_page.page(table.read(RESULTS)), "run python -m bench.results_page"
+@pytest.mark.parametrize("page", results_page.PAGES, ids=lambda page: page.path.name)
+def test_a_page_is_what_the_records_say_and_is_short(page: results_page.Page) -> None:
+    text = page.path.read_text()
+    assert text == results_page.page(page, table.read(RESULTS)), "run python -m bench.results_page"
     assert len(text.splitlines()) < 400
     assert 0 < text.index("## Missed") < text.index("### ")
+
+
+def test_every_bench_is_on_one_page() -> None:
+    for bench in {record["bench"] for record in table.read(RESULTS)}:
+        assert sum(page.holds(bench) for page in results_page.PAGES) == 1, bench
 
 
 def test_no_recorded_number_is_left_out() -> None:

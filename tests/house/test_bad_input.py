@@ -195,7 +195,7 @@ def test_the_front_door_refuses_in_a_lanes_words(house: LocalCluster, alone: Alo
         request = request_of(0, alone.batch(3, seed=1))
         CASES[case][0](request)
     else:
-        request = request_of(0, alone.batch(200, seed=1))  # four lanes share so many
+        request = request_of(0, alone.batch(1600, seed=1))  # several lanes share so many
         next(spoil for spoil in LARGE if case.endswith(spoil.__name__[1:]))(request)
     with MoeClient(house.address) as client:
         address = client.topology().lanes[0].address
@@ -210,7 +210,7 @@ def test_the_front_door_refuses_in_a_lanes_words(house: LocalCluster, alone: Alo
 
 def test_an_oversize_message_is_refused_by_its_size(house: LocalCluster, alone: Alone) -> None:
     request = request_of(0, alone.batch(1, seed=1))
-    request.hidden.data = b"\0" * ((256 << 20) + 1)
+    request.hidden.data = b"\0" * ((64 << 20) + 1)
     unlimited = [("grpc.max_send_message_length", -1)]
     with (
         grpc.insecure_channel(house.address, options=unlimited) as channel,

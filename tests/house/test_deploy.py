@@ -75,8 +75,29 @@ def test_the_pods_have_what_the_ranks_of_their_configuration_need(tmp_path: Path
     (mounted,) = [mount["mountPath"] for mount in head["volumeMounts"] if mount["name"] == "service"]
     assert f"{mounted}/{name}" in job["spec"]["entrypoint"].split()
     ports = {port["port"] for port in service["spec"]["ports"]}
-    assert ports == {config.server.port, config.server.metrics_port}
+    assert ports == {config.server.port, config.server.metrics_port, config.server.health_port}
     assert service["spec"]["selector"].items() <= first["metadata"]["labels"].items()
+
+
+def test_a_pod_is_probed_where_the_service_answers_probes(tmp_path: Path) -> None:
+    settings, deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    (name, text), *_ = settings["data"].items()
+    (tmp_path / name).write_text(text)
+    config, pod = Config.load(tmp_path / name).checked(), deployment["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    paths = {"startupProbe": "/startupz", "livenessProbe": "/livez", "readinessProbe": "/readyz"}
+    for probe, path in paths.items():
+        assert container[probe]["httpGet"] == {"path": path, "port": config.server.health_port}
+    patience = container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"]
+    assert patience >= config.cluster.start_timeout_seconds
+    server = config.server
+    assert pod["spec"]["terminationGracePeriodSeconds"] > server.drain_seconds + 15
+    assert server.host != "127.0.0.1" and config.cluster.launcher == "local"
+    (mounted,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "service"]
+    assert f"{mounted}/{name}" in container["command"]
+    assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == config.parallel.mesh.ranks
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert {port["port"] for port in service["spec"]["ports"]} == {server.port, server.metrics_port}
 
 
 def checked_by_promtool(*arguments: str) -> str:

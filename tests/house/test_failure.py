@@ -63,7 +63,7 @@ def test_the_client_library_rides_over_a_killed_rank(checkpoint_path: Path, alon
 def test_new_calls_are_refused_with_the_reason_while_the_group_forms(
     checkpoint_path: Path, alone: Alone
 ) -> None:
-    with LocalCluster(house_config(checkpoint_path, **EP2)) as house:
+    with LocalCluster(house_config(checkpoint_path, **EP2, cluster__stopped_seconds=0.0)) as house:
         survivor = house.pid(0)
         os.kill(survivor, signal.SIGSTOP)  # without it no group forms
         os.kill(house.pid(1), signal.SIGKILL)

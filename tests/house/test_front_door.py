@@ -25,7 +25,7 @@ from moeserve.runtime.launch.local_cluster import LocalCluster
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 SECONDS = 20.0
-ROWS = 200  # so many that four lanes share them
+ROWS = 2048  # so many that four lanes share them
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ STILL = 1  # the rank that stands still
 
 
 @pytest.mark.timed
-def test_a_rank_that_stands_still_is_named_and_comes_back(checkpoint_path: Path, alone: Alone) -> None:
+def test_a_rank_that_stands_still_is_named_and_replaced(checkpoint_path: Path, alone: Alone) -> None:
     config = house_config(
         checkpoint_path,
         parallel__data_parallel_size=3,
@@ -32,6 +32,7 @@ def test_a_rank_that_stands_still_is_named_and_comes_back(checkpoint_path: Path,
         plan__all2all_backend="nvlink_ll",
         step__lane_rows=16,
         step__late_seconds=LATE_SECONDS,
+        cluster__stopped_seconds=0.0,  # it is found by the steps that it holds up alone
         server__metrics_port=-1,
     )
     batch = alone.batch(6, seed=1)
@@ -39,13 +40,14 @@ def test_a_rank_that_stands_still_is_named_and_comes_back(checkpoint_path: Path,
         wanted = client.forward(0, *batch)
         torch.testing.assert_close(wanted, alone.forward(0, *batch))
         others = [lane.address for lane in client.topology().lanes if lane.rank != STILL]
-        stand_still(house.pid(STILL))
-        try:
-            seconds = heard(others, batch)
-        finally:
-            os.kill(house.pid(STILL), signal.SIGCONT)
+        before = [house.pid(rank) for rank in range(3)]
+        stand_still(before[STILL])
+        seconds = heard(others, batch)
         assert LATE_SECONDS <= seconds < 6 * LATE_SECONDS
         assert torch.equal(client.forward(0, *batch), wanted)
+        after = [house.pid(rank) for rank in range(3)]
+        assert [rank for rank in range(3) if after[rank] != before[rank]] == [STILL]
+        assert not Path(f"/proc/{before[STILL]}").exists()
 
 
 @pytest.mark.parametrize("dispatcher", ["nvlink_ll", "nvlink_ht"])
@@ -57,6 +59,7 @@ def test_nobody_waits_for_a_dead_rank(dispatcher: str, checkpoint_path: Path, al
         plan__all2all_backend=dispatcher,
         step__lane_rows=16,
         step__late_seconds=PATIENT_SECONDS,
+        cluster__stopped_seconds=0.0,
         server__metrics_port=-1,
     )
     batch = alone.batch(6, seed=1)

@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 import ray
 import torch
-from failures import HEARD_SECONDS, Callers, serve_again
+from checkpoints import make_checkpoint
+from failures import HEARD_SECONDS, Callers, break_connections, serve_again, stand_still
 from houses import DP2_TP2, EP4, Alone, house_config, request_of
+from listeners import beyond_loopback, listeners
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
@@ -21,15 +24,22 @@ from moeserve.proto import moe_pb2_grpc
 from moeserve.proto.client import MoeClient
 from moeserve.runtime.config import ConfigError
 from moeserve.runtime.launch.ray_cluster import RayCluster
+from moeserve.runtime.launch.watch import stat_of
 
 pytestmark = pytest.mark.ray
 
+EP2 = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}
+FOUND_SECONDS = 2.0
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
     """A Ray cluster of three fake nodes with two CPUs each, on this machine."""
+    yield from three_nodes()
+
+
+def three_nodes() -> Iterator[Cluster]:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     for _ in range(2):
         cluster.add_node(num_cpus=2)
@@ -55,9 +65,20 @@ def test_a_killed_actor_is_heard_of_restarted_and_serves_again(checkpoint_path: 
             assert code == "UNAVAILABLE", text
             assert when - killed < HEARD_SECONDS
         assert serve_again(house.address) > generation
-        assert house.pid(2) != victim
+        assert house.pid(2) not in (0, victim)
         with MoeClient(house.address, timeout=60) as client:
             torch.testing.assert_close(client.forward(1, *batch), alone.forward(1, *batch), **CLOSE)
+
+
+def test_a_ray_of_its_own_listens_on_loopback_only(checkpoint_path: Path) -> None:
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    mine = listeners(os.getpid())
+    with RayCluster(house_config(checkpoint_path, **EP4)) as house:
+        started = {process.pid for process in psutil.Process().children(recursive=True)} - before
+        found = {pid: listeners(pid) for pid in started} | {os.getpid(): listeners(os.getpid()) - mine}
+        assert started >= {house.pid(rank) for rank in range(4)}
+    assert len([pid for pid in found if found[pid]]) > 4  # Ray's own, the head's and the ranks'
+    assert {pid: beyond_loopback(ports) for pid, ports in found.items() if beyond_loopback(ports)} == {}
 
 
 def test_ranks_spread_over_several_nodes(nodes: Cluster, checkpoint_path: Path, alone: Alone) -> None:
@@ -76,3 +97,97 @@ def test_fewer_cpus_than_ranks_is_said_at_once(nodes: Cluster, checkpoint_path: 
     config = house_config(checkpoint_path, cluster__ray_address=nodes.address, **many)
     with pytest.raises(ConfigError, match="8 ranks need 8 CPUs, and the Ray cluster has 6"):
         RayCluster(config).start()
+
+
+def runs(pid: int) -> bool:
+    """Whether a process of that id is there and no zombie."""
+    return stat_of(pid) is not None
+
+
+@pytest.mark.timed
+def test_a_stopped_actor_is_named_killed_and_replaced(
+    checkpoint_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing of its interpreter runs, and Ray's own kill does not reach it."""
+    with RayCluster(house_config(checkpoint_path, **EP2)) as house:
+        before = [house.pid(rank) for rank in range(2)]
+        generation = serve_again(house.address)
+        stand_still(before[1])
+        began = time.monotonic()
+        while runs(before[1]):
+            assert time.monotonic() - began < FOUND_SECONDS
+            time.sleep(0.01)
+        with MoeClient(house.address) as client:
+            while (status := client.status()).generation == generation:
+                time.sleep(0.01)
+        assert f"rank 1 (pid {before[1]}) is given up: it is stopped (state T) for 1." in status.reason
+        serve_again(house.address)
+        after = [house.pid(rank) for rank in range(2)]
+        assert after[0] == before[0] and after[1] not in (0, before[1])
+        assert all(runs(pid) for pid in after)
+        assert "(failed starts in a row: 0)" in capfd.readouterr().err
+    until = time.monotonic() + 10.0
+    while any(runs(pid) for pid in after):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_an_actor_whose_stream_breaks_is_ended_and_replaced(checkpoint_path: Path) -> None:
+    """It was alive for ever, and nothing came back."""
+    with RayCluster(house_config(checkpoint_path, **EP2)) as house:
+        before = [house.pid(rank) for rank in range(2)]
+        generation = serve_again(house.address)
+        break_connections(before[1], ray.get(house._head.streams.remote()))
+        with MoeClient(house.address) as client:
+            until = time.monotonic() + 20.0
+            while client.status().generation == generation:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+        assert serve_again(house.address) > generation
+        assert not runs(before[1])
+        assert house.pid(0) == before[0] and house.pid(1) not in (0, before[1])
+
+
+def test_an_actor_that_cannot_start_backs_off_and_is_reported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, away = tmp_path / "served", tmp_path / "away"
+    checkpoint.mkdir()
+    make_checkpoint("qwen3_moe", checkpoint)
+    with RayCluster(house_config(checkpoint, **EP2)) as house, MoeClient(house.address) as client:
+        generation = serve_again(house.address)
+        checkpoint.rename(away)
+        os.kill(house.pid(1), signal.SIGKILL)
+        until, told = time.monotonic() + 90.0, ""
+        while "failed starts in a row: 3)" not in told:
+            assert time.monotonic() < until, told
+            time.sleep(0.1)
+            told += capfd.readouterr().err
+        status = client.status()
+        assert status.state == "forming" and "rank 1 cannot start: " in status.reason, status
+        away.rename(checkpoint)
+        assert serve_again(house.address) > generation
+
+
+def test_ranks_of_a_node_that_dies_come_back_on_another(checkpoint_path: Path) -> None:
+    for cluster in three_nodes():
+        config = house_config(checkpoint_path, cluster__ray_address=cluster.address, **DP2_TP2)
+        with RayCluster(config) as house:
+            generation = serve_again(house.address)
+            used = placement_group_table(house.group)["bundles_to_node_id"]
+            here = ray.get_runtime_context().get_node_id()
+            away = next(
+                node for node in cluster.list_all_nodes() if node.node_id in set(used.values()) - {here}
+            )
+            left = [rank for rank, node in used.items() if node != away.node_id]
+            before = {rank: house.pid(rank) for rank in range(4)}
+            cluster.remove_node(away, allow_graceful=False)
+            with MoeClient(house.address) as client:
+                until = time.monotonic() + 60.0
+                while client.status().generation == generation:
+                    assert time.monotonic() < until
+                    time.sleep(0.05)
+            assert serve_again(house.address) > generation
+            after = {rank: house.pid(rank) for rank in range(4)}
+            assert [rank for rank in range(4) if after[rank] == before[rank]] == left
+            assert all(runs(pid) for pid in after.values())

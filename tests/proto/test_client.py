@@ -18,10 +18,10 @@ from moeserve.proto.tensors import TensorError
     [
         (0, 4, 100, [0, 0]),
         (1, 4, 100, [0, 1]),
-        (2 * SPLIT_ROWS - 1, 4, 1000, [0, 63]),
-        (2 * SPLIT_ROWS, 4, 1000, [0, 32, 64]),
-        (3 * SPLIT_ROWS + 1, 4, 1000, [0, 32, 64, 97]),
-        (1000, 4, 1000, [0, 250, 500, 750, 1000]),
+        (2 * SPLIT_ROWS - 1, 4, 5000, [0, 2 * SPLIT_ROWS - 1]),
+        (2 * SPLIT_ROWS, 4, 5000, [0, SPLIT_ROWS, 2 * SPLIT_ROWS]),
+        (3 * SPLIT_ROWS + 1, 4, 5000, [0, SPLIT_ROWS, 2 * SPLIT_ROWS, 3 * SPLIT_ROWS + 1]),
+        (4000, 4, 5000, [0, 1000, 2000, 3000, 4000]),
         (1000, 4, 100, [0, 100, 200, 300, 400, 500, 600, 700, 800, 900, 1000]),
         (10, 4, 3, [0, 2, 5, 7, 10]),
     ],
@@ -35,13 +35,25 @@ def test_a_large_batch_uses_all_lanes_and_a_small_one_takes_turns(client_of, far
     with client_of(far.address) as client:
         hidden, experts, weights = rows(4 * SPLIT_ROWS)
         assert torch.equal(client.forward(3, hidden, experts, weights), hidden * 2)
-        assert [[len(r.hidden.data) for r in lane.asked] for lane in far.lanes] == [[1024], [1024]]
+        assert [[len(r.hidden.data) for r in lane.asked] for lane in far.lanes] == [[2 * SPLIT_ROWS * 16]] * 2
         jobs = {request.job_id for request in far.asked}
         assert len(jobs) == 2 and len({job.split(".")[0] for job in jobs}) == 1
         for _ in range(4):
             client.forward(3, *rows(3))
         assert [len(lane.asked) for lane in far.lanes] == [3, 3]
     assert far.topologies == 1
+
+
+def test_a_batch_in_shared_memory_goes_whole_to_a_lane_that_holds_it(client_of):
+    near = FakeService(2)
+    with client_of(near.address) as client:
+        for count, parts in ((1024, 1), (1025, 2)):  # a fake lane's capacity is 1024
+            hidden, experts, weights = rows(count, 64)
+            assert torch.equal(client.forward(3, hidden, experts, weights), hidden * 2)
+            assert sum(len(lane.asked) for lane in near.lanes) == parts
+            for lane in near.lanes:
+                lane.asked.clear()
+    near.stop()
 
 
 def test_a_pinned_lane_takes_everything(client_of, far):

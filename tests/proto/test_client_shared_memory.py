@@ -8,6 +8,7 @@ import pytest
 import torch
 from proto_fake import rows
 
+from moeserve.proto.client.payload import THREADED_BYTES, copy_into
 from moeserve.proto.errors import (
     REASON_KEY,
     MoeError,
@@ -115,3 +116,15 @@ def test_the_region_of_a_call_that_failed_is_not_used_again(client_of, service):
         first, second = lane.asked
         assert first.hidden.region.name != second.hidden.region.name
         assert (first.job_id, first.attempt) == (second.job_id, 0) and second.attempt == 1
+
+
+@pytest.mark.parametrize("writeable", [True, False])
+@pytest.mark.parametrize("size", [THREADED_BYTES // 2 - 3, THREADED_BYTES // 2 + 3])
+def test_large_copies_are_the_same_bytes(writeable, size):
+    found = np.random.default_rng(0).integers(0, 1 << 16, (1, size), dtype=np.uint16)
+    found.flags.writeable = writeable
+    into, strided = np.zeros_like(found), np.zeros((1, 2 * size), dtype=np.uint16)
+    copy_into(into, found)
+    copy_into(strided[:, ::2], found)
+    assert np.array_equal(into, found) and np.array_equal(strided[:, ::2], found)
+    assert not strided[:, 1::2].any()

@@ -10,6 +10,7 @@ import torch
 from proto_fake import FAR, FakeService, rows
 
 from moeserve.proto.client import AsyncMoeClient, MoeClient
+from moeserve.proto.client.batch import SPLIT_ROWS
 from moeserve.proto.errors import (
     MoeError,
 )
@@ -21,7 +22,7 @@ def test_many_threads_share_a_client(host):
     wrong: list[object] = []
 
     def work(number: int) -> None:
-        hidden, experts, weights = rows(64 + number, 256)
+        hidden, experts, weights = rows(2 * SPLIT_ROWS + 1 + number, 16)
         for step in range(10):
             scaled = hidden * (number * 100 + step)
             if not torch.equal(client.forward(3, scaled, experts, weights), scaled * 2):
@@ -45,7 +46,7 @@ def test_many_tasks_share_an_async_client(host):
         async with AsyncMoeClient(service.address) as client:
 
             async def one(number: int) -> None:
-                hidden, experts, weights = rows(64 + number, 256)
+                hidden, experts, weights = rows(2 * SPLIT_ROWS + 1 + number, 16)
                 assert torch.equal(
                     await client.forward(3, hidden * number, experts, weights), hidden * number * 2
                 )

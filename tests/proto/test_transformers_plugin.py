@@ -240,10 +240,6 @@ def test_experts_that_were_never_attached_say_so(qwen: tuple[Path, Any]) -> None
         logits(model)
 
 
-def llama4() -> Any:
-    return make_model("llama4_text", dtype=torch.float32, seed=0, hidden=64, num_hidden_layers=1)
-
-
 def dense() -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
@@ -252,10 +248,6 @@ def dense() -> Any:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (
-            llama4,
-            "Llama4ForCausalLM .llama4_text. cannot be put behind moeserve: it weights rows before",
-        ),
         (dense, "LlamaForCausalLM .llama. cannot be put behind moeserve: none of its modules uses"),
     ],
 )

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from raw_http2 import RawConnection
 
 from moeserve.proto import health, moe_pb2
 from moeserve.proto.client.deadline_watch import DeadlineWatch
@@ -62,10 +63,24 @@ def test_bytes_are_let_in_up_to_a_limit_but_for_a_single_call() -> None:
     assert admission.held == (0, 0, 0)
 
 
+class Clock:
+    """A clock that a test turns."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def test_whoever_is_refused_again_is_told_to_wait_longer_and_not_all_alike() -> None:
-    admission = Admission(DoorLimits(calls=1))
+    clock = Clock()
+    admission = Admission(DoorLimits(calls=1), clock)
     leave = admission.enter("a", 0)
-    told = [refusal(admission, "b").pushback for _ in range(12)]
+    told = []
+    for _ in range(12):
+        told.append(refusal(admission, "b").pushback)
+        clock.now += told[-1]
     assert 0.025 <= told[0] <= 0.05 and told[3] > told[0] and told[-1] >= LONGEST_PUSHBACK / 2
     assert max(told) <= LONGEST_PUSHBACK
     leave()
@@ -73,6 +88,52 @@ def test_whoever_is_refused_again_is_told_to_wait_longer_and_not_all_alike() -> 
     leave = admission.enter("a", 0)
     assert refusal(admission, "b").pushback <= 0.05
     assert len({pushback(3) for _ in range(50)}) > 40
+
+
+def test_calls_that_are_refused_together_are_told_as_much_as_one() -> None:
+    clock = Clock()
+    admission = Admission(DoorLimits(calls=1), clock)
+    admission.enter("a", 0)
+    assert max(refusal(admission, "b").pushback for _ in range(30)) <= 0.05
+    clock.now += 0.05
+    assert 0.05 <= max(refusal(admission, "b").pushback for _ in range(30)) <= 0.1
+
+
+def test_a_caller_with_many_calls_comes_back_as_quickly_as_it_is_let_in() -> None:
+    clock, ends = Clock(), []
+    admission = Admission(DoorLimits(calls=4), clock)
+    waiting = [(clock.now, at) for at in range(40)]  # of forty workers that come back when they are told to
+    asked = served = 0
+    for _ in range(6000):
+        clock.now += 0.01
+        while ends and ends[0][0] <= clock.now:
+            ends.pop(0)[1]()
+        for at, (when, worker) in enumerate(waiting):
+            if when <= clock.now:
+                asked += 1
+                try:
+                    leave = admission.enter("polite", 0)
+                except LaneFull as full:
+                    waiting[at] = clock.now + full.pushback, worker
+                else:
+                    served += 1
+                    ends.append((clock.now + 0.2, leave))
+                    waiting[at] = clock.now, worker
+    assert served >= 0.9 * 60 * 4 / 0.2, "the door is as good as always full"
+    assert asked <= 4 * served
+
+
+def test_many_connections_of_one_host_share_what_one_connection_of_another_has() -> None:
+    admission = Admission(DoorLimits(calls=64))
+    many = [f"ipv4:10.0.0.7:{port}" for port in range(30)]
+    other = "ipv6:[fd00::8]:5"
+    leaves = {peer: [admission.enter(peer, 0)] for peer in (*many, other)}
+    for _ in range(200):
+        for peer, held in leaves.items():
+            with contextlib.suppress(LaneFull):
+                held.append(admission.enter(peer, 0))
+        leaves[many[0]].append(leaves[many[0]].pop(0))
+    assert len(leaves[other]) == 32, "half of 64, though it is one of 31 connections"
 
 
 def test_connections_that_are_gone_are_forgotten() -> None:
@@ -150,6 +211,7 @@ class Service:
     def __init__(self, **limits: Any) -> None:
         self.go = threading.Event()
         self.read = 0
+        self.answer = moe_pb2.ForwardReply(epoch=5)
         self.endpoint = Endpoint({"LaneService": self}, NOT_THE_FRONT_DOOR, DoorLimits(**limits), 1 << 26)
         self.address = self.endpoint.start("127.0.0.1", 0)
         self.endpoint.set_serving(serving=True)
@@ -158,7 +220,7 @@ class Service:
 
     def Forward(self, request: Any, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
         assert self.go.wait(SECONDS)
-        return moe_pb2.ForwardReply(epoch=5)
+        return self.answer
 
     def ForwardStream(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
         replies: queue.SimpleQueue[moe_pb2.ForwardStreamReply | None] = queue.SimpleQueue()
@@ -324,6 +386,22 @@ def test_bytes_of_calls_are_limited(serve: Callable[..., Service]) -> None:
     assert until(lambda: held(service) == (0, 0, 0))
 
 
+def test_answers_that_nobody_takes_are_held_and_then_left(serve: Callable[..., Service]) -> None:
+    service = serve(calls=4, unread_seconds=1.0)
+    service.answer = moe_pb2.ForwardReply(hidden=moe_pb2.Tensor(data=bytes(1 << 20)))
+    service.go.set()
+    raw = RawConnection(service.address, window=0)
+    for _ in range(10):
+        raw.ask("/moeserve.v1.LaneService/Forward", b"")
+    assert until(lambda: held(service)[0] == 4)
+    time.sleep(0.3)
+    assert held(service)[0] == 4, "their answers are still here"
+    assert service.healthy() == "SERVING"
+    assert until(lambda: held(service) == (0, 0, 0))
+    assert len(service.forward().result()) > 1 << 20
+    raw.close()
+
+
 def test_a_caller_that_leaves_gives_its_room_back(serve: Callable[..., Service]) -> None:
     service = serve(calls=2)
     calls = [service.forward() for _ in range(2)]
@@ -375,6 +453,9 @@ class FakeWatch:
     def add_callback(self, callback: Callable[[], None]) -> bool:
         self.ends.append(callback)
         return self._stays
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:5"
 
     def cancel(self) -> None:
         self.taken.set()

@@ -32,8 +32,13 @@ class Reader:
     def __init__(self, payloads: Payloads) -> None:
         self._payloads = payloads
 
-    def read(self, request: moe_pb2.ForwardRequest, deadline: float) -> CheckedRequest:
-        opened = self._payloads.open(request)
+    def heavy(self, request: moe_pb2.ForwardRequest) -> bool:
+        return False
+
+    def read(
+        self, request: moe_pb2.ForwardRequest, deadline: float, data: memoryview | None = None
+    ) -> CheckedRequest:
+        opened = self._payloads.open(request, data)
         assert opened.experts is not None and opened.weights is not None
         batch = LaneBatch(request.layer, opened.hidden, opened.experts, opened.weights, deadline)
         return CheckedRequest(batch, "shared_memory", opened)
@@ -41,6 +46,9 @@ class Reader:
 
 class Context:
     """An RPC with a deadline of 0.2 s."""
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:5"
 
     def time_remaining(self) -> float:
         return 0.2
@@ -159,7 +167,7 @@ def test_a_rank_without_its_coordinator_is_unavailable(ranked: Ranked) -> None:
 
     ranked.lane.announce = announce
     replies: list[moe_pb2.ForwardStreamReply] = []
-    assert ranked.door.begin(ranked.request(4), replies.append) is None
+    assert ranked.door.begin(ranked.request(4), replies.append, "peer") is None
     assert (replies[0].error.code, replies[0].error.reason) == (14, "not_serving")
     assert ranked.lane.in_flight == 0
 

@@ -141,10 +141,11 @@ def test_room_for_members_is_the_ranks_unless_there_is_to_be_more() -> None:
     assert config.parallel.mesh.members() == config.parallel.mesh.members(2, 2)
 
 
-def test_a_late_rank_is_waited_for_as_long_as_a_collective_unless_said_otherwise() -> None:
-    step = Config().with_values({"step.timeout_seconds": 7.0}).step
+def test_a_late_rank_is_waited_for_ten_seconds_unless_said_otherwise() -> None:
+    step = Config().with_values({"step.timeout_seconds": 7.0, "step.late_seconds": 0.0}).step
     assert step.patience == 7.0
     assert replace(step, late_seconds=0.5).patience == 0.5
+    assert Config().step.patience == 10.0
 
 
 @pytest.mark.parametrize("name", ["", "fp8_per_block", "nvfp4 x bf16", "mxfp4"])

@@ -32,11 +32,16 @@ DOORS = {"lane": ("LaneService",), "front": ("FrontService", "AdminService")}
 CLASSES = {"LaneService": LaneDoor, "FrontService": FrontDoor, "AdminService": AdminDoor}
 
 
+SINCE = {"SetLogLevel"}
+"""Calls that came after the contract was divided; the old service never had them."""
+
+
 def test_the_services_divide_what_the_old_one_had() -> None:
     both = {"Forward", "ForwardStream"}
     assert NEW["LaneService"] & NEW["FrontService"] == both
     assert not NEW["AdminService"] & (NEW["LaneService"] | NEW["FrontService"])
-    assert set.union(*NEW.values()) == {method.name for method in SERVICES["MoeService"].methods}
+    old = {method.name for method in SERVICES["MoeService"].methods}
+    assert set.union(*NEW.values()) == old | SINCE and not old & SINCE
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -70,8 +70,8 @@ def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[Front]:
     links: list[sync_link.Link] = []
 
     class Counted(sync_link.Link):
-        def __init__(self, address: str, max_message_bytes: int) -> None:
-            super().__init__(address, max_message_bytes)
+        def __init__(self, address: str, max_message_bytes: int, credentials: None) -> None:
+            super().__init__(address, max_message_bytes, credentials)
             links.append(self)
 
     monkeypatch.setattr(forwarding, "Link", Counted)
@@ -86,7 +86,9 @@ def _hidden(reply: moe_pb2.ForwardReply) -> torch.Tensor:
     return torch.frombuffer(bytearray(reply.hidden.data), dtype=torch.float32).view(*reply.hidden.shape)
 
 
-@pytest.mark.parametrize(("count", "asked"), [(1, [1]), (63, [63]), (64, [32, 32]), (201, [100, 101])])
+@pytest.mark.parametrize(
+    ("count", "asked"), [(1, [1]), (1023, [1023]), (1024, [512, 512]), (3201, [1600, 1601])]
+)
 def test_large_batches_are_shared_by_lanes(front: Front, count: int, asked: list[int]) -> None:
     reply = front.forward(count)
     assert torch.equal(_hidden(reply), rows(count)[0] * 2)
@@ -105,15 +107,15 @@ def test_small_batches_take_turns(front: Front) -> None:
 def test_parts_that_saw_different_weights_are_no_answer(front: Front) -> None:
     front.lanes[0].versions, front.lanes[1].versions = [1], [2]
     with pytest.raises(WeightsChanged, match=r"layer 3 saw weights versions \[1, 2\]"):
-        front.forward(100)
+        front.forward(1600)
 
 
 def test_what_a_lane_refuses_of_a_part_it_is_asked_for_whole(front: Front) -> None:
     front.lanes[1].scripts = [(grpc.StatusCode.INVALID_ARGUMENT, {REASON_KEY: "bad_tensor"})] * 2
     front.lanes[0].scripts = [0.0, (grpc.StatusCode.INVALID_ARGUMENT, {REASON_KEY: "bad_tensor"})]
     with pytest.raises(InvalidArgument):
-        front.forward(100)
-    whole = [r for lane in front.lanes for r in lane.asked if r.hidden.shape[0] == 100]
+        front.forward(1600)
+    whole = [r for lane in front.lanes for r in lane.asked if r.hidden.shape[0] == 1600]
     assert [(request.job_id, request.attempt) for request in whole] == [("job", 2)]
 
 
@@ -124,13 +126,13 @@ def test_a_group_that_does_not_serve_is_unavailable(front: Front) -> None:
 
 
 def test_channels_to_lanes_that_restarted_elsewhere_are_closed(front: Front) -> None:
-    front.forward(100)
+    front.forward(1600)
     before = [lane.address for lane in front.lanes]
     assert sorted(front.open()) == sorted(before)
     for _ in range(3):
         front.lanes[1].stop()
         front.lanes[1] = FakeLane(1)
-        front.forward(100)
+        front.forward(1600)
         assert sorted(front.open()) == sorted(lane.address for lane in front.lanes)
     assert len(front.links) == 5  # the lane that stayed keeps its own
 
@@ -173,13 +175,13 @@ def test_a_caller_that_leaves_ends_its_calls(front: Front) -> None:
     threading.Timer(0.2, lambda: context.leave()).start()
     began = time.monotonic()
     with pytest.raises(CallerLeft):
-        front.forward(100, caller=context)
+        front.forward(1600, caller=context)
     assert time.monotonic() - began < 0.9
 
 
 def test_a_caller_that_has_left_already_is_not_waited_for(front: Front) -> None:
     with pytest.raises(CallerLeft):
-        front.forward(100, caller=Context(over=True))
+        front.forward(1600, caller=Context(over=True))
     with pytest.raises(DeadlinePassed):
         front.forward(1, caller=Context(over=True, remaining=0.0))
 
@@ -194,13 +196,13 @@ def test_no_lane_is_asked_for_a_caller_that_has_left(front: Front, monkeypatch: 
         return sync_link.Sent(lambda: reply, lambda: None)
 
     monkeypatch.setattr(sync_link.Link, "forward", answered)
-    for count in (2, 100):
+    for count in (2, 1600):
         with pytest.raises(CallerLeft):
             front.forward(count, caller=Context(over=True))
     assert not any(lane.asked for lane in front.lanes)
 
 
 def test_closing_it_closes_every_channel(front: Front) -> None:
-    front.forward(100)
+    front.forward(1600)
     front.forwarding.close()
     assert front.open() == []

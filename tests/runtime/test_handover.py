@@ -153,7 +153,7 @@ def test_a_process_without_a_free_descriptor_hands_over_again_later(regions: Reg
 
 
 def test_a_call_that_cannot_be_taken_ends_its_own_connection_only(regions: Regions) -> None:
-    def take_call(packet: bytes, answer: Callable[[bytes], None]) -> Callable[[], None]:
+    def take_call(packet: bytes, answer: Callable[[bytes], None], peer: str) -> Callable[[], None]:
         if packet.startswith(b"\x12"):  # job_id is not what this begins with
             raise RuntimeError("unforeseen")
         return lambda: None

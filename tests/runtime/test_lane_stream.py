@@ -23,7 +23,7 @@ class Door:
         self.left: list[LaneCall] = []
         self.meanwhile: Callable[[], None] = lambda: None
 
-    def begin(self, request: moe_pb2.ForwardRequest, ended: Ended) -> LaneCall | None:
+    def begin(self, request: moe_pb2.ForwardRequest, ended: Ended, peer: str) -> LaneCall | None:
         call = LaneCall(lambda call: ended(moe_pb2.ForwardStreamReply(job_id=request.job_id)))
         self.begun.append((call, ended))
         self.meanwhile()

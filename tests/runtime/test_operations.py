@@ -51,7 +51,7 @@ def test_a_pipe_in_a_checkpoint_is_refused_and_not_waited_for(
     checkpoint: Path, tmp_path: Path, name: str
 ) -> None:
     served = served_from(house_config(checkpoint, **EP4))
-    made = Operations(served, rebalancer(Group(), balancer_named("incremental"), BalanceConfig()))
+    made = Operations(served, rebalancer(Group(), balancer_named("incremental"), BalanceConfig()), "/")
     os.mkfifo(tmp_path / name)
     (tmp_path / "folder").mkdir()
     with pytest.raises(BadRequest, match=f"holds '{name}', which is neither a file nor a folder"):
@@ -94,7 +94,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def operations(checkpoint: Path, group: Group, mesh: dict[str, object] = EP4) -> Operations:
     served = served_from(house_config(checkpoint, model__layers=LAYERS, **mesh))
-    return Operations(served, rebalancer(group, balancer_named("incremental"), BalanceConfig()))
+    return Operations(served, rebalancer(group, balancer_named("incremental"), BalanceConfig()), "/")
 
 
 def rebalancer(group: Group, policy: Policy, settings: BalanceConfig) -> Rebalancer:

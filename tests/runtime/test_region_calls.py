@@ -27,7 +27,7 @@ class Lane:
         self.left: list[str] = []
         self.came = threading.Semaphore(0)
 
-    def take_call(self, packet: bytes, answer: Answer) -> Callable[[], None]:
+    def take_call(self, packet: bytes, answer: Answer, peer: str) -> Callable[[], None]:
         """What a door does, without a rank."""
         request = moe_pb2.ForwardRequest.FromString(packet)
         self.asked.append(request)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -14,6 +16,7 @@ from houses import Alone, request_of
 from moeserve.proto import moe_pb2_grpc
 from moeserve.proto.client import MoeClient
 
+PIDFD_GETFD = 438  # the system call
 HEARD_SECONDS = 2.0
 BACK_SECONDS = 60.0
 
@@ -42,6 +45,29 @@ def _state(thread: Path) -> str:
         return (thread / "stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:  # it has ended meanwhile
         return "T"
+
+
+def break_connections(pid: int, address: str) -> None:
+    """Shuts a process's connections to `host:port` down at both ends; the process knows nothing of it."""
+    port = int(address.rsplit(":", 1)[1])
+    inodes = {
+        fields[9]
+        for fields in map(str.split, Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:])
+        if int(fields[2].rsplit(":", 1)[1], 16) == port
+    }
+    process, broken = os.pidfd_open(pid), 0
+    try:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            if str(link.readlink()).removeprefix("socket:[").removesuffix("]") in inodes:
+                copy = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, process, int(link.name), 0)
+                if copy < 0:
+                    raise OSError(ctypes.get_errno(), "pidfd_getfd")
+                with socket.socket(fileno=copy) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+                broken += 1
+    finally:
+        os.close(process)
+    assert broken, f"process {pid} has no connection to port {port}"
 
 
 class Callers:

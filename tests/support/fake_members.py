@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from moeserve.dispatch.members import Members
-from moeserve.runtime.control.messages import epoch_from
+from moeserve.runtime.control.messages import epoch_from, here_message
+from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import Stream, StreamClosed, connect
 from moeserve.runtime.head.coordinator import Coordinator
 
@@ -22,6 +23,7 @@ class FakeMember:
     def __init__(self, coordinator: Coordinator, seat: int, **more: Any) -> None:
         self.seat, self.generation = seat, 0
         self.runs = True  # and answers at once that it does
+        self.reached = Reached(0, Phase.PREPARED)  # what it answers
         self.entries: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.stream: Stream = connect(coordinator.address, SECONDS)
         hello = {"kind": "hello", "rank": seat, "token": TOKEN, "pid": 100 + seat, "host_id": "here"}
@@ -35,7 +37,7 @@ class FakeMember:
                 if entry["kind"] != "ask":
                     self.entries.put(entry)
                 elif self.runs:
-                    self.stream.send({"kind": "here", "generation": entry["generation"]})
+                    self.stream.send(here_message(entry["generation"], self.reached))
         except StreamClosed:
             self.entries.put({"kind": "closed"})
 
@@ -48,6 +50,10 @@ class FakeMember:
 
     def say(self, kind: str, **more: Any) -> None:
         self.stream.send({"kind": kind, "generation": self.generation} | more)
+
+    def answer(self) -> None:
+        """Says that it runs, and how far it is."""
+        self.stream.send(here_message(self.generation, self.reached))
 
     def announce(self, job: int, rows: int) -> None:
         self.say("announce", job=job, layer=0, rows=rows, left=None)

@@ -17,12 +17,13 @@ from moeserve.device.machine import machine_named
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.members import Member, Members
 from moeserve.experts.kernels import KERNELS
-from moeserve.runtime.config import BalanceConfig, Wanted
+from moeserve.runtime.config import BalanceConfig, KeysConfig, Wanted
 from moeserve.runtime.control.stream import connect
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.changes import rebalance
 from moeserve.runtime.head.coordinator import Coordinator
 from moeserve.runtime.head.sequencer import StepPace
+from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.planning.plan import Plan, make_plan
 from moeserve.runtime.rank.lane import Lane, LaneBatch
 from moeserve.runtime.rank.member import Member as MemberProcess
@@ -124,9 +125,9 @@ class Process:
         self.member = MemberProcess(self.rank, self.lane, stream, settings, self.records.append)
         if self.lane is not None:
             self.lane.announce, self.lane.withdraw = self.member.announce, self.member.withdraw
-        weights = WeightsServer("127.0.0.1", TOKEN, "cpu", self.rank.experts.bank)
+        weights = WeightsServer("127.0.0.1", Keys(KeysConfig(), TOKEN), "cpu", self.rank.experts.bank)
         bank, use, read = self.rank.experts.bank, self.rank.experts.use_weights, self.rank.experts.read
-        sources = CopySources("here", "cpu", bank, 2, Peers(TOKEN, "cpu"), use, read)
+        sources = CopySources("here", "cpu", bank, 2, Peers(Keys(KeysConfig(), TOKEN), "cpu"), use, read)
         self.member.mover = Mover(
             sources, Copier(0.0, "cpu"), self.member.send_vote, self.member.report_corruption
         )

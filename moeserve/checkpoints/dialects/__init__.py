@@ -18,7 +18,7 @@ from moeserve.checkpoints.dialects import (
     quark,
 )
 from moeserve.checkpoints.dialects.dialect import Dialect, Quantization
-from moeserve.checkpoints.family import FAMILIES, ModelFamily, family_of
+from moeserve.checkpoints.families import FAMILIES, ModelFamily, family_of
 from moeserve.checkpoints.store import CheckpointError
 
 DIALECTS: dict[str, Dialect] = {

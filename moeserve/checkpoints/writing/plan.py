@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from moeserve.checkpoints.checkpoint import Checkpoint
-from moeserve.checkpoints.names import LayerNames, expert_layers
+from moeserve.checkpoints.names import LayerNames, Numbers, Spelling, expert_layers
 from moeserve.checkpoints.store import DTYPES, CheckpointError, TensorStore
 from moeserve.checkpoints.writing.shards import Declared
 from moeserve.checkpoints.writing.targets import Target
@@ -66,13 +66,17 @@ def plan_of(source: Checkpoint, target: Target, shard_bytes: int) -> RewritePlan
             raise CheckpointError(
                 f"{letter}={size} must be a multiple of {target.multiple} to be written as {target.form}"
             )
+    if not source.activation.gated:
+        raise CheckpointError(
+            f"{source.path}: experts without a gate ({source.activation.name}) are not written anew"
+        )
     store = TensorStore(source.path)
     experts = {name for layer in source.layers for name in source.tensors(layer)}
     rest = [name for name in store.entries if name not in experts]
     units: list[tuple[str, Unit]] = list(_others(source, store, rest))
     decoded = sum(isinstance(unit, Decoded) for _, unit in units)
     ignore = tuple(sorted(_modules(unit for _, unit in units), key=_natural))
-    units += _experts(source, target, expert_layers(store.entries, source.depth))
+    units += _experts(source, target, expert_layers(store.entries, Numbers(source.depth)))
     ordered = [unit for _, unit in sorted(units, key=lambda pair: _natural(pair[0]))]
     return RewritePlan(tuple(_shards(ordered, shard_bytes)), ignore, decoded)
 
@@ -105,9 +109,7 @@ def _experts(
         names = layers[layer]
         if names.stacked:
             ids = frozenset(range(source.num_experts))
-            names = LayerNames(
-                names.module, source.family.spelling, stacked=False, experts=ids, tensors=frozenset()
-            )
+            names = LayerNames(names.module, Spelling(source.family.spelling), ids, frozenset())
         for expert in range(source.num_experts):
             sides = zip(names.projections(expert), found, strict=True)
             declared = {f"{stem}.{suffix}": tensor for stem, side in sides for suffix, tensor in side.items()}

@@ -48,6 +48,11 @@ SERVE_FLAGS: dict[str, tuple[str, type, str]] = {
         int,
         "port of the head's metrics, and rank r takes this + 1 + r; 0 picks free ports, -1 turns metrics off",
     ),
+    "--health-port": (
+        "server.health_port",
+        int,
+        "port on which a process of its own answers probes; 0 picks a free one, -1 turns them off",
+    ),
     "--held-multiprocessors": (
         "members.held_multiprocessors",
         int,
@@ -63,6 +68,8 @@ SERVE_FLAGS: dict[str, tuple[str, type, str]] = {
         str,
         "what starts the ranks: ray, or local for processes of this machine",
     ),
+    "--log-level": ("log.level", str, "level from which on to log: debug, info, warning or error"),
+    "--log-format": ("log.format", str, "format of the log: text, or json for one object a line"),
 }
 """Flag -> (dotted key of the configuration, type, help)."""
 
@@ -89,6 +96,14 @@ def add_config_flags(parser: argparse.ArgumentParser, *, serving: bool) -> None:
         default=None,
         help="place every expert whole on one rank; without it every rank holds a slice of every expert",
     )
+    if serving:
+        parser.add_argument(
+            "--allow-plaintext",
+            dest="keys.allow_plaintext",
+            action="store_true",
+            default=None,
+            help="listen beyond loopback although nothing is encrypted",
+        )
     parser.add_argument(
         "--layers",
         dest="model.layers",

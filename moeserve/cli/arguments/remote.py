@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moeserve.proto.client import MoeClient
+from moeserve.proto.credentials import Credentials
 
 Message = Any  # a generated protobuf message
 
@@ -25,11 +26,34 @@ def add_address(parser: argparse.ArgumentParser, *, timeout: float) -> None:
         help=f"longest wait for an answer; {timeout:g} by default",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_credentials(parser)
+
+
+CREDENTIALS = {
+    "--ca": ("ca", "PEM", "authorities that signed the service's certificate; the connection is then TLS"),
+    "--cert": ("certificate", "PEM", "certificate of this client"),
+    "--key": ("private_key", "PEM", "private key of that certificate"),
+    "--token-file": ("token_file", "FILE", "file that holds this client's token"),
+    "--server-name": ("server_name", "NAME", "name in the service's certificate, where it is not the host's"),
+}
+"""Flag -> (field of Credentials, metavar, help)."""
+
+
+def add_credentials(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of what to trust and what to show."""
+    for flag, (field, metavar, text) in CREDENTIALS.items():
+        parser.add_argument(flag, dest=field, default="", metavar=metavar, help=text)
+
+
+def credentials_of(args: argparse.Namespace) -> Credentials | None:
+    """What the flags say; None where they say nothing. Raises ValueError where they do not fit together."""
+    given = {field: value for field, _, _ in CREDENTIALS.values() if (value := getattr(args, field))}
+    return Credentials(**given) if given else None
 
 
 def client_of(args: argparse.Namespace, **options: Any) -> MoeClient:
     """Makes a client of the service. Raises ValueError for a timeout that is not positive."""
-    return MoeClient(args.address, timeout=args.timeout, **options)
+    return MoeClient(args.address, timeout=args.timeout, credentials=credentials_of(args), **options)
 
 
 def address(text: str) -> str:

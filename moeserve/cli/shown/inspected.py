@@ -10,7 +10,8 @@ from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.cli.shown.inspect_excluded import brief, excluded_modules
 from moeserve.cli.shown.units import human, ranges
 from moeserve.experts.placement import EMPTY, Placement
-from moeserve.experts.routing.gate import Gate, gate_for
+from moeserve.experts.routing.families import gate_for
+from moeserve.experts.routing.gate import Gate
 from moeserve.quant.format import WHOLE, Format
 
 LAYER_COLUMNS = (
@@ -158,7 +159,7 @@ def _routing(gate: Gate) -> dict[str, Any]:
         "topk_groups",
         "scaling",
     )
-    return {name: getattr(gate, name) for name in (*names, "weight_on_input")}
+    return {name: getattr(gate, name) for name in (*names, "weight_on_input", "by_model")}
 
 
 def _by_token(checkpoint: Checkpoint) -> list[int]:
@@ -167,6 +168,8 @@ def _by_token(checkpoint: Checkpoint) -> list[int]:
 
 
 def _routing_line(gate: Gate) -> str:
+    if gate.by_model:
+        return f"top {gate.top_k} of {gate.experts}; takes ids and weights, not logits: {gate.by_model}"
     settings = [f"{gate.method} ({gate.scoring}), top {gate.top_k} of {gate.experts}"]
     settings += ["renormalized"] * bool(gate.renormalize) + ["correction bias"] * bool(gate.biased)
     settings += [f"{gate.topk_groups} of {gate.groups} groups"] * (gate.groups > 1)

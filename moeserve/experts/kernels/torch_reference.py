@@ -13,7 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from moeserve.experts.activation import ACTIVATIONS
+from moeserve.experts.activation import ACTIVATIONS, NO_GATED_FORM
 from moeserve.experts.batch import ExpertBatch, ExpertWeights, Grouping
 from moeserve.experts.kernel import KernelEntry, KernelSpec, Prepared
 from moeserve.quant.format import Format, Packed, Scheme
@@ -33,9 +33,6 @@ TORCH_ARCHS = frozenset(
     ]
 )
 """Where plain torch operations run."""
-
-NO_GATED_FORM = frozenset({"relu2"})
-"""Names the table of activations knows but has no function for."""
 
 COMPUTED = frozenset(ACTIVATIONS) - NO_GATED_FORM
 

@@ -1,22 +1,20 @@
-"""The gate of a layer as a value: `Gate` turns router logits into chosen experts and weights.
-
-`gate_for` builds one from a model's Hugging Face config by its family (`FAMILIES`), to compute what
-that family's router in transformers computes.
-"""
+"""The gate of a layer as a value: `Gate` turns router logits into chosen experts and weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from moeserve.device.machine import kernels_serve
-from moeserve.experts.routing.methods import ROUTINGS, SCORES, RoutingMethod, choose_by_score, method_of
-
-Config = Mapping[str, Any]
+from moeserve.experts.routing.methods import (
+    RENORMALIZE_EPSILON,
+    ROUTINGS,
+    SCORES,
+    RoutingMethod,
+    choose_by_score,
+)
 
 MOST_EXPERTS = 1024
 """Most experts of a layer that the GPU kernel serves: a program keeps their scores in registers."""
@@ -44,6 +42,10 @@ class Gate:
     logits_dtype_scores: bool = False  # scores and weights are computed in the dtype of the logits
     by_token: bool = False  # a table chooses by token id (DeepSeek-V4's first layers): `weigh`, never `route`
     weight_on_input: bool = False  # the weight multiplies the expert's input, and its output counts with 1
+    epsilon: float = RENORMALIZE_EPSILON  # added to the sum that weights are divided by
+    by_model: str = (
+        ""  # why logits alone do not tell the choice: the model's router chooses, and says ids and weights
+    )
 
     def __post_init__(self) -> None:
         if self.method not in ROUTINGS:
@@ -113,6 +115,11 @@ class Gate:
         """This gate with its correction bias [E], any float dtype, on the device of the logits."""
         return replace(self, bias=bias.float())
 
+    @property
+    def takes_logits(self) -> bool:
+        """Whether logits determine the choice, once a correction bias is there."""
+        return not self.by_token and not self.by_model
+
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Chooses experts for `logits [T, E]` (any float dtype) -> ids [T, K] int32, weights [T, K] float32.
 
@@ -133,6 +140,8 @@ class Gate:
 
     def check(self, logits: Tensor) -> None:
         """Raises ValueError as `route` does."""
+        if self.by_model:
+            raise ValueError(f"send ids and weights, not logits: {self.by_model}")
         if self.by_token:
             raise ValueError("logits do not tell the experts of a layer that chooses them by token id")
         if self.biased and self.bias is None:
@@ -148,13 +157,17 @@ class Gate:
             self.groups == 1 or (self.experts & -self.experts) == self.experts,
         )
         known = entry.choose is choose_by_score and not self.logits_dtype_scores
+        known = known and self.epsilon == RENORMALIZE_EPSILON
         return kernels_serve(logits.device) and known and even and self.experts <= MOST_EXPERTS
 
     def weigh(self, logits: Tensor, experts: Tensor) -> Tensor:
         """Weights [T, K] float32 of experts that something else chose: `logits [T, E]`, ids `experts [T, K]`.
 
         For hash-routed layers (DeepSeek-V4), where a table gives each token id its experts; needs no bias.
+        ValueError: a layer that only its model can route.
         """
+        if self.by_model:
+            raise ValueError(f"send ids and weights, not logits: {self.by_model}")
         return self._weights(self._scores(logits).gather(-1, experts.long()), logits.dtype)
 
     def _check_logits(self, logits: Tensor) -> None:
@@ -172,121 +185,3 @@ class Gate:
         if self.logits_dtype_weights:
             weights = weights.to(dtype)
         return weights.float().nan_to_num(0.0, neginf=0.0)
-
-
-def gate_for(config: Config) -> Gate:
-    """The gate of a model's MoE layers by its Hugging Face config (`config.json`), without its bias yet.
-
-    A multimodal config is read at its `text_config`. ValueError: a family that is not in `FAMILIES`, a
-    missing key, a value that the family's router cannot have.
-    """
-    family = str(config.get("model_type"))
-    if family not in FAMILIES and isinstance(config.get("text_config"), Mapping):
-        return gate_for(config["text_config"])
-    if family not in FAMILIES:
-        raise ValueError(f"no router known for model_type {family!r}; known: {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[family](config)
-
-
-def _counts(config: Config) -> tuple[int, int]:
-    experts = _required(config, "n_routed_experts", "num_local_experts", "num_experts")
-    return experts, _required(config, "num_experts_per_tok", "experts_per_token")
-
-
-def _required(config: Config, *keys: str) -> int:
-    for key in keys:
-        if config.get(key) is not None:
-            return int(config[key])
-    raise ValueError(f"the config of {config.get('model_type')} has none of the keys {', '.join(keys)}")
-
-
-def _expect(config: Config, key: str, *, only: str | bool) -> None:
-    got = config.get(key, only)
-    if got != only:
-        raise ValueError(
-            f"{config.get('model_type')} with {key}={got!r} is not supported, only {key}={only!r}"
-        )
-
-
-def _softmax(config: Config, *, renormalize: bool) -> Gate:
-    method = method_of("softmax", renormalize=renormalize, biased=False, groups=None, scaling=None)
-    return Gate(method, *_counts(config))
-
-
-def _mixtral(config: Config) -> Gate:
-    return _softmax(config, renormalize=True)
-
-
-def _qwen_moe(config: Config) -> Gate:
-    # absent, the key is false in transformers, although the published Qwen3-MoE files say true
-    gate = _softmax(config, renormalize=bool(config.get("norm_topk_prob", False)))
-    return replace(gate, logits_dtype_weights=True)
-
-
-def _deepseek_v2(config: Config) -> Gate:
-    _expect(config, "scoring_func", only="softmax")
-    # transformers ignores this key and others obey it, so a model that sets it has no one right answer
-    _expect(config, "norm_topk_prob", only=False)
-    scaling = float(config.get("routed_scaling_factor", 1.0))
-    if config.get("topk_method", "greedy") == "greedy":
-        return replace(_softmax(config, renormalize=False), scaling=scaling)
-    _expect(config, "topk_method", only="group_limited_greedy")
-    groups, kept = _required(config, "n_group"), _required(config, "topk_group")
-    return Gate("DeepSeekV2", *_counts(config), groups, kept, scaling, renormalize=False)
-
-
-def _deepseek_v3(config: Config) -> Gate:
-    return _grouped_sigmoid({"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, **config})
-
-
-def _glm4_moe(config: Config) -> Gate:
-    return _grouped_sigmoid({"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, **config})
-
-
-def _grouped_sigmoid(config: Config) -> Gate:
-    _expect(config, "scoring_func", only="sigmoid")
-    _expect(config, "topk_method", only="noaux_tc")
-    groups, kept = _required(config, "n_group"), _required(config, "topk_group")
-    scaling, renormalize = float(config["routed_scaling_factor"]), bool(config.get("norm_topk_prob", True))
-    method = method_of("sigmoid", renormalize=renormalize, biased=True, groups=groups, scaling=scaling)
-    numbers = (*_counts(config), groups, kept, scaling)
-    return Gate(method, *numbers, scoring="sigmoid", renormalize=renormalize, biased=True)
-
-
-def _deepseek_v4(config: Config) -> Gate:
-    _expect(config, "scoring_func", only="sqrtsoftplus")
-    # transformers renormalizes whatever this key says
-    _expect(config, "norm_topk_prob", only=True)
-    scaling = float(config.get("routed_scaling_factor", 1.5))
-    return Gate("DeepseekV4", *_counts(config), scaling=scaling, logits_dtype_scores=True)
-
-
-def _minimax_m2(config: Config) -> Gate:
-    _expect(config, "scoring_func", only="sigmoid")
-    _expect(config, "use_routing_bias", only=True)
-    return Gate("MiniMax2", *_counts(config))
-
-
-def _gpt_oss(config: Config) -> Gate:
-    return Gate("Renormalize", *_counts(config), logits_dtype_weights=True)
-
-
-def _llama4(config: Config) -> Gate:
-    return Gate("Llama4", *_counts(config), logits_dtype_weights=True, weight_on_input=True)
-
-
-FAMILIES: Mapping[str, Callable[[Config], Gate]] = {
-    "deepseek_v2": _deepseek_v2,
-    "deepseek_v3": _deepseek_v3,
-    "deepseek_v4": _deepseek_v4,
-    "glm4_moe": _glm4_moe,
-    "gpt_oss": _gpt_oss,
-    "kimi_k2": _deepseek_v3,
-    "llama4_text": _llama4,
-    "minimax_m2": _minimax_m2,
-    "mixtral": _mixtral,
-    "olmoe": _qwen_moe,
-    "qwen2_moe": _qwen_moe,
-    "qwen3_moe": _qwen_moe,
-}
-"""Router settings by `model_type`; defaults of absent keys are those of transformers 5.23."""

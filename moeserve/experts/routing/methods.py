@@ -45,6 +45,10 @@ class GateSettings(Protocol):
         """Whether a token's weights are divided by their sum."""
 
     @property
+    def epsilon(self) -> float:
+        """Added to the sum that weights are divided by."""
+
+    @property
     def bias(self) -> Tensor | None:
         """The correction bias `[E]` float32, where there is one."""
 
@@ -97,7 +101,7 @@ def choose_normally(scores: Tensor, gate: GateSettings) -> Tensor:
 
 def weigh_by_score(chosen: Tensor, gate: GateSettings) -> Tensor:
     """The chosen scores, divided by their sum if the gate renormalizes."""
-    return chosen / (chosen.sum(-1, keepdim=True) + RENORMALIZE_EPSILON) if gate.renormalize else chosen
+    return chosen / (chosen.sum(-1, keepdim=True) + gate.epsilon) if gate.renormalize else chosen
 
 
 def weigh_softmax(chosen: Tensor, _: GateSettings) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
@@ -18,6 +19,7 @@ from moeserve.proto.client.core import Core, Settings
 from moeserve.proto.client.lanes import check_serving
 from moeserve.proto.client.patience import OPERATION_SECONDS, Clock, Patience, Retries
 from moeserve.proto.client.payload import InlineRows
+from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import MoeError, WeightsChanged, from_rpc
 from moeserve.proto.tensors import Array, Spec, known
 from moeserve.proto.transports.shared_memory import RemoteRegion, SharedTensor
@@ -39,10 +41,12 @@ class AsyncMoeClient:
         timeout: float | Patience = 60.0,
         lane: int | None = None,
         transport: str = "auto",
+        credentials: Credentials | None = None,
     ) -> None:
         self.address = address
-        self._core = Core(AsyncLink, Settings(model, Patience.of(timeout), lane, transport))
-        self._door = AsyncLink(address, MAX_MESSAGE_BYTES)
+        connect = partial(AsyncLink, credentials=credentials)
+        self._core = Core(connect, Settings(model, Patience.of(timeout), lane, transport))
+        self._door = connect(address, MAX_MESSAGE_BYTES)
         self._finding = asyncio.Lock()
 
     # Options are checked when these are called, before anybody awaits them; so they are no `async def`.
@@ -121,6 +125,16 @@ class AsyncMoeClient:
         reply: moe_pb2.ReloadReply = await self._door.unary(self._door.admin.Reload, request, timeout)
         return reply
 
+    async def set_log_level(self, level: str = "", logger: str = "") -> moe_pb2.SetLogLevelReply:
+        """Sets how much the head and all ranks log: debug, info, warning or error; empty: changes nothing.
+
+        logger: whose lines, such as moeserve.runtime.head or grpc; empty: all of moeserve's. The reply has
+        the levels that were set. Raises InvalidArgument for an unknown logger or level.
+        """
+        request = moe_pb2.SetLogLevelRequest(level=level, logger=logger)
+        reply: moe_pb2.SetLogLevelReply = await self._ask(self._door.admin.SetLogLevel, request)
+        return reply
+
     async def health(self, service: str = health.SERVICE) -> str:
         """`SERVING`, `NOT_SERVING` or `UNKNOWN`, by grpc.health.v1; NotFound for an unknown service."""
         check = self._door.channel.unary_unary(health.METHOD, None, None)
@@ -187,9 +201,12 @@ class AsyncMoeClient:
         region = await self._region(part, link, size, clock) if size else None
         payload = part.payload(region, link.regions)
         try:
+            if isinstance(payload, InlineRows):
+                payload.carry()
             request = part.request(payload)
             if isinstance(payload, InlineRows):
-                reply = await link.unary(link.lane.Forward, request, clock.remaining)
+                came = await link.unary(link.carry, payload.sent(request), clock.remaining)
+                reply = payload.received(came)
             else:
                 reply = await link.ask(request, clock.remaining)
             part.answered(reply, payload)

@@ -10,9 +10,11 @@ import grpc
 from grpc import aio
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
-from moeserve.proto.channel import client_options
+from moeserve.proto.channel import opened
+from moeserve.proto.credentials import Credentials, KeyedChannel
 from moeserve.proto.errors import DeadlineExceeded, MoeError, Overloaded, Unavailable, from_message, from_rpc
 from moeserve.proto.timeouts import bounded, milliseconds
+from moeserve.proto.transports.carried import FORWARD, packed, unpacking
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion
 
 
@@ -78,12 +80,15 @@ class AsyncForwardStream:
 class AsyncLink:
     """The channel, the stream and the idle regions of one address, for one event loop."""
 
-    def __init__(self, address: str, max_message_bytes: int) -> None:
+    def __init__(self, address: str, max_message_bytes: int, credentials: Credentials | None = None) -> None:
         self.address = address
-        self.channel = aio.insecure_channel(address, options=client_options(max_message_bytes))
+        self.channel = opened(aio, address, max_message_bytes, credentials)
         self.lane = moe_pb2_grpc.LaneServiceStub(self.channel)  # type: ignore[no-untyped-call]
         self.front = moe_pb2_grpc.FrontServiceStub(self.channel)  # type: ignore[no-untyped-call]
         self.admin = moe_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        self.carry = self.channel.unary_unary(
+            FORWARD, request_serializer=packed, response_deserializer=unpacking(moe_pb2.ForwardReply)
+        )
         self.regions = RegionPool()
         self.closed = False
         self._stream: AsyncForwardStream | None = None
@@ -130,7 +135,9 @@ class AsyncLink:
         self.regions.close()
         if self._stream is not None:
             await self._stream.close()
-        await self.channel.close(None)
+        keyed = isinstance(self.channel, KeyedChannel)
+        for channel in self.channel.channels() if keyed else [self.channel]:
+            await channel.close(None)
 
     def _known(self, failed: MoeError) -> MoeError:
         if failed.code == "CANCELLED" and self.closed:

@@ -27,8 +27,11 @@ from moeserve.proto.tensors import (
 from moeserve.proto.texts import quoted
 from moeserve.proto.transports.shared_memory import SharedTensor
 
-SPLIT_ROWS = 32
-"""Fewest rows worth a call of their own: inline at H=7168 they take 1 ms to carry, a call 0.4 ms."""
+SPLIT_ROWS = 512
+"""Fewest rows that are worth a call of their own where they ride inline. Fewer go whole to one lane: a second
+lane's call costs more than it takes off the first one's. Rows in shared memory are spread only where one lane
+does not hold them all.
+"""
 
 MESSAGE_MARGIN = 1 << 16
 """Bytes of a message kept free for everything but rows."""
@@ -192,8 +195,10 @@ class ClientBatch:
             )
         return bound.pop() if bound else None
 
-    def parts(self, lanes: int, max_message_bytes: int) -> tuple[BatchPart, ...]:
-        """The rows spread evenly over at most `lanes` lanes; more parts only where a message lacks room."""
+    def parts(self, lanes: int, max_message_bytes: int, most_rows: int = 0) -> tuple[BatchPart, ...]:
+        """The rows spread evenly over at most `lanes` lanes; more parts only where a message lacks room, or a
+        part would have more than `most_rows` (0: without that bound).
+        """
         rows = len(self.hidden.storage)
         arrays = (self.hidden, *self.routes.values())
         row_bytes = sum(array.storage.shape[1] * array.dtype.itemsize for array in arrays)
@@ -201,6 +206,8 @@ class ClientBatch:
         if most < min(1, rows):
             text = f"a row of {row_bytes} bytes has no room in a message of {max_message_bytes} bytes"
             raise TensorError("hidden", f"{text}; raise the server's message limit, or use shared memory")
+        if most_rows and not self.placed:
+            most = min(most, most_rows)
         return spread(rows, lanes, max(1, most))
 
     def request(self, part: BatchPart) -> moe_pb2.ForwardRequest:

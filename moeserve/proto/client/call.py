@@ -45,10 +45,21 @@ class ClientCall(Generic[L]):
 
     def parts(self, topology: moe_pb2.GetTopologyReply) -> tuple[PartCall[L], ...]:
         """The rows, spread over the lanes of `topology`; TensorError when one has no room in a message."""
-        lanes = len(topology.lanes) if self.bound is None else 1
-        parts = self.batch.parts(lanes, message_limit(topology))
+        parts = self._cut(topology)
         joined = whole(self.batch, parts)
         return tuple(PartCall(self, part, joined) for part in parts)
+
+    def _cut(self, topology: moe_pb2.GetTopologyReply) -> tuple[BatchPart, ...]:
+        """A call bound to a lane goes there whole; rows in shared memory go to as few lanes as hold them, and
+        rows that ride inline are carried by several.
+        """
+        limit, lanes = message_limit(topology), topology.lanes
+        if self.bound is not None:
+            return self.batch.parts(1, limit)
+        nbytes, host = self.batch.hidden.storage.nbytes, host_id()
+        if self.transport != "inline" and all(shares("auto", nbytes, lane, host) for lane in lanes):
+            return self.batch.parts(1, limit, min(lane.capacity for lane in lanes))
+        return self.batch.parts(len(lanes), limit)
 
     def reply(self, parts: Sequence[PartCall[L]]) -> Reply:
         """The answer that `parts`, all answered, make together.

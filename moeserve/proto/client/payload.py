@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.client.batch import ClientBatch
 from moeserve.proto.errors import MoeError
 from moeserve.proto.tensors import Plain, TensorError, as_numpy, describe_into, encode_into, spec_of
+from moeserve.proto.transports.carried import CARRIED_BYTES, Carried, beside
 from moeserve.proto.transports.region_calls import RegionCalls
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion, aligned, region_size
 
 TRANSPORTS = ("auto", "inline", "shared_memory")
+
+THREADED_BYTES = 1 << 20
+"""Copies of this size on are worth more than one thread."""
 
 SHARE_BYTES = 1 << 15
 """Hidden states from this size on are worth two copies through shared memory rather than two through gRPC."""
@@ -43,20 +49,48 @@ class Payload(Protocol):
 
 
 class InlineRows:
-    """Rows that ride in the message, and their answer in the reply."""
+    """Rows that ride in the message, and their answer in the reply.
+
+    Large ones may be carried beside the message by who sends it, from `carry` on: then only gRPC copies them.
+    """
 
     calls = None
 
     def __init__(self, rows: Plain) -> None:
         self._rows = rows
+        self._carried = False
+        self._came: memoryview | None = None  # the answer's data, where it came beside its message
+
+    def carry(self) -> None:
+        """Has large rows carried: what is sent is what `sent` gives, and `received` is told what came."""
+        self._carried = self._rows.spec.nbytes >= CARRIED_BYTES
 
     def fill(self, request: moe_pb2.ForwardRequest) -> None:
-        """Copies the rows into the message."""
-        encode_into(request.hidden, self._rows)
+        """Copies the rows into the message, unless they are carried beside it."""
+        if self._carried:
+            describe_into(request.hidden, self._rows.spec)
+        else:
+            encode_into(request.hidden, self._rows)
+
+    def sent(
+        self, request: moe_pb2.ForwardRequest
+    ) -> moe_pb2.ForwardRequest | Carried[moe_pb2.ForwardRequest]:
+        """The filled request, with the rows beside it where they are carried."""
+        return beside(request, self._rows.storage) if self._carried else request
+
+    def received(self, came: moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]) -> moe_pb2.ForwardReply:
+        """The reply, its data kept for `answer`."""
+        if isinstance(came, Carried):
+            self._came = came.data
+            return came.message
+        return came
 
     def answer(self, reply: moe_pb2.ForwardReply, into: NDArray[Any] | None) -> NDArray[Any]:
         """A view of the bytes that came, or a copy `into`."""
-        return moved(inline_answer(reply, self._rows), into)
+        if self._came is None:
+            return moved(inline_answer(reply, self._rows), into)
+        check_answer(reply, self._rows)
+        return moved(as_numpy(self._came, self._rows.spec, "reply.hidden").storage, into)
 
     def done(self) -> None:
         """Does nothing: no region is held."""
@@ -87,7 +121,7 @@ class Pooled:
     def fill(self, request: moe_pb2.ForwardRequest) -> None:
         """Copies the rows into the region."""
         spec = self._rows.spec
-        self._region.view(0, spec).storage[:] = self._rows.storage
+        copy_into(self._region.view(0, spec).storage, self._rows.storage)
         describe_into(request.hidden, spec)
         request.hidden.region.CopyFrom(self._region.message(0, spec))
         request.output.CopyFrom(self._region.message(self._output, spec))
@@ -96,7 +130,9 @@ class Pooled:
         """A copy, since the next call will write over the region."""
         check_placed(reply, self._rows)
         found = self._region.view(self._output, self._rows.spec).storage
-        return found.copy() if into is None else moved(found, into)
+        into = np.empty_like(found) if into is None else into
+        copy_into(into, found)
+        return into
 
     def done(self) -> None:
         """Lets the next call have the region."""
@@ -148,8 +184,21 @@ def moved(found: NDArray[Any], into: NDArray[Any] | None) -> NDArray[Any]:
     """`found`, or `into` filled with it."""
     if into is None:
         return found
-    into[:] = found
+    copy_into(into, found)
     return into
+
+
+def copy_into(into: NDArray[Any], found: NDArray[Any]) -> None:
+    """Copies `found` into `into`, alike in dtype and shape; large dense ones by all threads that torch has,
+    where the caller's program has imported it: numpy has one.
+    """
+    torch = sys.modules.get("torch")
+    dense = into.flags.c_contiguous and found.flags.c_contiguous and found.flags.writeable
+    if torch is None or not dense or found.nbytes < THREADED_BYTES:
+        into[:] = found
+        return
+    there, here = (torch.from_numpy(array.reshape(-1).view(np.uint8)) for array in (into, found))
+    there.copy_(here)
 
 
 def inline_answer(reply: moe_pb2.ForwardReply, rows: Plain) -> NDArray[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
@@ -21,9 +22,10 @@ from moeserve.proto.client.call import ClientCall, PartCall
 from moeserve.proto.client.core import Core, Settings
 from moeserve.proto.client.lanes import check_serving
 from moeserve.proto.client.patience import OPERATION_SECONDS, Clock, Patience, Retries
-from moeserve.proto.client.payload import Payload
+from moeserve.proto.client.payload import InlineRows, Payload
 from moeserve.proto.client.stream import ForwardStream
 from moeserve.proto.client.sync_link import Attempt, Link, Sent
+from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import MoeError, WeightsChanged, from_rpc
 from moeserve.proto.tensors import Array, Spec, known
 from moeserve.proto.transports.shared_memory import RemoteRegion, SharedTensor
@@ -36,10 +38,12 @@ class MoeClient:
     thread.
 
     model: which model, empty = the only one served. timeout: seconds a call may take in all, or a Patience.
-    lane: the rank whose lane takes every call, None = rows are spread evenly over the lanes (none gets
-    fewer than 32 of them, so small batches go whole to one lane, in turn). transport: `inline`,
+    lane: the rank whose lane takes every call, None = calls go to the lanes in turn, and only large ones to
+    several: rows in shared memory where one lane does not hold them all, inline ones from 1024 rows on, none
+    of which gets fewer than 512. transport: `inline`,
     `shared_memory` (an error where a lane runs on another host), or `auto`: shared memory for hidden states
-    of 32 KiB and more where the lane is near.
+    of 32 KiB and more where the lane is near. credentials: what to trust and show (proto/credentials.py),
+    None = a plain connection and no token.
 
     Calls raise MoeError (proto/errors.py), and TensorError for arrays that the contract does not take.
     UNAVAILABLE is tried again until the timeout, on lanes found anew; RESOURCE_EXHAUSTED when the server
@@ -54,10 +58,12 @@ class MoeClient:
         timeout: float | Patience = 60.0,
         lane: int | None = None,
         transport: str = "auto",
+        credentials: Credentials | None = None,
     ) -> None:
         self.address = address
-        self._core = Core(Link, Settings(model, Patience.of(timeout), lane, transport))
-        self._door = Link(address, MAX_MESSAGE_BYTES)
+        connect = partial(Link, credentials=credentials)
+        self._core = Core(connect, Settings(model, Patience.of(timeout), lane, transport))
+        self._door = connect(address, MAX_MESSAGE_BYTES)
         self._finding = threading.Lock()
 
     def forward(
@@ -159,6 +165,16 @@ class MoeClient:
         reply: moe_pb2.ReloadReply = self._door.unary(self._door.admin.Reload, request, timeout)
         return reply
 
+    def set_log_level(self, level: str = "", logger: str = "") -> moe_pb2.SetLogLevelReply:
+        """Sets how much the head and all ranks log: debug, info, warning or error; empty: changes nothing.
+
+        logger: whose lines, such as moeserve.runtime.head or grpc; empty: all of moeserve's. The reply has
+        the levels that were set. Raises InvalidArgument for an unknown logger or level.
+        """
+        request = moe_pb2.SetLogLevelRequest(level=level, logger=logger)
+        reply: moe_pb2.SetLogLevelReply = self._ask(self._door.admin.SetLogLevel, request)
+        return reply
+
     def health(self, service: str = health.SERVICE) -> str:
         """`SERVING`, `NOT_SERVING` or `UNKNOWN`, by grpc.health.v1; NotFound for an unknown service."""
         check = self._door.channel.unary_unary(health.METHOD)
@@ -203,6 +219,8 @@ class MoeClient:
             link, size = part.aim(self._topology(clock))
             region = self._region(part, link, size, clock) if size else None
             payload = part.payload(region, link.regions)
+            if isinstance(payload, InlineRows):
+                payload.carry()
             sent = link.send(part.request(payload), payload, clock.remaining, alone=part.alone)
         except MoeError as failed:
             sent = Sent.failed(failed)

@@ -13,8 +13,10 @@ from moeserve.proto.channel import connect
 from moeserve.proto.client.call import PartCall
 from moeserve.proto.client.payload import InlineRows, Payload
 from moeserve.proto.client.stream import StreamPool
+from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import MoeError, Overloaded, Unavailable, from_rpc
 from moeserve.proto.timeouts import bounded
+from moeserve.proto.transports.carried import FORWARD, packed, unpacking
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion
 
 
@@ -82,12 +84,15 @@ class Attempt:
 class Link:
     """The channel, the idle streams and the idle regions of one address. Safe to use from any thread."""
 
-    def __init__(self, address: str, max_message_bytes: int) -> None:
+    def __init__(self, address: str, max_message_bytes: int, credentials: Credentials | None = None) -> None:
         self.address = address
-        self.channel = connect(address, max_message_bytes)
+        self.channel = connect(address, max_message_bytes, credentials)
         self.lane = moe_pb2_grpc.LaneServiceStub(self.channel)  # type: ignore[no-untyped-call]
         self.front = moe_pb2_grpc.FrontServiceStub(self.channel)  # type: ignore[no-untyped-call]
         self.admin = moe_pb2_grpc.AdminServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        self._carry = self.channel.unary_unary(
+            FORWARD, request_serializer=packed, response_deserializer=unpacking(moe_pb2.ForwardReply)
+        )
         self.regions = RegionPool()
         self.streams = StreamPool(self.lane)
         self.closed = False
@@ -122,9 +127,11 @@ class Link:
         thread, and is a tenth faster.
         """
         if isinstance(payload, InlineRows):
+            message = payload.sent(request)
             if alone:
-                return Sent(lambda: self._forward(request, timeout), _nothing)
-            return self.forward(request, timeout)
+                return Sent(lambda: payload.received(self.unary(self._carry, message, timeout)), _nothing)
+            sent = self._future(self._carry, message, timeout)
+            return Sent(lambda: payload.received(sent.wait()), sent.cancel)
         calls = payload.calls
         if calls is not None and calls.send(request, timeout):
             return Sent(lambda: calls.receive(request.job_id), calls.leave)
@@ -150,8 +157,11 @@ class Link:
 
         Raises Unavailable where this link was closed.
         """
+        return self._future(self.lane.Forward, request, timeout)
+
+    def _future(self, method: Any, request: Any, timeout: float | None) -> Sent:
         try:
-            future = self.lane.Forward.future(request, timeout=None if timeout is None else bounded(timeout))
+            future = method.future(request, timeout=None if timeout is None else bounded(timeout))
         except ValueError as closed:
             raise self._closed() from closed
 
@@ -165,10 +175,6 @@ class Link:
             return reply
 
         return Sent(wait, future.cancel)
-
-    def _forward(self, request: moe_pb2.ForwardRequest, timeout: float) -> moe_pb2.ForwardReply:
-        reply: moe_pb2.ForwardReply = self.unary(self.lane.Forward, request, timeout)
-        return reply
 
     def known(self, failed: MoeError) -> MoeError:
         """`failed`, or Unavailable when it only says that this link was closed because its lane is gone."""

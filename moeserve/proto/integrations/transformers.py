@@ -3,8 +3,8 @@
 model = load("path/to/checkpoint", "127.0.0.1:50051")  # reads everything but the experts' weights
 attach(model, "127.0.0.1:50051")  # or: a model that is there already
 
-Works for every model class whose experts use transformers' experts interface. Needs the extra
-`transformers`.
+Works for every model class whose experts use transformers' experts interface, and for those that have a seam
+(seams.py). Needs the extra `transformers`.
 """
 
 from __future__ import annotations
@@ -14,27 +14,34 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch.nn.functional import pad
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.client import MoeClient
+from moeserve.proto.integrations.seams import seam_of
 
 IMPLEMENTATION = "moeserve"
 """The name under which transformers knows these experts (`experts_implementation`)."""
 
-_ALL_ROWS = "it weights rows before its experts, and calls them with every row for every expert and no choice"
-UNLIKE = {"llama4": _ALL_ROWS, "llama4_text": _ALL_ROWS}
-"""Why a model type that moeserve can serve cannot be attached, by `model_type`."""
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|block)\.(\d+)\.")
+_BESIDE = re.compile(r"(?:^|[._])(?:vision|visual|audio|talker|code2wav)(?:[._]|$)")
+"""Parts of a model beside its text decoder: their experts stay with the model."""
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+READ_AS = {"kimi_k2": "deepseek_v3"}
+"""Model types that transformers has under another name, and without remote code."""
 
 
 class Service(Protocol):
@@ -53,9 +60,12 @@ class Remote:
 
     service: Service
     layer: int
+    top_k: int = 0  # K of the service; 0: as many as are asked for
 
     def forward(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Mixed rows [T, H] where `hidden` lies; experts [T, K] int64, -1 = none; weights [T, K]."""
+        if short := max(0, self.top_k - experts.shape[1]):
+            experts, weights = pad(experts, (0, short), value=-1), pad(weights, (0, short))
         answer = self.service.forward(self.layer, hidden, experts, weights)
         # a copy, since models add to it in place and it may lie in the reply's own bytes
         return cast(Tensor, answer).to(hidden.device, copy=True)
@@ -76,6 +86,10 @@ class _Ask(torch.autograd.Function):
         raise RuntimeError("experts behind moeserve give no gradients; call the model under torch.no_grad()")
 
 
+def _ask(remote: Remote, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    return cast(Tensor, _Ask.apply(hidden, experts, weights, remote))  # type: ignore[no-untyped-call]
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def experts_forward(
     module: Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -90,7 +104,20 @@ def experts_forward(
         name = type(module).__name__
         raise RuntimeError(f"this {name} has no service; call attach(model, service) after making the model")
     experts = top_k_index.masked_fill(top_k_index >= cast(int, module.num_experts), -1)
-    return cast(Tensor, _Ask.apply(hidden_states, experts, top_k_weights, remote))  # type: ignore[no-untyped-call]
+    if module.has_post_expert_norm:
+        return _normed(module, remote, (hidden_states, experts, top_k_weights))
+    return _ask(remote, hidden_states, experts, top_k_weights)
+
+
+def _normed(module: Module, remote: Remote, asked: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Mixed rows [T, H] of a module that norms each expert's answer: every choice is a row of its own."""
+    hidden, experts, weights = asked
+    rows = hidden.repeat_interleave(experts.shape[1], dim=0)
+    one = torch.ones(len(rows), 1, dtype=weights.dtype, device=weights.device)
+    apart = _ask(remote, rows, experts.reshape(-1, 1), one)
+    normed = cast(Any, module).post_expert_norm(apart) * weights.reshape(-1, 1)
+    normed = normed.masked_fill(experts.reshape(-1, 1) < 0, 0).reshape(*experts.shape, -1)
+    return cast(Tensor, normed.sum(dim=1).to(hidden.dtype))
 
 
 def register() -> None:
@@ -108,17 +135,25 @@ def attach(model: Any, service: Service | str) -> Service:
     modules = experts_modules(model)
     client: Service = MoeClient(service) if isinstance(service, str) else service
     try:
-        _check_served(model, modules, client.model())
+        served = client.model()
+        _check_served(model, modules, served)
     except BaseException:
         if isinstance(service, str) and isinstance(client, MoeClient):
             client.close()
         raise
     register()
-    model.set_experts_implementation(IMPLEMENTATION)
+    if any(seam_of(module) is None for _, module in modules.values()):
+        model.set_experts_implementation(IMPLEMENTATION)
+    top_k = {info.layer: info.top_k for info in served.layers}
     for layer, (name, module) in modules.items():
-        if cast(Any, module).config._experts_implementation != IMPLEMENTATION:
+        remote = Remote(client, layer, top_k[layer])
+        seam = seam_of(module)
+        if seam is not None:
+            module.forward = seam.forward(module, partial(_ask, remote))
+        elif cast(Any, module).config._experts_implementation != IMPLEMENTATION:
             raise ValueError(f"transformers does not let {name} of {type(model).__name__} be replaced")
-        _REMOTES[module] = Remote(client, layer)
+        else:
+            _REMOTES[module] = remote
     return client
 
 
@@ -130,10 +165,15 @@ def load(
     The experts' weights take neither memory nor reading. options: as `from_pretrained` takes them, `dtype`
     among them. Raises ValueError as `attach` does.
     """
+    kind = PreTrainedConfig.get_config_dict(path)[0].get("model_type")
+    if kind in READ_AS and "config" not in options:
+        config = CONFIG_MAPPING[READ_AS[kind]].from_pretrained(path)
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+        options["config"] = config
     with without_expert_weights():
         model = cls.from_pretrained(path, **options)
     held = [
-        name for name, module in experts_modules(model).values() if any(True for _ in module.parameters())
+        name for name, _, holder in _holders(model) if any(p is not None for p in holder._parameters.values())
     ]
     if held:
         raise RuntimeError(f"this transformers version loaded the weights of {held[0]} all the same")
@@ -142,37 +182,58 @@ def load(
 
 
 def experts_modules(model: Module) -> dict[int, tuple[str, Module]]:
-    """Name and module of the experts of each decoder layer that has some, by the layer's index.
+    """Name and module of the experts of each layer of the text model that has some, by the layer's number.
 
-    ValueError: there are none, they do not use transformers' experts interface, or do what no service does.
+    Layers of a decoder that follows an encoder are numbered after the encoder's. ValueError: there are none,
+    or they neither use transformers' experts interface nor have a seam.
     """
     found: dict[int, tuple[str, Module]] = {}
     for name, module in model.named_modules():
         # only transformers' decorator `use_experts_implementation` sets this on a module
-        if getattr(module, "_is_expert_parallel", None) is None:
+        if getattr(module, "_is_expert_parallel", None) is None and seam_of(module) is None:
             continue
-        numbers = _LAYER.findall(name)
-        if len(numbers) != 1 or int(numbers[0]) in found:
+        if _BESIDE.search(name):
+            continue
+        layer = _number(model, name)
+        if layer is None or layer in found:
             raise ValueError(f"{name} of {type(model).__name__} is not the experts of one decoder layer")
-        if module.has_post_expert_norm:
-            raise ValueError(
-                f"{name} of {type(model).__name__} norms each expert's answer; moeserve does not"
-            )
-        found[int(numbers[0])] = (name, module)
+        found[layer] = (name, module)
     if not found:
         kind = getattr(getattr(model, "config", None), "model_type", "")
-        why = UNLIKE.get(kind, "none of its modules uses transformers' experts interface")
+        why = "none of its modules uses transformers' experts interface"
         raise ValueError(f"{type(model).__name__} ({kind}) cannot be put behind moeserve: {why}")
     return found
 
 
-def drop_expert_weights(model: Module) -> list[str]:
-    """Lets go of all weights of the model's experts; returns the names of their modules."""
-    names = []
+def _number(model: Module, name: str) -> int | None:
+    """The number of the layer that a module is in."""
+    numbers = _LAYER.findall(name)
+    if len(numbers) != 1:
+        return None
+    config = cast(Any, model).config
+    after = config.num_hidden_layers if config.is_encoder_decoder and "decoder." in name else 0
+    return int(numbers[0]) + after
+
+
+def _holders(model: Module) -> Iterator[tuple[str, Module, Module]]:
+    """Name, experts module and module of everything that holds weights of the model's experts."""
     for name, module in experts_modules(model).values():
-        for parameter in list(module._parameters):
-            module._parameters[parameter] = None
-        module._is_hf_initialized = True  # type: ignore[assignment]  # or transformers would fill what is gone
+        seam = seam_of(module)
+        if seam is None:
+            yield name, module, module
+            continue
+        for below in seam.holders:
+            for inner, holder in module.get_submodule(below).named_modules():
+                yield ".".join(part for part in (name, below, inner) if part), module, holder
+
+
+def drop_expert_weights(model: Module) -> list[str]:
+    """Lets go of all weights of the model's experts; returns the names of the modules that held them."""
+    names = []
+    for name, _, holder in list(_holders(model)):
+        for parameter in list(holder._parameters):
+            holder._parameters[parameter] = None
+        holder._is_hf_initialized = True  # type: ignore[assignment]  # or transformers would fill what is gone
         names.append(name)
     return names
 
@@ -215,9 +276,18 @@ def _check_served(model: Any, modules: dict[int, tuple[str, Module]], served: mo
         raise ValueError(
             f"layers {absent} of the model have experts, but {served.model} serves only {sorted(layers)}"
         )
-    hidden = model.config.get_text_config().hidden_size
     for layer, (name, module) in modules.items():
-        ours = (cast(int, module.num_experts), hidden)
+        ours = _sizes(model, module)
         theirs = (layers[layer].experts, layers[layer].hidden)
         if ours != theirs:
             raise ValueError(f"{name}: E, H = {ours} in the model, {theirs} in what {served.model} serves")
+
+
+def _sizes(model: Any, module: Module) -> tuple[int, int]:
+    """E and H of an experts module."""
+    seam = seam_of(module)
+    if seam is not None:
+        return attrgetter(seam.count)(module), attrgetter(seam.hidden)(module)
+    config = model.config.get_text_config()
+    wide = (getattr(config, key, None) for key in ("moe_latent_size", "moe_hidden_size"))
+    return cast(int, module.num_experts), next((size for size in wide if size), config.hidden_size)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moeserve.proto.client import MoeClient
+from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import MoeError
 
 PROGRAM = "python -m moeserve.proto.integrations.transformers_serve"
@@ -29,10 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--experts-timeout", type=float, default=60.0, metavar="SECONDS", help="of one layer's call"
     )
+    parser.add_argument(
+        "--experts-credentials", metavar="TOML", help="file of what to trust and show (proto/credentials.py)"
+    )
     own, others = parser.parse_known_args(arguments)
     try:
         serve = server_command()
-        with MoeClient(own.experts, timeout=own.experts_timeout) as client:
+        shown = Credentials.load(own.experts_credentials) if own.experts_credentials else None
+        with MoeClient(own.experts, timeout=own.experts_timeout, credentials=shown) as client:
             put_behind(client)
             serve(args=others, prog_name=PROGRAM)
     except (ImportError, ValueError, MoeError) as failed:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import struct
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ class RemoteRegion:
         try:
             lease.settimeout(HANDOVER_SECONDS)
             lease.connect(socket_address(made.socket))
+            _check_user(lease)
             lease.send(made.name.encode())
             descriptor, takes_calls = _receive_descriptor(lease)
             try:
@@ -100,6 +102,13 @@ class RemoteRegion:
     def close(self) -> None:
         """Gives the lease back."""
         self._lease.close()
+
+
+def _check_user(lease: socket.socket) -> None:
+    """Raises ConnectionRefusedError unless this user's process listens: a region's name is not for others."""
+    _, user, _ = struct.unpack("3i", lease.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if user != os.geteuid():
+        raise ConnectionRefusedError(f"a process of user {user} listens there")
 
 
 def _receive_descriptor(lease: socket.socket) -> tuple[int, bool]:

@@ -1,8 +1,7 @@
-"""What travels on the coordinator's streams, as JSON objects: steps, epochs, changes, votes, jobs."""
+"""What travels on the coordinator's streams, as maps: steps, epochs, changes, votes, jobs."""
 
 from __future__ import annotations
 
-import base64
 import math
 import time
 import zlib
@@ -15,7 +14,9 @@ from numpy.typing import NDArray
 
 from moeserve.dispatch.members import Member, Members
 from moeserve.experts.placement import EMPTY, Placement
+from moeserve.proto.texts import quoted
 from moeserve.runtime.control.orders import ExpertCopy, StagedCopy, StageOrder, Vote
+from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.mesh import Mesh
@@ -140,17 +141,16 @@ def _source(slot: int, width: int) -> tuple[int, int]:
 def report_message(generation: int, counts: tuple[int, int], tokens: NDArray[np.int64]) -> Message:
     """What a member has counted since its start: steps and rows of its experts, and `tokens` `[P, L, E]`.
 
-    The tokens travel packed: as numbers they would hold the interpreter for milliseconds, at both ends.
+    The tokens travel packed: as numbers they would hold the interpreter for a millisecond, at both ends.
     """
     packed = zlib.compress(np.ascontiguousarray(tokens, dtype="<i8").tobytes(), 1)
     steps, expert_rows = counts
-    load = base64.b64encode(packed).decode("ascii")
     return {
         "kind": "report",
         "generation": generation,
         "steps": steps,
         "expert_rows": expert_rows,
-        "load": load,
+        "load": packed,
     }
 
 
@@ -159,12 +159,23 @@ def load_from(message: Message, shape: tuple[int, int, int]) -> NDArray[np.float
     size = 8 * math.prod(shape)
     unpacking = zlib.decompressobj()
     try:
-        data = unpacking.decompress(base64.b64decode(message["load"], validate=True), size + 1)
-    except zlib.error as error:
+        data = unpacking.decompress(message["load"], size + 1)
+    except (TypeError, zlib.error) as error:
         raise ValueError(f"the load of a report cannot be unpacked: {error}") from error
     if len(data) != size:
         raise ValueError(f"the load of a report is not of {size} bytes, as one of shape {list(shape)} is")
     return np.frombuffer(data, dtype="<i8").reshape(shape).astype(np.float64)
+
+
+def here_message(generation: int, reached: Reached) -> Message:
+    """The message that tells that a member's process runs, and how far it is."""
+    return {"kind": "here", "generation": generation, "reached": list(reached)}
+
+
+def reached_from(message: Message) -> Reached:
+    """How far the member is that has sent `here`. Raises KeyError, TypeError or ValueError."""
+    step, phase = message["reached"]
+    return Reached(int(step), Phase(phase))
 
 
 def plans_message(plans: Mapping[int, Plan]) -> list[list[Any]]:
@@ -216,5 +227,5 @@ def committed_epoch(message: Message, before: Epoch) -> Epoch:
     """The epoch that a commit makes of the one before."""
     epoch = before.moved(message["layer"], np.array(message["slots"], dtype=np.int32))
     if epoch.number != message["number"]:
-        raise ValueError(f"epoch {message['number']} is committed after epoch {before.number}")
+        raise ValueError(f"epoch {quoted(message['number'])} is committed after epoch {before.number}")
     return replace(epoch, versions=tuple(message["versions"]), weights=tuple(message["weights"]))

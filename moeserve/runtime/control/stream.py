@@ -1,27 +1,23 @@
 """The coordinator's persistent streams: small framed messages over TCP, in order, without delay.
 
-A frame is a four-byte little-endian length and that many bytes of UTF-8 JSON, one object with a `kind`.
-Tensors never
-travel here. A plain socket and not gRPC, because a step costs two of these hops and gRPC's take five times
-longer.
+`frames` says what a frame is. Tensors never travel here. A plain socket and not gRPC, because a step costs
+two of these hops and gRPC's take many times longer.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from moeserve.proto.texts import clipped
+from moeserve.runtime.control.frames import LENGTH, decoded, encoded
+from moeserve.runtime.control.frames import Message as Message
+from moeserve.runtime.keys.keys import NO_KEYS, Connection, Keys
 
-Message = dict[str, Any]
-
-_LENGTH = struct.Struct("<I")
 _LIMIT = 1 << 26  # a placement of 58 layers x 1024 slots is 0.5 MB
 HELLO_BYTES = 1 << 18  # of the first message, whose sender has yet to show the token; 58 layers take 10 KB
 
@@ -37,8 +33,9 @@ class StreamSilent(StreamClosed):
 class Stream:
     """One connected socket. `send` is safe from several threads; one thread receives."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, connection: Connection) -> None:
+        if not isinstance(connection, socket.socket) or connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.settimeout(None)
         self._socket = connection
@@ -55,6 +52,19 @@ class Stream:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._sends_within = seconds
 
+    def bound_silence(self, seconds: float) -> None:
+        """Ends the stream where the other end's host has not answered for so long, as one without power does.
+
+        A host answers for a process that is stopped, and for one that says nothing.
+        """
+        every = max(1, int(seconds / 4))
+        for option, value in (
+            (socket.TCP_KEEPIDLE, every),
+            (socket.TCP_KEEPINTVL, every),
+            (socket.TCP_USER_TIMEOUT, int(seconds * 1000)),
+        ):
+            self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
+
     def bound_receives(self, seconds: float) -> None:
         """To receive from an other end that gives no byte for so long raises StreamSilent, and so does a send
         that takes longer; the stream is of no use then.
@@ -63,10 +73,16 @@ class Stream:
 
     def send(self, message: Message) -> None:
         """Sends one message. Raises StreamClosed when the other end is gone, StreamSilent past a bound."""
-        body = json.dumps(message, separators=(",", ":")).encode()
+        self.send_bytes(encoded(message))
+
+    def send_bytes(self, data: bytes | memoryview) -> None:
+        """Sends a frame that was encoded for several ends, or raw bytes behind a message that announced them.
+
+        Raises as `send` does.
+        """
         try:
             with self._lock:
-                self._socket.sendall(_LENGTH.pack(len(body)) + body)
+                self._socket.sendall(data)
         except OSError as error:
             raise self._ended(error) from error
 
@@ -94,25 +110,14 @@ class Stream:
 
     def _message(self, read: Callable[[int], bytes], limit: int) -> Message:
         try:
-            (length,) = _LENGTH.unpack(read(_LENGTH.size))
+            (length,) = LENGTH.unpack(read(LENGTH.size))
             if length > limit:
                 raise StreamClosed(f"a frame of {length} bytes is over the limit of {limit}")
-            message = json.loads(read(length))
+            return decoded(read(length))
         except OSError as error:
             raise error if isinstance(error, StreamClosed) else self._ended(error) from error
-        except (ValueError, RecursionError) as error:
-            raise StreamClosed(clipped(str(error))) from error
-        if not isinstance(message, dict) or "kind" not in message:
-            raise StreamClosed("a frame must be an object with a kind")
-        return message
-
-    def send_bytes(self, data: memoryview) -> None:
-        """Sends raw bytes behind a message that announced them. Raises StreamClosed."""
-        try:
-            with self._lock:
-                self._socket.sendall(data)
-        except OSError as error:
-            raise self._ended(error) from error
+        except ValueError as error:
+            raise StreamClosed(str(error)) from error
 
     def receive_bytes(self, into: memoryview) -> None:
         """Fills `into` with the raw bytes that come next. Raises StreamClosed."""
@@ -151,10 +156,12 @@ class Stream:
             self._socket.close()
 
 
-def connect(address: str, timeout: float) -> Stream:
-    """A stream to `host:port`. Raises StreamClosed when nobody answers within `timeout` seconds."""
+def connect(address: str, timeout: float, keys: Keys = NO_KEYS) -> Stream:
+    """A stream to `host:port`. Raises StreamClosed when nobody who fits `keys` answers within `timeout`
+    seconds.
+    """
     host, port = address.rsplit(":", 1)
     try:
-        return Stream(socket.create_connection((host, int(port)), timeout))
+        return Stream(keys.dial(socket.create_connection((host, int(port)), timeout), host))
     except OSError as error:
         raise StreamClosed(f"cannot reach {address}: {error}") from error

@@ -24,3 +24,9 @@ class AdminDoor(moe_pb2_grpc.AdminServiceServicer):
     def Reload(self, request: moe_pb2.ReloadRequest, context: grpc.ServicerContext) -> moe_pb2.ReloadReply:
         """Serves the weights of another checkpoint."""
         return guarded(context, lambda: self._operations.reload(request))
+
+    def SetLogLevel(
+        self, request: moe_pb2.SetLogLevelRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.SetLogLevelReply:
+        """Sets how much the service logs."""
+        return guarded(context, lambda: self._operations.set_log_level(request))

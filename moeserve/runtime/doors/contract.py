@@ -15,6 +15,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from moeserve.proto import moe_pb2
+from moeserve.proto.transports.carried import packed, unpacking
 from moeserve.runtime.doors.calls.calling import Calling
 from moeserve.runtime.doors.failures import GrpcStatus
 
@@ -70,9 +71,16 @@ def _handler(
             if method.client_streaming
             else grpc.unary_unary_rpc_method_handler
         )
-        return make(calling.in_thread(lambda request, context: elsewhere.abort(context), "questions"))
+
+        def refuse(request: object, context: grpc.ServicerContext) -> None:
+            elsewhere.log()
+            elsewhere.abort(context)
+
+        return make(calling.in_thread(refuse, "questions"))
     parse = GetMessageClass(method.input_type).FromString
     serialize = GetMessageClass(method.output_type).SerializeToString
+    if method.name == "Forward" and getattr(getattr(answering, "__self__", None), "carries", False):
+        return calling.unary(answering, unpacking(moe_pb2.ForwardRequest), packed, "calls")
     if method.client_streaming:
         return calling.stream(answering, parse, serialize)
     return calling.unary(answering, parse, serialize, _SORT.get(method.name, "questions"))

@@ -16,6 +16,7 @@ from moeserve.runtime.doors.calls.calling import Calling
 from moeserve.runtime.doors.contract import Servicers, register
 from moeserve.runtime.doors.failures import GrpcStatus
 from moeserve.runtime.doors.health import Health
+from moeserve.runtime.keys.keys import NO_KEYS, Keys
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +35,21 @@ class Endpoint:
     """
 
     def __init__(
-        self, servicers: Servicers, elsewhere: GrpcStatus, limits: DoorLimits, max_message_bytes: int
+        self,
+        servicers: Servicers,
+        elsewhere: GrpcStatus,
+        limits: DoorLimits,
+        max_message_bytes: int,
+        keys: Keys = NO_KEYS,
     ) -> None:
+        self._keys = keys
         self._calling = Calling(Admission(limits))
         others = ThreadPoolExecutor(REFLECTIONS, thread_name_prefix="reflection")
-        self._server = grpc.server(others, options=server_options(max_message_bytes))
+        self._server = grpc.server(
+            others,
+            interceptors=keys.interceptors(),
+            options=server_options(max_message_bytes) + keys.server_options(),
+        )
         self._health = Health(limits.unread_seconds)
         self._services = register(self._server, servicers, elsewhere, self._calling)
         self._server.add_generic_rpc_handlers((self._health_handler(),))
@@ -58,10 +69,15 @@ class Endpoint:
         }
         return grpc.method_handlers_generic_handler(health.SERVICE_NAME, handlers)
 
+    @property
+    def services(self) -> tuple[str, ...]:
+        """The full names of the services that are answered here."""
+        return self._services
+
     def start(self, host: str, port: int) -> str:
         """Binds `host:port` (0: a free port) and starts; returns the bound `host:port`. Raises PortInUse."""
         try:
-            bound = self._server.add_insecure_port(f"{host}:{port}")
+            bound = self._keys.listen(self._server, f"{host}:{port}")
         except RuntimeError as error:
             raise PortInUse(
                 f"cannot listen on {host}:{port}; set server.port (--port) to a free one, or 0 for any"
@@ -76,6 +92,15 @@ class Endpoint:
         )
         for name in ("", *self._services):
             self._health.tell(name, status)
+
+    def drain(self, reason: str) -> None:
+        """Refuses calls that begin from now on, as UNAVAILABLE with the reason; those begun go on."""
+        self._calling.drain(reason)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way, or has an answer that its caller has yet to take."""
+        return self._calling.busy
 
     def stop(self, grace: float) -> None:
         """Refuses new calls, lets those under way finish for `grace` seconds, and stops."""

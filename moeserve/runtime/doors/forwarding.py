@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 
 import grpc
@@ -17,6 +18,7 @@ from moeserve.proto.client.call import ClientCall, PartCall
 from moeserve.proto.client.lanes import Lanes, check_serving
 from moeserve.proto.client.payload import Payload
 from moeserve.proto.client.sync_link import Link, Sent
+from moeserve.proto.credentials import Credentials
 from moeserve.proto.errors import InvalidArgument, MoeError, Unavailable
 from moeserve.proto.tensors import Plain, encode_into
 from moeserve.runtime.errors import CallerLeft, DeadlinePassed
@@ -76,12 +78,14 @@ class Forwarding:
     """Runs calls on the lanes for the callers of the front door. Safe from any thread.
 
     topology: says what the lanes are now. Connections to lanes that it no longer names are closed by the
-    next call.
+    next call. credentials: what the lanes are shown.
     """
 
-    def __init__(self, topology: Callable[[], moe_pb2.GetTopologyReply]) -> None:
+    def __init__(
+        self, topology: Callable[[], moe_pb2.GetTopologyReply], credentials: Credentials | None = None
+    ) -> None:
         self._topology = topology
-        self._lanes: Lanes[Link] = Lanes(Link)
+        self._lanes: Lanes[Link] = Lanes(partial(Link, credentials=credentials))
 
     def forward(
         self, request: moe_pb2.ForwardRequest, timeout: float | None, caller: Caller

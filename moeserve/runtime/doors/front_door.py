@@ -17,10 +17,12 @@ import numpy as np
 from moeserve import __version__
 from moeserve.experts.load import PHASES
 from moeserve.proto import moe_pb2, moe_pb2_grpc
+from moeserve.proto.credentials import Credentials
 from moeserve.runtime.doors.deadlines import Observe, seconds_left
 from moeserve.runtime.doors.failures import GrpcStatus, status_of
 from moeserve.runtime.doors.forwarding import Caller, Forwarding
 from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.errors import GroupUnavailable
 from moeserve.runtime.head.coordinator import Coordinator
 from moeserve.runtime.head.reception import Seat
 from moeserve.runtime.served import Served
@@ -53,11 +55,22 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         self._coordinator = coordinator
         self._max_message_bytes = max_message_bytes
         self._observe = observe
-        self._forwarding = Forwarding(self._topology)
+        self._forwarding = Forwarding(self._with_lanes)
+        self._stopping = ""  # why no further call is taken from streams
+
+    def show_lanes(self, credentials: Credentials | None) -> None:
+        """Has calls handed on with `credentials`; called before the first."""
+        self._forwarding = Forwarding(self._with_lanes, credentials)
 
     def close(self) -> None:
         """Closes the connections to the lanes."""
         self._forwarding.close()
+
+    def drain(self, reason: str) -> None:
+        """Refuses calls that come on streams from now on; those taken go on. Unary calls are for the endpoint
+        to refuse, which knows when they began.
+        """
+        self._stopping = reason
 
     def Forward(self, request: moe_pb2.ForwardRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
         """Spreads a large batch's rows over the lanes; a small one goes to one lane, in turn."""
@@ -87,6 +100,8 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
     def _stream_reply(self, request: moe_pb2.ForwardRequest, caller: Caller) -> moe_pb2.ForwardStreamReply:
         timeout = request.timeout_ms / 1000 if request.timeout_ms else None
         try:
+            if self._stopping:
+                raise GroupUnavailable(self._stopping)
             reply = self._forwarding.forward(request, timeout, caller)
             return moe_pb2.ForwardStreamReply(job_id=request.job_id, reply=reply)
         except Exception as error:
@@ -99,8 +114,17 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         return self._topology()
 
     def _topology(self) -> moe_pb2.GetTopologyReply:
+        """What callers find: no lane once the service is to stop."""
+        found, draining = self._with_lanes(), self._coordinator.draining
+        if draining:
+            del found.lanes[:]
+            found.serving, found.reason = False, draining
+        return found
+
+    def _with_lanes(self) -> moe_pb2.GetTopologyReply:
+        """The lanes as calls that have begun find them."""
         progress, seats = self._coordinator.progress(), self._coordinator.seats()
-        epoch, draining = self._coordinator.epoch, self._coordinator.draining
+        epoch = self._coordinator.epoch
         lanes = [
             moe_pb2.Lane(
                 rank=member.seat,
@@ -110,14 +134,14 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
                 lane=member.lane,
             )
             for member in epoch.members.present
-            if member.lane is not None and (seat := seats.get(member.seat)) and not draining
+            if member.lane is not None and (seat := seats.get(member.seat))
         ]
         return moe_pb2.GetTopologyReply(
             lanes=lanes,
             generation=progress.generation,
             epoch=epoch.number,
-            serving=progress.state == "serving" and not draining,
-            reason=draining or progress.reason,
+            serving=progress.state == "serving",
+            reason=progress.reason,
             max_message_bytes=self._max_message_bytes,
             members=_members(epoch, seats),
             max_lanes=epoch.members.max_lanes,

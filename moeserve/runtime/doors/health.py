@@ -7,6 +7,7 @@ ever. Here nothing is sent under a lock, and whoever changes a status waits for 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,9 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from moeserve.proto.client.deadline_watch import DeadlineWatch
+from moeserve.proto.texts import quoted
+
+log = logging.getLogger(__name__)
 
 Told = Callable[[health_pb2.HealthCheckResponse], None]
 """What gRPC sends a watcher by: it returns once that is sent, or the watch is over. One thread may send."""
@@ -73,6 +77,7 @@ class Health:
             if not full:
                 self._watchers.add(watcher)
         if full:
+            log.info("%s may not watch health: %d do already", quoted(context.peer()), MOST_WATCHERS)
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MOST_WATCHERS} watch health here already")
         if not context.add_callback(lambda: self._leave(watcher)):
             self._leave(watcher)
@@ -116,11 +121,15 @@ class Health:
             if status == watcher.last or watcher not in self._watchers:
                 return
             watcher.last = status
-        late = self._late.add(time.monotonic() + self._unread_seconds, watcher.cancel)
+        late = self._late.add(time.monotonic() + self._unread_seconds, lambda: self._give_up(watcher))
         try:
             watcher.told(health_pb2.HealthCheckResponse(status=status))
         finally:
             self._late.remove(late)
+
+    def _give_up(self, watcher: _Watcher) -> None:
+        log.info("a watcher of health is left: it took nothing for %g s", self._unread_seconds)
+        watcher.cancel()
 
     def _leave(self, watcher: _Watcher) -> None:
         with self._lock:

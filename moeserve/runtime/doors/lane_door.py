@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
+from moeserve.proto.transports.carried import Carried
+from moeserve.runtime.doors.calls.rows import Leave, RowAdmission, RowLimits
 from moeserve.runtime.doors.deadlines import Observe, seconds_left
 from moeserve.runtime.doors.failures import GrpcStatus, guarded, status_of
 from moeserve.runtime.doors.operations import BadRequest
 from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.doors.request import CheckedRequest, RequestReader
-from moeserve.runtime.errors import CallerLeft, DeadlinePassed
+from moeserve.runtime.errors import CallerLeft, DeadlinePassed, GroupUnavailable
 from moeserve.runtime.rank.lane import Lane, LaneCall
 from moeserve.runtime.step import Stamp
 
@@ -33,11 +37,19 @@ NOT_THE_FRONT_DOOR = GrpcStatus(
 """How a lane refuses the calls of the front door."""
 
 
+ASIDE_BYTES = 1 << 20
+"""Answers of this size on are copied by threads of their own: to wake one takes as long as to copy 0.5 MB."""
+
+ASIDE_THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))
+
+
 class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
     """Answers LaneService for one rank: Forward, ForwardStream and shared-memory regions.
 
     Callers of the same host may also send requests over the lease of a region, past gRPC.
     """
+
+    carries = True  # Forward takes and gives messages with large data beside them
 
     def __init__(
         self,
@@ -47,20 +59,39 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         weights_version: Callable[[], int],
         observe: Observe,
     ) -> None:
+        self.admission = RowAdmission(RowLimits())  # of rows; its owner may set another before calls come
+        self._stopping = ""  # why no further call is taken from streams and over leases
         self._reader = reader
         self._lane = lane
         self._regions = regions
         self._weights_version = weights_version
         self._observe = observe
+        self._aside = ThreadPoolExecutor(ASIDE_THREADS, "aside")  # holds no more than the lane holds calls
         regions.take_call = self.take_packet
 
-    def Forward(self, request: moe_pb2.ForwardRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
+    def drain(self, reason: str) -> None:
+        """Refuses calls that come on streams and over leases from now on; those taken go on. Unary calls are
+        for the endpoint to refuse, which knows when they began.
+        """
+        self._stopping = reason
+
+    def Forward(
+        self,
+        request: moe_pb2.ForwardRequest | Carried[moe_pb2.ForwardRequest],
+        context: grpc.ServicerContext,
+    ) -> moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]:
         """Runs one batch and waits for its answer."""
+        data = None
+        if isinstance(request, Carried):
+            data = request.data
+            request = request.message
         started, transport, code = time.perf_counter(), "inline", "OK"
+        leave: Leave = _not_held
         remaining = seconds_left(context)
         deadline = math.inf if remaining is None else time.monotonic() + remaining
         try:
-            asked = self._reader.read(request, deadline)
+            leave = self._enter(request, context.peer(), deadline)
+            asked = self._reader.read(request, deadline, data)
             transport = asked.transport
             try:
                 return self._run(asked, context)
@@ -71,9 +102,22 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             code = status.code
             status.abort(context)
         finally:
+            leave(code)
             self._observe("Forward", transport, code, time.perf_counter() - started)
 
-    def _run(self, asked: CheckedRequest, context: grpc.ServicerContext) -> moe_pb2.ForwardReply:
+    def _enter(self, request: moe_pb2.ForwardRequest, peer: str, deadline: float) -> Leave:
+        """Lets in the rows of a request; returns what ends that. Raises LaneFull.
+
+        More rows than a lane ever takes, or none, are for those to refuse or answer who read the request.
+        """
+        rows = request.hidden.shape[0] if request.hidden.shape else 0
+        if not 0 < rows <= self._lane.most_rows:
+            return _not_held
+        return self.admission.enter(peer, rows, deadline)
+
+    def _run(
+        self, asked: CheckedRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]:
         if not asked.batch.hidden.shape[0]:
             return self._empty(asked)
         call = self._lane.submit(asked.batch)
@@ -81,7 +125,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             self._left(call, context)
         if not call.wait(asked.batch.deadline - time.monotonic()):
             call.give_up(DeadlinePassed(f"layer {asked.batch.layer}: no answer within the deadline"))
-        return self._reply(asked, call)
+        return asked.reply_beside(*call.result())
 
     def _left(self, call: LaneCall, context: grpc.ServicerContext) -> None:
         """The call's RPC is over. A thread must not wait for an answer that nobody takes."""
@@ -96,7 +140,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
     ) -> Iterator[moe_pb2.ForwardStreamReply]:
         """Runs batches as they arrive; replies come as they are ready, under their job ids."""
         replies: queue.SimpleQueue[moe_pb2.ForwardStreamReply | None] = queue.SimpleQueue()
-        stream = LaneStream(self, replies)
+        stream = LaneStream(self, replies, context.peer())
         if not context.add_callback(stream.left):  # the RPC is over already
             stream.left()
         threading.Thread(
@@ -105,8 +149,10 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         while (reply := replies.get()) is not None:
             yield reply
 
-    def take_packet(self, packet: bytes, answer: Callable[[bytes], None]) -> Callable[[], None]:
-        """Starts the ForwardRequest in `packet`, which came over a region's lease.
+    def take_packet(
+        self, packet: bytes, answer: Callable[[bytes], None], peer: str = "unix:"
+    ) -> Callable[[], None]:
+        """Starts the ForwardRequest in `packet`, which came over a region's lease from the process `peer`.
 
         `answer` gets the bytes of its ForwardStreamReply. Returns what gives the call up.
         """
@@ -125,32 +171,28 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             failed = status_of(BadRequest(wrong)).as_message()
             ended(moe_pb2.ForwardStreamReply(job_id=request.job_id, error=failed))
             return _nothing
-        call = self.begin(request, ended, "RegionCall")
-        if call is None:
-            return _nothing
-        under_way = weakref.ref(call)  # a lease may be idle for long, and must not keep what was answered
-        del call
-
-        def leave() -> None:
-            call = under_way()
-            if call is not None:
-                self.leave(call)
-
-        return leave
+        started = _Started(self.leave)
+        if self._reader.heavy(request):  # others' packets come by the same thread, and do not wait for it
+            self._aside.submit(lambda: started.take(self.begin(request, ended, peer, "RegionCall")))
+        else:
+            started.take(self.begin(request, ended, peer, "RegionCall"))
+        return started.give_up
 
     def begin(
         self,
         request: moe_pb2.ForwardRequest,
         ended: Callable[[moe_pb2.ForwardStreamReply], None],
+        peer: str,
         method: str = "ForwardStream",
     ) -> LaneCall | None:
-        """Starts a request; `ended` gets its reply, from whichever thread ends it.
+        """Starts a request of `peer`; `ended` gets its reply, from whichever thread ends it.
 
         method: as metrics name it. Returns the call, or None for a request that has ended already.
         """
         started = time.perf_counter()
         deadline = time.monotonic() + request.timeout_ms / 1000 if request.timeout_ms else math.inf
         transport = "inline"
+        leave: Leave = _not_held
 
         def end(outcome: Callable[[], moe_pb2.ForwardReply]) -> None:
             reply, code = moe_pb2.ForwardStreamReply(job_id=request.job_id), "OK"
@@ -161,6 +203,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
                 code = status.code
                 reply.error.CopyFrom(status.as_message())
             seconds = time.perf_counter() - started
+            leave(code)
             ended(reply)
             self._observe(method, transport, code, seconds)  # after the answer has left
 
@@ -168,15 +211,24 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             raise error
 
         try:
+            if self._stopping:
+                raise GroupUnavailable(self._stopping)
+            leave = self._enter(request, peer, deadline)
             asked = self._reader.read(request, deadline)
         except Exception as error:
             end(lambda error=error: fail(error))  # type: ignore[misc]
             return None
         transport = asked.transport
 
-        def answer(call: LaneCall) -> None:
+        def reply(call: LaneCall) -> None:
             end(lambda: self._reply(asked, call))
             asked.close()
+
+        def answer(call: LaneCall) -> None:
+            if asked.copied_bytes < ASIDE_BYTES:
+                reply(call)
+            else:  # other callers' answers do not wait until it is copied
+                self._aside.submit(reply, call)
 
         if not asked.batch.hidden.shape[0]:
             end(lambda: self._empty(asked))
@@ -246,8 +298,11 @@ class LaneStream:
     `replies` gets each reply as it is ready, and None when there will be no more.
     """
 
-    def __init__(self, door: LaneDoor, replies: queue.SimpleQueue[moe_pb2.ForwardStreamReply | None]) -> None:
+    def __init__(
+        self, door: LaneDoor, replies: queue.SimpleQueue[moe_pb2.ForwardStreamReply | None], peer: str = ""
+    ) -> None:
         self._door = door
+        self._peer = peer
         self._replies = replies
         self._calls: dict[int, LaneCall] = {}
         self._open = 1  # requests that have not ended, and the consumer
@@ -285,7 +340,7 @@ class LaneStream:
             self._replies.put(reply)
             self._ended()
 
-        call = self._door.begin(request, ended)
+        call = self._door.begin(request, ended, self._peer)
         if call is None:
             return
         with self._lock:
@@ -301,6 +356,42 @@ class LaneStream:
             last = self._open == 0
         if last:
             self._replies.put(None)
+
+
+class _Started:
+    """A call that came as a packet, from when it was taken: it may yet have to be begun.
+
+    It is not kept once it has ended: a lease may be idle for long.
+    """
+
+    def __init__(self, leave: Callable[[LaneCall], None]) -> None:
+        self._leave = leave
+        self._call: Callable[[], LaneCall | None] = _no_call
+        self._given_up = False
+        self._lock = threading.Lock()
+
+    def take(self, call: LaneCall | None) -> None:
+        """The call has begun, or ended at once."""
+        with self._lock:
+            self._call = _no_call if call is None else weakref.ref(call)
+            given_up = self._given_up
+        if given_up and call is not None:
+            self._leave(call)
+
+    def give_up(self) -> None:
+        """The caller has left."""
+        with self._lock:
+            self._given_up, call = True, self._call()
+        if call is not None:
+            self._leave(call)
+
+
+def _no_call() -> None:
+    """There is no call yet, or no more."""
+
+
+def _not_held(code: str) -> None:
+    """Does nothing: the call's rows were not counted."""
 
 
 def _nothing() -> None:

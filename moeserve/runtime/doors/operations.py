@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 
 import numpy as np
@@ -30,10 +31,12 @@ class Operations:
     later is told in the reply: its outcome and reason.
     """
 
-    def __init__(self, served: Served, rebalancer: Rebalancer, reload_root: str = "") -> None:
+    def __init__(self, served: Served, rebalancer: Rebalancer, reload_root: str) -> None:
         self._served = served
-        self._reload_root = reload_root  # below which checkpoints may be loaded; empty: anywhere
+        self._reload_root = reload_root  # below which checkpoints may be loaded
         self._rebalancer = rebalancer
+        # sets a logger's level in every process, unless it is empty; returns all that were set. ValueError
+        self.on_log_level: Callable[[str, str], Mapping[str, str]] = lambda logger, level: {}
 
     def rebalance(self, request: moe_pb2.RebalanceRequest) -> moe_pb2.RebalanceReply:
         """Plans and moves, or with `dry_run` only plans."""
@@ -55,8 +58,10 @@ class Operations:
 
     def reload(self, request: moe_pb2.ReloadRequest) -> moe_pb2.ReloadReply:
         """Reloads every layer, once the checkpoint is seen to fit."""
+        given = f"checkpoint: {quoted(request.checkpoint)}"
+        if "\0" in request.checkpoint:
+            raise BadRequest(f"{given} has a character that no path has")
         if not PurePath(request.checkpoint).is_absolute():
-            given = f"checkpoint: {quoted(request.checkpoint)}"
             raise BadRequest(f"{given} must be an absolute path, which every host of the service knows")
         self._check_folder(Path(request.checkpoint))
         try:
@@ -77,10 +82,20 @@ class Operations:
             corrupted=cycle.corrupted,
         )
 
+    def set_log_level(self, request: moe_pb2.SetLogLevelRequest) -> moe_pb2.SetLogLevelReply:
+        """Sets from which level on processes of the service log; also while the group does not serve."""
+        try:
+            levels = self.on_log_level(request.logger, request.level)
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
+        return moe_pb2.SetLogLevelReply(
+            levels=[moe_pb2.LogLevel(logger=logger, level=level) for logger, level in levels.items()]
+        )
+
     def _check_folder(self, folder: Path) -> None:
         """Raises BadRequest for a folder that may not be loaded, or holds what can be waited on for ever."""
         given = f"checkpoint: {quoted(str(folder))}"
-        if self._reload_root and not folder.resolve().is_relative_to(Path(self._reload_root).resolve()):
+        if not folder.resolve().is_relative_to(Path(self._reload_root).resolve()):
             raise BadRequest(f"{given} is not below server.reload_root, {self._reload_root}")
         try:
             odd = next((path.name for path in folder.iterdir() if not stored(path)), None)

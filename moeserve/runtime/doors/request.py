@@ -11,12 +11,13 @@ from torch import Tensor
 
 from moeserve.experts.routing.gate import Gate
 from moeserve.proto import moe_pb2
-from moeserve.proto.tensors import TensorError
+from moeserve.proto.tensors import TensorError, dtype_of
 from moeserve.proto.texts import quoted
+from moeserve.proto.transports.carried import Carried
 from moeserve.runtime.doors.payloads import OpenRequest, Payloads
 from moeserve.runtime.rank.lane import LaneBatch
 from moeserve.runtime.served import Served
-from moeserve.runtime.step import Stamp
+from moeserve.runtime.step import CallerMemory, Lent, Stamp
 
 
 class NotServed(LookupError):
@@ -36,11 +37,26 @@ class CheckedRequest:
 
     def reply(self, answer: Tensor, stamp: Stamp) -> moe_pb2.ForwardReply:
         """The reply that holds `answer` [T, H], in the dtype of the request's hidden states."""
-        return self.request.reply(answer.to(self.request.hidden.dtype), *stamp)
+        return self.request.reply(_as(self.request.hidden.dtype, answer), *stamp)
+
+    def reply_beside(
+        self, answer: Tensor, stamp: Stamp
+    ) -> moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]:
+        """Makes the same reply, a large inline answer beside its message."""
+        return self.request.reply_beside(_as(self.request.hidden.dtype, answer), *stamp)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that the host copies to make the reply; 0 where the device writes the answer in its place."""
+        in_place = self.batch.lent is not None and self.batch.lent.home is not None
+        return 0 if in_place else self.request.hidden.nbytes
 
     def close(self) -> None:
-        """Lets go of the caller's memory."""
-        self.request.close()
+        """Lets go of the caller's memory, once no device touches it any more."""
+        if self.batch.lent is None:
+            self.request.close()
+        else:
+            self.batch.lent.memory.done()
 
 
 class RequestReader:
@@ -58,25 +74,41 @@ class RequestReader:
         self._gate = gate  # of a layer, by the weights that it holds now
         self._payloads = payloads
 
-    def read(self, request: moe_pb2.ForwardRequest, deadline: float = math.inf) -> CheckedRequest:
-        """Checks and routes `request`. Raises NotServed, TensorError (naming the field) or RegionError."""
+    def heavy(self, request: moe_pb2.ForwardRequest) -> bool:
+        """Whether `read` computes: it routes logits, or converts hidden states to the served dtype."""
+        served = str(self._served.dtype).removeprefix("torch.")
+        given = dtype_of(request.hidden)
+        return request.WhichOneof("route") == "logits" or (given is not None and given.torch_name != served)
+
+    def read(
+        self,
+        request: moe_pb2.ForwardRequest,
+        deadline: float = math.inf,
+        data: memoryview | None = None,
+    ) -> CheckedRequest:
+        """Checks and routes `request`, whose hidden states may lie beside it, in `data`.
+
+        Raises NotServed, TensorError (naming the field) or RegionError.
+        """
         if request.model not in ("", self._name):
             raise NotServed(f"model {quoted(request.model)} is not served here; {self._name!r} is")
         if request.layer not in self._layers:
             raise NotServed(
                 f"layer {request.layer} has no experts served here; layers {runs(self._served.layers)} have"
             )
-        opened = self._payloads.open(request)
+        opened = self._payloads.open(request, data)
         try:
             experts, weights = self._route(request.layer, opened)
-            hidden = opened.hidden.to(self._served.dtype)
+            hidden = _as(self._served.dtype, opened.hidden)
             self._check("hidden", hidden, self._served.checkpoint.hidden, "the model's hidden size")
         except BaseException:
             opened.close()
             raise
         shared = request.hidden.WhichOneof("payload") == "region" or request.HasField("output")
+        in_place = opened.registered and hidden.data_ptr() == opened.hidden.data_ptr()
+        lent = Lent(CallerMemory(opened.close), in_place, opened.home)
         return CheckedRequest(
-            LaneBatch(request.layer, hidden, experts, weights, deadline, request.weights_version),
+            LaneBatch(request.layer, hidden, experts, weights, deadline, request.weights_version, lent),
             "shared_memory" if shared else "inline",
             opened,
         )
@@ -87,6 +119,8 @@ class RequestReader:
         if opened.logits is not None:
             self._check("logits", opened.logits, checkpoint.num_experts, "the layer's experts")
             gate = self._gate(layer)
+            if gate.by_model:
+                raise TensorError("logits", f"layer {layer} takes a choice, ids and weights: {gate.by_model}")
             if gate.by_token:
                 wanted = "send choice, with the ids that the model's table gives the tokens"
                 raise TensorError("logits", f"layer {layer} chooses experts by token id; {wanted}")
@@ -95,19 +129,25 @@ class RequestReader:
             raise TensorError("route", "neither choice nor logits is set")
         self._check("choice.ids", opened.experts, checkpoint.top_k, "the model's experts a token")
         if opened.experts.numel():
-            low, high = (int(value) for value in torch.aminmax(opened.experts))
+            ids = opened.experts.numpy()
+            low, high = int(ids.min()), int(ids.max())
             if low < -1 or high >= checkpoint.num_experts:
                 wrong = low if low < -1 else high
                 raise TensorError(
                     "choice.ids",
                     f"id {wrong} is out of range: experts are 0 to {checkpoint.num_experts - 1}, -1 is none",
                 )
-        return opened.experts.to(torch.int32), opened.weights.float()
+        return _as(torch.int32, opened.experts), _as(torch.float32, opened.weights)
 
     @staticmethod
     def _check(field: str, tensor: Tensor, width: int, what: str) -> None:
         if tensor.shape[1] != width:
             raise TensorError(field, f"rows of {tensor.shape[1]}, but {what} is {width}")
+
+
+def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """`tensor` in `dtype`. Torch gives the interpreter up even to find that there is nothing to do."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def runs(numbers: tuple[int, ...]) -> str:

@@ -10,13 +10,21 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from moeserve.experts.load import PHASES, Load
-from moeserve.runtime.control.messages import announcement_from, header_message, load_from, plans_from
+from moeserve.proto.texts import quoted
+from moeserve.runtime.control.frames import encoded
+from moeserve.runtime.control.messages import (
+    announcement_from,
+    header_message,
+    load_from,
+    plans_from,
+    reached_from,
+)
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.head.generations import Generations
@@ -26,8 +34,13 @@ from moeserve.runtime.head.pending_change import Outcome
 from moeserve.runtime.head.reception import Reception, Seat
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.head.two_phase_commit import TwoPhaseCommit
+from moeserve.runtime.keys.keys import Keys
 
 log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.25  # at most between looks whether a step stands still: nobody is woken when one begins
+
+STOPPING = "the service is stopping"
 
 
 @dataclass(frozen=True)
@@ -54,29 +67,42 @@ class Coordinator:
         self._lock, self._seats = self._group.lock, self._group.seats
         self._changes = TwoPhaseCommit(self._group, layers)
         self._steps = StepsInFlight(room.max_lanes, pace)
-        self.generations = Generations(self._group, host)
+        self.generations = Generations(self._group)
         self.generations.on_state, self.generations.on_abort = self._state_changed, self._aborted
+        self.generations.standing_step = lambda: self._steps.standing
         self._reception = Reception(host, room.max_lanes + room.max_owners, token, self)
         self.address = self._reception.address
+        self._pace_until = math.inf  # when the thread that keeps the pace looks again
         self.draining = ""  # why lanes take no further call, though the group serves
         self._drained = set[int]()  # seats whose calls have ended since
+        self._log_levels: dict[str, str] = {}  # that every member sets, by logger
         self.on_change: Callable[[Progress], None] = lambda progress: None
         self.observe_step: Callable[[int, float], None] = lambda layer, seconds: None  # of the whole group
+
+    @property
+    def generation(self) -> int:
+        """The newest generation's number; takes no lock."""
+        return self._group.generation
 
     @property
     def epoch(self) -> Epoch:
         """The epoch that is served, or forms."""
         return self._group.epoch
 
+    def secure(self, keys: Keys) -> None:
+        """Has members' streams encrypted as `keys` says; called before `start`."""
+        self._reception.keys = keys
+
     def start(self) -> None:
         """Begins to accept members, and to order their steps."""
         patience = self.generations.patience
         self._reception.send_seconds, self._changes.adopt_seconds = patience.send, patience.adopt
-        self._reception.hello_seconds, self._changes.on_stuck = patience.hello, self.generations.abort
+        self._reception.reach_seconds = patience.reach
+        self._reception.hello_seconds, self._changes.on_stuck = patience.hello, self.generations.stuck
         self._reception.start()
         threading.Thread(target=self._keep_pace, name="keep_pace", daemon=True).start()
 
-    def stop(self, reason: str = "the service is stopping") -> None:
+    def stop(self, reason: str = STOPPING) -> None:
         """Ends the group: members are told to stop."""
         with self._lock:
             self._changes.abandon(reason)
@@ -88,15 +114,21 @@ class Coordinator:
             self._lock.notify_all()
         self._reception.close()
 
-    def drain(self, seconds: float, reason: str = "the service is stopping") -> bool:
-        """Has lanes take no further call, and waits until those under way have ended.
+    def fail(self, reason: str) -> None:
+        """Ends the group as failed: a part of the service that it cannot do without has ended."""
+        with self._lock:
+            if not self.generations.ended:
+                self.generations.set_state("failed", reason)
+
+    def drain(self, seconds: float, reason: str = STOPPING) -> bool:
+        """Has lanes begin no further call, and waits until those that have begun are over.
 
         Steps go on meanwhile. Returns whether all ended within `seconds`.
         """
         with self._lock:
             if self.generations.state != "serving":
                 return True
-            self.draining = reason
+            log.info("lanes take no further call, and have %g s for those under way: %s", seconds, reason)
             generation = self._group.generation
             self._group.broadcast(
                 {"kind": "drain", "generation": generation, "reason": reason, "seconds": seconds}
@@ -108,6 +140,12 @@ class Coordinator:
                 seconds,
             )
             return self._group.generation == generation and self._drained >= set(self._group.members.seats)
+
+    def set_log_levels(self, levels: Mapping[str, str]) -> None:
+        """Has every member, also those that connect later, set its loggers' levels."""
+        with self._lock:
+            self._log_levels = dict(levels)
+            self._group.broadcast({"kind": "log_levels", "levels": self._log_levels})
 
     def wait_serving(self, timeout: float) -> None:
         """Returns once the group serves. Raises TimeoutError or RuntimeError, with the reason it does not."""
@@ -170,17 +208,29 @@ class Coordinator:
                 self.generations.refused(rank, refused)
                 raise ValueError(refused)
             self.generations.seated(rank, seat)
+            if self._log_levels:
+                self._group.send(seat, {"kind": "log_levels", "levels": self._log_levels})
 
     def rank_lost(self, rank: int, seat: Seat, why: str) -> None:
         """Ends the generation of a member whose stream ended. A failure keeps its own reason."""
         with self._lock:
             self.generations.lost(rank, seat, why)
 
+    def given_up(self, rank: int, pid: int, why: str) -> None:
+        """Ends the generation of a member whose process does not run, as its launcher has seen."""
+        with self._lock:
+            self.generations.given_up(rank, pid, why)
+
     def message_received(self, rank: int, seat: Seat, message: Message) -> None:
         """Takes a member's message about its generation; one about an older generation does not count."""
+        if message["kind"] == "report":
+            self._report(seat, message)
+            return
         with self._lock:
-            if message.get("generation") != self._group.generation:
-                return  # from before an abort
+            if message.get("generation") != self._group.generation:  # from before an abort
+                said, now = quoted(message.get("generation")), self._group.generation
+                log.info("rank %d spoke of generation %s, and it is %d: that does not count", rank, said, now)
+                return
             match message["kind"]:
                 case "announce":
                     if self.generations.state in ("serving", "joining"):
@@ -189,10 +239,10 @@ class Coordinator:
                     self._withdrawn(rank, message)
                 case "done":
                     self._done(rank, message)
-                case "report":
-                    self._report(seat, message)
+                case "store":
+                    self.generations.asked(rank, message)
                 case "here":
-                    self.generations.heard(rank)
+                    self.generations.heard(rank, reached_from(message))
                 case "prepared":
                     seat.bytes_read, seat.weight_bytes = (
                         int(message["bytes_read"]),
@@ -211,7 +261,7 @@ class Coordinator:
                 case "failed":
                     self.generations.failed(rank, str(message["reason"]))
                 case unknown:
-                    raise ValueError(f"unknown message {unknown!r} from rank {rank}")
+                    raise ValueError(f"unknown message {quoted(unknown)} from rank {rank}")
 
     # -- steps ----------------------------------------------------------------------------------------------
 
@@ -221,16 +271,19 @@ class Coordinator:
             now = time.monotonic()
             due = self._steps.due(now)
             if due is None or due > now:
-                if due is not None:
-                    self._lock.notify_all()
+                if due is not None and due < self._pace_until:
+                    self._lock.notify_all()  # the thread that keeps the pace sleeps for longer
                 return due
             members = self._group.members
             step = self._steps.start(self.epoch.number, now, members)
             if step is None:
                 return None
+            frames: dict[tuple[tuple[int, int], ...], bytes] = {}  # by a member's jobs: most have none
             for number in step.seats(members):
-                header = header_message(step.header(members.at(number)), self._group.generation)
-                self._group.send(self._seats[number], header)
+                header = step.header(members.at(number))
+                if header.jobs not in frames:
+                    frames[header.jobs] = encoded(header_message(header, self._group.generation))
+                self._group.send_frame(self._seats[number], frames[header.jobs])
         return None
 
     def _announced(self, rank: int, message: Message) -> None:
@@ -255,8 +308,12 @@ class Coordinator:
             self._emit()
 
     def _report(self, seat: Seat, message: Message) -> None:
-        seat.steps, seat.expert_rows = int(message["steps"]), int(message["expert_rows"])
-        seat.load = load_from(message, self._load_shape)
+        """Takes what a member has counted. It is unpacked without the lock, for which steps wait."""
+        steps, expert_rows = int(message["steps"]), int(message["expert_rows"])
+        load = load_from(message, self._load_shape)
+        with self._lock:
+            if message["generation"] == self._group.generation:
+                seat.steps, seat.expert_rows, seat.load = steps, expert_rows, load
 
     def _keep_pace(self) -> None:
         """Runs the pace's thread; the group fails, with the reason, when it cannot go on."""
@@ -265,8 +322,7 @@ class Coordinator:
         except Exception as error:
             log.exception("the coordinator's thread keep_pace ends")
             reason = f"the coordinator cannot go on: {type(error).__name__}: {error}"
-            with self._lock:
-                self.generations.set_state("failed", reason)
+            self.fail(reason)
 
     def _start_what_is_due(self) -> None:
         """Starts what has to wait: steps that gather company, and the next generation."""
@@ -277,7 +333,8 @@ class Coordinator:
                     return
                 due = self._emit()
                 until = min(math.inf if due is None else due, self.generations.next_at())
-                self._lock.wait(None if math.isinf(until) else max(0.0, until - time.monotonic()))
+                self._pace_until = until
+                self._lock.wait(min(LOOK_SECONDS, max(0.0, until - time.monotonic())))
 
     # -- what generations tell ------------------------------------------------------------------------------
 

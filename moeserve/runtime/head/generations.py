@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch forgets to export it
-
+from moeserve.proto.texts import clipped
 from moeserve.runtime.control.messages import epoch_message
+from moeserve.runtime.control.reached import Phase, Reached
+from moeserve.runtime.control.stream import Message
 from moeserve.runtime.head.group import Group
+from moeserve.runtime.head.inquiry import Inquiry, Standstill
+from moeserve.runtime.head.key_store import KeyStore
 from moeserve.runtime.head.patience import Backoff, Formation, Patience
 from moeserve.runtime.head.reception import Seat
 
@@ -25,17 +29,19 @@ FIRST_ATTEMPTS = 3  # that members may say have failed before the group ever ser
 SETTLE_SECONDS = 0.25  # after an abort, before the next generation: a killed rank's stream ends by then
 ENDED = ("failed", "stopped")  # states that no other follows, except "stopped" after "failed"
 GONE_LOOK_SECONDS = 0.05  # between looks whether a process that was given up has ended
+LOOK_SECONDS = 0.1  # between looks whether members have answered
+GONE_REPORT_SECONDS = 5.0  # between words on processes that were killed and do not end
 BLAME_SECONDS = 0.2  # after a rank failed an entry: a peer that died is found by then, and is the cause
 
 
 class Generations:
-    """The generations of a group, over the store at `host` that their process groups meet in.
+    """The generations of a group, and the store that the process groups of the present one meet in.
 
     It has no thread: `next_at` says when `advance` is to be called. The caller of any method holds the
     group's lock.
     """
 
-    def __init__(self, group: Group, host: str) -> None:
+    def __init__(self, group: Group) -> None:
         self._group, self._seats = group, group.seats
         self.patience = Patience()
         self._formation = Formation((), self.patience, 0.0)
@@ -49,10 +55,15 @@ class Generations:
         self._failing: tuple[float, str] | None = None
         self._unheard = set[int]()  # seats that have not answered since a member failed
         self._given_up = set[int]()  # pids of members that were parted with and may still run
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self._store_address = f"{host}:{self._store.port}"
+        self._undead_at = math.inf  # when it is said again that those have not ended
+        self._store = KeyStore()
+        self._name = f"moeserve-{secrets.token_hex(4)}"  # of process groups, beside those of other heads
+        self._inquiry: Inquiry | None = None  # what members answer while nothing goes on
         self.on_given_up: Callable[[int, int], None] = lambda rank, pid: None  # the launcher ends the process
-        self.is_gone: Callable[[int], bool] = lambda pid: True  # whether that process has ended
+        # whether that process has ended, for a launcher to say; None: nobody knows, nor has to be waited for
+        self.is_gone: Callable[[int], bool] | None = None
+        # the step that has not gone on for longest, and since when; None: none is under way
+        self.standing_step: Callable[[], tuple[int, float] | None] = lambda: None
         self.on_state: Callable[[], None] = lambda: None
         self.on_abort: Callable[[str], None] = lambda reason: None
 
@@ -69,6 +80,7 @@ class Generations:
     def set_state(self, state: str, reason: str) -> None:
         """Sets the group's state and why it is in it, and tells those who asked to hear."""
         self.state, self.reason = state, reason
+        log.info("the group is %s%s", state, f": {clipped(reason)}" if reason else "")
         self.on_state()
 
     # -- members come and go --------------------------------------------------------------------------------
@@ -101,7 +113,16 @@ class Generations:
             return
         del self._seats[rank]
         if not self.ended:
+            self._give_up(rank, seat.pid)
             self.abort(f"rank {rank} (pid {seat.pid}) is lost: {why}")
+
+    def given_up(self, rank: int, pid: int, why: str) -> None:
+        """Parts with a member whose process does not run; does nothing where another has its seat by now."""
+        seat = self._seats.get(rank)
+        if seat is None or seat.pid != pid or self.ended:
+            return
+        self._part_with(rank, why)
+        self.abort(f"rank {rank} (pid {pid}) is given up: {why}")
 
     def refused(self, rank: int, reason: str) -> None:
         """Notes that a rank cannot start. The service ends only where the group has never served: else the
@@ -116,10 +137,13 @@ class Generations:
 
     # -- what members say -----------------------------------------------------------------------------------
 
-    def heard(self, rank: int) -> None:
-        """A member answers, or has read one more layer."""
+    def heard(self, rank: int, reached: Reached | None = None) -> None:
+        """A member answers, and how far it is, or has read one more layer."""
         self._unheard.discard(rank)
-        self._formation.heard(rank, time.monotonic())
+        if self._inquiry is not None and reached is not None:
+            self._inquiry.answered(rank, reached)
+        stepping = reached is not None and Phase.BEGUN <= reached.phase < Phase.DONE
+        self._formation.heard(rank, time.monotonic(), stepping=stepping)
         self._group.lock.notify_all()
 
     def prepared(self, rank: int) -> None:
@@ -140,14 +164,36 @@ class Generations:
         log.info("generation %d serves epoch %d with %d members", number, epoch, len(self._group.members))
         return True
 
+    def asked(self, rank: int, message: Message) -> None:
+        """A member asks something of the store in which its process groups meet.
+
+        Raises KeyError, TypeError or ValueError where that is malformed.
+        """
+        common = {"kind": "stored", "generation": self._group.generation}
+        for number, answer in self._store.answers(rank, message):
+            if number in self._seats:
+                self._group.send(self._seats[number], common | answer)
+
     def failed(self, rank: int, reason: str) -> None:
         """A member cannot go on. It may be the one that waited: the first one's word has all others asked."""
         if self._failing is None:
             self._failing = (time.monotonic() + BLAME_SECONDS, reason)
             self._unheard = set(self._seats)
-            self._group.broadcast({"kind": "ask", "generation": self._group.generation})
+            if self._inquiry is not None:
+                self._inquiry.asked(time.monotonic())
+            self._ask()
         self._unheard.discard(rank)
+        if self._inquiry is not None:
+            self._inquiry.failed(rank)
         self._group.lock.notify_all()
+
+    def stuck(self, seats: list[int], why: str) -> None:
+        """Ends the generation of members that have not done what all had to do; some of all are given up."""
+        if set(seats) < set(self._group.members.seats):
+            for rank in seats:
+                if rank in self._seats:
+                    self._part_with(rank, f"it {why}")
+        self.abort(f"ranks {seats} {why}")
 
     def abort(self, reason: str, *, said: bool = False) -> None:
         """Ends the generation: doors fail their jobs, and a fresh one forms when all members are there.
@@ -162,7 +208,7 @@ class Generations:
         if self.state == "serving":
             self._unserved_since = time.monotonic()
         self.on_abort(reason)
-        self._failing = None
+        self._failing, self._inquiry, self._store = None, None, KeyStore()
         aborted, self._group.generation = self._group.generation, self._group.generation + 1
         self._group.broadcast({"kind": "abort", "generation": aborted, "reason": reason})
         if not self._served and self._retries.failures >= FIRST_ATTEMPTS:
@@ -178,7 +224,11 @@ class Generations:
         """When the next bound passes, or the next generation forms; infinite for never."""
         forming = self._formation.due() if self.state in ("preparing", "joining") else math.inf
         blamed = math.inf if self._failing is None else self._failing[0]
-        return min(self._form_at, forming, blamed, self._give_up_at())
+        if (standstill := self._standstill()) is None:
+            asking = math.inf
+        else:
+            asking = (self._inquiry or Inquiry(standstill, ())).due()
+        return min(self._form_at, forming, blamed, asking, self._give_up_at())
 
     def advance(self, now: float) -> None:
         """Forms the next generation, ends waits that are over, and the service where it has to end."""
@@ -187,8 +237,9 @@ class Generations:
         if self._form_at <= now and not self._group.missing:
             self._form(now)
         self._end_waits(now)
+        self._inquire(now)
         if self._failing is not None and self._failing[0] <= now:
-            self.abort(self._blamed(self._failing[1]), said=True)
+            self._end_failed(now, self._failing[1])
         if self._give_up_at() <= now:
             missing = self._group.missing
             who = f"ranks {missing} are missing; " if missing else ""
@@ -199,16 +250,29 @@ class Generations:
 
     def _form(self, now: float) -> None:
         """Begins a fresh generation, now that all members are connected and those before them have ended."""
-        self._given_up = {pid for pid in self._given_up if not self.is_gone(pid)}
+        self._given_up = {pid for pid in self._given_up if not self._has_ended(pid, unknown=True)}
         if self._given_up:
             self._form_at = now + GONE_LOOK_SECONDS
+            self._report_undead(now)
             return
+        self._undead_at = math.inf
         self._form_at = math.inf
         self._group.generation += 1
         self._formation = Formation(self._group.members.seats, self.patience, now)
         number, epoch = self._group.generation, epoch_message(self._group.epoch)
         self.set_state("preparing", f"generation {number} is loading experts")
         self._group.broadcast({"kind": "prepare", "generation": number, "epoch": epoch})
+
+    def _report_undead(self, now: float) -> None:
+        """Says whom the next generation waits for; again and again where one that was killed does not end."""
+        text = f"no generation forms before processes {sorted(self._given_up)}, given up, have ended"
+        if math.isinf(self._undead_at):
+            self._undead_at = now + GONE_REPORT_SECONDS
+            log.info("%s", text)
+        elif self._undead_at <= now:
+            self._undead_at = now + GONE_REPORT_SECONDS
+            log.error("%s", text)
+            self.set_state("forming", text)
 
     def _join(self) -> None:
         """Has the members form a process group; each is told its position, which is its rank there."""
@@ -218,7 +282,7 @@ class Generations:
             "kind": "join",
             "generation": self._group.generation,
             "epoch": self._group.epoch.number,
-            "store": self._store_address,
+            "group": f"{self._name}-{self._group.generation}",
             "size": len(members),
         }
         for number, seat in list(self._seats.items()):
@@ -231,15 +295,66 @@ class Generations:
             for rank, why in silent.items():
                 self._part_with(rank, why)
             self.abort("; ".join(named))
-        elif self.state == "joining" and (stuck := self._formation.stuck(now)):
-            self.abort(stuck)
 
-    def _blamed(self, reason: str) -> str:
-        """The reason of a failure, led by those who do not even answer."""
-        silent = [
-            f"rank {rank} (pid {self._seats[rank].pid})" for rank in sorted(self._unheard & set(self._seats))
-        ]
-        return f"no answer from {', '.join(silent)}; {reason}" if silent else reason
+    def _standstill(self) -> Standstill | None:
+        """What all members do together now, and since when it has not gone on; None for nothing."""
+        if self.state == "joining":
+            what = f"joining generation {self._group.generation}"
+            return Standstill(what, self._formation.began, self.patience.join, "cluster.join_seconds")
+        if self.state != "serving" or (standing := self.standing_step()) is None:
+            return None
+        step, since = standing
+        return Standstill(f"step {step}", since, self.patience.late, "step.late_seconds")
+
+    def _inquire(self, now: float) -> None:
+        """Asks members while nothing goes on, and ends the generation where that has lasted for too long."""
+        standstill = self._standstill()
+        if standstill is None or (self._inquiry is not None and self._inquiry.about != standstill):
+            self._inquiry = None
+        if standstill is None:
+            return
+        inquiry = self._inquiry or Inquiry(standstill, self._group.members.seats)
+        if inquiry.due() > now:
+            return
+        if inquiry.complete and inquiry.went_on:
+            inquiry.again(now)
+            return
+        if inquiry.complete:
+            self._end_standstill(inquiry, "" if self._failing is None else self._failing[1])
+            return
+        inquiry.asked(now)
+        self._inquiry = inquiry
+        self._ask()
+
+    def _end_standstill(self, inquiry: Inquiry, said: str = "") -> None:
+        """Parts with those who hold up all others, and ends the generation; `said`: what those others say."""
+        verdict = inquiry.verdict()
+        for rank, why in verdict.guilty.items():
+            if rank in self._seats:
+                self._part_with(rank, why)
+        self.abort("; ".join(filter(None, (verdict.reason, said))))
+
+    def _ask(self) -> None:
+        """Has members say that they run, and how far they are."""
+        self._group.broadcast({"kind": "ask", "generation": self._group.generation})
+
+    def _end_failed(self, now: float, reason: str) -> None:
+        """Ends the generation of a member that cannot go on. Where nothing has gone on for long it had waited
+        for another, and that one is to blame. Those who have ended, or do not even answer, are named first.
+        """
+        inquiry = self._inquiry
+        if inquiry is not None and inquiry.complete and not inquiry.went_on:
+            if inquiry.due() > now:
+                self._failing = now + LOOK_SECONDS, reason  # who is slow to answer may be the one
+                return
+            self._end_standstill(inquiry, reason)
+            return
+        named = {rank: f"rank {rank} (pid {seat.pid})" for rank, seat in sorted(self._seats.items())}
+        ended = [who for rank, who in named.items() if self._has_ended(self._seats[rank].pid, unknown=False)]
+        silent = [who for rank, who in named.items() if rank in self._unheard and who not in ended]
+        said = [f"{', '.join(ended)} has ended"] if ended else []
+        said += [f"no answer from {', '.join(silent)}"] if silent else []
+        self.abort("; ".join([*said, reason]), said=True)
 
     def _part_with(self, rank: int, why: str, heir: int = 0) -> None:
         """Takes a member's seat: its process is told to stop, and the launcher ends it, unless it is the one
@@ -250,8 +365,16 @@ class Generations:
         self._group.send(seat, {"kind": "stop"})
         seat.stream.close()
         if seat.pid != heir:
-            self._given_up.add(seat.pid)
-            self.on_given_up(rank, seat.pid)
+            self._give_up(rank, seat.pid)
+
+    def _give_up(self, rank: int, pid: int) -> None:
+        """Has the launcher end a process; no generation forms before it is seen dead."""
+        self._given_up.add(pid)
+        self.on_given_up(rank, pid)
+
+    def _has_ended(self, pid: int, *, unknown: bool) -> bool:
+        """Whether a process has ended; `unknown` where there is no launcher to ask."""
+        return unknown if self.is_gone is None else self.is_gone(pid)
 
     def _give_up_at(self) -> float:
         """When the service ends because it has not served for so long."""

@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass, field
 
 from moeserve.dispatch.members import Members
+from moeserve.runtime.control.frames import encoded
 from moeserve.runtime.control.stream import Message, StreamClosed
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.reception import Seat
@@ -35,8 +36,12 @@ class Group:
 
     def send(self, seat: Seat, message: Message) -> None:
         """Sends to one member. One that cannot be reached is lost: the thread that receives from it ends."""
+        self.send_frame(seat, encoded(message))
+
+    def send_frame(self, seat: Seat, frame: bytes) -> None:
+        """Sends what was encoded once for several members."""
         try:
-            seat.stream.send(message)
+            seat.stream.send_bytes(frame)
         except StreamClosed as closed:
             log.info("rank pid %d cannot be reached: %s", seat.pid, closed)
             seat.unreachable = seat.unreachable or str(closed)
@@ -44,5 +49,6 @@ class Group:
 
     def broadcast(self, message: Message) -> None:
         """Sends `message` to every connected member."""
+        frame = encoded(message)
         for seat in list(self.seats.values()):
-            self.send(seat, message)
+            self.send_frame(seat, frame)

@@ -33,6 +33,7 @@ class StepsInFlight:
         self._sequencer = Sequencer(max_lanes, pace)
         self._running: dict[int, _Running] = {}  # by step number
         self._ended_at = 0.0  # the last step
+        self._went_on = 0.0  # when a step was sent or a member finished one
 
     @property
     def queued(self) -> int:
@@ -43,6 +44,11 @@ class StepsInFlight:
     def running(self) -> int:
         """Steps that not all who take part have finished."""
         return len(self._running)
+
+    @property
+    def standing(self) -> tuple[int, float] | None:
+        """The oldest step under way, and since when none has gone on; None where none is under way."""
+        return (min(self._running), self._went_on) if self._running else None
 
     def announce(self, job: Announcement, now: float) -> None:
         """Queues a job that a door has ready. Raises ValueError as `Sequencer.announce`."""
@@ -64,6 +70,7 @@ class StepsInFlight:
         step = self._sequencer.next_step(epoch, now)
         if step is not None:
             self.steps += 1
+            self._went_on = now
             self._running[step.number] = _Running(step.layer, now, set(step.seats(members)))
         return step
 
@@ -72,6 +79,7 @@ class StepsInFlight:
         step = self._running.get(number)
         if step is None:
             return None
+        self._went_on = now
         step.left.discard(seat)
         if step.left:
             return None

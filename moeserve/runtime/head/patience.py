@@ -16,11 +16,14 @@ class Patience:
 
     give_up: float = 0.0  # without serving, after the group has served; 0: the service never ends by itself
     answer: float = 10.0  # until a member's process answers that a generation forms
+    leave: float = 35.0  # for the step that a member was in: its collectives have ended by then
     prepare: float = 120.0  # between two layers that a member reads
     join: float = 300.0  # for the process group and dispatchers, of all members together
     adopt: float = 60.0  # until every member serves a change that was decided
     hello: float | None = None  # until whoever connects has introduced itself; None: as `Reception` has it
     send: float = 5.0  # while a member takes nothing of what is sent to it
+    reach: float = 30.0  # while a member's host does not answer
+    late: float = 10.0  # while a step does not go on; then who holds it up is named
 
 
 class Formation:
@@ -31,8 +34,9 @@ class Formation:
     """
 
     def __init__(self, seats: Iterable[int], patience: Patience, now: float) -> None:
-        self._patience, self._began = patience, now
+        self._patience, self.began = patience, now  # when members began to prepare, and then to join
         self._heard: dict[int, float] = {}  # seat -> when it last said that it reads its experts
+        self._stepping = set[int]()  # seats that answer, and are still in a step of the generation before
         self._seats, self._prepared, self._joined = frozenset(seats), set[int](), set[int]()
 
     @property
@@ -45,24 +49,25 @@ class Formation:
         """Whether every member has joined."""
         return self._joined >= self._seats
 
-    def heard(self, seat: int, now: float) -> None:
-        """Notes that a member answers, or has read one more layer."""
+    def heard(self, seat: int, now: float, *, stepping: bool = False) -> None:
+        """Notes that a member answers, or has read one more layer; whether it still is in a step."""
         self._heard[seat] = now
+        self._stepping = self._stepping | {seat} if stepping else self._stepping - {seat}
 
     def has_prepared(self, seat: int, now: float) -> None:
         """Notes that a member has its experts; the last one begins the joining."""
         self._prepared.add(seat)
         if self.prepared:
-            self._began = now
+            self.began = now
 
     def has_joined(self, seat: int) -> None:
         """Notes that a member is in the process group."""
         self._joined.add(seat)
 
     def due(self) -> float:
-        """When the first bound passes; infinite when nobody is waited for."""
+        """When the first bound of those that prepare passes; infinite when all have prepared."""
         if self.prepared:
-            return math.inf if self.joined else self._began + self._patience.join
+            return math.inf
         return min(self._limit(seat) for seat in self._seats - self._prepared)
 
     def silent(self, now: float) -> dict[int, str]:
@@ -70,18 +75,15 @@ class Formation:
         late = sorted(seat for seat in self._seats - self._prepared if self._limit(seat) <= now)
         return {seat: self._reason(seat) for seat in late}
 
-    def stuck(self, now: float) -> str:
-        """Why the joining has taken too long, or nothing. It waits for all: no member is to blame yet."""
-        if not self.prepared or self.joined or self.due() > now:
-            return ""
-        left = sorted(self._seats - self._joined)
-        return f"ranks {left} have not joined within cluster.join_seconds = {self._patience.join:g}"
-
     def _limit(self, seat: int) -> float:
         heard = self._heard.get(seat)
-        return self._began + self._patience.answer if heard is None else heard + self._patience.prepare
+        if seat in self._stepping:
+            return self.began + self._patience.leave
+        return self.began + self._patience.answer if heard is None else heard + self._patience.prepare
 
     def _reason(self, seat: int) -> str:
+        if seat in self._stepping:
+            return f"it has not left its step for {self._patience.leave:g} s, step.timeout_seconds and 5 s"
         if seat in self._heard:
             return f"it read no layer for cluster.prepare_seconds = {self._patience.prepare:g}"
         return f"it did not answer within cluster.answer_seconds = {self._patience.answer:g}"

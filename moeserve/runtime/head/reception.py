@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import logging
 import socket
-import threading
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,15 +12,16 @@ from typing import Protocol
 import numpy as np
 
 from moeserve.proto.texts import clipped
+from moeserve.runtime.control.acceptor import MOST_STRANGERS, Acceptor, Guest
 from moeserve.runtime.control.messages import plans_from
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
+from moeserve.runtime.keys.access import Frames, known_frame
+from moeserve.runtime.keys.keys import NO_KEYS
 
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 10.0  # within which whoever connects has to introduce itself
 SEND_SECONDS = 5.0  # a rank that takes nothing of what is sent to it for so long is lost
-MOST_STRANGERS = 64  # who have yet to introduce themselves; beside them, as many as there are seats
-ACCEPT_AGAIN_SECONDS = 0.2  # after a connection could not be accepted, for want of a descriptor
 
 
 @dataclass(eq=False)
@@ -62,72 +62,55 @@ class Reception:
 
     def __init__(self, host: str, seats: int, token: str, events: RankEvents) -> None:
         self._room, self._token, self._events = seats, token, events  # how many seats there are
-        self.most_strangers = MOST_STRANGERS + seats
-        self._strangers = threading.BoundedSemaphore(self.most_strangers)
         self.send_seconds = SEND_SECONDS
+        self.reach_seconds = 30.0  # for which a rank's host may be out of reach
         self.hello_seconds: float | None = None  # None: HELLO_SECONDS
-        self._closed = threading.Event()
-        self._listener = socket.create_server((host, 0))
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self.keys = NO_KEYS
+        listener = socket.create_server((host, 0))
+        self._acceptor = Acceptor(listener, "rank", self._serve, MOST_STRANGERS + seats)
+        self.address = f"{host}:{listener.getsockname()[1]}"
 
     def start(self) -> None:
         """Begins to accept ranks' streams."""
-        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+        self._acceptor.start()
 
     def close(self) -> None:
         """Accepts nobody from now on."""
-        self._closed.set()
+        self._acceptor.close()
+
+    def _stream(self, connection: socket.socket) -> Stream:
+        """A stranger's stream, once its TLS fits. Raises StreamClosed."""
         try:
-            self._listener.shutdown(socket.SHUT_RDWR)  # closing alone leaves a waiting accept one more rank
+            return Stream(self.keys.accept(connection))
         except OSError as error:
-            log.debug("the listener was closed already: %s", error)
-        self._listener.close()
+            connection.close()
+            raise StreamClosed(clipped(str(error))) from error
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, peer = self._listener.accept()
-            except OSError as error:
-                if self._closed.wait(ACCEPT_AGAIN_SECONDS):
-                    return
-                log.warning("a stream could not be accepted yet: %s", error)
-                continue
-            if not self._strangers.acquire(blocking=False):
-                log.warning("refused a stream from %s: too many have yet to introduce themselves", peer)
-                connection.close()
-                continue
-            threading.Thread(
-                target=self._serve, args=(connection, peer), name=f"rank {peer}", daemon=True
-            ).start()
-
-    def _hello(self, stream: Stream) -> Message:
-        """What a stranger says first; it is one no more afterwards."""
-        try:
-            return stream.receive_first(self.hello_seconds or HELLO_SECONDS)
-        finally:
-            self._strangers.release()
-
-    def _serve(self, connection: socket.socket, peer: object) -> None:
+    def _serve(self, guest: Guest) -> None:
         """One rank's thread. However it ends, the stream is closed and the rank gives up its seat."""
-        rank, seat, why = -1, None, ""
+        rank, seat, why, peer = -1, None, "", guest.peer
         try:
-            with closing(Stream(connection)) as stream:
+            with closing(self._stream(guest.connection)) as stream:
                 stream.bound_sends(self.send_seconds)
-                hello = self._hello(stream)
+                stream.bound_silence(self.reach_seconds)
+                hello = stream.receive_first(self.hello_seconds or HELLO_SECONDS)
+                guest.known()
                 rank, seat = self._introduced(hello, stream)
-                self._events.rank_connected(rank, seat, str(hello.get("refused", "")))
+                self._events.rank_connected(rank, seat, clipped(str(hello.get("refused", ""))))
                 while True:
-                    self._events.message_received(rank, seat, stream.receive())
+                    message = stream.receive()
+                    known_frame(Frames.TO_HEAD, message["kind"])
+                    self._events.message_received(rank, seat, message)
         except StreamClosed as closed:
             why = (seat.unreachable if seat is not None else "") or str(closed)
             if seat is None:
                 log.warning("a stream from %s ended before its hello: %s", peer, why)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            log.error("refused a stream from %s: %s", peer, clipped(str(error)))
-            why = f"sent a malformed message: {error}"
+            log.warning("refused a stream from %s: %s", peer, clipped(str(error)))
+            why = clipped(f"sent a malformed message: {error}")
         except Exception as error:
             log.exception("the thread of rank %d, %s, ends", rank, peer)
-            why = f"its message could not be taken: {type(error).__name__}: {error}"
+            why = clipped(f"its message could not be taken: {type(error).__name__}: {error}")
         finally:
             if seat is not None:
                 self._events.rank_lost(rank, seat, why)

@@ -18,8 +18,9 @@ from moeserve.runtime.step import FIRST_NUMBER, Announcement, Step
 class StepPace:
     """Bounds of a step, and how long a job may wait for company.
 
-    After a step that had company, or while callers outnumber one, the next step waits until no job has
-    arrived for `quiet` seconds, at most `gather` after its oldest job; a lone caller never waits.
+    After a step that had company, or while callers outnumber one, the next step waits until as many jobs are
+    there as the last one had, or none has arrived for `quiet` seconds, at most `gather` after its oldest job;
+    a lone caller never waits.
     """
 
     lane_rows: int
@@ -79,8 +80,9 @@ class Sequencer:
         oldest = min((q.jobs[0][0] for q in self._queues.values() if q.jobs), default=None)
         if oldest is None:
             return None
-        if self._company <= 1 and self.queued <= 1:
-            return now
+        alone = self._company <= 1 and self.queued <= 1
+        if alone or self.queued >= self._company > 1:
+            return now  # a lone caller, or as many as were in the last step are back
         return min(self._last_arrival + self._pace.quiet, oldest + self._pace.gather)
 
     def next_step(self, epoch: int, now: float) -> Step | None:

@@ -29,7 +29,8 @@ class TwoPhaseCommit:
         self._pending: PendingChange | None = None  # the change under way
         self._changes = 0
         self.adopt_seconds = 60.0  # until every member serves what was decided
-        self.on_stuck: Callable[[str], None] = self.abandon  # ends the generation
+        # ends the generation for those seats, for a reason
+        self.on_stuck: Callable[[list[int], str], None] = lambda seats, why: self.abandon(why)
 
     def run(self, change: Change, timeout: float) -> Outcome:
         """Has `change` prepared and voted on; blocks until it has ended, and holds no lock meanwhile."""
@@ -51,8 +52,9 @@ class TwoPhaseCommit:
         if pending.stage is Stage.PREPARING:
             self.abandon(f"ranks {pending.missing} did not prepare it within {timeout:g} s")
         if not group.lock.wait_for(lambda: pending.ended, self.adopt_seconds):
-            late = f"ranks {pending.behind} did not adopt epoch {change.epoch.number}"
-            self.on_stuck(f"{late} within cluster.adopt_seconds = {self.adopt_seconds:g}")
+            what = f"did not adopt epoch {change.epoch.number}"
+            why = f"{what} within cluster.adopt_seconds = {self.adopt_seconds:g}"
+            self.on_stuck(pending.behind, why)
         self._pending = None
         return Outcome(pending.reason, time.monotonic() - started, pending.staged)
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
 
 from moeserve import __version__
 from moeserve.experts.balance import Policy, balancer_named
@@ -12,17 +16,23 @@ from moeserve.runtime.doors.admin_door import AdminDoor
 from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor
 from moeserve.runtime.doors.operations import Operations
-from moeserve.runtime.head.coordinator import Coordinator, Progress
+from moeserve.runtime.head.coordinator import STOPPING, Coordinator, Progress
 from moeserve.runtime.head.patience import Patience
 from moeserve.runtime.head.rebalancer import Rebalancer
 from moeserve.runtime.head.sequencer import StepPace
+from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.planning.layers import first_epoch
 from moeserve.runtime.served import Served, model_name, served_from
+from moeserve.runtime.telemetry import logs
 from moeserve.runtime.telemetry.head import CoordinatorTelemetry
+from moeserve.runtime.telemetry.probes import Probes
 
 log = logging.getLogger(__name__)
 
+LOOK_SECONDS = 0.01  # between looks for calls under way at the front door
 REPLY_SECONDS = 2.0  # for answers that are there to reach the front door's callers
+
+LEAVE_SECONDS = 5.0  # for a member to notice that its collective has ended, beside step.timeout_seconds
 
 EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 """Hosts to listen on that no client can be told."""
@@ -43,7 +53,12 @@ class HeadProcess:
             step.lane_rows, step.max_step_tokens, step.quiet_seconds, step.gather_seconds, step.due_seconds
         )
         self.token = secrets.token_hex(16)
+        logs.hide(self.token)
+        keys = Keys(config.keys, self.token)
         self.coordinator = Coordinator(epoch, served.layers, pace, host, self.token)
+        self.coordinator.secure(keys)
+        logs.tell_where(lambda: (self.coordinator.generation, self.coordinator.epoch.number))
+        log_levels = LogLevels(config.log.level, self.coordinator)
         self.coordinator.generations.patience = patience_of(config)
         self.rebalancer = Rebalancer(
             self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
@@ -64,19 +79,34 @@ class HeadProcess:
         self._front = FrontDoor(
             model_name(config), served, self.coordinator, server.max_message_bytes, self._telemetry.request
         )
-        operations = Operations(served, self.rebalancer, server.reload_root)
+        self._front.show_lanes(keys.to_lanes())
+        operations = Operations(served, self.rebalancer, reload_root_of(config))
+        operations.on_log_level = log_levels.set
         self._endpoint = Endpoint(
             {"FrontService": self._front, "AdminService": AdminDoor(operations)},
             NOT_A_LANE,
             door_limits(server),
             server.max_message_bytes,
+            keys,
         )
         self.coordinator.on_change = self._changed
         shown = host if server.host in EVERY_ADDRESS else server.host
         self.address = f"{shown}:{self._endpoint.start(server.host, server.port).rsplit(':', 1)[1]}"
         self.metrics_address = ""
         if server.metrics_port >= 0:
-            self.metrics_address = f"{shown}:{self._telemetry.serve(server.host, server.metrics_port)}"
+            port = self._telemetry.serve(server.host, server.metrics_port, keys)
+            self.metrics_address = f"{shown}:{port}"
+        self._probes: Probes | None = None
+        self.probes_address = ""
+        if server.health_port >= 0:
+            self._probes = Probes(
+                (server.host, server.health_port),
+                self._endpoint.services,
+                server.stalled_seconds,
+                self._telemetry.why_not,
+                (config.keys.certificate, config.keys.private_key),
+            )
+            self.probes_address = f"{shown}:{self._probes.port}"
         self.coordinator.start()
         self.rebalancer.start()
 
@@ -93,8 +123,11 @@ class HeadProcess:
     def stop(self) -> None:
         """Refuses new calls, gives those under way `server.drain_seconds`, and ends the group."""
         self.rebalancer.stop()
-        self._endpoint.set_serving(serving=False)
-        if not self.coordinator.drain(self._drain_seconds):
+        until = time.monotonic() + self._drain_seconds
+        self._leave(STOPPING)
+        while self._endpoint.busy and time.monotonic() < until - self._drain_seconds / 2:
+            time.sleep(LOOK_SECONDS)  # what the front door has begun, lanes have yet to
+        if not self.coordinator.drain(max(0.0, until - time.monotonic()), STOPPING):
             log.warning(
                 "calls were under way after server.drain_seconds = %g and have no answer", self._drain_seconds
             )
@@ -102,10 +135,44 @@ class HeadProcess:
         self._front.close()
         self.coordinator.stop()
         self._telemetry.close()
+        if self._probes is not None:
+            self._probes.close()
+
+    def _leave(self, reason: str) -> None:
+        """Callers find no lane any more, probes say so, and the front door begins no further call."""
+        self.coordinator.draining = reason
+        self._endpoint.set_serving(serving=False)
+        if self._probes is not None:
+            self._probes.tell()
+        self._endpoint.drain(reason)
+        self._front.drain(reason)
 
     def _changed(self, progress: Progress) -> None:
         self._endpoint.set_serving(serving=progress.state == "serving")
         self._telemetry.set_progress(progress)
+        if self._probes is not None:
+            self._probes.tell()
+
+
+class LogLevels:
+    """The levels that an operator sets while the service runs, of loggers of the head and of every member."""
+
+    def __init__(self, level: str, coordinator: Coordinator) -> None:
+        self._levels = {logs.OWN: level}
+        self._coordinator = coordinator
+        self._lock = threading.Lock()
+
+    def set(self, logger: str, level: str) -> Mapping[str, str]:
+        """Sets a logger's level everywhere; an empty level changes nothing. Returns the level of each logger
+        that was set. Raises ValueError naming what is wrong.
+        """
+        with self._lock:
+            if level:
+                levels = self._levels | dict([logs.checked_level(logger, level)])
+                logs.set_levels(levels)
+                self._levels = levels
+                self._coordinator.set_log_levels(levels)
+            return dict(self._levels)
 
 
 def why_not_serving(progress: Progress) -> str:
@@ -124,7 +191,20 @@ def patience_of(config: Config) -> Patience:
         adopt=cluster.adopt_seconds,
         hello=cluster.hello_seconds,
         send=cluster.send_seconds,
+        late=config.step.patience,
+        leave=config.step.timeout_seconds + LEAVE_SECONDS,
+        reach=cluster.connect_seconds,
     )
+
+
+def reload_root_of(config: Config) -> str:
+    """The folder below which checkpoints may be reloaded: as configured, else the one beside which others of
+    the same model lie, the served one's parent; where that is everything, the served one itself.
+    """
+    if config.server.reload_root:
+        return config.server.reload_root
+    served = Path(config.model.checkpoint).resolve()
+    return str(served if served.parent == served.parent.parent else served.parent)
 
 
 def policy_of(config: Config) -> Policy:

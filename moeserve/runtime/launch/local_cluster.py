@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import random
 import signal
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 
 from moeserve.runtime.config import Config
-from moeserve.runtime.head.patience import Backoff
 from moeserve.runtime.launch.head_process import HeadProcess
 from moeserve.runtime.launch.rank_process import RankSpec, run_rank
+from moeserve.runtime.launch.restarts import Restarts, why_given_up
+from moeserve.runtime.launch.watch import ProcessWatch
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +41,12 @@ class LocalCluster:
         self._ranks = config.parallel.mesh.ranks
         self._processes: dict[int, BaseProcess] = {}
         self._restarts = Restarts()
+        self._processes_watch = ProcessWatch()
+        self._began: dict[int, float] = {}  # rank -> when its process was started
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(IMPORTED))
-        self._stopping = threading.Event()
+        self._stopping = threading.Event()  # nothing is started any more
+        self._watched = threading.Event()  # until calls under way were answered: a rank may stop meanwhile
         self._lock = threading.Lock()
         self.head = HeadProcess(self._config, LANES_HOST)
         generations = self.head.coordinator.generations
@@ -77,6 +78,7 @@ class LocalCluster:
             return
         self._stopping.set()
         self.head.stop()
+        self._watched.set()
         with self._lock:
             processes = list(self._processes.values())
         for process in processes:
@@ -84,7 +86,9 @@ class LocalCluster:
             if process.is_alive():
                 log.warning("rank process %s does not stop; it is killed", process.pid)
                 process.kill()
-                process.join()
+                process.join(STOP_SECONDS)
+                if process.is_alive():  # its kernel does not let it go: in a driver, or on a dead disk
+                    log.error("rank process %s is killed and has not ended", process.pid)
 
     def state(self) -> tuple[str, str]:
         """The group's state and reason."""
@@ -94,6 +98,10 @@ class LocalCluster:
     def metrics_targets(self) -> list[str]:
         """`host:port` of every exporter that is up."""
         return self.head.metrics_targets()
+
+    def probes_address(self) -> str:
+        """`host:port` where probes are answered; empty where none are."""
+        return self.head.probes_address
 
     def pid(self, rank: int) -> int:
         """The id of a rank's process. RuntimeError before it has started."""
@@ -112,17 +120,45 @@ class LocalCluster:
         spec = RankSpec(self._config, rank, self.head.streams, self.head.token, LANES_HOST, self._ranks, rank)
         process = self._context.Process(target=_run_rank, args=(spec,), name=f"rank-{rank}", daemon=True)
         process.start()
+        log.info("rank %d is process %s", rank, process.pid)
         with self._lock:
-            self._processes[rank] = process
+            self._processes[rank], self._began[rank] = process, time.monotonic()
 
     def _watch(self) -> None:
-        while not self._stopping.wait(WATCH_SECONDS):
-            if self.head.coordinator.progress().state in ("failed", "stopped"):
-                return
-            self._note_joined()
-            for rank, process in list(self._processes.items()):
-                if not process.is_alive() and not self._stopping.is_set():
-                    self._start_again(rank, process)
+        """Runs the watching thread; the group fails, with the reason, when it cannot go on."""
+        try:
+            while not self._watched.wait(WATCH_SECONDS):
+                if self.head.coordinator.progress().state in ("failed", "stopped"):
+                    return
+                self._look()
+        except Exception as error:
+            log.exception("the launcher's thread watch-ranks ends")
+            reason = f"the launcher cannot go on: {type(error).__name__}: {error}"
+            self.head.coordinator.fail(reason)
+
+    def _look(self) -> None:
+        """Starts ended ranks again, and gives up those that do not run or do not come to the head."""
+        self._note_joined()
+        for rank, process in list(self._processes.items()):
+            if not process.is_alive() and not self._stopping.is_set():
+                self._start_again(rank, process)
+        for rank, pid, why in self._standing():
+            log.warning("rank %d (pid %d) is given up: %s", rank, pid, why)
+            self.head.coordinator.given_up(rank, pid, why)
+            self._kill(rank, pid)
+
+    def _standing(self) -> list[tuple[int, int, str]]:
+        """Ranks whose process is alive and does not do what it is there for: rank, process id and why."""
+        cluster, now = self._config.cluster, time.monotonic()
+        living = {rank: pid for rank, one in self._processes.items() if (pid := one.pid) and one.is_alive()}
+        stopped = self._processes_watch.look(living.values())
+        seats = self.head.coordinator.seats()
+        found = []
+        for rank, pid in living.items():
+            waited = None if rank in seats or self._stopping.is_set() else now - self._began[rank]
+            if why := why_given_up(cluster, stopped[pid] or (0.0, ""), waited):
+                found.append((rank, pid, why))
+        return found
 
     def _kill(self, rank: int, pid: int) -> None:
         """Kills a rank's process that the head has given up; it is started again once it is seen dead."""
@@ -158,44 +194,6 @@ class LocalCluster:
             )
         if self._restarts.due(rank, now):
             self._spawn(rank)
-
-
-class Restarts:
-    """When ranks that ended are started again: at once where they had joined a group, else after a pause that
-    doubles.
-    """
-
-    def __init__(self, draw: Callable[[], float] = random.random) -> None:
-        self._backoffs: defaultdict[int, Backoff] = defaultdict(lambda: Backoff(draw))
-        self._joined = set[int]()  # ranks whose process has joined a generation
-        self._due: dict[int, float] = {}  # rank -> when to start it, of those that ended
-
-    def joined(self, rank: int) -> None:
-        """Notes that the rank's process has started as it should."""
-        self._joined.add(rank)
-        self._backoffs[rank].reset()
-
-    def ended(self, rank: int, now: float) -> float | None:
-        """Notes that the rank's process was found dead; seconds until it is started again the first time that
-        this is said of a process, then None.
-        """
-        if rank in self._due:
-            return None
-        pause = 0.0 if rank in self._joined else self._backoffs[rank].next()
-        self._joined.discard(rank)
-        self._due[rank] = now + pause
-        return pause
-
-    def due(self, rank: int, now: float) -> bool:
-        """Whether the rank is to be started now; it then counts as started."""
-        if self._due[rank] > now:
-            return False
-        del self._due[rank]
-        return True
-
-    def failures(self, rank: int) -> int:
-        """Processes of the rank in a row that joined no group."""
-        return self._backoffs[rank].failures
 
 
 def _run_rank(spec: RankSpec) -> None:

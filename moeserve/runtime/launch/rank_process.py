@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,20 +17,25 @@ from moeserve.proto.host_id import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.control.messages import plans_message
 from moeserve.runtime.control.stream import Stream, StreamClosed, connect
+from moeserve.runtime.doors.calls.rows import RowAdmission, RowLimits
 from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR, LaneDoor
 from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
+from moeserve.runtime.doors.payloads.registration import registrar_of
 from moeserve.runtime.doors.request import RequestReader
+from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.launch.environment import machine_for, own_device, set_environment, tune_process
 from moeserve.runtime.planning.costing import costing_of
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.rank.lane import Lane
 from moeserve.runtime.rank.member import Member, ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.rank.transfers import transfers_of
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopySources, Mover
 from moeserve.runtime.rank.weights.peers import Peers, WeightsServer, unread_seconds
 from moeserve.runtime.served import model_name, served_from
+from moeserve.runtime.telemetry import logs
 from moeserve.runtime.telemetry.exporter import RankTelemetry
 
 log = logging.getLogger(__name__)
@@ -43,7 +48,7 @@ class RankSpec:
     config: Config
     rank: int
     coordinator: str  # host:port of its streams
-    token: str
+    token: str = field(repr=False)  # of this run of the service
     host: str  # where this rank's door listens
     ranks_on_host: int
     gpu: int  # index among the host's GPUs, where ranks run on them
@@ -54,12 +59,22 @@ def run_rank(spec: RankSpec) -> None:
     coordinator.
     """
     _prepare_process(spec)
+    try:
+        _run_rank(spec)
+    finally:
+        logs.finish()
+
+
+def _run_rank(spec: RankSpec) -> None:
     started = time.perf_counter()
     try:
-        stream = connect(spec.coordinator, spec.config.cluster.connect_seconds)
+        keys = Keys(spec.config.keys, spec.token)
+        stream = connect(spec.coordinator, spec.config.cluster.connect_seconds, keys)
     except StreamClosed as closed:
         log.warning("rank %d: no coordinator: %s", spec.rank, closed)
         return
+    stream.bound_sends(spec.config.cluster.send_seconds)
+    stream.bound_silence(spec.config.cluster.connect_seconds)
     hello = {
         "kind": "hello",
         "rank": spec.rank,
@@ -68,7 +83,7 @@ def run_rank(spec: RankSpec) -> None:
         "host_id": host_id(),
     }
     try:
-        process = _RankProcess(spec, stream)
+        process = _RankProcess(spec, stream, keys)
     except Exception as error:
         log.exception("rank %d cannot start", spec.rank)
         stream.send(
@@ -98,17 +113,20 @@ def run_rank(spec: RankSpec) -> None:
 class _RankProcess:
     """The parts of a rank's process, wired."""
 
-    def __init__(self, spec: RankSpec, stream: Stream) -> None:
+    def __init__(self, spec: RankSpec, stream: Stream, keys: Keys) -> None:
+        self._keys = keys
         config, served = spec.config, served_from(spec.config)
         machine = machine_for(config)
         name = model_name(config)
         device = own_device(config, machine, spec.gpu)  # of this thread, which runs the steps
         plans = plans_for(served, machine, config.plan.wanted)
         rank = self.rank = Rank(spec.rank, served, plans, device, costing_of(config))
-        self._regions = Regions(
-            RegionLimits(max_bytes=config.server.region_bytes, allow_named=config.server.allow_named_regions)
+        limits = RegionLimits(
+            max_bytes=config.server.region_bytes, allow_named=config.server.allow_named_regions
         )
+        self._regions = Regions(limits, registrar_of(device, config.server.registered_bytes))
         lane = Lane(spec.rank, config.step.lane_rows, config.server.max_concurrent_calls)
+        lane.transfers = transfers_of(device, served.lane_nbytes)
         dispatchers = {
             layer: [span.dispatcher.name for span in plan.dispatchers] for layer, plan in plans.items()
         }
@@ -119,24 +137,33 @@ class _RankProcess:
         self._telemetry.device_bytes(rank.held_bytes)
         self._telemetry.regions(lambda: (len(self._regions.list()), self._regions.bytes))
         group_settings = ProcessGroupSettings(
-            "nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds
+            "nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds, own_process=True
         )
         self.member = Member(rank, lane, stream, group_settings, self._telemetry.observe_step)
+        self.member.observe_rows(self._telemetry.observe_rows)
         lane.announce, lane.withdraw = self.member.announce, self.member.withdraw
         unread = unread_seconds(config.balance.move_bytes_per_second)
-        self._weights = WeightsServer(spec.host, spec.token, device, rank.experts.bank, unread)
+        self._weights = WeightsServer(spec.host, keys, device, rank.experts.bank, unread)
+        self._weights.hello_seconds = config.cluster.hello_seconds
         self._mover = self._mover_of(spec, rank, device)
         self.member.mover = self._mover
         reader = RequestReader(name, served, rank.experts.gate, Payloads(self._regions))
+        rows = RowLimits(config.server.max_held_rows, config.server.queue_seconds, config.step.due_seconds)
         door = LaneDoor(reader, lane, self._regions, self.member.weights_version, self._telemetry.request)
+        door.admission = RowAdmission(rows)
+        self._door = door
         self._endpoint = Endpoint(
             {"LaneService": door},
             NOT_THE_FRONT_DOOR,
             door_limits(config.server),
             config.server.max_message_bytes,
+            keys,
         )
         self.member.on_serving = self._serving
+        self.member.on_drain, self.member.doors_busy = self._drain, lambda: self._endpoint.busy
         self.member.on_epoch = self._telemetry.set_group
+        self.member.on_log_levels = logs.set_levels
+        logs.tell_where(lambda: self.member.where)
         self.metrics_address = self._serve_metrics(spec)
         self.address = self._endpoint.start(spec.host, 0)
 
@@ -147,7 +174,7 @@ class _RankProcess:
             device,
             rank.experts.bank,
             balance.staging_slots,
-            Peers(spec.token, device, balance.copy_seconds),
+            Peers(self._keys, device, balance.copy_seconds),
             rank.experts.use_weights,
             rank.experts.read,
         )
@@ -172,11 +199,17 @@ class _RankProcess:
         self._endpoint.set_serving(serving=generation > 0)
         self._telemetry.set_group(generation, epoch)
 
+    def _drain(self, reason: str) -> None:
+        """Begins no further call, unary or another."""
+        self._endpoint.drain(reason)
+        self._door.drain(reason)
+
     def _serve_metrics(self, spec: RankSpec) -> str:
         port = spec.config.server.metrics_port
         if port < 0:
             return ""
-        return f"{spec.host}:{self._telemetry.serve(spec.host, port + 1 + spec.rank if port else 0)}"
+        bound = self._telemetry.serve(spec.host, port + 1 + spec.rank if port else 0, self._keys)
+        return f"{spec.host}:{bound}"
 
 
 def _prepare_process(spec: RankSpec) -> None:
@@ -185,4 +218,5 @@ def _prepare_process(spec: RankSpec) -> None:
     torch.set_num_threads(threads)
     tune_process()
     set_environment(spec.host)
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {spec.rank} %(levelname)s %(message)s")
+    logs.start(spec.config.log, f"rank {spec.rank}")
+    logs.hide(spec.token)

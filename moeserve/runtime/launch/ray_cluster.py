@@ -1,54 +1,52 @@
-"""`RayCluster`: the service on Ray, each rank an actor in a placement group, restarted by Ray when it dies.
+"""`RayCluster`: the service on Ray, each rank an actor in a placement group, started again when it ends.
 
-Ray places, restarts and configures. Tensors never travel through it, nor do steps: each actor runs its rank
-in a thread and talks to the coordinator on its own stream.
+Ray places and configures. Tensors never travel through it, nor do steps: each actor runs its rank, which
+talks to the coordinator on its own stream. The head's actor starts the ranks' actors, and owns them.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from moeserve.runtime.config import Config, ConfigError
 from moeserve.runtime.launch.environment import machine_for, tune_process
 from moeserve.runtime.launch.head_process import HeadProcess
-from moeserve.runtime.launch.rank_process import RankSpec, run_rank
+from moeserve.runtime.launch.ray_ranks import RankActors
+from moeserve.runtime.telemetry import logs
 
 log = logging.getLogger(__name__)
 
-ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-"""Actors see all of the host's GPUs and pick their own, or peer access between ranks cannot be probed."""
+LOOPBACK = ("127.0.0.1", "localhost")
 
 HEAD_STOP_SECONDS = 15.0  # for the head to end, beside what calls under way have
 
 
-class _RankActor:
-    """Owns one rank. A restarted actor runs its constructor again and so takes its seat again."""
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """A Ray that is started within listens on loopback: its ports give whoever reaches them a shell.
 
-    def __init__(self, config: Config, rank: int, streams: str, token: str) -> None:
-        host = "127.0.0.1" if streams.startswith("127.") else ray.util.get_node_ip_address()
-        spec = RankSpec(
-            config, rank, streams, token, host, _ranks_on_host(config.parallel.mesh.ranks), _own_gpu(rank)
-        )
-        self._thread = threading.Thread(target=self._run, args=(spec,), name="rank", daemon=True)
-        self._thread.start()
-
-    def pid(self) -> int:
-        """The id of this actor's process."""
-        return os.getpid()
-
-    @staticmethod
-    def _run(spec: RankSpec) -> None:
-        try:
-            run_rank(spec)
-        except Exception:
-            log.exception("rank %d ended", spec.rank)
+    `_node_ip_address="127.0.0.1"` does not do it: Ray takes another address of the host instead, unless it
+    believes to be on a system without clusters. It reads that when it is imported, and so do its processes.
+    """
+    switch, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    said = os.environ.get(switch)
+    os.environ[switch], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        os.environ.pop(switch)
+        if said is not None:
+            os.environ[switch] = said
 
 
 class _HeadActor:
@@ -56,11 +54,27 @@ class _HeadActor:
 
     def __init__(self, config: Config, host: str) -> None:
         tune_process()
+        logs.start(config.log, "head")
+        self._config = config
         self._head = HeadProcess(config, host)
+        self._ranks: RankActors | None = None
 
-    def addresses(self) -> tuple[str, str, str]:
-        """Front door, streams, and the token ranks show."""
-        return self._head.address, self._head.streams, self._head.token
+    def address(self) -> str:
+        """The front door's `host:port`."""
+        return self._head.address
+
+    def streams(self) -> str:
+        """The address that ranks connect to, `host:port`."""
+        return self._head.streams
+
+    def start_ranks(self, group: PlacementGroup, resources: dict[str, float]) -> None:
+        """Starts the ranks, one in each bundle of `group`, with its resources."""
+        self._ranks = RankActors(self._config, self._head, group, resources)
+        self._ranks.start()
+
+    def pid(self, rank: int) -> int:
+        """The process of a rank's actor; 0 while it has none."""
+        return 0 if self._ranks is None else self._ranks.pid(rank)
 
     def wait_serving(self, timeout: float) -> None:
         """Returns once the group serves."""
@@ -75,9 +89,15 @@ class _HeadActor:
         """Every exporter that is up."""
         return self._head.metrics_targets()
 
+    def probes_address(self) -> str:
+        """Where probes are answered."""
+        return self._head.probes_address
+
     def stop(self) -> None:
-        """Ends the group and the front door."""
+        """Ends the group and the front door, and then the ranks' actors."""
         self._head.stop()
+        if self._ranks is not None:
+            self._ranks.stop()
 
 
 class RayCluster:
@@ -88,7 +108,6 @@ class RayCluster:
         self._owns_ray = False
         self._group: PlacementGroup | None = None
         self._head: Any = None
-        self._actors: list[Any] = []
         self.address = ""
 
     def start(self) -> RayCluster:
@@ -108,12 +127,10 @@ class RayCluster:
         if self._head is not None:
             within = self._config.server.drain_seconds + HEAD_STOP_SECONDS
             _quietly(lambda: ray.get(self._head.stop.remote(), timeout=within))
-        for actor in (*self._actors, self._head):
-            if actor is not None:
-                _quietly(lambda actor=actor: ray.kill(actor, no_restart=True))
+            _quietly(lambda: ray.kill(self._head))  # and with it the actors that it has left
         if self._group is not None:
             _quietly(lambda: remove_placement_group(self._group))
-        self._actors, self._head, self._group = [], None, None
+        self._head, self._group = None, None
         if self._owns_ray:
             ray.shutdown()
             self._owns_ray = False
@@ -131,12 +148,16 @@ class RayCluster:
         return self._group
 
     def pid(self, rank: int) -> int:
-        """The process of a rank's actor."""
-        return int(ray.get(self._actors[rank].pid.remote(), timeout=60))
+        """The process of a rank's actor; 0 while it has none."""
+        return int(ray.get(self._head.pid.remote(rank), timeout=60))
 
     def metrics_targets(self) -> list[str]:
         """`host:port` of every exporter that is up."""
         return list(ray.get(self._head.metrics_targets.remote(), timeout=30))
+
+    def probes_address(self) -> str:
+        """`host:port` where probes are answered; empty where none are."""
+        return str(ray.get(self._head.probes_address.remote(), timeout=30))
 
     def __enter__(self) -> RayCluster:
         return self.start()
@@ -154,9 +175,8 @@ class RayCluster:
             resources = max(
                 os.cpu_count() or 1, self._needed_cpus()
             )  # ranks on one machine share its cores knowingly
-            ray.init(
-                address="local", num_cpus=resources, include_dashboard=False, _node_ip_address="127.0.0.1"
-            )
+            with _on_loopback() if self._config.server.host in LOOPBACK else nullcontext():
+                ray.init(address="local", num_cpus=resources, include_dashboard=False)
         self._owns_ray = True
 
     def _place(self) -> None:
@@ -166,31 +186,16 @@ class RayCluster:
         self._group = placement_group([bundle] * ranks, strategy="PACK")
         ray.get(self._group.ready(), timeout=config.cluster.start_timeout_seconds)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        host = (
-            "127.0.0.1"
-            if config.server.host in ("127.0.0.1", "localhost")
-            else ray.util.get_node_ip_address()
-        )
+        host = "127.0.0.1" if config.server.host in LOOPBACK else ray.util.get_node_ip_address()
         self._head = (
             ray.remote(_HeadActor)
             .options(num_cpus=0, scheduling_strategy=here, max_concurrency=4)
             .remote(config, host)
         )
-        self.address, streams, token = ray.get(
-            self._head.addresses.remote(), timeout=config.cluster.start_timeout_seconds
-        )
-        for rank in range(ranks):
-            seat = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-            options = {
-                "num_cpus": bundle["CPU"],
-                "num_gpus": bundle.get("GPU", 0),
-                "scheduling_strategy": seat,
-            }
-            actor = ray.remote(_RankActor).options(
-                **options, max_restarts=-1, max_task_retries=0, runtime_env={"env_vars": ALL_GPUS}
-            )
-            self._actors.append(actor.remote(config, rank, streams, token))
-        ray.get(self._head.wait_serving.remote(config.cluster.start_timeout_seconds))
+        self.address = ray.get(self._head.address.remote(), timeout=config.cluster.start_timeout_seconds)
+        wait = config.cluster.start_timeout_seconds
+        ray.get(self._head.start_ranks.remote(self._group, bundle), timeout=wait)
+        ray.get(self._head.wait_serving.remote(wait), timeout=wait + HEAD_STOP_SECONDS)
 
     def _check_resources(self, bundle: dict[str, float], ranks: int) -> None:
         """Ray would wait for ever for what a cluster has not."""
@@ -210,18 +215,6 @@ class RayCluster:
         if self._config.plan.device == "auto":
             return bool(ray.cluster_resources().get("GPU", 0))
         return machine_for(self._config).device == "cuda"
-
-
-def _own_gpu(rank: int) -> int:
-    """The GPU that Ray reserved for this actor, though it sees all of them."""
-    reserved = ray.get_gpu_ids()
-    return int(reserved[0]) if reserved else rank
-
-
-def _ranks_on_host(ranks: int) -> int:
-    """How many ranks share this node's cores: those its share of the cluster's CPUs lets it hold."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    return max(1, -(-ranks // max(1, len(nodes))))
 
 
 def _quietly(work: Any) -> None:

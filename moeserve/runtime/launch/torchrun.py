@@ -13,6 +13,7 @@ leave_torchrun(rank)                               # its process may join again
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.distributed import (  # type: ignore[attr-defined]  # torch forgets to export them
     ProcessGroup,
     Store,
+    TCPStore,
     rendezvous,
 )
 
@@ -93,9 +95,34 @@ def _meeting(seconds: float) -> Store:
     if dist.is_initialized():
         return default_store()
     if not _met:
-        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
-        _met.append(store)
+        limit = timedelta(seconds=seconds)
+        _met.append(_on_loopback(limit) or next(rendezvous("env://", timeout=limit))[0])
     return _met[0]
+
+
+def _on_loopback(limit: timedelta) -> Store | None:
+    """The store that the first rank serves where the environment names loopback; None where it is another's.
+
+    It is the one that torch's rendezvous makes, but for its socket, which torch binds to every interface.
+    """
+    named = {key: os.environ.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")}
+    served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    address, port, rank, world = named.values()
+    if served_by_torchrun or rank != "0" or address not in ("127.0.0.1", "localhost") or "" in (port, world):
+        return None
+    try:
+        listener = socket.create_server(("127.0.0.1", int(port)))
+    except OSError:
+        return None  # this process may serve a store there already, and torch finds it
+    return TCPStore(
+        address,
+        int(port),
+        int(world),
+        is_master=True,
+        timeout=limit,
+        multi_tenant=True,  # the program's own rendezvous at this port finds it, too
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
 
 
 class SequenceParallel:

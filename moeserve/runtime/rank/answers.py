@@ -1,9 +1,90 @@
-"""Answers on their way from a rank's device to its host memory."""
+"""Answers on their way from a rank's device to its callers: `InOrder`, the thread that finishes steps."""
 
 from __future__ import annotations
 
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+MOST_UNFINISHED = 3
+"""Steps that were launched and whose answers have not left; the coordinator has two under way at a time."""
+
+FINISH_SECONDS = 120.0
+"""Within which a launched step has to end. Dispatchers and process groups end their own waits long before."""
+
+
+class InOrder:
+    """One thread that finishes what was launched, in the order in which it was launched.
+
+    At most `MOST_UNFINISHED` steps wait here, so that the memory of their answers is bounded.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._acts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._unfinished = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to finish."""
+        return self._unfinished == 0
+
+    def put(self, act: Callable[[], None]) -> None:
+        """Has `act` called after all that was put before. Waits while too much is unfinished.
+
+        Raises TimeoutError when that takes too long.
+        """
+        with self._changed:
+            self._wait_for(lambda: self._unfinished < MOST_UNFINISHED)
+            self._add(act)
+
+    def beside(self, act: Callable[[], None]) -> None:
+        """Has a small `act` called soon, by the same thread; never waits."""
+        with self._changed:
+            self._add(act)
+
+    def _add(self, act: Callable[[], None]) -> None:
+        self._unfinished += 1
+        self._acts.put(act)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+
+    def drain(self) -> None:
+        """Waits until all is finished. Raises TimeoutError when that takes too long."""
+        with self._changed:
+            self._wait_for(lambda: self._unfinished == 0)
+
+    def close(self) -> None:
+        """Ends the thread when all is finished; does not wait for it."""
+        self._acts.put(None)
+
+    def _wait_for(self, true: Callable[[], bool]) -> None:
+        if not self._changed.wait_for(true, FINISH_SECONDS):
+            raise TimeoutError(
+                f"{self._unfinished} launched steps have not ended within {FINISH_SECONDS:g} s: the device "
+                "does not come to the end of its work"
+            )
+
+    def _run(self) -> None:
+        while (act := self._acts.get()) is not None:
+            try:
+                act()
+            except Exception:
+                log.exception("what was to be done after a step failed")
+            finally:
+                del act
+                with self._changed:
+                    self._unfinished -= 1
+                    self._changed.notify_all()
 
 
 def on_host(answer: Tensor) -> Tensor:

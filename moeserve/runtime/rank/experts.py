@@ -47,6 +47,7 @@ class RankExperts:
         owner = epoch.members.at(self._index).owner
         self._part = (owner, epoch.mesh.slices) if epoch.mesh.sliced and owner is not None else (0, 1)
         for layer in progress(self._served.layers):
+            self._read_ahead(epoch, self._served.layers.index(layer) + 1)
             wanted = self._held_in(epoch, self._served.layers.index(layer))
             held = self._held.pop(layer, None)
             if held is None or held[1] != wanted[1] or len(held[0]) != len(wanted[0]):
@@ -96,6 +97,14 @@ class RankExperts:
     def kernel_spec(self, plan: Plan) -> KernelSpec:
         """What the kernel of a plan is built for; layers of the same sizes share one."""
         return KernelSpec(plan.problem.scheme, plan.problem.shape, self._served.dtype)
+
+    def _read_ahead(self, epoch: Epoch, position: int) -> None:
+        """Asks for the experts of the layer at `position`, while those of the layer before are prepared."""
+        if position >= len(self._served.layers) or self._served.layers[position] in self._held:
+            return
+        slots, version = self._held_in(epoch, position)
+        layer = self._served.layers[position]
+        self._checkpoint(version).read_ahead(layer, [expert for expert in slots if expert != EMPTY])
 
     def _load_layer(self, layer: int, wanted: Held) -> None:
         slots, version = wanted

@@ -10,8 +10,10 @@ its dispatcher is told of them before the graph is replayed.
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +21,8 @@ import torch
 from torch import Tensor
 
 from moeserve.dispatch.members import Members
-from moeserve.runtime.step import LaneRows
+from moeserve.runtime.rank.transfers import StepRoom
+from moeserve.runtime.step import LaneInput, LaneRows, empty_input
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +84,12 @@ def padded_rows(rows: int) -> int:
     return 1 << (max(rows, 1) - 1).bit_length()
 
 
+OWN_ANSWER_ROWS = 64
+"""Graphs of up to so many rows keep an answer each. Those of more copy theirs to one place for all layers:
+1024 rows of 7168 bf16 are 14.7 MB, and a model has 60 layers.
+"""
+
+
 def _nothing() -> None:
     """What is done before a replay that nobody has to be told of."""
 
@@ -94,7 +103,9 @@ class StepGraphs:
         self._cuda = _CudaCapture()
         self._capture = capture or self._cuda
         self._inputs: dict[tuple[int, Hashable], LaneRows] = {}  # by rows and form
-        self._answers: dict[Key, Tensor] = {}
+        self._rooms: dict[tuple[int, Hashable], StepRoom] = {}  # by rows and form: the inputs with choices
+        self._outputs: dict[Hashable, Tensor] = {}  # by shape and dtype
+        self._answers: dict[Key, Tensor | None] = {}  # None: it was launched once, and is not recorded yet
         self._replays: dict[Key, Replay | None] = {}  # None: it could not be recorded
 
     @property
@@ -115,12 +126,13 @@ class StepGraphs:
         alike, with a warning.
         """
         own, padded = rows.hidden.shape[0], step.padded
-        form = (type(rows), *((column.dtype, column.shape[1:]) for column in rows.columns()))
+        form = _form(rows)
         key = Key(step.layer, padded, form, step.kind)
         inputs = self._filled(rows, padded if step.brings else 0, form)
         if key not in self._answers:
-            self._answers[key] = compute(inputs, step.launched)
-            return self._answers[key][:own].clone()
+            answer = compute(inputs, step.launched)
+            self._answers[key] = self._shared_output(answer)
+            return answer[:own]
         if key not in self._replays:
             self._replays[key] = self._recorded(key, inputs, step.recorded, compute)
         replay = self._replays[key]
@@ -128,7 +140,30 @@ class StepGraphs:
             return compute(inputs, step.launched)[:own].clone()
         before_replay()
         replay()
-        return self._answers[key][:own].clone()
+        found = self._answers[key]
+        assert found is not None
+        return found[:own].clone()
+
+    def _shared_output(self, answer: Tensor) -> Tensor | None:
+        """Where graphs of many rows leave their answers, all layers in one place; None for those of few,
+        which keep their own.
+        """
+        if answer.shape[0] <= OWN_ANSWER_ROWS:
+            return None
+        return self._outputs.setdefault((*answer.shape, answer.dtype), torch.empty_like(answer))
+
+    def room(self, padded: int, widths: tuple[int, int], dtype: torch.dtype) -> StepRoom:
+        """The fixed input of graphs of `padded` rows with choices, to be filled before `run` is given rows of
+        it. widths: H and K.
+        """
+        hidden, top_k = widths
+        form = _form(empty_input(hidden, top_k, dtype))
+        room = self._rooms.get((padded, form))
+        if room is None:
+            room = StepRoom.of(torch.zeros((padded, hidden), dtype=dtype, device=self._device), top_k)
+            room.routes.zero_()
+            self._rooms[padded, form], self._inputs[padded, form] = room, room.rows
+        return room
 
     def forget(self, layer: int) -> None:
         """Drops the graphs of `layer`, for which what they recorded has changed."""
@@ -138,8 +173,14 @@ class StepGraphs:
     def _recorded(
         self, key: Key, inputs: LaneRows, lanes: tuple[int, ...], compute: Compute
     ) -> Replay | None:
+        output = self._answers[key]
+
         def step() -> None:
-            self._answers[key] = compute(inputs, lanes)
+            answer = compute(inputs, lanes)
+            if output is None:
+                self._answers[key] = answer
+            else:
+                output.copy_(answer)
 
         try:
             return self._capture(step)
@@ -150,7 +191,12 @@ class StepGraphs:
     def _filled(self, rows: LaneRows, padded: int, form: Hashable) -> LaneRows:
         """The fixed input of `padded` rows, holding `rows`; those past them are not valid."""
         inputs = self._inputs.get((padded, form))
-        if inputs is None:
+        if inputs is not None and rows.hidden.data_ptr() == inputs.hidden.data_ptr() and len(rows.hidden):
+            return inputs  # `room`, and it is filled
+        if inputs is None and isinstance(rows, LaneInput):
+            widths = (rows.hidden.shape[1], rows.experts.shape[1])
+            inputs = self.room(padded, widths, rows.hidden.dtype).rows
+        elif inputs is None:
             inputs = rows.each(
                 lambda column: column.new_zeros((padded, *column.shape[1:]), device=self._device)
             )
@@ -159,6 +205,11 @@ class StepGraphs:
         for into, column in zip(inputs.columns(), rows.columns(), strict=True):
             into[: column.shape[0]].copy_(column, non_blocking=True)
         return inputs
+
+
+def _form(rows: LaneRows) -> Hashable:
+    """What a graph's input is like, but for its rows."""
+    return (type(rows), *((column.dtype, column.shape[1:]) for column in rows.columns()))
 
 
 class _CudaCapture:
@@ -171,8 +222,29 @@ class _CudaCapture:
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # other threads go on: experts are copied in while steps are recorded
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            work()
+        try:
+            # other threads go on: experts are copied in while steps are recorded
+            with (
+                _no_collection(),
+                torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
+            ):
+                work()
+        except RuntimeError:
+            self.pool = None  # torch leaves it as one that is recorded to, and would refuse every later graph
+            raise
         replay: Replay = graph.replay
         return replay
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A context without Python's collector of cycles: a graph that it finds is destroyed by whatever thread
+    it runs in, and CUDA refuses that to a thread that records, and ends the recording.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

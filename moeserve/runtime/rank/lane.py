@@ -19,7 +19,8 @@ from moeserve.runtime.errors import (
     one_version,
     pushback,
 )
-from moeserve.runtime.step import Announcement, Job, Stamp
+from moeserve.runtime.rank.transfers import Transfers
+from moeserve.runtime.step import Announcement, Job, Lent, Stamp, Upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +33,12 @@ class LaneBatch:
     weights: Tensor  # [T, K] float32, final
     deadline: float = math.inf  # time.monotonic() seconds
     weights_version: int = 0  # demanded; 0: none
+    lent: Lent | None = None  # what a device may touch of the caller's memory
+
+    def parts(self, capacity: int) -> list[slice]:
+        """The rows in pieces of at most `capacity`."""
+        rows = self.hidden.shape[0]
+        return [slice(at, min(rows, at + capacity)) for at in range(0, rows, capacity)]
 
 
 class LaneCall:
@@ -39,6 +46,7 @@ class LaneCall:
 
     def __init__(self, ended: Callable[[LaneCall], None] = lambda call: None) -> None:
         self.jobs: list[Job] = []
+        self.home: Tensor | None = None  # [T, H], where a device may write the answer of all jobs
         self.error: Exception | None = None
         self._ended = ended
         self._left = 0
@@ -96,7 +104,7 @@ class LaneCall:
             raise self.error
         one_version(job.stamp.weights_version for job in self.jobs)
         outputs = [job.output for job in self.jobs if job.output is not None]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs), min(job.stamp for job in self.jobs)
+        return joined(outputs, self.home), min(job.stamp for job in self.jobs)
 
 
 class Lane:
@@ -111,6 +119,8 @@ class Lane:
         self.capacity = capacity
         self.announce: Callable[[Announcement], None] = _nobody
         self.withdraw: Callable[[list[int]], None] = lambda jobs: None  # of callers who have left
+        self.transfers: Transfers | None = None  # to and from the device; None: jobs stay on the host
+        self.retire: Callable[[Upload], None] = _let_go  # of a job that ended without a step
         self._queue_limit = queue_limit
         self._jobs: dict[int, Job] = {}
         self._numbers = itertools.count(1)
@@ -127,6 +137,11 @@ class Lane:
     def closed(self) -> str | None:
         """Why no job is taken now, or None."""
         return self._closed
+
+    @property
+    def most_rows(self) -> int:
+        """The rows that one call may have."""
+        return self._queue_limit * self.capacity
 
     def unavailable(self) -> GroupUnavailable:
         """The failure that a call gets now."""
@@ -157,7 +172,7 @@ class Lane:
         BatchTooLarge for a batch that the lane could not take even while it holds no other.
         """
         rows = batch.hidden.shape[0]
-        if rows > self._queue_limit * self.capacity:
+        if rows > self.most_rows:
             raise BatchTooLarge(
                 f"hidden: {rows} rows in one call, and lane {self.number} takes {self._queue_limit} x "
                 f"{self.capacity} at most; send them in several calls"
@@ -165,27 +180,12 @@ class Lane:
 
         def leave(done: LaneCall) -> None:
             self._forget(done)
+            self._retire(done.jobs)
             ended(done)
 
         call = LaneCall(leave)
-        columns = (batch.hidden, batch.experts, batch.weights)
-        starts = range(0, batch.hidden.shape[0], self.capacity)
-        parts = ([column[at : at + self.capacity] for column in columns] for at in starts)
-        call.expect(
-            [
-                Job(
-                    next(self._numbers),
-                    batch.layer,
-                    hidden,
-                    experts,
-                    weights,
-                    batch.deadline,
-                    call.part_ended,
-                    batch.weights_version,
-                )
-                for hidden, experts, weights in parts
-            ]
-        )
+        call.home = None if batch.lent is None else batch.lent.home
+        call.expect([self._job(batch, part, call) for part in batch.parts(self.capacity)])
         with self._lock:
             if self._closed is not None:
                 raise GroupUnavailable(self._closed)
@@ -198,23 +198,59 @@ class Lane:
             self._refusals = 0
             self._jobs.update({job.number: job for job in call.jobs})
         try:
+            self._upload(call)
             for job in call.jobs:
                 self.announce(
                     Announcement(self.number, job.number, job.layer, job.hidden.shape[0], job.deadline)
                 )
         except BaseException:
             self._forget(call)
+            self._retire(call.jobs)
             raise
         return call
+
+    def _upload(self, call: LaneCall) -> None:
+        """Begins to bring large rows to the device, before anybody waits for them."""
+        if self.transfers is None:
+            return
+        for job in call.jobs:
+            job.upload = self.transfers.upload(job)
+        if call.ended:  # meanwhile, and its end saw no upload
+            self._retire(call.jobs)
+
+    def _retire(self, jobs: list[Job]) -> None:
+        """Lets go of what was uploaded for jobs that no step has taken."""
+        for job in jobs:
+            if job.upload is not None and job.upload.claim():
+                self.retire(job.upload)
+
+    def _job(self, batch: LaneBatch, part: slice, call: LaneCall) -> Job:
+        columns, lent = (batch.hidden, batch.experts, batch.weights), batch.lent
+        if part.stop - part.start < batch.hidden.shape[0]:
+            columns = tuple(column[part] for column in columns)  # type: ignore[assignment]
+            lent = None if lent is None else lent.part(part)
+        return Job(
+            next(self._numbers),
+            batch.layer,
+            *columns,
+            batch.deadline,
+            call.part_ended,
+            batch.weights_version,
+            lent,
+        )
 
     def cancel(self, call: LaneCall) -> None:
         """Forgets a call whose caller has left: its jobs that are in no step yet are withdrawn."""
         self._forget(call)
 
     def take(self, named: tuple[tuple[int, int], ...]) -> list[Job | None]:
-        """The jobs of a header, in its order; None for one that is gone."""
+        """The jobs of a header, in its order; None for one that is gone.
+
+        What was uploaded of them is the step's from now on.
+        """
         with self._lock:
-            return [self._jobs.get(number) for number, _ in named]
+            jobs = [self._jobs.get(number) for number, _ in named]
+        return [None if job is None or not _claimed(job) else job for job in jobs]
 
     def expire(self, now: float) -> None:
         """Fails jobs whose deadline passed; the sequencer drops such jobs without a word."""
@@ -229,6 +265,31 @@ class Lane:
             held = [job for job in call.jobs if self._jobs.pop(job.number, None) is not None]
         if left := [job.number for job in held if job.output is None and job.error is None]:
             self.withdraw(left)
+
+
+def _claimed(job: Job) -> bool:
+    """Whether the step that takes `job` has what was uploaded of it; the job has ended where not."""
+    return job.upload is None or job.upload.claim()
+
+
+def _let_go(upload: Upload) -> None:
+    upload.event.synchronize()
+    upload.release()
+
+
+def joined(outputs: list[Tensor], home: Tensor | None) -> Tensor:
+    """The rows of all `outputs`; `home`, where they were written there part by part."""
+    if len(outputs) == 1:
+        return outputs[0]
+    if home is not None and all(lies_in(output, home) for output in outputs):
+        return home
+    return torch.cat(outputs) if home is None else torch.cat([part.to(home.dtype) for part in outputs])
+
+
+def lies_in(part: Tensor, whole: Tensor) -> bool:
+    """Whether `part` is some of the memory of `whole`; both are dense, on the host."""
+    first, last = whole.data_ptr(), whole.data_ptr() + whole.nbytes
+    return part.device == whole.device and first <= part.data_ptr() and part.data_ptr() + part.nbytes <= last
 
 
 def _nobody_asks(call: LaneCall) -> None:

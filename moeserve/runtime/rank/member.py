@@ -12,25 +12,29 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 
-from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]  # not exported
+from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.group import GroupKind, abort_group, end_group, form_group
+from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.control.messages import (
     announcement_message,
     committed_epoch,
     epoch_from,
     header_from,
+    here_message,
     order_from,
     plans_message,
     vote_message,
 )
 from moeserve.runtime.control.orders import StageOrder, Vote
+from moeserve.runtime.control.reached import Phase
+from moeserve.runtime.control.store import StreamStore
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.keys.access import Frames, known_frame
 from moeserve.runtime.rank.experts import LayerProgress
 from moeserve.runtime.rank.lane import Lane
 from moeserve.runtime.rank.rank import Rank
@@ -50,6 +54,7 @@ class ProcessGroupSettings:
 
     backend: str  # gloo, nccl
     timeout: float  # seconds of one collective
+    own_process: bool = False  # as `GroupKind` has it
 
 
 class Member:
@@ -74,10 +79,26 @@ class Member:
         self._generation = 0  # newest that was announced; entries of older ones are dropped
         self._epoch: Epoch | None = None
         self._group: ProcessGroup | None = None  # of the generation that was joined
+        self._store: StreamStore | None = None  # where it met; as long as there is the group
         self._steps = MemberSteps(rank, lane, stream.send, observe)
+        self._steps.failed = self._report_failure
         self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
         self.on_epoch: Callable[[int, int], None] = lambda generation, epoch: None  # between two steps
+        self.on_log_levels: Callable[[Mapping[str, str]], None] = lambda levels: None  # by logger
+        self.on_drain: Callable[[str], None] = lambda reason: None  # doors begin no further call
+        self.doors_busy: Callable[[], bool] = lambda: False  # a call has begun there and is not over
+
+    @property
+    def where(self) -> tuple[int | None, int | None]:
+        """The generation and the epoch that this member is in, None for none; takes no lock."""
+        epoch = self._epoch
+        generation = self._generation if self._generation > 0 else None
+        return generation, None if epoch is None else epoch.number
+
+    def observe_rows(self, observe: Callable[[int, int], None]) -> None:
+        """Has `observe` told how many rows of a layer the device has computed since the last time."""
+        self._steps.observe_rows = observe
 
     def weights_version(self) -> int:
         """The version of the weights that this rank holds; 0 before they are loaded."""
@@ -99,15 +120,18 @@ class Member:
         threading.Thread(target=self._receive, name="stream", daemon=True).start()
         while (entry := self._next())["kind"] != "stop":
             if entry.get("generation") != self._generation and entry["kind"] != "abort":
-                continue  # of a generation that was aborted
+                what, of = entry["kind"], entry.get("generation")
+                log.info("%r of generation %s does not count: it was aborted", what, of)
+                continue
             try:
                 self._execute(entry)
             except StreamClosed:
                 break
             except Exception as error:
                 self._report_failure(entry, error)
-        self._steps.close()
+        log.info("rank %d stops: the head says so, or is gone", self._rank.index)
         self._close_lane("the rank is stopping")
+        self._steps.close()
         self._leave()
 
     def _next(self) -> Message:
@@ -122,23 +146,40 @@ class Member:
         if self._lane is not None:
             self._lane.close(reason)
 
+    def _close_store(self, reason: str) -> None:
+        """Ends the waits of a process group that forms: nobody answers them any more."""
+        if (store := self._store) is not None:
+            store.close(reason)
+
     def _receive(self) -> None:
         """Sees aborts at once; hands every entry to the executing thread."""
         try:
             while True:
                 message = self._stream.receive()
+                known_frame(Frames.TO_RANK, message["kind"])
                 if message["kind"] in ("stage", "abandon"):
                     self._prepare_change(message)
                     continue
+                if message["kind"] == "log_levels":
+                    self.on_log_levels(message["levels"])
+                    continue
                 if message["kind"] == "ask":
                     self._say_here(message["generation"])
+                    continue
+                if message["kind"] == "stored":
+                    if (store := self._store) is not None:
+                        store.answered(message)
                     continue
                 if message["kind"] == "drain":
                     threading.Thread(target=self._drain, args=(message,), name="drain", daemon=True).start()
                     continue
                 if message["kind"] == "abort":
+                    log.info(
+                        "generation %d is aborted: %s", message["generation"], clipped(message["reason"])
+                    )
                     self._generation = ABORTED
                     self._close_lane(message["reason"])  # after the generation: a commit under way sees it
+                    self._close_store(message["reason"])
                     self._interrupt()
                     if self.mover is not None:
                         self.mover.abandon()
@@ -147,27 +188,32 @@ class Member:
                     self._say_here(self._generation)
                 self._entries.put(message)
         except StreamClosed as closed:
-            self._close_lane(f"the coordinator is gone: {closed}")
+            why = f"the coordinator is gone: {closed}"
         except Exception as error:
             log.exception(
                 "rank %d: the thread that receives entries ends, and with it the rank", self._rank.index
             )
-            self._close_lane(
-                f"an entry of the coordinator could not be taken: {type(error).__name__}: {error}"
-            )
+            why = f"an entry of the coordinator could not be taken: {type(error).__name__}: {error}"
+        self._close_lane(why)
+        self._close_store(why)
         self._entries.put({"kind": "stop"})
 
     def _interrupt(self) -> None:
         """Ends the step under way, whose callers have been told: nothing waits for a dead rank.
 
         gloo sees a dead peer by itself; a NCCL kernel waits for ever, and peer memory until patience ends.
+        The group is ended by a thread of its own: NCCL's abort was seen to wait until the group was
+        destroyed, which the executing thread does once it hears of the abort from this one.
         """
         self._rank.interrupt()
         if (group := self._group) is not None:
-            try:
-                abort_group(group)
-            except (RuntimeError, ValueError) as error:
-                log.info("rank %d: the process group was gone already: %s", self._rank.index, error)
+            threading.Thread(target=self._abort, args=(group,), name="abort", daemon=True).start()
+
+    def _abort(self, group: ProcessGroup) -> None:
+        try:
+            abort_group(group)
+        except (RuntimeError, ValueError) as error:
+            log.info("rank %d: the process group was gone already: %s", self._rank.index, error)
 
     def _execute(self, entry: Message) -> None:
         match entry["kind"]:
@@ -188,7 +234,8 @@ class Member:
     def _report_failure(self, entry: Message, error: Exception) -> None:
         """A rank never skips an entry: if it cannot run one, the generation aborts."""
         first_line = (str(error).splitlines() or [""])[0]
-        reason = f"rank {self._rank.index}: {entry['kind']} failed: {type(error).__name__}: {first_line}"
+        what = f"rank {self._rank.index}: {quoted(entry['kind'])} failed: {type(error).__name__}"
+        reason = clipped(f"{what}: {first_line}")
         if entry.get("generation") != self._generation:
             log.info("%s (its generation was aborted)", reason)
             return
@@ -197,6 +244,8 @@ class Member:
 
     def _prepare(self, entry: Message) -> None:
         """Loads what the epoch gives this member, unless it has it, and votes."""
+        self._rank.progress.join(Phase.PREPARED)
+        self._say_here(entry["generation"])
         self._leave()
         if self.mover is not None:
             self.mover.release()
@@ -228,8 +277,10 @@ class Member:
         if self._epoch is None:
             raise RuntimeError("join came before prepare")
         started = time.perf_counter()
-        self._join(entry["store"], entry["generation"], (entry["position"], entry["size"]))
+        self._rank.progress.join(Phase.GROUP)
+        self._join(entry["group"], entry["generation"], (entry["position"], entry["size"]))
         grouped = time.perf_counter()
+        self._rank.progress.join(Phase.DISPATCHERS)
         self._rank.join(self._group)
         log.info(
             "rank %d: joined generation %d, its process group in %.2f s, dispatchers in %.2f s",
@@ -238,6 +289,7 @@ class Member:
             grouped - started,
             time.perf_counter() - grouped,
         )
+        self._rank.progress.join(Phase.JOINED)
         if self._lane is not None:
             self._lane.open()
         if entry["generation"] != self._generation:  # aborted while it joined
@@ -261,10 +313,11 @@ class Member:
     def _drain(self, message: Message) -> None:
         """Takes no further call, and says when those under way have ended. Steps go on meanwhile."""
         if self._lane is not None:
-            self._lane.drain(message["reason"])
+            self.on_drain(message["reason"])
             until = time.monotonic() + message["seconds"]
-            while self._lane.in_flight and time.monotonic() < until:
+            while (self._lane.in_flight or self.doors_busy()) and time.monotonic() < until:
                 time.sleep(DRAIN_LOOK_SECONDS)
+            self._lane.drain(message["reason"])
         try:
             self._stream.send({"kind": "drained", "generation": message["generation"]})
         except StreamClosed as closed:
@@ -284,6 +337,7 @@ class Member:
         """Commits what every member had voted for: it is served from the next step on."""
         if self._epoch is None or self.mover is None:
             raise RuntimeError("commit came before prepare")
+        self._steps.drain()
         epoch, layer = committed_epoch(entry, self._epoch), int(entry["layer"])
         try:
             self.mover.commit(entry["change"])
@@ -299,7 +353,7 @@ class Member:
 
     def _say_here(self, generation: int) -> None:
         """Tells the head that this process runs, and goes on."""
-        self._stream.send({"kind": "here", "generation": generation})
+        self._stream.send(here_message(generation, self._rank.progress.reached))
 
     def _load(self, epoch: Epoch, generation: int) -> None:
         started, bar = time.perf_counter(), progress_bar(self._rank.index)
@@ -309,32 +363,33 @@ class Member:
                 self._say_here(generation)
                 yield layer
 
+        before = self._rank.experts.bytes_read
         self._rank.load(epoch, told)
+        seconds = max(1e-6, time.perf_counter() - started)
+        megabytes = (self._rank.experts.bytes_read - before) / 1e6
         log.info(
-            "rank %d: read %.1f MB of expert weights for %d layers in %.2f s",
-            self._rank.index,
-            self._rank.experts.bytes_read / 1e6,
-            len(self._rank.served.layers),
-            time.perf_counter() - started,
+            "rank %d: read %.1f MB of expert weights for %d layers in %.2f s, %.1f MB/s",
+            *(self._rank.index, megabytes, len(self._rank.served.layers), seconds, megabytes / seconds),
         )
 
-    def _join(self, store: str, generation: int, place: tuple[int, int]) -> None:
+    def _join(self, name: str, generation: int, place: tuple[int, int]) -> None:
         """Joins the process group of a generation; `place` is this member's position, and of how many."""
-        host, port = store.rsplit(":", 1)
         settings = self._group_settings
-        limit = timedelta(seconds=settings.timeout)
-        shared = TCPStore(host, int(port), is_master=False, timeout=limit, wait_for_workers=False)
-        kind = GroupKind(settings.backend, settings.timeout, self._rank.device)
-        self._group = form_group(shared, f"moeserve-{store}-{generation}", *place, kind)
+        self._store = StreamStore(self._stream.send, generation, settings.timeout)
+        if generation == self._generation:  # else its abort has found no store to close
+            kind = GroupKind(settings.backend, settings.timeout, self._rank.device, settings.own_process)
+            self._group = form_group(self._store, name, *place, kind)
         if generation != self._generation:  # its abort found no group yet
             raise RuntimeError("the generation was aborted while its process group formed")
 
     def _leave(self) -> None:
         """Closes the dispatchers and ends the generation's group; no other group of the process changes."""
+        self._steps.drain()
         self._rank.leave()
         group, self._group = self._group, None
         if group is not None:
             end_group(group)
+        self._store = None  # torch does not keep it; groups that met in it have ended
 
 
 def _loaded(epoch: Epoch) -> tuple[object, ...]:

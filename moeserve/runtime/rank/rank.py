@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from moeserve.experts.routing.choices import Choices, StepAddressing, addressed,
 from moeserve.experts.routing.gate import Gate
 from moeserve.experts.routing.meter import LoadMeter, Reading
 from moeserve.quant.format import Format
+from moeserve.runtime.control.reached import Phase, Progress
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.planning.costing import TABLE_ORDER, CostBook, Costing
 from moeserve.runtime.planning.layers import Place, dispatch_spec
@@ -37,7 +38,9 @@ from moeserve.runtime.planning.plan import DispatchSpan, Plan
 from moeserve.runtime.rank.all2all import RankDispatchers
 from moeserve.runtime.rank.experts import LayerProgress, RankExperts
 from moeserve.runtime.rank.graphs import GraphStep, StepGraphs, absent_lanes, padded_rows
+from moeserve.runtime.rank.measured import TIMED_EVERY, DeviceTimes, ExpertRows, RowsReading
 from moeserve.runtime.rank.memory import held_bytes, release_cached
+from moeserve.runtime.rank.transfers import StepRoom
 from moeserve.runtime.rank.warm import Arrivals, warm
 from moeserve.runtime.rank.warm_steps import numbers_of, warm_choices, warm_grouping, warm_routing, warm_steps
 from moeserve.runtime.served import Served
@@ -53,6 +56,14 @@ class _Launch(NamedTuple):
     lane_rows: tuple[int, ...]  # by lane, padded in a graph
     fullest: int  # rows of the fullest lane, not padded
     number: int
+    timed: bool  # whether the device takes timestamps; alike on all members
+
+
+class _Made(NamedTuple):
+    """What a step that was launched tells, or one that was recorded whenever it is replayed."""
+
+    phases: Phases
+    counts: Tensor  # [slots] rows of this member's experts
 
 
 class Rank:
@@ -69,6 +80,7 @@ class Rank:
         self.device = device
         self._planned = plans
         self.experts = RankExperts(index, served, plans, device)
+        self.progress = Progress()
         self.meter: LoadMeter | None = None
         self._position = {layer: at for at, layer in enumerate(served.layers)}
         self._warm: set[tuple[KernelSpec, Arrivals]] = set()
@@ -79,6 +91,8 @@ class Rank:
         self._epoch: Epoch | None = None  # as it was loaded last
         self._number = 0  # of the last step since the dispatchers were built
         self._choices_warm = False
+        self._recorded: dict[Hashable, _Made] = {}  # by graph
+        self._rows = ExpertRows(len(served.layers))
         self._gates: dict[int, tuple[Gate, Gate]] = {}  # by layer: as it is stored, and on the device
 
     @property
@@ -213,7 +227,7 @@ class Rank:
 
     def leave(self) -> None:
         """Closes the dispatchers, and drops the graphs that use them."""
-        self._graphs = StepGraphs(self.served.graph_rows, self.device)
+        self._graphs, self._recorded = StepGraphs(self.served.graph_rows, self.device), {}
         self._dispatchers.leave()
 
     def exclude(self, seats: Collection[int]) -> None:
@@ -252,15 +266,46 @@ class Rank:
         if isinstance(rows, LaneLogits):
             self._gate_here(layer).check(rows.logits)
         number = self._numbered(number)
+        self.progress.begin(number)
         lane_rows += (0,) * (self.epoch.members.max_lanes - len(lane_rows))
         fullest, member = max(lane_rows), self.member
         if member.owner is None and not (member.lane is not None and lane_rows[member.lane]):
             return self._absent(layer, fullest)
         self.meter.tick(time.monotonic())
-        launch = _Launch(layer, lane_rows, fullest, number)
+        timed = self.device != "cpu" and number >= FIRST_NUMBER and number % TIMED_EVERY == 0
+        launch = _Launch(layer, lane_rows, fullest, number, timed)
         if self._recordable(layer, fullest):
-            return self._replayed(launch, rows)
-        return self._launched(launch, rows.to(self.device))
+            answer, made = self._replayed(launch, rows)
+        else:
+            answer, made = self._launched(launch, rows.to(self.device))
+        self.progress.enter(Phase.DEVICE)
+        if self.device != "cpu":
+            self._rows.take(self._position[layer], made.counts)
+        return answer, made.phases
+
+    def count(self) -> None:
+        """Counts the rows of the last step's experts on the device. Best called when its answer is on its
+        way; the next step does it otherwise.
+        """
+        self._rows.count()
+
+    def rows_computed(self) -> RowsReading | None:
+        """Rows that this member's experts computed since the start, as the device counted them; None before
+        the first step, and on a CPU, where each step tells its own.
+        """
+        return self._rows.reading()
+
+    def room(self, layer: int, lane_rows: tuple[int, ...]) -> StepRoom:
+        """Device memory for this lane's rows of the next step, to be filled and given to `step` at once.
+
+        `lane_rows` as in `step`. It has padded rows more where the step is a graph.
+        """
+        lane, top_k = self.member.lane, self.plans[layer].problem.top_k
+        own, fullest = 0 if lane is None else lane_rows[lane], max(lane_rows)
+        hidden, dtype = self.served.checkpoint.hidden, self.served.dtype
+        if self._recordable(layer, fullest):
+            return self._graphs.room(padded_rows(fullest), (hidden, top_k), dtype)
+        return StepRoom.of(torch.empty((own, hidden), dtype=dtype, device=self.device), top_k)
 
     def _numbered(self, number: int | None) -> int:
         """The number of the next step. Raises ValueError where it does not rise."""
@@ -296,46 +341,64 @@ class Rank:
             self._gates[layer] = stored, here
         return here
 
-    def _replayed(self, launch: _Launch, rows: LaneRows) -> tuple[Tensor, Phases]:
-        """One step from its graph. What it took is told as one phase, and the bytes as they were recorded."""
+    def _replayed(self, launch: _Launch, rows: LaneRows) -> tuple[Tensor, _Made]:
+        """One step from its graph. The host's seconds are told as one phase, and the bytes as recorded."""
         assert self.meter is not None
-        lap, layer = _stopwatch(), launch.layer
-        kind = self.meter.metering.phase(launch.fullest)
+        lap, layer, made = _stopwatch(), launch.layer, list[_Made]()
+        kind = self.meter.metering.phase(launch.fullest), launch.timed
         absent = absent_lanes(self.epoch.members, launch.lane_rows)
         step = GraphStep(layer, kind, launch.lane_rows, absent, self.member.lane is not None)
 
         def launched(inputs: LaneRows, lanes: tuple[int, ...]) -> Tensor:
-            return self._launched(launch._replace(lane_rows=lanes), inputs)[0]
+            answer, one = self._launched(launch._replace(lane_rows=lanes), inputs)
+            made.append(one)
+            return answer
 
         def before_replay() -> None:
             self._dispatchers.expect(layer, step.padded, (launch.number, absent))
 
         answer = self._graphs.run(step, rows, launched, before_replay)
-        sent = self._dispatchers.traffic_of_replayed(layer, step.padded)
-        return answer, Phases(0.0, lap(), 0.0, -1, sent.dispatched, sent.combined, sent.dispatcher)
+        graph = (layer, step.padded, step.kind, type(rows), rows.hidden.dtype)
+        if made:
+            self._recorded[graph] = made[-1]
+        sent, found = self._dispatchers.traffic_of_replayed(layer, step.padded), self._recorded[graph]
+        phases = Phases(0.0, lap(), 0.0, -1, sent.dispatched, sent.combined, sent.dispatcher)
+        return answer, _Made(replace(phases, timed=False, on_device=found.phases.on_device), found.counts)
 
-    def _launched(self, launch: _Launch, rows: LaneRows) -> tuple[Tensor, Phases]:
+    def _launched(self, launch: _Launch, rows: LaneRows) -> tuple[Tensor, _Made]:
         """One step, phase by phase; rows are metered as of a step with the fullest lane of `launch`."""
         assert self._book is not None and self.meter is not None
         layer, lane_rows = launch.layer, launch.lane_rows
         dispatcher, lap = self._dispatchers[layer], _stopwatch()
+        times = DeviceTimes() if launch.timed else None
+        mark = _nothing if times is None else times.mark
+        mark()
         addressing = StepAddressing(self._position[layer], self._book, self.meter, launch.fullest)
         if isinstance(rows, LaneLogits):
             slots, weights = routed(self._gates[layer][1], rows.logits, rows.valid, addressing)
         else:
             slots, weights = addressed(Choices(rows.experts, rows.weights, rows.valid), addressing)
         hidden, weights = self._weigh_input(layer, rows.hidden, slots, weights)
+        self.progress.enter(Phase.DISPATCH)
         arrived = dispatcher.dispatch(hidden, Routing(slots, weights, lane_rows, launch.number))
         dispatched = lap()
+        mark()
         likely = self._taken_rows(lane_rows) * slots.shape[1] / self._book.room
+        self.progress.enter(Phase.EXPERTS)
         outputs = self.experts.compute(layer, replace(arrived.batch, likely=likely))
         computed = lap()
+        mark()
+        self.progress.enter(Phase.COMBINE)
         answer = dispatcher.combine(outputs, arrived.ticket)
         combined = lap()
+        mark()
         expert_rows = int(arrived.batch.counts.sum()) if self.device == "cpu" else -1
         sent = self._dispatchers.traffic_of_launched(layer, max(lane_rows))
         bytes_sent = (sent.dispatched, sent.combined)
-        return answer, Phases(dispatched, computed, combined, expert_rows, *bytes_sent, sent.dispatcher)
+        phases = Phases(dispatched, computed, combined, expert_rows, *bytes_sent, sent.dispatcher)
+        on_device = None if times is None else times.seconds
+        phases = replace(phases, timed=self.device == "cpu", on_device=on_device)
+        return answer, _Made(phases, arrived.batch.counts)
 
     def _taken_rows(self, lane_rows: tuple[int, ...]) -> int:
         """Rows of lanes that a member has; those of reserved ones are only room in a graph."""
@@ -363,6 +426,10 @@ class Rank:
 
     def _dispatch_spec(self, plan: Plan, span: DispatchSpan) -> DispatchSpec:
         return dispatch_spec(self.served, plan, span, self._place)
+
+
+def _nothing() -> None:
+    """Takes no timestamp."""
 
 
 def _stopwatch() -> Callable[[], float]:

@@ -2,23 +2,60 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from moeserve.runtime.control.stream import Message
+from moeserve.runtime.control.stream import Message, StreamClosed
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.errors import WrongVersion
-from moeserve.runtime.rank.answers import on_host
+from moeserve.runtime.rank.answers import InOrder, on_host
 from moeserve.runtime.rank.lane import Lane
+from moeserve.runtime.rank.measured import RowsReading, since
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.reports import Counted, Reports
-from moeserve.runtime.step import Header, Job, LaneInput, Stamp, StepRecord, empty_input
+from moeserve.runtime.rank.transfers import InFlight
+from moeserve.runtime.step import (
+    Header,
+    Job,
+    LaneInput,
+    Phases,
+    Stamp,
+    StepRecord,
+    Upload,
+    empty_input,
+)
+
+log = logging.getLogger(__name__)
 
 REPORT_SECONDS = 1.0  # between reports of load to the coordinator
 
+Parts = Sequence[tuple[int, "Job | None"]]
+"""Rows and job of each caller in a step, in its order; None for a job that is gone."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Launched:
+    """A step that was launched; its answers are on their way to the host."""
+
+    header: Header
+    generation: int
+    stamp: Stamp
+    parts: Parts
+    flight: InFlight
+    phases: Phases
+    started: float  # time.monotonic() seconds
+    lasted: float  # seconds of the launch
+
 
 class MemberSteps:
-    """Runs steps of `rank` on the jobs of `lane`, None where it has none; the executing thread's alone."""
+    """Runs steps of `rank` on the jobs of `lane`, None where it has none.
+
+    The thread of the steps launches them and waits for no answer. Another one finishes them in their order:
+    it waits for the device, looks who was late, and answers the callers. Where nothing is left to wait for,
+    on a CPU, a single caller is answered at once.
+    """
 
     def __init__(
         self,
@@ -29,31 +66,153 @@ class MemberSteps:
     ) -> None:
         self._rank, self._lane, self._send, self._observe = rank, lane, send, observe
         self.steps = self.expert_rows = 0  # since the start
+        self.failed: Callable[[Message, Exception], None] = _nobody_hears  # of a step without an answer
+        self._broken = 0  # the generation in which a step failed: it gives out no further answer
+        self.observe_rows: Callable[[int, int], None] = _nobody_counts  # by layer, as the device has counted
+        self._computed: list[int] = []  # as last read
+        self._untold = False  # whether it was said that the device's timestamps cannot be read
+        self._finishing = InOrder("answers")
         self._reports = Reports(send)
         self._reported = 0  # steps in the last report
         self._reported_at = 0.0
+        if lane is not None:
+            lane.retire = self._retire
 
     def run(self, header: Header, generation: int, epoch: Epoch | None) -> None:
-        """Runs one step and answers its callers. Raises RuntimeError for a header of another epoch."""
+        """Launches one step; its callers are answered later. Raises RuntimeError for a header of another
+        epoch, and TimeoutError where the steps before it do not end.
+        """
         started = time.monotonic()
         version = self._version(header, epoch)
-        jobs = [] if self._lane is None else [wanted_in(job, version) for job in self._lane.take(header.jobs)]
-        served, top_k = self._rank.served, self._rank.plans[header.layer].problem.top_k
-        rows = LaneInput.gather(header, jobs, empty_input(served.checkpoint.hidden, top_k, served.dtype))
-        answer, phases = self._rank.step(header.layer, rows, header.lane_rows, header.number)
-        answer, at = on_host(answer), 0
-        late = self._rank.late(header.layer)
-        for (_, size), job in zip(header.jobs, jobs, strict=True):
-            if job is not None:
-                job.finish(answer[at : at + size], Stamp(header.epoch, version))
-            at += size
-        self.steps += 1
-        self.expert_rows += max(0, phases.expert_rows)
-        self._send({"kind": "done", "generation": generation, "step": header.number})
+        parts = self._taken(header, version)
+        flight, phases = self._launch(header, parts)
+        stamp, lasted = Stamp(header.epoch, version), time.monotonic() - started
+        launched = _Launched(header, generation, stamp, parts, flight, phases, started, lasted)
+        if self._rank.device == "cpu" and len(parts) <= 1 and self._finishing.idle:
+            self._finish(launched)
+        else:
+            self._finishing.put(lambda: self._finish(launched))
         if time.monotonic() - self._reported_at > REPORT_SECONDS:
             self.look_after(generation)
-        wait = max((started - job.created for job in jobs if job is not None), default=0.0)
-        self._observe(StepRecord(header.number, header.layer, len(jobs), at, wait, phases, late))
+
+    def _taken(self, header: Header, version: int) -> Parts:
+        """The header's jobs, without those that are gone or demand other weights."""
+        if self._lane is None:
+            return []
+        parts: list[tuple[int, Job | None]] = []
+        for (_, rows), job in zip(header.jobs, self._lane.take(header.jobs), strict=True):
+            wanted = wanted_in(job, version)
+            if job is not None and wanted is None and job.upload is not None:
+                self._retire(job.upload)
+            parts.append((rows, wanted))
+        return parts
+
+    def _launch(self, header: Header, parts: Parts) -> tuple[InFlight, Phases]:
+        """Gathers the rows, launches the step, and has the answer brought home."""
+        rank, served = self._rank, self._rank.served
+        transfers = None if self._lane is None else self._lane.transfers
+        if transfers is None:
+            top_k = rank.plans[header.layer].problem.top_k
+            empty = empty_input(served.checkpoint.hidden, top_k, served.dtype)
+            rows = LaneInput.gather(header, [job for _, job in parts], empty)
+            answer, phases = rank.step(header.layer, rows, header.lane_rows, header.number)
+            return InFlight.there(on_host(answer), parts), phases
+        room = rank.room(header.layer, header.lane_rows)
+        kept = transfers.gather(room, parts)
+        try:
+            rows = room.first(sum(size for size, _ in parts))
+            answer, phases = rank.step(header.layer, rows, header.lane_rows, header.number)
+        except BaseException:
+            flight = transfers.abandoned(kept)
+            self._finishing.beside(lambda: _end(flight))
+            raise
+        flight = transfers.fetch(answer, parts, kept, busy=not self._finishing.idle)
+        rank.count()
+        return flight, phases
+
+    def _finish(self, launched: _Launched) -> None:
+        """Waits for a step's answer and gives it to the callers, unless it is no good."""
+        header, generation = launched.header, launched.generation
+        try:
+            launched.flight.event.synchronize()
+            ended = time.monotonic()
+            late = self._rank.late(header.layer)
+            if generation == self._broken:
+                raise RuntimeError(f"step {header.number} has no answer, since one before it failed")
+        except Exception as error:
+            self._broken = generation
+            self._fail(generation, error)
+            return
+        finally:
+            launched.flight.release()
+        self._rank.progress.end(header.number)
+        told = False
+        for output, (_, job) in zip(launched.flight.outputs, launched.parts, strict=True):
+            if job is not None and output is not None:
+                job.finish(output, launched.stamp)
+                told = told or self._done(launched)  # the next step's header need not wait for all answers
+        if not told:
+            self._done(launched)
+        self._note(launched, late, ended)
+
+    def _done(self, launched: _Launched) -> bool:
+        """Tells the coordinator that the step has ended here."""
+        try:
+            number = launched.header.number
+            self._send({"kind": "done", "generation": launched.generation, "step": number})
+        except StreamClosed as closed:
+            log.info("nobody is told of steps any more: %s", closed)
+        return True
+
+    def _fail(self, generation: int, error: Exception) -> None:
+        try:
+            self.failed({"kind": "step", "generation": generation}, error)
+        except StreamClosed as closed:
+            log.info("nobody is told of a failed step any more: %s", closed)
+
+    def _note(self, launched: _Launched, late: tuple[int, ...], ended: float) -> None:
+        """Counts a step that was answered, and `ended` at a time of the monotonic clock."""
+        header, phases, parts = launched.header, launched.phases, launched.parts
+        self.steps += 1
+        self.expert_rows += max(0, phases.expert_rows)
+        began, reply = launched.started, time.monotonic() - ended
+        if phases.on_device is not None:  # the host began to launch it while others were computed
+            phases = self._measured(phases)
+            if phases.timed:
+                began = max(began, ended - phases.dispatch - phases.compute - phases.combine)
+        wait = max((began - job.created for _, job in parts if job is not None), default=0.0)
+        rows = sum(size for size, _ in parts)
+        self._observe(
+            StepRecord(
+                header.number, header.layer, len(parts), rows, wait, phases, late, launched.lasted, reply
+            )
+        )
+
+    def _measured(self, phases: Phases) -> Phases:
+        """The phases by the device's clock; not timed where it cannot be read, which is logged once."""
+        try:
+            return phases.measured()
+        except RuntimeError as error:
+            if not self._untold:
+                self._untold = True
+                log.warning("the device's timestamps cannot be read, phases are not shown: %s", error)
+            return replace(phases, timed=False, on_device=None)
+
+    def _retire(self, upload: Upload) -> None:
+        """Lets go of rows that were uploaded for no step, once their copy has ended."""
+
+        def retire() -> None:
+            upload.event.synchronize()
+            upload.release()
+
+        self._finishing.beside(retire)
+
+    def drain(self) -> None:
+        """Waits until every launched step has ended, and its callers have their answers.
+
+        Raises TimeoutError when that takes too long.
+        """
+        self._finishing.drain()
 
     def look_after(self, generation: int | None) -> None:
         """Fails jobs whose time is over, and has what was counted reported, when it changed.
@@ -65,12 +224,27 @@ class MemberSteps:
         if self.steps == self._reported or generation is None:
             return
         self._reported, self._reported_at = self.steps, time.monotonic()
+        if (computed := self._rank.rows_computed()) is not None:
+            self._finishing.beside(lambda: self._take_rows(computed))
         if (meter := self._rank.meter) is not None:
             load = meter.snapshot(time.monotonic())
             self._reports.put(Counted(generation, self.steps, self.expert_rows, load))
 
+    def _take_rows(self, computed: RowsReading) -> None:
+        """Notes the rows that the device has counted."""
+        now = computed.read()
+        grown, self._computed = since(now, self._computed), now
+        for layer, rows in zip(self._rank.served.layers, grown, strict=True):
+            self.expert_rows += rows
+            self.observe_rows(layer, rows)
+
     def close(self) -> None:
-        """Reports nothing any more."""
+        """Finishes what was launched, and reports nothing any more."""
+        try:
+            self._finishing.drain()
+        except TimeoutError as late:
+            log.error("the rank stops: %s", late)
+        self._finishing.close()
         self._reports.close()
 
     def _version(self, header: Header, epoch: Epoch | None) -> int:
@@ -92,3 +266,18 @@ def wanted_in(job: Job | None, version: int) -> Job | None:
         )
     )
     return None
+
+
+def _end(flight: InFlight) -> None:
+    """Waits for the copies of a step that failed, and lets go of what they used."""
+    flight.event.synchronize()
+    flight.release()
+
+
+def _nobody_counts(layer: int, rows: int) -> None:
+    """Does nothing with rows that were counted on the device."""
+
+
+def _nobody_hears(entry: Message, error: Exception) -> None:
+    """Logs a failure that nobody takes."""
+    log.error("a step of generation %s failed", entry["generation"], exc_info=error)

@@ -43,7 +43,7 @@ def warm_routing(
     gate: Gate, dtypes: tuple[torch.dtype, ...], addressing: StepAddressing, device: str
 ) -> None:
     """The choice by router logits, where `gate` (its bias on `device`) takes logits, in each of `dtypes`."""
-    if gate.by_token or (gate.biased and gate.bias is None):
+    if not gate.takes_logits or (gate.biased and gate.bias is None):
         return
     for dtype in dict.fromkeys(dtypes):
         logits = torch.zeros((1, gate.experts), dtype=dtype, device=device)
@@ -96,5 +96,5 @@ def idle_rows(served: Served, gate: Gate, rows: int) -> Iterator[LaneRows]:
     none = torch.full((rows, gate.top_k), EMPTY, dtype=torch.int32)
     valid = torch.zeros(rows, dtype=torch.bool)
     yield LaneInput(hidden, none, torch.zeros(none.shape), valid)
-    if not gate.by_token and not (gate.biased and gate.bias is None):
+    if gate.takes_logits and not (gate.biased and gate.bias is None):
         yield LaneLogits(hidden, torch.zeros((rows, gate.experts)), valid)

@@ -24,6 +24,7 @@ from prometheus_client import (
 )
 
 from moeserve.runtime.config import ConfigError
+from moeserve.runtime.keys.keys import NO_KEYS, Keys
 from moeserve.runtime.planning.memory import PURPOSES
 from moeserve.runtime.step import StepRecord
 from moeserve.runtime.telemetry.http import serve_http
@@ -44,6 +45,7 @@ class Telemetry:
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
+        self._requests: dict[tuple[str, str, str], tuple[Counter, Histogram]] = {}  # by labels
         for entry in (*PROCESS, *entries):
             if not entry.computed:
                 self._build(entry)
@@ -52,8 +54,15 @@ class Telemetry:
 
     def request(self, method: str, transport: str, code: str, seconds: float) -> None:
         """One call ended. `code` is a gRPC status code's name, `transport` a payload transport's."""
-        self._counter("moe_requests_total", method=method, transport=transport, code=code).inc()
-        self._histogram("moe_request_duration_seconds", method=method, transport=transport).observe(seconds)
+        kind = method, transport, code
+        bound = self._requests.get(kind)
+        if bound is None:  # to find children by their labels takes longer than to count
+            bound = self._requests[kind] = (
+                self._counter("moe_requests_total", method=method, transport=transport, code=code),
+                self._histogram("moe_request_duration_seconds", method=method, transport=transport),
+            )
+        bound[0].inc()
+        bound[1].observe(seconds)
 
     def in_flight(self, read: Callable[[], int]) -> None:
         """Calls under way are read when scraped."""
@@ -64,13 +73,13 @@ class Telemetry:
         self._gauge("moe_group_generation").set(generation)
         self._gauge("moe_epoch").set(epoch)
 
-    def serve(self, host: str, port: int) -> int:
+    def serve(self, host: str, port: int, keys: Keys = NO_KEYS) -> int:
         """Starts to answer scrapes and probes at `http://host:port`; 0 picks a free port. Returns the port.
 
-        Raises ConfigError when the address cannot be had.
+        keys: whom to let in, and whether it is https. Raises ConfigError when the address cannot be had.
         """
         try:
-            server, thread = serve_http(host, port, self._registry, lambda: self.why_not())
+            server, thread = serve_http(host, port, self._registry, lambda: self.why_not(), keys)
         except OSError as error:
             raise ConfigError(
                 f"cannot serve metrics on {host}:{port}: {error.strerror or error}; set server.metrics_port "
@@ -131,7 +140,7 @@ class RankTelemetry(Telemetry):
         names = {name for planned in dispatchers.values() for name in planned}
         self._wires = {name: self._bind_wire(name) for name in names}
         phases = [self._histogram("moe_step_phase_duration_seconds", phase=phase) for phase in PHASES]
-        self._wait, self._dispatch, self._compute, self._combine = phases
+        self._wait, self._dispatch, self._compute, self._combine, self._launch, self._reply = phases
 
     def observe_step(self, record: StepRecord) -> None:
         """One step this rank took part in."""
@@ -146,11 +155,19 @@ class RankTelemetry(Telemetry):
         combined.inc(phases.combined_bytes)
         for peer in record.late:
             self._counter("moe_late_peers_total", peer=str(peer)).inc()
+        if not phases.timed:
+            return
         if record.jobs:
             self._wait.observe(record.wait)
         self._dispatch.observe(phases.dispatch)
         self._compute.observe(phases.compute)
         self._combine.observe(phases.combine)
+        self._launch.observe(record.launch)
+        self._reply.observe(record.reply)
+
+    def observe_rows(self, layer: int, rows: int) -> None:
+        """So many more rows of a layer were computed, as the device has counted them."""
+        self._layers[layer].expert_rows.inc(rows)
 
     def regions(self, read: Callable[[], tuple[int, int]]) -> None:
         """Shared-memory regions, (count, bytes), are read when scraped."""

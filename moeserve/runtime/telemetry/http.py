@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
@@ -12,15 +15,22 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from moeserve.proto.texts import clipped
+from moeserve.runtime.keys.grants import NotAuthenticated, Refused
+from moeserve.runtime.keys.guard import Guard
+from moeserve.runtime.keys.keys import NO_KEYS, Keys
+from moeserve.runtime.keys.tls import certificate_names
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
+
+log = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 10.0  # within which a request has to arrive
 
 READY = ("/readyz", "/health")
 ALIVE = "/livez"
 METRICS = "/metrics"
+NAMES = "moeserve.names"  # in a request's environment: those of the certificate that the caller showed
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -28,18 +38,44 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     daemon_threads = True
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says in one line how a connection ended that no request came from, such as one without TLS."""
+        log.info("a connection of %s to the exporter ended: %s", client_address, sys.exc_info()[1])
+
 
 class _Handler(WSGIRequestHandler):
     """Gives up on a request that does not arrive, and logs none."""
 
     timeout = REQUEST_SECONDS
+    keys = NO_KEYS
+
+    def setup(self) -> None:
+        """Begins TLS, in the request's own thread."""
+        context = self.keys.http_context()
+        if context is not None:
+            self.request.settimeout(self.timeout)
+            self.request = context.wrap_socket(self.request, server_side=True)
+        super().setup()
+
+    def finish(self) -> None:
+        """Closes what `setup` began; the server knows only the socket that it accepted."""
+        super().finish()
+        if isinstance(self.request, ssl.SSLSocket):
+            self.request.close()
+
+    def get_environ(self) -> dict[str, Any]:
+        """The request's environment, with the names of the caller's certificate."""
+        found: dict[str, Any] = super().get_environ()
+        if isinstance(self.request, ssl.SSLSocket):
+            found[NAMES] = certificate_names(self.request.getpeercert())
+        return found
 
     def log_message(self, format: str, *args: Any) -> None:
         """Logs nothing: scrapes and probes come every few seconds."""
 
 
 def serve_http(
-    host: str, port: int, registry: CollectorRegistry, why_not: Callable[[], str]
+    host: str, port: int, registry: CollectorRegistry, why_not: Callable[[], str], keys: Keys = NO_KEYS
 ) -> tuple[WSGIServer, threading.Thread]:
     """Answers at `host:port` (0: a free port) in a thread: `/metrics`, `/livez` and `/readyz`.
 
@@ -51,8 +87,14 @@ def serve_http(
     class Server(_Server):
         address_family = family
 
+    class Handler(_Handler):
+        pass
+
+    Handler.keys = keys
     app = _application(make_wsgi_app(registry), why_not)
-    server = make_server(str(address[0]), port, app, Server, _Handler)
+    if keys.guard is not None:
+        app = _guarded(app, keys.guard)
+    server = make_server(str(address[0]), port, app, Server, Handler)
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
     return server, thread
@@ -75,6 +117,23 @@ def _application(metrics: WSGIApplication, why_not: Callable[[], str]) -> WSGIAp
     return answer
 
 
-def _text(start: StartResponse, status: str, text: str) -> list[bytes]:
-    start(status, [("Content-Type", "text/plain; charset=utf-8")])
+def _guarded(app: WSGIApplication, guard: Guard) -> WSGIApplication:
+    """`app`, for whom the table of access lets in."""
+
+    def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        path, shown = environ.get("PATH_INFO", ""), environ.get("HTTP_AUTHORIZATION", "")
+        try:
+            guard.check_path(path, shown, environ.get(NAMES, ()), environ.get("REMOTE_ADDR", ""))
+        except NotAuthenticated as refused:
+            challenge = ("WWW-Authenticate", "Bearer")
+            return _text(start, "401 Unauthorized", clipped(str(refused)), challenge)
+        except Refused as refused:
+            return _text(start, "403 Forbidden", clipped(str(refused)))
+        return app(environ, start)
+
+    return answer
+
+
+def _text(start: StartResponse, status: str, text: str, *headers: tuple[str, str]) -> list[bytes]:
+    start(status, [("Content-Type", "text/plain; charset=utf-8"), *headers])
     return [f"{text}\n".encode(errors="replace")]

@@ -27,8 +27,8 @@ PLACES = ("present", "missing", "reserved")
 STATES = ("forming", "preparing", "joining", "serving", "failed", "stopped")
 """What a coordinator's progress can be."""
 
-PHASES = ("wait", "dispatch", "compute", "combine")
-"""The phases of a step."""
+PHASES = ("wait", "dispatch", "compute", "combine", "launch", "reply")
+"""The phases of a step, and beside them what the host does for it: it launches it, and answers callers."""
 
 DIRECTIONS = ("dispatch", "combine")
 """The directions of bytes on the wire."""
@@ -81,12 +81,12 @@ RANK = (
     _counter("moe_tokens_total", "Rows this rank's lane brought to steps.", "layer"),
     _counter(
         "moe_expert_rows_total",
-        "(token, expert) rows this rank computed; stays 0 where only the device knows.",
+        "(token, expert) rows this rank computed, on a GPU as the device counted them a second ago.",
         "layer",
     ),
     _histogram(
         "moe_step_phase_duration_seconds",
-        "A step's phases, on a GPU those of the launches. wait: from the arrival of the step's earliest job.",
+        "A step's phases, on a GPU by its own clock and of one step in 8. wait: since its earliest job came.",
         "phase",
     ),
     _counter("moe_wire_bytes_total", "Bytes sent to other ranks.", "direction", "all2all_backend"),

@@ -13,7 +13,9 @@ from fake_members import SECONDS, TOKEN, FakeMember, serving, until
 from moeserve.dispatch.members import Member, Members
 from moeserve.experts.placement import Placement
 from moeserve.runtime.control.messages import order_from
+from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.head import coordinator as head
 from moeserve.runtime.head.changes import rebalance
 from moeserve.runtime.head.coordinator import Coordinator
 from moeserve.runtime.head.pending_change import Outcome
@@ -167,3 +169,29 @@ def test_a_lost_lane_ends_the_generation_until_it_is_back(
     assert {seat: one.generation for seat, one in coordinator.seats().items()} == {
         seat: members[seat].generation for seat in MEMBERS.seats
     }
+
+
+def test_steps_do_not_wait_until_a_report_is_unpacked(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = serving(coordinator, MEMBERS)
+    begun, may_go = threading.Event(), threading.Event()
+
+    def unpacked(message: Message, shape: tuple[int, int, int]) -> np.ndarray:
+        begun.set()
+        assert may_go.wait(SECONDS)
+        return np.full(shape, 2.0)
+
+    monkeypatch.setattr(head, "load_from", unpacked)
+    members[0].say("report", steps=3, expert_rows=5, load="")
+    assert begun.wait(SECONDS)
+    members[1].announce(job=7, rows=3)
+    assert members[1].entry("step")["jobs"] == [[7, 3]]
+    may_go.set()
+    until(lambda: coordinator.seats()[0].steps == 3)
+    assert coordinator.load_by_phase().max() == 2.0
+    members[0].generation -= 1
+    members[0].say("report", steps=99, expert_rows=5, load="")  # of an aborted one
+    members[0].generation += 1
+    members[0].announce(job=8, rows=1)  # a stream is read in order
+    assert members[0].entry("step") and coordinator.seats()[0].steps == 3

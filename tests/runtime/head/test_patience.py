@@ -11,6 +11,7 @@ import pytest
 from fake_members import SECONDS, TOKEN, FakeMember, serving, until
 
 from moeserve.dispatch.members import Members
+from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import StreamClosed, connect
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head import generations as generations
@@ -185,15 +186,25 @@ def test_who_does_not_answer_is_found_and_who_answers_has_longer() -> None:
     assert forming.silent(190.0) == {0: "it read no layer for cluster.prepare_seconds = 100"}
 
 
-def test_a_joining_is_bounded_and_blames_nobody() -> None:
+def test_who_does_not_leave_its_step_is_found_before_it_has_read_anything() -> None:
+    forming = Formation((0, 1), Patience(leave=20.0), now=5.0)
+    for seat in (0, 1):
+        forming.heard(seat, 6.0, stepping=True)
+    forming.heard(0, 24.0)  # it was the one that waited, and its collective has ended
+    assert (forming.due(), forming.silent(24.9)) == (25.0, {})
+    why = "it has not left its step for 20 s, step.timeout_seconds and 5 s"
+    assert forming.silent(25.0) == {1: why}
+
+
+def test_joining_begins_when_all_have_prepared_and_is_no_bound_of_preparing() -> None:
     forming = formation()
     for seat in (0, 1):
         forming.has_prepared(seat, 20.0 + seat)
-    assert (forming.due(), forming.silent(1e9), forming.stuck(70.9)) == (71.0, {}, "")
-    forming.has_joined(1)
-    assert forming.stuck(71.0) == "ranks [0] have not joined within cluster.join_seconds = 50"
-    forming.has_joined(0)
-    assert (forming.stuck(1e9), forming.due()) == ("", math.inf)
+    assert (forming.due(), forming.silent(1e9), forming.began) == (math.inf, {}, 21.0)
+    assert not forming.joined
+    for seat in (0, 1):
+        forming.has_joined(seat)
+    assert forming.joined
 
 
 def test_a_silent_member_is_named_told_to_stop_and_seen_dead_before_the_next_generation(
@@ -202,11 +213,11 @@ def test_a_silent_member_is_named_told_to_stop_and_seen_dead_before_the_next_gen
     coordinator.generations.patience = Patience(answer=0.2)
     killed, dead = queue.SimpleQueue[tuple[int, int]](), threading.Event()
     coordinator.generations.on_given_up = lambda rank, pid: killed.put((rank, pid))
-    coordinator.generations.is_gone = lambda pid: dead.is_set()
+    coordinator.generations.is_gone = lambda pid: dead.is_set() and pid == 101
     members = [FakeMember(coordinator, seat) for seat in (0, 1)]
     for one in members:
         one.entry("prepare")
-    members[0].say("here")
+    members[0].answer()
     assert killed.get(timeout=SECONDS) == (1, 101)
     assert members[1].entry("stop") and members[1].entry("closed")
     why = "rank 1 (pid 101): it did not answer within cluster.answer_seconds = 0.2"
@@ -219,19 +230,43 @@ def test_a_silent_member_is_named_told_to_stop_and_seen_dead_before_the_next_gen
     members[0].entry("prepare")
 
 
-def test_a_joining_that_hangs_ends(coordinator: Coordinator) -> None:
+def test_a_killed_process_that_does_not_end_is_reported_and_waited_for(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generations, "GONE_REPORT_SECONDS", 0.1)
+    coordinator.generations.is_gone = lambda pid: pid != 101
+    members = serving(coordinator, MEMBERS)
+    members[1].stream.close()
+    until(lambda: 1 not in coordinator.seats())
+    FakeMember(coordinator, 1, pid=201)
+    why = "no generation forms before processes [101], given up, have ended"
+    until(lambda: coordinator.progress().reason == why)
+    assert coordinator.progress().state == "forming"
+    members[0].entry("abort")
+    coordinator.generations.is_gone = lambda pid: True
+    members[0].entry("prepare")
+
+
+def test_a_joining_that_hangs_ends_and_who_is_behind_is_given_up(coordinator: Coordinator) -> None:
     coordinator.generations.patience = Patience(join=0.2)
+    killed: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    coordinator.generations.on_given_up = lambda rank, pid: killed.put((rank, pid))
     members = [FakeMember(coordinator, seat) for seat in (0, 1)]
     for one in members:
         one.entry("prepare")
         one.say("prepared", bytes_read=0, weight_bytes=0)
-    for one in members:
+    for one, phase in zip(members, (Phase.DISPATCHERS, Phase.JOINED), strict=True):
         one.entry("join")
+        one.reached = Reached(0, phase)
     members[1].say("joined")
-    for one in members:
-        assert one.entry("abort")["reason"] == "ranks [0] have not joined within cluster.join_seconds = 0.2"
-    for one in members:
-        one.entry("prepare")
+    assert members[0].entry("stop") and members[0].entry("closed")
+    assert killed.get(timeout=SECONDS) == (0, 100)
+    assert members[1].entry("abort")["reason"] == (
+        "rank 0 is late: joining generation 1 does not go on within cluster.join_seconds = 0.2, and it is "
+        "behind; it builds the dispatchers"
+    )
+    FakeMember(coordinator, 0, pid=200).entry("prepare")
+    members[1].entry("prepare")
 
 
 def test_a_change_that_a_member_does_not_adopt_ends_the_generation() -> None:
@@ -253,6 +288,7 @@ def test_a_change_that_a_member_does_not_adopt_ends_the_generation() -> None:
             one.say("voted", change=order["change"], staged=staged, refused="")
         commits = [one.entry("commit") for one in members.values()]
         members[0].say("adopted", change=commits[0]["change"])
+        assert members[1].entry("stop") and members[1].entry("closed"), "who holds up the others is given up"
         reason = members[0].entry("abort")["reason"]
         assert reason == "ranks [1] did not adopt epoch 2 within cluster.adopt_seconds = 0.2"
         assert ended.get(timeout=SECONDS).abandoned == "", "what was decided stands"

@@ -20,6 +20,7 @@ from checkpoints import make_checkpoint
 from houses import house_config
 
 from moeserve.proto import heap
+from moeserve.runtime.control.frames import LENGTH, encoded
 from moeserve.runtime.control.stream import HELLO_BYTES, Stream, StreamClosed, connect
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head import reception
@@ -184,13 +185,16 @@ def test_a_stranger_may_not_send_more_than_a_hello(coordinator: Coordinator, fra
 @pytest.mark.parametrize(
     "said",
     [
-        b"[" * 100_000,
-        b"{}",
-        b"[]",
+        b"\x91" * 100_000,
+        b"\x80",
+        b"\x90",
         b'{"kind": "hello"}',
-        b'{"kind": "hello", "token": "\\u00fc", "rank": 1e999}',
+        encoded({"kind": "hello"})[LENGTH.size :],
+        encoded({"kind": "hello", "token": "\u00fc", "rank": float("inf")})[LENGTH.size :],
+        b"\xdf\xff\xff\xff\xff",
+        b"",
     ],
-    ids=["deep", "empty", "list", "no token", "no rank"],
+    ids=["deep", "empty", "list", "JSON", "no token", "no rank", "a large map", "nothing"],
 )
 def test_a_stranger_that_says_nonsense_is_refused_without_a_traceback(
     coordinator: Coordinator, said: bytes, caplog: pytest.LogCaptureFixture
@@ -206,7 +210,7 @@ def test_strangers_are_limited_and_ranks_come_in_again(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reception, "HELLO_SECONDS", 1.0)
-    most = coordinator._reception.most_strangers
+    most = coordinator._reception._acceptor.most
     strangers = [connect(coordinator.address, SECONDS) for _ in range(most)]
     until(lambda: sum(thread.name.startswith("rank (") for thread in threading.enumerate()) == most)
     assert closed_within(connect(coordinator.address, SECONDS), 0.5)
@@ -220,7 +224,7 @@ def test_strangers_are_limited_and_ranks_come_in_again(
 def test_a_connection_that_cannot_be_accepted_is_not_the_last(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listener, refused = coordinator._reception._listener, threading.Event()
+    listener, refused = coordinator._reception._acceptor.listener, threading.Event()
 
     class Exhausted:
         def accept(self) -> tuple[socket.socket, object]:
@@ -232,7 +236,7 @@ def test_a_connection_that_cannot_be_accepted_is_not_the_last(
         def __getattr__(self, name: str) -> Any:
             return getattr(listener, name)
 
-    monkeypatch.setattr(coordinator._reception, "_listener", Exhausted())
+    monkeypatch.setattr(coordinator._reception._acceptor, "listener", Exhausted())
     for rank in range(2):  # the first comes to who accepts already
         stream = introduced(coordinator, rank)
         until(lambda rank=rank: rank in coordinator.seats())

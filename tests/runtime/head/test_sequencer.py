@@ -109,6 +109,16 @@ def test_company_is_waited_for_while_it_comes_but_not_for_ever() -> None:
     assert sequencer.ready_at(10.0) == 10.5  # the last step had company
 
 
+def test_who_were_in_the_last_step_are_not_waited_for_once_all_are_back() -> None:
+    sequencer = made(job(1), job(2), job(3))
+    assert sequencer.next_step(1, 3.0) is not None
+    for at, number in enumerate((4, 5)):
+        sequencer.announce(job(number), 10.0 + at / 10)
+    assert sequencer.ready_at(10.1) == pytest.approx(10.6), "a third may come yet"
+    sequencer.announce(job(6), 10.2)
+    assert sequencer.ready_at(10.2) == 10.2
+
+
 @pytest.mark.parametrize("rows", [9, 0])
 def test_a_job_over_the_lanes_rows_or_without_any_is_refused(rows: int) -> None:
     with pytest.raises(ValueError, match=f"job 1 of lane 0 has {rows} rows; a lane takes 1 to 8"):

@@ -17,10 +17,13 @@ def test_lanes_and_control_streams_are_on_loopback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     make_checkpoint("qwen3_moe", tmp_path)
-    cluster = local_cluster.LocalCluster(house_config(tmp_path, server__host=host, server__metrics_port=-1))
+    config = house_config(tmp_path, server__host=host, server__metrics_port=-1, keys__allow_plaintext=True)
+    cluster = local_cluster.LocalCluster(config)
     started: list[RankSpec] = []
 
     class Process:
+        pid = 1
+
         def __init__(self, args: tuple[RankSpec], **named: object) -> None:
             started.extend(args)
 

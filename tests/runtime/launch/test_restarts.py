@@ -1,8 +1,8 @@
-"""When the local launcher starts a rank again that has ended, on a clock of the test's."""
+"""When launchers start a rank again that has ended, on a clock of the test's."""
 
 from __future__ import annotations
 
-from moeserve.runtime.launch.local_cluster import Restarts
+from moeserve.runtime.launch.restarts import Restarts
 
 
 def test_a_rank_that_cannot_start_is_started_ever_more_rarely() -> None:

@@ -1,12 +1,19 @@
 """Small steps as graphs: padded alike on all ranks, recorded at the second step, replayed from then on."""
 
+import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from moeserve.dispatch.members import Member, Members
-from moeserve.runtime.rank.graphs import GraphStep, StepGraphs, absent_lanes, padded_rows
+from moeserve.runtime.rank import graphs
+from moeserve.runtime.rank.graphs import OWN_ANSWER_ROWS, GraphStep, StepGraphs, absent_lanes, padded_rows
 from moeserve.runtime.step import LaneInput
 
 H, K = 4, 2
@@ -160,3 +167,61 @@ def test_absent_lanes_are_those_of_nobody_who_launches() -> None:
     assert absent_lanes(members, (5, 0, 0, 0)) == (1, 2, 3)
     assert absent_lanes(members, (0, 3, 0, 0)) == (2, 3)  # lane 0 is an owner's, who launches anyway
     assert absent_lanes(Members.of_ranks(2), (0, 3)) == ()
+
+
+def test_large_answers_of_all_layers_share_their_memory_and_outlive_it() -> None:
+    graphs, layer = StepGraphs(256, "cpu", Recorder()), Layer()
+    rows, found = OWN_ANSWER_ROWS + 1, {}
+    for value in (1.0, 2.0, 3.0):
+        for which in (0, 1, 2):
+            found[which, value] = graphs.run(
+                GraphStep(which, "", (rows,)), lane(rows, value * (which + 1)), layer
+            )
+    for (which, value), answer in found.items():
+        assert torch.equal(answer, torch.full((rows, H), 2 * value * (which + 1)))
+    assert len({answer.data_ptr() for answer in graphs._answers.values()}) == 1
+
+
+def test_room_that_was_filled_is_not_copied_again() -> None:
+    graphs, layer = StepGraphs(64, "cpu", Recorder()), Layer()
+    for value in (1.0, 2.0, 3.0):
+        graphs.run(GraphStep(0, "", (4,)), lane(4), layer)  # as warm steps do, in a form of the same columns
+        room = graphs.room(4, (H, K), torch.float32)
+        room.rows.hidden.fill_(value)
+        room.rows.valid.copy_(torch.tensor([True, True, True, False]))
+        answer = graphs.run(GraphStep(0, "", (3,)), room.rows.rows(slice(3)), layer)
+        assert torch.equal(answer, torch.full((3, H), 2 * value))
+        assert room.rows.valid.tolist() == [True, True, True, False]
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The pools that graphs are recorded to, on a device that can record only what raises nothing."""
+    used: list[int] = []
+
+    @contextmanager
+    def graph(made: Any, pool: int, capture_error_mode: str) -> Iterator[None]:
+        assert not gc.isenabled(), "the collector may destroy a graph in the middle of this one"
+        used.append(pool)
+        yield
+
+    handles = iter(range(100))
+    monkeypatch.setattr(graphs.torch.cuda, "graph", graph)
+    monkeypatch.setattr(graphs.torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(graphs.torch.cuda, "graph_pool_handle", lambda: next(handles))
+    return used
+
+
+def test_a_graph_that_cannot_be_recorded_does_not_keep_later_ones_from_it(pools: list[int]) -> None:
+    record = graphs._CudaCapture()
+
+    def broken() -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    record(lambda: None)
+    record(lambda: None)
+    with pytest.raises(RuntimeError, match="previous error"):
+        record(broken)
+    record(lambda: None)
+    assert pools == [0, 0, 0, 1]  # torch leaves the third's as one that is recorded to
+    assert gc.isenabled()

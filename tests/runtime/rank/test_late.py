@@ -115,7 +115,7 @@ def test_steps_fail_by_the_names_of_the_late_until_the_dispatchers_are_built_ane
 
 @pytest.mark.usefixtures("impatient")
 def test_dropped_rows_are_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rank = stepped(rank_of(path, on_late="drop", timeout_seconds=7.0))
+    rank = stepped(rank_of(path, on_late="drop", timeout_seconds=7.0, late_seconds=0.0))
     assert rank.late(0) == (2, 5)
     assert "layer 0: goes on without rows of ranks [2, 5], none within 7 s" in caplog.text
     assert rank.late(0) == ()
@@ -184,7 +184,9 @@ def served_once(path: Path, **step: Any) -> tuple[list[dict[str, Any]], Any, lis
 def test_a_step_fails_by_the_names_of_the_late_and_callers_may_come_again(path: Path) -> None:
     sent, call, records = served_once(path)
     (failed,) = [message for message in sent if message["kind"] == "failed"]
-    assert "rank 0: step failed: PeersLate: layer 0: no rows of ranks [2, 5] within 30 s" in failed["reason"]
+    assert (
+        "rank 0: 'step' failed: PeersLate: layer 0: no rows of ranks [2, 5] within 10 s" in failed["reason"]
+    )
     assert not [message for message in sent if message["kind"] == "done"] and records == []
     with pytest.raises(GroupUnavailable, match=r"no rows of ranks \[2, 5\]"):
         call.result()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import pytest
+
+from moeserve.runtime.rank import member as member_module
 from moeserve.runtime.rank.lane import Lane
 from moeserve.runtime.rank.member import Member, ProcessGroupSettings
 
@@ -26,3 +29,54 @@ def test_an_entry_that_cannot_be_taken_ends_the_rank() -> None:
     running.join(SECONDS)
     assert not running.is_alive()
     assert lane.closed is not None
+
+
+def test_an_abort_ends_the_forming_of_a_group_at_once() -> None:
+    progress = SimpleNamespace(join=lambda phase: None)
+    rank: Any = SimpleNamespace(index=0, device="cpu", progress=progress)
+    rank.interrupt = rank.leave = lambda: None
+    came: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    wire: Any = SimpleNamespace(receive=came.get, send=said.put)
+    member = Member(rank, None, wire, ProcessGroupSettings("gloo", 60.0), lambda record: None)
+    member._epoch = cast(Any, "an epoch that was prepared")
+    member._generation = 4
+    left = threading.Event()
+    member.on_serving = lambda generation, epoch: left.set()
+    running = threading.Thread(target=member.run, daemon=True)
+    running.start()
+    came.put({"kind": "join", "generation": 4, "group": "g", "position": 0, "size": 2})
+    for what in ("set", "wait"):  # for its peer, which never comes
+        asked = said.get(timeout=SECONDS)
+        assert (asked["kind"], asked["generation"], asked["what"]) == ("store", 4, what)
+        if what == "set":
+            came.put({"kind": "stored", "generation": 4, "call": asked["call"], "value": None})
+    came.put({"kind": "abort", "generation": 4, "reason": "rank 1 is lost"})
+    assert left.wait(SECONDS)
+    came.put({"kind": "stop"})
+    running.join(SECONDS)
+    assert not running.is_alive() and said.empty()
+
+
+def test_a_group_that_takes_long_to_abort_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's abort was seen to wait until its group is destroyed, which the abort's entry has done."""
+    destroyed, reached = threading.Event(), SimpleNamespace()
+    monkeypatch.setattr(member_module, "abort_group", lambda group: destroyed.wait(60.0))
+    monkeypatch.setattr(member_module, "end_group", lambda group: destroyed.set())
+    monkeypatch.setattr(member_module, "here_message", lambda generation, found: {"kind": "here"})
+    rank: Any = SimpleNamespace(index=0, progress=SimpleNamespace(reached=reached))
+    rank.interrupt = rank.leave = lambda: None
+    came: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    wire: Any = SimpleNamespace(receive=came.get, send=said.put)
+    member = Member(rank, None, wire, ProcessGroupSettings("nccl", 60.0), lambda record: None)
+    member._generation, member._group = 4, cast(Any, "a group")
+    running = threading.Thread(target=member.run, daemon=True)
+    running.start()
+    came.put({"kind": "abort", "generation": 4, "reason": "rank 1 is lost"})
+    came.put({"kind": "ask", "generation": 5})
+    assert said.get(timeout=SECONDS) == {"kind": "here"}
+    assert destroyed.wait(SECONDS)
+    came.put({"kind": "stop"})
+    running.join(SECONDS)
+    assert not running.is_alive()

@@ -22,8 +22,10 @@ from moeserve.experts.kernels import KERNELS
 from moeserve.experts.placement import EMPTY
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
+from moeserve.runtime.config import KeysConfig
 from moeserve.runtime.control.orders import ExpertCopy, StageOrder, Vote
 from moeserve.runtime.control.stream import StreamClosed, StreamSilent, connect
+from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopyInto, CopySources, Fetch, Mover
 from moeserve.runtime.rank.weights.peers import Peers, WeightsServer
@@ -107,7 +109,7 @@ class Mine:
     within: float = 20.0
 
     def __post_init__(self) -> None:
-        self.peers = Peers(TOKEN, "cpu", self.within)
+        self.peers = Peers(Keys(KeysConfig(), TOKEN), "cpu", self.within)
         sources = CopySources("here", "cpu", self.bank, 2, self.peers, self.use, self.from_disk)
         copier = Copier(self.rate, "cpu")
         self.mover = Mover(sources, copier, self.votes.put, lambda order, text: self.wrong.append(text))
@@ -131,7 +133,7 @@ class Mine:
 @pytest.fixture
 def mine() -> Iterator[Mine]:
     peer = bank_of(2)
-    server = WeightsServer("127.0.0.1", TOKEN, "cpu", peer)
+    server = WeightsServer("127.0.0.1", Keys(KeysConfig(), TOKEN), "cpu", peer)
     made = Mine(bank_of(1), peer, server)
     yield made
     made.mover.close()
@@ -227,7 +229,7 @@ class Mute:
 @pytest.mark.parametrize("first", [0, 5000])
 def test_a_peer_that_is_stopped_is_left_for_the_disk_and_blocks_nobody(first: int) -> None:
     peer = bank_of(2)
-    server = WeightsServer("127.0.0.1", TOKEN, "cpu", peer)
+    server = WeightsServer("127.0.0.1", Keys(KeysConfig(), TOKEN), "cpu", peer)
     mine = Mine(bank_of(1), peer, server, within=0.3)
     stopped = Mute(server.address if first else "", first)
     vote = mine.vote((ExpertCopy(1, 2, (1, 2)),), stopped.address)
@@ -266,7 +268,7 @@ def test_a_copier_that_takes_nothing_holds_no_thread_of_the_server(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     peer = bank_of(2)
-    server = WeightsServer("127.0.0.1", TOKEN, "cpu", peer, unread=0.3)
+    server = WeightsServer("127.0.0.1", Keys(KeysConfig(), TOKEN), "cpu", peer, unread=0.3)
     deaf = connect(server.address, 5.0)
     deaf.send({"kind": "weights", "token": TOKEN})
     until = time.monotonic() + 20.0
@@ -288,7 +290,9 @@ def test_what_nobody_can_give_is_refused_with_every_reason(
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(mine, "from_disk", gone)
-    sources = CopySources("here", "cpu", mine.bank, 2, Peers(TOKEN, "cpu"), mine.use, gone)
+    sources = CopySources(
+        "here", "cpu", mine.bank, 2, Peers(Keys(KeysConfig(), TOKEN), "cpu"), mine.use, gone
+    )
     votes: queue.Queue[Vote] = queue.Queue()
     mover = Mover(sources, Copier(0, "cpu"), votes.put, lambda order, text: None)
     mover.stage(
@@ -305,7 +309,7 @@ def test_what_nobody_can_give_is_refused_with_every_reason(
 
 
 def test_a_peer_without_the_token_gets_nothing(mine: Mine) -> None:
-    stranger = Peers("guess", "cpu")
+    stranger = Peers(Keys(KeysConfig(), "guess"), "cpu")
     room = {name: torch.empty_like(tensor) for name, tensor in mine.bank.slot(LAYER, 0).items()}
     with pytest.raises(ConnectionError):
         stranger.fetch(mine.server.address, LAYER, [0], [room], Copier(0, "cpu"))
@@ -313,7 +317,7 @@ def test_a_peer_without_the_token_gets_nothing(mine: Mine) -> None:
 
 def test_abandoning_ends_a_slow_copy_and_frees_its_room() -> None:
     peer = bank_of(2)
-    server = WeightsServer("127.0.0.1", TOKEN, "cpu", peer)
+    server = WeightsServer("127.0.0.1", Keys(KeysConfig(), TOKEN), "cpu", peer)
     slow = Mine(bank_of(1), peer, server, rate=2000.0)  # a minute for one expert
     slow.mover.stage(
         StageOrder(1, 2, 2, LAYER, 1, ("",), (ExpertCopy(0, 1, (1, 1)),), {1: (server.address, "here")}, 0)

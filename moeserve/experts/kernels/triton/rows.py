@@ -76,6 +76,8 @@ def _act(
         y = _gelu(gate)
     elif ACT == "gelu_tanh_no_mul":
         y = _gelu_tanh(gate)
+    elif ACT == "relu_no_mul":
+        y = tl.maximum(gate, 0)
     else:
         tl.static_assert(ACT == "relu2_no_mul", "an activation without device code")
         y = tl.maximum(gate, 0) * tl.maximum(gate, 0)

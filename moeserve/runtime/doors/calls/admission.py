@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moeserve.runtime.doors.calls.callers import Caller, Callers
 from moeserve.runtime.errors import LaneFull, pushback
-
-RECENT_SECONDS = 2.0  # for so long a caller that was refused counts among those who want to be served
 
 
 @dataclass(frozen=True)
@@ -23,27 +22,19 @@ class DoorLimits:
     unread_seconds: float = 30.0  # within which the caller of a stream has to take a reply
 
 
-@dataclass
-class _Caller:
-    """What a door knows of one connection."""
-
-    calls: int = 0
-    refusals: int = 0  # since its last call was let in
-    refused: float = 0.0  # when
-
-
 class Admission:
     """Lets calls in. Safe from any thread.
 
-    Once half of the room is taken, no connection may hold more than its share of it, which is the room
-    divided by the connections that hold or want some: one that asks without a pause takes no other's. Whoever
-    is refused is told when to come back: later after each refusal in a row, and never at the same time as
-    others.
+    Once half of the room is taken, no connection may hold more than its share of it. Hosts that have calls
+    here, or were refused lately, have even shares of the room, and so have the connections of one host: one
+    that asks without a pause, or over many connections, takes no other host's. Whoever is refused is told
+    when to come back: later after each refusal in a row, and never at the same time as others.
     """
 
-    def __init__(self, limits: DoorLimits) -> None:
+    def __init__(self, limits: DoorLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits
-        self._callers: dict[str, _Caller] = {}
+        self._clock = clock
+        self._callers = Callers()
         self._calls = 0
         self._streams = 0
         self._nbytes = 0
@@ -59,25 +50,23 @@ class Admission:
 
         Raises LaneFull with the time to come back after.
         """
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
-            caller = self._callers.setdefault(peer, _Caller())
+            caller = self._callers.of(peer)
             why = self._why_not(caller, nbytes, now)
             if why:
-                caller.refusals += 1
-                caller.refused = now
-                raise LaneFull(why, pushback(caller.refusals))
-            caller.calls += 1
-            caller.refusals = 0
+                raise LaneFull(why, self._callers.refuse(caller, now))
+            self._callers.enter(caller, 1)
             self._calls += 1
             self._nbytes += nbytes
 
         def leave() -> None:
             with self._lock:
-                caller.calls -= 1
+                now = self._clock()
+                self._callers.leave(caller, 1, now)
                 self._calls -= 1
                 self._nbytes -= nbytes
-                self._forget_idle()
+                self._callers.forget(2 * self.limits.calls, now)
 
         return leave
 
@@ -111,7 +100,7 @@ class Admission:
     def _fits(self, nbytes: int) -> bool:
         return not self._nbytes or self._nbytes + nbytes <= self.limits.nbytes
 
-    def _why_not(self, caller: _Caller, nbytes: int, now: float) -> str:
+    def _why_not(self, caller: Caller, nbytes: int, now: float) -> str:
         """Why no call of `nbytes` from `caller` is let in now; empty where one is."""
         limits = self.limits
         if self._calls >= limits.calls:
@@ -122,25 +111,11 @@ class Admission:
                 f"server.max_held_bytes is {limits.nbytes}"
             )
         if 2 * self._calls >= limits.calls:
-            wanting = sum(
-                1
-                for other in self._callers.values()
-                if other is caller or other.calls or now - other.refused < RECENT_SECONDS
-            )
-            share = max(1, limits.calls // wanting)
-            if caller.calls >= share:
+            wanting = self._callers.wanting(caller, now)
+            share = max(1.0, self._callers.share(caller, wanting, limits.calls))
+            if caller.calls + 1 > share:
                 return (
                     f"this connection has {caller.calls} calls under way, and its share of "
-                    f"{limits.calls} among {wanting} connections is {share}"
+                    f"{limits.calls} among {len(wanting)} connections is {share:.0f}"
                 )
         return ""
-
-    def _forget_idle(self) -> None:
-        """Forgets connections without a call, once there are more of them than calls may be."""
-        if len(self._callers) > 2 * self.limits.calls:
-            now = time.monotonic()
-            self._callers = {
-                peer: caller
-                for peer, caller in self._callers.items()
-                if caller.calls or now - caller.refused < RECENT_SECONDS
-            }

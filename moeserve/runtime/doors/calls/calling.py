@@ -6,18 +6,25 @@ questions their threads.
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import grpc
 
 from moeserve.proto.client.deadline_watch import DeadlineWatch
+from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.calls.admission import Admission
 from moeserve.runtime.doors.calls.stream_calls import Parse, StreamCalls, Unparsed
+from moeserve.runtime.doors.calls.threads import Threads
 from moeserve.runtime.doors.failures import guarded, status_of
 from moeserve.runtime.doors.operations import BadRequest
+from moeserve.runtime.errors import GroupUnavailable
+
+log = logging.getLogger(__name__)
 
 Serialize = Callable[[Any], bytes]
 
@@ -40,7 +47,10 @@ class Calling:
             "questions": QUESTIONS,
             "health": QUESTIONS,
         }
-        self._pools = {sort: ThreadPoolExecutor(count, sort) for sort, count in threads.items()}
+        self._under_way = 0  # calls whose RPC has begun and is not over, even before their message comes
+        self._stopping = ""  # why no further call may begin
+        self._lock = threading.Lock()
+        self._pools = {sort: Threads(count, sort) for sort, count in threads.items()}
 
     def in_thread(self, behavior: Callable[..., Any], sort: str) -> Callable[..., Any]:
         """`behavior`, a handler's, run by the threads of its sort."""
@@ -61,13 +71,17 @@ class Calling:
         """
 
         def answer(messages: Iterator[Unparsed], context: grpc.ServicerContext) -> Any:
+            if sort != "calls":
+                message = self._first(messages, context)
+                return answering(guarded(context, lambda: message.parsed(parse, forward=False)), context)
+            call = guarded(context, lambda: self._begin(context))
             message = self._first(messages, context)
-            leave = self._entered(message, context) if sort == "calls" else _nothing
-            try:
-                request = guarded(context, lambda: message.parsed(parse, forward=sort == "calls"))
-                return answering(request, context)
-            finally:
-                leave()
+            call.at_end(self._entered(message, context))
+            request = guarded(context, lambda: message.parsed(parse, forward=True))
+            reply = answering(request, context)
+            watched = self._late.add(time.monotonic() + self._admission.limits.unread_seconds, context.cancel)
+            call.at_end(lambda: self._late.remove(watched))
+            return reply
 
         return grpc.stream_unary_rpc_method_handler(self.in_thread(answer, sort), Unparsed, serialize)
 
@@ -93,7 +107,7 @@ class Calling:
                 return
             for reply in answering(calls.requests(messages), context):
                 within = time.monotonic() + self._admission.limits.unread_seconds
-                watched = self._late.add(within, context.cancel)
+                watched = self._late.add(within, partial(_leave_alone, context, "takes no reply"))
                 yield reply
                 self._late.remove(watched)
                 calls.taken(reply)
@@ -102,15 +116,45 @@ class Calling:
 
         return grpc.stream_stream_rpc_method_handler(self.in_thread(answer, "streams"), Unparsed, serialize)
 
+    def drain(self, reason: str) -> None:
+        """Refuses calls that begin from now on, as UNAVAILABLE with the reason; those begun go on."""
+        with self._lock:
+            self._stopping = reason
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way, or has an answer that its caller has yet to take."""
+        return self._under_way > 0 or self._admission.held[2] > 0
+
     def close(self) -> None:
         """Ends the threads once they are idle."""
         self._late.close()
         for pool in self._pools.values():
             pool.shutdown(wait=False)
 
+    def _begin(self, context: grpc.ServicerContext) -> _Call:
+        """Counts a call until its RPC is over: until its caller has taken the answer, or left.
+
+        Raises GroupUnavailable where none may begin.
+        """
+        with self._lock:
+            if self._stopping:
+                raise GroupUnavailable(self._stopping)
+            self._under_way += 1
+        call = _Call()
+        call.at_end(self._end)
+        if not context.add_callback(call.end):  # the RPC is over already
+            call.end()
+        return call
+
+    def _end(self) -> None:
+        with self._lock:
+            self._under_way -= 1
+
     def _first(self, messages: Iterator[Unparsed], context: grpc.ServicerContext) -> Unparsed:
         """The message of a unary call, which is cancelled where it does not come in time."""
-        watched = self._late.add(time.monotonic() + self._admission.limits.request_seconds, context.cancel)
+        within = time.monotonic() + self._admission.limits.request_seconds
+        watched = self._late.add(within, partial(_leave_alone, context, "sends no message"))
         try:
             return next(messages)
         except StopIteration:
@@ -123,5 +167,30 @@ class Calling:
         return guarded(context, lambda: self._admission.enter(context.peer(), message.nbytes))
 
 
-def _nothing() -> None:
-    """Does nothing: the call was not counted."""
+def _leave_alone(context: grpc.ServicerContext, why: str) -> None:
+    """Ends the call of a caller that did not do its part in time."""
+    log.info("a caller is left, %s: it %s", quoted(context.peer()), why, extra={"sort": why})
+    context.cancel()
+
+
+class _Call:
+    """What is to be done when a unary call's RPC is over."""
+
+    def __init__(self) -> None:
+        self._acts: list[Callable[[], object]] | None = []
+        self._lock = threading.Lock()
+
+    def at_end(self, act: Callable[[], object]) -> None:
+        """Has `act` called when the RPC is over, or now where it is."""
+        with self._lock:
+            if self._acts is not None:
+                self._acts.append(act)
+                return
+        act()
+
+    def end(self) -> None:
+        """The RPC is over."""
+        with self._lock:
+            acts, self._acts = self._acts or [], None
+        for act in acts:
+            act()

@@ -1,16 +1,15 @@
 """Hands out the file descriptors of regions, and notices when those who took one are gone.
 
-A client connects to the abstract Unix socket, sends a region's whole name, and gets its descriptor. The
-connection stays open as the client's lease on the region; the kernel closes it when the client dies.
+A client connects to the Unix socket, which is in a folder of this user alone, sends a region's whole name,
+and gets its descriptor. The connection stays open as the client's lease on the region; the kernel closes it
+when the client dies.
 """
 
 import logging
 import os
 import queue
-import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -22,9 +21,9 @@ from moeserve.proto.transports.shared_memory import (
     GRANTED_WITH_CALLS,
     NAME_BYTES,
     REFUSED,
-    socket_address,
 )
 from moeserve.runtime.doors.payloads.wake import Wake
+from moeserve.runtime.keys.sockets import listen_privately, peer_of, remove
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +32,9 @@ TICK_SECONDS = 1.0
 CLOSE_SECONDS = 5.0  # within which the thread has to end
 MOST_CONNECTIONS = 1024
 
-TakeCall = Callable[[bytes, Callable[[bytes], None]], Callable[[], None]]
-"""Starts a call that came over a lease: takes its bytes, and where the answer's bytes go. Returns what gives
-the call up.
+TakeCall = Callable[[bytes, Callable[[bytes], None], str], Callable[[], None]]
+"""Starts a call that came over a lease: takes its bytes, where the answer's bytes go, and the client's
+process (`unix:` and its id). Returns what gives the call up.
 """
 
 
@@ -65,6 +64,7 @@ class _Lease:
 
     def __init__(self, client: socket.socket, region: str) -> None:
         self.region = region
+        self.peer = f"unix:{peer_of(client)[0]}"
         self.leave: Callable[[], None] = _nothing  # gives up the call under way
         self._client: socket.socket | None = client
         self._lock = threading.Lock()
@@ -92,16 +92,13 @@ class Handover:
     """
 
     def __init__(self, owner: RegionOwner) -> None:
-        self.address = f"@moeserve-{os.getpid()}-{secrets.token_hex(8)}"
         self._owner = owner
         self._leases: dict[socket.socket, _Lease] = {}
         self._silent: dict[socket.socket, float] = {}
         self._ended: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._closing = False
         self._wake = Wake()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(socket_address(self.address))
-        self._listener.listen(64)
+        self._listener, self.address = listen_privately("regions", socket.SOCK_SEQPACKET)
         self._listener.settimeout(0)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
@@ -152,6 +149,7 @@ class Handover:
                 swept = now
                 self._owner.sweep()
                 for silent in [who for who, since in self._silent.items() if now - since > SILENT_SECONDS]:
+                    logger.info("a client named no region within %g s and is left", SILENT_SECONDS)
                     self._drop(silent)
                 self._listen()
 
@@ -183,8 +181,8 @@ class Handover:
             self._listen_later()  # it stays readable: without a descriptor to accept it, this would spin
             return
         client.settimeout(0)
-        pid, user, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if user not in (os.geteuid(), 0):
+        pid, user = peer_of(client)
+        if user != os.geteuid():
             logger.warning(
                 "process %d of user %d was refused a region: regions go to their own user", pid, user
             )
@@ -214,7 +212,7 @@ class Handover:
             said = b""
         take_call = self._owner.take_call
         if lease is not None and said and take_call is not None:
-            lease.leave = take_call(said, lease.answer)
+            lease.leave = take_call(said, lease.answer, lease.peer)
             return
         if not said or lease is not None:
             self._drop(client)
@@ -241,6 +239,7 @@ class Handover:
             os.close(descriptor)
 
     def _refuse(self, client: socket.socket, why: str) -> None:
+        logger.info("a client was refused a region: %s", why)
         try:
             client.send(REFUSED + why.encode())
         except OSError as failed:
@@ -267,6 +266,7 @@ class Handover:
             self._drop(client)
         self._selector.close()
         self._listener.close()
+        remove(self.address)
         self._wake.close()
 
 

@@ -20,7 +20,7 @@ class Inline:
 
     def room(self, output: moe_pb2.Region, spec: Spec) -> Room:
         """The reply itself is the room."""
-        return Room(_put, nothing_to_close)
+        return Room(_put, nothing_to_close, inline=True)
 
 
 def _put(answer: Tensor, message: moe_pb2.Tensor) -> None:

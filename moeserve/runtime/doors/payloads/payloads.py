@@ -8,10 +8,20 @@ from types import TracebackType
 from torch import Tensor
 
 from moeserve.proto import moe_pb2
-from moeserve.proto.tensors import FLOATS, INTEGERS, Spec, TensorError, spec_of
+from moeserve.proto.tensors import (
+    FLOATS,
+    INTEGERS,
+    Spec,
+    TensorError,
+    as_torch,
+    describe_into,
+    plain,
+    spec_of,
+)
+from moeserve.proto.transports.carried import CARRIED_BYTES, Carried, beside
 from moeserve.runtime.doors.payloads import inline, shared_memory
 from moeserve.runtime.doors.payloads.regions import Regions
-from moeserve.runtime.doors.payloads.transport import Room, Transport
+from moeserve.runtime.doors.payloads.transport import Lent, Room, Transport, nothing_to_close
 
 TRANSPORTS = (inline.ENTRY, shared_memory.ENTRY)
 
@@ -24,8 +34,9 @@ class OpenRequest:
     change after they are checked.
     """
 
-    def __init__(self, hidden: Tensor, spec: Spec, room: Room) -> None:
-        self.hidden = hidden
+    def __init__(self, hidden: Lent, spec: Spec, room: Room) -> None:
+        self.hidden = hidden.tensor
+        self.registered = hidden.registered  # the hidden states lie where the device's engines may read them
         self.experts: Tensor | None = None
         self.weights: Tensor | None = None
         self.logits: Tensor | None = None
@@ -33,15 +44,37 @@ class OpenRequest:
         self._spec = spec
         self._room = room
 
+    @property
+    def home(self) -> Tensor | None:
+        """The place of the answer `[T, H]`, of the request's dtype, where the device's engines may write it
+        there: it is registered, and no part of the hidden states, which would be written over.
+        """
+        there = self._room.registered
+        return None if there is None or _overlap(there, self.hidden) else there
+
     def reply(self, hidden: Tensor, epoch: int, weights_version: int) -> moe_pb2.ForwardReply:
         """The reply for the answer `hidden` [T, H] of the request's dtype, on any device."""
+        self._check(hidden)
+        reply = moe_pb2.ForwardReply(epoch=epoch, weights_version=weights_version)
+        self._room.put(hidden, reply.hidden)  # filled in place: a message set as a field is copied whole
+        return reply
+
+    def reply_beside(
+        self, hidden: Tensor, epoch: int, weights_version: int
+    ) -> moe_pb2.ForwardReply | Carried[moe_pb2.ForwardReply]:
+        """Makes the same reply, a large inline answer beside its message: only gRPC copies it then."""
+        if not self._room.inline or hidden.nbytes < CARRIED_BYTES:
+            return self.reply(hidden, epoch, weights_version)
+        self._check(hidden)
+        reply = moe_pb2.ForwardReply(epoch=epoch, weights_version=weights_version)
+        describe_into(reply.hidden, self._spec)
+        return beside(reply, plain(hidden, "hidden").storage)
+
+    def _check(self, hidden: Tensor) -> None:
         if tuple(hidden.shape) != self._spec.shape or hidden.dtype != self.hidden.dtype:
             raise ValueError(
                 f"the answer is {hidden.dtype} {list(hidden.shape)}, the request was {self._spec}"
             )
-        reply = moe_pb2.ForwardReply(epoch=epoch, weights_version=weights_version)
-        self._room.put(hidden, reply.hidden)  # filled in place: a message set as a field is copied whole
-        return reply
 
     def close(self) -> None:
         """Lets go of the caller's regions; a second time does nothing."""
@@ -62,15 +95,20 @@ class Payloads:
     def __init__(self, regions: Regions) -> None:
         self._transports: dict[str, Transport] = {entry.payload: entry.build(regions) for entry in TRANSPORTS}
 
-    def open(self, request: moe_pb2.ForwardRequest) -> OpenRequest:
+    def open(self, request: moe_pb2.ForwardRequest, data: memoryview | None = None) -> OpenRequest:
         """The request's tensors, checked against each other but not against a model.
+
+        data: the bytes of the hidden states, where they lie beside the request.
 
         Raises TensorError naming the field, its value and what it takes; UnknownRegion for a region that is
         not there. Whatever was held before the error is let go.
         """
         with ExitStack() as held:
             spec = spec_of(request.hidden, "hidden", rank=2, dtypes=FLOATS)
-            hidden = self._lend(held, request.hidden, spec, "hidden")
+            if data is None:
+                hidden = self._lend(held, request.hidden, spec, "hidden")
+            else:
+                hidden = Lent(as_torch(data, spec, "hidden"), nothing_to_close)
             opened = OpenRequest(hidden, spec, self._room(held, request, spec))
             route = request.WhichOneof("route")
             if route == "choice":
@@ -100,17 +138,25 @@ class Payloads:
             raise TensorError(
                 field, f"shape {list(spec.shape)} has {spec.shape[0]} rows, but hidden has {hidden.shape[0]}"
             )
+        if message.WhichOneof("payload") == "data":
+            return as_torch(message.data, spec, field)  # of bytes of its own, which nobody changes
         with ExitStack() as held:
-            return self._lend(held, message, spec, field).clone()
+            return self._lend(held, message, spec, field).tensor.clone()
 
-    def _lend(self, held: ExitStack, message: moe_pb2.Tensor, spec: Spec, field: str) -> Tensor:
+    def _lend(self, held: ExitStack, message: moe_pb2.Tensor, spec: Spec, field: str) -> Lent:
         payload = message.WhichOneof("payload")
         lent = self._transports[str(payload)].lend(message, spec, field)
         held.callback(lent.close)
-        return lent.tensor
+        return lent
 
     def _room(self, held: ExitStack, request: moe_pb2.ForwardRequest, spec: Spec) -> Room:
         payload = "region" if request.HasField("output") else "data"
         room = self._transports[payload].room(request.output, spec)
         held.callback(room.close)
         return room
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two dense tensors of the host share memory."""
+    first, second = sorted((one, other), key=Tensor.data_ptr)
+    return second.data_ptr() < first.data_ptr() + first.nbytes

@@ -5,6 +5,7 @@ can neither shrink it (reading a truncated mapping would kill this process with 
 add seals.
 """
 
+import logging
 import mmap
 import os
 import re
@@ -19,6 +20,9 @@ from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.payloads.errors import NamedRegionRefused, RegionLimit, UnknownRegion
 from moeserve.runtime.doors.payloads.handover import Handover, TakeCall
 from moeserve.runtime.doors.payloads.memory import named_memory, sealed_memory
+from moeserve.runtime.doors.payloads.registration import Registrar, Registration
+
+log = logging.getLogger(__name__)
 
 CLAIM_SECONDS = 10.0
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
@@ -60,6 +64,7 @@ class _Region:
     leases: int = 0
     holds: int = 0
     released: bool = False
+    registration: Registration | None = None  # with the device; a region by name has none
 
 
 class Hold:
@@ -67,6 +72,7 @@ class Hold:
 
     def __init__(self, regions: "Regions", region: _Region, memory: memoryview) -> None:
         self.memory = memory
+        self.registered = region.registration is not None  # the device's engines may read and write it
         self._regions = regions
         self._region: _Region | None = region
 
@@ -92,8 +98,10 @@ class Regions:
     seconds; its bytes count against the limit until no call holds it any more.
     """
 
-    def __init__(self, limits: RegionLimits | None = None) -> None:
+    def __init__(self, limits: RegionLimits | None = None, registrar: Registrar | None = None) -> None:
+        """`registrar` registers the memory of regions with this process's device; None: nothing is."""
         self.limits = limits or RegionLimits()
+        self._registrar = registrar
         self._lock = threading.Lock()
         self._regions: dict[str, _Region] = {}
         self._bytes = 0
@@ -129,11 +137,12 @@ class Regions:
         except BaseException:
             self._give_back(size)
             raise
+        registered = None if self._registrar is None else self._registrar.register(memory)
         with self._lock:
             self._made += 1
             public = f"region-{self._made}"
             name = f"{public}-{secrets.token_hex(16)}"
-            self._regions[name] = _Region(name, public, memory, descriptor, maker)
+            self._regions[name] = _Region(name, public, memory, descriptor, maker, registration=registered)
         return name, size
 
     def register(self, name: str, key: str, offset: int, size: int) -> None:
@@ -207,6 +216,8 @@ class Regions:
             for region in [*self._regions.values()]:
                 self._forget(region)
         self._handover.close()
+        if self._registrar is not None:
+            self._registrar.close()
 
     def grant(self, name: str) -> int:
         """A descriptor of `name`, the caller's to close, for one lease more.
@@ -237,6 +248,7 @@ class Regions:
         with self._lock:
             for region in [*self._regions.values()]:
                 if region.descriptor is not None and not region.claimed and region.made < latest:
+                    log.info("%s is given back: not fetched in %g s", region.public, CLAIM_SECONDS)
                     self._forget(region)
 
     def _reserve(self, size: int) -> None:
@@ -268,11 +280,19 @@ class Regions:
         self._reclaim_if_idle(region)
 
     def _reclaim_if_idle(self, region: _Region) -> None:
-        """Drops the mapping by dropping the reference: a tensor that still views it keeps it mapped."""
-        if region.released and region.holds == 0:
+        """Drops the mapping by dropping the reference: a tensor that still views it keeps it mapped.
+
+        One that is registered with the device is dropped when it is so no more, which may take a while.
+        """
+        if not region.released or region.holds:
+            return
+        nbytes, registration = region.memory.nbytes, region.registration
+        region.memory, region.registration = memoryview(b""), None
+        if registration is None:
             self._count -= 1
-            self._bytes -= region.memory.nbytes
-            region.memory = memoryview(b"")
+            self._bytes -= nbytes
+        else:
+            registration.end(lambda: self._give_back(nbytes))
 
 
 def _without_secret(name: str) -> str:

@@ -17,17 +17,21 @@ class Lent:
 
     tensor: Tensor
     close: Callable[[], None]
+    registered: bool = False  # with the device, whose engines may read it there
 
 
 @dataclass(frozen=True, eq=False)
 class Room:
     """The place that an answer goes to.
 
-    `put` takes the answer there and fills the empty message that stands for it; `close` once at the end.
+    `put` takes the answer there, unless it lies there already, and fills the empty message that stands for
+    it; `close` once at the end.
     """
 
     put: Callable[[Tensor, moe_pb2.Tensor], None]
     close: Callable[[], None]
+    inline: bool = False  # the place is the message itself
+    registered: Tensor | None = None  # the place itself, where the device's engines may write into it
 
 
 class Transport(Protocol):

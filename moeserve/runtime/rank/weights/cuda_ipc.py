@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from typing import Any
 
 import torch
@@ -10,13 +9,13 @@ from torch import Tensor
 
 
 def shared(tensor: Tensor) -> dict[str, Any]:
-    """What another process needs to map `tensor` (CUDA, contiguous), as JSON; the tensor must outlive it."""
+    """What another process needs to map `tensor` (CUDA, contiguous), plain; the tensor must outlive it."""
     whole = tensor.contiguous().view(-1).view(torch.uint8)
     fields = whole.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     return {
         "offset": whole.storage_offset(),
         "size": whole.numel(),
-        "storage": [_plain(field) for field in fields],
+        "storage": list(fields),
     }
 
 
@@ -25,16 +24,8 @@ def opened(message: dict[str, Any], device: int) -> Tensor:
 
     On the owner's device a kernel that touches them would die with an illegal access.
     """
-    _, *fields = (_binary(field) for field in message["storage"])
+    _, *fields = message["storage"]
     storage = torch.UntypedStorage._new_shared_cuda(device, *fields)
     whole = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}")
     at, size = message["offset"], message["size"]
     return whole.set_(storage, at, (size,), (1,))
-
-
-def _plain(field: Any) -> Any:
-    return {"bytes": base64.b64encode(field).decode()} if isinstance(field, bytes) else field
-
-
-def _binary(field: Any) -> Any:
-    return base64.b64decode(field["bytes"]) if isinstance(field, dict) else field

@@ -7,30 +7,44 @@ tensors of one expert travel together: codes, scales, zero points, biases.
 
 from __future__ import annotations
 
-import hmac
 import logging
+import os
 import socket
-import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from moeserve.experts.bank import Bank
 from moeserve.experts.checksum import Slot
+from moeserve.proto.texts import clipped, listed
+from moeserve.runtime.control.acceptor import Acceptor, Guest
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed, StreamSilent, connect
+from moeserve.runtime.keys.access import Frames, known_frame
+from moeserve.runtime.keys.keys import Keys
+from moeserve.runtime.keys.sockets import listen_privately, peer_of, remove
 from moeserve.runtime.rank.weights.copies import PIECE, Copier
 from moeserve.runtime.rank.weights.cuda_ipc import opened, shared
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 WITHIN_SECONDS = 20.0
 UNREAD_SECONDS = 60.0  # a peer that takes no byte for so long gets no more
 HELLO_SECONDS = 10.0  # within which whoever connects has to show the token
 
 
+MALFORMED = (KeyError, TypeError, ValueError, ArithmeticError, AttributeError, IndexError)
+"""What it raises to read a message that is of another form than expected."""
+
+
 class PeerRefused(RuntimeError):
-    """A peer does not give an expert, and says why."""
+    """A peer does not give an expert, and says why; or what it says cannot be understood."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(clipped(why))
 
 
 def unread_seconds(rate: float) -> float:
@@ -44,60 +58,81 @@ class WeightsServer:
     """
 
     def __init__(
-        self, host: str, token: str, device: str, bank: Bank, unread: float = UNREAD_SECONDS
+        self, host: str, keys: Keys, device: str, bank: Bank, unread: float = UNREAD_SECONDS
     ) -> None:
-        self._token, self._device, self._bank = token, device, bank
+        self._keys, self._device, self._bank = keys, device, bank
         self._unread = unread  # seconds in which a peer has to take a byte
-        self._listener = socket.create_server((host, 0))
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self.hello_seconds = HELLO_SECONDS
+        listener = socket.create_server((host, 0))
+        near, self._near_path = listen_privately("weights", socket.SOCK_STREAM)
+        self.address = f"{host}:{listener.getsockname()[1]}"
         self._streams: set[Stream] = set()
         self._handles: dict[tuple[int, int], dict[str, object]] = {}
-        threading.Thread(target=self._accept, name="weights", daemon=True).start()
+        self._acceptors = [Acceptor(one, "weights", self._admit) for one in (listener, near)]
+        for acceptor in self._acceptors:
+            acceptor.start()
 
     def close(self) -> None:
         """Refuses peers from now on."""
-        self._listener.shutdown(socket.SHUT_RDWR)  # closing alone leaves a waiting accept one more peer
-        self._listener.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
+        remove(self._near_path)
         for stream in list(self._streams):
             stream.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, peer = self._listener.accept()
-            except OSError:
-                return  # closed
-            stream = Stream(connection)
-            stream.bound_sends(self._unread)
-            self._streams.add(stream)
-            threading.Thread(
-                target=self._serve, args=(stream, peer), name=f"weights {peer}", daemon=True
-            ).start()
-
-    def _serve(self, stream: Stream, peer: object) -> None:
+    def _admit(self, guest: Guest) -> None:
+        """Serves a peer, once its TLS fits, or on the Unix socket its user."""
+        connection, near = guest.connection, guest.connection.family == socket.AF_UNIX
+        if near:
+            guest.peer = "a process of this host"
         try:
-            hello = stream.receive_first(HELLO_SECONDS)
-            if hello["kind"] != "weights" or not hmac.compare_digest(str(hello["token"]), self._token):
-                raise ValueError("a peer must begin with weights and the group's token")
+            if near and (user := peer_of(connection)[1]) != os.geteuid():
+                raise PermissionError(f"device handles are not for processes of user {user}")
+            stream = Stream(connection if near else self._keys.accept(connection))
+        except OSError as error:
+            log.warning("refused weights to %s: %s", guest.peer, clipped(str(error)))
+            connection.close()
+            return
+        stream.bound_sends(self._unread)
+        self._streams.add(stream)
+        self._serve(stream, guest, near=near)
+
+    def _serve(self, stream: Stream, guest: Guest, *, near: bool) -> None:
+        try:
+            self._introduced(stream.receive_first(self.hello_seconds))
+            guest.known()
             copier = Copier(0, self._device)
             while True:
-                self._answer(stream, stream.receive(), copier)
-        except StreamSilent as silent:
-            log.warning("a copy of weights to %s ends: %s", peer, silent)
-        except StreamClosed:
-            return  # the peer has what it wanted
-        except (KeyError, TypeError, ValueError) as error:
-            log.warning("refused weights to %s: %s", peer, error)
+                asked = stream.receive()
+                known_frame(Frames.TO_OWNER, asked["kind"])
+                if asked["kind"] == "handles":
+                    stream.send({"kind": "handles", "socket": self._near_path})
+                elif asked["how"] == "cuda_ipc" and not near:
+                    raise ValueError("device handles go over the Unix socket alone")
+                else:
+                    self._answer(stream, asked, copier)
+        except StreamClosed as closed:  # without a word: the peer has what it wanted
+            if guest.is_stranger:
+                log.warning("refused weights to %s: %s", guest.peer, closed)
+            elif isinstance(closed, StreamSilent):
+                log.warning("a copy of weights to %s ends: %s", guest.peer, closed)
+        except MALFORMED as error:
+            log.warning("refused weights to %s: %s", guest.peer, clipped(str(error)))
         finally:
             self._streams.discard(stream)
             stream.close()
+
+    def _introduced(self, hello: Message) -> None:
+        """Raises ValueError for a stranger without the run's token."""
+        if hello["kind"] != "weights" or not self._keys.is_member(hello.get("token", "")):
+            raise ValueError("a peer must begin with weights and the group's token")
 
     def _answer(self, stream: Stream, asked: Message, copier: Copier) -> None:
         layer, slots = int(asked["layer"]), [int(slot) for slot in asked["slots"]]
         try:
             held = [self._bank.slot(layer, slot) for slot in slots]
         except (KeyError, ValueError) as error:
-            stream.send({"kind": "refused", "reason": str(error)})
+            stream.send({"kind": "refused", "reason": clipped(str(error))})
             return
         copier.after_commit(self._bank)
         with copier.stream():
@@ -131,10 +166,11 @@ class Peers:
     nobody for longer.
     """
 
-    def __init__(self, token: str, device: str, within: float = WITHIN_SECONDS) -> None:
-        self._token, self._within = token, within
+    def __init__(self, keys: Keys, device: str, within: float = WITHIN_SECONDS) -> None:
+        self._keys, self._within = keys, within
         self._device = torch.device(device)
-        self._links: dict[str, Stream] = {}
+        self._links: dict[str, Stream] = {}  # also to Unix sockets, by their paths
+        self._near: dict[str, str] = {}  # the Unix sockets of those whose address is asked
         self._mapped: dict[tuple[str, int, int], dict[str, Tensor]] = {}
 
     def fetch(
@@ -147,23 +183,24 @@ class Peers:
         """
         reply = self._ask(address, {"layer": layer, "slots": slots, "how": "stream"})
         stream = self._links[address]
-        for given, room in zip(reply["tensors"], rooms, strict=True):
-            sizes = {str(name): int(size) for name, size in given}
+        held, checksums = self._understood(address, lambda: _answered(reply, len(rooms)))
+        for sizes, room in zip(held, rooms, strict=True):
             if sizes != _sizes(room):
                 self._drop(address)
                 raise PeerRefused(f"{address} holds tensors {sizes}, and this rank's slot is of another form")
             for name in sizes:
                 self._receive(stream, address, room[name], copier)
-        return [str(checksum) for checksum in reply["checksums"]]
+        return checksums
 
     def map(self, address: str, layer: int, slots: list[int], rooms: list[Slot], copier: Copier) -> list[str]:
         """Copies as `fetch` does, between GPUs of one host: this GPU maps the peer's storage and reads it."""
         unknown = [slot for slot in slots if (address, layer, slot) not in self._mapped]
         asked = {"layer": layer, "slots": slots, "how": "cuda_ipc", "unknown": unknown}
-        reply = self._ask(address, asked)
+        reply = self._ask(self._near_of(address), asked)
         index = self._device.index or 0
         forms = dict(zip(slots, rooms, strict=True))
-        for slot, handles in reply["shared"]:
+        given, checksums = self._understood(address, lambda: _shared(reply, unknown))
+        for slot, handles in given:
             found, room = {name: opened(one, index) for name, one in handles.items()}, forms[slot]
             if _sizes(found) != _sizes(room):
                 raise PeerRefused(f"{address} holds {_sizes(found)}, and this rank's slot is of another form")
@@ -171,29 +208,64 @@ class Peers:
                 name: found[name].view(own.dtype).view(own.shape) for name, own in room.items()
             }
         copier.copy([(self._mapped[address, layer, slot], room) for slot, room in forms.items()])
-        return [str(checksum) for checksum in reply["checksums"]]
+        return checksums
 
     def close(self) -> None:
         """Ends every link, and forgets what was mapped: the owners may be gone."""
         for address in list(self._links):
             self._drop(address)
-        self._mapped = {}
+        self._mapped, self._near = {}, {}
+
+    def _near_of(self, address: str) -> str:
+        """The Unix socket of the owner at `address`, over which it gives handles of its device."""
+        if address not in self._near:
+            reply = self._ask(address, {"kind": "handles"})
+            self._near[address] = self._understood(address, lambda: str(reply["socket"]))
+        return self._near[address]
+
+    def _linked(self, address: str) -> Stream:
+        if not address.startswith("/"):
+            return connect(address, self._within, self._keys)
+        near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            near.settimeout(self._within)
+            near.connect(address)
+            if (user := peer_of(near)[1]) != os.geteuid():
+                raise PermissionError(f"a process of user {user} listens there")
+        except OSError as error:
+            near.close()
+            raise StreamClosed(f"cannot reach {address}: {error}") from error
+        return Stream(near)
 
     def _ask(self, address: str, asked: Message) -> Message:
         if address not in self._links:
-            link = connect(address, self._within)
+            link = self._linked(address)
             link.bound_receives(self._within)
-            link.send({"kind": "weights", "token": self._token})
+            link.send({"kind": "weights", "token": self._keys.token})
             self._links[address] = link
         try:
             self._links[address].send({"kind": "slots"} | asked)
             reply = self._links[address].receive()
+            known_frame(Frames.FROM_OWNER, reply["kind"])
         except StreamClosed:
             self._drop(address)
             raise
+        except ValueError as error:
+            self._drop(address)
+            raise StreamClosed(str(error)) from error
         if reply["kind"] == "refused":
-            raise PeerRefused(f"{address}: {reply['reason']}")
+            raise PeerRefused(f"{address}: {reply.get('reason')}")
         return reply
+
+    def _understood(self, address: str, read: Callable[[], T]) -> T:
+        """What `read` makes of a peer's answer. Raises PeerRefused where it is of another form."""
+        try:
+            return read()
+        except MALFORMED as error:
+            self._drop(address)
+            raise PeerRefused(
+                f"{address} answers what is no answer: {type(error).__name__}: {error}"
+            ) from error
 
     def _receive(self, stream: Stream, address: str, target: Tensor, copier: Copier) -> None:
         own = target.view(-1).view(torch.uint8)
@@ -214,6 +286,28 @@ class Peers:
     def _drop(self, address: str) -> None:
         if link := self._links.pop(address, None):
             link.close()
+
+
+def _answered(reply: Message, count: int) -> tuple[list[dict[str, int]], list[str]]:
+    """Bytes of the tensors of each of `count` experts, and the experts' checksums."""
+    sizes = [{str(name): int(size) for name, size in one} for one in reply["tensors"]]
+    return sizes, _checksums(reply, len(sizes), count)
+
+
+def _shared(reply: Message, unknown: list[int]) -> tuple[list[tuple[int, Any]], list[str]]:
+    """What maps the tensors of each slot in `unknown`, and the checksums of all that were asked for."""
+    given = [(int(slot), dict(handles)) for slot, handles in reply["shared"]]
+    slots = [slot for slot, _ in given]
+    if slots != unknown:
+        raise ValueError(f"slots {listed(slots)} came, and {listed(unknown)} were asked for")
+    return given, [str(checksum) for checksum in reply["checksums"]]
+
+
+def _checksums(reply: Message, given: int, count: int) -> list[str]:
+    checksums = [str(checksum) for checksum in reply["checksums"]]
+    if not given == len(checksums) == count:
+        raise ValueError(f"{given} experts and {len(checksums)} checksums came, and {count} were asked for")
+    return checksums
 
 
 def _sizes(tensors: Slot) -> dict[str, int]:

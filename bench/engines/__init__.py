@@ -1,0 +1,1 @@
+"""Benches of model servers whose experts are behind a service."""

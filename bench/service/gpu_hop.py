@@ -1,0 +1,354 @@
+"""The hop on GPUs: what a call costs beyond its step, by rows and way; many callers; layers in a loop.
+
+    python -m bench.service.gpu_hop [--seconds 240] [--graph-rows 256] [--parts alone,callers,layers]
+        [--out FILE]
+
+Two ranks, 128 FP8 experts of 7168 x 2048, top-8. In one run:
+
+    step      the same step in process, rank 0's lane alone brings the rows; wall clock, launch to end
+    rate      steps in process to which both lanes bring rows, one launched after another
+    dma       the rows' bytes from pinned memory to the GPU and back, by its engines
+    copy      the rows' bytes there and back on the host, by all cores
+    echo      a bare Python gRPC server that returns the bytes it is sent
+    placed    the client's call with rows and answer in a lane's shared memory
+    plain     the same with torch tensors of its own
+    inline    the same in the message
+
+Callers run in processes of their own; each of their answers is compared, and those of a few rows with float32
+from the same weights. On a machine without two GPUs the sizes are tiny: that tries the program, no more.
+Prints a JSON line a case; writes bench/results/gpu_hop.jsonl, or FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import numpy as np
+import torch
+
+from bench.lib.record import Result, write
+from bench.service.echo_server import METHOD, OPTIONS
+from bench.service.hop import Child
+from bench.service.hops.callers import Callers, Load
+from bench.service.hops.in_process import InProcess
+from bench.service.hops.phases import Phases
+from bench.service.hops.sizes import Experts, Sizes, write_checkpoint
+from moeserve.proto.client import MoeClient
+from moeserve.runtime.config import Config
+from moeserve.runtime.launch.environment import tune_process
+from moeserve.runtime.launch.local_cluster import LocalCluster
+
+ROWS = (1, 16, 128, 1024, 4096)
+CALLS = 2000
+PROCESSES = 8
+ERROR_BOUND = 6e-2  # of an answer against float32 with rows that are not rounded
+PARTS = ("alone", "callers", "layers")
+LARGE, TINY = Sizes(7168, 2048, 128, 8, 4), Sizes(256, 128, 16, 2, 2)
+
+
+class Clock:
+    """How much of the run's time is left."""
+
+    def __init__(self, seconds: float) -> None:
+        self.whole = seconds
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds."""
+        return max(0.0, self._end - time.monotonic())
+
+
+class Told:
+    """Results so far: each is printed as it comes."""
+
+    def __init__(self) -> None:
+        self.results: list[Result] = []
+        self.wrong = 0
+
+    def add(self, case: str, ours: float, unit: str, better: str, **peers: float) -> None:
+        """One number of ours and what stands beside it; `aim` among the peers is what it is aimed at."""
+        aim = peers.pop("aim", None)
+        rounded = {name: round(value, 4) for name, value in peers.items()}
+        made = Result("gpu_hop", case, round(ours, 4), unit, better, aim and round(aim, 4), rounded)
+        self.results.append(made)
+        print(
+            json.dumps({"case": case, "ours": made.ours, "unit": unit, "aim": made.aim} | rounded), flush=True
+        )
+
+
+def p(seconds: list[float], percent: float) -> float:
+    """A percentile in milliseconds."""
+    return float(np.percentile(seconds, percent)) * 1e3
+
+
+def config_of(folder: Path, args: argparse.Namespace) -> Config:
+    """The service's configuration, and that of the ranks in process."""
+    return Config().with_values(
+        {
+            "model.checkpoint": str(folder),
+            "parallel.data_parallel_size": 2,
+            "parallel.enable_expert_parallel": True,
+            "plan.device": "cuda" if args.gpus else "cpu",
+            "plan.all2all_backend": args.dispatcher,
+            "step.graph_rows": args.graph_rows,
+            "server.port": 0,
+            "server.metrics_port": 0,
+        }
+    )
+
+
+@contextmanager
+def checkpoint_folder(sizes: Sizes) -> Iterator[Path]:
+    """A folder with room for the checkpoint, in memory where that is large enough."""
+    needed = 3 * sizes.hidden * sizes.inner * sizes.experts * sizes.layers * 1.2
+    shared = Path("/dev/shm")
+    roomy = shared.is_dir() and shutil.disk_usage(shared).free > 2 * needed
+    with tempfile.TemporaryDirectory(dir=shared if roomy else None) as folder:
+        yield Path(folder)
+
+
+def in_process(
+    config: Config, sizes: Sizes, rows: tuple[int, ...], clock: Clock
+) -> dict[str, dict[int, float]]:
+    """Medians in process: `step` and `dma` in ms by rows, `rate` in rows a second by rows of a step."""
+    found: dict[str, dict[int, float]] = {"step": {}, "step p99": {}, "dma": {}, "rate": {}}
+    with InProcess(config, sizes) as ranks:
+        for count in rows:
+            few = p(ranks.ask("time", count, 10), 50) / 1e3
+            seconds = ranks.ask("time", count, steps_within(few, 0.01 * clock.whole))
+            found["step"][count], found["step p99"][count] = p(seconds, 50), p(seconds, 99)
+            found["dma"][count] = ranks.ask("dma", count, 30) * 1e3
+        most = 2 * rows[-1]
+        for count in [2**at for at in range(1, 14) if 2**at <= most]:
+            few = count / ranks.ask("rate", count, 5)
+            found["rate"][count] = ranks.ask("rate", count, steps_within(few, 0.004 * clock.whole))
+    print(json.dumps({"in process": found, "left": round(clock.left(), 1)}), flush=True)
+    return found
+
+
+def steps_within(one: float, seconds: float) -> int:
+    """How many steps of `one` seconds to run: up to 500, and 5 at least."""
+    return max(5, min(500, int(seconds / one)))
+
+
+def rate_at(rates: dict[int, float], rows: float) -> float:
+    """Rows a second in process at so many rows a step, between those measured."""
+    sizes = sorted(rates)
+    return float(np.interp(rows, sizes, [rates[size] for size in sizes]))
+
+
+def check(client: MoeClient, sizes: Sizes, told: Told) -> None:
+    """Answers of every layer against float32, as launched, recorded and replayed."""
+    for layer in range(sizes.layers):
+        batch = sizes.batch(2, 50 + layer)
+        wanted, worst = Experts(sizes).answer(layer, batch), 0.0
+        for _ in range(4):
+            answer = client.forward(layer, *batch)
+            assert isinstance(answer, torch.Tensor)
+            worst = max(worst, float((answer.float() - wanted).norm() / wanted.norm()))
+        if not worst < ERROR_BOUND:
+            raise SystemExit(f"layer {layer}: relative error {worst} is over {ERROR_BOUND}")
+        print(json.dumps({"layer": layer, "relative error": round(worst, 5)}), flush=True)
+
+
+def timed(act: Callable[[], object], times: int, seconds: float) -> list[float]:
+    """Seconds of each of up to `times` calls, within so many seconds but at least five."""
+    found, end = list[float](), time.monotonic() + seconds
+    while len(found) < times and (len(found) < 5 or time.monotonic() < end):
+        started = time.perf_counter()
+        act()
+        found.append(time.perf_counter() - started)
+    return found
+
+
+def peers(sizes: Sizes, rows: tuple[int, ...], port: str) -> dict[str, dict[int, float]]:
+    """Medians in ms of the bare echo and of the copies by all cores, by rows."""
+    found: dict[str, dict[int, float]] = {"echo": {}, "echo p99": {}, "copy": {}}
+    torch.set_num_threads(os.cpu_count() or 1)
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS) as channel:
+        bounce = channel.unary_unary(METHOD)
+        for count in rows:
+            body = bytes(sizes.nbytes(count))
+            timed(lambda body=body: bounce(body), 10, 2.0)  # type: ignore[misc]
+            seconds = timed(lambda body=body: bounce(body), 500, 3.0)  # type: ignore[misc]
+            found["echo"][count], found["echo p99"][count] = p(seconds, 50), p(seconds, 99)
+            one, other = (torch.ones(count, sizes.hidden, dtype=torch.bfloat16) for _ in range(2))
+
+            def copies(one: torch.Tensor = one, other: torch.Tensor = other) -> None:
+                other.copy_(one)
+                one.copy_(other)
+
+            timed(copies, 10, 1.0)
+            found["copy"][count] = p(timed(copies, 200, 1.0), 50)
+    torch.set_num_threads(1)
+    return found
+
+
+def alone(
+    callers: Callers,
+    base: dict[str, dict[int, float]],
+    phases: Phases,
+    args: argparse.Namespace,
+    told: Told,
+) -> None:
+    """One caller, by rows and way; of placed rows also where a call's time goes."""
+    for rows in args.rows:
+        placed = 0.0
+        for kind in ("placed", "plain", "inline"):
+            budget = args.share / (3 * len(args.rows))
+            load = Load(kind, rows, seconds=budget, most_calls=CALLS)
+            phases.means()
+            found = callers.run(load, 1)
+            told.wrong += found.wrong + len(found.failed)
+            if not found.seconds:
+                raise SystemExit(f"{kind}, {rows} rows: no call was answered: {found.failed[:3]}")
+            call, step = p(found.seconds, 50), base["step"][rows]
+            bytes_time = base["dma"][rows]
+            if kind == "placed":
+                placed, mean = call, sum(found.seconds) / len(found.seconds)
+                print(json.dumps({"microseconds of a call": phases.table(mean), "rows": rows}), flush=True)
+            if kind == "placed":
+                aim = step + {1: 0.35, 16: 0.35, 128: 0.5}.get(rows, 0.15 * step + 1.15 * bytes_time)
+            elif kind == "plain":
+                aim = placed + 1.2 * base["copy"][rows]
+            else:
+                aim = 1.5 * base["echo"][rows] + step
+            told.add(
+                f"{kind}, {rows} rows",
+                call,
+                "ms",
+                "lower",
+                aim=aim,
+                p99=p(found.seconds, 99),
+                hop=call - step,
+                calls=len(found.seconds),
+                wrong=found.wrong,
+                **{name: base[name][rows] for name in ("step", "dma", "echo", "copy")},
+            )
+
+
+def many(
+    callers: Callers,
+    base: dict[str, dict[int, float]],
+    client: MoeClient,
+    args: argparse.Namespace,
+    told: Told,
+) -> None:
+    """16 and 64 callers on both lanes, beside steps in process with as many rows."""
+    cases = [(kind, count, rows) for kind in ("placed", "plain") for count, rows in args.callers]
+    for kind, count, rows in cases:
+        before = client.status()
+        found = callers.run(Load(kind, rows, lanes=2, seconds=args.share / len(cases)), count)
+        after = client.status()
+        told.wrong += found.wrong + len(found.failed)
+        steps = max(1, after.steps - before.steps)
+        rows_a_step = (after.jobs - before.jobs) * rows / steps
+        reached = len(found.seconds) * rows / found.lasted
+        ideal = rate_at(base["rate"], rows_a_step)
+        told.add(
+            f"{count} callers of {rows} rows, {kind}",
+            reached,
+            "rows/s",
+            "higher",
+            aim=0.7 * ideal,
+            in_process=ideal,
+            share=reached / ideal,
+            rows_a_step=rows_a_step,
+            p50=p(found.seconds, 50),
+            p99=p(found.seconds, 99),
+            calls=len(found.seconds),
+            wrong=found.wrong,
+        )
+
+
+def loops(callers: Callers, sizes: Sizes, args: argparse.Namespace, told: Told) -> None:
+    """All layers in a loop, as a model calls them."""
+    cases = [(count, rows) for count in (1, 4, 16) for rows in args.loop_rows]
+    for count, rows in cases:
+        load = Load("placed", rows, sizes.layers, 2, seconds=args.share / len(cases))
+        found = callers.run(load, count)
+        told.wrong += found.wrong + len(found.failed)
+        told.add(
+            f"{sizes.layers} layers in a loop, {count} callers of {rows} rows, placed",
+            p(found.seconds, 50),
+            "ms",
+            "lower",
+            p99=p(found.seconds, 99),
+            rows_per_s=len(found.seconds) * rows / found.lasted,
+            calls=len(found.seconds),
+            wrong=found.wrong,
+        )
+
+
+def arguments() -> argparse.Namespace:
+    """The command line, and what follows from the machine."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=240.0, help="of the whole run, about; 240 by default"
+    )
+    parser.add_argument("--graph-rows", type=int, default=Config().step.graph_rows, help="step.graph_rows")
+    parser.add_argument("--dispatcher", default="auto", help="by name; auto: by measured cost")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help="which of alone, callers, layers; all by default"
+    )
+    parser.add_argument("--out", type=Path, help="where results go; by default into the record")
+    args = parser.parse_args()
+    args.gpus = torch.cuda.device_count() >= 2
+    args.sizes = LARGE if args.gpus else TINY
+    args.rows = ROWS if args.gpus else (1, 16, 128)
+    args.callers = ((16, 16), (16, 256), (64, 16), (64, 256)) if args.gpus else ((4, 4), (8, 16))
+    args.loop_rows = (1, 16, 128) if args.gpus else (4,)
+    args.parts = [part for part in PARTS if part in args.parts.split(",")]
+    return args
+
+
+def main() -> None:
+    """Runs what was asked for, prints it and writes the record."""
+    args, told = arguments(), Told()
+    clock = Clock(args.seconds)
+    sizes: Sizes = args.sizes
+    tune_process()  # the head lives in this process
+    with checkpoint_folder(sizes) as folder:
+        write_checkpoint(folder, sizes)
+        print(json.dumps({"checkpoint": str(folder), "left": round(clock.left(), 1)}), flush=True)
+        config = config_of(folder, args)
+        base = in_process(config, sizes, args.rows, clock)
+        with Child([sys.executable, "-m", "bench.service.echo_server"], r"(\d+)") as echo:
+            base |= peers(sizes, args.rows, echo.said[0])
+        with LocalCluster(config) as cluster, MoeClient(cluster.address, timeout=120) as client:
+            print(
+                json.dumps({"serving": str(client.model().layers[0]), "left": round(clock.left(), 1)}),
+                flush=True,
+            )
+            check(client, sizes, told)
+            phases = Phases(cluster.head.coordinator.seats()[0].metrics)
+            with Callers(cluster.address, sizes, PROCESSES if args.gpus else 2) as callers:
+                for at, part in enumerate(args.parts):
+                    args.share = max(10.0, 0.85 * clock.left() / (len(args.parts) - at))
+                    if part == "alone":
+                        alone(callers, base, phases, args, told)
+                    elif part == "callers":
+                        many(callers, base, client, args, told)
+                    else:
+                        loops(callers, sizes, args, told)
+    print(json.dumps({"wrong or failed": told.wrong, "left": round(clock.left(), 1)}), flush=True)
+    if args.gpus or args.out:
+        write(told.results, args.out)
+    if told.wrong:
+        raise SystemExit(f"{told.wrong} answers were wrong or failed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Many callers for minutes, every answer compared: none may be wrong, and nothing may grow.
+
+    python -m bench.service.hop_soak [--seconds 600] [--callers 16] [--out FILE]
+
+Two ranks serve two layers; callers in four processes call them in turn, by every way in turn: placed,
+plain, inline. The memory of head and ranks, their threads and open files are looked at after a third of the
+time, when every way was gone several times, and at the end. On a machine with two GPUs the ranks are on them,
+with large experts. Writes bench/results/hop_soak.jsonl, or FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench.lib.record import Result, write
+from bench.service.gpu_hop import LARGE, TINY, checkpoint_folder, config_of
+from bench.service.hops.callers import KINDS, Called, Callers, Load
+from bench.service.hops.sizes import Sizes, write_checkpoint
+from moeserve.proto.client import MoeClient
+from moeserve.runtime.launch.environment import tune_process
+from moeserve.runtime.launch.local_cluster import LocalCluster
+
+ROUND_SECONDS = 10.0
+WARM_ROUNDS = 2 * len(KINDS)  # clients have as many idle regions as they keep, and pools their threads
+PROCESSES = 4
+SETTLE_SECONDS = 3.0
+MOST_GROWTH = 0.05  # of resident memory from the first look to the last; and so many bytes beside it
+SLACK_BYTES = 64 << 20
+MOST_THREADS_MORE = 8  # pools grow to their size with the first large calls
+MOST_FILES_MORE = 8
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one process holds."""
+
+    resident: int  # bytes
+    threads: int
+    files: int
+
+    @classmethod
+    def at(cls, pid: int) -> Look:
+        """The process `pid` as it is now."""
+        status = dict(
+            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
+        )
+        files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        return cls(int(status["VmRSS"].split()[0]) * 1024, int(status["Threads"]), files)
+
+    def grown(self, before: Look) -> list[str]:
+        """What has grown since `before`, in words; empty where nothing has."""
+        found = []
+        if self.resident > (1 + MOST_GROWTH) * before.resident + SLACK_BYTES:
+            found.append(f"resident memory from {before.resident >> 20} to {self.resident >> 20} MiB")
+        if self.threads > before.threads + MOST_THREADS_MORE:
+            found.append(f"threads from {before.threads} to {self.threads}")
+        if self.files > before.files + MOST_FILES_MORE:
+            found.append(f"open files from {before.files} to {self.files}")
+        return found
+
+
+def looks(pids: dict[str, int]) -> dict[str, Look]:
+    """What the processes hold, by name, once they have let go of what callers gave back."""
+    time.sleep(SETTLE_SECONDS)
+    return {name: Look.at(pid) for name, pid in pids.items()}
+
+
+def main() -> None:
+    """Runs, prints a line a round, and writes the record."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=600.0, help="of calling; 600 by default")
+    parser.add_argument("--callers", type=int, default=16, help="at the same time; 16 by default")
+    parser.add_argument("--rows", type=int, default=24, help="of a call; 24 by default")
+    parser.add_argument("--out", type=Path, help="where the result goes; by default into the record")
+    args = parser.parse_args()
+    args.gpus, args.dispatcher, args.graph_rows = torch.cuda.device_count() >= 2, "auto", 256
+    sizes: Sizes = LARGE if args.gpus else TINY
+    tune_process()
+    total, first = Called(), dict[str, Look]()
+    with checkpoint_folder(sizes) as folder:
+        write_checkpoint(folder, sizes)
+        with (
+            LocalCluster(config_of(folder, args)) as cluster,
+            MoeClient(cluster.address, timeout=120) as client,
+            Callers(cluster.address, sizes, PROCESSES) as callers,
+        ):
+            client.model()
+            pids = {"head": os.getpid(), "rank 0": cluster.pid(0), "rank 1": cluster.pid(1)}
+            begun, at = time.monotonic(), 0
+            while (spent := time.monotonic() - begun) < args.seconds:
+                seconds = min(ROUND_SECONDS, args.seconds / (4 * WARM_ROUNDS))
+                load = Load(KINDS[at % len(KINDS)], args.rows, sizes.layers, 2, seconds)
+                total, at = total.plus(callers.run(load, args.callers)), at + 1
+                if not first and at >= WARM_ROUNDS and spent > args.seconds / 3:
+                    first = looks(pids)
+                told = {"seconds": round(spent), "calls": len(total.seconds), "wrong": total.wrong}
+                print(json.dumps(told), flush=True)
+            last = looks(pids)
+    if not first:
+        raise SystemExit(
+            f"only {at} rounds were run, and what grows shows after {WARM_ROUNDS}; give --seconds"
+        )
+    grown = [f"{name}: {text}" for name in pids for text in last[name].grown(first[name])]
+    held = {f"{name} MiB": float(last[name].resident >> 20) for name in pids}
+    held |= {f"{name} MiB after a third": float(first[name].resident >> 20) for name in pids}
+    case = f"{args.callers} callers of {args.rows} rows x {sizes.hidden}, {args.seconds:.0f} s, by every way"
+    bad = total.wrong + len(total.failed) + len(grown)
+    held |= {"calls": float(len(total.seconds)), "failed": float(len(total.failed))}
+    held |= {"wrong": float(total.wrong)}
+    print(json.dumps({"case": case, "bad": bad, "grown": grown, "failed": total.failed[:5]} | held))
+    unit = "answers wrong, failed, or what grew"
+    write([Result("hop_soak", case, float(bad), unit, "lower", 0.0, held)], args.out)
+    if bad:
+        raise SystemExit(f"{total.wrong} wrong, {len(total.failed)} failed, grown: {grown}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""`Callers`: threads that call a service, in processes of their own: few share an interpreter."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+
+import torch
+from torch import Tensor
+
+from bench.service.hops.sizes import Sizes
+from moeserve.proto.client import MoeClient
+from moeserve.proto.errors import MoeError
+from moeserve.proto.heap import keep_freed_memory
+
+KINDS = ("placed", "plain", "inline")
+WARM_UP_CALLS = 12
+START_SECONDS = 0.3  # from the order to the first call, so that all begin together
+LARGEST_ERROR = 2e-2  # of a row against the same call's first answer; steps of other rows sum otherwise
+
+
+@dataclass(frozen=True)
+class Load:
+    """What every caller does: `kind` is one of KINDS; layers are called in turn."""
+
+    kind: str
+    rows: int
+    layers: int = 1
+    lanes: int = 1  # callers are spread over so many
+    seconds: float = 5.0
+    most_calls: int = 1 << 30
+    begin: float = 0.0  # time.monotonic() seconds
+
+
+@dataclass(frozen=True)
+class Called:
+    """What callers saw: seconds of each call, how many answers were wrong, and what failed."""
+
+    seconds: list[float] = field(default_factory=list)
+    wrong: int = 0
+    failed: list[str] = field(default_factory=list)
+    lasted: float = 0.0
+
+    def plus(self, other: Called) -> Called:
+        """Both together."""
+        return Called(
+            self.seconds + other.seconds,
+            self.wrong + other.wrong,
+            self.failed + other.failed,
+            max(self.lasted, other.lasted),
+        )
+
+
+class Callers:
+    """Up to `most` processes that wait for orders; a context."""
+
+    def __init__(self, address: str, sizes: Sizes, most: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for _ in range(most):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, address, sizes), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, load: Load, callers: int) -> Called:
+        """Has so many threads call, spread over the processes, and returns what they saw together."""
+        used = self._pipes[: min(callers, len(self._pipes))]
+        timed = replace(load, begin=0.0)
+        for at, pipe in enumerate(used):
+            pipe.send((timed, list(range(at, callers, len(used)))))
+        for pipe in used:  # all are warm
+            self._answer(pipe)
+        begin = time.monotonic() + START_SECONDS
+        for pipe in used:
+            pipe.send(begin)
+        total = Called()
+        for pipe in used:
+            total = total.plus(self._answer(pipe))
+        return total
+
+    def _answer(self, pipe: Connection) -> Called:
+        answer = pipe.recv()
+        if isinstance(answer, str):
+            raise RuntimeError(f"a process of callers failed: {answer}")
+        return answer if isinstance(answer, Called) else Called()
+
+    def __enter__(self) -> Callers:
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _serve(pipe: Connection, address: str, sizes: Sizes) -> None:
+    torch.set_num_threads(8)
+    keep_freed_memory()
+    with (
+        MoeClient(address, timeout=60) as shared,
+        MoeClient(address, timeout=60, transport="inline") as inline,
+    ):
+        while True:
+            try:
+                load, numbers = pipe.recv()
+            except EOFError:
+                return
+            try:
+                client = inline if load.kind == "inline" else shared
+                _run(pipe, client, sizes, load, numbers)
+            except Exception as error:  # told to whoever gave the order
+                pipe.send(f"{type(error).__name__}: {error}")
+
+
+def _run(pipe: Connection, client: MoeClient, sizes: Sizes, load: Load, numbers: list[int]) -> None:
+    with ExitStack() as stack:
+        callers = [_Caller(client, sizes, load, number, stack) for number in numbers]
+        _all([caller.warm_up for caller in callers])
+        pipe.send(None)
+        begin = pipe.recv()
+        _all([lambda caller=caller: caller.call_until(begin) for caller in callers])  # type: ignore[misc]
+        total = Called()
+        for caller in callers:
+            total = total.plus(caller.called)
+    pipe.send(total)  # when all regions are given back
+
+
+def _all(acts: list[Callable[[], None]]) -> None:
+    """Runs each in a thread; raises what one raised."""
+    raised: list[BaseException] = []
+
+    def guarded(act: Callable[[], None]) -> None:
+        try:
+            act()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(act,)) for act in acts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if raised:
+        raise raised[0]
+
+
+class _Caller:
+    """One thread's calls: always the same rows, whose first answers the others are compared with."""
+
+    def __init__(self, client: MoeClient, sizes: Sizes, load: Load, number: int, stack: ExitStack) -> None:
+        self._load, self.called = load, Called()
+        hidden, experts, weights = sizes.batch(load.rows, 1000 + number)
+        lane = number % load.lanes
+        self._probe = sorted({0, load.rows // 2, load.rows - 1})
+        self._first: dict[int, Tensor] = {}
+        if load.kind == "placed":
+            shape = (load.rows, sizes.hidden)
+            placed, answer = client.allocate(lane, shape), client.allocate(lane, shape)
+            stack.callback(placed.close)
+            stack.callback(answer.close)
+            placed.tensor.copy_(hidden)
+            there = answer.tensor
+
+            def call(layer: int) -> Tensor:
+                client.forward(layer, placed, experts, weights, output=answer)
+                return there
+
+        else:
+
+            def call(layer: int) -> Tensor:
+                found = client.forward(layer, hidden, experts, weights, lane=lane)
+                assert isinstance(found, Tensor)
+                return found
+
+        self._call = call
+
+    def warm_up(self) -> None:
+        """Calls every layer some times, and keeps what a few rows come back as."""
+        for _ in range(WARM_UP_CALLS):
+            for layer in range(self._load.layers):
+                answer = self._call(layer)
+                if layer not in self._first:
+                    self._first[layer] = answer[self._probe].float()
+
+    def call_until(self, begin: float) -> None:
+        """Calls one after another from `begin` on; each answer is compared."""
+        load, seconds, wrong, failed = self._load, list[float](), 0, list[str]()
+        time.sleep(max(0.0, begin - time.monotonic()))
+        end, at = begin + load.seconds, 0
+        while time.monotonic() < end and at < load.most_calls:
+            layer, at = at % load.layers, at + 1
+            started = time.perf_counter()
+            try:
+                answer = self._call(layer)
+            except MoeError as error:
+                failed.append(str(error)[:200])
+                continue
+            seconds.append(time.perf_counter() - started)
+            wrong += not self._right(layer, answer)
+        self.called = Called(seconds, wrong, failed, time.monotonic() - begin)
+
+    def _right(self, layer: int, answer: Tensor) -> bool:
+        first = self._first[layer]
+        found = answer[self._probe].float()
+        return bool(((found - first).norm(dim=1) <= LARGEST_ERROR * first.norm(dim=1)).all())

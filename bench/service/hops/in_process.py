@@ -1,0 +1,171 @@
+"""`InProcess`: the steps of the service without the service: `Rank.step` in a process for each rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.service.hops.sizes import Sizes
+from moeserve.dispatch.group import GroupKind, end_group, form_group
+from moeserve.runtime.config import Config
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.launch.environment import machine_for, own_device, set_environment, tune_process
+from moeserve.runtime.planning.costing import costing_of
+from moeserve.runtime.planning.layers import plans_for
+from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.served import served_from
+from moeserve.runtime.step import LaneInput
+
+WARM_UP_STEPS = 8
+RANKS = 2
+ORDER_SECONDS = 300.0
+
+
+class InProcess:
+    """Two ranks that step when they are told to; a context."""
+
+    def __init__(self, config: Config, sizes: Sizes) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        pairs = [context.Pipe() for _ in range(RANKS)]
+        self._pipes = [ours for ours, _ in pairs]
+        self._processes = [
+            context.Process(target=_rank, args=(index, config, sizes, store, theirs), daemon=True)
+            for index, (_, theirs) in enumerate(pairs)
+        ]
+        for process, (_, theirs) in zip(self._processes, pairs, strict=True):
+            process.start()
+            theirs.close()
+
+    def ask(self, what: str, *given: object) -> Any:
+        """What rank 0 answers to an order that both get. Raises RuntimeError where one fails."""
+        for pipe in self._pipes:
+            pipe.send((what, given))
+        answers = []
+        for index, pipe in enumerate(self._pipes):
+            if not pipe.poll(ORDER_SECONDS):
+                raise RuntimeError(f"rank {index} in process does not answer {what} within {ORDER_SECONDS} s")
+            answers.append(pipe.recv())
+        for answer in answers:
+            if isinstance(answer, str):
+                raise RuntimeError(answer)
+        return answers[0]
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+
+
+class _Stepper:
+    """One rank and what it is asked to do. Every order is collective."""
+
+    def __init__(self, index: int, config: Config, sizes: Sizes, store: str) -> None:
+        self._index, self._sizes = index, sizes
+        machine = machine_for(config)
+        self._device = own_device(config, machine, index)
+        served = served_from(config)
+        plans = plans_for(served, machine, config.plan.wanted)
+        self._rank = Rank(index, served, plans, self._device, costing_of(config))
+        self._rank.load(Epoch.first(served.mesh, len(served.layers), served.checkpoint.num_experts))
+        backend = "gloo" if self._device == "cpu" else "nccl"
+        kind = GroupKind(backend, 60.0, self._device)
+        self._group = form_group(dist.FileStore(store, RANKS), "in-process", index, RANKS, kind)
+        self._rank.join(self._group)
+
+    def _synchronize(self) -> None:
+        if self._device != "cpu":
+            torch.cuda.synchronize()
+
+    def _steps(self, lane_rows: tuple[int, ...]) -> Callable[[int], None]:
+        hidden, experts, weights = self._sizes.batch(lane_rows[self._index], 7 + self._index)
+        valid = torch.ones(len(hidden), dtype=torch.bool)
+        rows = LaneInput(hidden, experts, weights, valid).to(self._device)
+        layers = self._rank.served.layers
+
+        def step(at: int) -> None:
+            self._rank.step(layers[at % len(layers)], rows, lane_rows)
+
+        for at in range(WARM_UP_STEPS * len(layers)):
+            step(at)
+            self._synchronize()
+        return step
+
+    def time(self, rows: int, steps: int) -> list[float]:
+        """Seconds of each of `steps` steps to which lane 0 alone brings `rows`, launch to end."""
+        step, found = self._steps((rows, 0)), []
+        for at in range(steps):
+            started = time.perf_counter()
+            step(at)
+            self._synchronize()
+            found.append(time.perf_counter() - started)
+        return found
+
+    def rate(self, rows: int, steps: int) -> float:
+        """Rows a second of steps to which both lanes bring half of `rows`, one launched after another."""
+        step = self._steps((rows // 2, rows - rows // 2))
+        started = time.perf_counter()
+        for at in range(steps):
+            step(at)
+        self._synchronize()
+        return rows * steps / (time.perf_counter() - started)
+
+    def dma(self, rows: int, times: int) -> float:
+        """Seconds in which the engines bring `rows` from pinned memory and back, one after the other."""
+        if self._device == "cpu":
+            return 0.0
+        host = torch.zeros((rows, self._sizes.hidden), dtype=torch.bfloat16).pin_memory()
+        there = host.to(self._device)
+        found = []
+        for _ in range(times):
+            self._synchronize()
+            started = time.perf_counter()
+            there.copy_(host, non_blocking=True)
+            host.copy_(there, non_blocking=True)
+            self._synchronize()
+            found.append(time.perf_counter() - started)
+        return sorted(found)[len(found) // 2]
+
+    def close(self) -> None:
+        """Ends the rank's part in the group."""
+        self._rank.leave()
+        end_group(self._group)
+
+
+def _rank(index: int, config: Config, sizes: Sizes, store: str, pipe: Connection) -> None:
+    set_environment("127.0.0.1")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
+    tune_process()
+    try:
+        stepper = _Stepper(index, config, sizes, store)
+    except Exception as error:
+        pipe.send(f"rank {index}: {type(error).__name__}: {error}")
+        raise
+    while True:
+        try:
+            what, given = pipe.recv()
+        except EOFError:
+            break
+        try:
+            pipe.send(getattr(stepper, what)(*given))
+        except Exception as error:  # told to whoever asked
+            pipe.send(f"rank {index}, {what}{given}: {type(error).__name__}: {error}")
+    stepper.close()

@@ -1,0 +1,102 @@
+"""The seam of the model: what cannot be served is refused, and every MoE layer is behind the service."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from torch.nn import Module
+
+from moeserve.proto.integrations.expert_names import held_experts
+from moeserve.proto.integrations.remote_layers import RemoteLayers, of_one_version
+from moeserve.proto.integrations.sglang.experts import LAYERS, RemoteExpertsMethod
+
+log = logging.getLogger(__name__)
+
+ONLY: dict[str, tuple[Any, ...]] = {
+    "pp_size": (1,),
+    "enable_dp_attention": (False,),
+    "enable_eplb": (False,),
+    "ep_num_redundant_experts": (0,),
+    "enable_lora": (None, False),
+    "enable_two_batch_overlap": (False,),
+    "enable_torch_compile": (False,),
+    "speculative_algorithm": (None,),
+    "moe_a2a_backend": (None, "none"),
+    "load_format": ("auto", "safetensors"),
+    "weight_loader_disable_mmap": (False,),
+    "weight_loader_prefetch_checkpoints": (False,),
+}
+"""Arguments of SGLang's server, and the values that can be served."""
+
+
+def install(layers: RemoteLayers) -> None:
+    """Models that loaders make from now on are checked, and see one version of the weights a forward pass."""
+    target = "sglang.srt.model_loader.loader.DefaultModelLoader.load_model"
+    HookRegistry.register(target, load_model, HookType.AROUND)
+
+
+def load_model(load: Any, loader: Any, **options: Any) -> Any:
+    """Loads a model whose experts are elsewhere. ValueError names what cannot be served, or was not taken
+    over.
+    """
+    from sglang.srt.runtime_context import get_server_args
+
+    refused = refusals(get_server_args())
+    if refused:
+        raise ValueError("with its experts behind moeserve, SGLang cannot run " + "; nor ".join(refused))
+    layers = LAYERS[0]
+    layers.begin()
+    layers.check_architecture(list(options["model_config"].hf_config.architectures or ()))
+    model = load(loader, **options)
+    check_taken(model, layers)
+    model.forward = of_one_version(model.forward, layers, is_mixed)
+    log.info("%d MoE layers are behind moeserve at %s", len(layers.taken), layers.settings.address)
+    return model
+
+
+def refusals(arguments: Any) -> list[str]:
+    """What a server's arguments ask for that cannot be served."""
+    found = []
+    for name, values in ONLY.items():
+        asked = getattr(arguments, name)
+        if asked not in values:
+            found.append(f"{name}={asked!r}, only {' or '.join(repr(value) for value in values)}")
+    if arguments.device != "cpu" and not arguments.disable_cuda_graph:
+        found.append(
+            f"graphs on {arguments.device}: a captured graph cannot wait for a service; disable_cuda_graph"
+        )
+    return found
+
+
+def check_taken(model: Module, layers: RemoteLayers) -> None:
+    """ValueError names a module of `model` that computes, or holds, experts of its own."""
+    for name, module in model.named_modules():
+        if isinstance(module, FusedMoE) and not isinstance(module.quant_method, RemoteExpertsMethod):
+            method = type(module.quant_method).__name__
+            raise ValueError(
+                f"{name} ({type(module).__name__}, {method}) would compute with experts of its own"
+            )
+    if held := held_experts(model):
+        raise ValueError(
+            f"{held[0]} of {type(model).__name__} is an expert's tensor, which moeserve should hold"
+        )
+    if missing := layers.missing():
+        raise ValueError(
+            f"the plug-in did not take over layers {missing} of {type(model).__name__}, and moeserve serves "
+            "their experts; SGLang would compute them itself"
+        )
+
+
+def is_mixed(versions: frozenset[int]) -> bool:
+    """Whether this process and the other tensor-parallel ranks saw several versions in one pass."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return len(versions) > 1
+    most = torch.tensor([max(versions, default=0), -min(versions, default=1 << 62)], dtype=torch.int64)
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    return bool(most[0] > 0 and most[0] != -most[1])

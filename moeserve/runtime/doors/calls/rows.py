@@ -1,0 +1,150 @@
+"""`RowAdmission`: which calls a lane takes, by their rows and by when they have to be answered."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moeserve.runtime.doors.calls.callers import Caller, Callers
+from moeserve.runtime.doors.calls.pace import Pace
+from moeserve.runtime.errors import LaneFull
+
+MOST_CALLERS = 512  # that are kept though they hold nothing
+
+MEASURED = ("OK", "DEADLINE_EXCEEDED")
+"""How calls end whose time says something of the lane's pace."""
+
+Leave = Callable[[str], None]
+
+HEADROOM = 0.8  # of the time until its deadline: a call that would take longer is not let in
+
+SHORT_SECONDS = 1.0  # after a refusal for lack of room, for which callers have their shares only
+
+LEAST_PART = 16
+"""One of so many parts of what a caller has time for is never taken from it for one with less time."""
+
+
+@dataclass(frozen=True)
+class RowLimits:
+    """What a lane holds at most, and for how long."""
+
+    rows: int = 65536  # of calls under way; a single one may have more
+    seconds: float = 10.0  # that a call may wait for its answer, whatever its deadline
+    due: float = 1.0  # a call is served before those that come so much later (`step.due_seconds`)
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    caller: Caller
+    rows: int
+    ahead: int  # rows that are served before, and its own
+    urgency: float
+    entered: float
+    foretold: float  # seconds, when it entered
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A call that wants to be let in."""
+
+    rows: int
+    ahead: int  # rows that would be served before, and its own
+    own: int  # of these, its caller's
+    seconds: float  # within which it should be answered
+
+
+class RowAdmission:
+    """Lets calls in whose answer will be there in time. Safe from any thread.
+
+    What is not to be met is refused at once: by the rows that are served before, and the pace at which calls
+    have lately ended. Callers share what there is room for, as at the whole door (`Admission`); the caller
+    with the least time says how much that is, so that one who can wait for long does not fill the lane for
+    those who cannot. A lane that holds nothing takes any call, and so learns that its pace is another.
+    """
+
+    def __init__(self, limits: RowLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limits = limits
+        self._clock = clock
+        self._pace = Pace()
+        self._callers = Callers()
+        self._held: dict[_Held, None] = {}  # the oldest first
+        self._rows = 0
+        self._short = -math.inf  # when a call was last refused that others left no room for
+        self._lock = threading.Lock()
+
+    @property
+    def rows(self) -> int:
+        """Rows of the calls that are held now."""
+        return self._rows
+
+    def enter(self, peer: str, rows: int, deadline: float) -> Leave:
+        """Lets in a call of `rows` from `peer`, to be answered by `deadline` on the clock, inf = whenever.
+
+        Returns what ends it, to be called once with the code that it ended with. Raises LaneFull with the
+        time to come back after.
+        """
+        now = self._clock()
+        with self._lock:
+            caller = self._callers.of(peer)
+            urgency = min(deadline, now + self.limits.due)
+            before = [held for held in self._held if held.urgency <= urgency]
+            ahead = rows + sum(held.rows for held in before)
+            own = rows + sum(held.rows for held in before if held.caller is caller)
+            seconds = HEADROOM * min(deadline - now, self.limits.seconds)
+            why = self._why_not(caller, _Asked(rows, ahead, own, seconds))
+            if why:
+                raise LaneFull(why, self._callers.refuse(caller, now))
+            held = _Held(caller, rows, ahead, urgency, now, self._pace.foretold(ahead, now))
+            self._held[held] = None
+            self._rows += rows
+            self._callers.enter(caller, rows)
+
+        def leave(code: str) -> None:
+            now = self._clock()
+            with self._lock:
+                del self._held[held]
+                self._rows -= rows
+                self._callers.leave(caller, rows, now)
+                if code in MEASURED:
+                    self._pace.note(held.ahead, now - held.entered, now)
+                self._callers.forget(MOST_CALLERS, now)
+
+        return leave
+
+    def _why_not(self, caller: Caller, asked: _Asked) -> str:
+        """Why a call is not let in now; empty where it is."""
+        if not self._rows:
+            return ""
+        now, most = self._clock(), self.limits.rows
+        if self._rows + asked.rows > most:
+            held = f"{self._rows} are under way, and server.max_held_rows is {most}"
+            return f"{asked.rows} rows do not fit: {held}"
+        behind = self._behind(now)
+        caller.room = room = min(self._pace.room(asked.seconds - behind, now), self._pace.seen)
+        foretold = self._pace.foretold(asked.ahead, now) + behind
+        if foretold > asked.seconds:
+            self._short = now
+            return (
+                f"{asked.ahead - asked.rows} rows are served before: at this lane's pace a call would take "
+                f"{foretold:.2f} s, and should take {asked.seconds:.2f} s"
+            )
+        wanting = self._callers.wanting(caller, now)
+        if len(wanting) == 1 or asked.own == asked.rows or now - self._short > SHORT_SECONDS:
+            return ""
+        limit = min(most, max(min(other.room for other in wanting), room / LEAST_PART))
+        share = self._callers.share(caller, wanting, limit)
+        if 2 * asked.ahead > limit and asked.own > share:
+            self._short = now
+            held = f"this caller has {asked.own - asked.rows} rows under way"
+            return f"{held}, and its share of {limit:.0f} among {len(wanting)} callers is {share:.0f}"
+        return ""
+
+    def _behind(self, now: float) -> float:
+        """Seconds by which the oldest call that is held is later than was foretold: those behind it are as
+        late, and those that end tell of it only then.
+        """
+        oldest = next(iter(self._held))
+        return max(0.0, now - oldest.entered - oldest.foretold) if oldest.foretold else 0.0

@@ -1,0 +1,78 @@
+"""Unix sockets for this user's processes: in a folder of mode 0700, and each peer's uid is asked for."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import socket
+import stat
+import struct
+import tempfile
+from pathlib import Path
+
+from moeserve.proto.host_id import sockets_parent
+
+log = logging.getLogger(__name__)
+
+_UCRED = struct.Struct("3i")  # pid, uid, gid
+
+
+def listen_privately(what: str, kind: socket.SocketKind) -> tuple[socket.socket, str]:
+    """A listening Unix socket in the private folder, and its path, which whoever closes it removes.
+
+    what: the first word of its name. Sockets that processes left when they were killed are removed.
+    """
+    folder = private_folder()
+    _remove_dead(folder)
+    path = str(folder / f"{what}-{os.getpid()}-{secrets.token_hex(4)}")
+    listener = socket.socket(socket.AF_UNIX, kind)
+    try:
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen(64)
+    except OSError:
+        listener.close()
+        raise
+    return listener, path
+
+
+def private_folder() -> Path:
+    """`moeserve-UID` of the folder for temporary files, or a fresh one where another user has that name."""
+    folder = Path(sockets_parent()) / f"moeserve-{os.geteuid()}"
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        found = folder.lstat()
+        own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        if not own or stat.S_IMODE(found.st_mode) != 0o700:
+            log.warning("%s is not a folder of this user with mode 0700; a fresh one is made", folder)
+            return Path(tempfile.mkdtemp(prefix=f"moeserve-{os.geteuid()}-", dir=sockets_parent()))
+    return folder
+
+
+def remove(path: str) -> None:
+    """Removes the socket at `path`, if it is still there."""
+    Path(path).unlink(missing_ok=True)
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Process id and uid at the other end of a Unix socket, as the kernel knows them."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    pid, uid, _ = _UCRED.unpack(packed)
+    return pid, uid
+
+
+def _remove_dead(folder: Path) -> None:
+    for path in folder.iterdir():
+        pid = path.name.split("-")[1:2]
+        if pid and pid[0].isdecimal() and not Path("/proc", pid[0]).exists() and not _answers(path):
+            remove(str(path))
+
+
+def _answers(path: Path) -> bool:
+    """Whether a process listens there, such as one of another container."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.settimeout(0)
+        return asking.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)

@@ -1,0 +1,305 @@
+"""`RankActors`: ranks as Ray actors, started by the head and started again when they have ended.
+
+Ray places actors, and does not restart them: the head does, as the local launcher does, so that who cannot
+start backs off, and no process that was given up lives on beside its heir. A watch on every node that has
+ranks tells which of their processes run, and kills those that the head gives up. Ray's own word on an actor
+is no proof: it calls one dead that it was told to kill, also while a stopped process is still there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from moeserve.proto.texts import clipped
+from moeserve.runtime.config import Config
+from moeserve.runtime.launch.head_process import HeadProcess
+from moeserve.runtime.launch.ray_rank import ALL_GPUS, RankActor
+from moeserve.runtime.launch.restarts import Restarts, why_given_up
+from moeserve.runtime.launch.watch import ProcessWatch
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.1  # between looks at what actors and watches have answered
+WATCH_LATE_SECONDS = (
+    5.0  # for a node's watch to answer; then Ray is asked for the node, or a new watch begins
+)
+STOP_SECONDS = 5.0  # for ranks that were told to stop
+
+
+@dataclass(eq=False)
+class _Actor:
+    """One process of a rank, from the actor's creation until it is seen dead."""
+
+    handle: Any
+    placed: Any  # its process and node, once Ray has started it
+    since: float  # when it was created, and then when its rank was started
+    ended: Any = None  # the rank's end, once it was started
+    pid: int = 0
+    node: str = ""
+    condemned: str = ""  # why it is killed
+    gone: bool = False
+
+
+@dataclass(eq=False)
+class _NodeWatch:
+    """The watch of one node, and what it is asked now."""
+
+    handle: Any
+    asked_at: float
+    late_at: float  # when it was asked, or Ray was asked for its node last
+    answer: Any = None
+    began: bool = False  # it has answered before
+
+
+class RankActors:
+    """One thread, which alone talks to Ray. `resources` is what an actor takes of its bundle of `group`."""
+
+    def __init__(
+        self, config: Config, head: HeadProcess, group: PlacementGroup, resources: dict[str, float]
+    ) -> None:
+        self._config, self._head = config, head
+        self._group, self._resources = group, resources
+        self._actors: dict[int, _Actor | None] = {}  # by rank; None: it is to be started again
+        self._watches: dict[str, _NodeWatch] = {}  # by node
+        self._restarts = Restarts()
+        self._given_up: deque[tuple[int, int]] = deque()  # rank and process, as the head says
+        self._stopping, self._ended = threading.Event(), threading.Event()
+        generations = head.coordinator.generations
+        generations.on_given_up = lambda rank, pid: self._given_up.append((rank, pid))
+        generations.is_gone = self._gone
+
+    def start(self) -> None:
+        """Creates the actors, and begins to watch them."""
+        for rank in range(self._config.parallel.mesh.ranks):
+            self._actors[rank] = self._create(rank)
+        threading.Thread(target=self._watch, name="watch-ranks", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends the actors, once the head has stopped; nothing is started again."""
+        self._stopping.set()
+        running = [one.ended for one in self._actors.values() if one is not None and one.ended is not None]
+        if running:
+            ray.wait(running, num_returns=len(running), timeout=STOP_SECONDS)
+        self._ended.set()
+        for actor in self._actors.values():
+            if actor is not None:
+                self._kill(actor)
+        for watch in self._watches.values():
+            ray.kill(watch.handle)
+
+    def pid(self, rank: int) -> int:
+        """The process of a rank's actor; 0 while it has none."""
+        actor = self._actors.get(rank)
+        return 0 if actor is None else actor.pid
+
+    def _gone(self, pid: int) -> bool:
+        """Whether no actor of this cluster has that process any more."""
+        return not any(one is not None and one.pid == pid for one in list(self._actors.values()))
+
+    def _create(self, rank: int) -> _Actor:
+        seat = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+        handle = (
+            ray.remote(RankActor)
+            .options(
+                num_cpus=self._resources["CPU"],
+                num_gpus=self._resources.get("GPU", 0),
+                scheduling_strategy=seat,
+                max_restarts=0,
+                max_task_retries=0,
+                runtime_env={"env_vars": ALL_GPUS},
+            )
+            .remote()
+        )
+        return _Actor(handle, handle.place.remote(), time.monotonic())
+
+    # -- the thread -----------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Runs the watching thread; the group fails, with the reason, when it cannot go on."""
+        try:
+            while not self._ended.wait(LOOK_SECONDS):
+                self._look()
+        except Exception as error:
+            if self._ended.is_set():
+                return
+            log.exception("the launcher's thread watch-ranks ends")
+            self._head.coordinator.fail(f"the launcher cannot go on: {type(error).__name__}: {error}")
+
+    def _look(self) -> None:
+        """Takes what actors and watches have answered, and does what follows from it."""
+        self._note_joined()
+        while self._given_up:
+            rank, pid = self._given_up.popleft()
+            self._condemn(rank, pid, "the head has given it up")
+        for rank, actor in self._actors.items():
+            if actor is None:
+                if not self._stopping.is_set() and self._restarts.due(rank, time.monotonic()):
+                    self._actors[rank] = self._create(rank)
+            elif actor.ended is None and not actor.condemned:
+                self._take_place(rank, actor)
+            elif _ready(actor.ended) and not actor.condemned:
+                self._condemn(rank, actor.pid, _end_of(actor.ended))
+        self._look_at_nodes()
+        for rank, actor in self._actors.items():
+            if actor is not None and actor.gone:
+                self._note_ended(rank, actor)
+
+    def _note_joined(self) -> None:
+        """Forgets the failed starts of ranks whose process has joined a generation."""
+        for rank, seat in self._head.coordinator.seats().items():
+            actor = self._actors.get(rank)
+            if actor is not None and seat.generation and seat.pid == actor.pid:
+                self._restarts.joined(rank)
+
+    def _take_place(self, rank: int, actor: _Actor) -> None:
+        """Starts the rank of an actor that Ray has placed; one that it does not place is created anew."""
+        begin = self._config.cluster.begin_seconds
+        if not _ready(actor.placed):
+            if time.monotonic() - actor.since > begin:
+                why = f"Ray has not started its actor within cluster.begin_seconds = {begin:g}"
+                self._condemn(rank, 0, why)
+            return
+        try:
+            actor.pid, actor.node = ray.get(actor.placed)
+        except RayError as error:
+            self._condemn(rank, 0, _first_line(error))
+            return
+        actor.since = time.monotonic()
+        head = self._head
+        actor.ended = actor.handle.run.remote(self._config, rank, head.streams, head.token)
+        if actor.node not in self._watches:
+            self._watches[actor.node] = _node_watch(actor.node)
+
+    def _condemn(self, rank: int, pid: int, why: str) -> None:
+        """Has a process killed; one that never told its id has done nothing yet, and counts as gone."""
+        actor = self._actors.get(rank)
+        if actor is None or actor.pid != pid or actor.condemned:
+            return
+        log.warning("rank %d (pid %d) is killed: %s", rank, pid, why)
+        actor.condemned = why
+        actor.gone = not pid
+        self._kill(actor)
+
+    def _kill(self, actor: _Actor) -> None:
+        """Kills the process by its node's watch, which a stopped one does not survive; then tells Ray."""
+        if actor.pid and actor.node in self._watches:
+            self._watches[actor.node].handle.kill.remote(actor.pid)
+        ray.kill(actor.handle)
+
+    def _note_ended(self, rank: int, actor: _Actor) -> None:
+        """Notes that a process was seen dead: its rank is started again once its pause is over."""
+        self._actors[rank] = None
+        pause = self._restarts.ended(rank, time.monotonic())
+        text = "rank %d (pid %s) has ended; it is started again in %.1f s (failed starts in a row: %d)"
+        log.warning(text, rank, actor.pid or "none", pause or 0.0, self._restarts.failures(rank))
+
+    # -- nodes ----------------------------------------------------------------------------------------------
+
+    def _look_at_nodes(self) -> None:
+        """Takes the watches' answers, and asks them again."""
+        for node, watch in list(self._watches.items()):
+            ranks = {
+                one.pid: (rank, one)
+                for rank, one in self._actors.items()
+                if one is not None and one.node == node and not one.gone
+            }
+            if watch.answer is None:
+                watch.asked_at = watch.late_at = time.monotonic()
+                watch.answer = watch.handle.look.remote(list(ranks))
+            elif _ready(watch.answer):
+                self._take_looks(node, watch, ranks)
+            elif time.monotonic() - watch.late_at > WATCH_LATE_SECONDS:
+                self._ask_for_node(node, watch, ranks)
+
+    def _ask_for_node(self, node: str, watch: _NodeWatch, ranks: dict[int, tuple[int, _Actor]]) -> None:
+        """Asks Ray for a node whose watch does not answer. One that begins has longer to do so."""
+        watch.late_at = time.monotonic()
+        waited = watch.late_at - watch.asked_at
+        if not _lives(node):
+            self._lose_node(node, ranks)
+        elif watch.began or waited > self._config.cluster.begin_seconds:
+            self._replace_watch(node, watch, f"no answer for {waited:.0f} s")
+
+    def _take_looks(self, node: str, watch: _NodeWatch, ranks: dict[int, tuple[int, _Actor]]) -> None:
+        """What a node's watch has seen of the ranks there."""
+        try:
+            looks, watch.answer, watch.began = ray.get(watch.answer), None, True
+        except RayError as error:
+            if _lives(node):
+                self._replace_watch(node, watch, _first_line(error))
+            else:
+                self._lose_node(node, ranks)
+            return
+        seats = self._head.coordinator.seats()
+        for pid, (rank, actor) in ranks.items():
+            if pid not in looks:
+                continue
+            if looks[pid] is None:
+                actor.gone = True
+                continue
+            if actor.condemned:
+                watch.handle.kill.remote(pid)
+                continue
+            waited = None if rank in seats or self._stopping.is_set() else time.monotonic() - actor.since
+            if why := why_given_up(self._config.cluster, looks[pid], waited):
+                log.warning("rank %d (pid %d) is given up: %s", rank, pid, why)
+                self._head.coordinator.given_up(rank, pid, why)
+                self._condemn(rank, pid, why)
+
+    def _replace_watch(self, node: str, watch: _NodeWatch, why: str) -> None:
+        log.warning("the watch of node %s is started again: %s", node, why)
+        ray.kill(watch.handle)
+        self._watches[node] = _node_watch(node)
+
+    def _lose_node(self, node: str, ranks: dict[int, tuple[int, _Actor]]) -> None:
+        """Notes that a node is dead, and all that ran there."""
+        del self._watches[node]
+        for pid, (rank, actor) in ranks.items():
+            why = f"its node {node} is dead"
+            log.warning("rank %d (pid %d) is given up: %s", rank, pid, why)
+            actor.condemned, actor.gone = why, True
+            self._head.coordinator.given_up(rank, pid, why)
+
+
+def _lives(node: str) -> bool:
+    """Whether Ray counts a node as alive."""
+    return any(one["NodeID"] == node and one["Alive"] for one in ray.nodes())
+
+
+def _node_watch(node: str) -> _NodeWatch:
+    """A watch in a process of its own on a node; it takes none of the node's CPUs."""
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    remote: Callable[..., Any] = (
+        ray.remote(ProcessWatch).options(num_cpus=0, scheduling_strategy=there, max_restarts=0).remote
+    )
+    return _NodeWatch(remote(), time.monotonic(), time.monotonic())
+
+
+def _ready(ref: Any) -> bool:
+    """Whether there is an answer, or a failure in its place."""
+    return ref is not None and bool(ray.wait([ref], timeout=0)[0])
+
+
+def _end_of(ended: Any) -> str:
+    """How a rank's `run` has ended."""
+    try:
+        ray.get(ended)
+    except RayError as error:
+        return _first_line(error)
+    return "its rank has returned"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return clipped(f"{type(error).__name__}: {lines[-1]}")

@@ -1,0 +1,110 @@
+"""What a GPU itself says of its steps: `DeviceTimes` of their phases, and `ExpertRows` that it computed.
+
+The host launches a step and goes on, so its own clock sees only launches. Reading the device's costs a few
+timestamps, which every `TIMED_EVERY`th step has: a timed graph is one of its own. Rows are counted in every
+step, behind its answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+TIMED_EVERY = 8
+"""Of so many steps one is timed. More than may be under way: a graph's timestamps are read before it runs
+again.
+"""
+
+
+class Timestamp(Protocol):
+    """A moment on the device's clock."""
+
+    def record(self) -> None:
+        """Takes it, behind the current stream's work so far."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this one to a later one; both have passed."""
+
+
+def timestamp() -> Timestamp:
+    """A new one; one that is recorded in a graph is taken anew at each replay."""
+    recording = torch.cuda.is_current_stream_capturing()
+    made: Timestamp = torch.cuda.Event(enable_timing=True, external=recording)  # type: ignore[no-untyped-call]
+    return made
+
+
+class DeviceTimes:
+    """The timestamps of one step: at its start, and at the end of each phase."""
+
+    def __init__(self, new: Callable[[], Timestamp] = timestamp) -> None:
+        self._new = new
+        self._marks: list[Timestamp] = []
+
+    def mark(self) -> None:
+        """A phase ends here, or the first begins."""
+        made = self._new()
+        made.record()
+        self._marks.append(made)
+
+    def seconds(self) -> list[float]:
+        """Seconds of each phase; to be asked when the step has ended."""
+        return [one.elapsed_time(other) / 1e3 for one, other in pairwise(self._marks)]
+
+
+class RowsReading:
+    """What was counted up to a moment; its copy to the host runs behind the steps launched before it."""
+
+    def __init__(self, sums: Tensor) -> None:
+        self._host = sums.to("cpu", non_blocking=True)
+        self._copied: torch.cuda.Event | None = None
+        if sums.is_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def read(self) -> list[int]:
+        """Rows since the start, by position of the layer; waits for the copy."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [int(count) for count in self._host.tolist()]
+
+
+class ExpertRows:
+    """(token, expert) rows that a rank's experts computed, counted on the device, by layer; one thread's."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._table: Tensor | None = None  # [L, slots] int64
+        self._of_layer: list[Tensor] = []  # its rows
+        self._pending: tuple[int, Tensor] | None = None
+
+    def take(self, position: int, counts: Tensor) -> None:
+        """Keeps the rows by slot `[slots]` of a step that was launched, to be counted behind its answer."""
+        self.count()
+        self._pending = position, counts
+
+    def count(self) -> None:
+        """Counts what was kept: one small kernel, which the step's answer does not wait for."""
+        if self._pending is None:
+            return
+        (position, counts), self._pending = self._pending, None
+        if self._table is None or self._table.shape[1] != counts.numel():
+            earlier = None if self._table is None else self._table.sum(dim=1)
+            self._table = torch.zeros((self._layers, counts.numel()), dtype=torch.int64, device=counts.device)
+            self._of_layer = list(self._table.unbind())
+            if earlier is not None and counts.numel():
+                self._table[:, 0] = earlier
+        self._of_layer[position].add_(counts if counts.dim() == 1 else counts.flatten())
+
+    def reading(self) -> RowsReading | None:
+        """What was counted so far; None where nothing was."""
+        self.count()
+        return None if self._table is None else RowsReading(self._table.sum(dim=1))
+
+
+def since(now: Sequence[int], before: Sequence[int]) -> list[int]:
+    """By how much each count has grown; before a first reading there was nothing."""
+    return [one - other for one, other in zip(now, before or [0] * len(now), strict=True)]

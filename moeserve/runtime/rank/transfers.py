@@ -1,0 +1,374 @@
+"""Rows on their way from callers' memory to a rank's device, and answers on their way home: `Transfers`.
+
+A door's thread uploads large rows as soon as a job is there, while the job waits for its step. The thread of
+the steps gathers what is on the device, brings the rest through pinned memory, and queues the answers' copies
+behind the step; it waits for nothing. Where a caller's memory is registered with the device, its engines read
+the rows and write the answer there, and the host copies neither.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeserve.runtime.step import Job, LaneInput, Moment, Upload
+
+DIRECT_BYTES = 64 << 10
+"""Rows and answers of this size on are copied by the device's engines each by itself. Smaller ones share one
+copy: to queue a copy costs as much as 20 KB of copying by the host.
+"""
+
+AHEAD_BYTES = 1 << 20
+"""Rows of this size on are uploaded before their step is known. Smaller ones take less time than the calls of
+the driver and the further copy on the device that this costs.
+"""
+
+ALIGNED_BYTES = 256
+"""At which torch's allocator aligns device memory; kernels are compiled for aligned and other addresses
+apart.
+"""
+
+ASIDE_BYTES = 256 << 10
+"""Answers of this size on go home on a stream of their own, while the next step computes."""
+
+
+class Engines:
+    """The streams and events of a CUDA device. Uploads and downloads have streams of their own."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def use(self) -> None:
+        """Makes the device this thread's current one."""
+        torch.cuda.set_device(self.device)
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Host memory that the engines read and write; it is not given out again while they do."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def uploading(self) -> AbstractContextManager[object]:
+        """A context in which the device's work goes to the stream of uploads."""
+        return torch.cuda.stream(self._up)
+
+    def downloading(self) -> AbstractContextManager[object]:
+        """A context in which it goes to the stream of answers, behind the current stream's work so far."""
+        self._down.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._down)
+
+    def event(self, *, sleeps: bool = False) -> Moment:
+        """What the current stream has been given so far.
+
+        sleeps: who waits for it sleeps. It wakes a little later, and holds up no thread that launches work,
+        as one does that spins.
+        """
+        made: torch.cuda.Event = torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
+        made.record()
+        return made
+
+    def follow(self, event: Moment) -> None:
+        """The current stream goes on when `event` has passed; the host does not wait."""
+        torch.cuda.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
+
+
+class HostEngines(Engines):
+    """What stands for a device on a CPU: everything has happened at once. For tests of what is above."""
+
+    def __init__(self) -> None:
+        self.device = "cpu"
+
+    def use(self) -> None:
+        """Does nothing."""
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Plain host memory."""
+        return torch.empty(shape, dtype=dtype)
+
+    def uploading(self) -> AbstractContextManager[object]:
+        """Does nothing."""
+        return nullcontext()
+
+    def downloading(self) -> AbstractContextManager[object]:
+        """Does nothing."""
+        return nullcontext()
+
+    def event(self, *, sleeps: bool = False) -> Moment:
+        """A moment that has passed."""
+        return _Passed()
+
+    def follow(self, event: Moment) -> None:
+        """Does nothing."""
+
+
+class _Passed:
+    def synchronize(self) -> None:
+        return
+
+    def query(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class StepRoom:
+    """A lane's rows of one step in device memory, where they are gathered.
+
+    `routes` is the memory of experts, weights and validity of all rows, one after the other, so that one copy
+    fills it.
+    """
+
+    rows: LaneInput
+    routes: Tensor  # uint8
+    parts: dict[int, LaneInput] = field(default_factory=dict)  # the first rows, as many as were asked for
+
+    def first(self, count: int) -> LaneInput:
+        """The first `count` rows."""
+        found = self.parts.get(count)
+        if found is None:
+            found = self.parts[count] = self.rows.rows(slice(count))
+        return found
+
+    @classmethod
+    def of(cls, hidden: Tensor, top_k: int) -> StepRoom:
+        """Room beside `hidden [R, H]`, not filled."""
+        count = hidden.shape[0]
+        routes = torch.empty(_routes_bytes(count, top_k), dtype=torch.uint8, device=hidden.device)
+        return cls(LaneInput(hidden, *_route_columns(routes, count, top_k)), routes)
+
+
+def _column_bytes(rows: int, top_k: int) -> int:
+    """Bytes of experts, and of weights: each column starts as aligned as memory of its own would be."""
+    return -(-4 * rows * top_k // ALIGNED_BYTES) * ALIGNED_BYTES
+
+
+def _routes_bytes(rows: int, top_k: int) -> int:
+    return 2 * _column_bytes(rows, top_k) + rows
+
+
+def _route_columns(routes: Tensor, rows: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Experts `[R, K]` int32, weights `[R, K]` float32 and validity `[R]` bool as views of `routes`."""
+    size, column = 4 * rows * top_k, _column_bytes(rows, top_k)
+    experts = routes[:size].view(torch.int32)
+    weights = routes[column : column + size].view(torch.float32)
+    shape = (rows, top_k)
+    return experts.view(shape), weights.view(shape), routes[2 * column :].view(torch.bool)
+
+
+@dataclass(eq=False)
+class InFlight:
+    """What a step's copies need until they have ended, and the answers that they bring."""
+
+    outputs: list[Tensor | None]  # by job, [T, H] on the host; None for a job that is gone
+    event: Moment
+    kept: list[object]  # memory of the device and of the host
+    releases: list[Callable[[], None]]  # of callers' memory
+
+    @classmethod
+    def there(cls, answer: Tensor, parts: Sequence[tuple[int, Job | None]]) -> InFlight:
+        """An answer `[T, H]` that is on the host already; `parts` as `Transfers.fetch` takes them."""
+        sizes = [rows for rows, _ in parts]
+        outputs: list[Tensor | None] = [answer]
+        if len(sizes) != 1:
+            outputs = list(torch.split(answer, sizes)) if sizes else []
+        return cls(outputs, _Passed(), [], [])
+
+    def release(self) -> None:
+        """The copies have ended: callers' memory is used no more, and what was kept is free."""
+        for release in self.releases:
+            release()
+        self.kept, self.releases = [], []
+
+
+class Transfers:
+    """The copies of one rank to and from its device. `upload` is called by doors' threads, the rest by the
+    thread of the steps.
+
+    ahead: bytes that jobs which are in no step may hold on the device; the rows of others are brought with
+    their steps.
+    """
+
+    def __init__(self, engines: Engines, ahead: int) -> None:
+        self.engines = engines
+        self._room = ahead
+        self._lock = threading.Lock()  # over the room
+        self._uses: list[Callable[[], None]] = []  # of callers' memory, by the step that is gathered
+
+    def upload(self, job: Job) -> Upload | None:
+        """Begins to bring large hidden states to the device; None for small ones, and without room for them.
+
+        Rows that do not lie in registered memory are copied to pinned memory first, by this thread.
+        """
+        nbytes = job.hidden.nbytes
+        if nbytes < AHEAD_BYTES or not self._take(nbytes):
+            return None
+        engines, lent = self.engines, job.lent
+        given_back = lent.memory.done if lent is not None and lent.rows and lent.memory.use() else None
+
+        def release() -> None:
+            self._take(-nbytes)
+            if given_back is not None:
+                given_back()
+
+        try:
+            engines.use()
+            source = job.hidden
+            if given_back is None:
+                source = engines.pinned(source.shape, source.dtype)
+                source.copy_(job.hidden)
+            with engines.uploading():
+                rows = torch.empty(source.shape, dtype=source.dtype, device=engines.device)
+                rows.copy_(source, non_blocking=True)
+                return Upload(rows, engines.event(), release)
+        except torch.OutOfMemoryError:
+            release()
+            return None
+        except BaseException:
+            release()
+            raise
+
+    def _take(self, nbytes: int) -> bool:
+        """Takes so much of the room for uploads, where it is there; less than 0 gives it back."""
+        with self._lock:
+            fits = nbytes <= max(0, self._room)
+            self._room -= nbytes if fits else 0
+            return fits
+
+    def gather(self, room: StepRoom, parts: Sequence[tuple[int, Job | None]]) -> list[object]:
+        """Brings the rows of a step's jobs into `room`; rows of a job that is gone are not valid.
+
+        parts: rows and job, in the order of the step. Returns what has to be kept until the step has ended.
+        """
+        kept: list[object] = [self._gather_routes(room, parts)]
+        waiting: list[tuple[int, Job]] = []  # neighbours that share a copy
+        at, begin = 0, 0
+        for rows, job in parts:
+            here = slice(at, at + rows)
+            at += rows
+            if job is not None and job.upload is None and not self._direct(job, len(parts)):
+                begin = begin if waiting else here.start
+                waiting.append((rows, job))
+                continue
+            if waiting:
+                kept.append(self._shared(room.rows.hidden, begin, waiting))
+                waiting = []
+            if job is not None:
+                kept.append(self._brought(room.rows.hidden[here], job))
+        if waiting:
+            kept.append(self._shared(room.rows.hidden, begin, waiting))
+        return kept
+
+    def _gather_routes(self, room: StepRoom, parts: Sequence[tuple[int, Job | None]]) -> Tensor:
+        staged = self.engines.pinned(room.routes.shape, torch.uint8)
+        rows, top_k = room.rows.experts.shape
+        size, column = 4 * rows * top_k, _column_bytes(rows, top_k)
+        there = staged.numpy()
+        there[:] = 0
+        experts = there[:size].view(np.int32).reshape(rows, top_k)
+        weights = there[column : column + size].view(np.float32).reshape(rows, top_k)
+        valid = there[2 * column :]
+        at = 0
+        for count, job in parts:
+            if job is not None:
+                experts[at : at + count] = job.experts.numpy()
+                weights[at : at + count] = job.weights.numpy()
+                valid[at : at + count] = 1
+            at += count
+        room.routes.copy_(staged, non_blocking=True)
+        return staged
+
+    @staticmethod
+    def _direct(job: Job, jobs: int) -> bool:
+        """Whether the device's engines read the job's rows where the caller has them."""
+        large = job.hidden.nbytes >= DIRECT_BYTES or jobs == 1
+        return large and job.lent is not None and job.lent.rows
+
+    def _brought(self, into: Tensor, job: Job) -> object:
+        """Queues the copy of one job's rows, from where they were uploaded to or from the caller's memory."""
+        if job.upload is not None:
+            self.engines.follow(job.upload.event)
+            into.copy_(job.upload.rows, non_blocking=True)
+            self._uses.append(job.upload.release)
+            return job.upload
+        if job.lent is not None and job.lent.memory.use():
+            self._uses.append(job.lent.memory.done)
+            into.copy_(job.hidden, non_blocking=True)
+            return job.hidden
+        return self._shared(into, 0, [(into.shape[0], job)])
+
+    def _shared(self, hidden: Tensor, at: int, jobs: Sequence[tuple[int, Job]]) -> Tensor:
+        """Queues one copy of the rows of several jobs, through pinned memory, to row `at` of `hidden`."""
+        count = sum(rows for rows, _ in jobs)
+        staged = self.engines.pinned((count, hidden.shape[1]), hidden.dtype)
+        begin = 0
+        for rows, job in jobs:
+            staged[begin : begin + rows] = job.hidden
+            begin += rows
+        hidden[at : at + count].copy_(staged, non_blocking=True)
+        return staged
+
+    def fetch(
+        self,
+        answer: Tensor,
+        parts: Sequence[tuple[int, Job | None]],
+        kept: list[object],
+        *,
+        busy: bool = False,
+    ) -> InFlight:
+        """Queues the copies of a step's answer `[T, H]` to its callers, and waits for none.
+
+        busy: other steps are under way, and their launches are not to be held up by who waits for this one.
+
+        Large parts go to a caller's registered memory at once; the others through pinned memory.
+        """
+        uses, self._uses = self._uses, []
+        aside = answer.nbytes >= ASIDE_BYTES
+        with self.engines.downloading() if aside else nullcontext():
+            outputs = list(self._fetched(answer, parts, uses))
+            event = self.engines.event(sleeps=busy)
+        return InFlight(outputs, event, [*kept, answer], uses)
+
+    def abandoned(self, kept: list[object]) -> InFlight:
+        """What has to be waited for where the step itself could not be launched."""
+        uses, self._uses = self._uses, []
+        return InFlight([], self.engines.event(), kept, uses)
+
+    def _fetched(
+        self, answer: Tensor, parts: Sequence[tuple[int, Job | None]], uses: list[Callable[[], None]]
+    ) -> Iterator[Tensor | None]:
+        shared: Tensor | None = None  # pinned memory of the whole answer, for those who share a copy
+        at = 0
+        for rows, job in parts:
+            here = slice(at, at + rows)
+            at += rows
+            home = None if job is None or job.lent is None else job.lent.home
+            large = rows * answer.shape[1] * answer.itemsize >= DIRECT_BYTES
+            if job is None:
+                yield None
+            elif home is not None and (large or len(parts) == 1) and job.lent.memory.use():  # type: ignore[union-attr]
+                uses.append(job.lent.memory.done)  # type: ignore[union-attr]
+                home.copy_(answer[here], non_blocking=True)
+                yield home
+            elif large:
+                alone = self.engines.pinned(answer[here].shape, answer.dtype)
+                alone.copy_(answer[here], non_blocking=True)
+                yield alone
+            else:
+                if shared is None:
+                    shared = self.engines.pinned(answer.shape, answer.dtype)
+                    shared.copy_(answer, non_blocking=True)
+                yield shared[here]
+
+
+def transfers_of(device: str, lane_bytes: int) -> Transfers | None:
+    """The copies of a rank on `device`; None on a CPU, where a step takes rows as they lie on the host.
+
+    lane_bytes: the hidden states of as many rows as a lane brings to a step; as many for two steps are
+    uploaded ahead.
+    """
+    return None if device == "cpu" else Transfers(Engines(device), 2 * lane_bytes)

@@ -1,0 +1,105 @@
+"""vLLM with its experts behind a service against vLLM alone: tokens, and log-probabilities at every position.
+
+A service whose down projections are 5 % too large, or one of whose experts is gone, must not pass: the same
+check fails with each.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from engine_models import BOUNDS, apart, prompts, read_config
+from engine_runs import NEW_TOKENS, REQUESTS, house_of
+
+from moeserve.proto.client import MoeClient
+
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "qwen2_moe", "glm4_moe")
+CASES = [
+    pytest.param(family, dtype, eager, id=f"{family}-{dtype}-{'eager' if eager else 'compiled'}")
+    for family in FAMILIES
+    for dtype, eager in (("float32", True), ("bfloat16", True))
+] + [
+    pytest.param(family, "float32", False, id=f"{family}-float32-compiled")
+    for family in ("qwen3_moe", "deepseek_v3")
+]
+
+
+@pytest.mark.parametrize(("family", "dtype", "eager"), CASES)
+def test_vllm_generates_what_it_does_alone_and_damaged_experts_are_seen(
+    engine_model: Any, run_vllm: Any, family: str, dtype: str, eager: bool
+) -> None:
+    model = engine_model(family, dtype)
+    options = {"dtype": dtype, "enforce_eager": eager, "enable_prefix_caching": False}
+    alone = run_vllm(model.path, None, options=options)
+    assert "failed" not in alone, alone["said"][-3000:]
+    with house_of(model.path) as house:
+        weights = [None, str(model.scaled), str(model.zeroed)]
+        found = run_vllm(model.path, house.address, options=options, rounds=weights)
+        assert "failed" not in found, found["said"][-3000:]
+        with MoeClient(house.address) as client:
+            computed = sum(rank.tokens for rank in client.status().ranks)
+    right, scaled, zeroed = (apart(answers, alone["rounds"][0]) for answers in found["rounds"])
+    bound = BOUNDS[dtype]
+    print(
+        f"{family} {dtype}: right {right.most:.2g} ({right.mean:.2g}), "
+        f"x 1.05 {scaled.most:.2g} ({scaled.mean:.2g}), zeroed {zeroed.most:.2g} ({zeroed.mean:.2g})"
+    )
+    assert right.within(bound), right
+    assert dtype != "float32" or not right.ties, "float32 tokens are equal"
+    assert not scaled.within(bound), scaled
+    assert not zeroed.within(bound), zeroed
+    # one call a MoE layer and forward pass, of three rounds
+    (worker,) = found["workers"]
+    layers = moe_layers(model.path)
+    assert worker["calls"] == layers * NEW_TOKENS * len(weights)
+    config = read_config(model.path)
+    rows = sum(len(ids) for ids in prompts(REQUESTS)) + REQUESTS * (NEW_TOKENS - 1)
+    assert worker["rows"] == layers * rows * len(weights)
+    assert computed == worker["rows"] * config["num_experts_per_tok"], (
+        "the service counts each row once an expert"
+    )
+    # nothing of experts: neither held nor read
+    assert worker["experts"] == {}
+    read = [name for name in found["read"] if ".experts." in name]
+    assert read == [] and [name for name in alone["read"] if ".experts." in name]
+    (held,) = [worker["experts"] for worker in alone["workers"]]
+    assert sum(held.values()) > 0
+
+
+def moe_layers(path: Any) -> int:
+    """Decoder layers of a checkpoint that have experts."""
+    config = read_config(path)
+    return int(config["num_hidden_layers"]) - int(config.get("first_k_dense_replace", 0))
+
+
+def test_the_transformers_fallback_asks_too(engine_model: Any, run_vllm: Any) -> None:
+    model = engine_model("qwen3_moe", "float32")
+    options = {"dtype": "float32", "model_impl": "transformers", "enable_prefix_caching": False}
+    alone = run_vllm(model.path, None, options=options)
+    assert "failed" not in alone, alone["said"][-3000:]
+    with house_of(model.path) as house:
+        found = run_vllm(model.path, house.address, options=options)
+    assert "failed" not in found, found["said"][-3000:]
+    told = apart(found["rounds"][0], alone["rounds"][0])
+    assert told.within(BOUNDS["float32"]) and not told.ties, told
+    (worker,) = found["workers"]
+    assert worker["calls"] == moe_layers(model.path) * NEW_TOKENS and worker["experts"] == {}
+    assert [name for name in found["read"] if ".experts." in name] == []
+
+
+def test_memory_is_that_of_a_model_without_experts(run_vllm: Any, tmp_path: Path) -> None:
+    sizes = {"hidden": 256, "inner": 1024, "experts": 64, "top_k": 2}
+    make_checkpoint("qwen3_moe", tmp_path, **sizes)
+    experts = 2 * 64 * 3 * 256 * 1024 * 4
+    short = {"prompts": prompts(2), "options": {"dtype": "float32"}}
+    alone = run_vllm(tmp_path, None, **short)
+    assert "failed" not in alone, alone["said"][-3000:]
+    with house_of(tmp_path) as house:
+        found = run_vllm(tmp_path, house.address, **short)
+    assert "failed" not in found, found["said"][-3000:]
+    saved = alone["memory"] - found["memory"]
+    print(f"{experts / 1e6:.0f} MB of experts, {saved / 1e6:.0f} MB less at the peak")
+    assert saved >= 0.9 * experts

@@ -1,0 +1,64 @@
+"""Every family of the installed transformers that has experts is served as its model computes, or says why.
+
+What is walked is transformers, not a list: a release with a new family fails here until that is read or
+refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from in_process import InProcess
+from tiny_families import answers, families
+
+from moeserve.checkpoints.checkpoint import Checkpoint
+from moeserve.checkpoints.families import FAMILIES, REFUSED
+from moeserve.experts.routing.families import BY_MODEL
+from moeserve.experts.routing.families import FAMILIES as GATES
+from moeserve.proto.integrations.transformers import attach, experts_modules
+
+BOUND = 1e-4
+DAMAGE = 1.05
+SCALE_FREE = {"beam", "diffusion_gemma_text", "flex_olmo", "muse_spark_text"}
+"""Families that norm what their experts answer, so that one factor for all of it changes nothing."""
+TOKENS = torch.randint(4, 250, (2, 9), generator=torch.Generator().manual_seed(3))
+SERVED = sorted(set(families()) - set(REFUSED))
+
+
+def test_every_family_is_served_or_listed_with_the_reason() -> None:
+    known = set(FAMILIES) | set(REFUSED)
+    assert set(families()) <= known, "read these, or say in REFUSED why not"
+    assert len(families()) >= 70
+    assert set(REFUSED) <= set(families())
+    assert set(FAMILIES) - set(families()) == {"kimi_k2"}  # transformers reads Kimi-K2 as DeepSeek-V3
+    assert len(SERVED) >= 0.95 * len(families())
+
+
+def test_every_family_has_a_router_or_the_reason_why_not() -> None:
+    assert set(SERVED) <= set(GATES) | set(BY_MODEL)
+    assert not set(GATES) & set(BY_MODEL)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_a_family_answers_as_its_model_alone(tmp_path: Path, family: str) -> None:
+    model = families()[family].model()
+    alone = answers(model, TOKENS)
+    wanted = sorted(experts_modules(model))
+    for form, original in (("hub", True), ("own", False)):
+        model.save_pretrained(tmp_path / form, save_original_format=original)
+        assert list(Checkpoint(tmp_path / form).layers) == wanted
+    services = {form: InProcess(tmp_path / form) for form in ("hub", "own")}
+    for layer in wanted:
+        hub, own = (services[form]._weights(layer) for form in ("hub", "own"))
+        assert all(torch.equal(left, right) for left, right in zip(hub, own, strict=True))
+    attach(model, services["hub"])
+    served = answers(model, TOKENS)
+    assert sorted(services["hub"].calls) == wanted
+    torch.testing.assert_close(served, alone, rtol=0, atol=BOUND)
+    assert torch.equal(served.argmax(-1), alone.argmax(-1))
+    attach(model, InProcess(tmp_path / "hub", halves=DAMAGE))
+    assert (answers(model, TOKENS) - alone).abs().max() > BOUND, "its experts do not matter"
+    attach(model, InProcess(tmp_path / "hub", scale=DAMAGE))
+    assert ((answers(model, TOKENS) - alone).abs().max() > BOUND) != (family in SCALE_FREE)

@@ -1,0 +1,78 @@
+"""Probes over TLS: nobody shows a certificate, and each connection is shown the one of its time."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from keyed import SECONDS, Keyring, Shown, code_of
+from made_certificates import replaced
+
+from moeserve.runtime.telemetry.probes import Probes
+
+HEALTH = "/grpc.health.v1.Health/Check"
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Keyring:
+    return Keyring(tmp_path, "tls")
+
+
+@pytest.fixture
+def address(ring: Keyring) -> Iterator[str]:
+    made = Probes(("127.0.0.1", 0), ["a.service"], 5.0, lambda: "", ring.pair)
+    until = time.monotonic() + SECONDS
+    while True:
+        try:
+            assert ring.get(f"127.0.0.1:{made.port}", "/livez", Shown()) == 200
+            break
+        except OSError:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    yield f"127.0.0.1:{made.port}"
+    made.close()
+
+
+def serial(address: str, ring: Keyring) -> str:
+    host, port = address.rsplit(":", 1)
+    context = ring.context(Shown())
+    assert context is not None
+    with (
+        socket.create_connection((host, int(port)), SECONDS) as plain,
+        context.wrap_socket(plain, server_hostname=host) as made,
+    ):
+        certificate = made.getpeercert()
+        assert certificate is not None
+        return str(certificate["serialNumber"])
+
+
+def test_they_are_answered_over_tls_and_not_without(address: str, ring: Keyring) -> None:
+    assert ring.get(address, "/readyz", Shown()) == 200
+    with ring.channel(address, Shown()) as channel:
+        assert code_of(channel, HEALTH, b"", Shown()) == "OK"
+        assert code_of(channel, HEALTH, b"\n\x09a.service", Shown()) == "OK"
+        assert code_of(channel, HEALTH, b"\n\x01b", Shown()) == "NOT_FOUND"
+    with grpc.insecure_channel(address) as channel:
+        assert code_of(channel, HEALTH, b"", Shown()) == "UNAVAILABLE"
+    host, port = address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), SECONDS) as plain:
+        plain.sendall(b"GET /readyz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"200" not in plain.recv(1000)
+
+
+def test_a_new_certificate_is_shown_without_a_restart(address: str, ring: Keyring) -> None:
+    first = serial(address, ring)
+    certificate, key = map(Path, ring.pair)
+    other = ring.service.sign("moeserve", "localhost", "127.0.0.1", file="other")
+    replaced(certificate, Path(other[0]).read_bytes())  # its key is not there yet
+    assert serial(address, ring) == first
+    replaced(key, Path(other[1]).read_bytes())
+    assert serial(address, ring) != first
+    with ring.channel(address, Shown()) as channel:
+        assert code_of(channel, HEALTH, b"", Shown()) == "OK"
+    certificate.unlink()
+    assert ring.get(address, "/readyz", Shown()) == 200

@@ -1,0 +1,195 @@
+"""A step is launched before the last one's answer is there; answers come in order, and none of a bad step."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from slow_engines import SECONDS, SlowEngines
+
+from moeserve.runtime.control.reached import Progress
+from moeserve.runtime.rank import answers
+from moeserve.runtime.rank.answers import MOST_UNFINISHED, InOrder
+from moeserve.runtime.rank.lane import Lane, LaneBatch, LaneCall
+from moeserve.runtime.rank.steps import MemberSteps
+from moeserve.runtime.rank.transfers import StepRoom, Transfers
+from moeserve.runtime.step import CallerMemory, Header, Lent, Phases, StepRecord
+
+H, K, GENERATION = 8, 2, 3
+
+
+class FakeRank:
+    """Doubles rows; its device is slow, and what its steps went without is what a test says."""
+
+    def __init__(self, device: str = "fake") -> None:
+        self.index, self.device, self.meter, self.progress = 0, device, None, Progress()
+        self.served = SimpleNamespace(
+            layers=(0,), dtype=torch.float32, checkpoint=SimpleNamespace(hidden=H), lane_rows=16
+        )
+        self.plans = {0: SimpleNamespace(problem=SimpleNamespace(top_k=K))}
+        self.launched: list[int] = []
+        self.bad: dict[int, Exception] = {}  # by how many steps were looked at
+        self.looked = self.counted = 0
+
+    def room(self, layer: int, lane_rows: tuple[int, ...]) -> StepRoom:
+        return StepRoom.of(torch.zeros(lane_rows[0], H), K)
+
+    def step(self, layer: int, rows: Any, lane_rows: tuple[int, ...], number: int) -> Any:
+        self.launched.append(number)
+        return rows.hidden * 2, Phases(0.0, 0.0, 0.0, 1, 0, 0, "local")
+
+    def count(self) -> None:
+        self.counted += 1
+
+    def rows_computed(self) -> None:
+        return None
+
+    def late(self, layer: int) -> tuple[int, ...]:
+        self.looked += 1
+        if self.looked in self.bad:
+            raise self.bad[self.looked]
+        return ()
+
+
+class Running:
+    """A member's steps over slow engines."""
+
+    def __init__(self) -> None:
+        self.engines, self.rank = SlowEngines(), FakeRank()
+        self.lane = Lane(0, 16, 16)
+        self.lane.transfers = Transfers(self.engines, 1 << 20)
+        self.announced: list[int] = []
+        self.lane.announce = lambda job: self.announced.append(job.job)
+        self.lane.open()
+        self.said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.records: list[StepRecord] = []
+        rank: Any = self.rank
+        self.steps = MemberSteps(rank, self.lane, self.said.put, self.records.append)
+        self.failures: list[Exception] = []
+        self.steps.failed = lambda entry, error: self.failures.append(error)
+        self.epoch: Any = SimpleNamespace(number=1, version=lambda at: 1)
+        self.given_back: list[int] = []
+
+    def call(self, number: int, rows: int = 2) -> LaneCall:
+        """One caller's rows, and the step that takes them."""
+        hidden = torch.full((rows, H), float(number))
+        memory = CallerMemory(lambda: self.given_back.append(number))
+        lent = Lent(memory, True, torch.zeros(rows, H))
+        ids, weights = torch.zeros(rows, K, dtype=torch.int32), torch.ones(rows, K)
+        call = self.lane.submit(LaneBatch(0, hidden, ids, weights, lent=lent), lambda call: memory.done())
+        header = Header(number, 1, 0, (rows,), ((call.jobs[0].number, rows),))
+        self.steps.run(header, GENERATION, self.epoch)
+        return call
+
+
+@pytest.fixture
+def running() -> Any:
+    made = Running()
+    yield made
+    for moment in made.engines.moments:
+        moment.passed.set()
+    made.steps.close()
+
+
+def test_the_next_step_is_launched_before_the_last_answer_is_there(running: Running) -> None:
+    first, second = running.call(1), running.call(2)
+    assert running.rank.launched == [1, 2]
+    assert not first.ended and not second.ended and running.said.empty()
+    running.engines.moments[1].passed.set()  # a later answer waits for the earlier ones
+    assert not second.wait(0.05)
+    running.engines.moments[0].passed.set()
+    for number, call in ((1, first), (2, second)):
+        assert call.wait(SECONDS)
+        assert torch.equal(call.result()[0], torch.full((2, H), 2.0 * number))
+        assert running.said.get(timeout=SECONDS)["step"] == number
+    running.steps.drain()
+    assert [record.number for record in running.records] == [1, 2]
+    assert running.given_back == [1, 2]
+
+
+def test_memory_of_a_caller_who_leaves_is_held_until_its_step_has_ended(running: Running) -> None:
+    call = running.call(1)
+    call.give_up(RuntimeError("left"))
+    time.sleep(0.02)
+    assert running.given_back == []
+    running.engines.moments[0].passed.set()
+    running.steps.drain()
+    assert running.given_back == [1]
+
+
+def test_no_step_behind_a_bad_one_is_answered(running: Running) -> None:
+    calls = [running.call(1), running.call(2)]
+    running.rank.bad[1] = RuntimeError("blocks waited in vain")
+    for moment in running.engines.moments:
+        moment.passed.set()
+    running.steps.drain()
+    assert [str(error) for error in running.failures] == [
+        "blocks waited in vain",
+        "step 2 has no answer, since one before it failed",
+    ]
+    assert not any(call.ended for call in calls) and running.said.empty()
+    running.lane.close("the group forms again")  # as the abort that follows does
+    assert all(call.error is not None for call in calls)
+    assert running.given_back == [1, 2]
+
+
+def test_a_generation_that_is_aborted_with_answers_in_flight_ends_whole(running: Running) -> None:
+    calls = [running.call(1), running.call(2)]
+    running.lane.close("rank 1 is gone")
+    assert all("rank 1 is gone" in str(call.error) for call in calls)
+    assert running.given_back == [], "the device may still write their answers"
+    drained = threading.Thread(target=running.steps.drain)
+    drained.start()
+    assert drained.is_alive()
+    for moment in running.engines.moments:
+        moment.passed.set()
+    drained.join(SECONDS)
+    assert not drained.is_alive() and running.given_back == [1, 2]
+
+
+def test_a_step_that_cannot_be_launched_gives_memory_back_after_its_copies(running: Running) -> None:
+    def refuse(*given: object) -> Any:
+        raise ValueError("no such layer")
+
+    running.rank.step = refuse  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="no such layer"):
+        running.call(1)
+    running.lane.close("aborted")
+    assert running.given_back == []
+    running.engines.moments[0].passed.set()
+    running.steps.drain()
+    assert running.given_back == [1]
+
+
+def test_a_thread_that_finishes_does_so_in_order_and_holds_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "FINISH_SECONDS", 0.05)
+    finishing, go, done = InOrder("test"), threading.Event(), list[int]()
+    for number in range(MOST_UNFINISHED):
+        finishing.put(lambda number=number: (go.wait(SECONDS), done.append(number)))  # type: ignore[misc]
+    with pytest.raises(TimeoutError, match="3 launched steps have not ended"):
+        finishing.put(lambda: None)
+    with pytest.raises(TimeoutError):
+        finishing.drain()
+    go.set()
+    monkeypatch.setattr(answers, "FINISH_SECONDS", SECONDS)
+    finishing.drain()
+    assert done == list(range(MOST_UNFINISHED)) and finishing.idle
+    finishing.close()
+
+
+def test_what_fails_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    finishing, done = InOrder("test"), list[int]()
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    finishing.put(fail)
+    finishing.put(lambda: done.append(1))
+    finishing.drain()
+    assert done == [1] and "broken" in caplog.text
+    finishing.close()

@@ -1,0 +1,150 @@
+"""Which calls a lane takes, by rows, deadline and pace: a lane that serves so many rows a second, in turn."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+
+import pytest
+
+from moeserve.runtime.doors.calls.pace import FRESH_SECONDS, Pace
+from moeserve.runtime.doors.calls.rows import Leave, RowAdmission, RowLimits
+from moeserve.runtime.errors import LaneFull
+
+ROWS_A_SECOND = 1000.0
+
+
+class Lane:
+    """Serves the most urgent call first, so many rows a second, by a clock of its own."""
+
+    def __init__(self, **limits: float) -> None:
+        self.now = 0.0
+        self.limits = RowLimits(**limits)  # type: ignore[arg-type]
+        self.admission = RowAdmission(self.limits, lambda: self.now)
+        self.queue: list[tuple[float, int, str, int, float, Leave]] = []
+        self.free_at = 0.0  # since when it serves the call that it serves
+        self._numbers = itertools.count()
+
+    def ask(self, peer: str, rows: int, seconds: float = math.inf) -> LaneFull | None:
+        try:
+            leave = self.admission.enter(peer, rows, self.now + seconds)
+        except LaneFull as full:
+            return full
+        urgency = self.now + min(seconds, self.limits.due)
+        if not self.queue:
+            self.free_at = max(self.now, self.free_at)
+        heapq.heappush(self.queue, (urgency, next(self._numbers), peer, rows, self.now + seconds, leave))
+        return None
+
+    def go_on(self, seconds: float) -> list[tuple[str, bool]]:
+        """Who was answered meanwhile, and whether in time."""
+        until, served = self.now + seconds, []
+        while self.queue:
+            ends = self.free_at + self.queue[0][3] / ROWS_A_SECOND
+            if ends > until:
+                break
+            self.now = self.free_at = ends
+            _, _, peer, _, deadline, leave = heapq.heappop(self.queue)
+            leave("OK")
+            served.append((peer, self.now <= deadline))
+        self.now = until
+        return served
+
+    def learn(self) -> None:
+        for _ in range(20):
+            self.ask("first", 10)
+            self.ask("first", 10)
+            self.go_on(1.0)
+
+
+def test_what_cannot_be_answered_in_time_is_refused_at_once() -> None:
+    lane = Lane()
+    lane.learn()
+    assert lane.ask("a", 10, 0.03) is None
+    assert lane.ask("a", 10, 0.03) is None
+    refused = lane.ask("a", 10, 0.03)
+    assert refused is not None and "20 rows are served before" in str(refused)
+    assert refused.pushback > 0
+    assert lane.ask("a", 10, 0.02) is None, "it is served before those that have more time"
+    assert lane.ask("a", 10, 0.5) is None
+
+
+def test_of_five_times_too_many_calls_those_let_in_are_answered_in_time_and_the_lane_is_busy() -> None:
+    lane, answered = Lane(), []
+    for _ in range(300):
+        lane.ask("a", 50, 0.5)
+        lane.go_on(0.01)  # not a pace is known when the first of them come
+    for _ in range(6000):
+        lane.ask("a", 50, 0.5)  # each 10 ms; the lane needs 50
+        answered += lane.go_on(0.01)
+    late = sum(not in_time for _, in_time in answered)
+    assert len(answered) >= 0.95 * 60 * ROWS_A_SECOND / 50
+    assert late <= 0.01 * len(answered)
+
+
+@pytest.mark.parametrize("their_seconds", [0.5, 5.0, math.inf])
+def test_a_caller_that_asks_without_a_pause_leaves_a_polite_one_half(their_seconds: float) -> None:
+    lane, served, comes = Lane(), {"polite": 0, "rude": 0}, [0.0] * 8
+    draw = random.Random(0)
+    for _ in range(12000):
+        for _ in range(3):
+            lane.ask("rude", 10, their_seconds)
+        for at in range(len(comes)):
+            if comes[at] <= lane.now:
+                refused = lane.ask("polite", 10, 0.5)
+                comes[at] = lane.now + (refused.pushback if refused else 0.5 * draw.random())
+        for peer, _ in lane.go_on(0.005):
+            served[peer] += 1
+    wanted = 8 / 0.25  # calls a second that the polite one would send if none were refused
+    fair = min(wanted, ROWS_A_SECOND / 10 / 2)
+    assert served["polite"] >= 0.5 * fair * 60
+    assert sum(served.values()) >= 0.9 * 60 * ROWS_A_SECOND / 10
+
+
+def test_nobody_is_refused_for_a_guess() -> None:
+    lane = Lane()
+    assert lane.ask("a", 10, 0.05) is None
+    assert lane.ask("a", 1, 0.001) is None, "nothing is known yet"
+    lane.go_on(1.0)
+    lane.learn()
+    assert lane.ask("a", 10) is None
+    assert lane.ask("a", 4000, 1.0) is None, "so large a call was never seen"
+    lane.go_on(10.0)
+    assert lane.ask("a", 10) is None
+    assert lane.ask("a", 1, 0.001) is None, "what was known is old"
+
+
+def test_an_idle_lane_takes_any_call_and_learns_that_it_has_become_quicker() -> None:
+    pace = Pace()
+    for at in range(50):
+        pace.note(10, 9.0, float(at))
+    assert pace.foretold(10, 50.0) >= 9.0
+    assert pace.foretold(10, 50.0 + FRESH_SECONDS) == 0.0
+    for at in range(400):
+        pace.note(10, 0.01, 50 + at / 100)
+    assert pace.foretold(10, 54.0) <= 0.05
+
+
+def test_rows_are_limited_but_for_a_single_call() -> None:
+    lane = Lane(rows=100)
+    assert lane.ask("a", 500) is None
+    refused = lane.ask("b", 1)
+    assert refused is not None and "500 are under way, and server.max_held_rows is 100" in str(refused)
+    lane.go_on(10.0)
+    assert lane.admission.rows == 0
+    assert lane.ask("b", 60) is None
+    assert lane.ask("c", 41) is not None
+    assert lane.ask("c", 40) is None
+
+
+def test_a_call_waits_no_longer_than_the_lane_allows_whatever_its_deadline() -> None:
+    lane = Lane(seconds=2.0)
+    lane.learn()
+    queued = []
+    for _ in range(3000):
+        lane.ask("a", 10)
+        lane.go_on(0.005)
+        queued.append(lane.admission.rows / ROWS_A_SECOND)
+    assert 1.0 <= max(queued[2000:]) <= 2.2

@@ -1,0 +1,155 @@
+"""Checkpoints for real engines, damaged copies of them, and how far two runs' log-probabilities are apart.
+
+Weights are random and large, so experts matter: `damaged` copies must be told from the original.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import edit_config, make_checkpoint, make_tokenizer, rewrite
+from torch import Tensor
+
+HIDDEN = 256  # heads of 64, which the engines' attention on a CPU takes
+CHOOSING = {"experts": 8, "top_k": 2}
+"""Of float32 checkpoints."""
+
+ALL = {"experts": 4, "top_k": 4, "n_group": 1, "topk_group": 1}
+"""Of bf16 checkpoints: every expert is chosen, so no rounding upstream changes a choice, only its weight."""
+
+_MLA = {
+    "head_dim": 64,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+SPECIAL: Mapping[str, Mapping[str, Any]] = {"deepseek_v3": _MLA}
+IN_CONFIG: Mapping[str, Mapping[str, Any]] = {
+    # transformers 5 does not save what engines read
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+}
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_DOWN = re.compile(r"\.experts\.(?:(?P<expert>\d+)\.)?(?:w2\.weight|down_proj(?:\.weight)?)$")
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """A checkpoint, and copies with all down projections x 1.05 and with expert 1 zeroed, by folder."""
+
+    family: str
+    dtype: str
+    path: Path
+    scaled: Path
+    zeroed: Path
+
+
+def make_engine_model(family: str, dtype: str, folder: Path) -> EngineModel:
+    """Writes the three checkpoints of a `family` (a key of checkpoints.CONFIGS), with a tokenizer."""
+    model = EngineModel(family, dtype, folder / "model", folder / "scaled", folder / "zeroed")
+    sizes: dict[str, Any] = dict(CHOOSING if dtype == "float32" else ALL)
+    if family not in ("deepseek_v3", "glm4_moe"):
+        sizes = {key: value for key, value in sizes.items() if "group" not in key}
+    make_checkpoint(
+        family, model.path, dtype=DTYPES[dtype], hidden=HIDDEN, **(sizes | dict(SPECIAL.get(family, {})))
+    )
+    edit_config(model.path, **IN_CONFIG.get(family, {}))
+    make_tokenizer(model.path)
+    damage(model.path, model.scaled, lambda down: down * 1.05, None)
+    damage(model.path, model.zeroed, torch.zeros_like, 1)
+    return model
+
+
+def damage(path: Path, to: Path, change: Any, expert: int | None) -> None:
+    """Copies a checkpoint with the down projections of `expert`, or of all, changed."""
+    shutil.copytree(path, to)
+
+    def changed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = dict(tensors)
+        for name, tensor in tensors.items():
+            if not (match := _DOWN.search(name)):
+                continue
+            if match["expert"] is None:  # one tensor for all experts
+                found[name] = tensor.clone()
+                which = slice(None) if expert is None else slice(expert, expert + 1)
+                found[name][which] = change(tensor[which])
+            elif expert is None or int(match["expert"]) == expert:
+                found[name] = change(tensor)
+        assert any(not torch.equal(found[name], tensors[name]) for name in tensors), "nothing was damaged"
+        return found
+
+    rewrite(to, changed)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far log-probabilities may be apart: at any position, and the mean over positions of the largest."""
+
+    most: float
+    mean: float
+
+
+FLOAT32 = Bound(2e-4, 5e-5)
+"""Sums of products in another order; seen are 3e-5 at most."""
+
+BF16 = Bound(0.4, 0.1)
+"""Rows are rounded to bf16 at other places; seen are 0.27 at most, and 0.06 in the mean."""
+
+BOUNDS = {"float32": FLOAT32, "bfloat16": BF16}
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How far two runs are apart, at positions before their tokens differ, among the top 20. ties: where the
+    tokens differ, as (request, position, how much less probable the other token is there).
+    """
+
+    most: float
+    mean: float
+    ties: tuple[tuple[int, int, float], ...]
+    shared: int  # fewest tokens that both have among their top 20 at a position
+    positions: int
+
+    def within(self, bound: Bound) -> bool:
+        """Whether the bound holds, and tokens differ only where two are as near as it says."""
+        near = all(margin <= 2 * bound.most for _, _, margin in self.ties)
+        return near and self.shared >= 15 and self.most <= bound.most and self.mean <= bound.mean
+
+
+def apart(found: list[dict[str, Any]], alone: list[dict[str, Any]]) -> Apart:
+    """Compares the answers of two runs, `tokens` and `logprobs` by position, until their tokens differ."""
+    largest, fewest, ties = [], 20, []
+    assert len(found) == len(alone)
+    for request, (one, other) in enumerate(zip(found, alone, strict=True)):
+        assert len(one["tokens"]) == len(other["tokens"])
+        for position, (mine, theirs) in enumerate(zip(one["logprobs"], other["logprobs"], strict=True)):
+            shared = mine.keys() & theirs.keys()
+            fewest = min(fewest, len(shared))
+            largest.append(max((abs(mine[token] - theirs[token]) for token in shared), default=0.0))
+            chosen, expected = str(one["tokens"][position]), str(other["tokens"][position])
+            if chosen != expected:
+                ties.append((request, position, theirs[expected] - theirs.get(chosen, -1e9)))
+                break
+    assert largest, "nothing was generated"
+    return Apart(max(largest), sum(largest) / len(largest), tuple(ties), fewest, len(largest))
+
+
+def prompts(count: int, vocabulary: int = 250) -> list[list[int]]:
+    """Token ids of `count` prompts of different lengths."""
+    return [[3 + (7 * i + 13 * j) % vocabulary for j in range(4 + 3 * i)] for i in range(count)]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config of a checkpoint."""
+    config: dict[str, Any] = json.loads((path / "config.json").read_text())
+    return config

@@ -1,0 +1,185 @@
+"""Services for real engines, and the processes in which engines run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from engine_models import prompts
+from houses import house_config
+from processes import descendants_of, gone
+
+from moeserve.runtime.launch.local_cluster import LocalCluster
+
+ROOT = Path(__file__).parent.parent.parent
+HERE = ROOT / "tests" / "engines"
+RUN_SECONDS = 600
+NEW_TOKENS = 24
+REQUESTS = 16
+
+
+def environment(address: str | None, **more: str) -> dict[str, str]:
+    """The environment of an engine, with its experts behind `address`, or alone."""
+    left_out = ("MOESERVE_EXPERTS", "OMP_NUM_THREADS", "PYTHONPATH")
+    given = {key: value for key, value in os.environ.items() if key not in left_out}
+    chosen = {"MOESERVE_EXPERTS": address} if address else {}
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    return given | {"PYTHONPATH": str(ROOT), "VLLM_PLUGINS": "moeserve"} | offline | chosen | more
+
+
+def house_of(path: Path, ranks: int = 2, **values: Any) -> LocalCluster:
+    """A service of `ranks` ranks, whose weights can be reloaded."""
+    spare = {"balance__redundant_experts": ranks, "parallel__enable_expert_parallel": True}
+    return LocalCluster(house_config(path, parallel__data_parallel_size=ranks, **spare, **values))
+
+
+def run_engine(
+    script: str, folder: Path, model: Path, address: str | None, environ: dict[str, str], **job: Any
+) -> dict[str, Any]:
+    """Runs an engine once in a process of its own; returns what it wrote, or `failed` and what it said."""
+    asked = {
+        "model": str(model),
+        "prompts": prompts(REQUESTS),
+        "sampling": {"max_tokens": NEW_TOKENS, "logprobs": 20},
+        "options": {},
+        "rounds": [None],
+        "address": address,
+    } | job
+    (folder / "job.json").write_text(json.dumps(asked))
+    command = [sys.executable, str(HERE / script), folder / "job.json", folder / "answer.json"]
+    ended = subprocess.run(
+        command,
+        env=environment(address, **environ),
+        capture_output=True,
+        text=True,
+        timeout=RUN_SECONDS,
+        check=False,
+    )
+    said = ended.stdout + ended.stderr
+    if ended.returncode:
+        return {"failed": ended.returncode, "said": said}
+    answer: dict[str, Any] = json.loads((folder / "answer.json").read_text())
+    return answer | {"said": said}
+
+
+START_SECONDS = 600
+STOP_SECONDS = 30
+
+
+class Server:
+    """vLLM's OpenAI server on a free port; a context, which ends every process that it started."""
+
+    def __init__(
+        self, model: Path, address: str | None, folder: Path, *arguments: str, **environ: str
+    ) -> None:
+        self.log = folder / "server.log"
+        self.port = free_port()
+        self.model = str(model)
+        place = ["--host", "127.0.0.1", "--port", str(self.port), "--max-model-len", "256"]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
+        memory = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, *place, *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment(address, **(memory | environ)),
+            )
+
+    @property
+    def address(self) -> str:
+        """The base of the OpenAI API."""
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def said(self) -> str:
+        """The end of what it wrote."""
+        return self.log.read_text(errors="replace")[-6000:]
+
+    def __enter__(self) -> Server:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2):
+                    return self
+            except OSError:
+                time.sleep(0.3)
+        self.__exit__()
+        raise RuntimeError(f"vLLM's server did not start:\n{self.said()}")
+
+    def __exit__(self, *ended: object) -> None:
+        children = descendants_of(self.process.pid)
+        self.process.terminate()
+        try:
+            self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if not gone(children, 10):
+            for child in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(child), signal.SIGKILL)
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def complete(address: str, model: str, asked: list[list[int]], new: int) -> list[dict[str, Any]]:
+    """Completions of all prompts at once, by the `openai` client, as `apart` takes them."""
+    import openai
+
+    async def together() -> list[dict[str, Any]]:
+        async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as client:
+            return list(await asyncio.gather(*(one(client, ids) for ids in asked)))
+
+    async def one(client: Any, ids: list[int]) -> dict[str, Any]:
+        answer = await client.completions.create(
+            model=model,
+            prompt=ids,
+            max_tokens=new,
+            temperature=0,
+            logprobs=20,
+            timeout=RUN_SECONDS,
+            extra_body={"ignore_eos": True, "return_tokens_as_token_ids": True},
+        )
+        told = answer.choices[0].logprobs
+        tokens = [int(token.removeprefix("token_id:")) for token in told.tokens]
+        positions = [
+            {token.removeprefix("token_id:"): value for token, value in position.items()}
+            for position in told.top_logprobs
+        ]
+        return {"tokens": tokens, "logprobs": positions}
+
+    return asyncio.run(together())
+
+
+def stream(address: str, model: str, ids: list[int], new: int) -> str:
+    """The text of one streamed completion; raises what the `openai` client does for a request that failed."""
+    import openai
+
+    with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as client:
+        parts = client.completions.create(
+            model=model,
+            prompt=ids,
+            max_tokens=new,
+            temperature=0,
+            stream=True,
+            timeout=RUN_SECONDS,
+            extra_body={"ignore_eos": True},
+        )
+        pieces = list(parts)
+    assert pieces[-1].choices[0].finish_reason == "length", pieces[-1]
+    return "".join(piece.choices[0].text for piece in pieces)
