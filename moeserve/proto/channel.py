@@ -54,8 +54,8 @@ def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
 def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     """The gRPC options of a lane's or the front door's endpoint.
 
-    A port that is in use is an error, not shared; clients may ping while a step runs. A connection has at most
-    MOST_STREAMS calls at once, those counted that were reset and are not yet put away: one that resets
+    A port that is in use is an error, not shared; clients may ping while a step runs. A connection has at
+    most MOST_STREAMS calls at once, those counted that were reset and are not yet put away: one that resets
     thousands holds nobody else up.
     """
     return [
