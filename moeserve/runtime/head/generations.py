@@ -21,7 +21,7 @@ from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.inquiry import Inquiry, Standstill
 from moeserve.runtime.head.key_store import KeyStore
 from moeserve.runtime.head.patience import Backoff, Formation, Patience
-from moeserve.runtime.head.reception import Seat
+from moeserve.runtime.head.reception import RankProcess, Seat
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +54,14 @@ class Generations:
         # when to abort, unless a lost rank explains it before; why
         self._failing: tuple[float, str] | None = None
         self._unheard = set[int]()  # seats that have not answered since a member failed
-        self._given_up = set[int]()  # pids of members that were parted with and may still run
+        self._given_up = set[RankProcess]()  # of members that were parted with; they may still run
         self._undead_at = math.inf  # when it is said again that those have not ended
         self._store = KeyStore()
         self._name = f"moeserve-{secrets.token_hex(4)}"  # of process groups, beside those of other heads
         self._inquiry: Inquiry | None = None  # what members answer while nothing goes on
-        self.on_given_up: Callable[[int, int], None] = lambda rank, pid: None  # the launcher ends the process
+        self.on_given_up: Callable[[RankProcess], None] = lambda process: None  # the launcher ends it
         # whether that process has ended, for a launcher to say; None: nobody knows, nor has to be waited for
-        self.is_gone: Callable[[int], bool] | None = None
+        self.is_gone: Callable[[RankProcess], bool] | None = None
         # the step that has not gone on for longest, and since when; None: none is under way
         self.standing_step: Callable[[], tuple[int, float] | None] = lambda: None
         self.on_state: Callable[[], None] = lambda: None
@@ -93,7 +93,7 @@ class Generations:
         if rank in self._seats:
             if not self.ended:
                 self.abort(f"rank {rank} connected again")
-            self._part_with(rank, f"pid {seat.pid} has taken its place", seat.pid)
+            self._part_with(rank, f"pid {seat.pid} has taken its place", seat.process(rank))
         if self.ended:
             seat.stream.send({"kind": "stop"})
             raise ValueError(f"rank {rank} connected when the group had {self.state}")
@@ -113,7 +113,7 @@ class Generations:
             return
         del self._seats[rank]
         if not self.ended:
-            self._give_up(rank, seat.pid)
+            self._give_up(seat.process(rank))
             self.abort(f"rank {rank} (pid {seat.pid}) is lost: {why}")
 
     def given_up(self, rank: int, pid: int, why: str) -> None:
@@ -250,7 +250,7 @@ class Generations:
 
     def _form(self, now: float) -> None:
         """Begins a fresh generation, now that all members are connected and those before them have ended."""
-        self._given_up = {pid for pid in self._given_up if not self._has_ended(pid, unknown=True)}
+        self._given_up = {one for one in self._given_up if not self._has_ended(one, unknown=True)}
         if self._given_up:
             self._form_at = now + GONE_LOOK_SECONDS
             self._report_undead(now)
@@ -265,7 +265,8 @@ class Generations:
 
     def _report_undead(self, now: float) -> None:
         """Says whom the next generation waits for; again and again where one that was killed does not end."""
-        text = f"no generation forms before processes {sorted(self._given_up)}, given up, have ended"
+        processes = sorted(one.pid for one in self._given_up)
+        text = f"no generation forms before processes {processes}, given up, have ended"
         if math.isinf(self._undead_at):
             self._undead_at = now + GONE_REPORT_SECONDS
             log.info("%s", text)
@@ -350,31 +351,32 @@ class Generations:
             self._end_standstill(inquiry, reason)
             return
         named = {rank: f"rank {rank} (pid {seat.pid})" for rank, seat in sorted(self._seats.items())}
-        ended = [who for rank, who in named.items() if self._has_ended(self._seats[rank].pid, unknown=False)]
+        processes = {rank: seat.process(rank) for rank, seat in self._seats.items()}
+        ended = [who for rank, who in named.items() if self._has_ended(processes[rank], unknown=False)]
         silent = [who for rank, who in named.items() if rank in self._unheard and who not in ended]
         said = [f"{', '.join(ended)} has ended"] if ended else []
         said += [f"no answer from {', '.join(silent)}"] if silent else []
         self.abort("; ".join([*said, reason]), said=True)
 
-    def _part_with(self, rank: int, why: str, heir: int = 0) -> None:
+    def _part_with(self, rank: int, why: str, heir: RankProcess | None = None) -> None:
         """Takes a member's seat: its process is told to stop, and the launcher ends it, unless it is the one
-        that takes the seat again, of pid `heir`.
+        that takes the seat again, `heir`.
         """
         seat = self._seats.pop(rank)
         log.warning("rank %d (pid %d) is given up: %s", rank, seat.pid, why)
         self._group.send(seat, {"kind": "stop"})
         seat.stream.close()
-        if seat.pid != heir:
-            self._give_up(rank, seat.pid)
+        if (process := seat.process(rank)) != heir:
+            self._give_up(process)
 
-    def _give_up(self, rank: int, pid: int) -> None:
+    def _give_up(self, process: RankProcess) -> None:
         """Has the launcher end a process; no generation forms before it is seen dead."""
-        self._given_up.add(pid)
-        self.on_given_up(rank, pid)
+        self._given_up.add(process)
+        self.on_given_up(process)
 
-    def _has_ended(self, pid: int, *, unknown: bool) -> bool:
+    def _has_ended(self, process: RankProcess, *, unknown: bool) -> bool:
         """Whether a process has ended; `unknown` where there is no launcher to ask."""
-        return unknown if self.is_gone is None else self.is_gone(pid)
+        return unknown if self.is_gone is None else self.is_gone(process)
 
     def _give_up_at(self) -> float:
         """When the service ends because it has not served for so long."""

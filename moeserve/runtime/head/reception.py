@@ -7,7 +7,7 @@ import logging
 import socket
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,6 +22,14 @@ log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 10.0  # within which whoever connects has to introduce itself
 SEND_SECONDS = 5.0  # a rank that takes nothing of what is sent to it for so long is lost
+
+
+class RankProcess(NamedTuple):
+    """One process of a rank. Its id alone does not tell it: hosts and containers each count their own."""
+
+    rank: int
+    pid: int
+    host_id: str
 
 
 @dataclass(eq=False)
@@ -42,6 +50,10 @@ class Seat:
     expert_rows: int = 0
     unreachable: str = ""  # why what was sent to it did not arrive
     load: np.ndarray | None = None  # [phases, L, E] tokens its lane sent, since it started
+
+    def process(self, rank: int) -> RankProcess:
+        """The process that is connected; `rank` is the seat's number."""
+        return RankProcess(rank, self.pid, self.host_id)
 
 
 class RankEvents(Protocol):

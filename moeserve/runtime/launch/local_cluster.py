@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 
 from moeserve.runtime.config import Config
+from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.launch.head_process import HeadProcess
 from moeserve.runtime.launch.rank_process import RankSpec, run_rank
 from moeserve.runtime.launch.restarts import Restarts, why_given_up
@@ -50,7 +51,8 @@ class LocalCluster:
         self._lock = threading.Lock()
         self.head = HeadProcess(self._config, LANES_HOST)
         generations = self.head.coordinator.generations
-        generations.on_given_up, generations.is_gone = self._kill, self._gone
+        generations.on_given_up = lambda process: self._kill(process.rank, process.pid)
+        generations.is_gone = self._gone
 
     @property
     def address(self) -> str:
@@ -162,17 +164,18 @@ class LocalCluster:
 
     def _kill(self, rank: int, pid: int) -> None:
         """Kills a rank's process that the head has given up; it is started again once it is seen dead."""
-        for process in self._living(pid):
+        if (process := self._living(rank, pid)) is not None:
             log.warning("rank %d (pid %d) is killed", rank, pid)
             process.kill()
 
-    def _gone(self, pid: int) -> bool:
-        """Whether no process of this cluster with that id runs any more."""
-        return not self._living(pid)
+    def _gone(self, process: RankProcess) -> bool:
+        """Whether that process, which is one of this host, does not run any more."""
+        return self._living(process.rank, process.pid) is None
 
-    def _living(self, pid: int) -> list[BaseProcess]:
+    def _living(self, rank: int, pid: int) -> BaseProcess | None:
         with self._lock:
-            return [one for one in self._processes.values() if one.pid == pid and one.is_alive()]
+            process = self._processes.get(rank)
+            return process if process is not None and process.pid == pid and process.is_alive() else None
 
     def _note_joined(self) -> None:
         """Forgets the failed starts of ranks whose process has joined a generation."""

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from moeserve.proto.host_id import host_id
+
 if TYPE_CHECKING:
     from moeserve.runtime.config import Config
 
@@ -20,9 +22,9 @@ ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 class RankActor:
     """Owns one rank, in a process that ends with it: the head kills the actor once `run` has returned."""
 
-    def place(self) -> tuple[int, str]:
-        """The id of this actor's process, and of its node."""
-        return os.getpid(), ray.get_runtime_context().get_node_id()
+    def place(self) -> tuple[int, str, str]:
+        """The id of this actor's process, of its node, and the host id that it tells the head."""
+        return os.getpid(), ray.get_runtime_context().get_node_id(), host_id()
 
     def run(self, config: Config, rank: int, streams: str, token: str) -> None:
         """Runs the rank until its coordinator ends the stream. Raises what it cannot start for."""

@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from moeserve.proto.texts import clipped
 from moeserve.runtime.config import Config
+from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.launch.head_process import HeadProcess
 from moeserve.runtime.launch.ray_rank import ALL_GPUS, RankActor
 from moeserve.runtime.launch.restarts import Restarts, why_given_up
@@ -47,6 +48,7 @@ class _Actor:
     ended: Any = None  # the rank's end, once it was started
     pid: int = 0
     node: str = ""
+    host_id: str = ""
     condemned: str = ""  # why it is killed
     gone: bool = False
 
@@ -73,11 +75,10 @@ class RankActors:
         self._actors: dict[int, _Actor | None] = {}  # by rank; None: it is to be started again
         self._watches: dict[str, _NodeWatch] = {}  # by node
         self._restarts = Restarts()
-        self._given_up: deque[tuple[int, int]] = deque()  # rank and process, as the head says
+        self._given_up: deque[RankProcess] = deque()  # as the head says
         self._stopping, self._ended = threading.Event(), threading.Event()
         generations = head.coordinator.generations
-        generations.on_given_up = lambda rank, pid: self._given_up.append((rank, pid))
-        generations.is_gone = self._gone
+        generations.on_given_up, generations.is_gone = self._given_up.append, self._gone
 
     def start(self) -> None:
         """Creates the actors, and begins to watch them."""
@@ -103,9 +104,10 @@ class RankActors:
         actor = self._actors.get(rank)
         return 0 if actor is None else actor.pid
 
-    def _gone(self, pid: int) -> bool:
-        """Whether no actor of this cluster has that process any more."""
-        return not any(one is not None and one.pid == pid for one in list(self._actors.values()))
+    def _gone(self, process: RankProcess) -> bool:
+        """Whether the rank's actor has another process by now, or none: only then was that one seen dead."""
+        actor = self._actors.get(process.rank)
+        return actor is None or (actor.pid, actor.host_id) != (process.pid, process.host_id)
 
     def _create(self, rank: int) -> _Actor:
         seat = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
@@ -139,9 +141,7 @@ class RankActors:
     def _look(self) -> None:
         """Takes what actors and watches have answered, and does what follows from it."""
         self._note_joined()
-        while self._given_up:
-            rank, pid = self._given_up.popleft()
-            self._condemn(rank, pid, "the head has given it up")
+        self._kill_given_up()
         for rank, actor in self._actors.items():
             if actor is None:
                 if not self._stopping.is_set() and self._restarts.due(rank, time.monotonic()):
@@ -154,6 +154,13 @@ class RankActors:
         for rank, actor in self._actors.items():
             if actor is not None and actor.gone:
                 self._note_ended(rank, actor)
+
+    def _kill_given_up(self) -> None:
+        """Has the processes killed that the head has given up; their heirs live on."""
+        while self._given_up:
+            process = self._given_up.popleft()
+            if not self._gone(process):
+                self._condemn(process.rank, process.pid, "the head has given it up")
 
     def _note_joined(self) -> None:
         """Forgets the failed starts of ranks whose process has joined a generation."""
@@ -171,7 +178,7 @@ class RankActors:
                 self._condemn(rank, 0, why)
             return
         try:
-            actor.pid, actor.node = ray.get(actor.placed)
+            actor.pid, actor.node, actor.host_id = ray.get(actor.placed)
         except RayError as error:
             self._condemn(rank, 0, _first_line(error))
             return

@@ -19,6 +19,7 @@ from moeserve.runtime.head.changes import rebalance
 from moeserve.runtime.head.coordinator import Coordinator
 from moeserve.runtime.head.patience import LEAST_SECONDS, MOST_SECONDS, Backoff, Formation, Patience
 from moeserve.runtime.head.pending_change import Outcome
+from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.mesh import Mesh
 
@@ -212,8 +213,8 @@ def test_a_silent_member_is_named_told_to_stop_and_seen_dead_before_the_next_gen
 ) -> None:
     coordinator.generations.patience = Patience(answer=0.2)
     killed, dead = queue.SimpleQueue[tuple[int, int]](), threading.Event()
-    coordinator.generations.on_given_up = lambda rank, pid: killed.put((rank, pid))
-    coordinator.generations.is_gone = lambda pid: dead.is_set() and pid == 101
+    coordinator.generations.on_given_up = lambda process: killed.put(process[:2])
+    coordinator.generations.is_gone = lambda process: dead.is_set() and process.pid == 101
     members = [FakeMember(coordinator, seat) for seat in (0, 1)]
     for one in members:
         one.entry("prepare")
@@ -234,7 +235,7 @@ def test_a_killed_process_that_does_not_end_is_reported_and_waited_for(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generations, "GONE_REPORT_SECONDS", 0.1)
-    coordinator.generations.is_gone = lambda pid: pid != 101
+    coordinator.generations.is_gone = lambda process: process.pid != 101
     members = serving(coordinator, MEMBERS)
     members[1].stream.close()
     until(lambda: 1 not in coordinator.seats())
@@ -243,14 +244,45 @@ def test_a_killed_process_that_does_not_end_is_reported_and_waited_for(
     until(lambda: coordinator.progress().reason == why)
     assert coordinator.progress().state == "forming"
     members[0].entry("abort")
-    coordinator.generations.is_gone = lambda pid: True
+    coordinator.generations.is_gone = lambda process: True
     members[0].entry("prepare")
+
+
+def test_a_process_of_the_same_id_on_another_host_is_another_process(coordinator: Coordinator) -> None:
+    """Pods count their processes each for itself: most ranks of a cluster may have the same id."""
+    ran = set[RankProcess]()
+    coordinator.generations.is_gone = lambda process: process not in ran
+    hosts = {0: "host a", 1: "host b"}
+    members = [FakeMember(coordinator, seat, pid=7, host_id=host) for seat, host in hosts.items()]
+    ran |= {RankProcess(seat, 7, host) for seat, host in hosts.items()}
+    for one in members:
+        one.entry("prepare")
+    members[1].stream.close()
+    members[0].entry("abort")
+    ran -= {RankProcess(1, 7, "host b")}
+    FakeMember(coordinator, 1, pid=8, host_id="host b").entry("prepare")
+    members[0].entry("prepare")
+
+
+def test_an_heir_of_the_same_id_on_another_host_does_not_spare_who_was_before_it(
+    coordinator: Coordinator,
+) -> None:
+    killed = queue.SimpleQueue[RankProcess]()
+    coordinator.generations.on_given_up = killed.put
+    coordinator.generations.is_gone = lambda process: process.host_id == "here"
+    members = serving(coordinator, MEMBERS)
+    heir = FakeMember(coordinator, 1, pid=101, host_id="another host")
+    assert members[1].entry("abort") and members[1].entry("stop")
+    assert killed.get(timeout=SECONDS) == RankProcess(1, 101, "here")
+    heir.entry("prepare")
+    FakeMember(coordinator, 1, pid=101, host_id="another host").entry("prepare")
+    assert killed.empty(), "it has only connected again"
 
 
 def test_a_joining_that_hangs_ends_and_who_is_behind_is_given_up(coordinator: Coordinator) -> None:
     coordinator.generations.patience = Patience(join=0.2)
     killed: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-    coordinator.generations.on_given_up = lambda rank, pid: killed.put((rank, pid))
+    coordinator.generations.on_given_up = lambda process: killed.put(process[:2])
     members = [FakeMember(coordinator, seat) for seat in (0, 1)]
     for one in members:
         one.entry("prepare")
@@ -342,7 +374,7 @@ def test_the_configured_bound_of_a_hello_holds(caplog: pytest.LogCaptureFixture)
 
 def test_a_superseded_member_is_told_to_stop_and_killed(coordinator: Coordinator) -> None:
     killed: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-    coordinator.generations.on_given_up = lambda rank, pid: killed.put((rank, pid))
+    coordinator.generations.on_given_up = lambda process: killed.put(process[:2])
     members = serving(coordinator, MEMBERS)
     again = FakeMember(coordinator, 1, pid=201)
     assert members[1].entry("abort") and members[1].entry("stop") and members[1].entry("closed")
