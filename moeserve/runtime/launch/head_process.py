@@ -90,6 +90,7 @@ class HeadProcess:
             server.max_message_bytes,
             keys,
         )
+        self._telling = threading.Lock()  # for what health says
         self.coordinator.on_change = self._changed
         shown = host if server.host in EVERY_ADDRESS else server.host
         self.address = f"{shown}:{self._endpoint.start(server.host, server.port).rsplit(':', 1)[1]}"
@@ -141,15 +142,18 @@ class HeadProcess:
 
     def _leave(self, reason: str) -> None:
         """Callers find no lane any more, probes say so, and the front door begins no further call."""
-        self.coordinator.draining = reason
-        self._endpoint.set_serving(serving=False)
+        with self._telling:
+            self.coordinator.draining = reason
+            self._endpoint.set_serving(serving=False)
         if self._probes is not None:
             self._probes.tell()
         self._endpoint.drain(reason)
         self._front.drain(reason)
 
     def _changed(self, progress: Progress) -> None:
-        self._endpoint.set_serving(serving=progress.state == "serving")
+        with self._telling:  # the group may form again while the service drains: nobody is to come then
+            serving = progress.state == "serving" and not self.coordinator.draining
+            self._endpoint.set_serving(serving=serving)
         self._telemetry.set_progress(progress)
         if self._probes is not None:
             self._probes.tell()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from dataclasses import dataclass, field
 
@@ -152,6 +153,7 @@ class _RankProcess:
         door = LaneDoor(reader, lane, self._regions, self.member.weights_version, self._telemetry.request)
         door.admission = RowAdmission(rows)
         self._door = door
+        self._draining, self._telling = False, threading.Lock()  # the lock is for what health says
         self._endpoint = Endpoint(
             {"LaneService": door},
             NOT_THE_FRONT_DOOR,
@@ -196,11 +198,15 @@ class _RankProcess:
 
     def _serving(self, generation: int, epoch: int) -> None:
         """Called by the member when its group begins (generation > 0) or stops to serve."""
-        self._endpoint.set_serving(serving=generation > 0)
+        with self._telling:
+            self._endpoint.set_serving(serving=generation > 0 and not self._draining)
         self._telemetry.set_group(generation, epoch)
 
     def _drain(self, reason: str) -> None:
-        """Begins no further call, unary or another."""
+        """Begins no further call, unary or another; health says so, also once the group forms again."""
+        with self._telling:
+            self._draining = True
+            self._endpoint.set_serving(serving=False)
         self._endpoint.drain(reason)
         self._door.drain(reason)
 

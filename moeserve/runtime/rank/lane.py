@@ -127,6 +127,7 @@ class Lane:
         self._refusals = 0  # since a call was last taken
         self._lock = threading.Lock()
         self._closed: str | None = "the group is forming"
+        self._draining: str | None = None  # why it never takes another job, whatever the group does
 
     @property
     def in_flight(self) -> int:
@@ -148,13 +149,14 @@ class Lane:
         return GroupUnavailable(self._closed or "the group is forming")
 
     def open(self) -> None:
-        """Takes jobs from now on: the group serves."""
+        """Takes jobs from now on, unless it was drained: the group serves."""
         with self._lock:
-            self._closed = None
+            self._closed = self._draining
 
     def drain(self, reason: str) -> None:
         """Takes no further job, and goes on with those it holds: the service is about to stop."""
         with self._lock:
+            self._draining = reason
             self._closed = self._closed or reason
 
     def close(self, reason: str) -> None:

@@ -6,10 +6,11 @@ import queue
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from moeserve.runtime.control.stream import StreamClosed
-from moeserve.runtime.errors import CallerLeft
+from moeserve.runtime.errors import CallerLeft, GroupUnavailable
 from moeserve.runtime.rank.lane import Lane, LaneBatch
 from moeserve.runtime.rank.member import Member, ProcessGroupSettings
 from moeserve.runtime.step import NOT_YET, Announcement
@@ -52,6 +53,18 @@ def test_an_answered_call_withdraws_nothing() -> None:
         job.finish(torch.ones(job.hidden.shape), NOT_YET)
     lane.cancel(call)  # its RPC is over
     assert call.result()[0].shape == (6, 1) and withdrawn == []
+
+
+@pytest.mark.parametrize("aborted_before", [True, False])
+def test_a_drained_lane_stays_so_when_the_group_forms_again(aborted_before: bool) -> None:
+    lane, _, _ = made()
+    if aborted_before:
+        lane.close("rank 1 is lost")
+    lane.drain("the service is stopping")
+    lane.close("rank 1 is lost")
+    lane.open()
+    with pytest.raises(GroupUnavailable, match="the service is stopping"):
+        lane.submit(batch(1))
 
 
 def test_parts_of_a_call_that_failed_are_withdrawn() -> None:
