@@ -48,6 +48,7 @@ class LocalCluster:
         self._context.set_forkserver_preload(list(IMPORTED))
         self._stopping = threading.Event()  # nothing is started any more
         self._watched = threading.Event()  # until calls under way were answered: a rank may stop meanwhile
+        self._watching = threading.Thread(target=self._watch, name="watch-ranks", daemon=True)
         self._lock = threading.Lock()
         self.head = HeadProcess(self._config, LANES_HOST)
         generations = self.head.coordinator.generations
@@ -67,7 +68,7 @@ class LocalCluster:
             # A signal interrupts the main thread alone: not between a process' start and what it is told.
             with ThreadPoolExecutor(1, "start-ranks") as starter:
                 list(starter.map(self._spawn, range(self._ranks)))
-            threading.Thread(target=self._watch, name="watch-ranks", daemon=True).start()
+            self._watching.start()
             self.head.coordinator.wait_serving(self._config.cluster.start_timeout_seconds)
         except BaseException:
             self.stop()
@@ -81,6 +82,7 @@ class LocalCluster:
         self._stopping.set()
         self.head.stop()
         self._watched.set()
+        self._end_watching()
         with self._lock:
             processes = list(self._processes.values())
         for process in processes:
@@ -91,6 +93,13 @@ class LocalCluster:
                 process.join(STOP_SECONDS)
                 if process.is_alive():  # its kernel does not let it go: in a driver, or on a dead disk
                     log.error("rank process %s is killed and has not ended", process.pid)
+
+    def _end_watching(self) -> None:
+        """Waits for the watching thread, so that a rank that it has just started is ended like all others."""
+        if self._watching.is_alive():
+            self._watching.join(STOP_SECONDS)
+        if self._watching.is_alive():
+            log.error("watch-ranks is still at work after %g s: a rank that it starts is left", STOP_SECONDS)
 
     def state(self) -> tuple[str, str]:
         """The group's state and reason."""

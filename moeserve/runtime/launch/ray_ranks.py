@@ -76,6 +76,7 @@ class RankActors:
         self._watches: dict[str, _NodeWatch] = {}  # by node
         self._restarts = Restarts()
         self._given_up: deque[RankProcess] = deque()  # as the head says
+        self._watching = threading.Thread(target=self._watch, name="watch-ranks", daemon=True)
         self._stopping, self._ended = threading.Event(), threading.Event()
         generations = head.coordinator.generations
         generations.on_given_up, generations.is_gone = self._given_up.append, self._gone
@@ -84,20 +85,29 @@ class RankActors:
         """Creates the actors, and begins to watch them."""
         for rank in range(self._config.parallel.mesh.ranks):
             self._actors[rank] = self._create(rank)
-        threading.Thread(target=self._watch, name="watch-ranks", daemon=True).start()
+        self._watching.start()
 
     def stop(self) -> None:
         """Ends the actors, once the head has stopped; nothing is started again."""
         self._stopping.set()
-        running = [one.ended for one in self._actors.values() if one is not None and one.ended is not None]
+        actors = list(self._actors.values())
+        running = [one.ended for one in actors if one is not None and one.ended is not None]
         if running:
             ray.wait(running, num_returns=len(running), timeout=STOP_SECONDS)
         self._ended.set()
-        for actor in self._actors.values():
+        self._end_watching()
+        for actor in list(self._actors.values()):
             if actor is not None:
                 self._kill(actor)
-        for watch in self._watches.values():
+        for watch in list(self._watches.values()):
             ray.kill(watch.handle)
+
+    def _end_watching(self) -> None:
+        """Waits for the watching thread, so that what it has just started is ended like all else."""
+        if self._watching.is_alive():
+            self._watching.join(STOP_SECONDS)
+        if self._watching.is_alive():
+            log.error("watch-ranks is still at work after %g s: what it starts is left", STOP_SECONDS)
 
     def pid(self, rank: int) -> int:
         """The process of a rank's actor; 0 while it has none."""

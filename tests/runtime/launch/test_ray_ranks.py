@@ -1,7 +1,8 @@
-"""Ranks as Ray actors: which processes the head is told have ended."""
+"""Ranks as Ray actors: which processes the head is told have ended, and the end of all."""
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.launch import ray_ranks
+
+SECONDS = 10.0
 
 
 @pytest.fixture
@@ -45,3 +48,28 @@ def test_an_heir_of_the_same_id_is_not_killed_in_place_of_who_was_before_it(acto
     actors._head.coordinator.generations.on_given_up(RankProcess(1, 7, "host c"))
     actors._kill_given_up()
     assert killed == [actors._actors[1]]
+
+
+def test_what_the_watching_thread_starts_while_it_is_told_to_stop_is_ended(
+    actors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, go_on, killed = threading.Event(), threading.Event(), list[str]()
+
+    def look() -> None:
+        looks.set()
+        assert go_on.wait(SECONDS)
+        actors._watches["a node"] = ray_ranks._NodeWatch("its watch", 0.0, 0.0)
+
+    monkeypatch.setattr(actors, "_look", look)
+    monkeypatch.setattr(ray_ranks.ray, "kill", killed.append)
+    actors.start()
+    stopping = threading.Thread(target=actors.stop)
+    try:
+        assert looks.wait(SECONDS)
+        stopping.start()
+        assert actors._ended.wait(SECONDS)
+        stopping.join(0.2)
+    finally:
+        go_on.set()
+    stopping.join(SECONDS)
+    assert not stopping.is_alive() and killed == ["its watch"]
