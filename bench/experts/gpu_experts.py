@@ -39,8 +39,8 @@ from moeserve.experts.kernels.tiles import Tile
 from moeserve.experts.kernels.torch_reference import TorchReference
 from moeserve.experts.spans import KernelSpans
 from moeserve.quant.formats import BF16
-from moeserve.runtime.config import AUTO
 from moeserve.runtime.planning.plan import kernels_that_serve
+from moeserve.runtime.sections import AUTO
 
 TABLE = record.ROOT / "moeserve" / "experts" / "kernels" / "tiles" / "h200.json"
 AIMED_AT = "deepseek-v3"

@@ -58,11 +58,11 @@ def _rank(index: int, path: Path, rows: int, store: str, pipe: Connection) -> No
     from moeserve.device.machine import machine_named
     from moeserve.dispatch.group import GroupKind, end_group, form_group
     from moeserve.proto.heap import keep_freed_memory
-    from moeserve.runtime.config import Wanted
     from moeserve.runtime.epoch import Epoch
     from moeserve.runtime.mesh import Mesh
     from moeserve.runtime.planning.layers import plans_for
     from moeserve.runtime.rank.rank import Rank
+    from moeserve.runtime.sections import Wanted
     from moeserve.runtime.served import Served
     from moeserve.runtime.step import LaneInput, empty_input
 

@@ -103,7 +103,7 @@ def _measured(args: argparse.Namespace) -> Planned:
 
 def _groups(ranks: int, config: Config) -> int:
     """Returns the number of data-parallel groups that `ranks` make. Raises ConfigError."""
-    from moeserve.runtime.config import ConfigError
+    from moeserve.runtime.sections import ConfigError
 
     tensor_parallel = config.parallel.tensor_parallel_size
     if ranks < 1 or ranks % tensor_parallel:

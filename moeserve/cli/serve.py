@@ -133,10 +133,10 @@ def _check_served(config: Config) -> None:
     """Raises what is wrong with the checkpoint, the plan or the keys here, before any process starts."""
     import torch
 
-    from moeserve.runtime.config import ConfigError
     from moeserve.runtime.keys.keys import Keys
     from moeserve.runtime.launch.environment import machine_for
     from moeserve.runtime.planning.layers import plans_for
+    from moeserve.runtime.sections import ConfigError
     from moeserve.runtime.served import served_from
 
     Keys(config.keys, "")

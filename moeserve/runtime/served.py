@@ -14,8 +14,9 @@ from moeserve.experts.kernel import Problem
 from moeserve.quant.format import Format, Scheme
 from moeserve.quant.formats import format_named
 from moeserve.quant.formats.floats import FLOATS
-from moeserve.runtime.config import AUTO, FAIL, Config, ConfigError
+from moeserve.runtime.config import Config
 from moeserve.runtime.mesh import Mesh
+from moeserve.runtime.sections import AUTO, FAIL, ConfigError
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ from moeserve.experts.kernels import PINS
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats import FORMATS, format_named
 from moeserve.quant.schemes import SCHEMES, scheme_named
-from moeserve.runtime.config import Config, ConfigError, from_mapping
+from moeserve.runtime.config import Config, from_mapping
+from moeserve.runtime.sections import ConfigError
 
 ONE_OF_EACH = {
     family: scheme

@@ -26,8 +26,8 @@ from moeserve.experts.kernel import Problem
 from moeserve.experts.kernels import KERNELS
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats import BF16, FORMATS, STATIC, WIRES
-from moeserve.runtime.config import Wanted
 from moeserve.runtime.planning.plan import make_plan
+from moeserve.runtime.sections import Wanted
 
 pytestmark = pytest.mark.timed  # one launch shows all, patience included
 

@@ -29,8 +29,8 @@ from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
 from moeserve.quant.formats.mx import MXFP4
 from moeserve.quant.formats.nvfp4 import NVFP4, NVFP4_E4M3
-from moeserve.runtime.config import Wanted
 from moeserve.runtime.planning.plan import NoPlan, Plan, make_plan
+from moeserve.runtime.sections import Wanted
 
 pytest.importorskip("triton")
 

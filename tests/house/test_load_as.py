@@ -13,12 +13,12 @@ from torch import Tensor
 from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.device.machine import machine_named
 from moeserve.proto.client import MoeClient
-from moeserve.runtime.config import Wanted
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.launch.local_cluster import LocalCluster
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.sections import Wanted
 from moeserve.runtime.served import Served, served_from
 from moeserve.runtime.step import LaneInput
 

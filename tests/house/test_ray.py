@@ -22,9 +22,9 @@ from ray.util import placement_group_table
 
 from moeserve.proto import moe_pb2_grpc
 from moeserve.proto.client import MoeClient
-from moeserve.runtime.config import ConfigError
 from moeserve.runtime.launch.ray_cluster import RayCluster
 from moeserve.runtime.launch.watch import stat_of
+from moeserve.runtime.sections import ConfigError
 
 pytestmark = pytest.mark.ray
 

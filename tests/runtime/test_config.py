@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from moeserve.runtime.config import Config, ConfigError
+from moeserve.runtime.config import Config
+from moeserve.runtime.sections import ConfigError
 
 
 def load(tmp_path: Path, text: str) -> Config:

@@ -15,7 +15,6 @@ from moeserve.experts.balance import Policy, balancer_named
 from moeserve.experts.load import Load
 from moeserve.experts.placement import EMPTY, Placement
 from moeserve.proto import moe_pb2
-from moeserve.runtime.config import BalanceConfig
 from moeserve.runtime.control.orders import StagedCopy
 from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.doors.operations import BadRequest, NothingToBalance, Operations
@@ -25,6 +24,7 @@ from moeserve.runtime.head.coordinator import Progress
 from moeserve.runtime.head.pending_change import Outcome
 from moeserve.runtime.head.rebalancer import Cycle, Rebalancer
 from moeserve.runtime.mesh import Mesh
+from moeserve.runtime.sections import BalanceConfig
 from moeserve.runtime.served import served_from
 
 LAYERS, EXPERTS, NBYTES = (1, 2), 8, 1000

@@ -15,9 +15,9 @@ from moeserve.experts.kernel import Problem
 from moeserve.experts.kernels import KERNELS
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats import BF16, FP8_BLOCK, FP8_GROUP, FP32
-from moeserve.runtime.config import Wanted
 from moeserve.runtime.planning.costing import Costing
 from moeserve.runtime.planning.plan import NoPlan, Plan, make_plan
+from moeserve.runtime.sections import Wanted
 
 CPU = machine_named("cpu", ())
 

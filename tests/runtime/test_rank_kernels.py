@@ -14,13 +14,14 @@ from moeserve.device.machine import machine_named
 from moeserve.experts.batch import ExpertBatch, ExpertWeights
 from moeserve.experts.kernel import Kernel, KernelSpec, Prepared
 from moeserve.experts.spans import KernelSpan
-from moeserve.runtime.config import Config, Wanted
+from moeserve.runtime.config import Config
 from moeserve.runtime.control.messages import plans_message
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.planning.plan import Plan
 from moeserve.runtime.rank.graphs import StepGraphs
 from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.sections import Wanted
 from moeserve.runtime.served import served_from
 from moeserve.runtime.step import LaneInput
 

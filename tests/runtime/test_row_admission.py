@@ -62,12 +62,12 @@ class Lane:
 def test_what_cannot_be_answered_in_time_is_refused_at_once() -> None:
     lane = Lane()
     lane.learn()
-    assert lane.ask("a", 10, 0.03) is None
-    assert lane.ask("a", 10, 0.03) is None
-    refused = lane.ask("a", 10, 0.03)
+    assert lane.ask("a", 10, 0.05) is None
+    assert lane.ask("a", 10, 0.05) is None
+    refused = lane.ask("a", 10, 0.05)
     assert refused is not None and "20 rows are served before" in str(refused)
     assert refused.pushback > 0
-    assert lane.ask("a", 10, 0.02) is None, "it is served before those that have more time"
+    assert lane.ask("a", 10, 0.03) is None, "it is served before those that have more time"
     assert lane.ask("a", 10, 0.5) is None
 
 
@@ -148,3 +148,18 @@ def test_a_call_waits_no_longer_than_the_lane_allows_whatever_its_deadline() -> 
         lane.go_on(0.005)
         queued.append(lane.admission.rows / ROWS_A_SECOND)
     assert 1.0 <= max(queued[2000:]) <= 2.2
+
+
+@pytest.mark.parametrize("way", [0.0, 0.3, 0.45])
+def test_answers_are_in_time_for_callers_whose_way_is_long(way: float) -> None:
+    """Five times what the lane serves comes for 15 s; callers wait for `way` s before it sees their calls."""
+    lane, rows, wait = Lane(), 50, 1.0
+    lane.learn()
+    started, good, every = lane.now, 0, rows / ROWS_A_SECOND / 5
+    begun: dict[str, float] = {}
+    for at in range(int(15.0 / every)):
+        good += sum(lane.now - begun[peer] <= wait for peer, _ in lane.go_on(every))
+        peer = f"caller {at}"
+        begun[peer] = lane.now - way
+        lane.ask(peer, rows, wait)
+    assert good >= 0.9 * (lane.now - started) * ROWS_A_SECOND / rows

@@ -23,13 +23,13 @@ from moeserve.experts.kernels import KERNELS
 from moeserve.experts.kernels.tiles import tile_for
 from moeserve.quant.formats.floats import BF16
 from moeserve.quant.schemes import scheme_named
-from moeserve.runtime.config import Wanted
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.planning.plan import DispatchSpan, Plan, make_plan
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.warm.kernels import Arrivals, rooms, warm
+from moeserve.runtime.sections import Wanted
 from moeserve.runtime.served import Served
 
 LANE_ROWS, EXPERTS = 48, 4

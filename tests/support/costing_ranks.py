@@ -23,10 +23,10 @@ from moeserve.experts.kernel import Problem
 from moeserve.experts.kernels import KERNELS
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats import BF16
-from moeserve.runtime.config import ALWAYS, AUTO, NEVER, Wanted
 from moeserve.runtime.planning import costing
 from moeserve.runtime.planning.costing import CostBook, Costing
 from moeserve.runtime.planning.plan import DispatchSpan, NoPlan, Plan, make_plan
+from moeserve.runtime.sections import ALWAYS, AUTO, NEVER, Wanted
 
 LANE_ROWS = 20
 SHAPE = ExpertShape(64, 64, Activation("silu"))

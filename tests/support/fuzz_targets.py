@@ -36,7 +36,7 @@ from moeserve.proto.texts import clipped
 from moeserve.proto.transports.shared_memory import GRANTED, GRANTED_WITH_CALLS, socket_address
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
-from moeserve.runtime.config import Config, ConfigError, KeysConfig
+from moeserve.runtime.config import Config
 from moeserve.runtime.control import messages
 from moeserve.runtime.control.acceptor import Guest
 from moeserve.runtime.control.frames import LENGTH, decoded, encoded
@@ -59,6 +59,7 @@ from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.rank.lane import Lane
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.peers import PeerRefused, Peers, WeightsServer
+from moeserve.runtime.sections import ConfigError, KeysConfig
 from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.step import Header
 from moeserve.runtime.telemetry.exporter import RankTelemetry

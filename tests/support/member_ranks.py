@@ -17,7 +17,6 @@ from moeserve.device.machine import machine_named
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.members import Member, Members
 from moeserve.experts.kernels import KERNELS
-from moeserve.runtime.config import BalanceConfig, KeysConfig, Wanted
 from moeserve.runtime.control.stream import connect
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.changes import rebalance
@@ -32,6 +31,7 @@ from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopySources, Mover
 from moeserve.runtime.rank.weights.peers import Peers, WeightsServer
+from moeserve.runtime.sections import BalanceConfig, KeysConfig, Wanted
 from moeserve.runtime.served import Served, served_from
 from moeserve.runtime.step import FIRST_NUMBER, LaneInput, StepRecord
 

@@ -10,10 +10,10 @@ from moeserve.checkpoints.requantization import Loss, Requantization
 from moeserve.cli.shown.units import human
 from moeserve.device.machine import Machine
 from moeserve.dispatch.costs.costs import Costs, table
-from moeserve.runtime.config import BalanceConfig
 from moeserve.runtime.doors.request import runs
 from moeserve.runtime.planning.memory import DISPATCH, WORKSPACE, planned_bytes, reserved_bytes
 from moeserve.runtime.planning.plan import Plan
+from moeserve.runtime.sections import BalanceConfig
 from moeserve.runtime.served import Served
 
 GIB = 1 << 30

@@ -17,8 +17,8 @@ from moeserve.experts.kernels.torch_reference import ENTRY as REFERENCE
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import BF16, FLOATS
 from moeserve.quant.schemes import SCHEMES
-from moeserve.runtime.config import Wanted
 from moeserve.runtime.planning.plan import NoPlan, Plan, make_plan
+from moeserve.runtime.sections import Wanted
 
 MACHINES = ("h100", "h200", "b200", "mi300x", "mi355x", "cpu")
 """Machines of the table, by the names that `--machine` takes."""

@@ -20,7 +20,7 @@ from moeserve.cli.vllm.switches import ANY, DISPATCHER, GIVEN, SWITCHES, WEIGHTS
 from moeserve.dispatch.backends import dispatcher_named
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.floats import BF16, FLOATS
-from moeserve.runtime.config import AUTO, ConfigError
+from moeserve.runtime.sections import AUTO, ConfigError
 
 PREFIX = "VLLM_"
 

@@ -10,13 +10,13 @@ from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from moeserve.proto.channel import server_options
-from moeserve.runtime.config import ServerConfig
 from moeserve.runtime.doors.calls.admission import Admission, DoorLimits
 from moeserve.runtime.doors.calls.calling import Calling
 from moeserve.runtime.doors.contract import Servicers, register
 from moeserve.runtime.doors.failures import GrpcStatus
 from moeserve.runtime.doors.health import Health
 from moeserve.runtime.keys.keys import NO_KEYS, Keys
+from moeserve.runtime.sections import ServerConfig
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from moeserve.runtime.config import KEY_FILES, ConfigError, KeysConfig
+from moeserve.runtime.sections import KEY_FILES, ConfigError, KeysConfig
 
 log = logging.getLogger(__name__)
 

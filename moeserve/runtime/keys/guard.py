@@ -12,7 +12,7 @@ import grpc
 
 from moeserve.proto.errors import REASON_KEY
 from moeserve.proto.texts import clipped
-from moeserve.runtime.config import is_loopback
+from moeserve.runtime.config_checks import is_loopback
 from moeserve.runtime.keys.access import OPEN, PATHS, RPCS, Role, allowed, named
 from moeserve.runtime.keys.grants import Grants, NotAuthenticated, Refused, Roles, WrongRole
 

@@ -9,11 +9,11 @@ import ssl
 import grpc
 
 from moeserve.proto.credentials import Credentials
-from moeserve.runtime.config import KeysConfig
 from moeserve.runtime.keys.certificates import Certificates
 from moeserve.runtime.keys.grants import Grants
 from moeserve.runtime.keys.guard import Guard, RpcGuard
 from moeserve.runtime.keys.tls import TlsSocket
+from moeserve.runtime.sections import KeysConfig
 
 Connection = socket.socket | TlsSocket
 

@@ -10,7 +10,8 @@ import torch
 from moeserve.device.machine import Machine, machine_named, this_machine, torch_device
 from moeserve.device.residency import hold
 from moeserve.proto.heap import Trimming, keep_freed_memory
-from moeserve.runtime.config import Config, ConfigError
+from moeserve.runtime.config import Config
+from moeserve.runtime.sections import ConfigError
 
 
 def machine_for(config: Config) -> Machine:

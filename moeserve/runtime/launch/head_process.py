@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moeserve import __version__
 from moeserve.experts.balance import Policy, balancer_named
-from moeserve.runtime.config import OFF, Config
+from moeserve.runtime.config import Config
 from moeserve.runtime.doors.admin_door import AdminDoor
 from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor
@@ -22,6 +22,7 @@ from moeserve.runtime.head.rebalancer import Rebalancer
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.planning.layers import first_epoch
+from moeserve.runtime.sections import OFF
 from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.telemetry import logs
 from moeserve.runtime.telemetry.head import CoordinatorTelemetry

@@ -18,11 +18,12 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch f
 
 from moeserve.dispatch.costs.costs import Costs
 from moeserve.dispatch.group import GroupKind, end_group, form_group
-from moeserve.runtime.config import Config, ConfigError
+from moeserve.runtime.config import Config
 from moeserve.runtime.launch.environment import machine_for, own_device, set_environment
 from moeserve.runtime.planning.costing import CostBook, costing_of
 from moeserve.runtime.planning.layers import Place, dispatch_spec, first_epoch, plans_for
 from moeserve.runtime.planning.plan import DispatchSpan, Plan
+from moeserve.runtime.sections import ConfigError
 from moeserve.runtime.served import served_from
 
 LIMIT_SECONDS = 300.0  # for all of it: processes, libraries that compile, and the measuring

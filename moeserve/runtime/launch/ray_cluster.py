@@ -17,10 +17,11 @@ from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from moeserve.runtime.config import Config, ConfigError
+from moeserve.runtime.config import Config
 from moeserve.runtime.launch.environment import machine_for, tune_process
 from moeserve.runtime.launch.head_process import HeadProcess
 from moeserve.runtime.launch.ray_ranks import RankActors
+from moeserve.runtime.sections import ConfigError
 from moeserve.runtime.telemetry import logs
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 
-from moeserve.runtime.config import ClusterConfig
 from moeserve.runtime.head.patience import Backoff
+from moeserve.runtime.sections import ClusterConfig
 
 
 class Restarts:

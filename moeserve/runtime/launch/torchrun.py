@@ -27,11 +27,12 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch forgets t
 )
 
 from moeserve.dispatch.group import GroupKind, default_store, end_group, form_group, group_beside
-from moeserve.runtime.config import Config, ConfigError
+from moeserve.runtime.config import Config
 from moeserve.runtime.launch.environment import machine_for, own_device
 from moeserve.runtime.planning.costing import costing_of
 from moeserve.runtime.planning.layers import first_epoch, plans_for
 from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.sections import ConfigError
 from moeserve.runtime.served import served_from
 from moeserve.runtime.step import LaneRows
 

@@ -18,8 +18,9 @@ from moeserve.dispatch.costs.costs import Costs, CostSetting, table
 from moeserve.dispatch.costs.files import costs_folder, store_costs, stored_costs
 from moeserve.dispatch.costs.measure import METHOD, Candidate, measure
 from moeserve.dispatch.dispatcher import DispatchSpec
-from moeserve.runtime.config import ALWAYS, AUTO, NEVER, Config
+from moeserve.runtime.config import Config
 from moeserve.runtime.planning.plan import DispatchSpan, Plan
+from moeserve.runtime.sections import ALWAYS, AUTO, NEVER
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from moeserve.dispatch.dispatcher import DispatchSpec
 from moeserve.dispatch.members import Members
 from moeserve.experts.kernel import Problem
 from moeserve.experts.kernels import KERNELS
-from moeserve.runtime.config import Wanted
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.planning.plan import DispatchSpan, Plan, make_plan
+from moeserve.runtime.sections import Wanted
 from moeserve.runtime.served import Served
 
 

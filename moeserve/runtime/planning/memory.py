@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from moeserve.dispatch.permute import row_capacity
 from moeserve.experts.batch import Grouping
-from moeserve.runtime.config import BalanceConfig
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.planning.layers import Place, dispatch_spec, first_epoch
 from moeserve.runtime.planning.plan import DispatchSpan, Plan
+from moeserve.runtime.sections import BalanceConfig
 from moeserve.runtime.served import Served
 
 WEIGHTS, STAGING, DISPATCH, GRAPHS = "weights", "staging", "dispatch", "graphs"

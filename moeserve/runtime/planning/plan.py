@@ -19,7 +19,7 @@ from moeserve.experts.kernel import KernelEntry, KernelRange, Problem
 from moeserve.experts.spans import KernelSpan, KernelSpans, alone, together
 from moeserve.quant.format import Format
 from moeserve.quant.formats import FORMATS, format_named
-from moeserve.runtime.config import AUTO, Wanted
+from moeserve.runtime.sections import AUTO, Wanted
 
 
 class NoPlan(ValueError):

@@ -10,9 +10,9 @@ from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.by_rows import ByRows
 from moeserve.dispatch.dispatcher import Dispatcher, DispatchSpec, Traffic
-from moeserve.runtime.config import FAIL
 from moeserve.runtime.planning.costing import CostBook
 from moeserve.runtime.planning.plan import DispatchSpan, Plan
+from moeserve.runtime.sections import FAIL
 
 log = logging.getLogger(__name__)
 

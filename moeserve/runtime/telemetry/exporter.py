@@ -23,9 +23,9 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
-from moeserve.runtime.config import ConfigError
 from moeserve.runtime.keys.keys import NO_KEYS, Keys
 from moeserve.runtime.planning.memory import PURPOSES
+from moeserve.runtime.sections import ConfigError
 from moeserve.runtime.step import StepRecord
 from moeserve.runtime.telemetry.http import serve_http
 from moeserve.runtime.telemetry.metrics import DIRECTIONS, PHASES, PROCESS, RANK, Metric

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from moeserve.proto.texts import quoted
-from moeserve.runtime.config import LOG_LEVELS, LogConfig
+from moeserve.runtime.sections import LOG_LEVELS, LogConfig
 from moeserve.runtime.telemetry.log_flow import Budget, LineWriter, Place, Repeats
 from moeserve.runtime.telemetry.log_lines import Line, Origin, format_named, message_of, traceback_of
 

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from moeserve.proto.texts import clipped
-from moeserve.runtime.config import ConfigError
 from moeserve.runtime.keys.sockets import private_folder, remove
+from moeserve.runtime.sections import ConfigError
 
 log = logging.getLogger(__name__)
 

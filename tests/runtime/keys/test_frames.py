@@ -10,7 +10,6 @@ import pytest
 import torch
 from fake_members import SECONDS, TOKEN, FakeMember, until
 
-from moeserve.runtime.config import KeysConfig
 from moeserve.runtime.control.stream import Stream, StreamClosed
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
@@ -19,6 +18,7 @@ from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.rank.weights import peers
 from moeserve.runtime.rank.weights.peers import Peers, WeightsServer
+from moeserve.runtime.sections import KeysConfig
 
 
 @pytest.fixture

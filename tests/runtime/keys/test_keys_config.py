@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from houses import house_config
 
-from moeserve.runtime.config import Config, ConfigError
+from moeserve.runtime.config import Config
 from moeserve.runtime.launch.head_process import reload_root_of
+from moeserve.runtime.sections import ConfigError
 
 TLS = {"keys__certificate": "c", "keys__private_key": "k", "keys__ca": "a", "keys__grants": "g"}
 

@@ -16,13 +16,13 @@ import pytest
 from keyed import SECONDS, Keyring, Shown, code_of
 from made_certificates import replaced
 
-from moeserve.runtime.config import ConfigError, KeysConfig
 from moeserve.runtime.control.stream import Stream, StreamClosed, StreamSilent
 from moeserve.runtime.doors.calls.admission import DoorLimits
 from moeserve.runtime.doors.endpoint import Endpoint
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR
 from moeserve.runtime.keys.certificates import Certificates
 from moeserve.runtime.keys.keys import Keys
+from moeserve.runtime.sections import ConfigError, KeysConfig
 
 TOKEN = "the token of this run"
 HEALTH = "/grpc.health.v1.Health/Check"

@@ -10,9 +10,10 @@ from multiprocessing.connection import Connection
 import pytest
 
 from moeserve.device.machine import machine_named
-from moeserve.runtime.config import Config, ConfigError
+from moeserve.runtime.config import Config
 from moeserve.runtime.launch import measuring
 from moeserve.runtime.launch.measuring import MeasuringFailed, _collected, measured_here
+from moeserve.runtime.sections import ConfigError
 
 Ends = tuple[list[Connection], list[Connection]]
 

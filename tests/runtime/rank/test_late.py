@@ -17,7 +17,7 @@ from moeserve.device.machine import machine_named
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.dispatch.backends.local import Local
 from moeserve.dispatch.dispatcher import DispatchSpec
-from moeserve.runtime.config import Config, Wanted
+from moeserve.runtime.config import Config
 from moeserve.runtime.control.messages import epoch_message, header_message
 from moeserve.runtime.control.stream import StreamClosed
 from moeserve.runtime.doors.failures import status_of
@@ -29,6 +29,7 @@ from moeserve.runtime.rank.lane import Lane, LaneBatch
 from moeserve.runtime.rank.member import Member
 from moeserve.runtime.rank.member_group import ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.sections import Wanted
 from moeserve.runtime.served import served_from
 from moeserve.runtime.step import Header, LaneInput, StepRecord
 

@@ -10,7 +10,7 @@ import torch
 from checkpoints import make_checkpoint
 
 from moeserve.device.machine import machine_named
-from moeserve.runtime.config import Config, Wanted
+from moeserve.runtime.config import Config
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.rank import runner as runner_module
@@ -18,6 +18,7 @@ from moeserve.runtime.rank.answers import MOST_UNFINISHED
 from moeserve.runtime.rank.graphs import StepGraphs
 from moeserve.runtime.rank.measured import TIMED_EVERY, DeviceTimes, ExpertRows, since
 from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.sections import Wanted
 from moeserve.runtime.served import served_from
 from moeserve.runtime.step import FIRST_NUMBER, LaneInput, Phases
 

@@ -14,12 +14,13 @@ from moeserve.dispatch.members import Members
 from moeserve.dispatch.peers.layout import PeerLayout
 from moeserve.experts.batch import ExpertWeights, Grouping
 from moeserve.quant.formats import BF16
-from moeserve.runtime.config import BalanceConfig, Config, Wanted
+from moeserve.runtime.config import Config
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.planning.memory import PURPOSES, planned_bytes
 from moeserve.runtime.rank import rank as rank_room
 from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.sections import BalanceConfig, Wanted
 from moeserve.runtime.served import Served, served_from
 from moeserve.runtime.telemetry.exporter import RankTelemetry
 

@@ -22,13 +22,13 @@ from moeserve.experts.kernels import KERNELS
 from moeserve.experts.placement import EMPTY
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
-from moeserve.runtime.config import KeysConfig
 from moeserve.runtime.control.orders import ExpertCopy, StageOrder, Vote
 from moeserve.runtime.control.stream import StreamClosed, StreamSilent, connect
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopyInto, CopySources, Fetch, Mover
 from moeserve.runtime.rank.weights.peers import Peers, WeightsServer
+from moeserve.runtime.sections import KeysConfig
 
 SCHEME = Scheme(FP8_BLOCK, FP8_GROUP)
 SHAPE = ExpertShape(256, 128, activation_named("silu"), bias=False)

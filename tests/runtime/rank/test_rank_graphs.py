@@ -11,11 +11,12 @@ from checkpoints import make_checkpoint
 
 from moeserve.device.machine import machine_named
 from moeserve.experts.routing.gate import Gate
-from moeserve.runtime.config import Config, Wanted
+from moeserve.runtime.config import Config
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.rank.graphs import StepGraphs
 from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.sections import Wanted
 from moeserve.runtime.served import served_from
 from moeserve.runtime.step import FIRST_NUMBER, LaneInput, LaneLogits
 

@@ -14,7 +14,7 @@ from checkpoints import make_checkpoint
 from torch import Tensor
 
 from moeserve.device.machine import machine_named
-from moeserve.runtime.config import Config, Wanted
+from moeserve.runtime.config import Config
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.rank import runner as runner_room
@@ -22,6 +22,7 @@ from moeserve.runtime.rank.graphs import StepGraphs
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.warm import steps as warming
 from moeserve.runtime.rank.warm.kernels import rooms
+from moeserve.runtime.sections import Wanted
 from moeserve.runtime.served import Served, served_from
 from moeserve.runtime.step import LaneInput, LaneLogits
 

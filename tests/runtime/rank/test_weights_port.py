@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from moeserve.runtime.config import KeysConfig
 from moeserve.runtime.control.frames import encoded
 from moeserve.runtime.control.stream import HELLO_BYTES, Stream, StreamClosed, connect
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.rank.weights.peers import WeightsServer
+from moeserve.runtime.sections import KeysConfig
 
 TOKEN, SECONDS = "a token of the run", 5.0
 

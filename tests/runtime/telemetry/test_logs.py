@@ -15,7 +15,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from moeserve.runtime.config import Config, ConfigError, LogConfig
+from moeserve.runtime.config import Config
+from moeserve.runtime.sections import ConfigError, LogConfig
 from moeserve.runtime.telemetry import logs
 from moeserve.runtime.telemetry.log_flow import ALIKE, QUEUE_BYTES, Budget, Repeats
 
@@ -301,7 +302,7 @@ def test_a_configuration_that_cannot_be_names_the_key(key: str, value: str) -> N
 
 ENDS = """
 import logging, os
-from moeserve.runtime.config import LogConfig
+from moeserve.runtime.sections import LogConfig
 from moeserve.runtime.telemetry import logs
 logs.start(LogConfig(), "head")
 logging.getLogger("moeserve.runtime.head").warning("last words")

@@ -18,7 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from processes import descendants_of, gone
 
-from moeserve.runtime.config import ConfigError
+from moeserve.runtime.sections import ConfigError
 from moeserve.runtime.telemetry.probes import Probes
 
 SECONDS = 20.0

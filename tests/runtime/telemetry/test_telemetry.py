@@ -20,9 +20,9 @@ from prometheus_server import NoPrometheus, binary
 from moeserve.dispatch.members import Member, Members
 from moeserve.experts.load import Load
 from moeserve.experts.placement import Placement
-from moeserve.runtime.config import ConfigError
 from moeserve.runtime.head.coordinator import Progress
 from moeserve.runtime.head.rebalancer import OUTCOMES, Cycle
+from moeserve.runtime.sections import ConfigError
 from moeserve.runtime.step import Phases, StepRecord
 from moeserve.runtime.telemetry.exporter import RankTelemetry, Telemetry, write_scrape_targets
 from moeserve.runtime.telemetry.head import HOT_EXPERTS, HOT_LAYERS, CoordinatorTelemetry, RecentLoad

@@ -1,0 +1,154 @@
+"""What values of the configuration have to be, each alone and with others.
+
+Every check raises ConfigError with the key and the value.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from dataclasses import fields
+from typing import Any
+
+from moeserve.checkpoints.load_as import scheme_to_load_as
+from moeserve.quant.formats import BF16
+from moeserve.runtime.mesh import Mesh
+from moeserve.runtime.sections import ConfigError, KeysConfig, MembersConfig, ServerConfig
+
+LAST_PORT = 65535
+
+CHECKED_APART = ("server.port", "server.metrics_port", "server.health_port")
+
+POSITIVE = frozenset(
+    {
+        "step.lane_rows",
+        "step.max_step_tokens",
+        "step.timeout_seconds",
+        "balance.interval_seconds",
+        "balance.staging_slots",
+        "balance.prepare_timeout_seconds",
+        "balance.copy_seconds",
+        "server.max_concurrent_calls",
+        "server.max_streams",
+        "server.max_held_bytes",
+        "server.request_seconds",
+        "server.unread_seconds",
+        "server.max_message_bytes",
+        "server.max_held_rows",
+        "server.queue_seconds",
+        "server.stalled_seconds",
+        "cluster.start_timeout_seconds",
+        "cluster.connect_seconds",
+        "cluster.hello_seconds",
+        "cluster.answer_seconds",
+        "cluster.prepare_seconds",
+        "cluster.join_seconds",
+        "cluster.adopt_seconds",
+        "cluster.send_seconds",
+        "keys.handshake_seconds",
+        "cluster.begin_seconds",
+    }
+)
+"""Keys whose numbers must be more than 0; no other number but a port may be under 0."""
+
+
+def check_numbers(table: str, values: Any) -> None:
+    """Raises ConfigError for a number of `table` that is infinite, not a number, negative, or 0 where a
+    positive one is needed. Ports are checked apart.
+    """
+    for name in (each.name for each in fields(values)):
+        key, value = f"{table}.{name}", getattr(values, name)
+        if not isinstance(value, int | float) or key in CHECKED_APART:
+            continue
+        if not math.isfinite(value):
+            raise ConfigError(f"{key} = {value} must be a finite number")
+        if key in POSITIVE and value <= 0:
+            raise ConfigError(f"{key} = {value} must be positive")
+        if value < 0:
+            raise ConfigError(f"{key} = {value} must not be negative")
+
+
+def one_of(key: str, value: str, known: tuple[str, ...]) -> None:
+    """Raises ConfigError for a value that is none of the known ones."""
+    if value not in known:
+        raise ConfigError(f"{key} = {value!r}; known: {', '.join(known)}")
+
+
+def check_keys(keys: KeysConfig, host: str) -> None:
+    """What is beyond loopback is encrypted unless the operator says otherwise; tokens always are."""
+    if bool(keys.certificate) != bool(keys.private_key):
+        raise ConfigError("keys.certificate and keys.private_key need each other: give both, or neither")
+    if keys.client_ca and not keys.certificate:
+        raise ConfigError("keys.client_ca asks callers for certificates, which needs keys.certificate")
+    if keys.certificate and not keys.ca:
+        raise ConfigError("keys.ca is not set: processes of the service know each other's certificates by it")
+    if keys.certificate and not keys.grants:
+        raise ConfigError(
+            "keys.grants is not set: with keys.certificate nobody may do anything that it does not grant "
+            "(a line `call,observe,operate anyone` grants all to everyone)"
+        )
+    if keys.certificate or is_loopback(host):
+        return
+    if keys.grants:
+        raise ConfigError(
+            f"server.host = {host!r} is not loopback: tokens of keys.grants would travel as plain text; "
+            "set keys.certificate and keys.private_key"
+        )
+    if not keys.allow_plaintext:
+        raise ConfigError(
+            f"server.host = {host!r} is not loopback, and nothing is encrypted; set keys.certificate and "
+            "keys.private_key, or say keys.allow_plaintext = true (--allow-plaintext)"
+        )
+
+
+def check_members(members: MembersConfig, mesh: Mesh) -> None:
+    """Room for fewer than the ranks is refused here, room for more than a dispatcher has in its plan."""
+    for name, what in (("max_lanes", "lane"), ("max_owners", "place that holds experts")):
+        count = getattr(members, name)
+        if 0 < count < mesh.ranks:
+            raise ConfigError(
+                f"members.{name} = {count} is less than the {mesh.ranks} ranks, "
+                f"each of which has a {what}; give 0 (as many as ranks), or {mesh.ranks} or more"
+            )
+    if mesh.sliced and members.max_owners > mesh.ranks:
+        raise ConfigError(
+            f"members.max_owners = {members.max_owners} is more than the {mesh.ranks} ranks, "
+            "which hold slices of every expert, so that no other member can hold experts; "
+            "set parallel.enable_expert_parallel"
+        )
+
+
+def check_ports(server: ServerConfig, ranks: int) -> None:
+    """gRPC takes a port over 65535 modulo 65536, and would listen at another one than was said."""
+    port, first = server.port, server.metrics_port
+    if not 0 <= port <= LAST_PORT:
+        raise ConfigError(f"server.port = {port} must be 0 (any free one) to {LAST_PORT}")
+    if not -1 <= server.health_port <= LAST_PORT:
+        raise ConfigError(
+            f"server.health_port = {server.health_port} must be -1 (none) or 0 (any free one) to {LAST_PORT}"
+        )
+    last = first + ranks if first > 0 else first
+    if not -1 <= first <= last <= LAST_PORT:
+        raise ConfigError(
+            f"server.metrics_port = {first} must be -1 (none), 0 (any free ones), or leave room up to "
+            f"{LAST_PORT} for one port of the head and one of each of {ranks} ranks"
+        )
+
+
+def check_load_as(load_as: str) -> None:
+    """Whether the name is known; the checkpoint's own sizes are checked when it is opened."""
+    if load_as:
+        try:
+            scheme_to_load_as(load_as, BF16)
+        except ValueError as error:
+            raise ConfigError(f"model.load_as: {error}") from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a listener at `host`, an address or a name."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
