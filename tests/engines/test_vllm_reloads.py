@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_models import FLOAT32, apart, prompts
+from engine_models import FLOAT32, EngineModel, apart, prompts
 from engine_runs import answered, answered_behind
 
 OPTIONS = {"dtype": "float32", "enable_prefix_caching": True, "block_size": 32}
@@ -21,15 +21,19 @@ def with_new_weights(engine_model: Any, run_vllm: Any) -> list[dict[str, Any]]:
     return answers
 
 
+def served(run_vllm: Any, model: EngineModel, **job: Any) -> dict[str, Any]:
+    """What vLLM wrote behind a service."""
+    return answered_behind(run_vllm, model.path, options=OPTIONS, **job)
+
+
 @pytest.mark.parametrize("caches", ["recompute", "keep"])
 def test_prefixes_of_old_weights_are_kept_or_forgotten_as_the_policy_says(
     engine_model: Any, run_vllm: Any, with_new_weights: list[dict[str, Any]], caches: str
 ) -> None:
     model = engine_model("qwen3_moe", "float32")
-    found = answered_behind(
+    found = served(
         run_vllm,
-        model.path,
-        options=OPTIONS,
+        model,
         prompts=LONG,
         rounds=[None, None, str(model.scaled)],
         pause=3.0,
@@ -51,10 +55,9 @@ def test_reloads_in_the_middle_of_generation_are_seen_and_no_forward_pass_mixes_
     engine_model: Any, run_vllm: Any
 ) -> None:
     model = engine_model("qwen3_moe", "float32")
-    found = answered_behind(
+    found = served(
         run_vllm,
-        model.path,
-        options=OPTIONS,
+        model,
         sampling={"max_tokens": 100, "logprobs": 1},
         rounds=[None] * 3,
         reloads=[str(model.scaled), str(model.path)],
