@@ -16,7 +16,7 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import encode, plain
 from moeserve.runtime.control.stream import StreamClosed
 from moeserve.runtime.doors.failures import status_of
-from moeserve.runtime.doors.lane_door import LaneDoor
+from moeserve.runtime.doors.lane_door import ASIDE_THREADS, LaneDoor
 from moeserve.runtime.doors.payloads import Payloads, Regions
 from moeserve.runtime.doors.request import CheckedRequest
 from moeserve.runtime.errors import BatchTooLarge, GroupUnavailable, LaneFull
@@ -33,7 +33,7 @@ class Reader:
         self._payloads = payloads
 
     def heavy(self, request: moe_pb2.ForwardRequest) -> bool:
-        return False
+        return request.attempt == 7
 
     def read(
         self, request: moe_pb2.ForwardRequest, deadline: float, data: memoryview | None = None
@@ -65,14 +65,19 @@ class Context:
 class Ranked:
     """A lane, its door, and steps that the test runs."""
 
-    def __init__(self, regions: Regions) -> None:
+    def __init__(self, regions: Regions, capacity: int = 4) -> None:
         self.announced: list[Announcement] = []
-        self.lane = Lane(0, capacity=4, queue_limit=100)
-        self.lane.announce = self.announced.append
+        self.lane = Lane(0, capacity, queue_limit=100)
+        self.lane.announce = self.announce
         self.lane.open()
+        self.began: list[str] = []  # the threads that calls began in
         reader: Any = Reader(Payloads(regions))
         self.regions = regions
         self.door = LaneDoor(reader, self.lane, regions, lambda: 1, lambda *observed: None)
+
+    def announce(self, job: Announcement) -> None:
+        self.began.append(threading.current_thread().name)
+        self.announced.append(job)
 
     def step(self) -> Callable[[], object]:
         """Runs all jobs; returns what says whether the step's output is still there."""
@@ -207,3 +212,54 @@ def test_a_lease_that_ends_gives_up_the_call_under_way(ranked: Ranked) -> None:
     leave()
     assert moe_pb2.ForwardStreamReply.FromString(replies[0]).error.reason == "caller_left"
     assert ranked.lane.in_flight == 0
+
+
+def replied(replies: list[bytes], count: int) -> list[moe_pb2.ForwardStreamReply]:
+    """The first `count` replies, once they are there."""
+    until = time.monotonic() + 5
+    while len(replies) < count and time.monotonic() < until:
+        time.sleep(0.001)
+    return [moe_pb2.ForwardStreamReply.FromString(reply) for reply in replies]
+
+
+def test_a_lease_has_one_call_under_way(ranked: Ranked) -> None:
+    name, _ = ranked.regions.create(4096)
+    replies: list[bytes] = []
+    for job_id in "abc":
+        request = ranked.request(4, name)
+        request.job_id = job_id
+        ranked.door.take_packet(request.SerializeToString(), replies.append)
+        assert ranked.lane.in_flight == 1, "the caller that sends another has left the one before"
+    assert [(reply.job_id, reply.error.reason) for reply in replied(replies, 2)] == [
+        ("a", "caller_left"),
+        ("b", "caller_left"),
+    ]
+    ranked.announced[:] = ranked.announced[2:]
+    ranked.step()
+    assert replied(replies, 3)[2].HasField("reply") and replied(replies, 3)[2].job_id == "c"
+
+
+def test_packets_of_a_lease_do_not_gather_while_its_call_waits_to_begin(ranked: Ranked) -> None:
+    name, _ = ranked.regions.create(4096)
+    go = threading.Event()
+    for _ in range(ASIDE_THREADS):
+        ranked.door._aside.submit(go.wait, 5)
+    request = ranked.request(4, name)
+    request.attempt = 7  # heavy
+    replies: list[bytes] = []
+    try:
+        leave = [ranked.door.take_packet(request.SerializeToString(), replies.append) for _ in range(100)]
+        bad = ranked.door.take_packet(b"\xff", replies.append)
+        assert ranked.door._aside._work_queue.qsize() == 1
+    finally:
+        go.set()
+    told = replied(replies, 101)
+    reasons = [reply.error.reason for reply in told]
+    assert reasons[:99] == ["overloaded"] * 99 and reasons[100:] == ["caller_left"]
+    assert told[0].error.pushback_ms > 0 and told[99].error.code == 3
+    assert bad == leave[0] == leave[-1], "the lease's end gives up the call that is under way"
+    assert ranked.lane.in_flight == 0
+    light = ranked.request(4, name).SerializeToString()
+    ranked.door.take_packet(light, replies.append)
+    ranked.step()
+    assert replied(replies, 102)[-1].HasField("reply"), "and the lease is free again"
