@@ -18,9 +18,11 @@ from moeserve.runtime.control.stream import StreamClosed
 from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.doors.lane_door import ASIDE_THREADS, LaneDoor
 from moeserve.runtime.doors.payloads import Payloads, Regions
+from moeserve.runtime.doors.payloads.registration import Registrar
 from moeserve.runtime.doors.request import CheckedRequest
 from moeserve.runtime.errors import BatchTooLarge, GroupUnavailable, LaneFull
 from moeserve.runtime.rank.lane import Lane, LaneBatch
+from moeserve.runtime.rank.transfers import AHEAD_BYTES
 from moeserve.runtime.step import Announcement, Stamp
 
 HIDDEN = 8
@@ -89,6 +91,12 @@ class Ranked:
                 job.finish(answer[at : at + rows], Stamp(1, 1))
             at += rows
         return weakref.ref(answer.untyped_storage())
+
+    def named(self, rows: int, region: str) -> moe_pb2.ForwardRequest:
+        """A request whose hidden states lie in `region`, as the answer will."""
+        made = self.request(rows, region)
+        made.hidden.region.CopyFrom(made.output)
+        return made
 
     def request(self, rows: int, output: str = "") -> moe_pb2.ForwardRequest:
         choice = moe_pb2.Choice(
@@ -263,3 +271,35 @@ def test_packets_of_a_lease_do_not_gather_while_its_call_waits_to_begin(ranked: 
     ranked.door.take_packet(light, replies.append)
     ranked.step()
     assert replied(replies, 102)[-1].HasField("reply"), "and the lease is free again"
+
+
+class Driver:
+    """A device with which any memory can be registered."""
+
+    def register(self, address: int, nbytes: int) -> str:
+        return ""
+
+    def unregister(self, address: int) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_rows_that_the_host_copies_hold_up_no_other_lease(registered: bool) -> None:
+    """Large rows go to the device as a call begins; the host copies those whose region is not registered."""
+    rows = AHEAD_BYTES // (4 * HIDDEN)
+    regions = Regions(registrar=Registrar(Driver(), AHEAD_BYTES) if registered else None)
+    try:
+        ranked, replies = Ranked(regions, capacity=rows), []
+        name, _ = regions.create(AHEAD_BYTES)
+        for ended, count in enumerate((rows, rows - 1), start=1):
+            ranked.door.take_packet(ranked.named(count, name).SerializeToString(), replies.append)
+            until = time.monotonic() + 5
+            while not ranked.announced and time.monotonic() < until:
+                time.sleep(0.001)
+            ranked.step()
+            assert replied(replies, ended)[-1].HasField("reply")
+        large, small = ranked.began
+        assert large.startswith("aside") != registered
+        assert small == threading.current_thread().name
+    finally:
+        regions.close()

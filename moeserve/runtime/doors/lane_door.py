@@ -25,6 +25,7 @@ from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.doors.request import CheckedRequest, RequestReader
 from moeserve.runtime.errors import CallerLeft, DeadlinePassed, GroupUnavailable, LaneFull, pushback
 from moeserve.runtime.rank.lane import Lane, LaneCall
+from moeserve.runtime.rank.transfers import AHEAD_BYTES
 from moeserve.runtime.step import Stamp
 
 log = logging.getLogger(__name__)
@@ -192,11 +193,19 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
                 log.exception("a call over a region's lease could not be begun")
                 raise
 
-        if self._reader.heavy(request):  # others' packets come by the same thread, and do not wait for it
+        if self._heavy(request):  # others' packets come by the same thread, and do not wait for it
             self._aside.submit(begin)
         else:
             begin()
         return started.give_up
+
+    def _heavy(self, request: moe_pb2.ForwardRequest) -> bool:
+        """Whether to begin a call takes long: its reader computes, or its rows go to the device at once, and
+        the host has to copy them first as their region is not registered.
+        """
+        region = request.hidden.region
+        copied = region.size >= AHEAD_BYTES and not self._regions.registered(region.name)
+        return copied or self._reader.heavy(request)
 
     def begin(
         self,
