@@ -244,6 +244,48 @@ def test_an_upload_is_let_go_of_once() -> None:
     assert released == [1]
 
 
+def test_a_call_that_ends_after_its_rank_has_stopped_gives_its_rows_back(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "AHEAD_BYTES", 1)
+    monkeypatch.setattr(answers, "FINISH_SECONDS", 0.5)
+    memory = CallerMemory(lambda: running.given_back.append(1))
+    ids, weights = torch.zeros(2, K, dtype=torch.int32), torch.ones(2, K)
+    batch = LaneBatch(0, torch.ones(2, H), ids, weights, lent=Lent(memory, True))
+    running.lane.submit(batch, lambda call: memory.done())
+    running.steps.close()
+    running.engines.moments[0].passed.set()
+    running.lane.close("the rank is stopping")
+    running.steps.drain()  # a member does so once more when it leaves its group
+    assert running.given_back == [1]
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_what_comes_after_the_close_is_done_at_once(
+    used: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(answers, "FINISH_SECONDS", 0.5)
+    finishing, done = InOrder("test"), list[int]()
+
+    def slow() -> None:
+        time.sleep(0.05)
+        done.append(0)
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    if used:
+        finishing.put(slow)
+    finishing.close()
+    finishing.close()
+    finishing.put(lambda: done.append(1))
+    finishing.beside(lambda: done.append(2))
+    finishing.beside(fail)
+    assert done == ([0, 1, 2] if used else [1, 2]), "in their order still"
+    finishing.drain()
+    assert "ValueError: broken" in caplog.text
+
+
 def test_a_thread_that_finishes_does_so_in_order_and_holds_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "FINISH_SECONDS", 0.05)
     finishing, go, done = InOrder("test"), threading.Event(), list[int]()
