@@ -42,8 +42,8 @@ from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.tensors import encode, plain
 
 HIDDEN, INNER, EXPERTS, TOP_K, ROWS = 1024, 8192, 8, 2, 16
-"""So large that two cores serve about 30 calls a second: who makes five times as many, on the same cores, then
-needs little of them. With steps of a few ms the load itself took them, and calls waited in the sockets.
+"""So large that two cores serve about 30 calls a second: who makes five times as many, on the same cores,
+then needs little of them. With steps of a few ms the load itself took them, and calls waited in the sockets.
 """
 
 QUESTIONS = 16
