@@ -20,7 +20,6 @@ with moeserve on PYTHONPATH each of these runs its share (`pip install`, torch a
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -30,9 +29,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from bench.lib.checkpoint import Qwen3Moe, write_checkpoint
 from bench.lib.record import Result, write
 from bench.numbers.cross_peers import PEERS, Peer
 from bench.numbers.cross_stored import STORED, Draw, Stored
@@ -41,17 +40,8 @@ from moeserve.quant.elements import E2M1, E2M3, E3M2, FP8_LARGEST, decode_e8m0, 
 
 HIDDEN, INNER = 512, 768
 VALUES = 1 << 20
-ROLES = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
-MODEL = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "dtype": "bfloat16",
-    "hidden_size": HIDDEN,
-    "moe_intermediate_size": INNER,
-    "num_hidden_layers": 1,
-    "num_experts": 1,
-    "num_experts_per_tok": 1,
-}
+MODEL = Qwen3Moe(HIDDEN, INNER, experts=1, top_k=1, layers=1)
+ROLES = {f"{name}_proj": shape for name, shape in MODEL.projections.items()}
 
 
 @dataclass(frozen=True)
@@ -83,9 +73,7 @@ def read(stored: Stored, projections: dict[str, dict[str, Tensor]]) -> dict[str,
         for suffix, tensor in own.items()
     }
     with tempfile.TemporaryDirectory() as folder:
-        config = MODEL | {"quantization_config": dict(stored.quantization)}
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        save_file(tensors, Path(folder) / "model.safetensors")
+        write_checkpoint(Path(folder), MODEL.config(quantization=stored.quantization), tensors)
         expert = Checkpoint(folder).experts(0, [0])
         gate, up = expert.gate_up.dequantize()[0].chunk(2)
         return {"gate_proj": gate, "up_proj": up, "down_proj": expert.down.dequantize()[0]}

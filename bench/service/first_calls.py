@@ -12,7 +12,6 @@ Triton and our own compiled kernels empty caches, so that nothing is left from a
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -21,42 +20,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+
+from bench.lib.checkpoint import Qwen3Moe, write_checkpoint
 
 TOP_K, LAYERS, AGAIN, MOST_ROWS = 8, 2, 20, 4096
 
 
 def make_checkpoint(folder: Path, sizes: argparse.Namespace) -> None:
     """Config and random bf16 weights as transformers writes them."""
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "dtype": "bfloat16",
-        "hidden_act": "silu",
-        "hidden_size": sizes.hidden,
-        "moe_intermediate_size": sizes.inner,
-        "num_experts": sizes.experts,
-        "num_experts_per_tok": TOP_K,
-        "num_hidden_layers": LAYERS,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    shapes = {
-        "gate": (sizes.inner, sizes.hidden),
-        "up": (sizes.inner, sizes.hidden),
-        "down": (sizes.hidden, sizes.inner),
-    }
-    tensors = {
-        f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight": (
-            torch.randn(shape) / shape[1] ** 0.5
-        ).bfloat16()
-        for layer in range(LAYERS)
-        for expert in range(sizes.experts)
-        for name, shape in shapes.items()
-    }
-    save_file(tensors, folder / "model.safetensors")
+    model = Qwen3Moe(sizes.hidden, sizes.inner, sizes.experts, TOP_K, LAYERS)
+    tensors = {name: (torch.randn(shape) / shape[1] ** 0.5).bfloat16() for name, shape in model.matrices()}
+    write_checkpoint(folder, model.config(), tensors)
 
 
 def report(title: str, call: Callable[[int], object], most: int) -> None:

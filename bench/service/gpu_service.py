@@ -10,7 +10,6 @@ bench/results/gpu_service.jsonl.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -21,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
+from bench.lib.checkpoint import Qwen3Moe, write_checkpoint
 from bench.lib.record import Result, write
 from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.experts.activation import Activation
@@ -37,35 +36,16 @@ BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_s
 
 def make_checkpoint(folder: Path, weights: str) -> None:
     """Writes config and weights as transformers does, and FP8 blocks as DeepSeek does."""
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "dtype": "bfloat16",
-        "hidden_act": "silu",
-        "hidden_size": HIDDEN,
-        "moe_intermediate_size": INNER,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": TOP_K,
-        "num_hidden_layers": LAYERS,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-    quantization = {"quantization_config": BLOCKS} if weights == "fp8" else {}
-    (folder / "config.json").write_text(json.dumps(config | quantization))
+    model = Qwen3Moe(HIDDEN, INNER, EXPERTS, TOP_K, LAYERS)
     torch.manual_seed(0)
     tensors = {}
-    for layer in range(LAYERS):
-        for expert in range(EXPERTS):
-            shapes = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
-            for name, shape in shapes.items():
-                values = torch.randn(shape) / shape[1] ** 0.5
-                key = f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"
-                if weights == "fp8":
-                    tensors[key], tensors[f"{key}_scale_inv"] = FP8_BLOCK.quantize(values).parts
-                else:
-                    tensors[key] = values.bfloat16()
-    save_file(tensors, folder / "model.safetensors")
+    for key, shape in model.matrices():
+        values = torch.randn(shape) / shape[1] ** 0.5
+        if weights == "fp8":
+            tensors[key], tensors[f"{key}_scale_inv"] = FP8_BLOCK.quantize(values).parts
+        else:
+            tensors[key] = values.bfloat16()
+    write_checkpoint(folder, model.config(quantization=BLOCKS if weights == "fp8" else None), tensors)
 
 
 @cache

@@ -21,7 +21,6 @@ memory, as ranks do (`moeserve.proto.heap`). A turn counts only where the machin
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import subprocess
 import sys
@@ -36,8 +35,8 @@ from pathlib import Path
 import grpc
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
+from bench.lib.checkpoint import Qwen3Moe, write_checkpoint
 from bench.lib.quiet import rounds
 from bench.lib.record import Result, write
 from bench.service.echo_server import METHOD, OPTIONS
@@ -110,31 +109,11 @@ class Child:
 
 
 def make_checkpoint(path: Path, hidden: int) -> None:
-    """One Qwen3-MoE layer with random experts; what attention would need is not there, and not read."""
-    random = torch.Generator().manual_seed(0)
-    shapes = {"gate_proj": (INNER, hidden), "up_proj": (INNER, hidden), "down_proj": (hidden, INNER)}
-    tensors = {
-        f"model.layers.0.mlp.experts.{expert}.{name}.weight": torch.randn(shape, generator=random).bfloat16()
-        for expert in range(EXPERTS)
-        for name, shape in shapes.items()
-    }
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "dtype": "bfloat16",
-        "hidden_size": hidden,
-        "moe_intermediate_size": INNER,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": TOP_K,
-        "num_hidden_layers": 1,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "norm_topk_prob": True,
-        "hidden_act": "silu",
-    }
+    """One Qwen3-MoE layer with random experts in bfloat16."""
+    random, model = torch.Generator().manual_seed(0), Qwen3Moe(hidden, INNER, EXPERTS, TOP_K, layers=1)
+    tensors = {name: torch.randn(shape, generator=random).bfloat16() for name, shape in model.matrices()}
     path.mkdir()
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config))
+    write_checkpoint(path, model.config(), tensors)
 
 
 def measure(rows: int, hidden: int, args: argparse.Namespace, folder: Path) -> Case:

@@ -13,7 +13,6 @@ change places all the time. Writes bench/results/moves.jsonl. Exits 1 when an an
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -29,8 +28,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
+from bench.lib.checkpoint import Qwen3Moe, write_checkpoint
 from bench.lib.record import Result, write
 from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.experts.load import Load
@@ -74,23 +73,8 @@ QUANTIZATION = {
 
 def make_checkpoint(folder: Path, size: Size, weights: str) -> None:
     """A Qwen3-MoE-shaped checkpoint of random weights: float32, FP8 blocks or NVFP4."""
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "dtype": "float32" if weights == "fp32" else "bfloat16",
-        "hidden_act": "silu",
-        "hidden_size": size.hidden,
-        "moe_intermediate_size": size.inner,
-        "num_experts": size.experts,
-        "num_experts_per_tok": TOP_K,
-        "num_hidden_layers": size.layers,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-    if weights in QUANTIZATION:
-        config["quantization_config"] = QUANTIZATION[weights]
-    (folder / "config.json").write_text(json.dumps(config))
+    model = Qwen3Moe(size.hidden, size.inner, size.experts, TOP_K, size.layers)
+    config = model.config("float32" if weights == "fp32" else "bfloat16", QUANTIZATION.get(weights))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     random = torch.Generator(device).manual_seed(0)
     tensors: dict[str, torch.Tensor] = {}
@@ -104,7 +88,7 @@ def make_checkpoint(folder: Path, size: Size, weights: str) -> None:
             tensors |= stored(f"{stem}.down_proj", down, weights)[0]
             for tensor, name in zip(stored("", both, weights), ("gate", "up"), strict=True):
                 tensors |= {f"{stem}.{name}_proj{key}": value for key, value in tensor.items()}
-    save_file(tensors, folder / "model.safetensors")
+    write_checkpoint(folder, config, tensors)
 
 
 def stored(stem: str, values: torch.Tensor, weights: str) -> tuple[dict[str, torch.Tensor], ...]:

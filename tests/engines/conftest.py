@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine_models import EngineModel, make_engine_model
-from engine_runs import ROOT, run_engine
+from engine_runs import ROOT, Run, run_engine
 
 HERE = Path(__file__).parent
 
@@ -19,8 +19,6 @@ collect_ignore = [
     if importlib.util.find_spec(engine) is None
     for path in HERE.glob(f"test_{engine}_*.py")
 ]
-
-Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="session")

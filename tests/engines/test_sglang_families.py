@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_models import BOUNDS, apart, prompts, read_config
-from engine_runs import NEW_TOKENS, REQUESTS, house_of
-
-from moeserve.proto.client import MoeClient
+from engine_models import BOUNDS, prompts, read_config
+from engine_runs import NEW_TOKENS, REQUESTS, generate_as_alone
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
 ALONE = {"gpt_oss": "sinks", "deepseek_v3": "rope_scaling"}
@@ -22,28 +20,11 @@ def test_sglang_generates_what_it_does_alone_and_damaged_experts_are_seen(
 ) -> None:
     model = engine_model(family, dtype)
     options = {"dtype": dtype, "disable_radix_cache": True}
-    alone = run_sglang(model.path, None, options=options)
-    assert "failed" not in alone, alone["said"][-3000:]
-    with house_of(model.path) as house:
-        weights = [None, str(model.scaled), str(model.zeroed)]
-        found = run_sglang(model.path, house.address, options=options, rounds=weights)
-        assert "failed" not in found, found["said"][-3000:]
-        with MoeClient(house.address) as client:
-            computed = sum(rank.tokens for rank in client.status().ranks)
-    right, scaled, zeroed = (apart(answers, alone["rounds"][0]) for answers in found["rounds"])
-    bound = BOUNDS[dtype]
-    print(
-        f"{family} {dtype}: right {right.most:.2g} ({right.mean:.2g}), "
-        f"x 1.05 {scaled.most:.2g} ({scaled.mean:.2g}), zeroed {zeroed.most:.2g} ({zeroed.mean:.2g})"
-    )
-    assert right.within(bound), right
-    assert dtype != "float32" or not right.ties, "float32 tokens are equal"
-    assert not scaled.within(bound), scaled
-    assert not zeroed.within(bound), zeroed
+    told = generate_as_alone(run_sglang, model, options)
     config = read_config(model.path)
     rows = sum(len(ids) for ids in prompts(REQUESTS)) + REQUESTS * (NEW_TOKENS - 1)
-    least = config["num_hidden_layers"] * rows * len(weights) * config["num_experts_per_tok"]
-    assert computed >= least, "every row was computed by the service, the engine's own trials besides"
+    least = config["num_hidden_layers"] * rows * told.rounds * config["num_experts_per_tok"]
+    assert told.computed >= least, "every row was computed by the service, the engine's own trials besides"
 
 
 @pytest.mark.parametrize("family", ALONE)

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint
 from engine_models import BOUNDS, apart, prompts, read_config
-from engine_runs import NEW_TOKENS, REQUESTS, house_of
-
-from moeserve.proto.client import MoeClient
+from engine_runs import NEW_TOKENS, REQUESTS, answered, answered_behind, generate_as_alone
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "qwen2_moe", "glm4_moe")
 CASES = [
@@ -33,32 +31,16 @@ def test_vllm_generates_what_it_does_alone_and_damaged_experts_are_seen(
 ) -> None:
     model = engine_model(family, dtype)
     options = {"dtype": dtype, "enforce_eager": eager, "enable_prefix_caching": False}
-    alone = run_vllm(model.path, None, options=options)
-    assert "failed" not in alone, alone["said"][-3000:]
-    with house_of(model.path) as house:
-        weights = [None, str(model.scaled), str(model.zeroed)]
-        found = run_vllm(model.path, house.address, options=options, rounds=weights)
-        assert "failed" not in found, found["said"][-3000:]
-        with MoeClient(house.address) as client:
-            computed = sum(rank.tokens for rank in client.status().ranks)
-    right, scaled, zeroed = (apart(answers, alone["rounds"][0]) for answers in found["rounds"])
-    bound = BOUNDS[dtype]
-    print(
-        f"{family} {dtype}: right {right.most:.2g} ({right.mean:.2g}), "
-        f"x 1.05 {scaled.most:.2g} ({scaled.mean:.2g}), zeroed {zeroed.most:.2g} ({zeroed.mean:.2g})"
-    )
-    assert right.within(bound), right
-    assert dtype != "float32" or not right.ties, "float32 tokens are equal"
-    assert not scaled.within(bound), scaled
-    assert not zeroed.within(bound), zeroed
+    told = generate_as_alone(run_vllm, model, options)
+    alone, found = told.alone, told.found
     # one call a MoE layer and forward pass, of three rounds
     (worker,) = found["workers"]
     layers = moe_layers(model.path)
-    assert worker["calls"] == layers * NEW_TOKENS * len(weights)
+    assert worker["calls"] == layers * NEW_TOKENS * told.rounds
     config = read_config(model.path)
     rows = sum(len(ids) for ids in prompts(REQUESTS)) + REQUESTS * (NEW_TOKENS - 1)
-    assert worker["rows"] == layers * rows * len(weights)
-    assert computed == worker["rows"] * config["num_experts_per_tok"], (
+    assert worker["rows"] == layers * rows * told.rounds
+    assert told.computed == worker["rows"] * config["num_experts_per_tok"], (
         "the service counts each row once an expert"
     )
     # nothing of experts: neither held nor read
@@ -78,11 +60,8 @@ def moe_layers(path: Any) -> int:
 def test_the_transformers_fallback_asks_too(engine_model: Any, run_vllm: Any) -> None:
     model = engine_model("qwen3_moe", "float32")
     options = {"dtype": "float32", "model_impl": "transformers", "enable_prefix_caching": False}
-    alone = run_vllm(model.path, None, options=options)
-    assert "failed" not in alone, alone["said"][-3000:]
-    with house_of(model.path) as house:
-        found = run_vllm(model.path, house.address, options=options)
-    assert "failed" not in found, found["said"][-3000:]
+    alone = answered(run_vllm, model.path, None, options=options)
+    found = answered_behind(run_vllm, model.path, options=options)
     told = apart(found["rounds"][0], alone["rounds"][0])
     assert told.within(BOUNDS["float32"]) and not told.ties, told
     (worker,) = found["workers"]
@@ -95,11 +74,8 @@ def test_memory_is_that_of_a_model_without_experts(run_vllm: Any, tmp_path: Path
     make_checkpoint("qwen3_moe", tmp_path, **sizes)
     experts = 2 * 64 * 3 * 256 * 1024 * 4
     short = {"prompts": prompts(2), "options": {"dtype": "float32"}}
-    alone = run_vllm(tmp_path, None, **short)
-    assert "failed" not in alone, alone["said"][-3000:]
-    with house_of(tmp_path) as house:
-        found = run_vllm(tmp_path, house.address, **short)
-    assert "failed" not in found, found["said"][-3000:]
+    alone = answered(run_vllm, tmp_path, None, **short)
+    found = answered_behind(run_vllm, tmp_path, **short)
     saved = alone["memory"] - found["memory"]
     print(f"{experts / 1e6:.0f} MB of experts, {saved / 1e6:.0f} MB less at the peak")
     assert saved >= 0.9 * experts

@@ -22,7 +22,7 @@ from moeserve.quant.formats.floats import BF16
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
 from moeserve.quant.formats.mx import MXFP4
 from moeserve.quant.formats.nvfp4 import NVFP4
-from moeserve.runtime.rank.warm import rooms
+from moeserve.runtime.rank.warm.kernels import rooms
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

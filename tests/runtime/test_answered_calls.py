@@ -23,7 +23,7 @@ from moeserve.runtime.doors.request import CheckedRequest
 from moeserve.runtime.errors import BatchTooLarge, GroupUnavailable, LaneFull
 from moeserve.runtime.rank.lane import Lane, LaneBatch
 from moeserve.runtime.rank.transfers import AHEAD_BYTES
-from moeserve.runtime.step import Announcement, Stamp
+from moeserve.runtime.step import Announcement, Job, Stamp
 
 HIDDEN = 8
 
@@ -183,6 +183,34 @@ def test_a_rank_without_its_coordinator_is_unavailable(ranked: Ranked) -> None:
     assert ranked.door.begin(ranked.request(4), replies.append, "peer") is None
     assert (replies[0].error.code, replies[0].error.reason) == (14, "not_serving")
     assert ranked.lane.in_flight == 0
+
+
+def test_a_call_that_ends_while_it_cannot_be_announced_ends_once(ranked: Ranked) -> None:
+    def announce(job: Announcement) -> None:
+        ranked.lane.close("the group forms again")
+        raise StreamClosed("the other end closed the stream")
+
+    ranked.lane.announce = announce
+    replies: list[moe_pb2.ForwardStreamReply] = []
+    call = ranked.door.begin(ranked.request(4), replies.append, "peer")
+    assert call is not None and call.ended, "the call's own end is the one that is told"
+    assert [reply.error.message for reply in replies] == ["the group forms again"]
+    assert ranked.door.admission.rows == 0 and ranked.lane.in_flight == 0
+
+
+def test_a_call_that_was_refused_is_told_of_no_end_of_its_jobs(ranked: Ranked) -> None:
+    taken: list[Job] = []
+
+    def announce(job: Announcement) -> None:
+        taken.extend(found for found in ranked.lane.take(((job.job, job.rows),)) if found is not None)
+        raise StreamClosed("the other end closed the stream")
+
+    ranked.lane.announce = announce
+    replies: list[moe_pb2.ForwardStreamReply] = []
+    assert ranked.door.begin(ranked.request(4), replies.append, "peer") is None
+    (job,) = taken
+    job.finish(torch.ones(4, HIDDEN), Stamp(1, 1))  # a step had it
+    assert len(replies) == 1 and ranked.door.admission.rows == 0
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["failed", "late"])

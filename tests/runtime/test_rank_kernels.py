@@ -97,7 +97,7 @@ def test_a_replayed_step_runs_the_kernel_of_its_padded_size(
     """Five rows alone are few; in the graph of eight they are what the graph was recorded for."""
     ran: list[str] = []
     rank = rank_of(path, ran)
-    monkeypatch.setattr(rank, "_graphs", StepGraphs(64, "cpu", lambda work: work))
+    monkeypatch.setattr(rank._runner, "graphs", StepGraphs(64, "cpu", lambda work: work))
     monkeypatch.setattr(rank, "_recordable", lambda layer, fullest: True)
     for rows, name in ((4, "few"), (5, "many"), (8, "many"), (3, "few"), (5, "many")):
         rank.step(0, lane(rank, rows), (rows,))

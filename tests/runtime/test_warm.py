@@ -28,7 +28,7 @@ from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.planning.plan import DispatchSpan, Plan, make_plan
 from moeserve.runtime.rank.rank import Rank
-from moeserve.runtime.rank.warm import Arrivals, rooms, warm
+from moeserve.runtime.rank.warm.kernels import Arrivals, rooms, warm
 from moeserve.runtime.sections import Wanted
 from moeserve.runtime.served import Served
 

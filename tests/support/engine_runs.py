@@ -12,13 +12,16 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_models import prompts
+from engine_models import BOUNDS, EngineModel, apart, prompts
 from houses import house_config
 from processes import descendants_of, gone
 
+from moeserve.proto.client import MoeClient
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
 ROOT = Path(__file__).parent.parent.parent
@@ -26,6 +29,9 @@ HERE = ROOT / "tests" / "engines"
 RUN_SECONDS = 600
 NEW_TOKENS = 24
 REQUESTS = 16
+
+Run = Callable[..., dict[str, Any]]
+"""Runs an engine once: of a checkpoint, a service's address or None, and more of the job by keywords."""
 
 
 def environment(address: str | None, **more: str) -> dict[str, str]:
@@ -70,6 +76,52 @@ def run_engine(
         return {"failed": ended.returncode, "said": said}
     answer: dict[str, Any] = json.loads((folder / "answer.json").read_text())
     return answer | {"said": said}
+
+
+def answered(run: Run, model: Path, address: str | None, **job: Any) -> dict[str, Any]:
+    """What an engine wrote, which must not have failed."""
+    found = run(model, address, **job)
+    assert "failed" not in found, found["said"][-3000:]
+    return found
+
+
+def answered_behind(run: Run, model: Path, **job: Any) -> dict[str, Any]:
+    """The same with the engine's experts behind a service of the same checkpoint."""
+    with house_of(model) as house:
+        return answered(run, model, house.address, **job)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What an engine wrote alone, and behind a service with the weights of `rounds`."""
+
+    alone: dict[str, Any]
+    found: dict[str, Any]
+    rounds: int
+    computed: int  # rows that the service says it computed, once an expert
+
+
+def generate_as_alone(run: Run, model: EngineModel, options: dict[str, Any]) -> Generated:
+    """Runs an engine alone and behind a service. With the same weights it must generate the same, and with
+    either damaged checkpoint it must not.
+    """
+    alone = answered(run, model.path, None, options=options)
+    weights = [None, str(model.scaled), str(model.zeroed)]
+    with house_of(model.path) as house:
+        found = answered(run, model.path, house.address, options=options, rounds=weights)
+        with MoeClient(house.address) as client:
+            computed = sum(rank.tokens for rank in client.status().ranks)
+    right, scaled, zeroed = (apart(answers, alone["rounds"][0]) for answers in found["rounds"])
+    bound = BOUNDS[model.dtype]
+    print(
+        f"{model.family} {model.dtype}: right {right.most:.2g} ({right.mean:.2g}), "
+        f"x 1.05 {scaled.most:.2g} ({scaled.mean:.2g}), zeroed {zeroed.most:.2g} ({zeroed.mean:.2g})"
+    )
+    assert right.within(bound), right
+    assert model.dtype != "float32" or not right.ties, "float32 tokens are equal"
+    assert not scaled.within(bound), scaled
+    assert not zeroed.within(bound), zeroed
+    return Generated(alone, found, len(weights), computed)
 
 
 START_SECONDS = 600

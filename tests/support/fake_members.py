@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from moeserve.dispatch.members import Members
 from moeserve.runtime.control.messages import epoch_from, here_message
 from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import Stream, StreamClosed, connect
+from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
+from moeserve.runtime.head.sequencer import StepPace
+from moeserve.runtime.mesh import Mesh
 
 TOKEN, SECONDS = "a token", 5.0
+
+
+@contextlib.contextmanager
+def head_of(epoch: Epoch | None = None) -> Iterator[Coordinator]:
+    """A head that has begun with `epoch`, or with one of two ranks, a layer and four experts."""
+    first = epoch or Epoch.first(Mesh(2, 1, 2), layers=1, experts=4)
+    made = Coordinator(first, (0,), StepPace(8, 16), "127.0.0.1", TOKEN)
+    made.start()
+    try:
+        yield made
+    finally:
+        made.stop()
 
 
 class FakeMember:

@@ -474,18 +474,25 @@ class Head:
 
 
 @contextmanager
+def steady_head(kept: list[Head]) -> Iterator[Head]:
+    """The head that is kept, or a new one where that one is not steady; it ticks afterwards."""
+    if not kept[0].steady:
+        kept[0] = Head()
+    try:
+        yield kept[0]
+    finally:
+        kept[0].tick()
+
+
+@contextmanager
 def member_says(folder: Path) -> Opened:
     """What the head hears of a member that has shown the token."""
     head = [Head()]
 
     def run(data: bytes) -> None:
         message = message_of(data)
-        if not head[0].steady:
-            head[0] = Head()
-        try:
-            head[0].hear(0, message)
-        finally:
-            head[0].tick()
+        with steady_head(head) as hearing:
+            hearing.hear(0, message)
 
     yield [text_of(each) for each in member_messages()], run
 
@@ -500,12 +507,8 @@ def hellos(folder: Path) -> Opened:
 
     def run(data: bytes) -> None:
         message = message_of(data)
-        if not head[0].steady:
-            head[0] = Head()
-        try:
-            head[0].introduce(message)
-        finally:
-            head[0].tick()
+        with steady_head(head) as hearing:
+            hearing.introduce(message)
 
     yield [text_of(each) for each in seeds], run
 

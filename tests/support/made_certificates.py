@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -63,6 +64,27 @@ def replaced(path: Path, data: bytes) -> None:
     beside.touch(mode=0o600)
     beside.write_bytes(data)
     os.replace(beside, path)
+
+
+def padded_alike(one: tuple[str, str], other: tuple[str, str]) -> None:
+    """Makes the files of two certificates and their keys as long as each other."""
+    for paths in zip(one, other, strict=True):
+        texts = [Path(path).read_bytes() for path in paths]
+        for path, text in zip(paths, texts, strict=True):
+            Path(path).write_bytes(text.ljust(max(map(len, texts)), b"\n"))
+
+
+def written_over(old: tuple[str, str], new: tuple[str, str]) -> None:
+    """Writes a certificate and its key into the files of another, whose times of modification stay."""
+    for path, source in zip(old, new, strict=True):
+        before = os.stat(path)
+        with open(path, "r+b") as file:
+            file.write(Path(source).read_bytes())
+        until = time.monotonic() + 5.0
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        while os.stat(path).st_ctime_ns == before.st_ctime_ns:
+            assert time.monotonic() < until, "the file system's clock stands"
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # its ticks take some milliseconds
 
 
 def _builder(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.lib.checkpoint import Qwen3Moe
 from moeserve.quant.format import Packed
 from moeserve.quant.formats import FP8_BLOCK
 
@@ -20,33 +21,8 @@ DISTINCT = 8  # random experts; the others are these with other scales
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(Qwen3Moe):
     """A Qwen3-MoE-shaped model with FP8 experts."""
-
-    hidden: int
-    inner: int
-    experts: int
-    top_k: int
-    layers: int
-
-    @property
-    def config(self) -> dict[str, object]:
-        """The checkpoint's config.json."""
-        return {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "dtype": "bfloat16",
-            "hidden_act": "silu",
-            "hidden_size": self.hidden,
-            "moe_intermediate_size": self.inner,
-            "num_experts": self.experts,
-            "num_experts_per_tok": self.top_k,
-            "num_hidden_layers": self.layers,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "quantization_config": BLOCKS,
-        }
 
     def batch(self, rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states bf16 `[T, H]`, experts int32 `[T, K]`, weights float32 `[T, K]`."""
@@ -69,13 +45,8 @@ class Experts:
     def stored(self, at: int) -> dict[str, tuple[Tensor, Tensor]]:
         """FP8 codes and block scales of one of the `DISTINCT` experts, by projection."""
         sizes, random = self.sizes, torch.Generator().manual_seed(at)
-        shapes = {
-            "gate": (sizes.inner, sizes.hidden),
-            "up": (sizes.inner, sizes.hidden),
-            "down": (sizes.hidden, sizes.inner),
-        }
         made = {}
-        for name, shape in shapes.items():
+        for name, shape in sizes.projections.items():
             values = torch.randn(shape, generator=random) / shape[1] ** 0.5
             codes, scales = FP8_BLOCK.quantize(values).parts
             made[name] = codes, scales
@@ -109,7 +80,7 @@ def _decoded(codes: Tensor, scales: Tensor) -> Tensor:
 def write_checkpoint(folder: Path, sizes: Sizes) -> None:
     """Writes the checkpoint, a file a layer, straight as bytes: it is tens of gigabytes."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(sizes.config))
+    (folder / "config.json").write_text(json.dumps(sizes.config(quantization=BLOCKS)))
     experts = Experts(sizes)
     stored = [experts.stored(at) for at in range(DISTINCT)]
     with ThreadPoolExecutor(4) as pool:

@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
 """Between two questions whether a service serves, or a reload has ended."""
 
+WEIGHTED_BY_SERVICE = "Llama4"
+"""The routing of layers whose router weights the service itself puts on the input."""
+
 _INDEX = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -47,24 +48,32 @@ class Reached(NamedTuple):
 
 
 class Progress:
-    """How far one member is. Its executing thread notes it; any thread reads it."""
+    """How far one member is. Its executing thread notes it, and any thread that a step has ended.
+
+    Any thread reads it.
+    """
 
     def __init__(self) -> None:
+        self._writes = threading.Lock()  # a step may end while the next one begins
         self.reached = Reached(0, Phase.PREPARED)
 
     def join(self, phase: Phase) -> None:
         """Notes a phase of the joining of a generation."""
-        self.reached = Reached(0, phase)
+        with self._writes:
+            self.reached = Reached(0, phase)
 
     def begin(self, step: int) -> None:
         """Notes that a step begins."""
-        self.reached = Reached(step, Phase.BEGUN)
+        with self._writes:
+            self.reached = Reached(step, Phase.BEGUN)
 
     def end(self, step: int) -> None:
         """Notes that a step has ended on the device; from any thread. A later one may have begun."""
-        if self.reached.step == step:
-            self.reached = Reached(step, Phase.DONE)
+        with self._writes:
+            if self.reached.step == step:
+                self.reached = Reached(step, Phase.DONE)
 
     def enter(self, phase: Phase) -> None:
         """Notes a phase of the step that began last."""
-        self.reached = Reached(self.reached.step, phase)
+        with self._writes:
+            self.reached = Reached(self.reached.step, phase)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -65,19 +65,21 @@ class KeyStore:
                 self._drop(seat, call)
                 return []
             case "set":
-                for key, new in zip(keys, asked["values"], strict=True):
-                    self._write(key, _checked(new, bytes))
+                new = [_checked(value, bytes) for value in asked["values"]]
+                self._write(dict(zip(keys, new, strict=True)))
             case "append":
                 (key,), (more,) = keys, asked["values"]
-                self._write(key, self._values.get(key, b"") + _checked(more, bytes))
+                self._write({key: self._values.get(key, b"") + _checked(more, bytes)})
             case "add":
                 (key,) = keys
                 value = int(self._values.get(key, b"0")) + int(asked["amount"])
-                self._write(key, str(value).encode())
+                self._write({key: str(value).encode()})
             case "compare_set":
                 (key,), (expected, desired) = keys, asked["values"]
                 if self._values.get(key, b"") == expected:
-                    self._write(key, _checked(desired, bytes))
+                    self._write({key: _checked(desired, bytes)})
+                else:
+                    written = []
                 value = self._values.get(key, expected)
             case "check":
                 value, written = all(key in self._values for key in keys), []
@@ -103,9 +105,11 @@ class KeyStore:
     def _waited(self, written: Iterable[str]) -> Iterable[Answer]:
         """Answers to calls for which the last key has come."""
         for key in written:
+            if key not in self._values:
+                continue  # nobody who waits for it is to go on without it
             for (seat, call), waiting in list(self._waiting.items()):
                 waiting.missing.discard(key)
-                if not waiting.missing and key in self._values:
+                if not waiting.missing:
                     self._drop(seat, call)
                     yield seat, self._answer(call, waiting)
 
@@ -117,10 +121,15 @@ class KeyStore:
         waiting = self._waiting.pop((seat, call), None)
         self.nbytes -= 0 if waiting is None else waiting.nbytes
 
-    def _write(self, key: str, value: bytes) -> None:
+    def _write(self, new: Mapping[str, bytes]) -> None:
+        """Writes all keys or, where they would take more than the limit, none. Raises StoreFull."""
+        self._take(sum(self._growth(key, value) for key, value in new.items()))
+        self._values.update(new)
+
+    def _growth(self, key: str, value: bytes) -> int:
+        """How many bytes more the store holds once `key` has `value`."""
         before = self._values.get(key)
-        self._take(len(value) - len(before) if before is not None else ENTRY_BYTES + len(key) + len(value))
-        self._values[key] = value
+        return ENTRY_BYTES + len(key) + len(value) if before is None else len(value) - len(before)
 
     def _delete(self, key: str) -> bool:
         value = self._values.pop(key, None)

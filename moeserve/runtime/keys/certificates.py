@@ -2,7 +2,7 @@
 
 Files are looked at whenever a connection begins, so a new certificate serves without a restart; connections
 that stand keep what they have. Files that do not fit together, as between the writes of two of them, leave
-what was read before.
+what was read before until one of them changes; files that could not be read are tried again at the next look.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ log = logging.getLogger(__name__)
 
 FILES = tuple(name for name in KEY_FILES if name != "grants")
 
-Stamps = tuple[tuple[int, int, int], ...]
+Stamps = tuple[tuple[int, int, int, int], ...]
+
+
+class _Unfit(ConfigError):
+    """Files that were read and cannot be used as they are."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,7 +49,7 @@ class Certificates:
         self._keys = keys
         self._paths = {name: path for name in FILES if (path := getattr(keys, name))}
         self._lock = threading.Lock()
-        self._refused: Stamps | None = None  # files that were seen and could not be used
+        self._refused: Stamps | None = None  # files that were read and could not be used
         self._said = ""  # why, in the log
         self._read = self._load(self._stamps())
 
@@ -98,8 +102,7 @@ class Certificates:
             try:
                 stamps = self._stamps()
                 if stamps not in (self._read.stamps, self._refused):
-                    self._refused = stamps
-                    self._read = self._load(stamps)
+                    self._read = self._load_once(stamps)
                     log.info("read %s anew: connections from now on show it", self._keys.certificate)
                 self._said = ""
             except ConfigError as error:
@@ -113,7 +116,15 @@ class Certificates:
             found = [os.stat(path) for path in self._paths.values()]
         except OSError as error:
             raise ConfigError(f"keys: cannot read {error.filename}: {error.strerror}") from error
-        return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
+        return tuple((one.st_mtime_ns, one.st_ctime_ns, one.st_size, one.st_ino) for one in found)
+
+    def _load_once(self, stamps: Stamps) -> _Read:
+        """Loads the files, and remembers those that do not fit: they are not loaded again."""
+        try:
+            return self._load(stamps)
+        except _Unfit:
+            self._refused = stamps
+            raise
 
     def _load(self, stamps: Stamps) -> _Read:
         texts = {}
@@ -157,7 +168,8 @@ class Certificates:
         try:
             context.load_cert_chain(keys.certificate, keys.private_key, password=_no_password)
         except (OSError, ValueError) as error:
-            raise ConfigError(
+            read = isinstance(error, ssl.SSLError | ValueError)  # else a file could not be opened
+            raise (_Unfit if read else ConfigError)(
                 f"keys.certificate = {keys.certificate} and keys.private_key = {keys.private_key} "
                 f"do not make a pair that TLS takes: {error}"
             ) from error
@@ -172,7 +184,7 @@ def _trust(context: ssl.SSLContext, roots: bytes, key: str) -> None:
     try:
         context.load_verify_locations(cadata=roots.decode("ascii"))
     except (ssl.SSLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key} holds no authority in PEM: {error}") from error
+        raise _Unfit(f"{key} holds no authority in PEM: {error}") from error
 
 
 def _no_password() -> str:

@@ -13,11 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
-from torch.distributed import ProcessGroup
-
-from moeserve.dispatch.group import GroupKind, abort_group, end_group, form_group
 from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.control.messages import (
     announcement_message,
@@ -31,12 +27,12 @@ from moeserve.runtime.control.messages import (
 )
 from moeserve.runtime.control.orders import StageOrder, Vote
 from moeserve.runtime.control.reached import Phase
-from moeserve.runtime.control.store import StreamStore
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.keys.access import Frames, known_frame
 from moeserve.runtime.rank.experts import LayerProgress
 from moeserve.runtime.rank.lane import Lane
+from moeserve.runtime.rank.member_group import Meeting, MemberGroup, ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.steps import REPORT_SECONDS, MemberSteps
 from moeserve.runtime.rank.weights.mover import Mover
@@ -46,15 +42,6 @@ log = logging.getLogger(__name__)
 
 DRAIN_LOOK_SECONDS = 0.01  # between looks for calls under way, once no further one is taken
 ABORTED = -1  # as a member's generation: none is live
-
-
-@dataclass(frozen=True)
-class ProcessGroupSettings:
-    """How a generation's process group comes together."""
-
-    backend: str  # gloo, nccl
-    timeout: float  # seconds of one collective
-    own_process: bool = False  # as `GroupKind` has it
 
 
 class Member:
@@ -74,12 +61,10 @@ class Member:
         self._rank = rank
         self._lane = lane
         self._stream = stream
-        self._group_settings = group_settings
         self._entries: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._generation = 0  # newest that was announced; entries of older ones are dropped
         self._epoch: Epoch | None = None
-        self._group: ProcessGroup | None = None  # of the generation that was joined
-        self._store: StreamStore | None = None  # where it met; as long as there is the group
+        self._group = MemberGroup(rank.index, group_settings, stream.send)
         self._steps = MemberSteps(rank, lane, stream.send, observe)
         self._steps.failed = self._report_failure
         self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
@@ -146,11 +131,6 @@ class Member:
         if self._lane is not None:
             self._lane.close(reason)
 
-    def _close_store(self, reason: str) -> None:
-        """Ends the waits of a process group that forms: nobody answers them any more."""
-        if (store := self._store) is not None:
-            store.close(reason)
-
     def _receive(self) -> None:
         """Sees aborts at once; hands every entry to the executing thread."""
         try:
@@ -167,8 +147,7 @@ class Member:
                     self._say_here(message["generation"])
                     continue
                 if message["kind"] == "stored":
-                    if (store := self._store) is not None:
-                        store.answered(message)
+                    self._group.answered(message)
                     continue
                 if message["kind"] == "drain":
                     threading.Thread(target=self._drain, args=(message,), name="drain", daemon=True).start()
@@ -179,8 +158,11 @@ class Member:
                     )
                     self._generation = ABORTED
                     self._close_lane(message["reason"])  # after the generation: a commit under way sees it
-                    self._close_store(message["reason"])
-                    self._interrupt()
+                    self._group.close(message["reason"])
+                    # Callers of the step under way have been told: nothing waits for a dead rank, which
+                    # peer memory would do until its patience ends.
+                    self._rank.interrupt()
+                    self._group.interrupt()
                     if self.mover is not None:
                         self.mover.abandon()
                 elif message["kind"] == "prepare":
@@ -195,25 +177,8 @@ class Member:
             )
             why = f"an entry of the coordinator could not be taken: {type(error).__name__}: {error}"
         self._close_lane(why)
-        self._close_store(why)
+        self._group.close(why)
         self._entries.put({"kind": "stop"})
-
-    def _interrupt(self) -> None:
-        """Ends the step under way, whose callers have been told: nothing waits for a dead rank.
-
-        gloo sees a dead peer by itself; a NCCL kernel waits for ever, and peer memory until patience ends.
-        The group is ended by a thread of its own: NCCL's abort was seen to wait until the group was
-        destroyed, which the executing thread does once it hears of the abort from this one.
-        """
-        self._rank.interrupt()
-        if (group := self._group) is not None:
-            threading.Thread(target=self._abort, args=(group,), name="abort", daemon=True).start()
-
-    def _abort(self, group: ProcessGroup) -> None:
-        try:
-            abort_group(group)
-        except (RuntimeError, ValueError) as error:
-            log.info("rank %d: the process group was gone already: %s", self._rank.index, error)
 
     def _execute(self, entry: Message) -> None:
         match entry["kind"]:
@@ -278,10 +243,12 @@ class Member:
             raise RuntimeError("join came before prepare")
         started = time.perf_counter()
         self._rank.progress.join(Phase.GROUP)
-        self._join(entry["group"], entry["generation"], (entry["position"], entry["size"]))
+        generation = entry["generation"]
+        meeting = Meeting(entry["group"], generation, entry["position"], entry["size"])
+        group = self._group.join(meeting, self._rank.device, lambda: generation == self._generation)
         grouped = time.perf_counter()
         self._rank.progress.join(Phase.DISPATCHERS)
-        self._rank.join(self._group)
+        self._rank.join(group)
         log.info(
             "rank %d: joined generation %d, its process group in %.2f s, dispatchers in %.2f s",
             self._rank.index,
@@ -372,24 +339,11 @@ class Member:
             *(self._rank.index, megabytes, len(self._rank.served.layers), seconds, megabytes / seconds),
         )
 
-    def _join(self, name: str, generation: int, place: tuple[int, int]) -> None:
-        """Joins the process group of a generation; `place` is this member's position, and of how many."""
-        settings = self._group_settings
-        self._store = StreamStore(self._stream.send, generation, settings.timeout)
-        if generation == self._generation:  # else its abort has found no store to close
-            kind = GroupKind(settings.backend, settings.timeout, self._rank.device, settings.own_process)
-            self._group = form_group(self._store, name, *place, kind)
-        if generation != self._generation:  # its abort found no group yet
-            raise RuntimeError("the generation was aborted while its process group formed")
-
     def _leave(self) -> None:
         """Closes the dispatchers and ends the generation's group; no other group of the process changes."""
         self._steps.drain()
         self._rank.leave()
-        group, self._group = self._group, None
-        if group is not None:
-            end_group(group)
-        self._store = None  # torch does not keep it; groups that met in it have ended
+        self._group.leave()
 
 
 def _loaded(epoch: Epoch) -> tuple[object, ...]:

@@ -54,16 +54,22 @@ class Certificate:
         return first
 
     def _chosen(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        with suppress(OSError, ValueError):  # what was read before stays; the head's log says what is wrong
-            stamps = self._stamps()
-            if stamps != self._seen:
-                self._seen = stamps
-                self._made = self._read()
+        with suppress(OSError):  # a file that cannot be read now is tried again by the next connection
+            self._look()
         connection.context = self._made
 
-    def _stamps(self) -> list[tuple[int, int, int]]:
+    def _look(self) -> None:
+        """Reads files that have changed. Raises OSError for one that cannot be read now."""
+        stamps = self._stamps()
+        if stamps == self._seen:
+            return
+        with suppress(ssl.SSLError, ValueError):  # what was before stays; the head's log says what is wrong
+            self._made = self._read()
+        self._seen = stamps
+
+    def _stamps(self) -> list[tuple[int, int, int, int]]:
         found = [os.stat(path) for path in self._paths]
-        return [(one.st_mtime_ns, one.st_size, one.st_ino) for one in found]
+        return [(one.st_mtime_ns, one.st_ctime_ns, one.st_size, one.st_ino) for one in found]
 
     def _read(self) -> ssl.SSLContext:
         made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -66,6 +66,33 @@ def test_memory_is_bounded_and_given_back() -> None:
     assert calls.store.nbytes == 0
 
 
+def test_a_comparison_that_wrote_nothing_is_no_key_that_has_come() -> None:
+    calls = Calls()
+    assert calls.ask("get", "a", "b", seat=3) == []
+    assert calls.value("compare_set", "a", values=[b"other", b"new"]) == b"other"
+    assert calls.ask("set", "b", values=[b"2"]) == [(0, {"call": 3, "value": None})]  # `a` is still missing
+    assert calls.ask("compare_set", "a", values=[b"", b"1"])[1:] == [(3, {"call": 1, "value": [b"1", b"2"]})]
+
+
+def test_keys_that_are_set_together_are_set_all_or_not_at_all() -> None:
+    calls = Calls(limit=1000)
+    assert calls.ask("wait", "a", seat=3) == []
+    before = calls.store.nbytes
+    ((seat, answer),) = calls.ask("set", "a", "b", values=[b"1", b"x" * 1000])
+    assert (seat, "error" in answer) == (0, True)
+    with pytest.raises(TypeError):
+        calls.ask("set", "a", "b", values=[b"1", "a text"])
+    with pytest.raises(ValueError, match="zip"):
+        calls.ask("set", "a", "b", values=[b"1"])
+    assert calls.value("count") == 0 and not calls.value("check", "a")
+    assert calls.store.nbytes == before
+    assert calls.ask("set", "a", "b", values=[b"1", b"2"])[1:] == [(3, {"call": 1, "value": None})]
+    calls.value("set", "a", "b", "a", values=[b"3" * 400, b"4", b"5"])  # a key's last value counts
+    assert calls.value("get", "a", "b") == [b"5", b"4"]
+    assert calls.value("delete", "a") and calls.value("delete", "b")
+    assert calls.store.nbytes == 0
+
+
 @pytest.mark.parametrize(
     ("what", "more"),
     [

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from fake_members import SECONDS, TOKEN, FakeMember, serving, until
+from fake_members import SECONDS, FakeMember, head_of, serving, until
 
 from moeserve.dispatch.members import Member, Members
 from moeserve.experts.placement import Placement
@@ -19,7 +19,6 @@ from moeserve.runtime.head import coordinator as head
 from moeserve.runtime.head.changes import rebalance
 from moeserve.runtime.head.coordinator import Coordinator
 from moeserve.runtime.head.pending_change import Outcome
-from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.step import FIRST_NUMBER
 
@@ -31,12 +30,8 @@ LANES, OWNERS = (0, 1), (4, 6)
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
     epoch = Epoch.first(Mesh(2, 1, 2), layers=1, experts=4, redundant=2, members=MEMBERS)
-    made = Coordinator(epoch, (0,), StepPace(8, 16), "127.0.0.1", TOKEN)
-    made.start()
-    try:
+    with head_of(epoch) as made:
         yield made
-    finally:
-        made.stop()
 
 
 def nothing_came(*members: FakeMember) -> bool:

@@ -10,37 +10,28 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
+from fake_members import SECONDS, TOKEN, head_of, until
 from houses import house_config
 
 from moeserve.proto import heap
 from moeserve.runtime.control.frames import LENGTH, encoded
 from moeserve.runtime.control.stream import HELLO_BYTES, Stream, StreamClosed, connect
-from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head import reception
 from moeserve.runtime.head.coordinator import Coordinator, Progress
-from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.launch.head_process import HeadProcess
-from moeserve.runtime.mesh import Mesh
-
-TOKEN, SECONDS = "a token", 5.0
 
 
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
-    epoch = Epoch.first(Mesh(2, 1, 2), layers=1, experts=4)
-    made = Coordinator(epoch, (0,), StepPace(8, 16), "127.0.0.1", TOKEN)
-    made.start()
-    try:
+    with head_of() as made:
         yield made
-    finally:
-        made.stop()
 
 
 def introduced(coordinator: Coordinator, rank: int, **more: Any) -> Stream:
@@ -49,15 +40,6 @@ def introduced(coordinator: Coordinator, rank: int, **more: Any) -> Stream:
     hello = {"kind": "hello", "rank": rank, "token": TOKEN, "pid": 7, "address": "", "host_id": "here"}
     stream.send(hello | more)
     return stream
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Returns once it is true, within SECONDS."""
-    limit = time.monotonic() + SECONDS
-    while not true():
-        if time.monotonic() > limit:
-            raise AssertionError(f"not true within {SECONDS:g} s")
-        time.sleep(0.01)
 
 
 def closed_within(stream: Stream, seconds: float) -> bool:

@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_members import SECONDS, TOKEN, FakeMember, until
+from fake_members import SECONDS, TOKEN, FakeMember, head_of, until
 
 from moeserve.runtime.control.stream import Stream, StreamClosed
-from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
-from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
-from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.rank.weights import peers
 from moeserve.runtime.rank.weights.peers import Peers, WeightsServer
 from moeserve.runtime.sections import KeysConfig
@@ -23,11 +20,8 @@ from moeserve.runtime.sections import KeysConfig
 
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
-    epoch = Epoch.first(Mesh(2, 1, 2), layers=1, experts=4)
-    made = Coordinator(epoch, (0,), StepPace(8, 16), "127.0.0.1", TOKEN)
-    made.start()
-    yield made
-    made.stop()
+    with head_of() as made:
+        yield made
 
 
 @pytest.mark.parametrize("kind", ["step", "commit", "hello again", "weights"])

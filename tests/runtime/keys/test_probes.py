@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
+import ssl
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import pytest
 from keyed import SECONDS, Keyring, Shown, code_of
-from made_certificates import replaced
+from made_certificates import padded_alike, replaced, written_over
 
+from moeserve.runtime.telemetry.probe_process import Certificate
 from moeserve.runtime.telemetry.probes import Probes
 
 HEALTH = "/grpc.health.v1.Health/Check"
@@ -76,3 +81,54 @@ def test_a_new_certificate_is_shown_without_a_restart(address: str, ring: Keyrin
         assert code_of(channel, HEALTH, b"", Shown()) == "OK"
     certificate.unlink()
     assert ring.get(address, "/readyz", Shown()) == 200
+
+
+def shown(context: ssl.SSLContext, ring: Keyring) -> str:
+    """The serial of the certificate that one connection is shown by a server with `context`."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+
+        def serve() -> None:
+            with context.wrap_socket(listener.accept()[0], server_side=True) as made:
+                made.recv(1)
+
+        served = threads.submit(serve)
+        host, port = listener.getsockname()
+        found = serial(f"{host}:{port}", ring)
+        served.result(SECONDS)
+        return found
+
+
+def test_a_certificate_that_could_not_be_read_is_tried_again(
+    ring: Keyring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with too many open files, or before the new one has its owner."""
+    certificate = Certificate(*ring.pair)
+    context = certificate.context()
+    first = shown(context, ring)
+    ring.service.sign("moeserve", "localhost", "127.0.0.1")
+
+    def fails() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(certificate, "_read", fails)
+        assert shown(context, ring) == first
+    assert shown(context, ring) != first
+
+
+def test_a_certificate_that_does_not_fit_is_read_once(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate, reads = Certificate(*ring.pair), []
+    context, read = certificate.context(), certificate._read
+    first = shown(context, ring)
+    monkeypatch.setattr(certificate, "_read", lambda: reads.append(1) or read())
+    replaced(Path(ring.pair[0]), b"nothing")
+    assert shown(context, ring) == shown(context, ring) == first and len(reads) == 1
+
+
+def test_a_certificate_is_read_again_though_time_and_size_stay(ring: Keyring) -> None:
+    made = [ring.pair, ring.service.sign("moeserve", "localhost", "127.0.0.1", file="other")]
+    padded_alike(*made)
+    context = Certificate(*ring.pair).context()
+    first = shown(context, ring)
+    written_over(*made)
+    assert shown(context, ring) != first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -13,8 +14,9 @@ from pathlib import Path
 
 import grpc
 import pytest
+from cryptography.x509 import load_pem_x509_certificate
 from keyed import SECONDS, Keyring, Shown, code_of
-from made_certificates import replaced
+from made_certificates import padded_alike, replaced, written_over
 
 from moeserve.runtime.control.stream import Stream, StreamClosed, StreamSilent
 from moeserve.runtime.doors.calls.admission import DoorLimits
@@ -287,6 +289,56 @@ def test_files_that_do_not_fit_leave_what_was(ring: Keyring, caplog: pytest.LogC
         assert "connections from now on show it" in caplog.text
     finally:
         door.endpoint.stop(0)
+
+
+def serial(certificates: Certificates) -> int:
+    """Of the certificate that is shown to a new connection."""
+    read = certificates._now()
+    return load_pem_x509_certificate(read.texts["certificate"]).serial_number
+
+
+@pytest.mark.parametrize(("where", "name"), [(Path, "read_bytes"), (ssl.SSLContext, "load_cert_chain")])
+def test_files_that_could_not_be_read_are_tried_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: type,
+    name: str,
+) -> None:
+    """As with too many open files, or before the new ones have their owner."""
+    ring = Keyring(tmp_path, "mutual")
+    certificates = Certificates(config_of(ring))
+    first = serial(certificates)
+    ring.service.sign("moeserve", "localhost", "127.0.0.1")
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, fails)
+        assert serial(certificates) == serial(certificates) == first
+        assert caplog.text.count("Too many open files") == 1
+    assert serial(certificates) != first
+
+
+def test_files_that_do_not_fit_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, reads = Keyring(tmp_path, "tls"), []
+    certificates = Certificates(config_of(ring))
+    first, load = serial(certificates), certificates._load
+    monkeypatch.setattr(certificates, "_load", lambda stamps: reads.append(stamps) or load(stamps))
+    replaced(Path(ring.pair[0]), b"nothing")
+    assert serial(certificates) == serial(certificates) == first and len(reads) == 1
+
+
+def test_files_are_read_again_though_time_and_size_stay(tmp_path: Path) -> None:
+    """As `rsync --inplace --times` writes files that were made in the same tick."""
+    ring = Keyring(tmp_path, "tls")
+    made = [ring.pair, ring.service.sign("moeserve", "localhost", "127.0.0.1", file="other")]
+    padded_alike(*made)
+    certificates = Certificates(config_of(ring))
+    first = serial(certificates)
+    written_over(*made)
+    assert serial(certificates) != first
 
 
 def test_grpc_closes_who_does_not_finish_tls(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import torch
 from moeserve.runtime.control.stream import StreamClosed
 from moeserve.runtime.errors import CallerLeft
 from moeserve.runtime.rank.lane import Lane, LaneBatch
-from moeserve.runtime.rank.member import Member, ProcessGroupSettings
+from moeserve.runtime.rank.member import Member
+from moeserve.runtime.rank.member_group import ProcessGroupSettings
 from moeserve.runtime.step import NOT_YET, Announcement
 
 

@@ -26,7 +26,8 @@ from moeserve.runtime.errors import GroupUnavailable
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.rank.all2all import PeersLate
 from moeserve.runtime.rank.lane import Lane, LaneBatch
-from moeserve.runtime.rank.member import Member, ProcessGroupSettings
+from moeserve.runtime.rank.member import Member
+from moeserve.runtime.rank.member_group import ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.sections import Wanted
 from moeserve.runtime.served import served_from

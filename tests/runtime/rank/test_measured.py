@@ -13,7 +13,7 @@ from moeserve.device.machine import machine_named
 from moeserve.runtime.config import Config
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.planning.layers import plans_for
-from moeserve.runtime.rank import rank as rank_module
+from moeserve.runtime.rank import runner as runner_module
 from moeserve.runtime.rank.answers import MOST_UNFINISHED
 from moeserve.runtime.rank.graphs import StepGraphs
 from moeserve.runtime.rank.measured import TIMED_EVERY, DeviceTimes, ExpertRows, since
@@ -95,10 +95,11 @@ def test_a_rank_counts_what_it_computed_and_times_some_steps(
 ) -> None:
     """The device is a CPU by another name: the rank asks it nothing that only the host knows."""
     rank = rank_of(path, "cpu")
-    monkeypatch.setattr(rank_module, "DeviceTimes", lambda: DeviceTimes(Tick))
-    monkeypatch.setattr(rank, "_graphs", StepGraphs(64 if recorded else 0, "cpu", Capture()))
+    monkeypatch.setattr(runner_module, "DeviceTimes", lambda: DeviceTimes(Tick))
+    monkeypatch.setattr(rank._runner, "graphs", StepGraphs(64 if recorded else 0, "cpu", Capture()))
     monkeypatch.setattr(rank, "_recordable", lambda layer, fullest: recorded)
     monkeypatch.setattr(rank, "device", "cpu:0")
+    monkeypatch.setattr(rank._runner, "_device", "cpu:0")
     checkpoint, wanted, timed = rank.served.checkpoint, [0, 0], []
     for number in range(FIRST_NUMBER - TIMED_EVERY, FIRST_NUMBER + 4 * TIMED_EVERY):
         layer, rows = number % 2, 1 + number % 4

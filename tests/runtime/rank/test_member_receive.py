@@ -10,8 +10,10 @@ from typing import Any, cast
 import pytest
 
 from moeserve.runtime.rank import member as member_module
+from moeserve.runtime.rank import member_group as group_module
 from moeserve.runtime.rank.lane import Lane
-from moeserve.runtime.rank.member import Member, ProcessGroupSettings
+from moeserve.runtime.rank.member import Member
+from moeserve.runtime.rank.member_group import ProcessGroupSettings
 
 SECONDS = 5.0
 
@@ -61,8 +63,8 @@ def test_an_abort_ends_the_forming_of_a_group_at_once() -> None:
 def test_a_group_that_takes_long_to_abort_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's abort was seen to wait until its group is destroyed, which the abort's entry has done."""
     destroyed, reached = threading.Event(), SimpleNamespace()
-    monkeypatch.setattr(member_module, "abort_group", lambda group: destroyed.wait(60.0))
-    monkeypatch.setattr(member_module, "end_group", lambda group: destroyed.set())
+    monkeypatch.setattr(group_module, "abort_group", lambda group: destroyed.wait(60.0))
+    monkeypatch.setattr(group_module, "end_group", lambda group: destroyed.set())
     monkeypatch.setattr(member_module, "here_message", lambda generation, found: {"kind": "here"})
     rank: Any = SimpleNamespace(index=0, progress=SimpleNamespace(reached=reached))
     rank.interrupt = rank.leave = lambda: None
@@ -70,7 +72,7 @@ def test_a_group_that_takes_long_to_abort_keeps_nobody_waiting(monkeypatch: pyte
     said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     wire: Any = SimpleNamespace(receive=came.get, send=said.put)
     member = Member(rank, None, wire, ProcessGroupSettings("nccl", 60.0), lambda record: None)
-    member._generation, member._group = 4, cast(Any, "a group")
+    member._generation, member._group._formed = 4, cast(Any, "a group")
     running = threading.Thread(target=member.run, daemon=True)
     running.start()
     came.put({"kind": "abort", "generation": 4, "reason": "rank 1 is lost"})

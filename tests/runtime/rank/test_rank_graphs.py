@@ -66,7 +66,7 @@ def lane(rank: Rank, rows: int, seed: int) -> LaneInput:
 
 def test_replayed_steps_are_those_that_are_launched(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launching, replaying, record = rank_of(path), rank_of(path), Recorder()
-    monkeypatch.setattr(replaying, "_graphs", StepGraphs(64, "cpu", record))
+    monkeypatch.setattr(replaying._runner, "graphs", StepGraphs(64, "cpu", record))
     monkeypatch.setattr(replaying, "_recordable", lambda layer, fullest: fullest <= 64)
     for seed, rows in enumerate(SIZES):
         for layer in (0, 1):
@@ -90,7 +90,7 @@ def test_a_dispatcher_is_told_of_every_replay_which_step_it_is(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank, told = rank_of(path), []
-    monkeypatch.setattr(rank, "_graphs", StepGraphs(64, "cpu", Recorder()))
+    monkeypatch.setattr(rank._runner, "graphs", StepGraphs(64, "cpu", Recorder()))
     monkeypatch.setattr(rank, "_recordable", lambda layer, fullest: True)
     monkeypatch.setattr(rank._dispatchers, "expect", lambda *given: told.append(given))
     for number, rows in ((FIRST_NUMBER, 3), (FIRST_NUMBER + 4, 4), (FIRST_NUMBER + 5, 3), (None, 4)):
@@ -101,7 +101,7 @@ def test_a_dispatcher_is_told_of_every_replay_which_step_it_is(
 
 def test_logits_are_routed_by_the_gate_held(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given, routing, record = rank_of(path), rank_of(path), Recorder()
-    monkeypatch.setattr(routing, "_graphs", StepGraphs(64, "cpu", record))
+    monkeypatch.setattr(routing._runner, "graphs", StepGraphs(64, "cpu", record))
     monkeypatch.setattr(routing, "_recordable", lambda layer, fullest: True)
     first = given.experts.gate(0)
     for gate in (first, Gate("SigmoidRenorm", first.experts, first.top_k)):  # as of weights loaded since

@@ -17,11 +17,11 @@ from moeserve.device.machine import machine_named
 from moeserve.runtime.config import Config
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.planning.layers import plans_for
-from moeserve.runtime.rank import rank as rank_room
-from moeserve.runtime.rank import warm_steps as warming
+from moeserve.runtime.rank import runner as runner_room
 from moeserve.runtime.rank.graphs import StepGraphs
 from moeserve.runtime.rank.rank import Rank
-from moeserve.runtime.rank.warm import rooms
+from moeserve.runtime.rank.warm import steps as warming
+from moeserve.runtime.rank.warm.kernels import rooms
 from moeserve.runtime.sections import Wanted
 from moeserve.runtime.served import Served, served_from
 from moeserve.runtime.step import LaneInput, LaneLogits
@@ -70,7 +70,7 @@ def test_a_rank_alone_has_recorded_every_size_when_it_has_joined(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = Recorder()
-    monkeypatch.setattr(rank_room, "StepGraphs", lambda most, device: StepGraphs(most, device, record))
+    monkeypatch.setattr(runner_room, "StepGraphs", lambda most, device: StepGraphs(most, device, record))
     rank = loaded(served(path), NOT_THE_CPU)
     rank.join()
     small, forms = [1, 2, 4, 8], 2  # with choices, and with logits

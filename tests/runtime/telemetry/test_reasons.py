@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
-from fake_members import SECONDS, TOKEN, FakeMember, serving, until
+from fake_members import SECONDS, FakeMember, head_of, serving, until
 
 from moeserve.dispatch.members import Members
 from moeserve.proto import moe_pb2, moe_pb2_grpc
@@ -19,12 +19,9 @@ from moeserve.runtime.doors.endpoint import Endpoint
 from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR
 from moeserve.runtime.doors.payloads import RegionLimits, Regions, handover
-from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.errors import LaneFull
 from moeserve.runtime.head import generations
 from moeserve.runtime.head.coordinator import Coordinator
-from moeserve.runtime.head.sequencer import StepPace
-from moeserve.runtime.mesh import Mesh
 
 MEMBERS = Members.of_ranks(2)
 
@@ -46,13 +43,8 @@ def said(caplog: pytest.LogCaptureFixture) -> Said:
 def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
     monkeypatch.setattr(generations, "SETTLE_SECONDS", 0.01)
     monkeypatch.setattr(generations, "BLAME_SECONDS", 0.01)
-    epoch = Epoch.first(Mesh(2, 1, 2), layers=1, experts=4)
-    made = Coordinator(epoch, (0,), StepPace(8, 16), "127.0.0.1", TOKEN)
-    made.start()
-    try:
+    with head_of() as made:
         yield made
-    finally:
-        made.stop()
 
 
 def test_the_head_says_what_becomes_of_the_group(coordinator: Coordinator, said: Said) -> None:

@@ -10,12 +10,9 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
-from moeserve.proto.integrations.remote_layers import RemoteLayers, share_of
+from moeserve.proto.integrations.remote_layers import WEIGHTED_BY_SERVICE, RemoteLayers, share_of
 
 LAYER = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
-
-WEIGHTED_BY_SERVICE = "Llama4"
-"""The routing of layers whose router weights the service itself puts on the input."""
 
 LAYERS: list[RemoteLayers] = []
 """The layers of this process, one entry, once the plug-in is installed."""

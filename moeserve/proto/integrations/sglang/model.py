@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch.nn import Module
 
-from moeserve.proto.integrations.expert_names import held_experts
+from moeserve.proto.integrations import taken
 from moeserve.proto.integrations.remote_layers import RemoteLayers, of_one_version
 from moeserve.proto.integrations.sglang.experts import LAYERS, RemoteExpertsMethod
 
@@ -75,28 +74,15 @@ def refusals(arguments: Any) -> list[str]:
 
 def check_taken(model: Module, layers: RemoteLayers) -> None:
     """ValueError names a module of `model` that computes, or holds, experts of its own."""
-    for name, module in model.named_modules():
-        if isinstance(module, FusedMoE) and not isinstance(module.quant_method, RemoteExpertsMethod):
-            method = type(module.quant_method).__name__
-            raise ValueError(
-                f"{name} ({type(module).__name__}, {method}) would compute with experts of its own"
-            )
-    if held := held_experts(model):
-        raise ValueError(
-            f"{held[0]} of {type(model).__name__} is an expert's tensor, which moeserve should hold"
-        )
-    if missing := layers.missing():
-        raise ValueError(
-            f"the plug-in did not take over layers {missing} of {type(model).__name__}, and moeserve serves "
-            "their experts; SGLang would compute them itself"
-        )
+    engine = taken.Engine("SGLang", FusedMoE, RemoteExpertsMethod, _named)
+    taken.check_taken(engine, model, layers)
+
+
+def _named(model: Module, missing: list[int]) -> str:
+    """Decoder layers by their numbers."""
+    return f"layers {missing}"
 
 
 def is_mixed(versions: frozenset[int]) -> bool:
     """Whether this process and the other tensor-parallel ranks saw several versions in one pass."""
-    group = get_tp_group()
-    if group.world_size == 1:
-        return len(versions) > 1
-    most = torch.tensor([max(versions, default=0), -min(versions, default=1 << 62)], dtype=torch.int64)
-    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
-    return bool(most[0] > 0 and most[0] != -most[1])
+    return taken.differ_over(get_tp_group(), versions)

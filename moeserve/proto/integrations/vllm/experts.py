@@ -16,11 +16,8 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 
-from moeserve.proto.integrations.remote_layers import NotServed, RemoteLayers, layer_of
+from moeserve.proto.integrations.remote_layers import WEIGHTED_BY_SERVICE, NotServed, RemoteLayers, layer_of
 from moeserve.proto.integrations.vllm import op
-
-WEIGHTED_BY_SERVICE = "Llama4"
-"""The routing of layers whose router weights the service itself puts on the input."""
 
 
 def install(layers: RemoteLayers) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
 from torch.nn import Module
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from moeserve.proto.errors import MoeError
-from moeserve.proto.integrations.expert_names import held_experts
+from moeserve.proto.integrations import taken
 from moeserve.proto.integrations.remote_layers import NotServed, RemoteLayers, layer_of, of_one_version
 from moeserve.proto.integrations.vllm.experts import RemoteExpertsMethod
 
@@ -55,26 +54,16 @@ def unlike_experts(quantization: str, failed: Exception) -> str:
 
 def check_taken(model: Module, layers: RemoteLayers) -> None:
     """ValueError names a module of `model` that computes, or holds, experts of its own."""
-    for name, module in model.named_modules():
-        if isinstance(module, RoutedExperts) and not isinstance(module.quant_method, RemoteExpertsMethod):
-            method = type(module.quant_method).__name__
-            raise ValueError(
-                f"{name} ({type(module).__name__}, {method}) would compute with experts of its own"
-            )
-    if held := held_experts(model):
-        raise ValueError(
-            f"{held[0]} of {type(model).__name__} is an expert's tensor, which moeserve should hold"
-        )
-    missing = layers.missing()
-    if missing:
-        names = ", ".join(_named(model, layer) for layer in missing)
-        raise ValueError(
-            f"the plug-in did not take over {names} of {type(model).__name__}, and moeserve serves its "
-            "experts; vLLM would compute them itself"
-        )
+    engine = taken.Engine("vLLM", RoutedExperts, RemoteExpertsMethod, _named)
+    taken.check_taken(engine, model, layers)
 
 
-def _named(model: Module, layer: int) -> str:
+def _named(model: Module, missing: list[int]) -> str:
+    """The modules of decoder layers, or their numbers."""
+    return ", ".join(_module_of(model, layer) for layer in missing)
+
+
+def _module_of(model: Module, layer: int) -> str:
     """The module of a decoder layer that should have asked, or the layer's own name."""
     for name, module in model.named_modules():
         try:
@@ -89,9 +78,4 @@ def _named(model: Module, layer: int) -> str:
 
 def is_mixed(versions: frozenset[int]) -> bool:
     """Whether this process and the other tensor-parallel ranks saw several versions in one pass."""
-    group = get_tp_group()
-    if group.world_size == 1:
-        return len(versions) > 1
-    most = torch.tensor([max(versions, default=0), -min(versions, default=1 << 62)], dtype=torch.int64)
-    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
-    return bool(most[0] > 0 and most[0] != -most[1])
+    return taken.differ_over(get_tp_group(), versions)

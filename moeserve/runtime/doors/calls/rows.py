@@ -20,9 +20,11 @@ MEASURED = ("OK", "DEADLINE_EXCEEDED")
 Leave = Callable[[str], None]
 
 HEADROOM = 0.5
-"""Of the time until its deadline: a call that would take longer is not let in. The other half is for what the
-lane does not see: gRPC tells how long a caller waits from when its call arrives, so that what it has waited on
-its way is missing. With 0.8 a way of 0.3 s under a deadline of 1 s had nearly every answer come too late.
+"""Of the time until its deadline: a call that would take longer is not let in.
+
+The other half is for what the lane does not see: gRPC tells how long a caller waits from when its call
+arrives, so that what it has waited on its way is missing. With 0.8, a way of 0.3 s under a deadline of 1 s
+had nearly every answer come too late.
 """
 
 SHORT_SECONDS = 1.0  # after a refusal for lack of room, for which callers have their shares only

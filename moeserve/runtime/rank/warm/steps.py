@@ -18,7 +18,7 @@ from moeserve.experts.routing.choices import Choices, StepAddressing, addressed,
 from moeserve.experts.routing.gate import Gate
 from moeserve.quant.format import Format
 from moeserve.runtime.rank.answers import on_host
-from moeserve.runtime.rank.warm import rooms
+from moeserve.runtime.rank.warm.kernels import rooms
 from moeserve.runtime.served import Served
 from moeserve.runtime.step import LaneInput, LaneLogits, LaneRows
 

@@ -1,0 +1,100 @@
+"""`MemberGroup`: one member's part in the process group of the generation that it is in."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch.distributed import ProcessGroup
+
+from moeserve.dispatch.group import GroupKind, abort_group, end_group, form_group
+from moeserve.runtime.control.store import StreamStore
+from moeserve.runtime.control.stream import Message
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ProcessGroupSettings:
+    """How a generation's process group comes together."""
+
+    backend: str  # gloo, nccl
+    timeout: float  # seconds of one collective
+    own_process: bool = False  # as `GroupKind` has it
+
+
+class Meeting(NamedTuple):
+    """Which group is to form, and this member's place in it."""
+
+    name: str
+    generation: int
+    position: int
+    size: int  # members
+
+
+class MemberGroup:
+    """The group of the rank in seat `index`, and the store where it meets; both at most one at a time.
+
+    The thread that executes entries calls `join` and `leave`. The one that receives them calls the others
+    meanwhile: `answered` brings the head's answers to the store, `close` ends the waits of a group that still
+    forms, `interrupt` those of one that has formed.
+    """
+
+    def __init__(self, index: int, settings: ProcessGroupSettings, send: Callable[[Message], None]) -> None:
+        self._index = index
+        self._settings = settings
+        self._send = send
+        self._formed: ProcessGroup | None = None
+        self._store: StreamStore | None = None  # where it met; as long as there is the group
+
+    def join(self, meeting: Meeting, device: str, live: Callable[[], bool]) -> ProcessGroup:
+        """Forms the group with its other members; `device` is this rank's.
+
+        `live` says whether the generation still counts. Whoever ends it has `live` say so before `close` and
+        `interrupt`, which find no store or no group yet where they come early. Raises RuntimeError where it
+        ended meanwhile, and as `form_group` does.
+        """
+        settings = self._settings
+        self._store = StreamStore(self._send, meeting.generation, settings.timeout)
+        if live():  # else its abort has found no store to close
+            kind = GroupKind(settings.backend, settings.timeout, device, settings.own_process)
+            self._formed = form_group(self._store, meeting.name, meeting.position, meeting.size, kind)
+        if self._formed is None or not live():  # its abort found no group yet
+            raise RuntimeError("the generation was aborted while its process group formed")
+        return self._formed
+
+    def answered(self, message: Message) -> None:
+        """Takes the head's answer to what the store asked."""
+        if (store := self._store) is not None:
+            store.answered(message)
+
+    def close(self, reason: str) -> None:
+        """Ends the waits of a process group that forms: nobody answers them any more."""
+        if (store := self._store) is not None:
+            store.close(reason)
+
+    def interrupt(self) -> None:
+        """Ends the waits for other members in the group's collectives; returns at once.
+
+        gloo sees a dead peer by itself, while a NCCL kernel waits for ever. The group is ended by a thread of
+        its own: NCCL's abort was seen to wait until the group was destroyed, which the executing thread does
+        once it hears of the abort from the one that receives.
+        """
+        if (group := self._formed) is not None:
+            threading.Thread(target=self._abort, args=(group,), name="abort", daemon=True).start()
+
+    def _abort(self, group: ProcessGroup) -> None:
+        try:
+            abort_group(group)
+        except (RuntimeError, ValueError) as error:
+            log.info("rank %d: the process group was gone already: %s", self._index, error)
+
+    def leave(self) -> None:
+        """Ends the group, where there is one; no other group of the process changes."""
+        group, self._formed = self._formed, None
+        if group is not None:
+            end_group(group)
+        self._store = None  # torch does not keep it; groups that met in it have ended

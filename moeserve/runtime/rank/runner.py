@@ -1,0 +1,171 @@
+"""`StepRunner`: one layer's step on one rank, launched phase by phase or replayed from its graph."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from moeserve.dispatch.members import Members
+from moeserve.dispatch.routing import Routing
+from moeserve.experts.placement import EMPTY
+from moeserve.experts.routing.choices import Choices, StepAddressing, addressed, routed
+from moeserve.experts.routing.gate import Gate
+from moeserve.runtime.control.reached import Phase, Progress
+from moeserve.runtime.rank.all2all import RankDispatchers
+from moeserve.runtime.rank.experts import RankExperts
+from moeserve.runtime.rank.graphs import GraphStep, StepGraphs, absent_lanes
+from moeserve.runtime.rank.measured import DeviceTimes
+from moeserve.runtime.served import Served
+from moeserve.runtime.step import LaneLogits, LaneRows, Phases
+
+
+class Launch(NamedTuple):
+    """A step as it is launched, or recorded."""
+
+    layer: int
+    lane_rows: tuple[int, ...]  # by lane, padded in a graph
+    addressing: StepAddressing  # with the rows of the fullest lane, not padded
+    members: Members
+    brings: bool  # whether this member has a lane
+    number: int
+    timed: bool  # whether the device takes timestamps; alike on all members
+
+
+class Made(NamedTuple):
+    """What a step that was launched tells, or one that was recorded whenever it is replayed."""
+
+    phases: Phases
+    counts: Tensor  # [slots] rows of this member's experts
+
+
+class StepRunner:
+    """Runs one rank's steps over `dispatchers`, and keeps their graphs and the layers' gates.
+
+    Graphs use the dispatchers: they are dropped (`drop_graphs`) whenever those are closed.
+    """
+
+    def __init__(
+        self,
+        served: Served,
+        device: str,
+        experts: RankExperts,
+        dispatchers: RankDispatchers,
+        progress: Progress,
+    ) -> None:
+        self._served = served
+        self._device = device
+        self._experts = experts
+        self._dispatchers = dispatchers
+        self._progress = progress
+        self._gates: dict[int, tuple[Gate, Gate]] = {}  # by layer: as it is stored, and on the device
+        self.drop_graphs()
+
+    def drop_graphs(self) -> None:
+        """Drops all graphs: steps are launched and recorded anew."""
+        self.graphs = StepGraphs(self._served.graph_rows, self._device)
+        self._recorded: dict[Hashable, Made] = {}  # by graph
+
+    def gate(self, layer: int) -> Gate:
+        """The gate of `layer`, its bias on the device; graphs that hold one of other weights are dropped."""
+        stored = self._experts.gate(layer)
+        source, here = self._gates.get(layer, (None, stored))
+        if source is not stored:
+            if source is not None:
+                self.graphs.forget(layer)
+            here = replace(stored, bias=None if stored.bias is None else stored.bias.to(self._device))
+            self._gates[layer] = stored, here
+        return here
+
+    def replay(self, launch: Launch, rows: LaneRows) -> tuple[Tensor, Made]:
+        """One step from its graph. The host's seconds are told as one phase, and the bytes as recorded."""
+        lap, layer, made = _stopwatch(), launch.layer, list[Made]()
+        kind = launch.addressing.meter.metering.phase(launch.addressing.fullest), launch.timed
+        absent = absent_lanes(launch.members, launch.lane_rows)
+        step = GraphStep(layer, kind, launch.lane_rows, absent, launch.brings)
+
+        def launched(inputs: LaneRows, lanes: tuple[int, ...]) -> Tensor:
+            answer, one = self.launch(launch._replace(lane_rows=lanes), inputs)
+            made.append(one)
+            return answer
+
+        def before_replay() -> None:
+            self._dispatchers.expect(layer, step.padded, (launch.number, absent))
+
+        answer = self.graphs.run(step, rows, launched, before_replay)
+        graph = (layer, step.padded, step.kind, type(rows), rows.hidden.dtype)
+        if made:
+            self._recorded[graph] = made[-1]
+        sent, found = self._dispatchers.traffic_of_replayed(layer, step.padded), self._recorded[graph]
+        phases = Phases(0.0, lap(), 0.0, -1, sent.dispatched, sent.combined, sent.dispatcher)
+        return answer, Made(replace(phases, timed=False, on_device=found.phases.on_device), found.counts)
+
+    def launch(self, launch: Launch, rows: LaneRows) -> tuple[Tensor, Made]:
+        """One step, phase by phase; rows are metered as of a step with the fullest lane of `launch`.
+
+        `rows` are on the device. Where they bring logits, `gate` has been asked for the layer's before.
+        """
+        layer, lane_rows, addressing = launch.layer, launch.lane_rows, launch.addressing
+        dispatcher, lap = self._dispatchers[layer], _stopwatch()
+        times = DeviceTimes() if launch.timed else None
+        mark = _nothing if times is None else times.mark
+        mark()
+        if isinstance(rows, LaneLogits):
+            slots, weights = routed(self._gates[layer][1], rows.logits, rows.valid, addressing)
+        else:
+            slots, weights = addressed(Choices(rows.experts, rows.weights, rows.valid), addressing)
+        hidden, weights = self._weigh_input(layer, rows.hidden, slots, weights)
+        self._progress.enter(Phase.DISPATCH)
+        arrived = dispatcher.dispatch(hidden, Routing(slots, weights, lane_rows, launch.number))
+        dispatched = lap()
+        mark()
+        likely = _taken_rows(launch) * slots.shape[1] / addressing.book.room
+        self._progress.enter(Phase.EXPERTS)
+        outputs = self._experts.compute(layer, replace(arrived.batch, likely=likely))
+        computed = lap()
+        mark()
+        self._progress.enter(Phase.COMBINE)
+        answer = dispatcher.combine(outputs, arrived.ticket)
+        combined = lap()
+        mark()
+        expert_rows = int(arrived.batch.counts.sum()) if self._device == "cpu" else -1
+        sent = self._dispatchers.traffic_of_launched(layer, max(lane_rows))
+        bytes_sent = (sent.dispatched, sent.combined)
+        phases = Phases(dispatched, computed, combined, expert_rows, *bytes_sent, sent.dispatcher)
+        on_device = None if times is None else times.seconds
+        phases = replace(phases, timed=self._device == "cpu", on_device=on_device)
+        return answer, Made(phases, arrived.batch.counts)
+
+    def _weigh_input(
+        self, layer: int, hidden: Tensor, slots: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Weights the input where the model does so (top-1); the rows then travel with weight 1."""
+        if not self._served.checkpoint.gate(layer).weight_on_input:
+            return hidden, weights
+        scale = weights.sum(dim=1, keepdim=True)  # top-1 after merging: one weight a row
+        return hidden * scale.to(hidden.dtype), (slots != EMPTY).to(weights.dtype)
+
+
+def _taken_rows(launch: Launch) -> int:
+    """Rows of lanes that a member has; those of reserved ones are only room in a graph."""
+    taken = launch.members.seat_of_lane
+    return sum(rows for rows, seat in zip(launch.lane_rows, taken, strict=True) if seat is not None)
+
+
+def _nothing() -> None:
+    """Takes no timestamp."""
+
+
+def _stopwatch() -> Callable[[], float]:
+    """Seconds since the last call. It never waits for a device."""
+    last = [time.perf_counter()]
+
+    def lap() -> float:
+        now = time.perf_counter()
+        last[0], lapsed = now, now - last[0]
+        return lapsed
+
+    return lap
