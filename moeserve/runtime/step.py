@@ -143,7 +143,7 @@ class Upload:
 
     def __init__(self, rows: Tensor, event: Moment, release: Callable[[], None]) -> None:
         self.rows, self.event = rows, event
-        self._release = release
+        self._release: Callable[[], None] | None = release
         self._claimed = False
         self._lock = threading.Lock()
 
@@ -154,8 +154,11 @@ class Upload:
         return first
 
     def release(self) -> None:
-        """The copy has ended: the caller's memory is used no more."""
-        self._release()
+        """The copy has ended: the caller's memory is used no more. A second call does nothing."""
+        with self._lock:
+            release, self._release = self._release, None
+        if release is not None:
+            release()
 
 
 @dataclass(eq=False)

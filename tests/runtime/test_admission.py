@@ -21,6 +21,7 @@ from moeserve.proto.errors import PUSHBACK_KEY, REASON_KEY
 from moeserve.runtime.doors import health as health_servicer
 from moeserve.runtime.doors.calls.admission import Admission, DoorLimits
 from moeserve.runtime.doors.calls.framing import LARGE_BYTES, check_framing
+from moeserve.runtime.doors.calls.stream_calls import StreamCalls, Unparsed
 from moeserve.runtime.doors.endpoint import Endpoint
 from moeserve.runtime.doors.health import Health
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR
@@ -211,6 +212,7 @@ class Service:
     def __init__(self, **limits: Any) -> None:
         self.go = threading.Event()
         self.read = 0
+        self.reply_bytes = 0  # of the data in a stream's reply, where the hidden states lie in a region
         self.answer = moe_pb2.ForwardReply(epoch=5)
         self.endpoint = Endpoint({"LaneService": self}, NOT_THE_FRONT_DOOR, DoorLimits(**limits), 1 << 26)
         self.address = self.endpoint.start("127.0.0.1", 0)
@@ -230,6 +232,8 @@ class Service:
                 for request in requests:
                     self.read += 1
                     reply = moe_pb2.ForwardReply(hidden=request.hidden)
+                    if self.reply_bytes:
+                        reply.hidden.data = bytes(self.reply_bytes)
                     replies.put(moe_pb2.ForwardStreamReply(job_id=request.job_id, reply=reply))
             replies.put(None)
 
@@ -384,6 +388,63 @@ def test_bytes_of_calls_are_limited(serve: Callable[..., Service]) -> None:
     service.go.set()
     assert first.result() == small.result()
     assert until(lambda: held(service) == (0, 0, 0))
+
+
+def small_request(answer_bytes: int, output: bool = False, job_id: str = "j") -> bytes:
+    """A request of some bytes whose hidden states lie in a region, and so its answer too where it says so."""
+    region = moe_pb2.Region(name="r", size=answer_bytes)
+    tensor = moe_pb2.Tensor(dtype=moe_pb2.DTYPE_FP32, shape=[1, answer_bytes // 4], region=region)
+    made = moe_pb2.ForwardRequest(job_id=job_id, hidden=tensor)
+    if output:
+        made.output.CopyFrom(region)
+    return made.SerializeToString()
+
+
+def test_bytes_of_replies_count_where_the_hidden_states_lie_in_a_region(
+    serve: Callable[..., Service],
+) -> None:
+    service = serve(calls=16, nbytes=40 << 20)
+    forward = service.channel.unary_unary("/moeserve.v1.LaneService/Forward").future
+    first = forward(small_request(30 << 20), timeout=SECONDS)
+    assert until(lambda: held(service)[0] == 1)
+    assert held(service)[2] == 30 << 20
+    with pytest.raises(grpc.RpcError) as refused:
+        forward(small_request(30 << 20), timeout=SECONDS).result()
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "31457280 bytes do not fit" in refused.value.details()
+    in_place = forward(small_request(30 << 20, output=True), timeout=SECONDS)  # its reply has no rows
+    assert until(lambda: held(service)[0] == 2)
+    assert held(service)[2] < 31 << 20
+    service.go.set()
+    assert first.result() == in_place.result()
+    assert until(lambda: held(service) == (0, 0, 0))
+
+
+def test_replies_that_nobody_reads_hold_a_stream_whose_requests_are_small(
+    serve: Callable[..., Service],
+) -> None:
+    service = serve(calls=256, unread_seconds=2.0)
+    service.reply_bytes = 20 << 20
+    stream = service.stream(small_request(20 << 20) for _ in range(100))
+    assert until(lambda: service.read == 3)
+    time.sleep(0.5)
+    assert service.read == 3, "a fourth reply of 20 MiB would be more than 64 MiB"
+    assert held(service)[2] == 60 << 20
+    assert until(lambda: held(service) == (0, 0, 0))
+    stream.cancel()
+
+
+def test_a_reply_that_is_an_error_holds_no_more_than_its_own_bytes() -> None:
+    """Or a request of no truth at all, with an error that nobody takes, would hold all that there is."""
+    admission = Admission(DoorLimits(nbytes=1 << 20))
+    calls = StreamCalls(admission, moe_pb2.ForwardRequest.FromString)
+    list(calls.requests(iter([Unparsed(small_request(1 << 62))])))
+    assert admission.held[2] == 1 << 62
+    reply = moe_pb2.ForwardStreamReply(job_id="j", error=moe_pb2.Error(code=3, message="no such region"))
+    calls.answered(reply)
+    assert admission.held[2] == reply.ByteSize()
+    calls.taken(reply)
+    assert admission.held[2] == 0
 
 
 def test_answers_that_nobody_takes_are_held_and_then_left(serve: Callable[..., Service]) -> None:

@@ -16,12 +16,14 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import encode, plain
 from moeserve.runtime.control.stream import StreamClosed
 from moeserve.runtime.doors.failures import status_of
-from moeserve.runtime.doors.lane_door import LaneDoor
+from moeserve.runtime.doors.lane_door import ASIDE_THREADS, LaneDoor
 from moeserve.runtime.doors.payloads import Payloads, Regions
+from moeserve.runtime.doors.payloads.registration import Registrar
 from moeserve.runtime.doors.request import CheckedRequest
 from moeserve.runtime.errors import BatchTooLarge, GroupUnavailable, LaneFull
 from moeserve.runtime.rank.lane import Lane, LaneBatch
-from moeserve.runtime.step import Announcement, Stamp
+from moeserve.runtime.rank.transfers import AHEAD_BYTES
+from moeserve.runtime.step import Announcement, Job, Stamp
 
 HIDDEN = 8
 
@@ -33,7 +35,7 @@ class Reader:
         self._payloads = payloads
 
     def heavy(self, request: moe_pb2.ForwardRequest) -> bool:
-        return False
+        return request.attempt == 7
 
     def read(
         self, request: moe_pb2.ForwardRequest, deadline: float, data: memoryview | None = None
@@ -65,14 +67,19 @@ class Context:
 class Ranked:
     """A lane, its door, and steps that the test runs."""
 
-    def __init__(self, regions: Regions) -> None:
+    def __init__(self, regions: Regions, capacity: int = 4) -> None:
         self.announced: list[Announcement] = []
-        self.lane = Lane(0, capacity=4, queue_limit=100)
-        self.lane.announce = self.announced.append
+        self.lane = Lane(0, capacity, queue_limit=100)
+        self.lane.announce = self.announce
         self.lane.open()
+        self.began: list[str] = []  # the threads that calls began in
         reader: Any = Reader(Payloads(regions))
         self.regions = regions
         self.door = LaneDoor(reader, self.lane, regions, lambda: 1, lambda *observed: None)
+
+    def announce(self, job: Announcement) -> None:
+        self.began.append(threading.current_thread().name)
+        self.announced.append(job)
 
     def step(self) -> Callable[[], object]:
         """Runs all jobs; returns what says whether the step's output is still there."""
@@ -84,6 +91,12 @@ class Ranked:
                 job.finish(answer[at : at + rows], Stamp(1, 1))
             at += rows
         return weakref.ref(answer.untyped_storage())
+
+    def named(self, rows: int, region: str) -> moe_pb2.ForwardRequest:
+        """A request whose hidden states lie in `region`, as the answer will."""
+        made = self.request(rows, region)
+        made.hidden.region.CopyFrom(made.output)
+        return made
 
     def request(self, rows: int, output: str = "") -> moe_pb2.ForwardRequest:
         choice = moe_pb2.Choice(
@@ -172,6 +185,34 @@ def test_a_rank_without_its_coordinator_is_unavailable(ranked: Ranked) -> None:
     assert ranked.lane.in_flight == 0
 
 
+def test_a_call_that_ends_while_it_cannot_be_announced_ends_once(ranked: Ranked) -> None:
+    def announce(job: Announcement) -> None:
+        ranked.lane.close("the group forms again")
+        raise StreamClosed("the other end closed the stream")
+
+    ranked.lane.announce = announce
+    replies: list[moe_pb2.ForwardStreamReply] = []
+    call = ranked.door.begin(ranked.request(4), replies.append, "peer")
+    assert call is not None and call.ended, "the call's own end is the one that is told"
+    assert [reply.error.message for reply in replies] == ["the group forms again"]
+    assert ranked.door.admission.rows == 0 and ranked.lane.in_flight == 0
+
+
+def test_a_call_that_was_refused_is_told_of_no_end_of_its_jobs(ranked: Ranked) -> None:
+    taken: list[Job] = []
+
+    def announce(job: Announcement) -> None:
+        taken.extend(found for found in ranked.lane.take(((job.job, job.rows),)) if found is not None)
+        raise StreamClosed("the other end closed the stream")
+
+    ranked.lane.announce = announce
+    replies: list[moe_pb2.ForwardStreamReply] = []
+    assert ranked.door.begin(ranked.request(4), replies.append, "peer") is None
+    (job,) = taken
+    job.finish(torch.ones(4, HIDDEN), Stamp(1, 1))  # a step had it
+    assert len(replies) == 1 and ranked.door.admission.rows == 0
+
+
 @pytest.mark.parametrize("over", [False, True], ids=["failed", "late"])
 def test_a_unary_call_without_an_answer_goes_too(ranked: Ranked, over: bool) -> None:
     there: list[Callable[[], object]] = []
@@ -207,3 +248,86 @@ def test_a_lease_that_ends_gives_up_the_call_under_way(ranked: Ranked) -> None:
     leave()
     assert moe_pb2.ForwardStreamReply.FromString(replies[0]).error.reason == "caller_left"
     assert ranked.lane.in_flight == 0
+
+
+def replied(replies: list[bytes], count: int) -> list[moe_pb2.ForwardStreamReply]:
+    """The first `count` replies, once they are there."""
+    until = time.monotonic() + 5
+    while len(replies) < count and time.monotonic() < until:
+        time.sleep(0.001)
+    return [moe_pb2.ForwardStreamReply.FromString(reply) for reply in replies]
+
+
+def test_a_lease_has_one_call_under_way(ranked: Ranked) -> None:
+    name, _ = ranked.regions.create(4096)
+    replies: list[bytes] = []
+    for job_id in "abc":
+        request = ranked.request(4, name)
+        request.job_id = job_id
+        ranked.door.take_packet(request.SerializeToString(), replies.append)
+        assert ranked.lane.in_flight == 1, "the caller that sends another has left the one before"
+    assert [(reply.job_id, reply.error.reason) for reply in replied(replies, 2)] == [
+        ("a", "caller_left"),
+        ("b", "caller_left"),
+    ]
+    ranked.announced[:] = ranked.announced[2:]
+    ranked.step()
+    assert replied(replies, 3)[2].HasField("reply") and replied(replies, 3)[2].job_id == "c"
+
+
+def test_packets_of_a_lease_do_not_gather_while_its_call_waits_to_begin(ranked: Ranked) -> None:
+    name, _ = ranked.regions.create(4096)
+    go = threading.Event()
+    for _ in range(ASIDE_THREADS):
+        ranked.door._aside.submit(go.wait, 5)
+    request = ranked.request(4, name)
+    request.attempt = 7  # heavy
+    replies: list[bytes] = []
+    try:
+        leave = [ranked.door.take_packet(request.SerializeToString(), replies.append) for _ in range(100)]
+        bad = ranked.door.take_packet(b"\xff", replies.append)
+        assert ranked.door._aside._work_queue.qsize() == 1
+    finally:
+        go.set()
+    told = replied(replies, 101)
+    reasons = [reply.error.reason for reply in told]
+    assert reasons[:99] == ["overloaded"] * 99 and reasons[100:] == ["caller_left"]
+    assert told[0].error.pushback_ms > 0 and told[99].error.code == 3
+    assert bad == leave[0] == leave[-1], "the lease's end gives up the call that is under way"
+    assert ranked.lane.in_flight == 0
+    light = ranked.request(4, name).SerializeToString()
+    ranked.door.take_packet(light, replies.append)
+    ranked.step()
+    assert replied(replies, 102)[-1].HasField("reply"), "and the lease is free again"
+
+
+class Driver:
+    """A device with which any memory can be registered."""
+
+    def register(self, address: int, nbytes: int) -> str:
+        return ""
+
+    def unregister(self, address: int) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_rows_that_the_host_copies_hold_up_no_other_lease(registered: bool) -> None:
+    """Large rows go to the device as a call begins; the host copies those whose region is not registered."""
+    rows = AHEAD_BYTES // (4 * HIDDEN)
+    regions = Regions(registrar=Registrar(Driver(), AHEAD_BYTES) if registered else None)
+    try:
+        ranked, replies = Ranked(regions, capacity=rows), []
+        name, _ = regions.create(AHEAD_BYTES)
+        for ended, count in enumerate((rows, rows - 1), start=1):
+            ranked.door.take_packet(ranked.named(count, name).SerializeToString(), replies.append)
+            until = time.monotonic() + 5
+            while not ranked.announced and time.monotonic() < until:
+                time.sleep(0.001)
+            ranked.step()
+            assert replied(replies, ended)[-1].HasField("reply")
+        large, small = ranked.began
+        assert large.startswith("aside") != registered
+        assert small == threading.current_thread().name
+    finally:
+        regions.close()

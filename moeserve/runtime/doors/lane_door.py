@@ -23,8 +23,9 @@ from moeserve.runtime.doors.failures import GrpcStatus, guarded, status_of
 from moeserve.runtime.doors.operations import BadRequest
 from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.doors.request import CheckedRequest, RequestReader
-from moeserve.runtime.errors import CallerLeft, DeadlinePassed, GroupUnavailable
+from moeserve.runtime.errors import CallerLeft, DeadlinePassed, GroupUnavailable, LaneFull, pushback
 from moeserve.runtime.rank.lane import Lane, LaneCall
+from moeserve.runtime.rank.transfers import AHEAD_BYTES
 from moeserve.runtime.step import Stamp
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,9 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         self._regions = regions
         self._weights_version = weights_version
         self._observe = observe
+        self._leases: dict[
+            Callable[[bytes], None], _Started
+        ] = {}  # the call under way of each, by its answer
         self._aside = ThreadPoolExecutor(ASIDE_THREADS, "aside")  # holds no more than the lane holds calls
         regions.take_call = self.take_packet
 
@@ -154,12 +158,11 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
     ) -> Callable[[], None]:
         """Starts the ForwardRequest in `packet`, which came over a region's lease from the process `peer`.
 
-        `answer` gets the bytes of its ForwardStreamReply. Returns what gives the call up.
+        `answer` gets the bytes of its ForwardStreamReply, and tells leases apart: it is the same for all
+        packets of one. A lease has one call under way: whoever sends another has left the one before, which
+        is given up; where that does not end at once, the packet is refused. Returns what gives up the call
+        that is under way then.
         """
-
-        def ended(reply: moe_pb2.ForwardStreamReply) -> None:
-            answer(reply.SerializeToString())
-
         request, wrong = moe_pb2.ForwardRequest(), ""
         try:
             request.MergeFromString(packet)
@@ -167,16 +170,42 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             wrong = f"{len(packet)} bytes over a region's lease are no ForwardRequest"
         if not wrong and not request.HasField("output"):
             wrong = "output: a call over a region's lease needs a region for its answer"
-        if wrong:
-            failed = status_of(BadRequest(wrong)).as_message()
-            ended(moe_pb2.ForwardStreamReply(job_id=request.job_id, error=failed))
-            return _nothing
-        started = _Started(self.leave)
-        if self._reader.heavy(request):  # others' packets come by the same thread, and do not wait for it
-            self._aside.submit(lambda: started.take(self.begin(request, ended, peer, "RegionCall")))
+        earlier = self._leases.get(answer)
+        if earlier is not None:
+            earlier.give_up()
+            earlier = self._leases.get(answer)
+        refused = BadRequest(wrong) if wrong else None if earlier is None else _one_call()
+        if refused is not None:
+            failed = status_of(refused).as_message()
+            answer(moe_pb2.ForwardStreamReply(job_id=request.job_id, error=failed).SerializeToString())
+            return _nothing if earlier is None else earlier.give_up
+        started = self._leases[answer] = _Started(self.leave)
+
+        def ended(reply: moe_pb2.ForwardStreamReply) -> None:
+            self._leases.pop(answer, None)  # before the caller has the reply, and sends its next packet
+            answer(reply.SerializeToString())
+
+        def begin() -> None:
+            try:
+                started.take(self.begin(request, ended, peer, "RegionCall"))
+            except BaseException:
+                self._leases.pop(answer, None)
+                log.exception("a call over a region's lease could not be begun")
+                raise
+
+        if self._heavy(request):  # others' packets come by the same thread, and do not wait for it
+            self._aside.submit(begin)
         else:
-            started.take(self.begin(request, ended, peer, "RegionCall"))
+            begin()
         return started.give_up
+
+    def _heavy(self, request: moe_pb2.ForwardRequest) -> bool:
+        """Whether to begin a call takes long: its reader computes, or its rows go to the device at once, and
+        the host has to copy them first as their region is not registered.
+        """
+        region = request.hidden.region
+        copied = region.size >= AHEAD_BYTES and not self._regions.registered(region.name)
+        return copied or self._reader.heavy(request)
 
     def begin(
         self,
@@ -392,6 +421,11 @@ def _no_call() -> None:
 
 def _not_held(code: str) -> None:
     """Does nothing: the call's rows were not counted."""
+
+
+def _one_call() -> LaneFull:
+    text = "the call before, over the same lease, has yet to end; a lease has one call under way"
+    return LaneFull(text, pushback(1))
 
 
 def _nothing() -> None:

@@ -29,6 +29,7 @@ class InOrder:
         self._name = name
         self._acts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._unfinished = 0
+        self._closed = False  # acts that come now are done by who brings them
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -38,18 +39,27 @@ class InOrder:
         return self._unfinished == 0
 
     def put(self, act: Callable[[], None]) -> None:
-        """Has `act` called after all that was put before. Waits while too much is unfinished.
+        """Has `act` called after all that was put before. Waits while too much is unfinished; after `close`,
+        until all is finished, and calls it then.
 
         Raises TimeoutError when that takes too long.
         """
         with self._changed:
-            self._wait_for(lambda: self._unfinished < MOST_UNFINISHED)
-            self._add(act)
+            self._wait_for(lambda: self._unfinished < (1 if self._closed else MOST_UNFINISHED))
+            if not self._closed:
+                self._add(act)
+                return
+        _do(act)
 
     def beside(self, act: Callable[[], None]) -> None:
-        """Has a small `act` called soon, by the same thread; never waits."""
+        """Has a small `act` called soon, by the same thread; never waits for others. After `close` the thread
+        that brings it calls it at once.
+        """
         with self._changed:
-            self._add(act)
+            if not self._closed:
+                self._add(act)
+                return
+        _do(act)
 
     def _add(self, act: Callable[[], None]) -> None:
         self._unfinished += 1
@@ -65,7 +75,9 @@ class InOrder:
 
     def close(self) -> None:
         """Ends the thread when all is finished; does not wait for it."""
-        self._acts.put(None)
+        with self._changed:
+            self._closed = True
+            self._acts.put(None)
 
     def _wait_for(self, true: Callable[[], bool]) -> None:
         if not self._changed.wait_for(true, FINISH_SECONDS):
@@ -77,14 +89,20 @@ class InOrder:
     def _run(self) -> None:
         while (act := self._acts.get()) is not None:
             try:
-                act()
-            except Exception:
-                log.exception("what was to be done after a step failed")
+                _do(act)
             finally:
                 del act
                 with self._changed:
                     self._unfinished -= 1
                     self._changed.notify_all()
+
+
+def _do(act: Callable[[], None]) -> None:
+    """Calls `act`, whose failure concerns no other act."""
+    try:
+        act()
+    except Exception:
+        log.exception("what was to be done after a step failed")
 
 
 def on_host(answer: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import threading
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from moeserve.runtime.errors import (
 )
 from moeserve.runtime.rank.transfers import Transfers
 from moeserve.runtime.step import Announcement, Job, Lent, Stamp, Upload
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +80,19 @@ class LaneCall:
             self.error = error
             self._done.set()
         self._end()
+
+    def revoke(self) -> bool:
+        """Ends it without telling anybody, for a batch that could not be started; False where it has ended.
+
+        Whose batch it is hears of it otherwise.
+        """
+        with self._lock:
+            if self._done.is_set():
+                return False
+            self._done.set()
+        self._ended = _nobody_asks
+        self._end()
+        return True
 
     def _end(self) -> None:
         """Tells of the end, once. The call and its jobs hold each other no more: both go when nobody reads
@@ -170,8 +186,9 @@ class Lane:
     def submit(self, batch: LaneBatch, ended: Callable[[LaneCall], None] = lambda call: None) -> LaneCall:
         """Starts a batch of at least one row; one over the lane's capacity is split and answered whole.
 
-        `ended` is called once, by the thread that ends the call. Raises GroupUnavailable, LaneFull, or
-        BatchTooLarge for a batch that the lane could not take even while it holds no other.
+        `ended` is called once, by the thread that ends the call, and never where this raises: a call that
+        ended while it could not be started is returned. Raises GroupUnavailable, LaneFull, or BatchTooLarge
+        for a batch that the lane could not take even while it holds no other.
         """
         rows = batch.hidden.shape[0]
         if rows > self.most_rows:
@@ -205,10 +222,16 @@ class Lane:
                 self.announce(
                     Announcement(self.number, job.number, job.layer, job.hidden.shape[0], job.deadline)
                 )
-        except BaseException:
+        except BaseException as error:
+            revoked = call.revoke()
             self._forget(call)
             self._retire(call.jobs)
-            raise
+            if revoked or not isinstance(error, Exception):
+                raise
+            log.info(
+                "lane %d: a call ended (%s) while it could not be started: %s",
+                *(self.number, call.error, error),
+            )
         return call
 
     def _upload(self, call: LaneCall) -> None:

@@ -91,9 +91,17 @@ class MemberSteps:
         if self._rank.device == "cpu" and len(parts) <= 1 and self._finishing.idle:
             self._finish(launched)
         else:
-            self._finishing.put(lambda: self._finish(launched))
+            self._put(launched)
         if time.monotonic() - self._reported_at > REPORT_SECONDS:
             self.look_after(generation)
+
+    def _put(self, launched: _Launched) -> None:
+        """Has the step finished after those before it. Raises TimeoutError where they do not end."""
+        try:
+            self._finishing.put(lambda: self._finish(launched))
+        except BaseException:
+            self._let_go(launched.flight)
+            raise
 
     def _taken(self, header: Header, version: int) -> Parts:
         """The header's jobs, without those that are gone or demand other weights."""
@@ -117,18 +125,27 @@ class MemberSteps:
             rows = LaneInput.gather(header, [job for _, job in parts], empty)
             answer, phases = rank.step(header.layer, rows, header.lane_rows, header.number)
             return InFlight.there(on_host(answer), parts), phases
-        room = rank.room(header.layer, header.lane_rows)
-        kept = transfers.gather(room, parts)
+        flight: InFlight | None = None
         try:
+            room = rank.room(header.layer, header.lane_rows)
+            kept = transfers.gather(room, parts)
             rows = room.first(sum(size for size, _ in parts))
             answer, phases = rank.step(header.layer, rows, header.lane_rows, header.number)
+            flight = transfers.fetch(answer, parts, kept, busy=not self._finishing.idle)
+            rank.count()
         except BaseException:
-            flight = transfers.abandoned(kept)
-            self._finishing.beside(lambda: _end(flight))
+            self._let_go(transfers.abandoned(parts) if flight is None else flight)
             raise
-        flight = transfers.fetch(answer, parts, kept, busy=not self._finishing.idle)
-        rank.count()
         return flight, phases
+
+    def _let_go(self, flight: InFlight) -> None:
+        """Has what a step without an answer used be given back, once its copies have ended."""
+
+        def end() -> None:
+            flight.event.synchronize()
+            flight.release()
+
+        self._finishing.beside(end)
 
     def _finish(self, launched: _Launched) -> None:
         """Waits for a step's answer and gives it to the callers, unless it is no good."""
@@ -266,12 +283,6 @@ def wanted_in(job: Job | None, version: int) -> Job | None:
         )
     )
     return None
-
-
-def _end(flight: InFlight) -> None:
-    """Waits for the copies of a step that failed, and lets go of what they used."""
-    flight.event.synchronize()
-    flight.release()
 
 
 def _nobody_counts(layer: int, rows: int) -> None:

@@ -197,7 +197,7 @@ class Transfers:
         self.engines = engines
         self._room = ahead
         self._lock = threading.Lock()  # over the room
-        self._uses: list[Callable[[], None]] = []  # of callers' memory, by the step that is gathered
+        self._uses: list[Callable[[], None]] = []  # of callers' memory, by the step that is being launched
 
     def upload(self, job: Job) -> Upload | None:
         """Begins to bring large hidden states to the device; None for small ones, and without room for them.
@@ -324,23 +324,31 @@ class Transfers:
 
         busy: other steps are under way, and their launches are not to be held up by who waits for this one.
 
-        Large parts go to a caller's registered memory at once; the others through pinned memory.
+        Large parts go to a caller's registered memory at once; the others through pinned memory. Where it
+        raises, `abandoned` has to follow.
         """
-        uses, self._uses = self._uses, []
         aside = answer.nbytes >= ASIDE_BYTES
         with self.engines.downloading() if aside else nullcontext():
-            outputs = list(self._fetched(answer, parts, uses))
+            outputs = list(self._fetched(answer, parts))
             event = self.engines.event(sleeps=busy)
+        uses, self._uses = self._uses, []
         return InFlight(outputs, event, [*kept, answer], uses)
 
-    def abandoned(self, kept: list[object]) -> InFlight:
-        """What has to be waited for where the step itself could not be launched."""
+    def abandoned(self, parts: Sequence[tuple[int, Job | None]]) -> InFlight:
+        """What has to be waited for where the step of `parts` could not be launched or fetched: its copies of
+        both directions so far, and the uploads of its jobs. Where it raises, the next step's end lets go of
+        what they use.
+        """
+        uploads = [job.upload for _, job in parts if job is not None and job.upload is not None]
+        self._uses += [upload.release for upload in uploads]
+        with self.engines.downloading():
+            for upload in uploads:
+                self.engines.follow(upload.event)
+            event = self.engines.event(sleeps=True)
         uses, self._uses = self._uses, []
-        return InFlight([], self.engines.event(), kept, uses)
+        return InFlight([], event, list(uploads), uses)
 
-    def _fetched(
-        self, answer: Tensor, parts: Sequence[tuple[int, Job | None]], uses: list[Callable[[], None]]
-    ) -> Iterator[Tensor | None]:
+    def _fetched(self, answer: Tensor, parts: Sequence[tuple[int, Job | None]]) -> Iterator[Tensor | None]:
         shared: Tensor | None = None  # pinned memory of the whole answer, for those who share a copy
         at = 0
         for rows, job in parts:
@@ -351,7 +359,7 @@ class Transfers:
             if job is None:
                 yield None
             elif home is not None and (large or len(parts) == 1) and job.lent.memory.use():  # type: ignore[union-attr]
-                uses.append(job.lent.memory.done)  # type: ignore[union-attr]
+                self._uses.append(job.lent.memory.done)  # type: ignore[union-attr]
                 home.copy_(answer[here], non_blocking=True)
                 yield home
             elif large:

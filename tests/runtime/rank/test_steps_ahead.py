@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +14,12 @@ import torch
 from slow_engines import SECONDS, SlowEngines
 
 from moeserve.runtime.control.reached import Progress
-from moeserve.runtime.rank import answers
+from moeserve.runtime.rank import answers, transfers
 from moeserve.runtime.rank.answers import MOST_UNFINISHED, InOrder
 from moeserve.runtime.rank.lane import Lane, LaneBatch, LaneCall
 from moeserve.runtime.rank.steps import MemberSteps
 from moeserve.runtime.rank.transfers import StepRoom, Transfers
-from moeserve.runtime.step import CallerMemory, Header, Lent, Phases, StepRecord
+from moeserve.runtime.step import CallerMemory, Header, Lent, Phases, StepRecord, Upload
 
 H, K, GENERATION = 8, 2, 3
 
@@ -164,6 +165,125 @@ def test_a_step_that_cannot_be_launched_gives_memory_back_after_its_copies(runni
     running.engines.moments[0].passed.set()
     running.steps.drain()
     assert running.given_back == [1]
+
+
+def fail_once(of: Any, name: str) -> None:
+    """Has the next call of a method fail, and the later ones work again."""
+    works = getattr(of, name)
+
+    def fail(*given: object, **named: object) -> Any:
+        setattr(of, name, works)
+        raise ValueError(f"no {name}")
+
+    setattr(of, name, fail)
+
+
+def fail_in_fetch(running: Running) -> None:
+    step = running.rank.step
+
+    def launched(*given: Any) -> Any:
+        fail_once(running.engines, "event")
+        return step(*given)
+
+    running.rank.step = launched  # type: ignore[method-assign]
+
+
+FAILING: dict[str, Callable[[Running], None]] = {
+    "room": lambda running: fail_once(running.rank, "room"),
+    "gather": lambda running: fail_once(running.engines, "follow"),
+    "step": lambda running: fail_once(running.rank, "step"),
+    "fetch": fail_in_fetch,
+    "count": lambda running: fail_once(running.rank, "count"),
+}
+
+
+@pytest.mark.parametrize("way", FAILING)
+def test_a_launch_that_fails_anywhere_gives_back_memory_and_the_room_of_uploads(
+    running: Running, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "AHEAD_BYTES", 1)
+    running.lane.transfers = Transfers(running.engines, 2 * H * 4)  # room for one call's rows
+    FAILING[way](running)
+    with pytest.raises(ValueError, match="no "):
+        running.call(1)
+    running.lane.close("aborted")
+    time.sleep(0.02)
+    assert running.given_back == [], "the engines may still read its rows"
+    for moment in running.engines.moments:
+        moment.passed.set()
+    running.steps.drain()
+    assert running.given_back == [1]
+    running.lane.open()
+    ids, weights = torch.zeros(2, K, dtype=torch.int32), torch.ones(2, K)
+    following = running.lane.submit(LaneBatch(0, torch.ones(2, H), ids, weights))
+    assert following.jobs[0].upload is not None, "there is room for uploads again"
+
+
+def test_a_step_that_finds_no_place_to_be_finished_gives_memory_back(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(1, MOST_UNFINISHED + 1):
+        running.call(number)
+    monkeypatch.setattr(answers, "FINISH_SECONDS", 0.05)
+    with pytest.raises(TimeoutError, match="3 launched steps have not ended"):
+        running.call(MOST_UNFINISHED + 1)
+    monkeypatch.setattr(answers, "FINISH_SECONDS", SECONDS)
+    running.lane.close("aborted")
+    assert running.given_back == []
+    for moment in running.engines.moments:
+        moment.passed.set()
+    running.steps.drain()
+    assert running.given_back == list(range(1, MOST_UNFINISHED + 2))
+
+
+def test_an_upload_is_let_go_of_once() -> None:
+    released: list[int] = []
+    upload = Upload(torch.ones(1), SlowEngines().event(), lambda: released.append(1))
+    upload.release()
+    upload.release()
+    assert released == [1]
+
+
+def test_a_call_that_ends_after_its_rank_has_stopped_gives_its_rows_back(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "AHEAD_BYTES", 1)
+    monkeypatch.setattr(answers, "FINISH_SECONDS", 0.5)
+    memory = CallerMemory(lambda: running.given_back.append(1))
+    ids, weights = torch.zeros(2, K, dtype=torch.int32), torch.ones(2, K)
+    batch = LaneBatch(0, torch.ones(2, H), ids, weights, lent=Lent(memory, True))
+    running.lane.submit(batch, lambda call: memory.done())
+    running.steps.close()
+    running.engines.moments[0].passed.set()
+    running.lane.close("the rank is stopping")
+    running.steps.drain()  # a member does so once more when it leaves its group
+    assert running.given_back == [1]
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_what_comes_after_the_close_is_done_at_once(
+    used: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(answers, "FINISH_SECONDS", 0.5)
+    finishing, done = InOrder("test"), list[int]()
+
+    def slow() -> None:
+        time.sleep(0.05)
+        done.append(0)
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    if used:
+        finishing.put(slow)
+    finishing.close()
+    finishing.close()
+    finishing.put(lambda: done.append(1))
+    finishing.beside(lambda: done.append(2))
+    finishing.beside(fail)
+    assert done == ([0, 1, 2] if used else [1, 2]), "in their order still"
+    finishing.drain()
+    assert "ValueError: broken" in caplog.text
 
 
 def test_a_thread_that_finishes_does_so_in_order_and_holds_so_many(monkeypatch: pytest.MonkeyPatch) -> None:

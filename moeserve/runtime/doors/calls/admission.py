@@ -17,7 +17,7 @@ class DoorLimits:
 
     calls: int = 256
     streams: int = 256
-    nbytes: int = 2 << 30  # of the messages of calls under way; a single one may have more
+    nbytes: int = 2 << 30  # of the calls under way, by message or reply; a single one may have more
     request_seconds: float = 30.0  # within which a call's message has to arrive
     unread_seconds: float = 30.0  # within which the caller of a stream has to take a reply
 

@@ -18,7 +18,7 @@ import grpc
 from moeserve.proto.client.deadline_watch import DeadlineWatch
 from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.calls.admission import Admission
-from moeserve.runtime.doors.calls.stream_calls import Parse, StreamCalls, Unparsed
+from moeserve.runtime.doors.calls.stream_calls import Parse, StreamCalls, Unparsed, held_bytes
 from moeserve.runtime.doors.calls.threads import Threads
 from moeserve.runtime.doors.failures import guarded, status_of
 from moeserve.runtime.doors.operations import BadRequest
@@ -76,8 +76,8 @@ class Calling:
                 return answering(guarded(context, lambda: message.parsed(parse, forward=False)), context)
             call = guarded(context, lambda: self._begin(context))
             message = self._first(messages, context)
-            call.at_end(self._entered(message, context))
             request = guarded(context, lambda: message.parsed(parse, forward=True))
+            call.at_end(self._entered(held_bytes(request, message.nbytes), context))
             reply = answering(request, context)
             watched = self._late.add(time.monotonic() + self._admission.limits.unread_seconds, context.cancel)
             call.at_end(lambda: self._late.remove(watched))
@@ -108,6 +108,7 @@ class Calling:
             for reply in answering(calls.requests(messages), context):
                 within = time.monotonic() + self._admission.limits.unread_seconds
                 watched = self._late.add(within, partial(_leave_alone, context, "takes no reply"))
+                calls.answered(reply)
                 yield reply
                 self._late.remove(watched)
                 calls.taken(reply)
@@ -162,9 +163,9 @@ class Calling:
         finally:
             self._late.remove(watched)
 
-    def _entered(self, message: Unparsed, context: grpc.ServicerContext) -> Callable[[], None]:
-        """Lets the call in; ends it where there is no room. Returns what says that it ended."""
-        return guarded(context, lambda: self._admission.enter(context.peer(), message.nbytes))
+    def _entered(self, nbytes: int, context: grpc.ServicerContext) -> Callable[[], None]:
+        """Lets a call of `nbytes` in; ends it where there is no room. Returns what says that it ended."""
+        return guarded(context, lambda: self._admission.enter(context.peer(), nbytes))
 
 
 def _leave_alone(context: grpc.ServicerContext, why: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from moeserve.proto.transports.carried import Carried
 from moeserve.runtime.doors.calls.admission import Admission
 from moeserve.runtime.doors.calls.framing import check_framing
 
@@ -37,6 +38,19 @@ class Unparsed:
         return parse(data)
 
 
+def held_bytes(request: Any, nbytes: int) -> int:
+    """Bytes that a Forward `request`, whose message has `nbytes`, takes until its caller has its reply.
+
+    They are the message's, or the reply's where that has more: hidden states in a region are not in the
+    message, and without `output` their answer, of the same size, is in the reply.
+    """
+    if isinstance(request, Carried) or request.HasField("output"):
+        return nbytes
+    if request.hidden.WhichOneof("payload") != "region":
+        return nbytes
+    return max(nbytes, int(request.hidden.region.size))
+
+
 class StreamCalls:
     """Reads no further request while there is no room, which the caller sees as flow control.
 
@@ -61,9 +75,23 @@ class StreamCalls:
             except DecodeError as error:
                 self.wrong = error
                 return
-            if not self._entered(request.job_id, message.nbytes):
+            if not self._entered(request.job_id, held_bytes(request, message.nbytes)):
                 return
             yield request
+
+    def answered(self, reply: Any) -> None:
+        """`reply` goes to gRPC now. One with an error, not an answer, takes only its own bytes."""
+        if not reply.HasField("error"):
+            return
+        with self._changed:
+            sizes = self._held.get(reply.job_id, [])
+            if not sizes:
+                return  # the stream is over
+            less = max(0, sizes[-1] - reply.ByteSize())
+            sizes[-1] -= less
+            self._nbytes -= less
+            self._changed.notify_all()
+        self._admission.let_go(less)
 
     def taken(self, reply: Any) -> None:
         """gRPC has sent `reply`: its call is over."""

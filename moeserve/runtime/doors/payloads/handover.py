@@ -33,8 +33,8 @@ CLOSE_SECONDS = 5.0  # within which the thread has to end
 MOST_CONNECTIONS = 1024
 
 TakeCall = Callable[[bytes, Callable[[bytes], None], str], Callable[[], None]]
-"""Starts a call that came over a lease: takes its bytes, where the answer's bytes go, and the client's
-process (`unix:` and its id). Returns what gives the call up.
+"""Starts a call that came over a lease: takes its bytes, where the answer's bytes go (the same for all calls
+of one lease), and the client's process (`unix:` and its id). Returns what gives up the call under way.
 """
 
 

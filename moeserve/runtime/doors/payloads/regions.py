@@ -184,6 +184,12 @@ class Regions:
             region.holds += 1
             return Hold(self, region, region.memory[offset : offset + size])
 
+    def registered(self, name: str) -> bool:
+        """Whether there is a region `name` whose memory is registered with the device."""
+        with self._lock:
+            region = self._regions.get(name)
+            return region is not None and region.registration is not None
+
     def unhold(self, region: _Region) -> None:
         """Ends one hold; what `Hold.close` calls."""
         with self._lock:
