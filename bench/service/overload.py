@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -43,6 +42,7 @@ import torch
 from safetensors.torch import load_file
 
 from bench.lib.checkpoint import Qwen3Moe, write_checkpoint
+from bench.lib.cores import Cores, on, usual
 from bench.lib.record import Result, write
 from bench.service.hop import Child
 from moeserve.proto import moe_pb2, moe_pb2_grpc
@@ -53,7 +53,7 @@ QUESTIONS = 16
 RANKS = 2
 DEADLINE = 8.0
 LANE_ROWS = 256  # a step of both lanes then takes two seconds on two cores
-FEWEST_CORES, MOST_CORES = 6, 6  # of a machine whose cores are shared out; of the service
+MOST_CORES = 6  # of the service
 HEAD_CORES = 2  # of the service's, for all but its ranks' steps
 TIMES = 5
 WORKERS = 48  # of the polite client, and of those that find the capacity
@@ -76,6 +76,7 @@ class Seen:
     seconds: dict[str, list[float]]
     wrong: int
     left_out: int
+    lasted: float  # seconds from the beginning until the last call ended
 
     def count(self, *codes: str) -> int:
         """Calls that ended so."""
@@ -91,39 +92,6 @@ class Seen:
         return {code: len(found) for code, found in self.seconds.items()}
 
 
-@dataclass(frozen=True)
-class Cores:
-    """Cores of this machine: the service's, and the load's. They are the same where there are few."""
-
-    service: frozenset[int]
-    load: frozenset[int]
-
-    @classmethod
-    def shared_out(cls, count: int) -> Cores:
-        """`count` cores for the service, of those that this process may use; 0: for all of them together."""
-        every = sorted(os.sched_getaffinity(0))
-        if not count:
-            return cls(frozenset(every), frozenset(every))
-        return cls(frozenset(every[:count]), frozenset(every[count:]))
-
-    @property
-    def threads(self) -> int:
-        """Of each rank's steps."""
-        apart = 0 if self.service == self.load else HEAD_CORES
-        return max(1, (len(self.service) - apart) // RANKS)
-
-
-@contextmanager
-def on(cores: frozenset[int]) -> Iterator[None]:
-    """Processes that are started within run on these cores."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
 class Service:
     """The service under load, and where it is reached."""
 
@@ -133,7 +101,7 @@ class Service:
         if not checkpoint.exists():
             make_checkpoint(checkpoint, seed)
             make_questions(checkpoint, self.questions, seed)
-        lines = ["[step]", f"lane_rows = {LANE_ROWS}", "[cluster]", f"threads_per_rank = {cores.threads}"]
+        lines = ["[step]", f"lane_rows = {LANE_ROWS}", "[cluster]", f"threads_per_rank = {threads(cores)}"]
         lines += ["[server]", *(f"{key} = {value}" for key, value in settings.items())]
         config.write_text("\n".join([*lines, ""]))
         command = [sys.executable, *SERVE.split(), "--checkpoint", str(checkpoint), str(config)]
@@ -155,6 +123,11 @@ class Service:
 
     def __exit__(self, *ended: object) -> None:
         self._child.__exit__(*ended)
+
+
+def threads(cores: Cores) -> int:
+    """Of each rank's steps."""
+    return max(1, (len(cores.service) - cores.apart * HEAD_CORES) // RANKS)
 
 
 def family(pid: int) -> Iterator[int]:
@@ -248,13 +221,13 @@ def under_load(service: Service, seconds: float) -> Iterator[Result]:
     """Goodput, deadlines, refusals and shares at five times the capacity."""
     idle = Load("polite", service, workers=1, seconds=10, pause=0.02).end()
     capacity = Load("polite", service, workers=WORKERS, seconds=CAPACITY_SECONDS, deadline=60.0).end()
-    served = capacity.count("OK") / CAPACITY_SECONDS
+    served = capacity.count("OK") / capacity.lasted
     print(f"idle {idle.p(50, 'OK'):.1f} ms, capacity {served:.0f} calls/s {capacity.codes()}", flush=True)
     polite = Load("polite", service, workers=WORKERS, seconds=seconds)
     rude = Load("rude", service, rate=TIMES * served, seconds=seconds)
     theirs, ours = rude.end(), polite.end()
     print(f"rude {theirs.codes()} left out {theirs.left_out}; polite {ours.codes()}", flush=True)
-    good = (theirs.count("OK") + ours.count("OK")) / seconds
+    good = (theirs.count("OK") + ours.count("OK")) / max(theirs.lasted, ours.lasted)
     accepted = Seen(
         {
             code: theirs.seconds.get(code, []) + ours.seconds.get(code, [])
@@ -262,6 +235,7 @@ def under_load(service: Service, seconds: float) -> Iterator[Result]:
         },
         0,
         0,
+        seconds,
     )
     late = "DEADLINE_EXCEEDED"
     case = f"{TIMES} x capacity for {seconds:.0f} s"
@@ -366,16 +340,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights and rows")
     parser.add_argument("--parts", default="load,unread,health", help="which of load, unread, health")
     parser.add_argument("--record", action="store_true", help="write bench/results/overload.jsonl")
-    cores = len(os.sched_getaffinity(0))
     parser.add_argument(
         "--service-cores",
         type=int,
-        default=min(MOST_CORES, cores // 2) if cores >= FEWEST_CORES else 0,
-        help="of the service alone, 0 for all with the load; by default half of six or more, at most 6",
+        default=usual(MOST_CORES),
+        help="of the service alone, 0: all, with the load; by default half of six or more, at most 6",
     )
     args = parser.parse_args()
-    if not 0 <= args.service_cores < cores:
-        parser.error(f"--service-cores {args.service_cores}: there are {cores}, and the load needs one")
     with tempfile.TemporaryDirectory() as folder:
         results = []
         for result in run(args, Path(folder)):
