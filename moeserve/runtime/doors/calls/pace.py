@@ -32,10 +32,14 @@ class Pace:
         self._least = [math.inf, math.inf]  # the shortest time since `_since`, and in the time before
         self._since = -math.inf
 
-    def note(self, rows: int, seconds: float, now: float) -> None:
-        """A call with so many rows, those ahead of it included, took `seconds`."""
+    def note(self, rows: int, seconds: float, now: float, *, ended: bool = True) -> None:
+        """A call with so many rows, those ahead of it included, took `seconds`, or more where it has not
+        `ended`: where that is less than was foretold it says nothing.
+        """
         if now - self._last > FRESH_SECONDS:
             self._forget()
+        if not ended and seconds <= self.foretold(rows, now):
+            return
         off = abs(seconds - rows * self._seconds / self._rows) if self._rows else 0.0
         self._rows, self._seconds = KEPT * self._rows + rows, KEPT * self._seconds + seconds
         self._off = KEPT * self._off + off
@@ -83,7 +87,7 @@ class Slack:
 
     def note(self, rows: int, took: float, seconds: float, now: float) -> None:
         """A call with so many rows, those ahead of it included, `took` some of the `seconds` that it had."""
-        if took > seconds:
+        if took >= seconds:
             self.times, self._before = max(1.0, self.times / MORE), math.inf
             self._again = now + TRIED_SECONDS
             self._begin(now)
@@ -98,6 +102,10 @@ class Slack:
         pace, before, self._before = self._seconds / self._rows, self._before, math.inf
         if pace > BETTER * before:
             self.times, self._again = max(1.0, self.times / MORE), now + TRIED_SECONDS
-        elif self._used < SPARED and now >= self._again:
+            self._begin(now)
+            return
+        if before < math.inf:
+            self.times = max(1.0, self.times * pace / before)  # the pace itself now allows so many more
+        if self._used < SPARED and now >= self._again:
             self.times, self._before = self.times * MORE, pace
         self._begin(now)

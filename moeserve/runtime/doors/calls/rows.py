@@ -122,7 +122,7 @@ class RowAdmission:
                 if code in MEASURED:
                     self._largest = max(self._largest, rows)
                     took = now - held.entered
-                    self._pace.note(held.ahead, took, now)
+                    self._pace.note(held.ahead, took, now, ended=code == "OK")
                     self._slack.note(held.ahead, took, held.seconds, now)
                 self._callers.forget(MOST_CALLERS, now)
 
