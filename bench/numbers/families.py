@@ -8,8 +8,9 @@ A family is a `model_type` whose config counts experts; transformers is walked, 
 each a tiny seeded model is saved as transformers writes it for the hub. `moeserve inspect` and `plan` read
 it, two ranks serve it from CPU in float32 with expert parallelism, and the transformers plug-in loads the
 model without its experts' weights and asks them. It must generate the greedy tokens of the model alone, its
-logits for all of them must be within 1e-4, and every layer with experts must have been asked. To show that the check would notice, a column tells by how much logits move when every other number
-between an expert's GEMMs is 1.05 times itself, which no norm behind the experts hides: more than the bound.
+logits for all of them must be within 1e-4, and every layer with experts must have been asked. To show that
+the check would notice, a column tells by how much logits move when every other number between an expert's
+GEMMs is 1.05 times itself, which no norm behind the experts hides: more than the bound.
 Exit status 1 where a family that is not refused fails, or fewer than 95 % are served.
 """
 

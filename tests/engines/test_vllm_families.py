@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
-from engine_models import BOUNDS, apart, prompts, read_config
+from engine_models import FLOAT32, apart, prompts, read_config
 from engine_runs import NEW_TOKENS, REQUESTS, answered, answered_behind, generate_as_alone
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "qwen2_moe", "glm4_moe")
@@ -63,7 +63,7 @@ def test_the_transformers_fallback_asks_too(engine_model: Any, run_vllm: Any) ->
     alone = answered(run_vllm, model.path, None, options=options)
     found = answered_behind(run_vllm, model.path, options=options)
     told = apart(found["rounds"][0], alone["rounds"][0])
-    assert told.within(BOUNDS["float32"]) and not told.ties, told
+    assert told.within(FLOAT32) and not told.ties, told
     (worker,) = found["workers"]
     assert worker["calls"] == moe_layers(model.path) * NEW_TOKENS and worker["experts"] == {}
     assert [name for name in found["read"] if ".experts." in name] == []

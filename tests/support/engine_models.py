@@ -102,10 +102,25 @@ class Bound:
 FLOAT32 = Bound(2e-4, 5e-5)
 """Sums of products in another order; seen are 3e-5 at most."""
 
-BF16 = Bound(0.4, 0.1)
-"""Rows are rounded to bf16 at other places; seen are 0.27 at most, and 0.06 in the mean."""
 
-BOUNDS = {"float32": FLOAT32, "bfloat16": BF16}
+@dataclass(frozen=True)
+class Noise:
+    """What bf16 itself does to a family: its engine alone in bf16 against the same engine, weights and prompts
+    in float32.
+    """
+
+    most: float
+    mean: float
+
+    @property
+    def bound(self) -> Bound:
+        """How far two runs in bf16 may be apart that round the same numbers at other places.
+
+        Each is as far from float32 as bf16 brings it; of two that have nothing in common but that, the
+        difference is sqrt(2) times as large. The largest of a few hundred positions is another draw each time,
+        hence 2 for it. What the two have in common, as attention, only makes it smaller.
+        """
+        return Bound(2.0 * self.most, 2.0**0.5 * self.mean)
 
 
 @dataclass(frozen=True)

@@ -292,8 +292,8 @@ def _expert_parameters(model: Module) -> list[_Dropped]:
 def _with_shapes(dropped: Iterable[_Dropped]) -> Iterator[None]:
     """Inside, modules have the parameters that were dropped, without numbers.
 
-    Some classes fill experts' weights from the block above, which does not look whether there are any. What is
-    marked as filled they pass over.
+    Some classes fill experts' weights from the block above, which does not look whether there are any. They
+    pass over what is marked as filled.
     """
     dropped = list(dropped)
     for holder, name, shaped in dropped:
