@@ -105,8 +105,8 @@ FLOAT32 = Bound(2e-4, 5e-5)
 
 @dataclass(frozen=True)
 class Noise:
-    """What bf16 itself does to a family: its engine alone in bf16 against the same engine, weights and prompts
-    in float32.
+    """What bf16 itself does to a family: its engine alone in bf16 against itself in float32, with the same
+    weights and prompts.
     """
 
     most: float
@@ -116,9 +116,9 @@ class Noise:
     def bound(self) -> Bound:
         """How far two runs in bf16 may be apart that round the same numbers at other places.
 
-        Each is as far from float32 as bf16 brings it; of two that have nothing in common but that, the
-        difference is sqrt(2) times as large. The largest of a few hundred positions is another draw each time,
-        hence 2 for it. What the two have in common, as attention, only makes it smaller.
+        Each is as far from float32 as bf16 brings it; where nothing else is common to the two, their
+        difference is sqrt(2) times as large. The largest of a few hundred positions is another draw each
+        time, hence 2 for it. What the two have in common, as attention, only makes it smaller.
         """
         return Bound(2.0 * self.most, 2.0**0.5 * self.mean)
 
