@@ -63,7 +63,7 @@ HEAD = (
     "tokens",
     "logits",
     "layers: calls",
-    "routed by",
+    "client sends",
     "damaged",
     "if not, why",
 )
@@ -202,7 +202,8 @@ TEXT = (
     "",
     "- `logits`: the largest difference to the model alone, at most 1e-4. `damaged`: the same when experts",
     "  are off by 1.05 in every other number between their GEMMs.",
-    "- `layers: calls`: layers with experts, and how often each was asked.",
+    "- `tokens`: what the loaded model generates, equal to the model alone. `layers: calls`: layers with",
+    "  experts, and how often each was asked: once a token, and once for all.",
     "- `client sends`: where it is ids (and weights) alone, `moeserve inspect` says why logits do not tell",
     "  the choice. The plug-in always sends the choice of the model's own router.",
     "",

@@ -36,6 +36,14 @@ def test_every_family_is_served_or_listed_with_the_reason() -> None:
     assert len(SERVED) >= 0.95 * len(families())
 
 
+def test_the_page_of_families_has_every_family() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
+    rows = {cells[1].strip("` "): cells for line in page.splitlines() if len(cells := line.split("|")) > 3}
+    assert set(rows) - {"family", "---"} == set(families()), "make families"
+    assert "FAILED" not in page
+    assert {name for name in families() if rows[name][4].strip() == "16 of 16"} == set(SERVED)
+
+
 def test_every_family_has_a_router_or_the_reason_why_not() -> None:
     assert set(SERVED) <= set(GATES) | set(BY_MODEL)
     assert not set(GATES) & set(BY_MODEL)

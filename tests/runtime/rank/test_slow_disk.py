@@ -74,9 +74,7 @@ def test_a_slow_disk_is_read_at_its_rate_and_not_window_by_window(
     ahead = load(path, monkeypatch, caplog, advice=True)
     alone = load(path, monkeypatch, caplog, advice=False)
     wanted = ahead.megabytes * 1e6
-    assert ahead.disk.faults == 0, (
-        "those of the first layer are asked for too"
-    )
+    assert ahead.disk.faults == 0, "those of the first layer are asked for too"
     assert wanted <= ahead.disk.asked <= 1.1 * wanted
     assert alone.disk.asked == 0 and alone.disk.faults >= wanted / alone.disk.window
     least = wanted / RATE
