@@ -18,8 +18,8 @@ from moeserve.runtime.step import FIRST_NUMBER, Announcement, Step
 class StepPace:
     """Bounds of a step, and how long a job may wait for company.
 
-    gather: seconds; callers who stay away for longer after an answer are not waited for. `Gathering` says when
-    others are. A lone caller never waits.
+    gather: seconds; callers who stay away for longer after an answer are not waited for; `Gathering` says who
+    is. A lone caller never waits.
     """
 
     lane_rows: int
