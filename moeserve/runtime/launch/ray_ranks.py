@@ -271,7 +271,7 @@ class RankActors:
             waited = None if rank in seats or self._stopping.is_set() else time.monotonic() - actor.since
             if why := why_given_up(self._config.cluster, looks[pid], waited):
                 log.warning("rank %d (pid %d) is given up: %s", rank, pid, why)
-                self._head.coordinator.given_up(rank, pid, why)
+                self._head.coordinator.given_up(RankProcess(rank, pid, actor.host_id), why)
                 self._condemn(rank, pid, why)
 
     def _replace_watch(self, node: str, watch: _NodeWatch, why: str) -> None:
@@ -286,7 +286,7 @@ class RankActors:
             why = f"its node {node} is dead"
             log.warning("rank %d (pid %d) is given up: %s", rank, pid, why)
             actor.condemned, actor.gone = why, True
-            self._head.coordinator.given_up(rank, pid, why)
+            self._head.coordinator.given_up(RankProcess(rank, pid, actor.host_id), why)
 
 
 def _lives(node: str) -> bool:
