@@ -217,6 +217,9 @@ class RankActors:
     def _note_ended(self, rank: int, actor: _Actor) -> None:
         """Notes that a process was seen dead: its rank is started again once its pause is over."""
         self._actors[rank] = None
+        if self._stopping.is_set():
+            log.info("rank %d (pid %s) has ended", rank, actor.pid or "none")
+            return
         pause = self._restarts.ended(rank, time.monotonic())
         text = "rank %d (pid %s) has ended; it is started again in %.1f s (failed starts in a row: %d)"
         log.warning(text, rank, actor.pid or "none", pause or 0.0, self._restarts.failures(rank))
