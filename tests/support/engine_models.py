@@ -153,26 +153,6 @@ FLOAT32 = Bound(2e-4, 5e-5)
 
 
 @dataclass(frozen=True)
-class Noise:
-    """What bf16 itself does to a family: its engine alone in bf16 against itself in float32, with the same
-    weights and prompts.
-    """
-
-    most: float
-    mean: float
-
-    @property
-    def bound(self) -> Bound:
-        """How far two runs in bf16 may be apart that round the same numbers at other places.
-
-        Each is as far from float32 as bf16 brings it; where nothing else is common to the two, their
-        difference is sqrt(2) times as large. The largest of a few hundred positions is another draw each
-        time, hence 2 for it. What the two have in common, as attention, only makes it smaller.
-        """
-        return Bound(2.0 * self.most, 2.0**0.5 * self.mean)
-
-
-@dataclass(frozen=True)
 class Apart:
     """How far two runs are apart, at positions before their tokens differ, among the top 20. ties: where the
     tokens differ, as (request, position, how much less probable the other token is there).
@@ -206,6 +186,26 @@ def apart(found: list[dict[str, Any]], alone: list[dict[str, Any]]) -> Apart:
                 break
     assert largest, "nothing was generated"
     return Apart(max(largest), sum(largest) / len(largest), tuple(ties), fewest, len(largest))
+
+
+def bound_by_experts(told: Apart) -> Bound:
+    """How far two runs in bf16 may be apart whose experts round at other places, and nothing else.
+
+    told: the engine alone against itself with experts in float32, whose answers are rounded once. That is
+    what the engine's own kernel adds. The service's adds as much, so the two are sqrt(2) times that apart; it
+    rounds up to twice as often (each rank's sum, and rows on the wire), hence another sqrt(2).
+    """
+    return Bound(2.0 * told.most, 2.0 * told.mean)
+
+
+def bound_by_float32(told: Apart) -> Bound:
+    """The same for an engine whose experts alone cannot be computed in float32.
+
+    told: the engine alone in bf16 against itself in float32, attention and all, with the same weights. Two
+    runs that had nothing in common but the weights would be sqrt(2) times that apart; the largest of some
+    hundred positions is another draw each time, hence 2 for it.
+    """
+    return Bound(2.0 * told.most, 2.0**0.5 * told.mean)
 
 
 def prompts(count: int, vocabulary: int = 250) -> list[list[int]]:
