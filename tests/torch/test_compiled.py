@@ -52,7 +52,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     return Alone(path)
 
 
-@pytest.fixture(scope="module", params=["in_process", "remote"])
+@pytest.fixture(scope="module", params=["in_process", "attached", "remote"])
 def way(request: pytest.FixtureRequest, alone: Alone) -> Iterator[Way]:
     config = house_config(alone.checkpoint.path)
     if request.param == "in_process":
@@ -61,7 +61,7 @@ def way(request: pytest.FixtureRequest, alone: Alone) -> Iterator[Way]:
         way.close()
         return
     with LocalCluster(config) as house:
-        way = connect(Settings(mode="remote", address=house.address, timeout=20.0))
+        way = connect(Settings(request.param, house.address, timeout=20.0, dtype="fp32"))
         yield way
         way.close()
 
@@ -69,6 +69,7 @@ def way(request: pytest.FixtureRequest, alone: Alone) -> Iterator[Way]:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @torch.no_grad()
 def test_a_block_answers_with_the_same_bits_eager_and_compiled(way: Way, alone: Alone, backend: str) -> None:
+    torch._dynamo.reset()  # it compiles one function so many times only
     block = Block(way, alone)
     compiled = torch.compile(block, fullgraph=True, backend=backend)
     for rows in (1, 5, 9):
@@ -113,6 +114,7 @@ class Noted:
 @torch.no_grad()
 def test_compilers_drop_join_and_reorder_no_call(backend: str) -> None:
     """In process each call is collective: one call less on one rank would stop all of them."""
+    torch._dynamo.reset()
     way = Noted()
     first, second = MoeExperts(way, 0), MoeExperts(way, 1)
 
