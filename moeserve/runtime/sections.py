@@ -87,13 +87,14 @@ class StepConfig:
 
     lane_rows: int = 4096  # most rows one lane brings to a step; larger calls are split
     max_step_tokens: int = 16384  # over all lanes
-    quiet_seconds: float = 0.0005  # a step with company waits until no job came for so long
-    gather_seconds: float = 0.004  # but never longer than this after its oldest job
+    gather_seconds: float = (
+        0.004  # who is back later than this, and a step's time, is not waited for; 0: nobody
+    )
     due_seconds: float = 1.0  # a job is due so long after it came, or at its deadline where that is earlier
     timeout_seconds: float = 30.0  # of one collective; a rank that does not answer by then is lost
     late_seconds: float = 10.0  # a step may stand still so long; then who holds it up; 0: timeout_seconds
     on_late: str = FAIL  # what becomes of a step without a late rank's rows: fail, or drop them and go on
-    graph_rows: int = 256  # of the fullest lane, up to which a GPU's steps are CUDA graphs; 0: none are
+    graph_rows: int = 1024  # of the fullest lane, up to which a GPU's steps are CUDA graphs; 0: none are
 
     @property
     def patience(self) -> float:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_models import BF16, FLOAT32, Bound, apart
+from engine_models import FLOAT32, Bound, Noise, apart
+
+BF16 = Noise(0.2, 0.07).bound
 
 
 def run(*chosen: int, off: float = 0.0) -> list[dict[str, Any]]:
     """One request that generated `chosen`; all log-probabilities but the first are `off` by so much."""
     position = {str(token): -1.0 - token / 20 - (off if token else 0.0) for token in range(20)}
     return [{"tokens": list(chosen), "logprobs": [dict(position) for _ in chosen]}]
+
+
+def test_two_runs_may_be_apart_as_two_that_are_rounded_differently() -> None:
+    assert BF16.most == 0.4 and abs(BF16.mean - 0.07 * 2**0.5) < 1e-12
 
 
 def test_equal_runs_are_within_every_bound() -> None:

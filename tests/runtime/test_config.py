@@ -26,7 +26,7 @@ def test_a_file_is_read_and_flags_override_it(tmp_path: Path) -> None:
 
 def test_what_is_printed_reads_back_the_same(tmp_path: Path) -> None:
     config = Config().with_values(
-        {"model.checkpoint": 'with "quotes" and \\', "step.quiet_seconds": 0.25, "model.layers": (3,)}
+        {"model.checkpoint": 'with "quotes" and \\', "step.gather_seconds": 0.25, "model.layers": (3,)}
     )
     assert load(tmp_path, "\n".join(config.lines())) == config.resolved(tmp_path)
 

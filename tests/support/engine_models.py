@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import edit_config, make_checkpoint, make_tokenizer, rewrite
+from checkpoints import DEVIATION, VOCABULARY, edit_config, make_checkpoint, make_tokenizer, rewrite
 from torch import Tensor
+from transformers import AutoModelForCausalLM, DbrxConfig, DbrxForCausalLM
 
 HIDDEN = 256  # heads of 64, which the engines' attention on a CPU takes
 CHOOSING = {"experts": 8, "top_k": 2}
@@ -40,7 +41,7 @@ IN_CONFIG: Mapping[str, Mapping[str, Any]] = {
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-_DOWN = re.compile(r"\.experts\.(?:(?P<expert>\d+)\.)?(?:w2\.weight|down_proj(?:\.weight)?)$")
+_DOWN = re.compile(r"\.experts\.(?:(?P<expert>\d+)\.)?(?:w2\.weight|mlp\.w2|down_proj(?:\.weight)?)$")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,49 @@ def make_engine_model(family: str, dtype: str, folder: Path) -> EngineModel:
     return model
 
 
+def make_dbrx(folder: Path) -> EngineModel:
+    """Writes a DBRX in float32, with a tokenizer, and its damaged copies."""
+    model = EngineModel("dbrx", "float32", *(folder / name for name in ("model", "scaled", "zeroed")))
+    config = DbrxConfig(
+        d_model=HIDDEN,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=512,
+        vocab_size=VOCABULARY,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        ffn_config={"moe_num_experts": 8, "moe_top_k": 2, "ffn_hidden_size": 128},
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        made = DbrxForCausalLM(config).eval()
+        for weight in made.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, DEVIATION)
+    made.save_pretrained(model.path)
+    make_tokenizer(model.path)
+    damage(model.path, model.scaled, lambda down: down * 1.05, None)
+    damage(model.path, model.zeroed, torch.zeros_like, 1)
+    return model
+
+
+@torch.no_grad()
+def by_transformers(path: Path, asked: list[list[int]], new: int) -> list[dict[str, Any]]:
+    """What transformers generates of each prompt alone, greedily in float32, as `apart` takes it."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    answers = []
+    for ids in asked:
+        tokens, positions = list(ids), []
+        for _ in range(new):
+            likely = model(torch.tensor([tokens]), use_cache=False).logits[0, -1].log_softmax(-1).topk(20)
+            positions.append(
+                dict(zip(map(str, likely.indices.tolist()), likely.values.tolist(), strict=True))
+            )
+            tokens.append(int(likely.indices[0]))
+        answers.append({"tokens": tokens[len(ids) :], "logprobs": positions})
+    return answers
+
+
 def damage(path: Path, to: Path, change: Any, expert: int | None) -> None:
     """Copies a checkpoint with the down projections of `expert`, or of all, changed."""
     shutil.copytree(path, to)
@@ -79,7 +123,12 @@ def damage(path: Path, to: Path, change: Any, expert: int | None) -> None:
         for name, tensor in tensors.items():
             if not (match := _DOWN.search(name)):
                 continue
-            if match["expert"] is None:  # one tensor for all experts
+            if name.endswith(".experts.mlp.w2"):  # DBRX's: rows of all experts, one below the other
+                found[name] = tensor.clone()
+                rows = tensor.shape[0] // read_config(path)["ffn_config"]["moe_num_experts"]
+                which = slice(None) if expert is None else slice(expert * rows, (expert + 1) * rows)
+                found[name][which] = change(tensor[which])
+            elif match["expert"] is None:  # one tensor for all experts
                 found[name] = tensor.clone()
                 which = slice(None) if expert is None else slice(expert, expert + 1)
                 found[name][which] = change(tensor[which])
@@ -102,10 +151,25 @@ class Bound:
 FLOAT32 = Bound(2e-4, 5e-5)
 """Sums of products in another order; seen are 3e-5 at most."""
 
-BF16 = Bound(0.4, 0.1)
-"""Rows are rounded to bf16 at other places; seen are 0.27 at most, and 0.06 in the mean."""
 
-BOUNDS = {"float32": FLOAT32, "bfloat16": BF16}
+@dataclass(frozen=True)
+class Noise:
+    """What bf16 itself does to a family: its engine alone in bf16 against itself in float32, with the same
+    weights and prompts.
+    """
+
+    most: float
+    mean: float
+
+    @property
+    def bound(self) -> Bound:
+        """How far two runs in bf16 may be apart that round the same numbers at other places.
+
+        Each is as far from float32 as bf16 brings it; where nothing else is common to the two, their
+        difference is sqrt(2) times as large. The largest of a few hundred positions is another draw each
+        time, hence 2 for it. What the two have in common, as attention, only makes it smaller.
+        """
+        return Bound(2.0 * self.most, 2.0**0.5 * self.mean)
 
 
 @dataclass(frozen=True)

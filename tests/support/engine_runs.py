@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_models import BOUNDS, EngineModel, apart, prompts
+from engine_models import FLOAT32, EngineModel, Noise, apart, prompts
 from houses import house_config
 from processes import descendants_of, gone
 
@@ -112,16 +112,24 @@ def generate_as_alone(run: Run, model: EngineModel, options: dict[str, Any]) -> 
         with MoeClient(house.address) as client:
             computed = sum(rank.tokens for rank in client.status().ranks)
     right, scaled, zeroed = (apart(answers, alone["rounds"][0]) for answers in found["rounds"])
-    bound = BOUNDS[model.dtype]
+    bound = FLOAT32 if model.dtype == "float32" else noise(run, model, options, alone).bound
     print(
         f"{model.family} {model.dtype}: right {right.most:.2g} ({right.mean:.2g}), "
-        f"x 1.05 {scaled.most:.2g} ({scaled.mean:.2g}), zeroed {zeroed.most:.2g} ({zeroed.mean:.2g})"
+        f"x 1.05 {scaled.most:.2g} ({scaled.mean:.2g}), zeroed {zeroed.most:.2g} ({zeroed.mean:.2g}); "
+        f"bound {bound.most:.2g} ({bound.mean:.2g})"
     )
     assert right.within(bound), right
     assert model.dtype != "float32" or not right.ties, "float32 tokens are equal"
     assert not scaled.within(bound), scaled
     assert not zeroed.within(bound), zeroed
     return Generated(alone, found, len(weights), computed)
+
+
+def noise(run: Run, model: EngineModel, options: dict[str, Any], alone: dict[str, Any]) -> Noise:
+    """How far an engine `alone` in bf16 is from itself in float32, with the same weights."""
+    exact = answered(run, model.path, None, options=options | {"dtype": "float32"})
+    told = apart(alone["rounds"][0], exact["rounds"][0])
+    return Noise(told.most, told.mean)
 
 
 START_SECONDS = 600

@@ -277,7 +277,7 @@ class Coordinator:
             members = self._group.members
             step = self._steps.start(self.epoch.number, now, members)
             if step is None:
-                return None
+                continue  # those jobs were too late; others may wait
             frames: dict[tuple[tuple[int, int], ...], bytes] = {}  # by a member's jobs: most have none
             for number in step.seats(members):
                 header = step.header(members.at(number))

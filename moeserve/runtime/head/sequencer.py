@@ -18,14 +18,12 @@ from moeserve.runtime.step import FIRST_NUMBER, Announcement, Step
 class StepPace:
     """Bounds of a step, and how long a job may wait for company.
 
-    After a step that had company, or while callers outnumber one, the next step waits until as many jobs are
-    there as the last one had, or none has arrived for `quiet` seconds, at most `gather` after its oldest job;
-    a lone caller never waits.
+    gather: seconds; callers who stay away for longer after an answer are not waited for; `Gathering` says who
+    is. A lone caller never waits.
     """
 
     lane_rows: int
     step_rows: int
-    quiet: float = 0.0005
     gather: float = 0.004
     due: float = 1.0  # a job is due so long after it came, or at its deadline where that is earlier
 
@@ -42,14 +40,24 @@ class Sequencer:
         self._max_lanes = max_lanes
         self._pace = pace
         self._queues: dict[int, _Queue] = {}
-        self._last_arrival = float("-inf")
-        self._company = 1  # jobs of the last step
         self._number = FIRST_NUMBER  # of the next step; it rises for as long as the service lives
 
     @property
     def queued(self) -> int:
         """How many jobs are in no step yet."""
         return sum(len(queue.jobs) for queue in self._queues.values())
+
+    @property
+    def layers(self) -> list[int]:
+        """Layers that jobs wait for."""
+        return [layer for layer, queue in self._queues.items() if queue.jobs]
+
+    def full(self, layer: int) -> bool:
+        """Whether the jobs of `layer` fill a lane, or a step."""
+        rows = [0] * self._max_lanes
+        for _, job in self._queues[layer].jobs:
+            rows[job.lane] += job.rows
+        return max(rows) >= self._pace.lane_rows or sum(rows) >= self._pace.step_rows
 
     def announce(self, job: Announcement, now: float) -> None:
         """Queues a job that a door has ready. Raises ValueError for a lane that there is no room for, and
@@ -63,7 +71,6 @@ class Sequencer:
                 f"a lane takes 1 to {self._pace.lane_rows}"
             )
         self._queues.setdefault(job.layer, _Queue()).jobs.append((now, job))
-        self._last_arrival = now
 
     def withdraw(self, lane: int, jobs: Collection[int]) -> None:
         """Forgets jobs of a lane whose callers have left; those that are in a step already stay there."""
@@ -73,28 +80,21 @@ class Sequencer:
     def clear(self) -> None:
         """Forgets every queued job: its door announces it again, or has failed it."""
         self._queues.clear()
-        self._company = 1
 
-    def ready_at(self, now: float) -> float | None:
-        """When the next step should start: `now` or earlier means at once; None means nothing is queued."""
-        oldest = min((q.jobs[0][0] for q in self._queues.values() if q.jobs), default=None)
-        if oldest is None:
-            return None
-        alone = self._company <= 1 and self.queued <= 1
-        if alone or self.queued >= self._company > 1:
-            return now  # a lone caller, or as many as were in the last step are back
-        return min(self._last_arrival + self._pace.quiet, oldest + self._pace.gather)
-
-    def next_step(self, epoch: int, now: float) -> Step | None:
+    def next_step(self, epoch: int, now: float, layers: Collection[int] | None = None) -> Step | None:
         """Takes the most urgent layer's jobs into a step; None when nothing is queued. Jobs past their
-        deadline are dropped: their callers have left."""
+        deadline are dropped: their callers have left. layers: which may be taken; None: any.
+        """
         self._drop_expired(now)
-        waiting = {layer: queue for layer, queue in self._queues.items() if queue.jobs}
+        waiting = {
+            layer: queue
+            for layer, queue in self._queues.items()
+            if queue.jobs and (layers is None or layer in layers)
+        }
         if not waiting:
             return None
         layer = min(waiting, key=lambda layer: min(map(self._urgency, waiting[layer].jobs)))
         lanes = self._fill(waiting[layer])
-        self._company = sum(len(lane) for lane in lanes)
         number, self._number = self._number, self._number + 1
         return Step(number, epoch, layer, tuple(tuple(lane) for lane in lanes))
 

@@ -50,9 +50,7 @@ class HeadProcess:
         served = served_from(config)
         epoch = first_epoch(served)
         step, server = config.step, config.server
-        pace = StepPace(
-            step.lane_rows, step.max_step_tokens, step.quiet_seconds, step.gather_seconds, step.due_seconds
-        )
+        pace = StepPace(step.lane_rows, step.max_step_tokens, step.gather_seconds, step.due_seconds)
         self.token = secrets.token_hex(16)
         logs.hide(self.token)
         keys = Keys(config.keys, self.token)

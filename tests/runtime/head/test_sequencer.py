@@ -8,7 +8,7 @@ from moeserve.dispatch.members import Member, Members
 from moeserve.runtime.head.sequencer import Sequencer, StepPace
 from moeserve.runtime.step import FIRST_NUMBER, Announcement
 
-PACE = StepPace(lane_rows=8, step_rows=16, quiet=0.5, gather=4.0, due=100.0)
+PACE = StepPace(lane_rows=8, step_rows=16, gather=4.0, due=100.0)
 
 
 def job(
@@ -90,33 +90,17 @@ def test_expired_jobs_are_dropped() -> None:
     assert sequencer.queued == 0
 
 
-def test_a_lone_caller_never_waits() -> None:
-    sequencer = made(job(1))
-    assert sequencer.ready_at(0.0) == 0.0
-    sequencer.next_step(1, 0.0)
-    sequencer.announce(job(2), 1.0)
-    assert sequencer.ready_at(1.0) == 1.0
+def test_only_layers_that_are_asked_for_are_taken() -> None:
+    sequencer = made(job(1, layer=0), job(2, layer=1))
+    assert sequencer.next_step(1, 9.0, {1}).layer == 1
+    assert sequencer.next_step(1, 9.0, {1}) is None
+    assert sequencer.layers == [0]
 
 
-def test_company_is_waited_for_while_it_comes_but_not_for_ever() -> None:
-    sequencer = made(job(1), job(2))  # at 0 and 1
-    assert sequencer.ready_at(1.0) == 1.5  # quiet after the last arrival
-    for at in range(2, 8):
-        sequencer.announce(job(at + 1), at * 0.6)
-    assert sequencer.ready_at(4.0) == 4.0  # gather after the oldest
-    sequencer.next_step(1, 4.0)
-    sequencer.announce(job(50), 10.0)
-    assert sequencer.ready_at(10.0) == 10.5  # the last step had company
-
-
-def test_who_were_in_the_last_step_are_not_waited_for_once_all_are_back() -> None:
-    sequencer = made(job(1), job(2), job(3))
-    assert sequencer.next_step(1, 3.0) is not None
-    for at, number in enumerate((4, 5)):
-        sequencer.announce(job(number), 10.0 + at / 10)
-    assert sequencer.ready_at(10.1) == pytest.approx(10.6), "a third may come yet"
-    sequencer.announce(job(6), 10.2)
-    assert sequencer.ready_at(10.2) == 10.2
+def test_a_layer_is_full_with_the_rows_of_a_lane_or_of_a_step() -> None:
+    assert not made(job(1, rows=7)).full(0)
+    assert made(job(1, rows=7), job(2, rows=1)).full(0)
+    assert made(job(1, rows=7), job(2, rows=7, lane=1), job(3, rows=2, lane=1)).full(0)
 
 
 @pytest.mark.parametrize("rows", [9, 0])
@@ -148,4 +132,4 @@ def test_clear_forgets_everything() -> None:
     sequencer = made(job(1), job(2, layer=3))
     sequencer.clear()
     assert sequencer.queued == 0
-    assert sequencer.ready_at(0.0) is None
+    assert sequencer.layers == []
