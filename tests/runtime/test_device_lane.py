@@ -47,15 +47,15 @@ class Caller:
     regions: Regions
     steps: list[Step] = field(default_factory=list)
     number: int = 0
+    observed: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         sizes = LAYOUT.mailbox_bytes, LAYOUT.answers_bytes
         names = [self.regions.create(size)[0] for size in sizes]
         box, out = (self.regions.hold(name, 0, size) for name, size in zip(names, sizes, strict=True))
         self.box, self.out = box.memory.cast("B").cast("Q"), out.memory.cast("B").cast("Q")
-        self.lane = DeviceLane(
-            LaneMemory(*names, (box, out), LAYOUT), LaneTerms(frozenset({3, 5}), PATIENCE, 9.0), self.begin
-        )
+        terms = LaneTerms(frozenset({3, 5}), PATIENCE, 9.0, self.observed.append)
+        self.lane = DeviceLane(LaneMemory(*names, (box, out), LAYOUT), terms, self.begin)
 
     def begin(self, request: moe_pb2.ForwardRequest, ended: Callable[..., None]) -> Step:
         self.steps.append(Step(request, ended))
@@ -115,7 +115,7 @@ def test_steps_begin_by_their_tags_and_are_answered_by_the_same(caller: Caller) 
         caller.look()
         caller.steps[-1].answer()
     assert caller.ended == (Status.OK, "")
-    assert (caller.lane.counts.passes, caller.lane.counts.steps) == (1, 4)
+    assert (caller.lane.counts.passes, caller.lane.counts.steps) == (1, 4) and caller.observed == ["ok"]
 
 
 def test_all_steps_have_the_weights_of_the_first_unless_any_will_do(caller: Caller) -> None:

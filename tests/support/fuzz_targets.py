@@ -239,7 +239,7 @@ def mailboxes(folder: Path) -> Opened:
             return
         names = [house.regions.create(size)[0] for size in (layout.mailbox_bytes, layout.answers_bytes)]
         held = [house.regions.hold(n, 0, s) for n, s in zip(names, _sizes(layout), strict=True)]
-        terms = LaneTerms(frozenset(house.served.layers), 5.0, 5.0)
+        terms = LaneTerms(frozenset(house.served.layers), 5.0, 5.0, lambda status: None)
         lane = DeviceLane(
             LaneMemory(*names, (held[0], held[1]), layout), terms, begin_at(house.door)("tester")
         )

@@ -198,7 +198,10 @@ class _RankProcess:
             config.step.timeout_seconds,
         )
         model = LaneModel(model_name(config), *sizes, tuple(served.layers))
-        return DeviceLanes(self._regions, model, limits, begin_at(door))
+        lanes = DeviceLanes(self._regions, model, limits, begin_at(door))
+        lanes.on_pass = self._telemetry.observe_pass
+        self._telemetry.device_lanes(lambda: len(lanes.attached()))
+        return lanes
 
     @property
     def weights_address(self) -> str:

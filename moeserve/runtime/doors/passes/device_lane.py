@@ -106,6 +106,7 @@ class LaneTerms:
     layers: frozenset[int]
     patience: float  # seconds for rows
     answer: float  # seconds for an answer
+    observe: Callable[[str], None]  # is told how each pass ended, by a status's name
     counts: Counts = field(default_factory=Counts)
 
 
@@ -318,6 +319,7 @@ class DeviceLane:
     def _tell(self, number: int, status: Status, text: str) -> None:
         self.counts.passes += 1
         self.counts.ended = status.name.lower()
+        self._terms.observe(self.counts.ended)
         if status is not Status.OK:
             log.info("a pass ends with %s: %s", status.name, text, extra={"sort": f"pass {status.name}"})
         data = clipped(text).encode()[: m.MOST_TEXT]

@@ -79,6 +79,7 @@ class DeviceLanes:
         """begin_for: how steps of the caller at a peer are begun."""
         self._regions, self._model, self._limits = regions, model, limits
         self._begin_for = begin_for
+        self.on_pass: Callable[[str], None] = lambda status: None  # is told how each pass ended
         self._lanes: dict[str, Attached] = {}  # by the whole name of the mailbox
         self._leaving: list[DeviceLane] = []  # with steps under way
         self._lock = threading.Lock()
@@ -103,7 +104,9 @@ class DeviceLanes:
                 self._regions.release(name)
                 raise
             held = (self._regions.hold(name, 0, size), self._regions.hold(answers, 0, answers_size))
-            terms = LaneTerms(frozenset(model.layers), limits.patience, limits.answer)
+            terms = LaneTerms(
+                frozenset(model.layers), limits.patience, limits.answer, lambda status: self.on_pass(status)
+            )
             memory = LaneMemory(name, answers, held, layout)
             lane = DeviceLane(memory, terms, self._begin_for(peer))
             self._lanes[name] = Attached(request.name, request.device, lane)
