@@ -22,6 +22,8 @@ from moeserve.runtime.control.stream import Stream, StreamClosed, connect
 from moeserve.runtime.doors.calls.rows import RowAdmission, RowLimits
 from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR, LaneDoor
+from moeserve.runtime.doors.passes.device_lanes import DeviceLaneLimits, DeviceLanes, LaneModel
+from moeserve.runtime.doors.passes.service import DeviceLaneDoor, begin_at
 from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
 from moeserve.runtime.doors.payloads.registration import registrar_of
 from moeserve.runtime.doors.request import RequestReader
@@ -39,7 +41,7 @@ from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopySources, Mover
 from moeserve.runtime.rank.weights.peers import Peers, WeightsServer, unread_seconds
 from moeserve.runtime.sections import ConfigError
-from moeserve.runtime.served import model_name, served_from
+from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.telemetry import logs
 from moeserve.runtime.telemetry.exporter import RankTelemetry
 
@@ -160,8 +162,9 @@ class _RankProcess:
         door.admission = RowAdmission(rows)
         self._door = door
         self._draining, self._telling = False, threading.Lock()  # the lock is for what health says
+        self._device_lanes = self._lanes_of(config, served, door)
         self._endpoint = Endpoint(
-            {"LaneService": door},
+            {"LaneService": door, "DeviceLaneService": DeviceLaneDoor(self._device_lanes)},
             NOT_THE_FRONT_DOOR,
             door_limits(config.server),
             config.server.max_message_bytes,
@@ -189,6 +192,22 @@ class _RankProcess:
         copier = Copier(balance.move_bytes_per_second, device)
         return Mover(sources, copier, self.member.send_vote, self.member.report_corruption)
 
+    def _lanes_of(self, config: Config, served: Served, door: LaneDoor) -> DeviceLanes:
+        passes, checkpoint = config.passes, served.checkpoint
+        sizes = (checkpoint.hidden, checkpoint.num_experts, checkpoint.top_k)
+        limits = DeviceLaneLimits(
+            passes.lanes,
+            passes.lane_bytes,
+            config.step.lane_rows,
+            passes.patience_seconds,
+            config.step.timeout_seconds,
+        )
+        model = LaneModel(model_name(config), *sizes, tuple(served.layers))
+        lanes = DeviceLanes(self._regions, model, limits, begin_at(door))
+        lanes.on_pass = self._telemetry.observe_pass
+        self._telemetry.device_lanes(lambda: len(lanes.attached()))
+        return lanes
+
     @property
     def weights_address(self) -> str:
         """The address from which peers copy this rank's experts."""
@@ -199,6 +218,7 @@ class _RankProcess:
         self._mover.close()
         self._weights.close()
         self._endpoint.stop(grace=0.5)
+        self._device_lanes.close()
         self._regions.close()
         self._telemetry.close()
 
