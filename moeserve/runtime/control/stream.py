@@ -114,8 +114,10 @@ class Stream:
             if length > limit:
                 raise StreamClosed(f"a frame of {length} bytes is over the limit of {limit}")
             return decoded(read(length))
+        except StreamClosed:
+            raise  # as its own cause it would keep the stream, and its socket, until a collection
         except OSError as error:
-            raise error if isinstance(error, StreamClosed) else self._ended(error) from error
+            raise self._ended(error) from error
         except ValueError as error:
             raise StreamClosed(str(error)) from error
 
