@@ -2,6 +2,7 @@
 
     python -m bench.service.chaos [--launcher local|ray] [--ranks 3] [--seed 0] [--record]
         [--show states] [--show kills] [--show starts] [--show calm]
+        [--shard 1/4] [--outcomes FILE] [--merge FILE ...]
 
 `moeserve serve` runs in a process of its own. Callers in processes of theirs ask all the time, and every
 answer is compared with what one process computes. What happens to a rank happens at a point of its code that
@@ -12,13 +13,18 @@ sleeps for ever, and hold, one that holds the interpreter meanwhile). Served aga
 long; is the guilty named in the log, and nobody else; has every rank exactly one process afterwards.
 kills: random ranks are killed, `--kills` in `--kill-seconds`, then nothing happens for `--quiet` seconds.
 starts: a rank that cannot start, `--starts` times. calm: `--calm` seconds in which every rank's interpreter
-is held for 6 s now and then, and nothing may happen. Writes bench/results/chaos.jsonl with `--record`; exit
-status 1 where something is not as it should be.
+is held for 6 s now and then, and nothing may happen.
+
+The states may be shared out: `--shard 1/4` takes every fourth case of the seed's order, and `--outcomes`
+appends what became of each to a file. `--merge` judges the cases of such files as one run's; it runs nothing.
+
+Writes bench/results/chaos.jsonl with `--record`; exit status 1 where something is not as it should be.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import re
@@ -29,7 +35,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.lib.record import Result, write
@@ -72,9 +78,19 @@ class Outcome:
     missing: str = ""  # why it does not serve with one process a rank, or does not end; empty: it does
     unnamed: str = ""  # what the log lacks, or says of others; empty: the guilty alone is named
 
+    def line(self) -> str:
+        """As a line of a file that `outcomes_of` reads."""
+        return json.dumps(asdict(self)) + "\n"
+
     def __str__(self) -> str:
         said = self.missing or self.unnamed or f"{self.seconds:.2f} s"
         return f"{self.case}: {said}"
+
+
+def outcomes_of(paths: list[Path]) -> list[Outcome]:
+    """Those in the files, also of a case that was run more than once."""
+    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return [Outcome(Case(**line.pop("case")), **line) for line in lines]
 
 
 class Chaos:
@@ -126,28 +142,40 @@ class Chaos:
         ranks, actions = range(self.args.ranks), self.args.actions
         found = [Case(state, rank, action) for state in states for rank in ranks for action in actions]
         self.random.shuffle(found)
-        return found
+        number, count = self.args.shard
+        return found[number - 1 :: count]
+
+    def note(self, outcomes: list[Outcome], outcome: Outcome) -> None:
+        """Adds what became of a case, prints it, and writes it to the file of outcomes where there is one."""
+        outcomes.append(outcome)
+        print(outcome, flush=True)
+        if self.args.outcomes is not None:
+            with self.args.outcomes.open("a") as lines:
+                lines.write(outcome.line())
 
 
 # -- states --------------------------------------------------------------------------------------------------
 
 
 def states(chaos: Chaos) -> list[Outcome]:
-    """Every case of the states, one after the other in one service; those of draining each in its own."""
-    outcomes = []
-    if serving := tuple(state for state in chaos.args.states if state != "draining"):
+    """Every case of the states, one after the other in one service; those of draining each in its own.
+
+    Where a service did not serve again the other cases have one of their own.
+    """
+    outcomes: list[Outcome] = []
+    serving = tuple(state for state in chaos.args.states if state != "draining")
+    cases = chaos.cases(serving)
+    while cases:
         with chaos.service() as service, chaos.callers(service) as callers:
-            for case in chaos.cases(serving):
-                outcomes.append(happen(chaos, service, callers, case))
-                print(outcomes[-1], flush=True)
-                if outcomes[-1].missing:
+            missing = ""
+            while cases and not missing:
+                chaos.note(outcomes, happen(chaos, service, callers, cases.pop(0)))
+                if missing := outcomes[-1].missing:
                     print(service.log()[-6000:])
-                    break
         chaos.count(callers)
     if "draining" in chaos.args.states:
         for case in chaos.cases(("draining",)):
-            outcomes.append(drained(chaos, case))
-            print(outcomes[-1], flush=True)
+            chaos.note(outcomes, drained(chaos, case))
     return outcomes
 
 
@@ -268,7 +296,7 @@ def kills(chaos: Chaos) -> list[str]:
             faults.append(f"no answer after {args.quiet:g} s of quiet")
         print(f"serving again {back:.2f} s after the last kill", flush=True)
     chaos.count(callers)
-    record(chaos, "kills", [(f"{killed} kills in {took:.0f} s: served again after", back, "s", "lower")])
+    record(chaos.args, "kills", [(f"{killed} kills in {took:.0f} s: served again after", back, "s", "lower")])
     return faults
 
 
@@ -307,7 +335,7 @@ def starts(chaos: Chaos) -> list[str]:
             faults.append("no answer once it could start")
     chaos.count(callers)
     case = f"{len(pauses)} starts that cannot succeed took, with their pauses"
-    record(chaos, "starts", [(case, took, "s", "higher")])
+    record(chaos.args, "starts", [(case, took, "s", "higher")])
     return faults
 
 
@@ -328,21 +356,21 @@ def calm(chaos: Chaos) -> list[str]:
             faults.append("no interpreter was held up")
     chaos.count(callers)
     case = f"false alarms in {chaos.args.calm:g} s with {stalls} stalls of 6 s"
-    record(chaos, "calm", [(case, float(len(alarms)), "alarms", "lower")])
+    record(chaos.args, "calm", [(case, float(len(alarms)), "alarms", "lower")])
     return faults
 
 
 # -- records -------------------------------------------------------------------------------------------------
 
 
-def record(chaos: Chaos, show: str, numbers: list[tuple[str, float, str, str]]) -> None:
+def record(args: argparse.Namespace, show: str, numbers: list[tuple[str, float, str, str]]) -> None:
     """Writes numbers, each with what it is, its unit and which is better; only where asked to."""
-    if chaos.args.record:
-        launcher = chaos.args.launcher
-        write(Result("chaos", f"{launcher}, {show}: {case}", *rest) for case, *rest in numbers)  # type: ignore[arg-type]
+    if args.record:
+        cases = ((f"{args.launcher}, {show}: {case}", *rest) for case, *rest in numbers)
+        write(Result("chaos", case, *rest) for case, *rest in cases)  # type: ignore[arg-type]
 
 
-def judge(chaos: Chaos, outcomes: list[Outcome]) -> list[str]:
+def judge(args: argparse.Namespace, outcomes: list[Outcome]) -> list[str]:
     """What is not as it should be in the states, and the record of it."""
     served = [one for one in outcomes if not one.missing]
     named = [one for one in served if not one.unnamed and one.case.state != "draining"]
@@ -351,14 +379,14 @@ def judge(chaos: Chaos, outcomes: list[Outcome]) -> list[str]:
         (f"served again with one process a rank, of {len(outcomes)} cases", len(served), "cases", "higher"),
         (f"the guilty alone named, of {len(judged)} cases", len(named), "cases", "higher"),
     ]
-    for state in chaos.args.states:
-        for action in chaos.args.actions:
+    for state in STATES:
+        for action in ACTIONS:
             seconds = [o.seconds for o in served if (o.case.state, o.case.action) == (state, action)]
             if seconds:
                 numbers.append((f"{state}, {action}: longest time back", max(seconds), "s", "lower"))
     for case, value, unit, _ in numbers:
         print(f"{case}: {value:.4g} {unit}")
-    record(chaos, "states", numbers)
+    record(args, "states", numbers)
     return [str(one) for one in outcomes if one.missing or one.unnamed]
 
 
@@ -367,13 +395,21 @@ def shown(chaos: Chaos) -> Iterator[str]:
     for show in chaos.args.show or SHOWS:
         print(f"-- {show}, {chaos.args.launcher} launcher", flush=True)
         if show == "states":
-            yield from judge(chaos, states(chaos))
+            yield from judge(chaos.args, states(chaos))
         elif show == "kills":
             yield from kills(chaos)
         elif show == "starts":
             yield from starts(chaos)
         else:
             yield from calm(chaos)
+
+
+def shard(text: str) -> tuple[int, int]:
+    """`2/4` as the second of four. Raises ValueError."""
+    number, count = map(int, text.split("/"))
+    if not 1 <= number <= count:
+        raise ValueError(f"{text}: the first number must be 1 to {count}")
+    return number, count
 
 
 def main() -> None:
@@ -387,6 +423,9 @@ def main() -> None:
     parser.add_argument("--show", choices=SHOWS, action="append", help="all when none is given")
     parser.add_argument("--states", nargs="+", choices=STATES, default=STATES)
     parser.add_argument("--actions", nargs="+", choices=ACTIONS, default=("stop", "kill"))
+    parser.add_argument("--shard", type=shard, default=(1, 1), help="of the states' cases, such as 2/4")
+    parser.add_argument("--outcomes", type=Path, help="append what became of each state's case to this file")
+    parser.add_argument("--merge", type=Path, nargs="+", help="judge the cases of these files; run nothing")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--kill-seconds", type=float, default=200.0)
     parser.add_argument("--quiet", type=float, default=60.0, help="seconds after the kills")
@@ -396,6 +435,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.ranks < 2:
         parser.error("--ranks must be 2 or more: others have to be left alone")
+    if args.merge:
+        faults = judge(args, outcomes_of(args.merge))
+        print("\n".join(faults))
+        sys.exit(bool(faults))
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         chaos = Chaos(args, Path(folder))
         faults = list(shown(chaos))

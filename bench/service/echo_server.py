@@ -1,12 +1,15 @@
 """A bare Python gRPC echo: the least that a call with these bytes can cost. Prints its port.
 
-python -m bench.service.echo_server
+python -m bench.service.echo_server [CERTIFICATE KEY]
+
+With the files of a certificate and its key it speaks TLS.
 """
 
 from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 
@@ -28,7 +31,11 @@ def main() -> None:
     """Serves on a free port of loopback until stdin ends."""
     keep_freed_memory()
     server = grpc.server(ThreadPoolExecutor(4), handlers=(Echo(),), options=OPTIONS)
-    port = server.add_insecure_port("127.0.0.1:0")
+    if len(sys.argv) > 1:
+        certificate, key = (Path(name).read_bytes() for name in sys.argv[1:])
+        port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, certificate)]))
+    else:
+        port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     print(port, flush=True)
     sys.stdin.read()

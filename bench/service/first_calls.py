@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--inner", type=int, default=768)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--most-rows", type=int, default=MOST_ROWS)
-    parser.add_argument("--graph-rows", type=int, default=256, help="step.graph_rows; 0: no CUDA graphs")
+    parser.add_argument("--graph-rows", type=int, default=1024, help="step.graph_rows; 0: no CUDA graphs")
     parser.add_argument("--cold", action="store_true", help="with empty caches of compiled kernels")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as caches:

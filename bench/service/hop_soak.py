@@ -82,7 +82,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=24, help="of a call; 24 by default")
     parser.add_argument("--out", type=Path, help="where the result goes; by default into the record")
     args = parser.parse_args()
-    args.gpus, args.dispatcher, args.graph_rows = torch.cuda.device_count() >= 2, "auto", 256
+    args.gpus, args.dispatcher, args.graph_rows = (
+        torch.cuda.device_count() >= 2,
+        "auto",
+        Config().step.graph_rows,
+    )
     sizes: Sizes = LARGE if args.gpus else TINY
     tune_process()
     total, first = Called(), dict[str, Look]()

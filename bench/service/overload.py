@@ -1,10 +1,16 @@
 """Overload: what a service does with five times the calls that it can serve, and who else notices.
 
-    python -m bench.service.overload [--seconds 60] [--seed 0]
+    python -m bench.service.overload [--seconds 60] [--seed 0] [--service-cores 6] [--record]
 
 A service of two ranks on the CPU serves one layer, float32. Load comes from processes of its own
 (`faults/load.py`), over bare gRPC stubs; every answer is compared with what plain torch computes of the same
 weights.
+
+The layer is so heavy that the service answers 15 calls a second with two cores: five times as many calls take
+little of the processor from it, also where there are no cores for them alone. With steps of a few ms it was
+the load that took the cores, and calls waited in sockets where no door sees them. Deadlines and the rows of a
+step fit such a layer. Where the machine has six cores or more the service gets cores of its own, at most six,
+and the load runs on the others.
 
     idle       one caller, one call after the other: what a message takes when nothing else runs
     capacity   callers that wait for their answers, so many that more bring nothing
@@ -36,21 +42,22 @@ import torch
 from safetensors.torch import load_file
 
 from bench.lib.checkpoint import Qwen3Moe, write_checkpoint
+from bench.lib.cores import Cores, on, usual
 from bench.lib.record import Result, write
 from bench.service.hop import Child
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.tensors import encode, plain
 
-HIDDEN, INNER, EXPERTS, TOP_K, ROWS = 1024, 8192, 8, 2, 16
-"""So large that two cores serve about 30 calls a second: who makes five times as many, on the same cores,
-then needs little of them. With steps of a few ms the load itself took them, and calls waited in the sockets.
-"""
-
+HIDDEN, INNER, EXPERTS, TOP_K, ROWS = 1024, 32768, 4, 2, 16
 QUESTIONS = 16
 RANKS = 2
-DEADLINE = 4.0
+DEADLINE = 8.0
+LANE_ROWS = 256  # a step of both lanes then takes two seconds on two cores
+MOST_CORES = 6  # of the service
+HEAD_CORES = 2  # of the service's, for all but its ranks' steps
 TIMES = 5
 WORKERS = 48  # of the polite client, and of those that find the capacity
+CAPACITY_SECONDS = 30.0
 SETTLE_SECONDS = 30.0
 STREAMS = HALF_OPEN = 1000
 GARBAGE = 12
@@ -69,6 +76,7 @@ class Seen:
     seconds: dict[str, list[float]]
     wrong: int
     left_out: int
+    lasted: float  # seconds from the beginning until the last call ended
 
     def count(self, *codes: str) -> int:
         """Calls that ended so."""
@@ -87,15 +95,18 @@ class Seen:
 class Service:
     """The service under load, and where it is reached."""
 
-    def __init__(self, folder: Path, seed: int, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, seed: int, cores: Cores, settings: dict[str, Any]) -> None:
+        self.cores = cores
         checkpoint, self.questions, config = folder / "layer", folder / "questions.npz", folder / "serve.toml"
         if not checkpoint.exists():
             make_checkpoint(checkpoint, seed)
             make_questions(checkpoint, self.questions, seed)
-        lines = [f"{key} = {value}" for key, value in settings.items()]
-        config.write_text("\n".join(["[server]", *lines, ""]))
+        lines = ["[step]", f"lane_rows = {LANE_ROWS}", "[cluster]", f"threads_per_rank = {threads(cores)}"]
+        lines += ["[server]", *(f"{key} = {value}" for key, value in settings.items())]
+        config.write_text("\n".join([*lines, ""]))
         command = [sys.executable, *SERVE.split(), "--checkpoint", str(checkpoint), str(config)]
-        self._child = Child(command, r"probes on (\S+)", r"serving on (\S+)")
+        with on(cores.service):
+            self._child = Child(command, r"probes on (\S+)", r"serving on (\S+)")
         self.probes, self.front = self._child.said
         with grpc.insecure_channel(self.front) as channel:
             found = moe_pb2_grpc.FrontServiceStub(channel).GetTopology(
@@ -112,6 +123,11 @@ class Service:
 
     def __exit__(self, *ended: object) -> None:
         self._child.__exit__(*ended)
+
+
+def threads(cores: Cores) -> int:
+    """Of each rank's steps."""
+    return max(1, (len(cores.service) - cores.apart * HEAD_CORES) // RANKS)
 
 
 def family(pid: int) -> Iterator[int]:
@@ -171,7 +187,8 @@ class Load:
         given = {"addresses": service.lanes, "questions": str(service.questions), "deadline": DEADLINE}
         given |= spec | {"into": self._into.name}
         command = [sys.executable, "-m", "bench.service.faults.load", kind, json.dumps(given)]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        with on(service.cores.load):
+            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._child.stdout is not None
         if self._child.stdout.readline() != "ready\n":
             raise RuntimeError(f"the load {kind} ended with {self._child.wait()} before it began")
@@ -203,14 +220,14 @@ def during(*loads: Load) -> Iterator[None]:
 def under_load(service: Service, seconds: float) -> Iterator[Result]:
     """Goodput, deadlines, refusals and shares at five times the capacity."""
     idle = Load("polite", service, workers=1, seconds=10, pause=0.02).end()
-    capacity = Load("polite", service, workers=WORKERS, seconds=20, deadline=30.0).end()
-    served = capacity.count("OK") / 20
+    capacity = Load("polite", service, workers=WORKERS, seconds=CAPACITY_SECONDS, deadline=60.0).end()
+    served = capacity.count("OK") / capacity.lasted
     print(f"idle {idle.p(50, 'OK'):.1f} ms, capacity {served:.0f} calls/s {capacity.codes()}", flush=True)
     polite = Load("polite", service, workers=WORKERS, seconds=seconds)
     rude = Load("rude", service, rate=TIMES * served, seconds=seconds)
     theirs, ours = rude.end(), polite.end()
     print(f"rude {theirs.codes()} left out {theirs.left_out}; polite {ours.codes()}", flush=True)
-    good = (theirs.count("OK") + ours.count("OK")) / seconds
+    good = (theirs.count("OK") + ours.count("OK")) / max(theirs.lasted, ours.lasted)
     accepted = Seen(
         {
             code: theirs.seconds.get(code, []) + ours.seconds.get(code, [])
@@ -218,6 +235,7 @@ def under_load(service: Service, seconds: float) -> Iterator[Result]:
         },
         0,
         0,
+        seconds,
     )
     late = "DEADLINE_EXCEEDED"
     case = f"{TIMES} x capacity for {seconds:.0f} s"
@@ -233,6 +251,7 @@ def under_load(service: Service, seconds: float) -> Iterator[Result]:
     over = round(accepted.p(99, "RESOURCE_EXHAUSTED") - base, 1)
     peers = {"idle p50": round(base, 1), "idle p99": round(idle.p(99, "OK"), 1)}
     peers |= {f"refusals p{at}": round(accepted.p(at, "RESOURCE_EXHAUSTED"), 1) for at in (50, 90)}
+    peers |= {"refusals p99": round(accepted.p(99, "RESOURCE_EXHAUSTED"), 1)}
     peers |= {"refusals": float(accepted.count("RESOURCE_EXHAUSTED"))}
     yield Result("overload", f"refusals p99 over an idle call, {case}", over, "ms", "lower", 10.0, peers)
     counts = {"polite, calls": float(ours.count("OK")), "rude, calls": float(theirs.count("OK"))}
@@ -294,8 +313,9 @@ def beside_nuisances(service: Service, nbytes: int, seconds: float) -> Iterator[
 
 def run(args: argparse.Namespace, folder: Path) -> Iterator[Result]:
     """Every case, one after the other."""
-    parts = args.parts.split(",")
-    with Service(folder, args.seed, {}) as service:
+    parts, cores = args.parts.split(","), Cores.shared_out(args.service_cores)
+    print(f"cores of the service {sorted(cores.service)}, of the load {sorted(cores.load)}", flush=True)
+    with Service(folder, args.seed, cores, {}) as service:
         Load("polite", service, workers=4, seconds=5).end()
         time.sleep(10)
         before = service.resident()
@@ -305,7 +325,7 @@ def run(args: argparse.Namespace, folder: Path) -> Iterator[Result]:
         if "unread" in parts:
             yield unread_streams(service, before)
     if "health" in parts:
-        with Service(folder, args.seed, {"max_streams": 1024}) as service:
+        with Service(folder, args.seed, cores, {"max_streams": 1024}) as service:
             Load("polite", service, workers=4, seconds=5).end()
             for nbytes in (200 * 10**6, 60 * 10**6):
                 yield from beside_nuisances(service, nbytes, args.seconds / 2)
@@ -319,7 +339,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="of overload; 60 by default")
     parser.add_argument("--seed", type=int, default=0, help="of weights and rows")
     parser.add_argument("--parts", default="load,unread,health", help="which of load, unread, health")
-    parser.add_argument("--dry", action="store_true", help="print only, leave the record as it is")
+    parser.add_argument("--record", action="store_true", help="write bench/results/overload.jsonl")
+    parser.add_argument(
+        "--service-cores",
+        type=int,
+        default=usual(MOST_CORES),
+        help="of the service alone, 0: all, with the load; by default half of six or more, at most 6",
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         results = []
@@ -327,7 +353,7 @@ def main() -> None:
             results.append(result)
             aim = f", aim {result.aim}" if result.aim is not None else ""
             print(f"{result.case}: {result.ours} {result.unit}{aim} {dict(result.peers)}", flush=True)
-    if not args.dry:
+    if args.record:
         write(results)
 
 

@@ -21,9 +21,9 @@ _BARE = re.compile(
     rf"{_LAYER}\.(?P<tensor>(?:input|output)_linear\.weight|(?<=\.moe\.)(?:gate|up|down)_proj\..+)"
 )
 _BIAS = re.compile(
-    rf"{_LAYER}\.(?:\w+\.)*?(?:e_score_correction_bias|expert_bias|router_bias|(?<=\.ffn\.)gate\.bias|"
-    r"(?<=\.llm\.layers\.)\d+\.mlp\.gate\.bias)"
+    rf"{_LAYER}\.(?:\w+\.)*?(?:e_score_correction_bias|expert_bias|router_bias|(?<=\.ffn\.)gate\.bias)"
 )
+_BIAS_OF_INKLING = re.compile(rf"(?=(?:\w+\.)*llm\.layers\.\d+\.mlp\.gate\.bias$){_LAYER}\.gate\.bias")
 
 _BESIDE_EXPERTS = re.compile(
     r"e_score_correction_bias|post_expert_norm\."
@@ -127,7 +127,7 @@ class LayerNames:
 def correction_biases(names: Iterable[str], numbers: Numbers | None = None) -> dict[int, str]:
     """Returns the name of the routing correction bias of each layer that has one, by layer."""
     numbers = numbers or Numbers()
-    found = ((name, _BIAS.fullmatch(name)) for name in names)
+    found = ((name, _BIAS.fullmatch(name) or _BIAS_OF_INKLING.fullmatch(name)) for name in names)
     return {layer: name for name, match in found if match and (layer := numbers.of(match)) is not None}
 
 

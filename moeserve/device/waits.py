@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from moeserve.device.arguments import Argument
 from moeserve.device.residency import resident_blocks
@@ -36,8 +38,7 @@ class GridWait:
     def __init__(self, kernel: str, device: torch.device) -> None:
         self._kernel, self._device = kernel, device
         self._spoiled = spoiled_word(device)
-        self._expired = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._word = self._expired.numpy()  # of the same memory; a tensor is slow to read
+        self._expired, self._word = _words.take()
 
     def arguments(self) -> dict[str, Argument]:
         """The values of `FIELDS`."""
@@ -77,11 +78,46 @@ def grid_wait(kernel: str, device: torch.device) -> GridWait:
 
 _made: list[GridWait] = []
 
+MOST_WORDS = 1024  # kernels that wait, of one process
+
+
+class _Words:
+    """The words of all kernels side by side in host memory, so that one look finds whether any is set."""
+
+    def __init__(self) -> None:
+        self._all: torch.Tensor | None = None
+        self._seen: NDArray[np.int32] | None = None  # of the same memory; a tensor is slow to read
+        self._taken = 0
+
+    def take(self) -> tuple[torch.Tensor, NDArray[np.int32]]:
+        """A word `[1]` for one kernel more, twice: kernels write the tensor, the host reads the array.
+
+        Raises RuntimeError where there is none left.
+        """
+        if self._all is None or self._seen is None:
+            pinned = torch.cuda.is_available()
+            self._all = torch.zeros(MOST_WORDS, dtype=torch.int32, pin_memory=pinned)
+            self._seen = self._all.numpy()
+        if self._taken == MOST_WORDS:
+            raise RuntimeError(f"more than {MOST_WORDS} kernels of this process wait: raise MOST_WORDS")
+        here = slice(self._taken, self._taken + 1)
+        self._taken += 1
+        return self._all[here], self._seen[here]
+
+    @property
+    def set(self) -> bool:
+        """Whether any is."""
+        return self._seen is not None and bool(self._seen[: self._taken].any())
+
+
+_words = _Words()
+
 
 def check_waits() -> None:
     """`GridWait.check` for every kernel that was launched or recorded by this process.
 
     To be asked once an answer is on the host: a recorded launch asks nobody when it is replayed.
     """
-    for wait in _made:
-        wait.check()
+    if _words.set:
+        for wait in _made:
+            wait.check()

@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -47,7 +47,7 @@ class DType:
     torch_name: str
     storage: np.dtype[Any]
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         """Bytes of one number."""
         return self.storage.itemsize
@@ -84,7 +84,7 @@ class Spec:
     dtype: DType
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the payload."""
         return prod(self.shape) * self.dtype.itemsize
@@ -200,13 +200,19 @@ def spec_of(message: moe_pb2.Tensor, field: str, *, rank: int, dtypes: tuple[str
     shape = tuple(message.shape)
     if max(shape, default=0) > LARGEST_DIM:
         raise TensorError(field, f"shape {list(shape)} has a dimension over {LARGEST_DIM}")
-    spec = Spec(dtype, shape)
+    spec = _spec(dtype, shape)
     payload = message.WhichOneof("payload")
     if payload is None:
         raise TensorError(field, f"no payload; {spec} takes {spec.nbytes} bytes of data or a region")
     if payload == "region" and message.region.size != spec.nbytes:
         raise TensorError(field, f"a region of {message.region.size} bytes, but {spec} takes {spec.nbytes}")
     return spec
+
+
+@lru_cache(maxsize=1024)
+def _spec(dtype: DType, shape: tuple[int, ...]) -> Spec:
+    """The same for calls of the same shapes, which counts its bytes once."""
+    return Spec(dtype, shape)
 
 
 def as_numpy(data: Buffer, spec: Spec, field: str) -> Plain:
@@ -223,7 +229,7 @@ def as_torch(data: Buffer, spec: Spec, field: str = "tensor") -> torch.Tensor:
     _check_length(data, spec, field)
     import torch
 
-    dtype = getattr(torch, spec.dtype.torch_name)
+    dtype: torch.dtype = getattr(torch, spec.dtype.torch_name)
     if spec.nbytes == 0:
         return torch.empty(spec.shape, dtype=dtype)
     _quiet_frombuffer()

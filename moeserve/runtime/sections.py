@@ -94,7 +94,7 @@ class StepConfig:
     timeout_seconds: float = 30.0  # of one collective; a rank that does not answer by then is lost
     late_seconds: float = 10.0  # a step may stand still so long; then who holds it up; 0: timeout_seconds
     on_late: str = FAIL  # what becomes of a step without a late rank's rows: fail, or drop them and go on
-    graph_rows: int = 256  # of the fullest lane, up to which a GPU's steps are CUDA graphs; 0: none are
+    graph_rows: int = 1024  # of the fullest lane, up to which a GPU's steps are CUDA graphs; 0: none are
 
     @property
     def patience(self) -> float:
@@ -173,6 +173,15 @@ class MembersConfig:
     max_lanes: int = 0  # that bring rows, callers' own ones with them; 0: as many as ranks
     max_owners: int = 0  # that hold experts; 0: as many as ranks
     held_multiprocessors: int = 0  # of each GPU: that waiting kernels of others may hold
+
+
+@dataclass(frozen=True)
+class PassesConfig:
+    """Callers that are attached to a rank by a device lane, and their passes."""
+
+    lanes: int = 8  # attached to one rank at once; 0: none
+    lane_bytes: int = 256 << 20  # of shared memory, of one lane
+    patience_seconds: float = 2.0  # for the rows of a step that is next; then the pass ends
 
 
 @dataclass(frozen=True)

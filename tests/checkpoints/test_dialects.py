@@ -217,6 +217,12 @@ def test_correction_biases_stand_in_two_places(name: str) -> None:
     assert correction_biases([f"model.layers.4.{name}"]) == {4: f"model.layers.4.{name}"}
 
 
+def test_a_gates_bias_is_a_correction_where_inkling_2_has_it() -> None:
+    ours = ["model.llm.layers.4.mlp.gate.bias", "llm.layers.5.mlp.gate.bias"]
+    others = ["model.layers.6.mlp.gate.bias", "model.llm.layers.7.mlp.up_proj.bias", "llm.mlp.gate.bias"]
+    assert correction_biases(ours + others) == {4: ours[0], 5: ours[1]}
+
+
 def test_a_gates_bias_is_a_correction_where_deepseek_v4_has_it() -> None:
     names = ["layers.4.ffn.gate.bias", "model.layers.5.ffn.gate.bias", "model.layers.6.mlp.gate.bias"]
     assert correction_biases(names) == {4: names[0], 5: names[1]}

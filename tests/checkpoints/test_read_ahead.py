@@ -76,4 +76,4 @@ def test_a_rank_asks_for_a_layer_before_it_reads_the_one_before(monkeypatch: pyt
     member = SimpleNamespace(owner=0)
     epoch = SimpleNamespace(members=SimpleNamespace(at=lambda _: member), mesh=SimpleNamespace(sliced=False))
     experts.load(cast(Any, epoch), lambda layers: layers)
-    assert events == [("ask [0, 2]", 4), ("read", 3), ("read", 4)]
+    assert events == [("ask [0, 2]", 3), ("ask [0, 2]", 4), ("read", 3), ("read", 4)]

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_models import BF16, FLOAT32, Bound, apart
+from engine_models import FLOAT32, Apart, Bound, apart, bound_by_experts, bound_by_float32
+
+NOISE = Apart(0.2, 0.05, (), 20, 300)
+BF16 = bound_by_experts(NOISE)
 
 
 def run(*chosen: int, off: float = 0.0) -> list[dict[str, Any]]:
     """One request that generated `chosen`; all log-probabilities but the first are `off` by so much."""
     position = {str(token): -1.0 - token / 20 - (off if token else 0.0) for token in range(20)}
     return [{"tokens": list(chosen), "logprobs": [dict(position) for _ in chosen]}]
+
+
+def test_bounds_of_bf16_follow_from_its_noise() -> None:
+    assert Bound(0.4, 0.1) == BF16
+    assert bound_by_float32(NOISE) == Bound(0.4, 2**0.5 * 0.05)
 
 
 def test_equal_runs_are_within_every_bound() -> None:

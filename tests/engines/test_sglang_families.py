@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_models import BOUNDS, prompts, read_config
+from engine_models import DTYPES, prompts, read_config
 from engine_runs import NEW_TOKENS, REQUESTS, generate_as_alone
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
@@ -13,7 +13,7 @@ ALONE = {"gpt_oss": "sinks", "deepseek_v3": "rope_scaling"}
 """Families that SGLang itself cannot run on a CPU, and a word of its own error."""
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sglang_generates_what_it_does_alone_and_damaged_experts_are_seen(
     engine_model: Any, run_sglang: Any, family: str, dtype: str

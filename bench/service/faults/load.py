@@ -41,6 +41,8 @@ class Seen:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     wrong: int = 0
     left_out: int = 0
+    began: float = field(default_factory=time.perf_counter)
+    lasted: float = 0.0  # seconds from `began` until the last call ended
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, code: str, seconds: float, *, right: bool = True) -> None:
@@ -48,6 +50,7 @@ class Seen:
         with self.lock:
             self.seconds.setdefault(code, []).append(round(seconds, 6))
             self.wrong += not right
+            self.lasted = time.perf_counter() - self.began
 
 
 class Questions:
@@ -95,6 +98,7 @@ def rude(spec: dict[str, Any]) -> Seen:
 
     say_ready()
     started, turn = time.perf_counter(), 0
+    seen.began = started
     while (now := time.perf_counter() - started) < spec["seconds"]:
         if (early := turn / spec["rate"] - now) > 0:
             time.sleep(early)
@@ -114,7 +118,8 @@ def rude(spec: dict[str, Any]) -> Seen:
 def polite(spec: dict[str, Any]) -> Seen:
     """Workers that call one after the other, and come back when they are told to."""
     questions, calls, seen = Questions(spec["questions"]), stubs(spec), Seen()
-    until = time.perf_counter() + spec["seconds"]
+    seen.began = time.perf_counter()
+    until = seen.began + spec["seconds"]
 
     def work(worker: int) -> None:
         turn = worker
@@ -274,7 +279,7 @@ def main() -> None:
     kind, spec = sys.argv[1], json.loads(sys.argv[2])
     seen = KINDS[kind](spec)
     Path(spec["into"]).write_text(
-        json.dumps({"seconds": seen.seconds, "wrong": seen.wrong, "left_out": seen.left_out})
+        json.dumps({name: getattr(seen, name) for name in ("seconds", "wrong", "left_out", "lasted")})
     )
 
 

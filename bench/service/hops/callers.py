@@ -106,8 +106,13 @@ class Callers:
                 process.join()
 
 
+COPYING_THREADS = 8
+"""Threads of torch in a process of one caller, whose copies may use them. Processes with several have one: the
+threads of each caller's copies and checks would spin for work on all cores, and hold up the ranks too.
+"""
+
+
 def _serve(pipe: Connection, address: str, sizes: Sizes) -> None:
-    torch.set_num_threads(8)
     keep_freed_memory()
     with (
         MoeClient(address, timeout=60) as shared,
@@ -126,6 +131,7 @@ def _serve(pipe: Connection, address: str, sizes: Sizes) -> None:
 
 
 def _run(pipe: Connection, client: MoeClient, sizes: Sizes, load: Load, numbers: list[int]) -> None:
+    torch.set_num_threads(COPYING_THREADS if len(numbers) == 1 else 1)
     with ExitStack() as stack:
         callers = [_Caller(client, sizes, load, number, stack) for number in numbers]
         _all([caller.warm_up for caller in callers])

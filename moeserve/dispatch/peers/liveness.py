@@ -53,6 +53,7 @@ class PeerLiveness:
         self.live = torch.zeros(self.places + 1, dtype=torch.int32, device=device)
         pinned = self.live.is_cuda
         self.host_flags = torch.zeros(self.places + 1, dtype=torch.int32, pin_memory=pinned)
+        self._flags = self.host_flags.numpy()  # of the same memory; a tensor is slow to read
         self.host_word = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
         self.partners = torch.zeros((2, self.places), dtype=torch.int32, device=device)
         self._named: set[int] = set()
@@ -107,7 +108,9 @@ class PeerLiveness:
 
     def late(self) -> tuple[int, ...]:
         """The seats given up since the last call, as far as the device has come. Waits for nothing."""
-        flags = self.host_flags.tolist()
+        if not self._flags[:-1].any():
+            return ()
+        flags = self._flags.tolist()
         given_up = {
             member.seat
             for member in self.members.present
@@ -120,7 +123,7 @@ class PeerLiveness:
     @property
     def stuck(self) -> int:
         """The sequence number of a step whose own blocks did not run together; 0 for none."""
-        return int(self.host_flags[-1]) % 2**32
+        return int(self._flags[-1]) % 2**32
 
     def _take(self, member: Member) -> None:
         places = self.places_of(member)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -249,20 +249,61 @@ def without_expert_weights() -> Iterator[None]:
     affected; those that enter this context wait.
     """
     thread, plan = threading.get_ident(), PreTrainedModel._get_dtype_plan
+    fill = PreTrainedModel._initialize_missing_keys
+    dropped: dict[Any, list[_Dropped]] = {}
 
     def drop_then_plan(model: Any, *args: Any, **options: Any) -> Any:
         if threading.get_ident() == thread:
+            dropped[model] = _expert_parameters(model)
             absent = {rf"^{re.escape(name)}\." for name in drop_expert_weights(model)}
             model._keys_to_ignore_on_load_unexpected |= absent
         return plan(model, *args, **options)
 
+    def fill_others(model: Any, *args: Any, **options: Any) -> Any:
+        with _with_shapes(dropped.get(model, ())):
+            return fill(model, *args, **options)
+
     with _LOADING:
         # asked once of each model: its modules are final by then, and neither placed nor read yet
         PreTrainedModel._get_dtype_plan = drop_then_plan
+        # and this one once what the files have is read
+        PreTrainedModel._initialize_missing_keys = fill_others
         try:
             yield
         finally:
             PreTrainedModel._get_dtype_plan = plan
+            PreTrainedModel._initialize_missing_keys = fill
+
+
+_Dropped = tuple[Module, str, Tensor]
+"""A module, the name of a parameter that it had, and the parameter without its numbers."""
+
+
+def _expert_parameters(model: Module) -> list[_Dropped]:
+    return [
+        (holder, name, parameter.to("meta"))
+        for _, _, holder in _holders(model)
+        for name, parameter in holder._parameters.items()
+        if parameter is not None
+    ]
+
+
+@contextmanager
+def _with_shapes(dropped: Iterable[_Dropped]) -> Iterator[None]:
+    """Inside, modules have the parameters that were dropped, without numbers.
+
+    Some classes fill experts' weights from the block above, which does not look whether there are any. They
+    pass over what is marked as filled.
+    """
+    dropped = list(dropped)
+    for holder, name, shaped in dropped:
+        shaped._is_hf_initialized = True  # type: ignore[attr-defined]
+        holder._parameters[name] = cast(Any, shaped)
+    try:
+        yield
+    finally:
+        for holder, name, _ in dropped:
+            holder._parameters[name] = None
 
 
 def _check_served(model: Any, modules: dict[int, tuple[str, Module]], served: moe_pb2.GetModelReply) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moeserve.experts.routing.gate import Gate
@@ -128,21 +130,23 @@ class RequestReader:
         if opened.experts is None or opened.weights is None:
             raise TensorError("route", "neither choice nor logits is set")
         self._check("choice.ids", opened.experts, checkpoint.top_k, "the model's experts a token")
-        if opened.experts.numel():
-            ids = opened.experts.numpy()
-            low, high = int(ids.min()), int(ids.max())
-            if low < -1 or high >= checkpoint.num_experts:
-                wrong = low if low < -1 else high
-                raise TensorError(
-                    "choice.ids",
-                    f"id {wrong} is out of range: experts are 0 to {checkpoint.num_experts - 1}, -1 is none",
-                )
+        if wrong := _out_of_range(opened.experts.numpy(), checkpoint.num_experts):
+            text = f"experts are 0 to {checkpoint.num_experts - 1}, -1 is none"
+            raise TensorError("choice.ids", f"id {wrong[0]} is out of range: {text}")
         return _as(torch.int32, opened.experts), _as(torch.float32, opened.weights)
 
     @staticmethod
     def _check(field: str, tensor: Tensor, width: int, what: str) -> None:
         if tensor.shape[1] != width:
             raise TensorError(field, f"rows of {tensor.shape[1]}, but {what} is {width}")
+
+
+def _out_of_range(ids: NDArray[Any], experts: int) -> list[int]:
+    """One of `ids` that is neither -1 nor below `experts`; empty where all are right."""
+    if not ids.size or int(ids.view(f"u{ids.itemsize}").max()) < experts:
+        return []  # at one look: what is below 0 is large without a sign
+    low, high = int(ids.min()), int(ids.max())
+    return [low] if low < -1 else [high] if high >= experts else []
 
 
 def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:

@@ -173,9 +173,8 @@ class RayCluster:
         if address:
             ray.init(address=address, log_to_driver=True)
         else:
-            resources = max(
-                os.cpu_count() or 1, self._needed_cpus()
-            )  # ranks on one machine share its cores knowingly
+            cores = len(os.sched_getaffinity(0))  # Ray begins with as many workers
+            resources = max(cores, self._needed_cpus())  # ranks on one machine share its cores knowingly
             with _on_loopback() if self._config.server.host in LOOPBACK else nullcontext():
                 ray.init(address="local", num_cpus=resources, include_dashboard=False)
         self._owns_ray = True

@@ -46,6 +46,7 @@ class RankExperts:
         """
         owner = epoch.members.at(self._index).owner
         self._part = (owner, epoch.mesh.slices) if epoch.mesh.sliced and owner is not None else (0, 1)
+        self._read_ahead(epoch, 0)
         for layer in progress(self._served.layers):
             self._read_ahead(epoch, self._served.layers.index(layer) + 1)
             wanted = self._held_in(epoch, self._served.layers.index(layer))
@@ -99,7 +100,11 @@ class RankExperts:
         return KernelSpec(plan.problem.scheme, plan.problem.shape, self._served.dtype)
 
     def _read_ahead(self, epoch: Epoch, position: int) -> None:
-        """Asks for the experts of the layer at `position`, while those of the layer before are prepared."""
+        """Asks for the experts of the layer at `position`, while those of the layer before are prepared.
+
+        The first layer is asked for too: a disk brings all its shards at once, and not one window after
+        another.
+        """
         if position >= len(self._served.layers) or self._served.layers[position] in self._held:
             return
         slots, version = self._held_in(epoch, position)

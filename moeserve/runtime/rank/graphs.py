@@ -43,6 +43,16 @@ class Key(NamedTuple):
     kind: Hashable
 
 
+class Recorded(NamedTuple):
+    """A graph whose input lies in its place: what replays it, and where its answer `[T, H]` is then.
+
+    The next replay of any graph may write the answer over.
+    """
+
+    replay: Replay
+    answer: Tensor
+
+
 @dataclass(frozen=True)
 class GraphStep:
     """A step that may come from a graph, as one member sees it."""
@@ -144,6 +154,26 @@ class StepGraphs:
         assert found is not None
         return found[:own].clone()
 
+    def recorded(self, step: GraphStep, rows: LaneRows) -> Recorded | None:
+        """The graph of a step whose rows are filled into its `room`; None where it is not recorded yet.
+
+        It stays true as long as this does and the layer is not forgotten.
+        """
+        form = _form(rows)
+        key = Key(step.layer, step.padded, form, step.kind)
+        replay, answer = self._replays.get(key), self._answers.get(key)
+        if replay is None or answer is None or not self._in_place(rows, step.padded, form):
+            return None
+        return Recorded(replay, answer[: rows.hidden.shape[0]])
+
+    def _in_place(self, rows: LaneRows, padded: int, form: Hashable) -> bool:
+        """Whether `rows` are the first of a `room`, which is filled; also where they are none."""
+        room, count = self._rooms.get((padded, form)), rows.hidden.shape[0]
+        if room is None:
+            return False
+        same = count > 0 and rows.hidden.data_ptr() == room.rows.hidden.data_ptr()
+        return room.parts.get(count) is rows or same
+
     def _shared_output(self, answer: Tensor) -> Tensor | None:
         """Where graphs of many rows leave their answers, all layers in one place; None for those of few,
         which keep their own.
@@ -191,8 +221,8 @@ class StepGraphs:
     def _filled(self, rows: LaneRows, padded: int, form: Hashable) -> LaneRows:
         """The fixed input of `padded` rows, holding `rows`; those past them are not valid."""
         inputs = self._inputs.get((padded, form))
-        if inputs is not None and rows.hidden.data_ptr() == inputs.hidden.data_ptr() and len(rows.hidden):
-            return inputs  # `room`, and it is filled
+        if inputs is not None and self._in_place(rows, padded, form):
+            return inputs
         if inputs is None and isinstance(rows, LaneInput):
             widths = (rows.hidden.shape[1], rows.experts.shape[1])
             inputs = self.room(padded, widths, rows.hidden.dtype).rows

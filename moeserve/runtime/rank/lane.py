@@ -54,7 +54,8 @@ class LaneCall:
         self._ended = ended
         self._left = 0
         self._lock = threading.Lock()
-        self._done = threading.Event()
+        self._done = False
+        self._waiter: threading.Event | None = None  # made by who waits; most are told of the end instead
 
     def expect(self, jobs: list[Job]) -> None:
         """Names the parts that have to end before the call does."""
@@ -63,22 +64,22 @@ class LaneCall:
     def part_ended(self, job: Job) -> None:
         """Notes that one part was answered or has failed."""
         with self._lock:
-            if self._done.is_set():
+            if self._done:
                 return
             self._left -= 1
             self.error = self.error or job.error
             if self._left and self.error is None:
                 return
-            self._done.set()
+            self._done = True
         self._end()
 
     def give_up(self, error: Exception) -> None:
         """Lets its waiter go with `error`, unless it has ended; parts that still end are nobody's."""
         with self._lock:
-            if self._done.is_set():
+            if self._done:
                 return
             self.error = error
-            self._done.set()
+            self._done = True
         self._end()
 
     def revoke(self) -> bool:
@@ -87,9 +88,9 @@ class LaneCall:
         Whose batch it is hears of it otherwise.
         """
         with self._lock:
-            if self._done.is_set():
+            if self._done:
                 return False
-            self._done.set()
+            self._done = True
         self._ended = _nobody_asks
         self._end()
         return True
@@ -97,6 +98,8 @@ class LaneCall:
     def _end(self) -> None:
         """Tells of the end, once. The call and its jobs hold each other no more: both go when nobody reads
         the answer, without waiting for a collection."""
+        if self._waiter is not None:  # whoever makes one later sees that it is done
+            self._waiter.set()
         for job in self.jobs:
             job.disown()
         ended, self._ended = self._ended, _nobody_asks
@@ -105,11 +108,15 @@ class LaneCall:
     @property
     def ended(self) -> bool:
         """Whether the call has been answered or has failed."""
-        return self._done.is_set()
+        return self._done
 
     def wait(self, seconds: float) -> bool:
-        """Whether it ended within `seconds`."""
-        return self._done.wait(None if math.isinf(seconds) else max(0.0, seconds))
+        """Whether it ended within `seconds`. One thread waits for a call."""
+        with self._lock:
+            if self._done:
+                return True
+            self._waiter = waiter = threading.Event()
+        return waiter.wait(None if math.isinf(seconds) else max(0.0, seconds))
 
     def result(self) -> tuple[Tensor, Stamp]:
         """The answer `[T, H]` and the oldest of its parts' stamps. Raises what the call failed with.

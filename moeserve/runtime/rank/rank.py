@@ -173,7 +173,13 @@ class Rank:
         return self._dispatchers.late(layer)
 
     def step(
-        self, layer: int, rows: LaneRows, lane_rows: tuple[int, ...], number: int | None = None
+        self,
+        layer: int,
+        rows: LaneRows,
+        lane_rows: tuple[int, ...],
+        number: int | None = None,
+        *,
+        lent: bool = False,
     ) -> tuple[Tensor, Phases]:
         """Runs one layer's step; collective over the members that take part: owners, and lanes with rows.
 
@@ -183,7 +189,8 @@ class Rank:
         Without one, steps are counted here since `join`, and then every member must call every step; one that
         has no part in it returns at once.
 
-        Returns the mixed expert output `[T, H]` of the served dtype, and what the step took. Raises
+        Returns the mixed expert output `[T, H]` of the served dtype, and what the step took. lent: the output
+        may lie in memory that the next step writes to; without it, it is a tensor of its own. Raises
         ValueError for logits as `Gate.route` does, before the others are met, and for a number that does not
         rise.
         """
@@ -203,7 +210,7 @@ class Rank:
         brings = member.lane is not None
         launch = Launch(layer, lane_rows, addressing, self.epoch.members, brings, number, timed)
         if self._recordable(layer, fullest):
-            answer, made = self._runner.replay(launch, rows)
+            answer, made = self._runner.replay(launch, rows, lent=lent)
         else:
             answer, made = self._runner.launch(launch, rows.to(self.device))
         self.progress.enter(Phase.DEVICE)

@@ -17,7 +17,7 @@ from moeserve.experts.routing.gate import Gate
 from moeserve.runtime.control.reached import Phase, Progress
 from moeserve.runtime.rank.all2all import RankDispatchers
 from moeserve.runtime.rank.experts import RankExperts
-from moeserve.runtime.rank.graphs import GraphStep, StepGraphs, absent_lanes
+from moeserve.runtime.rank.graphs import GraphStep, Recorded, StepGraphs, absent_lanes
 from moeserve.runtime.rank.measured import DeviceTimes
 from moeserve.runtime.served import Served
 from moeserve.runtime.step import LaneLogits, LaneRows, Phases
@@ -40,6 +40,19 @@ class Made(NamedTuple):
 
     phases: Phases
     counts: Tensor  # [slots] rows of this member's experts
+
+
+MOST_READY = 4096  # rows of all lanes, in their order, whose graphs are found at one look
+
+
+class _Ready(NamedTuple):
+    """A recorded step that is replayed without being looked for."""
+
+    members: Members
+    padded: int
+    absent: tuple[int, ...]
+    graph: Recorded
+    made: Made
 
 
 class StepRunner:
@@ -68,6 +81,7 @@ class StepRunner:
         """Drops all graphs: steps are launched and recorded anew."""
         self.graphs = StepGraphs(self._served.graph_rows, self._device)
         self._recorded: dict[Hashable, Made] = {}  # by graph
+        self._ready: dict[Hashable, _Ready] = {}  # by rows of all lanes, and the memory that holds them
 
     def gate(self, layer: int) -> Gate:
         """The gate of `layer`, its bias on the device; graphs that hold one of other weights are dropped."""
@@ -76,16 +90,37 @@ class StepRunner:
         if source is not stored:
             if source is not None:
                 self.graphs.forget(layer)
+                self._ready = {}
             here = replace(stored, bias=None if stored.bias is None else stored.bias.to(self._device))
             self._gates[layer] = stored, here
         return here
 
-    def replay(self, launch: Launch, rows: LaneRows) -> tuple[Tensor, Made]:
-        """One step from its graph. The host's seconds are told as one phase, and the bytes as recorded."""
-        lap, layer, made = _stopwatch(), launch.layer, list[Made]()
+    def replay(self, launch: Launch, rows: LaneRows, *, lent: bool = False) -> tuple[Tensor, Made]:
+        """One step from its graph. The host's seconds are told as one phase, and the bytes as recorded.
+
+        lent: the answer may lie where the next step writes its own.
+        """
+        lap, layer = _stopwatch(), launch.layer
         kind = launch.addressing.meter.metering.phase(launch.addressing.fullest), launch.timed
+        which = (layer, launch.lane_rows, kind, rows)  # columns are the same only where they are one object
+        ready = self._ready.get(which)
+        if ready is not None and ready.members is launch.members:
+            self._dispatchers.expect(layer, ready.padded, (launch.number, ready.absent))
+            ready.graph.replay()
+            answer = ready.graph.answer if lent else ready.graph.answer.clone()
+            return answer, self._told(layer, ready.padded, ready.made, lap())
         absent = absent_lanes(launch.members, launch.lane_rows)
         step = GraphStep(layer, kind, launch.lane_rows, absent, launch.brings)
+        answer, found = self._from_graph(launch, step, rows)
+        if (graph := self.graphs.recorded(step, rows)) is not None:
+            if len(self._ready) >= MOST_READY:
+                self._ready = {}
+            self._ready[which] = _Ready(launch.members, step.padded, absent, graph, found)
+        return answer, self._told(layer, step.padded, found, lap())
+
+    def _from_graph(self, launch: Launch, step: GraphStep, rows: LaneRows) -> tuple[Tensor, Made]:
+        """The answer, and what the step told when it was launched or recorded."""
+        made = list[Made]()
 
         def launched(inputs: LaneRows, lanes: tuple[int, ...]) -> Tensor:
             answer, one = self.launch(launch._replace(lane_rows=lanes), inputs)
@@ -93,15 +128,20 @@ class StepRunner:
             return answer
 
         def before_replay() -> None:
-            self._dispatchers.expect(layer, step.padded, (launch.number, absent))
+            self._dispatchers.expect(step.layer, step.padded, (launch.number, step.absent))
 
         answer = self.graphs.run(step, rows, launched, before_replay)
-        graph = (layer, step.padded, step.kind, type(rows), rows.hidden.dtype)
+        graph = (step.layer, step.padded, step.kind, type(rows), rows.hidden.dtype)
         if made:
             self._recorded[graph] = made[-1]
-        sent, found = self._dispatchers.traffic_of_replayed(layer, step.padded), self._recorded[graph]
-        phases = Phases(0.0, lap(), 0.0, -1, sent.dispatched, sent.combined, sent.dispatcher)
-        return answer, Made(replace(phases, timed=False, on_device=found.phases.on_device), found.counts)
+        return answer, self._recorded[graph]
+
+    def _told(self, layer: int, padded: int, recorded: Made, seconds: float) -> Made:
+        """What a step tells that was replayed, by what it told when it was recorded."""
+        sent = self._dispatchers.traffic_of_replayed(layer, padded)
+        bytes_sent, on_device = (sent.dispatched, sent.combined), recorded.phases.on_device
+        phases = Phases(0.0, seconds, 0.0, -1, *bytes_sent, sent.dispatcher, timed=False, on_device=on_device)
+        return Made(phases, recorded.counts)
 
     def launch(self, launch: Launch, rows: LaneRows) -> tuple[Tensor, Made]:
         """One step, phase by phase; rows are metered as of a step with the fullest lane of `launch`.

@@ -15,7 +15,7 @@ from moeserve.runtime.rank.lane import Lane
 from moeserve.runtime.rank.measured import RowsReading, since
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.reports import Counted, Reports
-from moeserve.runtime.rank.transfers import InFlight
+from moeserve.runtime.rank.transfers import ASIDE_BYTES, InFlight
 from moeserve.runtime.step import (
     Header,
     Job,
@@ -130,7 +130,8 @@ class MemberSteps:
             room = rank.room(header.layer, header.lane_rows)
             kept = transfers.gather(room, parts)
             rows = room.first(sum(size for size, _ in parts))
-            answer, phases = rank.step(header.layer, rows, header.lane_rows, header.number)
+            lent = rows.hidden.nbytes < ASIDE_BYTES
+            answer, phases = rank.step(header.layer, rows, header.lane_rows, header.number, lent=lent)
             flight = transfers.fetch(answer, parts, kept, busy=not self._finishing.idle)
             rank.count()
         except BaseException:

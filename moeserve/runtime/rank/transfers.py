@@ -9,6 +9,7 @@ the rows and write the answer there, and the host copies neither.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -35,7 +36,9 @@ apart.
 """
 
 ASIDE_BYTES = 256 << 10
-"""Answers of this size on go home on a stream of their own, while the next step computes."""
+"""Answers of this size on go home on a stream of their own, while the next step computes. Smaller ones go on
+the stream of the steps, so that the next one may write its answer to the same memory.
+"""
 
 
 class Engines:
@@ -45,6 +48,7 @@ class Engines:
         self.device = device
         self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._spare: dict[bool, deque[torch.cuda.Event]] = {True: deque(), False: deque()}
 
     def use(self) -> None:
         """Makes the device this thread's current one."""
@@ -69,9 +73,14 @@ class Engines:
         sleeps: who waits for it sleeps. It wakes a little later, and holds up no thread that launches work,
         as one does that spins.
         """
-        made: torch.cuda.Event = torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
+        spare = self._spare[sleeps]
+        made = spare.popleft() if spare else torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
         made.record()
         return made
+
+    def reuse(self, event: Moment, *, sleeps: bool) -> None:
+        """Takes back an event that has passed and that nobody asks any more; from any thread."""
+        self._spare[sleeps].append(event)  # type: ignore[arg-type]
 
     def follow(self, event: Moment) -> None:
         """The current stream goes on when `event` has passed; the host does not wait."""
@@ -103,6 +112,9 @@ class HostEngines(Engines):
         """A moment that has passed."""
         return _Passed()
 
+    def reuse(self, event: Moment, *, sleeps: bool) -> None:
+        """Does nothing."""
+
     def follow(self, event: Moment) -> None:
         """Does nothing."""
 
@@ -126,6 +138,7 @@ class StepRoom:
     rows: LaneInput
     routes: Tensor  # uint8
     parts: dict[int, LaneInput] = field(default_factory=dict)  # the first rows, as many as were asked for
+    staged: deque[StagedRoutes] = field(default_factory=deque)  # of steps that have ended, to be filled again
 
     def first(self, count: int) -> LaneInput:
         """The first `count` rows."""
@@ -140,6 +153,36 @@ class StepRoom:
         count = hidden.shape[0]
         routes = torch.empty(_routes_bytes(count, top_k), dtype=torch.uint8, device=hidden.device)
         return cls(LaneInput(hidden, *_route_columns(routes, count, top_k)), routes)
+
+
+class StagedRoutes:
+    """Host memory from which the routes of one step are copied to its room, and where their columns lie.
+
+    memory: uint8, as large as the room's `routes`.
+    """
+
+    def __init__(self, memory: Tensor, rows: int, top_k: int) -> None:
+        self.memory = memory
+        there = memory.numpy()
+        size, column = 4 * rows * top_k, _column_bytes(rows, top_k)
+        there[:] = 0
+        self._experts = there[:size].view(np.int32).reshape(rows, top_k)
+        self._weights = there[column : column + size].view(np.float32).reshape(rows, top_k)
+        self._valid = there[2 * column :]
+
+    def fill(self, parts: Sequence[tuple[int, Job | None]]) -> None:
+        """Takes the routes of a step's jobs, in its order; rows of a job that is gone, and those behind the
+        last, are not valid, whatever stands in them.
+        """
+        at = 0
+        for rows, job in parts:
+            end = at + rows
+            if job is not None:
+                self._experts[at:end] = job.experts.numpy()
+                self._weights[at:end] = job.weights.numpy()
+            self._valid[at:end] = job is not None
+            at = end
+        self._valid[at:] = 0
 
 
 def _column_bytes(rows: int, top_k: int) -> int:
@@ -263,23 +306,18 @@ class Transfers:
             kept.append(self._shared(room.rows.hidden, begin, waiting))
         return kept
 
-    def _gather_routes(self, room: StepRoom, parts: Sequence[tuple[int, Job | None]]) -> Tensor:
-        staged = self.engines.pinned(room.routes.shape, torch.uint8)
+    def _gather_routes(self, room: StepRoom, parts: Sequence[tuple[int, Job | None]]) -> StagedRoutes:
+        """Queues the copy of the step's routes. Memory for them is kept with the room, which a graph has for
+        all its steps: to get pinned memory for each takes longer than to fill it.
+        """
         rows, top_k = room.rows.experts.shape
-        size, column = 4 * rows * top_k, _column_bytes(rows, top_k)
-        there = staged.numpy()
-        there[:] = 0
-        experts = there[:size].view(np.int32).reshape(rows, top_k)
-        weights = there[column : column + size].view(np.float32).reshape(rows, top_k)
-        valid = there[2 * column :]
-        at = 0
-        for count, job in parts:
-            if job is not None:
-                experts[at : at + count] = job.experts.numpy()
-                weights[at : at + count] = job.weights.numpy()
-                valid[at : at + count] = 1
-            at += count
-        room.routes.copy_(staged, non_blocking=True)
+        if room.staged:
+            staged = room.staged.popleft()
+        else:
+            staged = StagedRoutes(self.engines.pinned(room.routes.shape, torch.uint8), rows, top_k)
+        self._uses.append(lambda: room.staged.append(staged))
+        staged.fill(parts)
+        room.routes.copy_(staged.memory, non_blocking=True)
         return staged
 
     @staticmethod
@@ -332,6 +370,7 @@ class Transfers:
             outputs = list(self._fetched(answer, parts))
             event = self.engines.event(sleeps=busy)
         uses, self._uses = self._uses, []
+        uses.append(lambda: self.engines.reuse(event, sleeps=busy))
         return InFlight(outputs, event, [*kept, answer], uses)
 
     def abandoned(self, parts: Sequence[tuple[int, Job | None]]) -> InFlight:

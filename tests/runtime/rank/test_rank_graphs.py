@@ -14,6 +14,7 @@ from moeserve.experts.routing.gate import Gate
 from moeserve.runtime.config import Config
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.planning.layers import plans_for
+from moeserve.runtime.rank import graphs as graphs_room
 from moeserve.runtime.rank.graphs import StepGraphs
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.sections import Wanted
@@ -97,6 +98,36 @@ def test_a_dispatcher_is_told_of_every_replay_which_step_it_is(
         rank.step(1, lane(rank, rows, seed=rows), (rows,), number)
     # the first was launched, and the second recorded before it was replayed
     assert told == [(1, 4, (FIRST_NUMBER + number, ())) for number in (4, 5, 6)]
+
+
+def test_rows_in_their_room_are_replayed_at_one_look(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer may be lent: then it lies in the graph's memory, and the next step writes it over."""
+    launching, rank = rank_of(path), rank_of(path)
+    monkeypatch.setattr(graphs_room, "OWN_ANSWER_ROWS", 0)  # so that answers stay in one place
+    monkeypatch.setattr(rank._runner, "graphs", StepGraphs(64, "cpu", Recorder()))
+    monkeypatch.setattr(rank, "_recordable", lambda layer, fullest: True)
+    told: list[tuple[int, ...]] = []
+    monkeypatch.setattr(rank._dispatchers, "expect", lambda layer, rows, step: told.append(step[0]))
+    answers = []
+    for seed in range(6):
+        given = lane(rank, 3, seed)
+        room = rank.room(0, (3,)).first(3)
+        for into, column in zip(room.columns(), given.columns(), strict=True):
+            into.copy_(column)
+        found, phases = rank.step(0, room, (3,), FIRST_NUMBER + seed, lent=seed % 2 == 1)
+        wanted, _ = launching.step(0, given, (3,))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        assert phases.expert_rows == -1 or seed == 0
+        answers.append((found, wanted))
+    assert told == [FIRST_NUMBER + seed for seed in range(1, 6)]
+    kept = [torch.allclose(found, wanted, rtol=1e-5, atol=1e-6) for found, wanted in answers]
+    assert kept == [True, True, True, False, True, True], "only what was lent is written over"
+    assert len(rank._runner._ready) == 1
+    gate = rank.experts.gate(0)
+    rank._runner.gate(0)
+    monkeypatch.setattr(rank.experts, "gate", lambda layer: Gate("SigmoidRenorm", gate.experts, gate.top_k))
+    rank._runner.gate(0)
+    assert not rank._runner._ready, "a graph that was dropped is not replayed"
 
 
 def test_logits_are_routed_by_the_gate_held(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

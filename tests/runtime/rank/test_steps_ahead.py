@@ -40,7 +40,7 @@ class FakeRank:
     def room(self, layer: int, lane_rows: tuple[int, ...]) -> StepRoom:
         return StepRoom.of(torch.zeros(lane_rows[0], H), K)
 
-    def step(self, layer: int, rows: Any, lane_rows: tuple[int, ...], number: int) -> Any:
+    def step(self, layer: int, rows: Any, lane_rows: tuple[int, ...], number: int, *, lent: bool) -> Any:
         self.launched.append(number)
         return rows.hidden * 2, Phases(0.0, 0.0, 0.0, 1, 0, 0, "local")
 
@@ -154,7 +154,7 @@ def test_a_generation_that_is_aborted_with_answers_in_flight_ends_whole(running:
 
 
 def test_a_step_that_cannot_be_launched_gives_memory_back_after_its_copies(running: Running) -> None:
-    def refuse(*given: object) -> Any:
+    def refuse(*given: object, lent: bool) -> Any:
         raise ValueError("no such layer")
 
     running.rank.step = refuse  # type: ignore[method-assign]
@@ -181,9 +181,9 @@ def fail_once(of: Any, name: str) -> None:
 def fail_in_fetch(running: Running) -> None:
     step = running.rank.step
 
-    def launched(*given: Any) -> Any:
+    def launched(*given: Any, lent: bool) -> Any:
         fail_once(running.engines, "event")
-        return step(*given)
+        return step(*given, lent=lent)
 
     running.rank.step = launched  # type: ignore[method-assign]
 

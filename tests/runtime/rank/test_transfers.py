@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -133,6 +133,32 @@ def test_rows_of_a_caller_who_has_left_are_copied_by_the_host() -> None:
     assert flight.outputs[0] is not one.lent.home  # type: ignore[union-attr]
     flight.release()
     assert memory.closed == 1
+
+
+def test_memory_of_routes_is_filled_again_when_its_step_has_ended() -> None:
+    class Counting(HostEngines):
+        made = 0
+
+        def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+            self.made += dtype == torch.uint8
+            return super().pinned(shape, dtype)
+
+    engines = Counting()
+    transfers, there = Transfers(engines, 1 << 30), room(4)
+    flights = []
+    for seed, rows in enumerate((4, 2, 3)):  # fewer rows than before: the others are not valid any more
+        one = job(rows, seed, lent(Memory(), rows))
+        kept = transfers.gather(there, [(rows, one)])
+        assert torch.equal(there.rows.experts[:rows], one.experts)
+        assert torch.equal(there.rows.weights[:rows], one.weights)
+        assert there.rows.valid.tolist() == [True] * rows + [False] * (6 - rows)
+        flights.append(transfers.fetch(there.rows.hidden[:rows], [(rows, one)], kept))
+        if seed == 1:
+            flights.pop().release()
+    assert engines.made == 2, "the first step's is not filled again before it has ended"
+    for flight in flights:
+        flight.release()
+    assert len(there.staged) == 2
 
 
 def test_uploads_ahead_of_their_steps_have_bounded_room() -> None:

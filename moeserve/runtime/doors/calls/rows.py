@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moeserve.runtime.doors.calls.callers import Caller, Callers
-from moeserve.runtime.doors.calls.pace import Pace
+from moeserve.runtime.doors.calls.pace import FARTHEST, Pace, Slack
 from moeserve.runtime.errors import LaneFull
 
 MOST_CALLERS = 512  # that are kept though they hold nothing
@@ -42,14 +42,14 @@ class RowLimits:
     due: float = 1.0  # a call is served before those that come so much later (`step.due_seconds`)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Held:
     caller: Caller
     rows: int
-    ahead: int  # rows that are served before, and its own
+    ahead: int  # rows that are served before, also those that came later, and its own
     urgency: float
     entered: float
-    foretold: float  # seconds, when it entered
+    seconds: float  # within which it should be answered
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ class RowAdmission:
         self.limits = limits
         self._clock = clock
         self._pace = Pace()
+        self._slack = Slack()
+        self._largest = 0  # rows of a call that has ended
         self._callers = Callers()
         self._held: dict[_Held, None] = {}  # the oldest first
         self._rows = 0
@@ -103,7 +105,10 @@ class RowAdmission:
             why = self._why_not(caller, _Asked(rows, ahead, own, seconds))
             if why:
                 raise LaneFull(why, self._callers.refuse(caller, now))
-            held = _Held(caller, rows, ahead, urgency, now, self._pace.foretold(ahead, now))
+            for other in self._held:
+                if other.urgency > urgency:
+                    other.ahead += rows
+            held = _Held(caller, rows, ahead, urgency, now, seconds)
             self._held[held] = None
             self._rows += rows
             self._callers.enter(caller, rows)
@@ -115,7 +120,10 @@ class RowAdmission:
                 self._rows -= rows
                 self._callers.leave(caller, rows, now)
                 if code in MEASURED:
-                    self._pace.note(held.ahead, now - held.entered, now)
+                    self._largest = max(self._largest, rows)
+                    took = now - held.entered
+                    self._pace.note(held.ahead, took, now, ended=code == "OK")
+                    self._slack.note(held.ahead, took, held.seconds, now)
                 self._callers.forget(MOST_CALLERS, now)
 
         return leave
@@ -128,11 +136,11 @@ class RowAdmission:
         if self._rows + asked.rows > most:
             held = f"{self._rows} are under way, and server.max_held_rows is {most}"
             return f"{asked.rows} rows do not fit: {held}"
-        behind = self._behind(now)
-        caller.room = room = min(self._pace.room(asked.seconds - behind, now), self._pace.seen)
-        foretold = self._pace.foretold(asked.ahead, now) + behind
+        a_row, known = self._a_row(now), min(asked.rows, FARTHEST * self._largest)
+        caller.room = room = asked.seconds / a_row if a_row else math.inf
+        foretold = max(self._pace.least(now), a_row * (asked.ahead - asked.rows + known))
         if foretold > asked.seconds:
-            self._short = now
+            self._refuse_for_time(now)
             return (
                 f"{asked.ahead - asked.rows} rows are served before: at this lane's pace a call would take "
                 f"{foretold:.2f} s, and should take {asked.seconds:.2f} s"
@@ -143,14 +151,18 @@ class RowAdmission:
         limit = min(most, max(min(other.room for other in wanting), room / LEAST_PART))
         share = self._callers.share(caller, wanting, limit)
         if 2 * asked.ahead > limit and asked.own > share:
-            self._short = now
+            self._refuse_for_time(now)
             held = f"this caller has {asked.own - asked.rows} rows under way"
             return f"{held}, and its share of {limit:.0f} among {len(wanting)} callers is {share:.0f}"
         return ""
 
-    def _behind(self, now: float) -> float:
-        """Seconds by which the oldest call that is held is later than was foretold: those behind it are as
-        late, and those that end tell of it only then.
+    def _a_row(self, now: float) -> float:
+        """Seconds a row: as calls ended lately, or as long as the oldest that is held has already waited for
+        the rows ahead of it. So a lane that has become slow is noticed before a call has ended there.
         """
         oldest = next(iter(self._held))
-        return max(0.0, now - oldest.entered - oldest.foretold) if oldest.foretold else 0.0
+        return max(self._pace.a_row(now), (now - oldest.entered) / oldest.ahead) / self._slack.times
+
+    def _refuse_for_time(self, now: float) -> None:
+        self._short = now
+        self._slack.refused(next(iter(self._held)).entered, now)
