@@ -18,6 +18,8 @@ import select
 import time
 from typing import NamedTuple
 
+from moeserve.runtime.control.frames import LENGTH
+
 RING_BYTES = 1 << 18
 _COUNTERS = 128  # bytes before a direction's data: two counters, on cache lines of their own
 _READ = 8  # index of the second counter, in words of 8 bytes
@@ -107,6 +109,8 @@ class RingEnd:
         Raises BlockingIOError where the other end takes nothing for `within` seconds (0: no bound), and
         ConnectionError where it is gone or this end is closed.
         """
+        if isinstance(data, bytes) and self._written_whole(data):
+            return
         view = data if isinstance(data, bytes) else memoryview(data).cast("B")
         size, start = len(view), 0
         while start < size:
@@ -120,6 +124,17 @@ class RingEnd:
             self._put(view if count == size else view[start : start + count], count)
             start += count
             os.eventfd_write(self._other, 1)
+
+    def _written_whole(self, data: bytes) -> bool:
+        """Writes what has room in one piece, as nearly all frames have: the short way of `write`."""
+        written, size = self._written, len(data)
+        used, at = written - self._out_counters[_READ], written & (self.nbytes - 1)
+        if used < 0 or used + size > self.nbytes or at + size > self.nbytes or self._closed:
+            return False
+        self._out[at : at + size] = data
+        self._written = self._out_counters[0] = written + size
+        os.eventfd_write(self._other, 1)
+        return True
 
     def _free(self) -> int:
         used = self._written - self._out_counters[_READ]
@@ -151,6 +166,23 @@ class RingEnd:
                 raise BlockingIOError(f"{count} bytes have no room, and nothing is read")
 
     # -- reading --------------------------------------------------------------------------------------------
+
+    def frame(self) -> bytes | None:
+        """The body of the next frame, where all of it is there in one piece, as of nearly all frames: the
+        short way of `read`. None where it is not, also where what is there is no frame. Waits for bytes.
+        """
+        if self._in_counters[0] == self._read:
+            self._wait()
+        there, at = self._in_counters[0] - self._read, self._read & (self.nbytes - 1)
+        if not LENGTH.size <= there <= self.nbytes or at + LENGTH.size > self.nbytes:
+            return None
+        (length,) = LENGTH.unpack_from(self._in, at)
+        end = at + LENGTH.size + length
+        if LENGTH.size + length > there or end > self.nbytes:
+            return None
+        body = bytes(self._in[at + LENGTH.size : end])
+        self._read = self._in_counters[_READ] = self._read + LENGTH.size + length
+        return body
 
     def read(self, size: int) -> bytes:
         """The next `size` bytes; fewer where the other end is gone and has written no more.

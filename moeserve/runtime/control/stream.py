@@ -129,13 +129,22 @@ class Stream:
     def receive(self) -> Message:
         """The next message; blocks without a bound. Raises StreamClosed at the end."""
         while True:
-            message = self._message(self._read, _LIMIT)
+            message = self._next()
             if message["kind"] == "moved":
                 self._follow()
             elif message["kind"] == "ring" and self.take_ring is not None:
                 self.take_ring(message, self)
             else:
                 return message
+
+    def _next(self) -> Message:
+        """The next message, also one that is for this stream itself."""
+        if self._followed and self._ring is not None and (body := self._ring.frame()) is not None:
+            try:
+                return decoded(body)
+            except ValueError as error:
+                raise StreamClosed(str(error)) from error
+        return self._message(self._read, _LIMIT)
 
     def _follow(self) -> None:
         """The other end has moved: frames come over the ring from now on."""
