@@ -274,6 +274,18 @@ def memory() -> list[Panel]:
             Query(metric("moe_shared_memory_bytes"), "rank {{rank}}"),
         ),
         lines(
+            "Device lanes",
+            "short",
+            "Callers that are attached to a rank.",
+            Query(metric("moe_device_lanes"), "rank {{rank}}"),
+        ),
+        lines(
+            "Passes",
+            "ops",
+            "Of device lanes, by how they ended.",
+            Query(rates("status", "moe_passes_total"), "{{status}}"),
+        ),
+        lines(
             "Expert weights",
             "bytes",
             "Prepared for the kernel, and held by the rank.",

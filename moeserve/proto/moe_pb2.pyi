@@ -469,3 +469,85 @@ class ReleaseRegionRequest(_message.Message):
 class ReleaseRegionReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class AttachLaneRequest(_message.Message):
+    __slots__ = ("model", "name", "device", "dtype", "rows", "stages")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    name: str
+    device: str
+    dtype: DType
+    rows: int
+    stages: int
+    def __init__(self, model: _Optional[str] = ..., name: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ..., rows: _Optional[int] = ..., stages: _Optional[int] = ...) -> None: ...
+
+class AttachLaneReply(_message.Message):
+    __slots__ = ("mailbox", "answers", "mailbox_bytes", "answers_bytes", "socket", "hidden", "experts", "top_k", "layers", "patience_seconds")
+    MAILBOX_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    MAILBOX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    mailbox: str
+    answers: str
+    mailbox_bytes: int
+    answers_bytes: int
+    socket: str
+    hidden: int
+    experts: int
+    top_k: int
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    patience_seconds: float
+    def __init__(self, mailbox: _Optional[str] = ..., answers: _Optional[str] = ..., mailbox_bytes: _Optional[int] = ..., answers_bytes: _Optional[int] = ..., socket: _Optional[str] = ..., hidden: _Optional[int] = ..., experts: _Optional[int] = ..., top_k: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., patience_seconds: _Optional[float] = ...) -> None: ...
+
+class DetachLaneRequest(_message.Message):
+    __slots__ = ("mailbox",)
+    MAILBOX_FIELD_NUMBER: _ClassVar[int]
+    mailbox: str
+    def __init__(self, mailbox: _Optional[str] = ...) -> None: ...
+
+class DetachLaneReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListDeviceLanesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DeviceLaneInfo(_message.Message):
+    __slots__ = ("name", "device", "rows", "stages", "bytes", "in_pass", "passes", "steps", "ended")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    IN_PASS_FIELD_NUMBER: _ClassVar[int]
+    PASSES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    device: str
+    rows: int
+    stages: int
+    bytes: int
+    in_pass: bool
+    passes: int
+    steps: int
+    ended: str
+    def __init__(self, name: _Optional[str] = ..., device: _Optional[str] = ..., rows: _Optional[int] = ..., stages: _Optional[int] = ..., bytes: _Optional[int] = ..., in_pass: _Optional[bool] = ..., passes: _Optional[int] = ..., steps: _Optional[int] = ..., ended: _Optional[str] = ...) -> None: ...
+
+class ListDeviceLanesReply(_message.Message):
+    __slots__ = ("lanes",)
+    LANES_FIELD_NUMBER: _ClassVar[int]
+    lanes: _containers.RepeatedCompositeFieldContainer[DeviceLaneInfo]
+    def __init__(self, lanes: _Optional[_Iterable[_Union[DeviceLaneInfo, _Mapping]]] = ...) -> None: ...

@@ -319,6 +319,171 @@ class LaneService:
             _registered_method=True)
 
 
+class DeviceLaneServiceStub:
+    """What a rank answers to callers that bring rows by memory which both map, without a message a step: a device lane.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.AttachLane = channel.unary_unary(
+                '/moeserve.v1.DeviceLaneService/AttachLane',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.AttachLaneRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.AttachLaneReply.FromString,
+                _registered_method=True)
+        self.DetachLane = channel.unary_unary(
+                '/moeserve.v1.DeviceLaneService/DetachLane',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.DetachLaneRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.DetachLaneReply.FromString,
+                _registered_method=True)
+        self.ListDeviceLanes = channel.unary_unary(
+                '/moeserve.v1.DeviceLaneService/ListDeviceLanes',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.ListDeviceLanesRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.ListDeviceLanesReply.FromString,
+                _registered_method=True)
+
+
+class DeviceLaneServiceServicer:
+    """What a rank answers to callers that bring rows by memory which both map, without a message a step: a device lane.
+    """
+
+    def AttachLane(self, request, context):
+        """Makes the caller a mailbox for rows and a buffer for answers. Both are regions: their descriptors are passed over
+        `socket`, and the lane ends when a lease on either does. moeserve/proto/passes/mailbox.py says what lies where.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DetachLane(self, request, context):
+        """Ends a device lane, and the pass that runs on it; steps under way end first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListDeviceLanes(self, request, context):
+        """The device lanes that are attached here, without their secrets.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_DeviceLaneServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'AttachLane': grpc.unary_unary_rpc_method_handler(
+                    servicer.AttachLane,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.AttachLaneRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.AttachLaneReply.SerializeToString,
+            ),
+            'DetachLane': grpc.unary_unary_rpc_method_handler(
+                    servicer.DetachLane,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.DetachLaneRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.DetachLaneReply.SerializeToString,
+            ),
+            'ListDeviceLanes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDeviceLanes,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.ListDeviceLanesRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.ListDeviceLanesReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'moeserve.v1.DeviceLaneService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('moeserve.v1.DeviceLaneService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class DeviceLaneService:
+    """What a rank answers to callers that bring rows by memory which both map, without a message a step: a device lane.
+    """
+
+    @staticmethod
+    def AttachLane(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moeserve.v1.DeviceLaneService/AttachLane',
+            moeserve_dot_proto_dot_moe__pb2.AttachLaneRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.AttachLaneReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DetachLane(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moeserve.v1.DeviceLaneService/DetachLane',
+            moeserve_dot_proto_dot_moe__pb2.DetachLaneRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.DetachLaneReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDeviceLanes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moeserve.v1.DeviceLaneService/ListDeviceLanes',
+            moeserve_dot_proto_dot_moe__pb2.ListDeviceLanesRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.ListDeviceLanesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class FrontServiceStub:
     """What the front door answers to callers: which lanes there are, what is served, and calls for simple clients.
     """

@@ -38,6 +38,7 @@ from moeserve.runtime.sections import (
     MembersConfig,
     ModelConfig,
     ParallelConfig,
+    PassesConfig,
     PlanConfig,
     ServerConfig,
     StepConfig,
@@ -54,6 +55,7 @@ class Config:
     step: StepConfig = field(default_factory=StepConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     members: MembersConfig = field(default_factory=MembersConfig)
+    passes: PassesConfig = field(default_factory=PassesConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     keys: KeysConfig = field(default_factory=KeysConfig)

@@ -47,6 +47,8 @@ POSITIVE = frozenset(
         "cluster.send_seconds",
         "keys.handshake_seconds",
         "cluster.begin_seconds",
+        "passes.lane_bytes",
+        "passes.patience_seconds",
     }
 )
 """Keys whose numbers must be more than 0; no other number but a port may be under 0."""

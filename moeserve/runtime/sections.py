@@ -174,6 +174,15 @@ class MembersConfig:
 
 
 @dataclass(frozen=True)
+class PassesConfig:
+    """Callers that are attached to a rank by a device lane, and their passes."""
+
+    lanes: int = 8  # attached to one rank at once; 0: none
+    lane_bytes: int = 256 << 20  # of shared memory, of one lane
+    patience_seconds: float = 2.0  # for the rows of a step that is next; then the pass ends
+
+
+@dataclass(frozen=True)
 class KeysConfig:
     """Whom the service trusts and what it encrypts with: paths and names, never a secret.
 

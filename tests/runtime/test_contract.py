@@ -20,6 +20,7 @@ from moeserve.runtime.doors.contract import register
 from moeserve.runtime.doors.endpoint import Endpoint
 from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR, LaneDoor
+from moeserve.runtime.doors.passes.service import DeviceLaneDoor
 
 SERVICES = moe_pb2.DESCRIPTOR.services_by_name
 METHODS = [
@@ -28,11 +29,16 @@ METHODS = [
     for method in service.methods
 ]
 NEW = {name: {method.name for method in SERVICES[name].methods} for name in SERVICES if name != "MoeService"}
-DOORS = {"lane": ("LaneService",), "front": ("FrontService", "AdminService")}
-CLASSES = {"LaneService": LaneDoor, "FrontService": FrontDoor, "AdminService": AdminDoor}
+DOORS = {"lane": ("LaneService", "DeviceLaneService"), "front": ("FrontService", "AdminService")}
+CLASSES = {
+    "LaneService": LaneDoor,
+    "DeviceLaneService": DeviceLaneDoor,
+    "FrontService": FrontDoor,
+    "AdminService": AdminDoor,
+}
 
 
-SINCE = {"SetLogLevel"}
+SINCE = {"SetLogLevel", "AttachLane", "DetachLane", "ListDeviceLanes"}
 """Calls that came after the contract was divided; the old service never had them."""
 
 

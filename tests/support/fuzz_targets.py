@@ -31,8 +31,9 @@ from moeserve.experts.batch import ExpertShape
 from moeserve.experts.kernel import KernelSpec
 from moeserve.experts.kernels import KERNELS
 from moeserve.proto import moe_pb2
+from moeserve.proto.passes import mailbox as m
+from moeserve.proto.passes.mailbox import MailboxLayout
 from moeserve.proto.tensors import TensorError
-from moeserve.proto.texts import clipped
 from moeserve.proto.transports.shared_memory import GRANTED, GRANTED_WITH_CALLS, socket_address
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
@@ -46,6 +47,8 @@ from moeserve.runtime.doors.calls.framing import check_framing
 from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.doors.lane_door import LaneDoor
 from moeserve.runtime.doors.operations import Operations
+from moeserve.runtime.doors.passes.device_lane import DeviceLane, LaneMemory, LaneTerms
+from moeserve.runtime.doors.passes.service import begin_at
 from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
 from moeserve.runtime.doors.payloads.errors import NamedRegionRefused, RegionLimit, UnknownRegion
 from moeserve.runtime.doors.request import RequestReader
@@ -53,6 +56,7 @@ from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head import generations
 from moeserve.runtime.head.changes import rebalance
 from moeserve.runtime.head.coordinator import Coordinator, Progress
+from moeserve.runtime.head.reception import refusal_of
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.mesh import Mesh
@@ -210,6 +214,59 @@ def packets(folder: Path) -> Opened:
 def of_request(mutations: Mutations, data: bytes, others: list[bytes]) -> bytes:
     """A variant of a ForwardRequest."""
     return mutations.of_message(moe_pb2.ForwardRequest(), data)
+
+
+@contextmanager
+def mailboxes(folder: Path) -> Opened:
+    """A device lane whose caller writes any words at any time: an input is a list of writes and looks."""
+    house = Door(folder)
+    checkpoint = house.served.checkpoint
+    model = (checkpoint.hidden, checkpoint.num_experts, checkpoint.top_k)
+    layout = MailboxLayout.of((2, 2), model, "fp32")
+    layer, head = house.served.layers[0], layout.header(0)
+    announced = [[m.STEPS, 1], [m.STAGES, 2], [m.FLAGS, 1], [m.LAYERS, layer], [m.ANNOUNCED, 1]]
+    posted = [[head + m.LAYER, layer], [head + m.COUNT, 1], [head + m.TAG, m.tag_of(1, 0)]]
+    seeds = [
+        [*announced, "look", *posted, "look"],
+        [*announced, "look", "look", *posted, [head + m.KIND, 1], "look", [m.GIVEN_UP, 1], "look"],
+        [*announced, *posted, "look", "look", [m.ANNOUNCED, 2], "look"],
+    ]
+
+    def run(data: bytes) -> None:
+        try:
+            steps = json.loads(data)
+        except (ValueError, RecursionError):
+            return
+        names = [house.regions.create(size)[0] for size in (layout.mailbox_bytes, layout.answers_bytes)]
+        held = [house.regions.hold(n, 0, s) for n, s in zip(names, _sizes(layout), strict=True)]
+        terms = LaneTerms(frozenset(house.served.layers), 5.0, 5.0, lambda status: None)
+        lane = DeviceLane(
+            LaneMemory(*names, (held[0], held[1]), layout), terms, begin_at(house.door)("tester")
+        )
+        words = held[0].memory.cast("B").cast("Q")
+        for step in steps if isinstance(steps, list) else []:
+            if isinstance(step, list) and len(step) == 2 and all(type(n) is int for n in step):
+                words[step[0] % len(words)] = step[1] % 2**64
+            elif step == "look":
+                lane.look(time.monotonic())
+        lane.detach("the input has ended")
+        within(ANSWER_SECONDS, lambda: not lane.in_pass)
+        told = held[1].memory.cast("B").cast("Q")
+        if lane.in_pass or told[m.TEXT_BYTES] > LONGEST_TEXT:
+            raise Broken(f"a pass is left, or has a text of {told[m.TEXT_BYTES]} bytes")
+        if told[m.ENDED] and told[m.STATUS] not in set(m.Status):
+            raise Broken(f"a pass ended with {told[m.STATUS]}")
+        lane.close()
+        for name in names:
+            house.regions.release(name)
+        house.check_nothing_held()
+
+    with closing(house):
+        yield [json.dumps(seed).encode() for seed in seeds], run
+
+
+def _sizes(layout: MailboxLayout) -> tuple[int, int]:
+    return layout.mailbox_bytes, layout.answers_bytes
 
 
 @contextmanager
@@ -453,7 +510,7 @@ class Head:
 
     def introduce(self, hello: dict[str, Any]) -> None:
         rank, seat = self.coordinator._reception._introduced(hello, Told())  # type: ignore[arg-type]
-        self.coordinator.rank_connected(rank, seat, clipped(str(hello.get("refused", ""))))
+        self.coordinator.rank_connected(rank, seat, refusal_of(hello))
 
     def hear(self, rank: int, message: dict[str, Any]) -> None:
         self.coordinator.message_received(rank, self.coordinator.seats()[rank], message)
@@ -831,6 +888,7 @@ TARGETS: dict[str, Target] = {
     for target in (
         Target("requests", requests, of_request, ()),
         Target("packets", packets, of_request, ()),
+        Target("mailboxes", mailboxes, of_json, ()),
         Target("regions", regions, of_json, ()),
         Target("handover", handover, of_bytes, ()),
         Target("frames", frames, of_frames, (StreamClosed,)),

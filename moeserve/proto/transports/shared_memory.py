@@ -89,6 +89,10 @@ class RemoteRegion:
         except OSError:
             return False
 
+    def bytes(self) -> memoryview:
+        """All of its memory."""
+        return memoryview(self._memory)
+
     def view(self, offset: int, spec: Spec) -> Plain:
         """The array of `spec` that starts `offset` bytes into the region; ValueError when it does not fit."""
         if offset < 0 or offset + spec.nbytes > self.size:

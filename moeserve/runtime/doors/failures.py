@@ -15,6 +15,7 @@ from moeserve.proto.errors import CODE_OF_NAME, PUSHBACK_KEY, REASON_KEY, MoeErr
 from moeserve.proto.tensors import TensorError
 from moeserve.proto.texts import clipped
 from moeserve.runtime.control.stream import StreamClosed
+from moeserve.runtime.doors.device_errors import DeviceRefused, LanesTaken, NameTaken, UnknownLane
 from moeserve.runtime.doors.operations import BadRequest, NothingToBalance
 from moeserve.runtime.doors.payloads.errors import NamedRegionRefused, RegionLimit, UnknownRegion
 from moeserve.runtime.doors.request import NotServed
@@ -77,6 +78,10 @@ _TABLE: tuple[tuple[type[Exception], str, str], ...] = (
     (UnknownRegion, "NOT_FOUND", "unknown_region"),
     (NamedRegionRefused, "PERMISSION_DENIED", "named_regions_off"),
     (RegionLimit, "RESOURCE_EXHAUSTED", "region_limit"),
+    (UnknownLane, "NOT_FOUND", "unknown_lane"),
+    (NameTaken, "ALREADY_EXISTS", "name_taken"),
+    (LanesTaken, "RESOURCE_EXHAUSTED", "lanes_taken"),
+    (DeviceRefused, "FAILED_PRECONDITION", "device_refused"),
     (LaneFull, "RESOURCE_EXHAUSTED", "overloaded"),
     (BatchTooLarge, "INVALID_ARGUMENT", "too_many_rows"),
     (GroupUnavailable, "UNAVAILABLE", "not_serving"),

@@ -36,6 +36,7 @@ _LANE = {
     "ListRegions": _CALL,
     "ReleaseRegion": _CALL,
 }
+_DEVICE_LANE = {"AttachLane": _CALL, "DetachLane": _CALL, "ListDeviceLanes": _CALL | _OBSERVE}
 _FRONT = {
     "Forward": _CALL,
     "ForwardStream": _CALL,
@@ -48,6 +49,7 @@ _ADMIN = _OLD_ADMIN | {"SetLogLevel": _OPERATE}
 
 RPCS: dict[str, frozenset[Role]] = {
     **{f"/moeserve.v1.LaneService/{name}": roles for name, roles in _LANE.items()},
+    **{f"/moeserve.v1.DeviceLaneService/{name}": roles for name, roles in _DEVICE_LANE.items()},
     **{f"/moeserve.v1.FrontService/{name}": roles for name, roles in _FRONT.items()},
     **{f"/moeserve.v1.AdminService/{name}": roles for name, roles in _ADMIN.items()},
     # the old names, for one release

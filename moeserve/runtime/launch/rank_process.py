@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from moeserve import __version__
+from moeserve.checkpoints.store import CheckpointError
 from moeserve.proto.host_id import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.control.messages import plans_message
@@ -21,6 +22,8 @@ from moeserve.runtime.control.stream import Stream, StreamClosed, connect
 from moeserve.runtime.doors.calls.rows import RowAdmission, RowLimits
 from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR, LaneDoor
+from moeserve.runtime.doors.passes.device_lanes import DeviceLaneLimits, DeviceLanes, LaneModel
+from moeserve.runtime.doors.passes.service import DeviceLaneDoor, begin_at
 from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
 from moeserve.runtime.doors.payloads.registration import registrar_of
 from moeserve.runtime.doors.request import RequestReader
@@ -28,6 +31,7 @@ from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.launch.environment import machine_for, own_device, set_environment, tune_process
 from moeserve.runtime.planning.costing import costing_of
 from moeserve.runtime.planning.layers import plans_for
+from moeserve.runtime.planning.plan import NoPlan
 from moeserve.runtime.rank.lane import Lane
 from moeserve.runtime.rank.member import Member
 from moeserve.runtime.rank.member_group import ProcessGroupSettings
@@ -36,11 +40,16 @@ from moeserve.runtime.rank.transfers import transfers_of
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopySources, Mover
 from moeserve.runtime.rank.weights.peers import Peers, WeightsServer, unread_seconds
-from moeserve.runtime.served import model_name, served_from
+from moeserve.runtime.sections import ConfigError
+from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.telemetry import logs
 from moeserve.runtime.telemetry.exporter import RankTelemetry
 
 log = logging.getLogger(__name__)
+
+
+FOR_GOOD = (ConfigError, CheckpointError, NoPlan)
+"""What is wrong with what a rank was given: it is as wrong when the rank is started again."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +97,8 @@ def _run_rank(spec: RankSpec) -> None:
         process = _RankProcess(spec, stream, keys)
     except Exception as error:
         log.exception("rank %d cannot start", spec.rank)
-        stream.send(
-            hello
-            | {"address": "", "refused": f"rank {spec.rank} cannot start: {type(error).__name__}: {error}"}
-        )
+        reason = f"rank {spec.rank} cannot start: {type(error).__name__}: {error}"
+        stream.send(hello | {"address": "", "refused": reason, "for_good": isinstance(error, FOR_GOOD)})
         stream.close()
         raise
     log.info("rank %d: its process is ready after %.2f s", spec.rank, time.perf_counter() - started)
@@ -155,8 +162,9 @@ class _RankProcess:
         door.admission = RowAdmission(rows)
         self._door = door
         self._draining, self._telling = False, threading.Lock()  # the lock is for what health says
+        self._device_lanes = self._lanes_of(config, served, door)
         self._endpoint = Endpoint(
-            {"LaneService": door},
+            {"LaneService": door, "DeviceLaneService": DeviceLaneDoor(self._device_lanes)},
             NOT_THE_FRONT_DOOR,
             door_limits(config.server),
             config.server.max_message_bytes,
@@ -184,6 +192,22 @@ class _RankProcess:
         copier = Copier(balance.move_bytes_per_second, device)
         return Mover(sources, copier, self.member.send_vote, self.member.report_corruption)
 
+    def _lanes_of(self, config: Config, served: Served, door: LaneDoor) -> DeviceLanes:
+        passes, checkpoint = config.passes, served.checkpoint
+        sizes = (checkpoint.hidden, checkpoint.num_experts, checkpoint.top_k)
+        limits = DeviceLaneLimits(
+            passes.lanes,
+            passes.lane_bytes,
+            config.step.lane_rows,
+            passes.patience_seconds,
+            config.step.timeout_seconds,
+        )
+        model = LaneModel(model_name(config), *sizes, tuple(served.layers))
+        lanes = DeviceLanes(self._regions, model, limits, begin_at(door))
+        lanes.on_pass = self._telemetry.observe_pass
+        self._telemetry.device_lanes(lambda: len(lanes.attached()))
+        return lanes
+
     @property
     def weights_address(self) -> str:
         """The address from which peers copy this rank's experts."""
@@ -194,6 +218,7 @@ class _RankProcess:
         self._mover.close()
         self._weights.close()
         self._endpoint.stop(grace=0.5)
+        self._device_lanes.close()
         self._regions.close()
         self._telemetry.close()
 

@@ -23,6 +23,7 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
+from moeserve.proto.passes.mailbox import Status
 from moeserve.runtime.keys.keys import NO_KEYS, Keys
 from moeserve.runtime.planning.memory import PURPOSES
 from moeserve.runtime.sections import ConfigError
@@ -173,6 +174,16 @@ class RankTelemetry(Telemetry):
         """Shared-memory regions, (count, bytes), are read when scraped."""
         self._gauge("moe_shared_memory_regions").set_function(lambda: read()[0])
         self._gauge("moe_shared_memory_bytes").set_function(lambda: read()[1])
+
+    def device_lanes(self, read: Callable[[], int]) -> None:
+        """How many callers are attached is read when scraped. Passes are counted from 0 on."""
+        self._gauge("moe_device_lanes").set_function(read)
+        for status in Status:
+            self._counter("moe_passes_total", status=status.name.lower())
+
+    def observe_pass(self, status: str) -> None:
+        """A pass of a device lane has ended: `ok`, `late`, ..."""
+        self._counter("moe_passes_total", status=status).inc()
 
     def weights(self, read: Callable[[], tuple[int, int]]) -> None:
         """Bytes this rank holds, and has read from the checkpoint, are read when scraped."""

@@ -184,6 +184,11 @@ class Regions:
             region.holds += 1
             return Hold(self, region, region.memory[offset : offset + size])
 
+    def __contains__(self, name: str) -> bool:
+        """Whether calls may use a region `name`."""
+        with self._lock:
+            return name in self._regions
+
     def registered(self, name: str) -> bool:
         """Whether there is a region `name` whose memory is registered with the device."""
         with self._lock:

@@ -1,0 +1,1 @@
+"""Passes on a device lane: rows and answers by memory that a caller and a rank both map."""

@@ -1,0 +1,159 @@
+"""What lies where in the memory of a device lane, and in which order it is written and read.
+
+A *pass* is one announcement for many steps: these layers in this order, at so many stages. A *stage* has
+rows of its own, and goes through the layers by itself. A step of a stage begins when its tag is in the
+stage's header, and has its answer when the same tag is in the answer's. Nothing else is said.
+
+The caller writes the mailbox, the rank writes the answers, and each only reads what the other writes.
+Whoever writes a tag has written before all that it stands for. A tag is the pass's number in its upper 32
+bits, and below it the step of the stage, counted from 1: no tag comes again while a pass runs. A stage's
+rows are the caller's again when the answer's tag is there.
+
+Mailbox, 64-bit words: ANNOUNCED, and what an announcement has; from LAYERS on the layers. Then a line of
+words for each stage: TAG, LAYER, STAGE, COUNT, KIND. Then each stage's rows: hidden states, ids int32,
+weights float32, logits float32. Answers: ENDED, STATUS, TEXT_BYTES; the text; a line for each stage: TAG,
+EPOCH, VERSION; each stage's answers.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from enum import IntEnum
+
+from moeserve.proto.tensors import DType, Spec, known
+from moeserve.proto.transports.shared_memory import aligned
+
+WORD = 8
+LINE = 8  # words of a stage's header: one cache line
+
+ANNOUNCED, STEPS, STAGES, FLAGS, WANTED_VERSION, GIVEN_UP = range(6)
+"""Words of the mailbox: the pass's number, written last; its layers, and its stages; STANDING and
+ANY_WEIGHTS; the version of the weights that is demanded, 0 for any; the pass that the caller ends.
+"""
+
+LAYERS = 8  # the first of the words that name layers
+MOST_LAYERS = 504
+STANDING, ANY_WEIGHTS = 1, 2
+
+TAG, LAYER, STAGE, COUNT, KIND = range(5)
+"""Words of a stage's header in the mailbox. KIND: CHOICE or LOGITS."""
+
+CHOICE, LOGITS = 0, 1
+
+ENDED, STATUS, TEXT_BYTES = range(3)
+"""Words of the answers: the number of the pass that has ended, written last; how; the bytes of the text."""
+
+TEXT = 64  # bytes before the text
+MOST_TEXT = 1024
+
+EPOCH, VERSION = 1, 2
+"""Words of a stage's header in the answers, beside TAG."""
+
+MOST_STAGES = 8
+LAST_NUMBER = 2**32 - 1
+"""Of passes, and of the steps of one stage: both start over at 1."""
+
+
+class Status(IntEnum):
+    """How a pass ended."""
+
+    OK = 1  # every step was answered, or the caller ended a standing pass
+    LATE = 2  # rows of the next step did not come within the patience
+    LOST = 3  # no answer could be had: the group forms anew, or the rank stops
+    OTHER_WEIGHTS = 4  # a layer has other weights than the pass began with, or demanded
+    REFUSED = 5  # the announcement, or a step's header or rows, are wrong
+    DETACHED = 6  # the lane was detached
+
+
+@dataclass(frozen=True)
+class MailboxLayout:
+    """The sizes of a device lane, and the places that follow from them, in bytes."""
+
+    rows: int
+    stages: int
+    hidden: int
+    experts: int
+    top_k: int
+    dtype: DType
+
+    @classmethod
+    def of(cls, sizes: tuple[int, int], model: tuple[int, int, int], dtype: str) -> MailboxLayout:
+        """sizes: rows and stages; model: hidden size, experts, and experts a token. Raises TensorError."""
+        return cls(*sizes, *model, known("dtype", dtype))
+
+    def hidden_spec(self, count: int) -> Spec:
+        """Of hidden states and answers."""
+        return Spec(self.dtype, (count, self.hidden))
+
+    def route_specs(self, count: int) -> tuple[Spec, Spec, Spec]:
+        """Of ids, weights and logits."""
+        chosen = (count, self.top_k)
+        fp32 = known("weights", "fp32")
+        return (
+            Spec(known("ids", "int32"), chosen),
+            Spec(fp32, chosen),
+            Spec(fp32, (count, self.experts)),
+        )
+
+    @property
+    def _stage_bytes(self) -> int:
+        whole = (self.hidden_spec(self.rows), *self.route_specs(self.rows))
+        return sum(aligned(spec.nbytes) for spec in whole)
+
+    @property
+    def _first_rows(self) -> int:
+        return aligned((LAYERS + MOST_LAYERS + self.stages * LINE) * WORD)
+
+    @property
+    def mailbox_bytes(self) -> int:
+        """Of the whole mailbox."""
+        return self._first_rows + self.stages * self._stage_bytes
+
+    @property
+    def answers_bytes(self) -> int:
+        """Of all that the rank writes."""
+        return self._first_answer + self.stages * aligned(self.hidden_spec(self.rows).nbytes)
+
+    @property
+    def _first_answer(self) -> int:
+        return TEXT + MOST_TEXT + self.stages * LINE * WORD
+
+    def header(self, stage: int) -> int:
+        """The first word of a stage's header in the mailbox."""
+        return LAYERS + MOST_LAYERS + stage * LINE
+
+    def answer_header(self, stage: int) -> int:
+        """The first word of a stage's header in the answers."""
+        return (TEXT + MOST_TEXT) // WORD + stage * LINE
+
+    def columns(self, stage: int) -> tuple[int, int, int, int]:
+        """Where hidden states, ids, weights and logits of a stage begin in the mailbox."""
+        at = self._first_rows + stage * self._stage_bytes
+        places = [at]
+        for spec in (self.hidden_spec(self.rows), *self.route_specs(self.rows)[:2]):
+            places.append(places[-1] + aligned(spec.nbytes))
+        return places[0], places[1], places[2], places[3]
+
+    def answer(self, stage: int) -> int:
+        """Where the answers of a stage begin."""
+        return self._first_answer + stage * aligned(self.hidden_spec(self.rows).nbytes)
+
+
+def tag_of(number: int, step: int) -> int:
+    """The tag of a stage's step of pass `number`; steps are counted from 0."""
+    return number << 32 | (step % LAST_NUMBER + 1)
+
+
+_FENCE = threading.Lock()
+
+
+def fence() -> None:
+    """Keeps what was written or read before from being so after: between rows and their tag, on both sides.
+
+    Some processors reorder stores. To take a lock and leave it holds back what follows, and what was before;
+    only twice keeps the two apart.
+    """
+    for _ in range(2):
+        with _FENCE:
+            pass

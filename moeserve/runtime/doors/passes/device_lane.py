@@ -1,0 +1,356 @@
+"""`DeviceLane`: one attached caller's memory and the pass that runs on it.
+
+The rank's one thread of passes looks at it (`look`). It copies a header before it checks it, and what it
+gives on are places in regions, whose contents the door checks: the caller may write anything at any time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from moeserve.proto import moe_pb2
+from moeserve.proto.passes import mailbox as m
+from moeserve.proto.passes.mailbox import MailboxLayout, Status, fence, tag_of
+from moeserve.proto.tensors import Spec, describe_into
+from moeserve.proto.texts import clipped
+from moeserve.runtime.doors.payloads.regions import Hold
+
+log = logging.getLogger(__name__)
+
+SOON_SECONDS = 0.0005
+"""After which a step is tried again that the lane had no room for, where it does not say when."""
+
+UNAVAILABLE, FAILED_PRECONDITION, RESOURCE_EXHAUSTED, CANCELLED, DEADLINE = 14, 9, 8, 1, 4
+"""Codes of gRPC's statuses."""
+
+
+class Call(Protocol):
+    """A step of this lane that is under way."""
+
+    def give_up(self) -> None:
+        """Ends it soon; its `ended` is called all the same."""
+
+
+Begin = Callable[[moe_pb2.ForwardRequest, Callable[[moe_pb2.ForwardStreamReply], None]], Call | None]
+"""Begins a step, whose reply the function gets, once, from any thread. None: it has ended already."""
+
+
+@dataclass
+class _Stage:
+    """Where a stage of a pass is."""
+
+    since: float  # when its next rows were first wanted
+    steps: int = 0  # that were answered
+    busy: bool = False
+    call: Call | None = None
+    again: float = -math.inf  # not to be begun before
+    refused: float = math.inf  # when the lane first had no room for the step that is next
+
+
+@dataclass
+class _Pass:
+    number: int
+    layers: tuple[int, ...]
+    standing: bool
+    any_weights: bool
+    version: int  # of the weights that its steps must have; 0: whichever comes first
+    stages: list[_Stage]
+    ends: tuple[Status, str] | None = None  # how, once the steps under way have ended
+
+    @property
+    def done(self) -> bool:
+        return not self.standing and all(stage.steps == len(self.layers) for stage in self.stages)
+
+    def layer(self, stage: _Stage) -> int:
+        return self.layers[stage.steps % len(self.layers)]
+
+    def wants(self, stage: _Stage) -> bool:
+        """Whether the stage has a step that the caller may bring rows for."""
+        return not stage.busy and (self.standing or stage.steps < len(self.layers))
+
+    def late(self, stage: _Stage, now: float, patience: float) -> bool:
+        """Whether the caller is; between the rounds of a standing pass it may rest."""
+        resting = self.standing and stage.steps % len(self.layers) == 0
+        return not resting and now - stage.since > patience
+
+
+@dataclass(frozen=True, eq=False)
+class LaneMemory:
+    """The two regions of a device lane, by name, and a hold on each."""
+
+    mailbox: str
+    answers: str
+    held: tuple[Hold, Hold]
+    layout: MailboxLayout
+
+
+@dataclass
+class Counts:
+    """What a device lane has done."""
+
+    passes: int = 0
+    steps: int = 0
+    ended: str = ""
+
+
+@dataclass(frozen=True)
+class LaneTerms:
+    """What passes of a lane may ask for."""
+
+    layers: frozenset[int]
+    patience: float  # seconds for rows
+    answer: float  # seconds for an answer
+    observe: Callable[[str], None]  # is told how each pass ended, by a status's name
+    counts: Counts = field(default_factory=Counts)
+
+
+class DeviceLane:
+    """A caller's lane. `look` is called by one thread, `detach` by any."""
+
+    def __init__(self, memory: LaneMemory, terms: LaneTerms, begin: Begin) -> None:
+        self.memory, self.counts = memory, terms.counts
+        self.detached: str = ""  # why
+        self._terms, self._begin = terms, begin
+        box, answers = memory.held
+        self._box = _words(box.memory)
+        self._out, self._text = _words(answers.memory), answers.memory[m.TEXT : m.TEXT + m.MOST_TEXT]
+        self._pass: _Pass | None = None
+        self._last = 0  # the pass that was announced last
+        self._lock = threading.Lock()
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a pass runs."""
+        return self._pass is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step of it is under way."""
+        run = self._pass
+        return run is not None and any(stage.busy for stage in run.stages)
+
+    def detach(self, why: str) -> None:
+        """Ends the pass that runs, and begins no other. Steps under way are given up."""
+        with self._lock:
+            self.detached = self.detached or why
+        self._end(Status.DETACHED, why)
+
+    def look(self, now: float) -> bool:
+        """Does what the caller's words ask for; whether there was anything."""
+        run = self._pass
+        if run is None:
+            return not self.detached and self._look_for_pass(now)
+        if run.ends is not None:
+            return False
+        begun = [at for at, stage in enumerate(run.stages) if self._is_there(run, at, stage, now)]
+        for at in begun:
+            self._start(run, at)
+        if self._box[m.GIVEN_UP] == run.number:
+            self._end(Status.OK, "")
+            return True
+        return bool(begun) or self._look_for_late(run, now)
+
+    def _look_for_late(self, run: _Pass, now: float) -> bool:
+        """Ends a pass whose rows, or whose room, did not come in time; whether it did."""
+        for at, stage in enumerate(run.stages):
+            if now - stage.refused > self._terms.answer:
+                self._end(Status.LOST, f"overloaded: no room for stage {at} within {self._terms.answer:g} s")
+                return True
+            if run.wants(stage) and run.late(stage, now, self._terms.patience) and not self._has_tag(run, at):
+                key = f"passes.patience_seconds = {self._terms.patience:g}"
+                self._end(
+                    Status.LATE, f"late: stage {at} brought no rows of layer {run.layer(stage)} within {key}"
+                )
+                return True
+        return False
+
+    def _look_for_pass(self, now: float) -> bool:
+        number = self._box[m.ANNOUNCED]
+        if number == self._last:
+            return False
+        fence()
+        self._last = number
+        box = self._box
+        steps, stages, flags = box[m.STEPS], box[m.STAGES], box[m.FLAGS]
+        layers = tuple(box[m.LAYERS : m.LAYERS + min(steps, m.MOST_LAYERS)])
+        if wrong := "; ".join(self._wrong((number, steps, stages, flags), layers)):
+            self._tell(number, Status.REFUSED, f"bad_pass: {wrong}")
+            return True
+        made = [_Stage(now) for _ in range(stages)]
+        modes = bool(flags & m.STANDING), bool(flags & m.ANY_WEIGHTS)
+        with self._lock:
+            self._pass = _Pass(number, layers, *modes, box[m.WANTED_VERSION], made)
+        if self.detached:
+            self._end(Status.DETACHED, self.detached)
+        return True
+
+    def _wrong(self, said: tuple[int, int, int, int], layers: tuple[int, ...]) -> Iterator[str]:
+        """What is wrong with an announcement."""
+        number, steps, stages, flags = said
+        most = self.memory.layout.stages
+        if not 0 < number <= m.LAST_NUMBER:
+            yield f"number {number} is not one of 1 to {m.LAST_NUMBER}"
+        if not 0 < steps <= m.MOST_LAYERS:
+            yield f"{steps} layers; a pass has 1 to {m.MOST_LAYERS}"
+        if flags & ~(m.STANDING | m.ANY_WEIGHTS):
+            yield f"flags {flags} are unknown"
+        if not 0 < stages <= most:
+            yield f"{stages} stages; this lane was attached with {most}"
+        if unknown := [layer for layer in layers if layer not in self._terms.layers]:
+            yield f"layer {unknown[0]} has no experts served here"
+
+    def _is_there(self, run: _Pass, at: int, stage: _Stage, now: float) -> bool:
+        """Whether the rows of a stage's next step are there."""
+        return run.wants(stage) and now >= stage.again and self._has_tag(run, at)
+
+    def _has_tag(self, run: _Pass, at: int) -> bool:
+        tag = self._box[self.memory.layout.header(at) + m.TAG]
+        return bool(tag == tag_of(run.number, run.stages[at].steps))
+
+    def _start(self, run: _Pass, at: int) -> None:
+        fence()
+        stage, layout = run.stages[at], self.memory.layout
+        head = layout.header(at)
+        _, layer, named, count, kind = self._box[head : head + 5]
+        wanted = run.layer(stage)
+        if (layer, named) != (wanted, at):
+            text = f"a header names layer {layer} and stage {named}; layer {wanted} of stage {at} is next"
+        elif count > layout.rows:
+            text = f"{count} rows in a step; this lane was attached with {layout.rows} at most"
+        elif kind not in (m.CHOICE, m.LOGITS):
+            text = f"kind {kind} of a step is neither {m.CHOICE}, a choice, nor {m.LOGITS}, logits"
+        else:
+            self._run(run, at, self._request(at, (layer, count, kind), run.version))
+            return
+        self._end(Status.REFUSED, f"bad_step: {text}")
+
+    def _run(self, run: _Pass, at: int, request: moe_pb2.ForwardRequest) -> None:
+        stage = run.stages[at]
+        stage.busy = True
+        call = self._begin(request, lambda reply: self._ended(run, at, reply))
+        with self._lock:
+            if stage.busy:
+                stage.call = call
+            over = stage.busy and run.ends is not None
+        if over and call is not None:
+            call.give_up()
+
+    def _request(self, at: int, header: tuple[int, int, int], version: int) -> moe_pb2.ForwardRequest:
+        layer, count, kind = header
+        layout = self.memory.layout
+        hidden, ids, weights, logits = layout.columns(at)
+        hidden_spec = layout.hidden_spec(count)
+        id_spec, weight_spec, logit_spec = layout.route_specs(count)
+        request = moe_pb2.ForwardRequest(
+            layer=layer, weights_version=version, timeout_ms=max(1, int(self._terms.answer * 1000))
+        )
+        self._place(request.hidden, hidden, hidden_spec)
+        if kind == m.CHOICE:
+            self._place(request.choice.ids, ids, id_spec)
+            self._place(request.choice.weights, weights, weight_spec)
+        else:
+            self._place(request.logits, logits, logit_spec)
+        out = request.output
+        out.name, out.offset, out.size = self.memory.answers, layout.answer(at), hidden_spec.nbytes
+        return request
+
+    def _place(self, message: moe_pb2.Tensor, offset: int, spec: Spec) -> None:
+        describe_into(message, spec)
+        region = message.region
+        region.name, region.offset, region.size = self.memory.mailbox, offset, spec.nbytes
+
+    def _ended(self, run: _Pass, at: int, reply: moe_pb2.ForwardStreamReply) -> None:
+        """Takes the end of a step, from any thread."""
+        stage, failed = run.stages[at], None
+        if reply.WhichOneof("outcome") == "error":
+            failed = reply.error
+        with self._lock:
+            stage.busy, stage.call = False, None
+            if run.ends is None and failed is None:
+                self._answered(run, at, reply.reply)
+            elif run.ends is None and failed is not None and failed.code == RESOURCE_EXHAUSTED:
+                stage.again, stage.refused = _again(failed), min(stage.refused, _now())
+                failed = None
+        if failed is not None:
+            self._end(_status(failed), f"{failed.reason}: {failed.message}")
+        elif run.done:
+            self._end(Status.OK, "")
+        else:
+            self._settle(run)
+
+    def _answered(self, run: _Pass, at: int, reply: moe_pb2.ForwardReply) -> None:
+        """Tells the caller that its answer is there; the lock is held."""
+        stage, head = run.stages[at], self.memory.layout.answer_header(at)
+        self._out[head + m.EPOCH], self._out[head + m.VERSION] = reply.epoch, reply.weights_version
+        if not run.any_weights:
+            run.version = run.version or reply.weights_version
+        tag = tag_of(run.number, stage.steps)
+        stage.steps, stage.since, stage.refused = stage.steps + 1, _now(), math.inf
+        self.counts.steps += 1
+        fence()
+        self._out[head + m.TAG] = tag
+
+    def _end(self, status: Status, text: str) -> None:
+        """Ends the pass that runs, once its steps under way have ended; the first reason counts."""
+        with self._lock:
+            run = self._pass
+            if run is None:
+                return
+            run.ends = run.ends or (status, text)
+            calls = [stage.call for stage in run.stages if stage.busy and stage.call is not None]
+        for call in calls:
+            call.give_up()
+        self._settle(run)
+
+    def _settle(self, run: _Pass) -> None:
+        """Says how the pass ended, when no step of it writes to the answers any more."""
+        with self._lock:
+            if run is not self._pass or run.ends is None or any(stage.busy for stage in run.stages):
+                return
+            self._pass = None
+            self._tell(run.number, *run.ends)
+
+    def _tell(self, number: int, status: Status, text: str) -> None:
+        self.counts.passes += 1
+        self.counts.ended = status.name.lower()
+        self._terms.observe(self.counts.ended)
+        if status is not Status.OK:
+            log.info("a pass ends with %s: %s", status.name, text, extra={"sort": f"pass {status.name}"})
+        data = clipped(text).encode()[: m.MOST_TEXT]
+        self._text[: len(data)] = data
+        self._out[m.STATUS], self._out[m.TEXT_BYTES] = int(status), len(data)
+        fence()
+        self._out[m.ENDED] = number
+
+    def close(self) -> None:
+        """Lets go of its memory; no pass runs any more."""
+        for held in self.memory.held:
+            held.close()
+
+
+def _words(memory: memoryview) -> memoryview:
+    """The same bytes as words of 64 bits, each read and written at once."""
+    return memory.cast("B").cast("Q")
+
+
+def _now() -> float:
+    return time.monotonic()
+
+
+def _again(failed: moe_pb2.Error) -> float:
+    """When a step may be tried again that the lane had no room for."""
+    told = failed.pushback_ms / 1000 if failed.HasField("pushback_ms") else SOON_SECONDS
+    return _now() + told
+
+
+def _status(failed: moe_pb2.Error) -> Status:
+    """How a pass ends of which a step failed so."""
+    if failed.code in (UNAVAILABLE, CANCELLED, DEADLINE):
+        return Status.LOST
+    return Status.OTHER_WEIGHTS if failed.code == FAILED_PRECONDITION else Status.REFUSED

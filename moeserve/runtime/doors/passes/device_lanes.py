@@ -1,0 +1,284 @@
+"""`DeviceLanes`: the callers that are attached to this rank, and the thread that looks at their words."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moeserve.proto import moe_pb2
+from moeserve.proto.passes.mailbox import MOST_STAGES, MailboxLayout
+from moeserve.proto.tensors import FLOATS, TensorError
+from moeserve.proto.texts import quoted
+from moeserve.runtime.doors.device_errors import DeviceRefused, LanesTaken, NameTaken, UnknownLane
+from moeserve.runtime.doors.passes.device_lane import Begin, DeviceLane, LaneMemory, LaneTerms
+from moeserve.runtime.doors.payloads import Regions
+
+log = logging.getLogger(__name__)
+
+SHORTEST_LOOK, LONGEST_LOOK = 20e-6, 0.002
+"""Seconds between two looks. In between, a look comes after an eighth of the time in which nothing was."""
+
+SWEEP_SECONDS = 0.05
+"""Between looks whether the callers' leases are still there."""
+
+CLOSE_SECONDS = 5.0
+"""Within which the thread has to end."""
+
+NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+
+
+@dataclass(frozen=True)
+class DeviceLaneLimits:
+    """What attached callers may take of a rank."""
+
+    lanes: int = 8  # attached at once; 0: none
+    bytes: int = 256 << 20  # of shared memory, of one lane
+    rows: int = 4096  # of one step
+    patience: float = 2.0  # seconds for the rows of a step that is next
+    answer: float = 30.0  # seconds for an answer
+
+
+@dataclass(frozen=True)
+class LaneModel:
+    """What a rank serves, as far as a lane has to know it."""
+
+    name: str
+    hidden: int
+    experts: int
+    top_k: int
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A lane with its name and the caller's description."""
+
+    name: str
+    device: str
+    lane: DeviceLane
+
+
+class DeviceLanes:
+    """Attaches and detaches callers, from any thread; a thread of its own begins the steps of their passes.
+
+    A lane ends when it is detached, and when the caller's lease on either of its regions does: the kernel
+    closes it with a caller that dies.
+    """
+
+    def __init__(
+        self,
+        regions: Regions,
+        model: LaneModel,
+        limits: DeviceLaneLimits,
+        begin_for: Callable[[str], Begin],
+    ) -> None:
+        """begin_for: how steps of the caller at a peer are begun."""
+        self._regions, self._model, self._limits = regions, model, limits
+        self._begin_for = begin_for
+        self.on_pass: Callable[[str], None] = lambda status: None  # is told how each pass ended
+        self._lanes: dict[str, Attached] = {}  # by the whole name of the mailbox
+        self._leaving: list[DeviceLane] = []  # with steps under way
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="device-lanes", daemon=True)
+        self._thread.start()
+
+    def attach(self, request: moe_pb2.AttachLaneRequest, peer: str) -> moe_pb2.AttachLaneReply:
+        """Makes a lane for the caller at `peer`.
+
+        Raises NameTaken, LanesTaken, DeviceRefused, TensorError naming a wrong field, and RegionLimit.
+        """
+        model, limits = self._model, self._limits
+        layout = self._checked(request)
+        with self._lock:
+            self._room_for(request.name)
+            name, size = self._regions.create(layout.mailbox_bytes, peer)
+            try:
+                answers, answers_size = self._regions.create(layout.answers_bytes, peer)
+            except BaseException:
+                self._regions.release(name)
+                raise
+            held = (self._regions.hold(name, 0, size), self._regions.hold(answers, 0, answers_size))
+            terms = LaneTerms(
+                frozenset(model.layers), limits.patience, limits.answer, lambda status: self.on_pass(status)
+            )
+            memory = LaneMemory(name, answers, held, layout)
+            lane = DeviceLane(memory, terms, self._begin_for(peer))
+            self._lanes[name] = Attached(request.name, request.device, lane)
+            self._changed.notify()
+        log.info("%s is attached: %d rows, %d stages", request.name, layout.rows, layout.stages)
+        return moe_pb2.AttachLaneReply(
+            mailbox=name,
+            answers=answers,
+            mailbox_bytes=size,
+            answers_bytes=answers_size,
+            socket=self._regions.socket,
+            hidden=model.hidden,
+            experts=model.experts,
+            top_k=model.top_k,
+            layers=model.layers,
+            patience_seconds=limits.patience,
+        )
+
+    def detach(self, mailbox: str) -> None:
+        """Ends the lane of this mailbox. Raises UnknownLane."""
+        with self._lock:
+            attached = self._lanes.pop(mailbox, None)
+        if attached is None:
+            raise UnknownLane("no device lane has this mailbox; it was detached, or its caller's lease ended")
+        self._leave(attached, "it was detached")
+
+    def attached(self) -> list[moe_pb2.DeviceLaneInfo]:
+        """The lanes that are attached, the oldest first."""
+        with self._lock:
+            there = list(self._lanes.values())
+        return [_info(attached) for attached in there]
+
+    def close(self) -> None:
+        """Detaches all lanes and ends the thread."""
+        with self._lock:
+            there, self._lanes = list(self._lanes.values()), {}
+            self._closing = True
+            self._changed.notify()
+        for attached in there:
+            self._leave(attached, "the rank is stopping")
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            log.error("the thread of device lanes did not end within %g s", CLOSE_SECONDS)
+
+    def _checked(self, request: moe_pb2.AttachLaneRequest) -> MailboxLayout:
+        model, limits = self._model, self._limits
+        if request.model not in ("", model.name):
+            raise TensorError("model", f"{quoted(request.model)} is not served here; {model.name!r} is")
+        if not NAME.fullmatch(request.name):
+            raise TensorError(
+                "name", f"{quoted(request.name)} must be 1 to 64 letters, digits, '_', '.' or '-'"
+            )
+        if request.device != "cpu":
+            raise DeviceRefused(
+                f"device: rows of {quoted(request.device)} cannot be brought by a device lane, only those in "
+                "host memory (cpu); copy them to the host, or run in process"
+            )
+        if not 0 < request.rows <= limits.rows:
+            raise TensorError("rows", f"{request.rows} is not one of 1 to {limits.rows} (step.lane_rows)")
+        if not 0 < request.stages <= MOST_STAGES:
+            raise TensorError("stages", f"{request.stages} is not one of 1 to {MOST_STAGES}")
+        dtype = moe_pb2.DType.Name(request.dtype) if request.dtype in moe_pb2.DType.values() else ""
+        if (named := dtype.removeprefix("DTYPE_").lower()) not in FLOATS:
+            raise TensorError("dtype", f"number {request.dtype} is not one of {', '.join(FLOATS)}")
+        sizes = (model.hidden, model.experts, model.top_k)
+        layout = MailboxLayout.of((request.rows, request.stages), sizes, named)
+        if (needed := layout.mailbox_bytes + layout.answers_bytes) > limits.bytes:
+            raise TensorError(
+                "rows",
+                f"{request.rows} rows at {request.stages} stages take {needed} bytes of shared memory, and "
+                f"passes.lane_bytes is {limits.bytes}",
+            )
+        return layout
+
+    def _room_for(self, name: str) -> None:
+        """Raises where the lane cannot be attached beside the others; the lock is held."""
+        if self._closing:
+            raise LanesTaken("no device lane is attached any more: the rank is stopping, or has logged why")
+        if any(attached.name == name for attached in self._lanes.values()):
+            raise NameTaken(f"a device lane named {name!r} is attached here; detach it, or take another name")
+        most = self._limits.lanes
+        if len(self._lanes) + len(self._leaving) >= most:
+            raise LanesTaken(f"{len(self._lanes)} device lanes are attached, and passes.lanes is {most}")
+
+    def _leave(self, attached: Attached, why: str) -> None:
+        """Ends a lane that is in the table no more; its memory goes when its steps have ended."""
+        log.info("%s is detached: %s", attached.name, why)
+        attached.lane.detach(why)
+        with self._lock:
+            self._leaving.append(attached.lane)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            self._look()
+        except Exception:
+            log.exception("the thread of device lanes ends: no attached caller is answered any more")
+        with self._lock:
+            self._closing = True
+            left = [attached.lane for attached in self._lanes.values()] + self._leaving
+        for lane in left:
+            lane.detach("the rank is stopping")
+            self._forget(lane)
+
+    def _look(self) -> None:
+        busy = swept = time.monotonic()
+        while True:
+            with self._lock:
+                while not self._lanes and not self._leaving and not self._closing:
+                    self._changed.wait()
+                    busy = time.monotonic()
+                if self._closing and not self._leaving:
+                    return
+                lanes, leaving = [one.lane for one in self._lanes.values()], list(self._leaving)
+            now = time.monotonic()
+            if sum(self._looked(lane, now) for lane in lanes):  # at each of them
+                busy = now
+            if leaving:
+                self._forget_idle(leaving)
+            if now - swept > SWEEP_SECONDS:
+                swept = now
+                self._sweep()
+            time.sleep(min(LONGEST_LOOK, max(SHORTEST_LOOK, (now - busy) / 8)))
+
+    def _looked(self, lane: DeviceLane, now: float) -> bool:
+        """Whether there was anything at `lane`. What goes wrong with one lane ends it, and no other."""
+        try:
+            return lane.look(now)
+        except Exception:
+            log.exception("a device lane is detached")
+            lane.detach("the rank could not read it")
+            return True
+
+    def _sweep(self) -> None:
+        """Detaches lanes whose caller's lease has ended."""
+        with self._lock:
+            gone = [
+                self._lanes.pop(name)
+                for name, attached in list(self._lanes.items())
+                if attached.lane.detached or not self._leased(attached.lane.memory)
+            ]
+        for attached in gone:
+            self._leave(attached, attached.lane.detached or "its caller's lease ended")
+
+    def _leased(self, memory: LaneMemory) -> bool:
+        return memory.mailbox in self._regions and memory.answers in self._regions
+
+    def _forget_idle(self, leaving: list[DeviceLane]) -> None:
+        for lane in leaving:
+            if not lane.in_pass:
+                self._forget(lane)
+                with self._lock:
+                    self._leaving.remove(lane)
+
+    def _forget(self, lane: DeviceLane) -> None:
+        """Gives its memory back."""
+        lane.close()
+        for name in (lane.memory.mailbox, lane.memory.answers):
+            if name in self._regions:
+                self._regions.release(name)
+
+
+def _info(attached: Attached) -> moe_pb2.DeviceLaneInfo:
+    lane, layout = attached.lane, attached.lane.memory.layout
+    return moe_pb2.DeviceLaneInfo(
+        name=attached.name,
+        device=attached.device,
+        rows=layout.rows,
+        stages=layout.stages,
+        bytes=layout.mailbox_bytes + layout.answers_bytes,
+        in_pass=lane.in_pass,
+        passes=lane.counts.passes,
+        steps=lane.counts.steps,
+        ended=lane.counts.ended,
+    )

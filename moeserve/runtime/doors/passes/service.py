@@ -1,0 +1,69 @@
+"""`DeviceLaneDoor`: answers DeviceLaneService for one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+
+from moeserve.proto import moe_pb2, moe_pb2_grpc
+from moeserve.runtime.doors.failures import guarded
+from moeserve.runtime.doors.lane_door import LaneDoor
+from moeserve.runtime.doors.passes.device_lane import Begin, Call
+from moeserve.runtime.doors.passes.device_lanes import DeviceLanes
+from moeserve.runtime.rank.lane import LaneCall
+
+METHOD = "DeviceLane"
+"""How metrics of requests name a step of a device lane."""
+
+
+class DeviceLaneDoor(moe_pb2_grpc.DeviceLaneServiceServicer):
+    """Attaches and detaches callers' lanes."""
+
+    def __init__(self, lanes: DeviceLanes) -> None:
+        self._lanes = lanes
+
+    def AttachLane(
+        self, request: moe_pb2.AttachLaneRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.AttachLaneReply:
+        """Makes the caller a lane."""
+        return guarded(context, lambda: self._lanes.attach(request, context.peer()))
+
+    def DetachLane(
+        self, request: moe_pb2.DetachLaneRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.DetachLaneReply:
+        """Ends the lane whose mailbox the caller knows by its whole name."""
+        guarded(context, lambda: self._lanes.detach(request.mailbox))
+        return moe_pb2.DetachLaneReply()
+
+    def ListDeviceLanes(
+        self, request: moe_pb2.ListDeviceLanesRequest, context: grpc.ServicerContext
+    ) -> moe_pb2.ListDeviceLanesReply:
+        """The lanes that are attached."""
+        return moe_pb2.ListDeviceLanesReply(lanes=self._lanes.attached())
+
+
+class _DoorCall:
+    """A call of a lane's door, as a device lane sees it."""
+
+    def __init__(self, door: LaneDoor, call: LaneCall) -> None:
+        self._door, self._call = door, call
+
+    def give_up(self) -> None:
+        """Ends it as a call whose caller has left."""
+        self._door.leave(self._call)
+
+
+def begin_at(door: LaneDoor) -> Callable[[str], Begin]:
+    """How steps of a caller are begun: as calls at the rank's own door, which checks and admits them."""
+
+    def begin_for(peer: str) -> Begin:
+        def begin(
+            request: moe_pb2.ForwardRequest, ended: Callable[[moe_pb2.ForwardStreamReply], None]
+        ) -> Call | None:
+            call = door.begin(request, ended, peer, METHOD)
+            return None if call is None else _DoorCall(door, call)
+
+        return begin
+
+    return begin_for

@@ -1,0 +1,71 @@
+"""`connect`: opens the way to the experts that `Settings` name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moeserve.torch.ways import Way
+
+NEEDED = {"in_process": "config", "attached": "address", "remote": "address"}
+MODES = tuple(NEEDED)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where experts are computed, and what that needs to know. Raises ValueError for what does not fit.
+
+    in_process: this process is a rank of its own model server's group; `config` is a file as for `moeserve
+    serve`, and all processes of torchrun's world connect together. attached: a service at `address`, one of
+    whose ranks is on this host and shares memory with this process. remote: a service at `address`, anywhere.
+    """
+
+    mode: str = "remote"
+    address: str = ""  # attached, remote: host:port of the service
+    config: str = ""  # in_process: path of the configuration
+    timeout: float = 60.0  # seconds of one call of a service, with all that is tried again
+    name: str = "torch"  # attached: of this caller, no other's at its rank
+    rank: int | None = None  # attached: whose lane; None: the first on this host
+    rows: int = 256  # attached: most rows of a call
+    stages: int = 1  # attached: most calls under way at once
+    dtype: str = "bf16"  # attached: of rows on their way: fp32, bf16, fp16
+    one_version: bool = False  # attached: layers of one forward pass must have the same weights
+
+    def __post_init__(self) -> None:
+        if self.mode not in NEEDED:
+            raise ValueError(f"mode={self.mode!r} is not one of {', '.join(MODES)}")
+        needed = NEEDED[self.mode]
+        if not getattr(self, needed):
+            raise ValueError(f"mode={self.mode!r} needs `{needed}`")
+
+
+def connect(settings: Settings) -> Way:
+    """Opens the way to the experts; its owner closes it. In process it is collective, and loads experts."""
+    if settings.mode == "in_process":
+        from moeserve.torch.in_process import InProcess
+
+        return InProcess.of_file(settings.config)
+    if settings.mode == "attached":
+        return _attached(settings)
+    from moeserve.proto.client import MoeClient
+    from moeserve.torch.remote import Remote
+
+    return Remote(MoeClient(settings.address, timeout=settings.timeout))
+
+
+def _attached(settings: Settings) -> Way:
+    from moeserve.proto.passes.attached import AttachedLane, Wanted
+    from moeserve.torch.attached import Attached
+
+    wanted = Wanted(
+        settings.name,
+        settings.rows,
+        settings.stages,
+        settings.dtype,
+        rank=settings.rank,
+        timeout=settings.timeout,
+    )
+    return Attached(
+        lambda: AttachedLane.attach(settings.address, wanted),
+        settings.timeout,
+        one_version=settings.one_version,
+    )

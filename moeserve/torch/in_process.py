@@ -1,0 +1,260 @@
+"""`InProcess`: the model server's own processes are the ranks; no hop, and no service.
+
+Ranks that are data-parallel have rows of their own, as many as they happen to have. Before each layer they
+tell each other which layer they are at and how many rows they bring, over a group of gloo's that belongs to
+this way; a rank that has run its pass, or has none, follows the others until all have (`follow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moeserve.dispatch.group import GroupKind, end_group, group_beside
+from moeserve.runtime.config import Config
+from moeserve.runtime.launch.torchrun import HostedRank, join_torchrun, leave_torchrun
+from moeserve.runtime.step import LaneInput, LaneLogits, LaneRows, empty_input
+from moeserve.torch.ways import Rows, Sizes, Submitted, WrongRows
+
+FOLLOWS = -1
+"""In place of a layer, by a rank that has none to run and follows the others."""
+
+
+class OutOfStep(RuntimeError):
+    """Ranks of one group are not at the same layer; names who is where."""
+
+
+class Agreed(NamedTuple):
+    """What the ranks run next."""
+
+    layer: int  # FOLLOWS: no rank has a layer to run
+    lane_rows: tuple[int, ...]  # by lane
+
+
+class Meeting(Protocol):
+    """How ranks learn what the others bring."""
+
+    def agree(self, layer: int, rows: int) -> Agreed:
+        """Tells what this rank brings to its next step, and returns what all of them bring."""
+
+    def close(self) -> None:
+        """Ends it."""
+
+
+class Alone:
+    """The meeting of a rank without others."""
+
+    def agree(self, layer: int, rows: int) -> Agreed:
+        """Returns what it was told."""
+        return Agreed(layer, (rows,))
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class Exchange:
+    """A meeting over a group: one small all-gather a step, on the host."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def agree(self, layer: int, rows: int) -> Agreed:
+        """Collective over the group. Raises OutOfStep, on all ranks alike, for ranks at different layers."""
+        mine = torch.tensor([layer, rows])
+        found = [torch.empty_like(mine) for _ in range(self._group.size())]
+        dist.all_gather(found, mine, group=self._group)
+        told: list[list[int]] = [one.tolist() for one in found]
+        at = {rank: here for rank, (here, _) in enumerate(told) if here != FOLLOWS}
+        if len(set(at.values())) > 1:
+            places = ", ".join(f"rank {rank} at layer {here}" for rank, here in at.items())
+            raise OutOfStep(f"ranks are not at one layer: {places}; all run the same layers in one order")
+        layer = next(iter(at.values()), FOLLOWS)
+        return Agreed(layer, tuple(count for _, count in told))
+
+    def close(self) -> None:
+        """Ends the group."""
+        end_group(self._group)
+
+
+class InProcess:
+    """Experts of this process and of the others of its group.
+
+    `rank` is this process's, joined; each rank has a lane. Calls are collective: all ranks make the same ones
+    in one order, each with its own rows, or follow.
+    """
+
+    def __init__(self, rank: HostedRank) -> None:
+        self.order = torch.zeros(1, dtype=torch.int64, device=rank.device)
+        self._rank: HostedRank | None = rank
+        checkpoint = rank.served.checkpoint
+        self._sizes = Sizes(checkpoint.hidden, checkpoint.num_experts, checkpoint.top_k)
+        self._meeting = _meeting_of(rank)
+        self._counted: tuple[int, ...] | None = None  # rows of each lane, where the caller knows them
+        self._submitted = Submitted("moeserve-steps")
+        self._side = None if rank.device == "cpu" else _stream(rank.device)  # of submitted steps
+        self._under_way: dict[int, tuple[Tensor, torch.cuda.Event]] = {}  # by number, on a GPU
+        self._unasked: list[int] = []  # layers whose late members were not asked for yet, on a GPU
+        self._count = 0
+
+    @classmethod
+    def of_file(cls, path: str) -> InProcess:
+        """Joins the ranks of torchrun's world, or of the process's default group. Collective."""
+        return cls(join_torchrun(Config.load(path).checked()))
+
+    @contextmanager
+    def rows(self, lane_rows: Sequence[int]) -> Iterator[None]:
+        """A context in which every lane's rows are known to all ranks, so that they tell each other nothing.
+
+        Each rank names the same numbers, by rank, and brings just its own in each call.
+        """
+        ranks = self._joined().served.mesh.ranks
+        if len(lane_rows) != ranks:
+            raise ValueError(f"{len(lane_rows)} numbers of rows for {ranks} ranks: one for each")
+        before, self._counted = self._counted, tuple(int(count) for count in lane_rows)
+        try:
+            yield
+        finally:
+            self._counted = before
+
+    def mixed(self, layer: int, rows: Rows) -> Tensor:
+        """As `Way.mixed`; collective. Raises WrongRows before others are met, OutOfStep, and PeersLate."""
+        self._check(layer, rows)
+        if self._side is None:
+            return self._submitted.run(lambda: self._step(layer, rows))
+        self._wait_for_side()
+        return self._step(layer, rows)
+
+    def submit(self, layer: int, rows: Rows) -> int:
+        """As `Way.submit`; collective. On a GPU the step runs on a stream of its own."""
+        self._check(layer, rows)
+        if self._side is None:
+            return self._submitted.put(lambda: self._step(layer, rows))
+        self._side.wait_stream(torch.cuda.current_stream(self._side.device))
+        with torch.cuda.stream(self._side):
+            answer = self._step(layer, rows)
+            ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ended.record()
+        for given in rows:
+            if given is not None:
+                given.record_stream(self._side)
+        self._count += 1
+        self._under_way[self._count] = answer, ended
+        return self._count
+
+    def wait(self, number: int) -> Tensor:
+        """As `Way.wait`. On a GPU only the current stream waits."""
+        if self._side is None:
+            return self._submitted.take(number)
+        if number not in self._under_way:
+            raise KeyError(f"call {number} is not under way: each submitted call is waited for once")
+        answer, ended = self._under_way.pop(number)
+        stream = torch.cuda.current_stream(self._side.device)
+        stream.wait_event(ended)
+        answer.record_stream(stream)
+        return answer
+
+    def follow(self) -> None:
+        """Ends this rank's forward pass: takes part in the others' steps, without rows, until all have ended
+        theirs. Collective: every rank calls it once a pass, also one that had no rows and ran nothing.
+        """
+        if self._counted is not None:
+            raise RuntimeError("inside `rows` every rank runs every layer by itself: call follow outside")
+        self._wait_for_side()
+        while self._submitted.run(self._followed):
+            pass
+        self.check()
+
+    def check(self) -> None:
+        """Waits for the steps that were launched. Raises PeersLate where one went without a member's rows.
+
+        On the CPU each call has done so already. On a GPU no call does: it would have to wait for the device.
+        """
+        rank, asked = self._joined(), dict.fromkeys(self._unasked)
+        self._unasked = []
+        if asked:
+            torch.cuda.synchronize(rank.device)
+        for layer in asked:
+            rank.late(layer)
+
+    def close(self) -> None:
+        """Leaves the group; no rank may be in a step. Other groups of the process stay. Not collective."""
+        self._submitted.close()
+        rank, self._rank = self._rank, None
+        if rank is not None:
+            self._meeting.close()
+            leave_torchrun(rank)
+
+    def _joined(self) -> HostedRank:
+        if self._rank is None:
+            raise RuntimeError("this way to the experts was closed")
+        return self._rank
+
+    def _check(self, layer: int, rows: Rows) -> None:
+        """Raises before the other ranks are met, as far as this rank can know what is wrong."""
+        rank = self._joined()
+        if layer not in rank.served.layers:
+            raise WrongRows(f"layer {layer} has no experts here; layers {sorted(rank.served.layers)} have")
+        self._sizes.check(layer, rows)
+        if rank.device != "cpu" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph of the caller cannot hold steps in process: a step replays a graph of its own; "
+                "leave the MoE layers out of the caller's"
+            )
+
+    def _followed(self) -> bool:
+        """One step of the others, without rows of this rank; False where none had one."""
+        rank = self._joined()
+        agreed = self._meeting.agree(FOLLOWS, 0)
+        if agreed.layer != FOLLOWS:
+            none = empty_input(self._sizes.hidden, self._sizes.top_k, rank.served.dtype)
+            self._run(agreed, none.to(rank.device))
+        return agreed.layer != FOLLOWS
+
+    def _step(self, layer: int, rows: Rows) -> Tensor:
+        rank, own = self._joined(), rows.hidden.shape[0]
+        if self._counted is None:
+            agreed = self._meeting.agree(layer, own)
+        elif self._counted[rank.index] == own:
+            agreed = Agreed(layer, self._counted)
+        else:
+            told = self._counted[rank.index]
+            raise WrongRows(f"layer {layer}: {own} rows, and `rows` was told {told} of rank {rank.index}")
+        hidden = rows.hidden.detach().to(rank.served.dtype)
+        valid = torch.ones(own, dtype=torch.bool, device=hidden.device)
+        if rows.weights is None:
+            given: LaneRows = LaneLogits(hidden, rows.route.detach(), valid)
+        else:
+            given = LaneInput(hidden, rows.route.to(torch.int32), rows.weights.detach().float(), valid)
+        return self._run(agreed, given).to(rows.hidden.dtype)
+
+    def _run(self, agreed: Agreed, rows: LaneRows) -> Tensor:
+        rank = self._joined()
+        answer, _ = rank.step(agreed.layer, rows, agreed.lane_rows)
+        if self._side is None:
+            rank.late(agreed.layer)
+        else:
+            self._unasked.append(agreed.layer)
+        return answer
+
+    def _wait_for_side(self) -> None:
+        """Steps follow one another on the device, also from one stream to the other."""
+        if self._side is not None:
+            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+
+
+def _stream(device: str) -> torch.cuda.Stream:
+    made: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _meeting_of(rank: HostedRank) -> Meeting:
+    if rank.group is None:
+        return Alone()
+    kind = GroupKind("gloo", rank.kind.timeout)
+    return Exchange(group_beside(rank.group, kind))

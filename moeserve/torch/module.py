@@ -1,0 +1,65 @@
+"""`MoeExperts`: the experts of one decoder layer as an `nn.Module`, wherever they are computed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from moeserve.torch import ops
+from moeserve.torch.ways import Way
+
+
+class Ticket(NamedTuple):
+    """A call under way. `MoeExperts.wait` takes it, once."""
+
+    number: Tensor  # [1] int64 on the CPU
+    hidden: Tensor  # the caller's rows
+
+
+class MoeExperts(nn.Module):
+    """One layer's routed experts, reached by `way`. It has no parameters, and no gradient.
+
+    The way is used by all modules of a model, from one thread, and stays open until `way.close()`. Call it
+    with chosen experts and their final weights, or with the router linear's output alone:
+
+    mixed = experts(hidden, ids, weights)  # ids [T, K] int32 or int64, -1 = none; weights [T, K]
+    mixed = experts(hidden, logits)  # [T, E], routed as the checkpoint says
+
+    `hidden` is [T, H], or [..., T, H]; answers have its shape, dtype and device.
+    """
+
+    def __init__(self, way: Way, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.way = way
+        self._number = ops.numbered(way)
+
+    def forward(self, hidden: Tensor, route: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Mixed rows, shaped as `hidden`."""
+        rows = _flat(hidden, route, weights)
+        mixed: Tensor = ops.mixed_experts(self.way.order, *rows, self._number, self.layer)
+        return mixed.reshape(hidden.shape)
+
+    def submit(self, hidden: Tensor, route: Tensor, weights: Tensor | None = None) -> Ticket:
+        """Begins what a call does, for shared experts meanwhile. The tensors may not change until `wait`."""
+        rows = _flat(hidden, route, weights)
+        number: Tensor = ops.submit_experts(self.way.order, *rows, self._number, self.layer)
+        return Ticket(number, hidden)
+
+    def wait(self, ticket: Ticket) -> Tensor:
+        """The answer of what `submit` began."""
+        hidden = ticket.hidden
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        mixed: Tensor = ops.wait_experts(self.way.order, ticket.number, flat, self._number)
+        return mixed.reshape(hidden.shape)
+
+    def extra_repr(self) -> str:
+        """What is printed of it."""
+        return f"layer={self.layer}, way={type(self.way).__name__}"
+
+
+def _flat(hidden: Tensor, route: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The tensors with one dimension of rows."""
+    flat = None if weights is None else weights.reshape(-1, weights.shape[-1])
+    return hidden.reshape(-1, hidden.shape[-1]), route.reshape(-1, route.shape[-1]), flat

@@ -1,0 +1,73 @@
+"""What compiled graphs see of experts: operators without a body to look into.
+
+`moeserve::mixed_experts` is one call, `moeserve::submit_experts` and `moeserve::wait_experts` are its halves.
+Each is declared to write the way's `order` tensor, so that no compiler drops, joins or reorders calls: in one
+process they are collective, and all of its ranks have to make them in one order. There is no gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+import torch
+from torch import Tensor
+
+from moeserve.torch.ways import Rows, Way
+
+_numbers = itertools.count(1)
+_ways: weakref.WeakValueDictionary[int, Way] = weakref.WeakValueDictionary()
+
+
+def numbered(way: Way) -> int:
+    """The number by which operators find `way`, for as long as somebody holds it."""
+    for number, known in _ways.items():
+        if known is way:
+            return number
+    number = next(_numbers)
+    _ways[number] = way
+    return number
+
+
+def _way(number: int) -> Way:
+    way = _ways.get(number)
+    if way is None:
+        raise RuntimeError(f"way {number} to the experts is gone: keep what `connect` returned")
+    return way
+
+
+@torch.library.custom_op("moeserve::mixed_experts", mutates_args=("order",))
+def mixed_experts(
+    order: Tensor, hidden: Tensor, route: Tensor, weights: Tensor | None, way: int, layer: int
+) -> Tensor:
+    """Mixed rows [T, H] like `hidden`; see `Rows` for what goes in."""
+    return _way(way).mixed(layer, Rows(hidden, route, weights))
+
+
+@mixed_experts.register_fake
+def _(order: Tensor, hidden: Tensor, route: Tensor, weights: Tensor | None, way: int, layer: int) -> Tensor:
+    return torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+
+
+@torch.library.custom_op("moeserve::submit_experts", mutates_args=("order",))
+def submit_experts(
+    order: Tensor, hidden: Tensor, route: Tensor, weights: Tensor | None, way: int, layer: int
+) -> Tensor:
+    """Begins what `mixed_experts` does; returns the number to wait for, [1] int64 on the CPU."""
+    return torch.tensor([_way(way).submit(layer, Rows(hidden, route, weights))], dtype=torch.int64)
+
+
+@submit_experts.register_fake
+def _(order: Tensor, hidden: Tensor, route: Tensor, weights: Tensor | None, way: int, layer: int) -> Tensor:
+    return torch.empty(1, dtype=torch.int64)
+
+
+@torch.library.custom_op("moeserve::wait_experts", mutates_args=("order",))
+def wait_experts(order: Tensor, number: Tensor, hidden: Tensor, way: int) -> Tensor:
+    """Waits for what `submit_experts` began with the same `hidden`; returns as `mixed_experts` does."""
+    return _way(way).wait(int(number.item()))
+
+
+@wait_experts.register_fake
+def _(order: Tensor, number: Tensor, hidden: Tensor, way: int) -> Tensor:
+    return torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)

@@ -1,0 +1,139 @@
+"""`Way`: how rows get to experts and home, by one of the modes of `connect`; `Rows`: one call's tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class WrongRows(ValueError):
+    """Tensors of a call do not fit the layer; names the tensor, what it is and what the layer takes."""
+
+
+class Rows(NamedTuple):
+    """One call's rows. `route` holds chosen experts with `weights`, or router logits without."""
+
+    hidden: Tensor  # [T, H]
+    route: Tensor  # [T, K] int32 or int64, -1 = none; or [T, E] of a float dtype
+    weights: Tensor | None  # [T, K], final; None: `route` holds logits
+
+    def on_host(self) -> Rows:
+        """The same on the CPU, dense. Raises RuntimeError where the caller records a CUDA graph."""
+        if self.hidden.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "experts that are reached through the host cannot be in a CUDA graph: a replay runs no host "
+                "code; leave the MoE layers out of the graph, or use mode='in_process'"
+            )
+        return Rows(*(None if given is None else given.detach().cpu().contiguous() for given in self))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a layer takes."""
+
+    hidden: int
+    experts: int
+    top_k: int
+
+    def check(self, layer: int, rows: Rows) -> None:
+        """Raises WrongRows for tensors of other shapes or dtypes, and for ids out of range on the CPU."""
+        hidden, route, weights = rows
+        if hidden.dim() != 2 or hidden.shape[1] != self.hidden or not hidden.is_floating_point():
+            raise WrongRows(
+                f"layer {layer}: hidden is {_said(hidden)}; it must be [T, {self.hidden}] of a float dtype"
+            )
+        width = self.experts if weights is None else self.top_k
+        what = "logits" if weights is None else "ids"
+        if tuple(route.shape) != (hidden.shape[0], width):
+            raise WrongRows(
+                f"layer {layer}: {what} are {_said(route)}; they must be [{hidden.shape[0]}, {width}]"
+            )
+        if route.is_floating_point() != (weights is None):
+            wanted = (
+                "ids are integers" if weights is not None else "logits, given without weights, are floats"
+            )
+            raise WrongRows(f"layer {layer}: {what} are {_said(route)}; {wanted}")
+        if weights is None:
+            return
+        if weights.shape != route.shape or not weights.is_floating_point():
+            raise WrongRows(
+                f"layer {layer}: weights are {_said(weights)}; ids {list(route.shape)} need a float each"
+            )
+        if not route.is_cuda and route.numel():
+            low, high = int(route.min()), int(route.max())
+            if low < -1 or high >= self.experts:
+                wrong = low if low < -1 else high
+                raise WrongRows(
+                    f"layer {layer}: id {wrong} is out of range: experts are 0 to {self.experts - 1}, "
+                    "-1 is none"
+                )
+
+
+def _said(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+class Way(Protocol):
+    """How a process reaches the experts of its model. Calls come from one thread, in the order of its model.
+
+    `order` is a tensor that compilers see as written by each call, so that they keep calls in their order.
+    """
+
+    order: Tensor
+
+    def mixed(self, layer: int, rows: Rows) -> Tensor:
+        """The mixed rows [T, H], like `rows.hidden` in dtype and device; a new tensor."""
+
+    def submit(self, layer: int, rows: Rows) -> int:
+        """Begins what `mixed` does; returns what to `wait` for. The tensors may not change meanwhile."""
+
+    def wait(self, number: int) -> Tensor:
+        """The answer of `submit`; each is waited for once."""
+
+    def close(self) -> None:
+        """Lets go of what it holds; answers under way are waited for."""
+
+
+class Submitted:
+    """Calls under way in a thread of their own, which makes them in the order that they were submitted."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, name)
+        self._answers: dict[int, Future[Tensor]] = {}
+        self._numbers = itertools.count(1)
+
+    def put(self, call: Callable[[], Tensor]) -> int:
+        """Has `call` made after those before it; returns its number."""
+        number = next(self._numbers)
+        self._answers[number] = self._thread.submit(_without_gradients, call)
+        return number
+
+    def take(self, number: int) -> Tensor:
+        """The answer of `number`, or its failure. Raises KeyError for one that was taken, or never put."""
+        if number not in self._answers:
+            raise KeyError(f"call {number} is not under way: each submitted call is waited for once")
+        return self._answers.pop(number).result()
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Makes `call` after those under way; in this thread where there are none."""
+        if all(answer.done() for answer in self._answers.values()):
+            return call()
+        return self._thread.submit(_without_gradients, call).result()
+
+    def close(self) -> None:
+        """Waits for the calls under way, whose answers nobody takes any more."""
+        self._thread.shutdown()
+        self._answers.clear()
+
+
+def _without_gradients(call: Callable[[], T]) -> T:
+    with torch.no_grad():
+        return call()

@@ -1,0 +1,260 @@
+"""A device lane beside steps that are begun by hand: when a pass ends, and what it tells."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from moeserve.proto import moe_pb2
+from moeserve.proto.passes import mailbox as m
+from moeserve.proto.passes.mailbox import MailboxLayout, Status, tag_of
+from moeserve.runtime.doors.device_errors import LanesTaken, NameTaken, UnknownLane
+from moeserve.runtime.doors.passes.device_lane import DeviceLane, LaneMemory, LaneTerms
+from moeserve.runtime.doors.passes.device_lanes import DeviceLaneLimits, DeviceLanes, LaneModel
+from moeserve.runtime.doors.payloads import RegionLimits, Regions
+
+LAYOUT = MailboxLayout.of((4, 2), (8, 4, 2), "fp32")
+PATIENCE = 5.0
+
+
+@dataclass
+class Step:
+    """A step that was begun. Given up, it ends as one whose caller left, when its test says so."""
+
+    request: moe_pb2.ForwardRequest
+    ended: Callable[[moe_pb2.ForwardStreamReply], None]
+    given_up: bool = False
+
+    def give_up(self) -> None:
+        self.given_up = True
+
+    def answer(self, version: int = 1) -> None:
+        reply = moe_pb2.ForwardReply(epoch=3, weights_version=version)
+        self.ended(moe_pb2.ForwardStreamReply(reply=reply))
+
+    def fail(self, code: int, reason: str, pushback: int | None = None) -> None:
+        error = moe_pb2.Error(code=code, reason=reason, message="so it is", pushback_ms=pushback)
+        self.ended(moe_pb2.ForwardStreamReply(error=error))
+
+
+@dataclass
+class Caller:
+    """A lane with the caller's words."""
+
+    regions: Regions
+    steps: list[Step] = field(default_factory=list)
+    number: int = 0
+    observed: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        sizes = LAYOUT.mailbox_bytes, LAYOUT.answers_bytes
+        names = [self.regions.create(size)[0] for size in sizes]
+        box, out = (self.regions.hold(name, 0, size) for name, size in zip(names, sizes, strict=True))
+        self.box, self.out = box.memory.cast("B").cast("Q"), out.memory.cast("B").cast("Q")
+        terms = LaneTerms(frozenset({3, 5}), PATIENCE, 9.0, self.observed.append)
+        self.lane = DeviceLane(LaneMemory(*names, (box, out), LAYOUT), terms, self.begin)
+
+    def begin(self, request: moe_pb2.ForwardRequest, ended: Callable[..., None]) -> Step:
+        self.steps.append(Step(request, ended))
+        return self.steps[-1]
+
+    def announce(self, layers: list[int], stages: int = 1, flags: int = 0, version: int = 0) -> None:
+        self.number += 1
+        words = {m.STEPS: len(layers), m.STAGES: stages, m.FLAGS: flags, m.WANTED_VERSION: version}
+        words |= {m.LAYERS + at: layer for at, layer in enumerate(layers)} | {m.ANNOUNCED: self.number}
+        for at, value in words.items():
+            self.box[at] = value
+        self.lane.look(time.monotonic())
+
+    def post(self, stage: int, step: int, layer: int, count: int = 2) -> None:
+        head = LAYOUT.header(stage)
+        values = {m.LAYER: layer, m.STAGE: stage, m.COUNT: count, m.KIND: m.CHOICE}
+        for at, value in (values | {m.TAG: tag_of(self.number, step)}).items():
+            self.box[head + at] = value
+
+    def look(self, later: float = 0.0) -> bool:
+        return self.lane.look(time.monotonic() + later)
+
+    @property
+    def ended(self) -> tuple[Status, str] | None:
+        if self.out[m.ENDED] != self.number:
+            return None
+        text = self.out.cast("B")[m.TEXT : m.TEXT + self.out[m.TEXT_BYTES]]
+        return Status(self.out[m.STATUS]), bytes(text).decode()
+
+    def answered(self, stage: int, step: int) -> bool:
+        return bool(self.out[LAYOUT.answer_header(stage)] == tag_of(self.number, step))
+
+
+@pytest.fixture
+def caller() -> Iterator[Caller]:
+    regions = Regions(RegionLimits(max_bytes=1 << 20))
+    yield Caller(regions)
+    regions.close()
+
+
+def test_steps_begin_by_their_tags_and_are_answered_by_the_same(caller: Caller) -> None:
+    caller.announce([3, 5], stages=2)
+    assert not caller.look() and not caller.steps
+    caller.post(1, 0, 3)
+    assert caller.look() and not caller.look()
+    (step,) = caller.steps
+    asked = step.request
+    assert (asked.layer, asked.hidden.shape, asked.choice.ids.shape) == (3, [2, 8], [2, 2])
+    assert asked.hidden.region.offset == LAYOUT.columns(1)[0] and asked.output.offset == LAYOUT.answer(1)
+    step.answer()
+    assert caller.answered(1, 0) and not caller.answered(0, 0) and caller.ended is None
+    caller.post(1, 1, 5)
+    caller.look()
+    caller.steps[-1].answer()
+    for step_number, layer in enumerate((3, 5)):
+        caller.post(0, step_number, layer)
+        caller.look()
+        caller.steps[-1].answer()
+    assert caller.ended == (Status.OK, "")
+    assert (caller.lane.counts.passes, caller.lane.counts.steps) == (1, 4) and caller.observed == ["ok"]
+
+
+def test_all_steps_have_the_weights_of_the_first_unless_any_will_do(caller: Caller) -> None:
+    for flags, demanded in ((0, 7), (m.ANY_WEIGHTS, 0)):
+        caller.announce([3, 5], flags=flags)
+        caller.post(0, 0, 3)
+        caller.look()
+        caller.steps[-1].answer(version=7)
+        caller.post(0, 1, 5)
+        caller.look()
+        assert caller.steps[-1].request.weights_version == demanded
+        caller.steps[-1].answer(version=7)
+        assert caller.ended == (Status.OK, "")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "status"),
+    [
+        (14, "not_serving", Status.LOST),
+        (9, "wrong_version", Status.OTHER_WEIGHTS),
+        (3, "bad_tensor", Status.REFUSED),
+    ],
+)
+def test_a_step_that_fails_ends_its_pass_and_no_other(
+    caller: Caller, code: int, reason: str, status: Status
+) -> None:
+    caller.announce([3])
+    caller.post(0, 0, 3)
+    caller.look()
+    caller.steps[-1].fail(code, reason)
+    assert caller.ended == (status, f"{reason}: so it is")
+    caller.announce([5])
+    caller.post(0, 0, 5)
+    caller.look()
+    caller.steps[-1].answer()
+    assert caller.ended == (Status.OK, "")
+
+
+def test_a_pass_has_ended_only_when_nothing_writes_its_answers_any_more(caller: Caller) -> None:
+    caller.announce([3], stages=2)
+    for stage in range(2):
+        caller.post(stage, 0, 3)
+    caller.look()
+    first, second = caller.steps
+    first.fail(3, "bad_tensor")
+    assert second.given_up and caller.ended is None
+    caller.number += 1
+    caller.box[m.ANNOUNCED] = caller.number  # the caller may not wait, and begins another
+    assert not caller.look()
+    caller.number -= 1
+    second.answer()  # that could not be given up any more
+    assert caller.ended == (Status.REFUSED, "bad_tensor: so it is") and not caller.answered(1, 0)
+
+
+def test_a_step_without_room_is_tried_again_and_not_for_ever(caller: Caller) -> None:
+    caller.announce([3])
+    caller.post(0, 0, 3)
+    caller.look()
+    caller.steps[-1].fail(8, "overloaded", pushback=6000)
+    assert not caller.look() and not caller.look(later=PATIENCE + 0.1), "its rows are there: it is not late"
+    assert caller.look(later=6.1) and len(caller.steps) == 2 and caller.ended is None
+    caller.steps[-1].fail(8, "overloaded", pushback=20_000)
+    caller.look(later=9.1)
+    assert caller.ended == (Status.LOST, "overloaded: no room for stage 0 within 9 s")
+
+
+def test_late_rows_end_a_pass_but_not_while_its_answers_are_awaited(caller: Caller) -> None:
+    caller.announce([3, 5])
+    caller.post(0, 0, 3)
+    caller.look()
+    assert not caller.look(later=10 * PATIENCE), "the caller waits for us"
+    caller.steps[-1].answer()
+    assert not caller.look(later=PATIENCE - 0.5)
+    assert caller.look(later=PATIENCE + 0.5)
+    ended = caller.ended
+    assert ended is not None and ended[0] is Status.LATE
+    assert ended[1] == "late: stage 0 brought no rows of layer 5 within passes.patience_seconds = 5"
+
+
+def test_a_standing_pass_rests_between_its_rounds_only(caller: Caller) -> None:
+    caller.announce([3, 5], flags=m.STANDING)
+    for step in range(4):
+        assert (step % 2 == 1) or not caller.look(later=10 * PATIENCE)
+        caller.post(0, step, (3, 5)[step % 2])
+        caller.look()
+        caller.steps[-1].answer()
+    assert caller.ended is None
+    caller.box[m.GIVEN_UP] = caller.number
+    assert caller.look()
+    assert caller.ended == (Status.OK, "")
+
+
+def test_a_detached_lane_ends_its_pass_and_begins_none(caller: Caller) -> None:
+    caller.announce([3])
+    caller.post(0, 0, 3)
+    caller.look()
+    caller.lane.detach("it was detached")
+    assert caller.steps[-1].given_up and caller.lane.in_pass and caller.ended is None
+    caller.steps[-1].fail(1, "caller_left")
+    assert caller.ended == (Status.DETACHED, "it was detached") and not caller.lane.in_pass
+    caller.announce([3])
+    assert caller.ended is None and not caller.lane.in_pass
+
+
+def test_a_step_that_ends_while_it_is_begun_is_no_special_case(caller: Caller) -> None:
+    def begin(request: moe_pb2.ForwardRequest, ended: Callable[..., None]) -> None:
+        Step(request, ended).answer()
+
+    caller.lane._begin = begin
+    caller.announce([3, 5])
+    for step, layer in enumerate((3, 5)):
+        caller.post(0, step, layer, count=0)
+        caller.look()
+    assert caller.ended == (Status.OK, "")
+
+
+def asked(name: str) -> moe_pb2.AttachLaneRequest:
+    return moe_pb2.AttachLaneRequest(name=name, device="cpu", dtype=moe_pb2.DTYPE_FP32, rows=4, stages=1)
+
+
+def test_lanes_come_and_go_with_their_memory() -> None:
+    regions = Regions(RegionLimits(max_bytes=1 << 20))
+    model = LaneModel("tiny", 8, 4, 2, (3, 5))
+    lanes = DeviceLanes(regions, model, DeviceLaneLimits(lanes=2), lambda peer: lambda *step: None)
+    try:
+        one, two = (lanes.attach(asked(name), "tester") for name in ("one", "two"))
+        with pytest.raises(NameTaken, match="a device lane named 'one' is attached here"):
+            lanes.attach(asked("one"), "tester")
+        with pytest.raises(LanesTaken, match="2 device lanes are attached, and passes"):
+            lanes.attach(asked("three"), "tester")
+        assert [lane.name for lane in lanes.attached()] == ["one", "two"] and len(regions.list()) == 4
+        lanes.detach(one.mailbox)
+        with pytest.raises(UnknownLane):
+            lanes.detach(one.mailbox)
+        regions.release(two.answers)  # as when its lease has ended
+        until = time.monotonic() + 5
+        while regions.list() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not regions.list() and regions.bytes == 0 and not lanes.attached()
+    finally:
+        lanes.close()
+        regions.close()

@@ -1,0 +1,80 @@
+"""Processes of a data-parallel model server: each is a rank with rows of its own, and needs no service."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from houses import Alone, house_config
+from parallel import group
+from torch import Tensor
+
+from moeserve.runtime.launch.torchrun import join_torchrun
+from moeserve.torch import MoeExperts, WrongRows
+from moeserve.torch.in_process import InProcess, OutOfStep
+
+PASSES = ((3, 0, 5), (1, 1, 1), (0, 0, 2), (4, 7, 0))
+"""Rows of each rank, pass by pass."""
+
+
+def joined(rank: int, world: int, path: Path, backend: str) -> InProcess:
+    """This process's way, beside the default group of its program."""
+    torch.set_num_threads(1)
+    store = dist.PrefixStore("program", group().get_group_store())
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    return InProcess(
+        join_torchrun(
+            house_config(
+                path,
+                parallel__data_parallel_size=world,
+                parallel__enable_expert_parallel=True,
+                plan__all2all_backend=backend,
+                step__timeout_seconds=10.0,
+            )
+        )
+    )
+
+
+def right(found: Tensor, alone: Alone, layer: int, batch: tuple[Tensor, Tensor, Tensor]) -> None:
+    torch.testing.assert_close(found, alone.forward(layer, *batch), rtol=1e-4, atol=1e-4)
+
+
+def unlike_rows(rank: int, world: int, path: Path, backend: str) -> int:
+    """Worker: passes of two layers; a rank without rows runs nothing and follows. Returns its calls."""
+    way, alone, calls = joined(rank, world, path, backend), Alone(path), 0
+    layers = [MoeExperts(way, layer) for layer in (0, 1)]
+    for number, lanes in enumerate(PASSES):
+        batch = alone.batch(lanes[rank], seed=10 * number + rank)
+        for module in layers if lanes[rank] else []:
+            right(module(*batch), alone, module.layer, batch)
+            calls += 1
+        way.follow()
+        known = way.rows(lanes) if number % 2 else nullcontext()
+        with known:  # all ranks run all layers, those without rows too
+            ticket = layers[1].submit(*batch)
+            answer = layers[0](*batch)
+            right(layers[1].wait(ticket), alone, 1, batch)
+            right(answer, alone, 0, batch)
+            calls += 2
+    way.close()
+    return calls
+
+
+def out_of_step(rank: int, world: int, path: Path, backend: str) -> list[str]:
+    """Worker: what ranks at different layers are told, and that they can go on afterwards."""
+    way, alone, told = joined(rank, world, path, backend), Alone(path), list[str]()
+    batch = alone.batch(2, seed=rank)
+    try:
+        MoeExperts(way, rank % 2)(*batch)
+    except OutOfStep as error:
+        told.append(str(error))
+    try:
+        with way.rows((2,) * world):
+            MoeExperts(way, 0)(*alone.batch(3, seed=rank))
+    except WrongRows as error:
+        told.append(str(error))
+    right(MoeExperts(way, 0)(*batch), alone, 0, batch)
+    way.close()
+    return told

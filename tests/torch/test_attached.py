@@ -1,0 +1,157 @@
+"""Experts reached by a device lane as a module of torch: in any order, under way, and after losses."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from houses import Alone, house_config
+
+from moeserve.proto.client import MoeClient
+from moeserve.proto.errors import WeightsChanged
+from moeserve.proto.passes import mailbox as m
+from moeserve.runtime.launch.local_cluster import LocalCluster
+from moeserve.torch import MoeExperts, Settings, WrongRows, connect
+from moeserve.torch.attached import Attached
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+EP2 = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("served") / "one"
+    path.mkdir()
+    make_checkpoint("qwen3_moe", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def house(path: Path) -> Iterator[LocalCluster]:
+    with LocalCluster(house_config(path, passes__patience_seconds=0.5, **EP2)) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def alone(path: Path) -> Alone:
+    return Alone(path)
+
+
+def opened(house: LocalCluster, **values: object) -> Attached:
+    given = {"timeout": 20.0, "dtype": "fp32", "rows": 16} | values
+    way = connect(Settings("attached", house.address, **given))  # type: ignore[arg-type]
+    assert isinstance(way, Attached)
+    return way
+
+
+@pytest.fixture
+def way(house: LocalCluster) -> Iterator[Attached]:
+    way = opened(house, stages=2)
+    yield way
+    way.close()
+
+
+def announced(way: Attached) -> int:
+    assert way._lane is not None
+    return way._lane.number
+
+
+def test_forward_passes_in_the_layers_order_are_announced_once(way: Attached, alone: Alone) -> None:
+    layers = [MoeExperts(way, layer) for layer in (0, 1)]
+    for turn in range(10):
+        for layer, experts in enumerate(layers):
+            batch = alone.batch(turn % 5, seed=turn)
+            torch.testing.assert_close(experts(*batch), alone.forward(layer, *batch), **CLOSE)
+    assert announced(way) == 1
+
+
+def test_layers_may_be_called_in_any_order(house: LocalCluster, alone: Alone) -> None:
+    way = opened(house, name="one-stage")
+    layers = [MoeExperts(way, layer) for layer in (0, 1)]
+    for turn, layer in enumerate([1, 1, 0, 0, 1, 0, 1, 1]):
+        batch = alone.batch(3, seed=turn)
+        torch.testing.assert_close(layers[layer](*batch), alone.forward(layer, *batch), **CLOSE)
+    assert announced(way) == 4  # 1; 1 0; 0 1 0 1; 1
+    way.close()
+
+
+def test_calls_under_way_are_answered_in_any_order(way: Attached, alone: Alone) -> None:
+    layers = [MoeExperts(way, layer) for layer in (0, 1)]
+    for turn, order in enumerate([(0, 0), (1, 1), (0, 1), (1, 0)]):
+        batches = [alone.batch(2 + at, seed=turn + at) for at in range(2)]
+        tickets = [layers[layer].submit(*batch) for layer, batch in zip(order, batches, strict=True)]
+        with pytest.raises(RuntimeError, match="2 calls are under way, as many as there are stages"):
+            layers[0].submit(*batches[0])
+        for at in reversed(range(2)):
+            found = layers[order[at]].wait(tickets[at])
+            torch.testing.assert_close(found, alone.forward(order[at], *batches[at]), **CLOSE)
+
+
+def test_a_caller_that_rested_in_the_middle_of_a_pass_goes_on(way: Attached, alone: Alone) -> None:
+    layers, batch = [MoeExperts(way, layer) for layer in (0, 1)], alone.batch(3, seed=1)
+    layers[0](*batch)
+    assert way._pass is not None
+    with pytest.raises(TimeoutError):
+        way._pass.wait(10)
+    torch.testing.assert_close(layers[1](*batch), alone.forward(1, *batch), **CLOSE)
+
+
+def test_logits_and_other_dtypes_go_by_the_same_way(way: Attached, alone: Alone) -> None:
+    hidden, _, _ = alone.batch(5, seed=4)
+    logits = torch.randn(5, alone.checkpoint.num_experts, generator=torch.Generator().manual_seed(5))
+    expected = alone.forward(0, hidden, *alone.checkpoint.gate(0).route(logits))
+    experts = MoeExperts(way, 0)
+    torch.testing.assert_close(experts(hidden, logits), expected, **CLOSE)
+    found = experts(hidden.bfloat16(), logits.bfloat16())
+    assert found.dtype == torch.bfloat16
+
+
+def test_what_does_not_fit_is_named(way: Attached, alone: Alone) -> None:
+    with pytest.raises(WrongRows, match="17 rows, and the way was opened for 16; raise"):
+        MoeExperts(way, 0)(*alone.batch(17, seed=1))
+    with pytest.raises(WrongRows, match=r"layer 5 has no experts served there; layers \[0, 1\] have"):
+        MoeExperts(way, 5)(*alone.batch(1, seed=1))
+    batch = alone.batch(1, seed=1)
+    torch.testing.assert_close(MoeExperts(way, 0)(*batch), alone.forward(0, *batch), **CLOSE)
+
+
+def test_calls_are_answered_after_a_rank_was_killed(alone: Alone, path: Path) -> None:
+    with LocalCluster(house_config(path, **EP2)) as house:
+        way = opened(house, rank=1, stages=2)
+        layers, batch = [MoeExperts(way, layer) for layer in (0, 1)], alone.batch(3, seed=2)
+        for lost in (0, 1):  # another one, whose group forms again; and the one that has the lane
+            torch.testing.assert_close(layers[0](*batch), alone.forward(0, *batch), **CLOSE)
+            ticket = layers[1].submit(*batch)
+            os.kill(house.pid(lost), signal.SIGKILL)
+            torch.testing.assert_close(layers[1].wait(ticket), alone.forward(1, *batch), **CLOSE)
+        way.close()
+
+
+def test_a_reload_between_layers_is_told_where_the_caller_asks_for_one_version(path: Path) -> None:
+    other = path.parent / "two"
+    other.mkdir()
+    make_checkpoint("qwen3_moe", other, seed=7)
+    with LocalCluster(house_config(path)) as house, MoeClient(house.address, timeout=30) as client:
+        strict = opened(house, one_version=True, name="strict")
+        loose = opened(house, name="loose")
+        batch = Alone(path).batch(3, seed=2)
+        for way in (strict, loose):
+            MoeExperts(way, 0)(*batch)
+        assert client.reload(str(other), timeout=30).outcome == "reloaded"
+        new = Alone(other)
+        with pytest.raises(WeightsChanged):
+            MoeExperts(strict, 1)(*batch)
+        for way in (strict, loose):
+            for layer in (1, 0, 1):
+                found = MoeExperts(way, layer)(*batch)
+                torch.testing.assert_close(found, new.forward(layer, *batch), **CLOSE)
+            way.close()
+
+
+def test_a_pass_that_was_never_announced_has_no_status(way: Attached) -> None:
+    assert way._lane is not None and way._lane.out[m.ENDED] == 0 and way._lane.number == 0

@@ -1,0 +1,130 @@
+"""Experts in the model server's own processes: ranks with unlike rows stay in step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from houses import Alone, house_config
+from parallel import parallel_launch
+from torch_ranks import PASSES, out_of_step, unlike_rows
+
+from moeserve.runtime.launch.torchrun import join_torchrun
+from moeserve.torch import MoeExperts, Settings, WrongRows, connect
+from moeserve.torch.in_process import InProcess
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint("qwen3_moe", path)
+    return path
+
+
+@pytest.fixture
+def way(path: Path) -> Iterator[InProcess]:
+    way = InProcess(join_torchrun(house_config(path)))
+    yield way
+    way.close()
+
+
+@pytest.mark.parametrize("backend", ["all2allv", "nvlink_ll"])
+def test_ranks_with_unlike_rows_and_with_none_stay_in_step(path: Path, backend: str) -> None:
+    calls = parallel_launch(3, unlike_rows, path, backend, timeout=200)
+    assert calls == [2 * len(PASSES) + sum(2 for lanes in PASSES if lanes[rank]) for rank in range(3)]
+
+
+def test_ranks_at_different_layers_are_told_who_is_where(path: Path) -> None:
+    for told in parallel_launch(2, out_of_step, path, "all2allv", timeout=200):
+        assert told[0].startswith("ranks are not at one layer: rank 0 at layer 0, rank 1 at layer 1;")
+        assert "3 rows, and `rows` was told 2 of rank" in told[1]
+
+
+def test_a_rank_alone_needs_no_group(way: InProcess, path: Path) -> None:
+    alone = Alone(path)
+    experts = MoeExperts(way, 1)
+    for rows in (0, 1, 7):
+        batch = alone.batch(rows, seed=rows)
+        torch.testing.assert_close(experts(*batch), alone.forward(1, *batch), rtol=1e-4, atol=1e-4)
+    way.follow()  # nobody else has a layer to run
+
+
+def test_hidden_states_of_any_leading_shape_and_dtype_keep_both(way: InProcess, path: Path) -> None:
+    hidden, ids, weights = Alone(path).batch(6, seed=3)
+    given = hidden.bfloat16(), ids.long(), weights.bfloat16()
+    flat = MoeExperts(way, 0)(*given)
+    found = MoeExperts(way, 0)(*(tensor.reshape(2, 3, -1) for tensor in given))
+    assert found.dtype == torch.bfloat16 and found.shape == (2, 3, hidden.shape[1])
+    assert torch.equal(found.reshape(6, -1), flat)
+
+
+def test_the_layer_s_gate_routes_logits(way: InProcess, path: Path) -> None:
+    alone = Alone(path)
+    hidden, _, _ = alone.batch(5, seed=4)
+    logits = torch.randn(5, alone.checkpoint.num_experts, generator=torch.Generator().manual_seed(5))
+    ids, weights = alone.checkpoint.gate(0).route(logits)
+    torch.testing.assert_close(
+        MoeExperts(way, 0)(hidden, logits), alone.forward(0, hidden, ids, weights), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_tensors_that_do_not_fit_are_named_before_others_are_met(way: InProcess, path: Path) -> None:
+    hidden, ids, weights = Alone(path).batch(3, seed=6)
+    experts = MoeExperts(way, 0)
+    wrong = {
+        "hidden is float32 [3, 63]": (hidden[:, 1:], ids, weights),
+        "ids are int32 [2, 2]": (hidden, ids[1:], weights),
+        "ids are float32 [3, 2]": (hidden, weights, weights),
+        "weights are int32 [3, 2]": (hidden, ids, ids),
+        "id 8 is out of range": (hidden, ids.clamp(min=8), weights),
+        "id -2 is out of range": (hidden, ids * 0 - 2, weights),
+        "logits are float32 [3, 2]": (hidden, weights),
+        "logits are int32 [3, 8]": (hidden, torch.zeros(3, 8, dtype=torch.int32)),
+    }
+    for said, rows in wrong.items():
+        with pytest.raises(WrongRows) as raised:
+            experts(*rows)
+        assert said in str(raised.value), str(raised.value)
+    with pytest.raises(WrongRows, match=r"layer 7 has no experts here; layers \[0, 1\] have"):
+        MoeExperts(way, 7)(hidden, ids, weights)
+
+
+def test_an_answer_is_waited_for_once(way: InProcess, path: Path) -> None:
+    experts, batch = MoeExperts(way, 0), Alone(path).batch(3, seed=6)
+    ticket = experts.submit(*batch)
+    experts.wait(ticket)
+    with pytest.raises(KeyError, match="waited for once"):
+        experts.wait(ticket)
+
+
+def test_it_says_that_it_has_no_gradient(way: InProcess, path: Path) -> None:
+    hidden, ids, weights = Alone(path).batch(3, seed=6)
+    answer = MoeExperts(way, 0)(hidden.requires_grad_(), ids, weights)
+    with pytest.raises(RuntimeError, match="mixed_experts"):
+        answer.sum().backward()
+
+
+def test_a_closed_way_says_so(path: Path) -> None:
+    way = InProcess(join_torchrun(house_config(path)))
+    way.close()
+    way.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        MoeExperts(way, 0)(*Alone(path).batch(1, seed=1))
+
+
+def test_one_option_says_where_experts_are(path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "experts.toml"
+    file.write_text(f'[model]\ncheckpoint = "{path}"\n[plan]\ndevice = "cpu"\n')
+    way = connect(Settings(mode="in_process", config=str(file)))
+    batch = Alone(path).batch(2, seed=2)
+    torch.testing.assert_close(
+        MoeExperts(way, 0)(*batch), Alone(path).forward(0, *batch), rtol=1e-4, atol=1e-4
+    )
+    way.close()
+    with pytest.raises(ValueError, match="mode='nowhere' is not one of in_process"):
+        Settings(mode="nowhere")
+    with pytest.raises(ValueError, match="mode='remote' needs `address`"):
+        Settings()
