@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import sys
 import select
 import signal
 from collections.abc import Iterator
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from moeserve.runtime.telemetry import logs
 
     config = config_of(args)
-    print("\n".join(config.lines()), flush=True)
+    _say("\n".join(config.lines()))
     _check_served(config)
     logs.start(config.log, "head" if config.cluster.launcher == "local" else "launcher")
     cluster = _cluster(config)
@@ -68,22 +69,30 @@ def run(args: argparse.Namespace) -> int:
         with signals.interrupting():
             cluster.start()
     except (KeyboardInterrupt, SystemExit):  # Ray puts a handler in place of ours that exits
-        print("stopped while starting", flush=True)
+        _say("stopped while starting")
         return 0
     signals.listen()  # again: a launcher may have set handlers of its own
     try:
         if targets := cluster.metrics_targets():
-            print(f"metrics on {' '.join(targets)}", flush=True)
+            _say(f"metrics on {' '.join(targets)}")
         if probes := cluster.probes_address():
-            print(f"probes on {probes}", flush=True)
-        print(f"serving on {cluster.address}", flush=True)
+            _say(f"probes on {probes}")
+        _say(f"serving on {cluster.address}")
         _watch(cluster, signals)
     finally:
         try:
-            print("stopping", flush=True)
+            _say("stopping")
         finally:  # also where stdout is closed: what was started is ended all the same
             cluster.stop()
     return 0
+
+
+def _say(line: str) -> None:
+    """Prints a line by one write. `print` writes its end apart where Python does not buffer, and a line of
+    the log, which often goes to the same file, may come between.
+    """
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 class _Signals:

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checkpoints import make_checkpoint
 from processes import descendants_of, gone, is_forkserver
 
 from moeserve.cli import STDOUT_CLOSED, main, stdout_is_closed
+from moeserve.cli.serve import _say
 
 START_SECONDS = 90
 
@@ -143,3 +145,12 @@ def test_a_pipe_is_closed_when_its_reader_has_gone(monkeypatch: pytest.MonkeyPat
         os.close(reader)
         assert stdout_is_closed()
         monkeypatch.undo()
+
+
+def test_a_line_of_serve_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads stdout and the log from one file finds no line of the log inside `serving on ...`."""
+    written: list[str] = []
+    unbuffered = SimpleNamespace(write=written.append, flush=lambda: None)
+    monkeypatch.setattr(sys, "stdout", unbuffered)
+    _say("serving on 127.0.0.1:8000")
+    assert written == ["serving on 127.0.0.1:8000\n"]

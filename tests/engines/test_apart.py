@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_models import FLOAT32, Bound, Noise, apart
+from engine_models import FLOAT32, Apart, Bound, apart, bound_by_experts, bound_by_float32
 
-BF16 = Noise(0.2, 0.07).bound
+NOISE = Apart(0.2, 0.05, (), 20, 300)
+BF16 = bound_by_experts(NOISE)
 
 
 def run(*chosen: int, off: float = 0.0) -> list[dict[str, Any]]:
@@ -15,8 +16,9 @@ def run(*chosen: int, off: float = 0.0) -> list[dict[str, Any]]:
     return [{"tokens": list(chosen), "logprobs": [dict(position) for _ in chosen]}]
 
 
-def test_two_runs_may_be_apart_as_two_that_are_rounded_differently() -> None:
-    assert BF16.most == 0.4 and abs(BF16.mean - 0.07 * 2**0.5) < 1e-12
+def test_bounds_of_bf16_follow_from_its_noise() -> None:
+    assert Bound(0.4, 0.1) == BF16
+    assert bound_by_float32(NOISE) == Bound(0.4, 2**0.5 * 0.05)
 
 
 def test_equal_runs_are_within_every_bound() -> None:

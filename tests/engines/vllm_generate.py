@@ -122,11 +122,34 @@ def keep_experts() -> None:
             return UnquantizedFusedMoEMethod(moe_config)
 
 
+def compute_experts_in_float32() -> None:
+    """Experts of this process compute in float32, from their weights as they are, and round answers once."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    kind = cpu_moe.CPUUnquantizedExperts
+    pack, compute = kind.process_weights_after_loading, kind.apply
+
+    def packed(self: Any, layer: Any) -> None:
+        for _, parameter in layer.named_parameters(recurse=False):
+            parameter.data = parameter.data.float()
+        pack(self, layer)
+
+    def computed(self: Any, output: Any, hidden_states: Any, *arguments: Any, **options: Any) -> None:
+        whole = output.float()
+        compute(self, whole, hidden_states.float(), *arguments, **options)
+        output.copy_(whole)
+
+    kind.process_weights_after_loading, kind.apply = packed, computed
+    cpu_moe.X86CPUUnquantizedExperts.isa = kind.isa  # a matrix unit takes no float32
+
+
 def main(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     if job.get("sabotage") == "another plug-in":
         keep_experts()
+    if job.get("exact_experts"):
+        compute_experts_in_float32()
     started = time.monotonic()
     llm = LLM(job["model"], skip_tokenizer_init=True, **job["options"])
     loaded = time.monotonic() - started

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.lib.record import ROOT
-from bench.service.chaos import Case, unnamed
+from bench.service.chaos import Case, Outcome, outcomes_of, shard, unnamed
 from bench.service.faults import points
 
 CASE = Case("in a step", 1, "stop")
@@ -32,6 +32,22 @@ def test_a_log_that_blames_another_is_no_good() -> None:
     assert unnamed(blamed, CASE, 77, {70, 79}).startswith("the log blames processes [70], and it was 77")
     waited = f"{GIVEN_UP}\nrank 0 (pid 70): joined; rank 1 (pid 77) is given up"
     assert unnamed(waited, CASE, 77, {70, 79}) == "", "it is only spoken of"
+
+
+def test_outcomes_of_shards_are_judged_as_one_run(tmp_path: Path) -> None:
+    outcomes = [Outcome(CASE, 1.5), Outcome(CASE, 0.0, "no answer came"), Outcome(CASE, 2.0, "", "nobody")]
+    files = [tmp_path / "one", tmp_path / "other"]
+    files[0].write_text(outcomes[0].line() + outcomes[1].line())
+    files[1].write_text(outcomes[2].line())
+    assert outcomes_of(files) == outcomes, "also of a case that was run twice"
+
+
+def test_shards_take_every_case_once() -> None:
+    cases = list(range(10))
+    taken = [cases[number - 1 :: count] for number, count in map(shard, ("1/3", "2/3", "3/3"))]
+    assert sorted(case for part in taken for case in part) == cases
+    with pytest.raises(ValueError, match="4/3"):
+        shard("4/3")
 
 
 RANK = """

@@ -15,8 +15,12 @@ from typing import Any
 
 import torch
 from checkpoints import DEVIATION, VOCABULARY, edit_config, make_checkpoint, make_tokenizer, rewrite
+from houses import Alone
+from in_process import InProcess
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DbrxConfig, DbrxForCausalLM
+
+from moeserve.proto.integrations.transformers import attach
 
 HIDDEN = 256  # heads of 64, which the engines' attention on a CPU takes
 CHOOSING = {"experts": 8, "top_k": 2}
@@ -98,20 +102,46 @@ def make_dbrx(folder: Path) -> EngineModel:
 
 
 @torch.no_grad()
-def by_transformers(path: Path, asked: list[list[int]], new: int) -> list[dict[str, Any]]:
-    """What transformers generates of each prompt alone, greedily in float32, as `apart` takes it."""
+def by_transformers(
+    path: Path, asked: list[list[int]], new: int, service: Any = None
+) -> list[dict[str, Any]]:
+    """What transformers generates of each prompt alone, greedily in float32, as `apart` takes it.
+
+    service: computes its experts, where there is one.
+    """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    if service is not None:
+        attach(model, service)
     answers = []
     for ids in asked:
-        tokens, positions = list(ids), []
+        tokens, positions, given, cache = [], [], ids, None
         for _ in range(new):
-            likely = model(torch.tensor([tokens]), use_cache=False).logits[0, -1].log_softmax(-1).topk(20)
+            found = model(torch.tensor([given]), past_key_values=cache, use_cache=True)
+            likely, cache = found.logits[0, -1].log_softmax(-1).topk(20), found.past_key_values
+            given = likely.indices[:1].tolist()
+            tokens += given
             positions.append(
                 dict(zip(map(str, likely.indices.tolist()), likely.values.tolist(), strict=True))
             )
-            tokens.append(int(likely.indices[0]))
-        answers.append({"tokens": tokens[len(ids) :], "logprobs": positions})
+        answers.append({"tokens": tokens, "logprobs": positions})
     return answers
+
+
+class Rounding(InProcess):
+    """A service that computes experts by the formulas, with activations rounded as the scheme says.
+
+    nudge: hidden states are off by about so much of themselves first, as those of another program are.
+    """
+
+    def __init__(self, path: Path, *, nudge: float = 0.0) -> None:
+        super().__init__(path)
+        self._formulas, self._nudge = Alone(path), nudge
+        self._random = torch.Generator().manual_seed(0)
+
+    def forward(self, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """One layer's experts, mixed: [T, H] in the dtype of `hidden`."""
+        off = 1 + self._nudge * torch.randn(hidden.shape, generator=self._random)
+        return self._formulas.forward(layer, hidden * off, experts, weights)
 
 
 def damage(path: Path, to: Path, change: Any, expert: int | None) -> None:
@@ -153,26 +183,6 @@ FLOAT32 = Bound(2e-4, 5e-5)
 
 
 @dataclass(frozen=True)
-class Noise:
-    """What bf16 itself does to a family: its engine alone in bf16 against itself in float32, with the same
-    weights and prompts.
-    """
-
-    most: float
-    mean: float
-
-    @property
-    def bound(self) -> Bound:
-        """How far two runs in bf16 may be apart that round the same numbers at other places.
-
-        Each is as far from float32 as bf16 brings it; where nothing else is common to the two, their
-        difference is sqrt(2) times as large. The largest of a few hundred positions is another draw each
-        time, hence 2 for it. What the two have in common, as attention, only makes it smaller.
-        """
-        return Bound(2.0 * self.most, 2.0**0.5 * self.mean)
-
-
-@dataclass(frozen=True)
 class Apart:
     """How far two runs are apart, at positions before their tokens differ, among the top 20. ties: where the
     tokens differ, as (request, position, how much less probable the other token is there).
@@ -206,6 +216,40 @@ def apart(found: list[dict[str, Any]], alone: list[dict[str, Any]]) -> Apart:
                 break
     assert largest, "nothing was generated"
     return Apart(max(largest), sum(largest) / len(largest), tuple(ties), fewest, len(largest))
+
+
+def bound_by_experts(told: Apart) -> Bound:
+    """How far two runs in bf16 may be apart whose experts round at other places, and nothing else.
+
+    told: the engine alone against itself with experts in float32, whose answers are rounded once. That is
+    what the engine's own kernel adds. The service's adds as much, so the two are sqrt(2) times that apart; it
+    rounds up to twice as often (each rank's sum, and rows on the wire), hence another sqrt(2).
+    """
+    return Bound(2.0 * told.most, 2.0 * told.mean)
+
+
+def bound_by_float32(told: Apart) -> Bound:
+    """The same for an engine whose experts alone cannot be computed in float32.
+
+    told: the engine alone in bf16 against itself in float32, attention and all, with the same weights. Two
+    runs that had nothing in common but the weights would be sqrt(2) times that apart; the largest of some
+    hundred positions is another draw each time, hence 2 for it.
+    """
+    return Bound(2.0 * told.most, 2.0**0.5 * told.mean)
+
+
+NUDGE = 1e-6
+"""By how much of themselves two programs' hidden states in float32 differ where nothing is rounded."""
+
+
+def bound_by_codes(told: Apart) -> Bound:
+    """How far two runs in float32 may be apart whose experts round activations to few bits.
+
+    told: transformers with that rounding, against itself with hidden states nudged by NUDGE. Few numbers lie
+    so near to the middle of two codes that they fall to the other one; which ones is another draw each time,
+    hence 4.
+    """
+    return Bound(FLOAT32.most + 4.0 * told.most, FLOAT32.mean + 4.0 * told.mean)
 
 
 def prompts(count: int, vocabulary: int = 250) -> list[list[int]]:

@@ -17,7 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_models import FLOAT32, EngineModel, Noise, apart, prompts
+from engine_models import (
+    FLOAT32,
+    Bound,
+    EngineModel,
+    apart,
+    bound_by_experts,
+    bound_by_float32,
+    prompts,
+)
 from houses import house_config
 from processes import descendants_of, gone
 
@@ -112,7 +120,7 @@ def generate_as_alone(run: Run, model: EngineModel, options: dict[str, Any]) -> 
         with MoeClient(house.address) as client:
             computed = sum(rank.tokens for rank in client.status().ranks)
     right, scaled, zeroed = (apart(answers, alone["rounds"][0]) for answers in found["rounds"])
-    bound = FLOAT32 if model.dtype == "float32" else noise(run, model, options, alone).bound
+    bound = FLOAT32 if model.dtype == "float32" else bf16_bound(run, model, options, alone)
     print(
         f"{model.family} {model.dtype}: right {right.most:.2g} ({right.mean:.2g}), "
         f"x 1.05 {scaled.most:.2g} ({scaled.mean:.2g}), zeroed {zeroed.most:.2g} ({zeroed.mean:.2g}); "
@@ -125,11 +133,18 @@ def generate_as_alone(run: Run, model: EngineModel, options: dict[str, Any]) -> 
     return Generated(alone, found, len(weights), computed)
 
 
-def noise(run: Run, model: EngineModel, options: dict[str, Any], alone: dict[str, Any]) -> Noise:
-    """How far an engine `alone` in bf16 is from itself in float32, with the same weights."""
-    exact = answered(run, model.path, None, options=options | {"dtype": "float32"})
-    told = apart(alone["rounds"][0], exact["rounds"][0])
-    return Noise(told.most, told.mean)
+def bf16_bound(run: Run, model: EngineModel, options: dict[str, Any], alone: dict[str, Any]) -> Bound:
+    """How far a service's answers in bf16 may be from those of an engine `alone`, by what bf16 does to it.
+
+    vLLM is compared with itself with experts in float32, another engine with itself in float32.
+    """
+    vllm = "read" in alone  # what only vllm_generate.py writes
+    exact = (
+        {"exact_experts": True, "options": options} if vllm else {"options": options | {"dtype": "float32"}}
+    )
+    found = answered(run, model.path, None, **exact)
+    told = apart(alone["rounds"][0], found["rounds"][0])
+    return bound_by_experts(told) if vllm else bound_by_float32(told)
 
 
 START_SECONDS = 600

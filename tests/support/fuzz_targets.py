@@ -34,7 +34,6 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import MailboxLayout
 from moeserve.proto.tensors import TensorError
-from moeserve.proto.texts import clipped
 from moeserve.proto.transports.shared_memory import GRANTED, GRANTED_WITH_CALLS, socket_address
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
@@ -57,6 +56,7 @@ from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head import generations
 from moeserve.runtime.head.changes import rebalance
 from moeserve.runtime.head.coordinator import Coordinator, Progress
+from moeserve.runtime.head.reception import refusal_of
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.mesh import Mesh
@@ -510,7 +510,7 @@ class Head:
 
     def introduce(self, hello: dict[str, Any]) -> None:
         rank, seat = self.coordinator._reception._introduced(hello, Told())  # type: ignore[arg-type]
-        self.coordinator.rank_connected(rank, seat, clipped(str(hello.get("refused", ""))))
+        self.coordinator.rank_connected(rank, seat, refusal_of(hello))
 
     def hear(self, rank: int, message: dict[str, Any]) -> None:
         self.coordinator.message_received(rank, self.coordinator.seats()[rank], message)

@@ -1,6 +1,6 @@
 """Malformed messages and bytes on every port of a service, between good calls whose answers are compared.
 
-    python -m bench.service.faults.fuzz [--messages 100000] [--seed 16]
+    python -m bench.service.faults.fuzz [--messages 100000] [--seed 16] [--record]
 
 A local service of two ranks serves one layer of four tiny experts. Every port that its processes listen on is
 found in /proc: front door, lanes, exporters, the control streams, the movers, the sockets that hand regions
@@ -127,11 +127,16 @@ class Service:
 
 @dataclass(frozen=True)
 class Held:
-    """Descriptors, threads and bytes of one process."""
+    """Descriptors, threads and bytes of one process. Descriptors are counted by kind, such as `socket`."""
 
-    descriptors: int
+    kinds: Counter[str]
     threads: int
     nbytes: int
+
+    @property
+    def descriptors(self) -> int:
+        """All of them."""
+        return sum(self.kinds.values())
 
     @classmethod
     def of(cls, pid: int) -> Held:
@@ -141,7 +146,16 @@ class Held:
             int(re.search(rf"^{key}:\s+(\d+)", status, re.M)[1])  # type: ignore[index]
             for key in ("Threads", "VmRSS")
         )
-        return cls(len(os.listdir(f"/proc/{pid}/fd")), threads, kilobytes << 10)
+        return cls(descriptors_of(pid), threads, kilobytes << 10)
+
+
+def descriptors_of(pid: int) -> Counter[str]:
+    """The open descriptors of a process by what they are, numbers left out."""
+    found: Counter[str] = Counter()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            found[re.sub(r"[\d\[\]]+", "", os.readlink(descriptor)).rstrip(":")] += 1
+    return found
 
 
 @dataclass(frozen=True)
@@ -484,6 +498,7 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=16)
     parser.add_argument("--log", type=Path, help="where to keep the service's log")
+    parser.add_argument("--record", action="store_true", help="write bench/results/fuzz.jsonl")
     args = parser.parse_args()
     random.seed(args.seed)
     with tempfile.TemporaryDirectory() as folder, running(Path(folder)) as (service, client, good):
@@ -517,7 +532,7 @@ def main() -> int:
     show(tally, good, before, after, (seconds, logged, text.count("Traceback")))
     for kind, count in Counter(wrong).most_common(30):
         print(f"WRONG, {count} times: {kind}")
-    if not wrong:
+    if args.record and not wrong:
         write(results(tally, good, (before, after), (seconds, logged)))
     return 1 if wrong else 0
 
@@ -536,7 +551,10 @@ def grown(before: dict[int, Held], after: dict[int, Held]) -> list[str]:
     for pid in before.keys() & after.keys():
         was, now = before[pid], after[pid]
         if now.descriptors > was.descriptors + SPARE:
-            found.append(f"process {pid} has {now.descriptors} descriptors after {was.descriptors}")
+            more = dict(now.kinds - was.kinds)
+            found.append(
+                f"process {pid} has {now.descriptors} descriptors after {was.descriptors}, more: {more}"
+            )
         if now.threads > was.threads + SPARE:
             found.append(f"process {pid} has {now.threads} threads after {was.threads}")
         if now.nbytes > MEMORY * was.nbytes:

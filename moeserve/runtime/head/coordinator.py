@@ -31,7 +31,7 @@ from moeserve.runtime.head.generations import Generations
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.in_flight import StepsInFlight
 from moeserve.runtime.head.pending_change import Outcome
-from moeserve.runtime.head.reception import Reception, Seat
+from moeserve.runtime.head.reception import RankProcess, Reception, Refusal, Seat
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.head.two_phase_commit import TwoPhaseCommit
 from moeserve.runtime.keys.keys import Keys
@@ -156,7 +156,8 @@ class Coordinator:
                 return
             if group.ended:
                 raise RuntimeError(group.reason)
-            raise TimeoutError(f"the group did not serve within {timeout:.0f} s: {group.reason}")
+            why = f"{group.reason}; before: {group.aborted}" if group.aborted else group.reason
+            raise TimeoutError(f"the group did not serve within {timeout:.0f} s: {why}")
 
     def progress(self) -> Progress:
         """The group's state, the reason for it, and its counts."""
@@ -195,7 +196,7 @@ class Coordinator:
 
     # -- members come and go --------------------------------------------------------------------------------
 
-    def rank_connected(self, rank: int, seat: Seat, refused: str) -> None:
+    def rank_connected(self, rank: int, seat: Seat, refusal: Refusal | None) -> None:
         """Seats a member; when all are seated, a generation forms.
 
         ValueError: it cannot start, comes too late, or the seat is a reserved one.
@@ -204,9 +205,9 @@ class Coordinator:
             if rank not in self._group.members.seats:
                 taken = list(self._group.members.seats)
                 raise ValueError(f"seat {rank} is vacant: the members of this group have seats {taken}")
-            if refused:
-                self.generations.refused(rank, refused)
-                raise ValueError(refused)
+            if refusal is not None:
+                self.generations.refused(rank, refusal)
+                raise ValueError(refusal.reason)
             self.generations.seated(rank, seat)
             if self._log_levels:
                 self._group.send(seat, {"kind": "log_levels", "levels": self._log_levels})
@@ -216,10 +217,10 @@ class Coordinator:
         with self._lock:
             self.generations.lost(rank, seat, why)
 
-    def given_up(self, rank: int, pid: int, why: str) -> None:
+    def given_up(self, process: RankProcess, why: str) -> None:
         """Ends the generation of a member whose process does not run, as its launcher has seen."""
         with self._lock:
-            self.generations.given_up(rank, pid, why)
+            self.generations.given_up(process, why)
 
     def message_received(self, rank: int, seat: Seat, message: Message) -> None:
         """Takes a member's message about its generation; one about an older generation does not count."""

@@ -21,11 +21,10 @@ from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.inquiry import Inquiry, Standstill
 from moeserve.runtime.head.key_store import KeyStore
 from moeserve.runtime.head.patience import Backoff, Formation, Patience
-from moeserve.runtime.head.reception import RankProcess, Seat
+from moeserve.runtime.head.reception import RankProcess, Refusal, Seat
 
 log = logging.getLogger(__name__)
 
-FIRST_ATTEMPTS = 3  # that members may say have failed before the group ever serves; then it cannot start
 SETTLE_SECONDS = 0.25  # after an abort, before the next generation: a killed rank's stream ends by then
 ENDED = ("failed", "stopped")  # states that no other follows, except "stopped" after "failed"
 GONE_LOOK_SECONDS = 0.05  # between looks whether a process that was given up has ended
@@ -50,6 +49,7 @@ class Generations:
         # when the group ceased to serve; None while it serves, and before it ever did
         self._unserved_since: float | None = None
         self._served = False  # whether any generation ever did
+        self.aborted = ""  # why the last generation ended, until one serves
         self._form_at = math.inf
         # when to abort, unless a lost rank explains it before; why
         self._failing: tuple[float, str] | None = None
@@ -116,24 +116,24 @@ class Generations:
             self._give_up(seat.process(rank))
             self.abort(f"rank {rank} (pid {seat.pid}) is lost: {why}")
 
-    def given_up(self, rank: int, pid: int, why: str) -> None:
+    def given_up(self, process: RankProcess, why: str) -> None:
         """Parts with a member whose process does not run; does nothing where another has its seat by now."""
-        seat = self._seats.get(rank)
-        if seat is None or seat.pid != pid or self.ended:
+        seat = self._seats.get(process.rank)
+        if seat is None or seat.process(process.rank) != process or self.ended:
             return
-        self._part_with(rank, why)
-        self.abort(f"rank {rank} (pid {pid}) is given up: {why}")
+        self._part_with(process.rank, why)
+        self.abort(f"rank {process.rank} (pid {process.pid}) is given up: {why}")
 
-    def refused(self, rank: int, reason: str) -> None:
-        """Notes that a rank cannot start. The service ends only where the group has never served: else the
-        launcher tries again.
+    def refused(self, rank: int, refusal: Refusal) -> None:
+        """Notes that a rank cannot start: the launcher tries again. The service ends only where the rank says
+        that what it was given is wrong, and the group has never served.
         """
         if self.ended:
             return
-        if not self._served:
-            self.set_state("failed", reason)
+        if refusal.for_good and not self._served:
+            self.set_state("failed", refusal.reason)
         elif rank in self._group.missing:
-            self.set_state(self.state, reason)
+            self.set_state(self.state, refusal.reason)
 
     # -- what members say -----------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class Generations:
         if self.state != "joining" or not self._formation.joined:
             return False
         self._retries.reset()
-        self._served, self._unserved_since = True, None
+        self._served, self._unserved_since, self.aborted = True, None, ""
         self.set_state("serving", "")
         number, epoch = self._group.generation, self._group.epoch.number
         log.info("generation %d serves epoch %d with %d members", number, epoch, len(self._group.members))
@@ -208,12 +208,10 @@ class Generations:
         if self.state == "serving":
             self._unserved_since = time.monotonic()
         self.on_abort(reason)
+        self.aborted = reason
         self._failing, self._inquiry, self._store = None, None, KeyStore()
         aborted, self._group.generation = self._group.generation, self._group.generation + 1
         self._group.broadcast({"kind": "abort", "generation": aborted, "reason": reason})
-        if not self._served and self._retries.failures >= FIRST_ATTEMPTS:
-            self.set_state("failed", reason)
-            return
         self.set_state("forming", reason)
         self._form_at = math.inf if self._group.missing else time.monotonic() + pause
         self._group.lock.notify_all()

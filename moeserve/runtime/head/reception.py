@@ -56,10 +56,17 @@ class Seat:
         return RankProcess(rank, self.pid, self.host_id)
 
 
+class Refusal(NamedTuple):
+    """Why a rank cannot start, in its own words."""
+
+    reason: str
+    for_good: bool  # its configuration or checkpoint is wrong: to start it again changes nothing
+
+
 class RankEvents(Protocol):
     """What ranks' streams bring, for the coordinator. Each method is called by the rank's own thread."""
 
-    def rank_connected(self, rank: int, seat: Seat, refused: str) -> None:
+    def rank_connected(self, rank: int, seat: Seat, refusal: Refusal | None) -> None:
         """A rank has introduced itself, or says why it cannot start. Raises ValueError to turn it away."""
 
     def message_received(self, rank: int, seat: Seat, message: Message) -> None:
@@ -108,7 +115,7 @@ class Reception:
                 hello = stream.receive_first(self.hello_seconds or HELLO_SECONDS)
                 guest.known()
                 rank, seat = self._introduced(hello, stream)
-                self._events.rank_connected(rank, seat, clipped(str(hello.get("refused", ""))))
+                self._events.rank_connected(rank, seat, refusal_of(hello))
                 while True:
                     message = stream.receive()
                     known_frame(Frames.TO_HEAD, message["kind"])
@@ -144,3 +151,9 @@ class Reception:
             hello.get("weights", ""),
             plans_from(hello),
         )
+
+
+def refusal_of(hello: Message) -> Refusal | None:
+    """Why the rank that says hello cannot start; None for one that can."""
+    reason = clipped(str(hello.get("refused", "")))
+    return Refusal(reason, bool(hello.get("for_good", False))) if reason else None

@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 
+from moeserve.proto.host_id import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.launch.head_process import HeadProcess
@@ -155,7 +156,7 @@ class LocalCluster:
                 self._start_again(rank, process)
         for rank, pid, why in self._standing():
             log.warning("rank %d (pid %d) is given up: %s", rank, pid, why)
-            self.head.coordinator.given_up(rank, pid, why)
+            self.head.coordinator.given_up(RankProcess(rank, pid, host_id()), why)
             self._kill(rank, pid)
 
     def _standing(self) -> list[tuple[int, int, str]]:

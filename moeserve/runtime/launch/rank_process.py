@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from moeserve import __version__
+from moeserve.checkpoints.store import CheckpointError
 from moeserve.proto.host_id import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.control.messages import plans_message
@@ -30,6 +31,7 @@ from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.launch.environment import machine_for, own_device, set_environment, tune_process
 from moeserve.runtime.planning.costing import costing_of
 from moeserve.runtime.planning.layers import plans_for
+from moeserve.runtime.planning.plan import NoPlan
 from moeserve.runtime.rank.lane import Lane
 from moeserve.runtime.rank.member import Member
 from moeserve.runtime.rank.member_group import ProcessGroupSettings
@@ -38,11 +40,16 @@ from moeserve.runtime.rank.transfers import transfers_of
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopySources, Mover
 from moeserve.runtime.rank.weights.peers import Peers, WeightsServer, unread_seconds
+from moeserve.runtime.sections import ConfigError
 from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.telemetry import logs
 from moeserve.runtime.telemetry.exporter import RankTelemetry
 
 log = logging.getLogger(__name__)
+
+
+FOR_GOOD = (ConfigError, CheckpointError, NoPlan)
+"""What is wrong with what a rank was given: it is as wrong when the rank is started again."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +97,8 @@ def _run_rank(spec: RankSpec) -> None:
         process = _RankProcess(spec, stream, keys)
     except Exception as error:
         log.exception("rank %d cannot start", spec.rank)
-        stream.send(
-            hello
-            | {"address": "", "refused": f"rank {spec.rank} cannot start: {type(error).__name__}: {error}"}
-        )
+        reason = f"rank {spec.rank} cannot start: {type(error).__name__}: {error}"
+        stream.send(hello | {"address": "", "refused": reason, "for_good": isinstance(error, FOR_GOOD)})
         stream.close()
         raise
     log.info("rank %d: its process is ready after %.2f s", spec.rank, time.perf_counter() - started)

@@ -217,6 +217,9 @@ class RankActors:
     def _note_ended(self, rank: int, actor: _Actor) -> None:
         """Notes that a process was seen dead: its rank is started again once its pause is over."""
         self._actors[rank] = None
+        if self._stopping.is_set():
+            log.info("rank %d (pid %s) has ended", rank, actor.pid or "none")
+            return
         pause = self._restarts.ended(rank, time.monotonic())
         text = "rank %d (pid %s) has ended; it is started again in %.1f s (failed starts in a row: %d)"
         log.warning(text, rank, actor.pid or "none", pause or 0.0, self._restarts.failures(rank))
@@ -271,7 +274,7 @@ class RankActors:
             waited = None if rank in seats or self._stopping.is_set() else time.monotonic() - actor.since
             if why := why_given_up(self._config.cluster, looks[pid], waited):
                 log.warning("rank %d (pid %d) is given up: %s", rank, pid, why)
-                self._head.coordinator.given_up(rank, pid, why)
+                self._head.coordinator.given_up(RankProcess(rank, pid, actor.host_id), why)
                 self._condemn(rank, pid, why)
 
     def _replace_watch(self, node: str, watch: _NodeWatch, why: str) -> None:
@@ -286,7 +289,7 @@ class RankActors:
             why = f"its node {node} is dead"
             log.warning("rank %d (pid %d) is given up: %s", rank, pid, why)
             actor.condemned, actor.gone = why, True
-            self._head.coordinator.given_up(rank, pid, why)
+            self._head.coordinator.given_up(RankProcess(rank, pid, actor.host_id), why)
 
 
 def _lives(node: str) -> bool:

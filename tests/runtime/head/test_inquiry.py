@@ -15,6 +15,7 @@ from moeserve.runtime.head import generations
 from moeserve.runtime.head.coordinator import Coordinator
 from moeserve.runtime.head.inquiry import Inquiry, Standstill
 from moeserve.runtime.head.patience import Patience
+from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.mesh import Mesh
 
@@ -184,9 +185,10 @@ def test_a_process_that_is_given_up_from_outside_is_named_and_its_heir_left_alon
     coordinator: Coordinator,
 ) -> None:
     members = serving(coordinator, Members.of_ranks(3))
-    coordinator.given_up(1, 999, "of another process")
+    coordinator.given_up(RankProcess(1, 999, "here"), "of another process")
+    coordinator.given_up(RankProcess(1, 101, "there"), "of another host's process of that id")
     assert coordinator.progress().state == "serving"
-    coordinator.given_up(1, 101, "it is stopped (state T) for 1.5 s")
+    coordinator.given_up(RankProcess(1, 101, "here"), "it is stopped (state T) for 1.5 s")
     assert members[1].entry("stop")
     told = members[0].entry("abort")["reason"]
     assert told == "rank 1 (pid 101) is given up: it is stopped (state T) for 1.5 s"

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from fake_members import SECONDS, TOKEN, FakeMember, serving, until
+from fake_members import SECONDS, TOKEN, FakeMember, head_of, serving, until
 
 from moeserve.dispatch.members import Members
 from moeserve.runtime.control.reached import Phase, Reached
@@ -102,19 +102,54 @@ def _counted(backoff: Backoff) -> float:
     return 0.0
 
 
-def test_a_first_start_that_members_say_is_impossible_ends(
+def test_members_that_cannot_prepare_at_the_first_start_are_tried_again_and_reported(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generations.Backoff, "next", _counted)
     members = [FakeMember(coordinator, seat) for seat in (0, 1)]
-    for _ in range(generations.FIRST_ATTEMPTS):
+    for _ in range(6):
         for one in members:
             one.entry("prepare")
         members[0].say("failed", reason="rank 0: prepare failed: no such tensor")
         for one in members:
             one.entry("abort")
-    with pytest.raises(RuntimeError, match="no such tensor"):
-        coordinator.wait_serving(SECONDS)
+    assert coordinator.generations._retries.failures == 6
+    with pytest.raises(TimeoutError, match=r"did not serve within .*no such tensor"):
+        coordinator.wait_serving(0.1)
+    for one in members:
+        one.entry("prepare")
+        one.say("prepared", bytes_read=0, weight_bytes=0)
+    for one in members:
+        one.entry("join")
+        one.say("joined")
+    coordinator.wait_serving(SECONDS)
+
+
+def test_a_rank_that_cannot_start_at_first_is_waited_for_until_the_operators_limit(
+    coordinator: Coordinator,
+) -> None:
+    why = "rank 1 cannot start: OSError: the GPU is in use"
+    for _ in range(5):
+        assert FakeMember(coordinator, 1, refused=why).entry("closed")
+    assert (coordinator.progress().state, coordinator.progress().reason) == ("forming", why)
+    with pytest.raises(TimeoutError, match=r"did not serve within .*the GPU is in use"):
+        coordinator.wait_serving(0.1)
+    serving(coordinator, MEMBERS)
+
+
+def test_a_rank_whose_configuration_is_wrong_ends_only_a_service_that_never_served(
+    coordinator: Coordinator,
+) -> None:
+    why = "rank 1 cannot start: ConfigError: no such folder"
+    members = serving(coordinator, MEMBERS)
+    members.pop(1).stream.close()
+    until(lambda: 1 not in coordinator.seats())
+    assert FakeMember(coordinator, 1, refused=why, for_good=True).entry("closed")
+    assert (coordinator.progress().state, coordinator.progress().reason) == ("forming", why)
+    with head_of() as another:
+        assert FakeMember(another, 1, refused=why, for_good=True).entry("closed")
+        with pytest.raises(RuntimeError, match="no such folder"):
+            another.wait_serving(SECONDS)
 
 
 def test_a_rank_that_cannot_start_again_is_reported_and_the_service_goes_on(

@@ -53,8 +53,8 @@ def closed_within(stream: Stream, seconds: float) -> bool:
 
 
 def failed(coordinator: Coordinator, refusal: str) -> None:
-    """Has the group fail: rank 1 says that it cannot start."""
-    with_reason = introduced(coordinator, 1, refused=refusal)
+    """Has the group fail: rank 1 says that it can never start."""
+    with_reason = introduced(coordinator, 1, refused=refusal, for_good=True)
     until(lambda: coordinator.progress().state == "failed")
     with_reason.close()
 
