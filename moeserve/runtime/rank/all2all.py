@@ -111,8 +111,8 @@ class RankDispatchers:
         self._parts[layer, self._plans[layer].span(rows).key].expect(number, absent)
 
     def expect_steps(self, steps: Sequence[tuple[int, int]], number: int) -> None:
-        """Says that a graph is replayed next that holds these steps, by layer and rows a lane, as `number` and
-        those after it. Each dispatcher counts on by itself from the first of them that it carries.
+        """Says that a graph is replayed next that holds these steps, by layer and rows a lane: as `number`
+        and those after it. Each dispatcher counts on by itself from the first of them that it carries.
         """
         told = set[Dispatcher]()
         for at, (layer, rows) in enumerate(steps):

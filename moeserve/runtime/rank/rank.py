@@ -219,8 +219,8 @@ class Rank:
         return answer, made.phases
 
     def record(self, layer: int, rows: LaneRows, lane_rows: tuple[int, ...]) -> Tensor:
-        """One step as a part of a CUDA graph that the caller records: it runs when the graph is replayed, after
-        `expect` has said so. Collective over the graph's replays.
+        """One step as a part of a CUDA graph that the caller records: it runs when the graph is replayed,
+        after `expect` has said so. Collective over the graph's replays.
 
         `lane_rows` are those of each replay, by lane and alike on all members; `rows` are on the device, and
         those that are none are not valid. Returns `[T, H]` in the graph's memory. Raises ValueError where what
