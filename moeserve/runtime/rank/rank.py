@@ -61,6 +61,7 @@ class Rank:
         self._book: AddressBook | None = None
         self._epoch: Epoch | None = None  # as it was loaded last
         self._number = 0  # of the last step since the dispatchers were built
+        self.timed_every = TIMED_EVERY  # of so many steps of a service a device times one
         self._rows = ExpertRows(len(served.layers))
 
     @property
@@ -205,7 +206,7 @@ class Rank:
         if member.owner is None and not (member.lane is not None and lane_rows[member.lane]):
             return self._absent(layer, fullest)
         self.meter.tick(time.monotonic())
-        timed = self.device != "cpu" and number >= FIRST_NUMBER and number % TIMED_EVERY == 0
+        timed = self.device != "cpu" and number >= FIRST_NUMBER and number % self.timed_every == 0
         addressing = StepAddressing(self._position[layer], self._book, self.meter, fullest)
         brings = member.lane is not None
         launch = Launch(layer, lane_rows, addressing, self.epoch.members, brings, number, timed)
