@@ -224,8 +224,8 @@ class Rank:
         after `expect` has said so. Collective over the graph's replays.
 
         `lane_rows` are those of each replay, by lane and alike on all members; `rows` are on the device, and
-        those that are none are not valid. Returns `[T, H]` in the graph's memory. Raises ValueError where what
-        carries so many rows reads a count on the host, and for logits as `Gate.route` does.
+        those that are none are not valid. Returns `[T, H]` in the graph's memory. Raises ValueError where
+        what carries so many rows reads a count on the host, and for logits as `Gate.route` does.
         """
         if self._book is None or self.meter is None:
             raise RuntimeError(f"rank {self.index} has loaded no experts; call load and join before record")
@@ -233,13 +233,14 @@ class Rank:
         carries = self.plans[layer].span(fullest).dispatcher
         if carries.host_sync:
             raise ValueError(
-                f"layer {layer}: {carries.name} reads a count on the host, and cannot be in a CUDA graph; set "
-                "plan.all2all_backend to one that does not, such as nvlink_ll"
+                f"layer {layer}: {carries.name} reads a count on the host, and cannot be in a CUDA graph; "
+                "set plan.all2all_backend to one that does not, such as nvlink_ll"
             )
         if isinstance(rows, LaneLogits):
             self._runner.gate(layer).check(rows.logits)
         addressing = StepAddressing(self._position[layer], self._book, self.meter, fullest)
-        launch = Launch(layer, lane_rows, addressing, self.epoch.members, True, 0, False)
+        members = self.epoch.members
+        launch = Launch(layer, lane_rows, addressing, members, brings=True, number=0, timed=False)
         return self._runner.launch(launch, rows)[0]
 
     def expect(self, steps: Sequence[tuple[int, int]]) -> None:
