@@ -80,8 +80,8 @@ class StepCosts:
         """
         spread, common, per_row = 0.0, 0.0, math.inf
         for sizes in self._sizes:
-            for size in [size for size, seen in sizes.items() if seen.weight < LEAST_WEIGHT]:
-                del sizes[size]
+            for old in [old for old, seen in sizes.items() if seen.weight < LEAST_WEIGHT]:
+                del sizes[old]
             found = sizes.values()
             weight = sum(size.weight for size in found) or 1.0
             rows = sum(size.weight * size.rows for size in found) / weight
