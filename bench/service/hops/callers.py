@@ -107,8 +107,8 @@ class Callers:
 
 
 COPYING_THREADS = 8
-"""Threads of torch in a process of one caller of many rows, whose copies use them. Others have one: threads of
-each caller's copies and checks would spin for work on all cores, and hold up the ranks too.
+"""Threads of torch in a process of one caller of many rows, whose copies use them. Others have one: threads
+of each caller's copies and checks would spin for work on all cores, and hold up the ranks too.
 """
 
 COPYING_BYTES = 1 << 20  # of a call's rows, from which its copies are worth them
