@@ -24,7 +24,7 @@ class Settings:
     config: str = ""  # in_process: path of the configuration
     timeout: float = 60.0  # seconds of one call of a service, with all that is tried again
     name: str = "torch"  # attached: of this caller, no other's at its rank
-    rank: int | None = None  # attached: whose lane; None: the first on this host
+    rank: int | None = None  # attached: whose lane; None: one of this host's, by the name
     rows: int = 256  # attached: most rows of a call
     stages: int = 1  # attached: most calls under way at once
     dtype: str = "bf16"  # attached: of rows on their way: fp32, bf16, fp16

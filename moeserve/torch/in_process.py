@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from moeserve.dispatch.group import GroupKind, end_group, group_beside
 from moeserve.runtime.config import Config
 from moeserve.runtime.launch.torchrun import HostedRank, join_torchrun, leave_torchrun
+from moeserve.runtime.rank.graphs import padded_rows
 from moeserve.runtime.step import LaneInput, LaneLogits, LaneRows, empty_input
 from moeserve.torch.ways import Rows, Sizes, Submitted, WrongRows
 
@@ -82,6 +83,19 @@ class Exchange:
         end_group(self._group)
 
 
+class Recorded:
+    """The steps of a CUDA graph that the caller has recorded."""
+
+    def __init__(self, way: InProcess, rows: int) -> None:
+        self.rows = rows  # of every lane, padded
+        self.steps: list[tuple[int, int]] = []  # layer, and rows of every lane
+        self._way = way
+
+    def expect(self) -> None:
+        """To be called right before each replay, on the stream of the replay. All ranks replay alike."""
+        self._way.expect(self.steps)
+
+
 class InProcess:
     """Experts of this process and of the others of its group.
 
@@ -99,6 +113,8 @@ class InProcess:
         self._submitted = Submitted("moeserve-steps")
         self._side = None if rank.device == "cpu" else _stream(rank.device)  # of submitted steps
         self._under_way: dict[int, tuple[Tensor, torch.cuda.Event]] = {}  # by number, on a GPU
+        self._recording: Recorded | None = None
+        self._side_used = False  # since the last wait for it
         self._unasked: list[int] = []  # layers whose late members were not asked for yet, on a GPU
         self._count = 0
 
@@ -122,6 +138,30 @@ class InProcess:
         finally:
             self._counted = before
 
+    @contextmanager
+    def recording(self, most_rows: int) -> Iterator[Recorded]:
+        """A context around the recording of a CUDA graph, in which calls become parts of that graph.
+
+        Every rank records the same layers in one order, with up to `most_rows` rows, the same number on all.
+        Steps of such sizes have run before, or their kernels would be loaded while a graph is recorded.
+        """
+        rank = self._joined()
+        if self._side is None:
+            raise RuntimeError(f"device {rank.device!r} has no CUDA graphs; call `recording` on a GPU only")
+        self._wait_for_side()
+        recorded = self._recording = Recorded(self, padded_rows(most_rows))
+        try:
+            yield recorded
+        finally:
+            self._recording, self._side_used = None, False
+
+    def expect(self, steps: Sequence[tuple[int, int]]) -> None:
+        """What `Recorded.expect` does."""
+        rank = self._joined()
+        self._wait_for_side()
+        rank.expect(steps)
+        self._unasked += [layer for layer, _ in steps]
+
     def mixed(self, layer: int, rows: Rows) -> Tensor:
         """As `Way.mixed`; collective. Raises WrongRows before others are met, OutOfStep, and PeersLate."""
         self._check(layer, rows)
@@ -135,6 +175,7 @@ class InProcess:
         self._check(layer, rows)
         if self._side is None:
             return self._submitted.put(lambda: self._step(layer, rows))
+        self._side_used = True
         self._side.wait_stream(torch.cuda.current_stream(self._side.device))
         with torch.cuda.stream(self._side):
             answer = self._step(layer, rows)
@@ -201,10 +242,10 @@ class InProcess:
         if layer not in rank.served.layers:
             raise WrongRows(f"layer {layer} has no experts here; layers {sorted(rank.served.layers)} have")
         self._sizes.check(layer, rows)
-        if rank.device != "cpu" and torch.cuda.is_current_stream_capturing():
+        if self._recording is None and rank.device != "cpu" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "a CUDA graph of the caller cannot hold steps in process: a step replays a graph of its own; "
-                "leave the MoE layers out of the caller's"
+                "a CUDA graph is recorded outside of `recording`, which says how many rows each rank brings: "
+                "write `with way.recording(rows) as recorded, torch.cuda.graph(graph):`"
             )
 
     def _followed(self) -> bool:
@@ -217,6 +258,8 @@ class InProcess:
         return agreed.layer != FOLLOWS
 
     def _step(self, layer: int, rows: Rows) -> Tensor:
+        if self._recording is not None and torch.cuda.is_current_stream_capturing():
+            return self._record(self._recording, layer, rows)
         rank, own = self._joined(), rows.hidden.shape[0]
         if self._counted is None:
             agreed = self._meeting.agree(layer, own)
@@ -225,13 +268,17 @@ class InProcess:
         else:
             told = self._counted[rank.index]
             raise WrongRows(f"layer {layer}: {own} rows, and `rows` was told {told} of rank {rank.index}")
-        hidden = rows.hidden.detach().to(rank.served.dtype)
-        valid = torch.ones(own, dtype=torch.bool, device=hidden.device)
-        if rows.weights is None:
-            given: LaneRows = LaneLogits(hidden, rows.route.detach(), valid)
-        else:
-            given = LaneInput(hidden, rows.route.to(torch.int32), rows.weights.detach().float(), valid)
-        return self._run(agreed, given).to(rows.hidden.dtype)
+        return self._run(agreed, _lane_rows(rows, rank.served.dtype)).to(rows.hidden.dtype)
+
+    def _record(self, recorded: Recorded, layer: int, rows: Rows) -> Tensor:
+        """One step as a part of the graph that is recorded; rows that pad it are not valid."""
+        rank, own, padded = self._joined(), rows.hidden.shape[0], recorded.rows
+        if own > padded:
+            raise WrongRows(f"layer {layer}: {own} rows, and `recording` was told of {padded} at most")
+        given = _lane_rows(rows, rank.served.dtype).each(lambda column: _padded(column, padded))
+        answer = rank.record(layer, given, (padded,) * rank.served.mesh.ranks)
+        recorded.steps.append((layer, padded))
+        return answer[:own].to(rows.hidden.dtype, copy=True)
 
     def _run(self, agreed: Agreed, rows: LaneRows) -> Tensor:
         rank = self._joined()
@@ -244,8 +291,25 @@ class InProcess:
 
     def _wait_for_side(self) -> None:
         """Steps follow one another on the device, also from one stream to the other."""
-        if self._side is not None:
+        if self._side is not None and self._side_used:
             torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+            self._side_used = False
+
+
+def _lane_rows(rows: Rows, dtype: torch.dtype) -> LaneRows:
+    """The same rows as a rank takes them, all of them real."""
+    hidden = rows.hidden.detach().to(dtype)
+    valid = torch.ones(hidden.shape[0], dtype=torch.bool, device=hidden.device)
+    if rows.weights is None:
+        return LaneLogits(hidden, rows.route.detach(), valid)
+    return LaneInput(hidden, rows.route.to(torch.int32), rows.weights.detach().float(), valid)
+
+
+def _padded(column: Tensor, rows: int) -> Tensor:
+    """`column` with rows of zeros behind it."""
+    whole = column.new_zeros((rows, *column.shape[1:]))
+    whole[: column.shape[0]] = column
+    return whole
 
 
 def _stream(device: str) -> torch.cuda.Stream:

@@ -62,6 +62,64 @@ def unlike_rows(rank: int, world: int, path: Path, backend: str) -> int:
     return calls
 
 
+def recorded(rank: int, world: int, path: Path, compiled: bool) -> list[bool]:
+    """Worker on a GPU: a block in a CUDA graph, replayed between eager steps; whether bits were equal."""
+    store = dist.PrefixStore("program", group().get_group_store())
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    way = InProcess(
+        join_torchrun(
+            house_config(
+                path,
+                parallel__data_parallel_size=world,
+                parallel__enable_expert_parallel=True,
+                plan__device="cuda",
+                plan__all2all_backend="nvlink_ll",
+            )
+        )
+    )
+    lanes, random = (4, 3), torch.Generator().manual_seed(rank)
+    sizes, dtype = (way._sizes.hidden, way._sizes.experts, way._sizes.top_k), torch.bfloat16
+    gate = torch.nn.Linear(sizes[0], sizes[1], bias=False, dtype=dtype, device="cuda")
+    layers = torch.nn.ModuleList(MoeExperts(way, layer) for layer in (0, 1))
+
+    def block(hidden: Tensor) -> Tensor:
+        for experts in layers:
+            weights, ids = gate(hidden).topk(sizes[2])
+            ticket = experts.submit(hidden, ids, weights)
+            shared = hidden * 0.5
+            hidden = experts.wait(ticket) + shared
+        return hidden + layers[0](hidden, gate(hidden))
+
+    def fresh() -> Tensor:
+        return torch.randn(lanes[rank], sizes[0], generator=random).to("cuda", dtype)
+
+    run = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
+    static, graph, equal = fresh(), torch.cuda.CUDAGraph(), list[bool]()
+    with torch.no_grad():
+        with way.rows(lanes):
+            for _ in range(3):
+                block(fresh())
+                run(fresh())
+        way.check()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with way.recording(max(lanes)) as steps, torch.cuda.graph(graph, stream=stream):
+            found = run(static)
+        for turn in range(40):
+            static.copy_(fresh())
+            steps.expect()
+            graph.replay()
+            if turn % 3 == 0:
+                with way.rows(lanes):
+                    expected = block(static)
+                equal.append(torch.equal(found, expected))
+        way.check()
+    torch.cuda.synchronize()
+    dist.barrier(group=group())
+    way.close()
+    return equal
+
+
 def out_of_step(rank: int, world: int, path: Path, backend: str) -> list[str]:
     """Worker: what ranks at different layers are told, and that they can go on afterwards."""
     way, alone, told = joined(rank, world, path, backend), Alone(path), list[str]()

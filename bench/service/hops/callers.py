@@ -107,8 +107,8 @@ class Callers:
 
 
 COPYING_THREADS = 8
-"""Threads of torch in a process of one caller, whose copies may use them. Processes with several have one: the
-threads of each caller's copies and checks would spin for work on all cores, and hold up the ranks too.
+"""Threads of torch in a process of one caller, whose copies may use them. Processes with several have one:
+the threads of each caller's copies and checks would spin for work on all cores, and hold up the ranks too.
 """
 
 

@@ -10,6 +10,7 @@ with lane.begin([0, 1, 2]) as run:
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ class PassLate(MoeError, TimeoutError):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a caller asks for. name: its own, for people; rank: whose lane, None = any of this host."""
+    """What a caller asks for. name: its own; rank: whose lane, None = one of this host's, by the name."""
 
     name: str
     rows: int = 64  # most of a step
@@ -344,7 +345,9 @@ def _failure(status: Status, text: str) -> MoeError:
 
 
 def _lane_of(address: str, wanted: Wanted) -> moe_pb2.Lane:
-    """The lane to attach to: the rank that is named, or the first on this host."""
+    """The lane to attach to: the rank that is named, or one of this host's, by the caller's name. Callers of
+    one name so meet at one rank, which takes only one of them, and others are spread.
+    """
     door = Link(address, MAX_MESSAGE_BYTES, wanted.credentials)
     try:
         topology = check_serving(
@@ -353,10 +356,11 @@ def _lane_of(address: str, wanted: Wanted) -> moe_pb2.Lane:
     finally:
         door.close()
     here: str = host_id()
-    for lane in topology.lanes:
-        near = bool(here) and lane.host_id == here
-        if near and wanted.rank in (None, lane.rank):
-            return lane
+    lanes = [lane for lane in topology.lanes if here and lane.host_id == here]
+    if wanted.rank is not None:
+        lanes = [lane for lane in lanes if lane.rank == wanted.rank]
+    if lanes:
+        return lanes[zlib.crc32(wanted.name.encode()) % len(lanes)]
     which = "no rank" if wanted.rank is None else f"not rank {wanted.rank}"
     raise NotFound(
         "NOT_FOUND", "no_lane", f"{which} of {address} shares memory with this process; call it by MoeClient"
