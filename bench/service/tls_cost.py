@@ -10,7 +10,7 @@ and two services differ from each other by more than keys cost.
 Calls of all kinds take turns, in another order in every turn. The cost is the median of the differences to
 the plain call of the same turn, in microseconds, with the interval that holds it in 95 of 100 cases. What is
 left without the bytes is the aim's. The bytes are what OpenSSL takes in this process to encrypt and decrypt
-as many as the call's messages have, in records of TLS. Beside it stands what TLS costs a bare gRPC echo of the
+as many as the call's messages have, in records of TLS. Beside it stands what TLS costs a bare echo of the
 same bytes in that same process: more than that is ours. Rows in shared memory go over a Unix socket, which
 keys do not touch.
 
