@@ -318,7 +318,10 @@ def results(case: Case) -> list[Result]:
             continue
         over_tls, door, stream = mode in ("tls", "mutual"), case.door(kind), case.stream(kind)
         facts = {"with its bytes": door.median, "at least": door.low, "at most": door.high}
-        facts |= {"a round trip to a head elsewhere": stream.median, "a call without keys": case.median("no keys")}
+        facts |= {
+            "a round trip to a head elsewhere": stream.median,
+            "a call without keys": case.median("no keys"),
+        }
         if over_tls:
             facts |= {"its bytes": case.bytes_us, "TLS for an echo": echo}
         rounded = {name: round(value, 1) for name, value in facts.items()}
