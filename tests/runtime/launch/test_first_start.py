@@ -14,7 +14,7 @@ from moeserve.runtime.sections import ConfigError
 
 
 def failure(work: Callable[[], object]) -> Exception:
-    with pytest.raises(Exception) as failed:  # noqa: PT011  # any, to be looked at
+    with pytest.raises(Exception) as failed:  # any, to be looked at
         work()
     return failed.value
 
