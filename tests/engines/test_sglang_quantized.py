@@ -1,4 +1,4 @@
-"""Experts in formats that SGLang has no kernel for on a CPU, in bf16: others than 16 bits it refuses for them.
+"""Experts in formats that SGLang has no kernel for on a CPU, in bf16, since it refuses float32 for them.
 
 The truth is SGLang alone, in float32, on what the weights mean. How far bf16 brings SGLang alone from that
 bounds how far the service may be.
