@@ -14,6 +14,7 @@ from pathlib import Path
 
 from moeserve.checkpoints.contents import missing_weights
 from moeserve.checkpoints.store import CheckpointError
+from moeserve.proto.texts import clipped
 
 SHORTEST_COMMIT = 7
 """Fewest digits by which a revision may name a commit."""
@@ -84,6 +85,17 @@ def located(named: str | Path) -> Path:
         return _snapshot(path, "main", str(path)) if _is_repository(path) else path
     wanted = HubId.of(str(named))
     return path if wanted is None else _cached(wanted, str(named))
+
+
+def located_in_cache(named: str) -> Path:
+    """Returns the snapshot of `org/name[@revision]`, whatever the working directory has.
+
+    Raises CheckpointError as `located` does, and for what names no repository.
+    """
+    wanted = HubId.of(named)
+    if wanted is None:
+        raise CheckpointError(f"{clipped(named)} is not org/name of a hub")
+    return _cached(wanted, named)
 
 
 def _cached(wanted: HubId, named: str) -> Path:

@@ -18,7 +18,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("reload", help=about, description=about)
     add_address(parser, timeout=OPERATION_SECONDS)
     parser.add_argument(
-        "checkpoint", help="folder of the checkpoint, at the same path on every host of the service"
+        "checkpoint",
+        help="folder of the checkpoint, at the same path on every host of the service, or "
+        "org/name[@revision] in the hub cache there",
     )
     parser.set_defaults(func=run)
 
@@ -26,9 +28,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Prints the outcome; returns 0, or 1 when the reload was abandoned."""
     with client_of(args) as client:
-        reply = client.reload(os.path.abspath(args.checkpoint), timeout=args.timeout)
+        reply = client.reload(asked(args.checkpoint), timeout=args.timeout)
     print(as_json(reply) if args.json else text(reply))
     return 0 if reply.outcome == "reloaded" else 1
+
+
+def asked(named: str) -> str:
+    """What to ask the service for: an absolute path, or `org/name` where there is no such folder here."""
+    path = os.path.abspath(named)
+    of_hub = named.count("/") == 1 and not named.startswith((".", "/", "~")) and not named.endswith("/")
+    return named if of_hub and not os.path.exists(path) else path
 
 
 def text(reply: Any) -> str:

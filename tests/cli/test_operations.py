@@ -110,6 +110,21 @@ def test_reload(
     assert service.asked_for.checkpoint == str(Path.cwd() / "new")
 
 
+def test_a_repository_of_the_services_hub_cache_is_asked_for_by_its_name(
+    service: Saying, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    service.reply = moe_pb2.ReloadReply(outcome="reloaded")
+    (tmp_path / "org" / "here").mkdir(parents=True)
+    for given, asked in (
+        ("org/name@v2", "org/name@v2"),
+        ("org/here", str(tmp_path / "org" / "here")),
+        ("./org/name", str(tmp_path / "org" / "name")),
+    ):
+        assert main(["reload", service.address, given]) == 0
+        assert service.asked_for.checkpoint == asked
+
+
 def test_a_service_that_does_not_serve_is_a_failure(
     service: Saying, capsys: pytest.CaptureFixture[str]
 ) -> None:

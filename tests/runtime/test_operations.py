@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from moeserve.runtime.errors import GroupUnavailable
 from moeserve.runtime.head.coordinator import Progress
 from moeserve.runtime.head.pending_change import Outcome
 from moeserve.runtime.head.rebalancer import Cycle, Rebalancer
+from moeserve.runtime.launch.head_process import reload_root_of
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.sections import BalanceConfig
 from moeserve.runtime.served import served_from
@@ -43,6 +45,32 @@ def test_a_reload_takes_only_what_lies_below_its_root(checkpoint: Path, tmp_path
             made.reload(moe_pb2.ReloadRequest(checkpoint=str(path)))
     with pytest.raises(BadRequest, match=r"config\.json: No such file"):
         made.reload(moe_pb2.ReloadRequest(checkpoint=str(root / "none")))
+
+
+def test_a_reload_takes_another_revision_of_a_repository(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = "0123456789abcdef", "fedcba9876543210"
+    snapshots = tmp_path / "models--org--qwen3" / "snapshots"
+    for commit in (old, new):
+        shutil.copytree(checkpoint, snapshots / commit)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    config = house_config(Path("org/qwen3"), model__layers=LAYERS, **EP4)
+    config = config.with_values({"model.checkpoint": f"org/qwen3@{old}"})
+    root = reload_root_of(config)
+    assert root == str(snapshots)
+    made = Operations(
+        served_from(config), rebalancer(Group(), balancer_named("incremental"), BalanceConfig()), root
+    )
+    reply = made.reload(moe_pb2.ReloadRequest(checkpoint=f"org/qwen3@{new[:8]}"))
+    assert reply.outcome == "reloaded"
+    for named, why in (
+        ("org/other", "the hub cache .* has no models--org--other"),
+        ("org/qwen3@v9", "has no revision v9"),
+        ("qwen3", "must be an absolute path, .* or org/name of a repository in its hub cache"),
+    ):
+        with pytest.raises(BadRequest, match=f"checkpoint: .*{why}"):
+            made.reload(moe_pb2.ReloadRequest(checkpoint=named))
 
 
 @pytest.mark.timeout(20)

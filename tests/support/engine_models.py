@@ -37,7 +37,10 @@ _MLA = {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
 }
-SPECIAL: Mapping[str, Mapping[str, Any]] = {"deepseek_v3": _MLA}
+SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v3": _MLA,
+    "olmoe": {"num_key_value_heads": 4},  # as many as heads, as the published one has, and SGLang wants
+}
 IN_CONFIG: Mapping[str, Mapping[str, Any]] = {
     # transformers 5 does not save what engines read
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}

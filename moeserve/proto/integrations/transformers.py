@@ -104,7 +104,7 @@ def experts_forward(
         name = type(module).__name__
         raise RuntimeError(f"this {name} has no service; call attach(model, service) after making the model")
     experts = top_k_index.masked_fill(top_k_index >= cast(int, module.num_experts), -1)
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):  # releases before 5.20 have no such modules
         return _normed(module, remote, (hidden_states, experts, top_k_weights))
     return _ask(remote, hidden_states, experts, top_k_weights)
 

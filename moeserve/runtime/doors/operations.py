@@ -7,6 +7,8 @@ from pathlib import Path, PurePath
 
 import numpy as np
 
+from moeserve.checkpoints.hub import HubId, located_in_cache
+from moeserve.checkpoints.store import CheckpointError
 from moeserve.experts.balance import balancer_named
 from moeserve.experts.placement import Move
 from moeserve.proto import moe_pb2
@@ -61,15 +63,16 @@ class Operations:
         given = f"checkpoint: {quoted(request.checkpoint)}"
         if "\0" in request.checkpoint:
             raise BadRequest(f"{given} has a character that no path has")
-        if not PurePath(request.checkpoint).is_absolute():
-            raise BadRequest(f"{given} must be an absolute path, which every host of the service knows")
-        self._check_folder(Path(request.checkpoint))
+        path = request.checkpoint
+        if not PurePath(path).is_absolute():
+            path = cached(path)
+        self._check_folder(Path(path))
         try:
-            self._served.reloaded_from(request.checkpoint)
+            self._served.reloaded_from(path)
         except ValueError as error:
             raise BadRequest(f"checkpoint: {error}") from error
         self._check_serving()
-        cycle = self._rebalancer.reload(request.checkpoint)
+        cycle = self._rebalancer.reload(path)
         epoch = self._rebalancer.coordinator.epoch
         return moe_pb2.ReloadReply(
             outcome=cycle.outcome,
@@ -149,3 +152,19 @@ class Operations:
 def stored(path: Path) -> bool:
     """Whether what is at `path` is a file, a folder or not there, and no pipe, socket or device."""
     return path.is_file() or path.is_dir() or not path.exists()
+
+
+def cached(named: str) -> str:
+    """The snapshot of `org/name[@revision]` in this host's hub cache; every host needs it at that path.
+
+    Raises BadRequest for what names no repository, and for one that is not there.
+    """
+    if HubId.of(named) is None:
+        raise BadRequest(
+            f"checkpoint: {quoted(named)} must be an absolute path, which every host of the service knows, "
+            "or org/name of a repository in its hub cache"
+        )
+    try:
+        return str(located_in_cache(named))
+    except CheckpointError as error:
+        raise BadRequest(f"checkpoint: {error}") from error

@@ -62,6 +62,10 @@ class TlsSocket:
         """The names in the other end's certificate; none where it showed none."""
         return certificate_names(self._tls.getpeercert())
 
+    def fileno(self) -> int:
+        """The descriptor of the connection."""
+        return self._socket.fileno()
+
     def sendall(self, data: bytes | memoryview) -> None:
         """Sends all of `data`, as `socket.socket.sendall`."""
         view = memoryview(data).cast("B")

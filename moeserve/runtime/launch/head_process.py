@@ -7,11 +7,12 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from moeserve import __version__
+from moeserve.checkpoints.hub import located
 from moeserve.experts.balance import Policy, balancer_named
 from moeserve.runtime.config import Config
+from moeserve.runtime.control.rings import spin_of
 from moeserve.runtime.doors.admin_door import AdminDoor
 from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor
@@ -56,6 +57,8 @@ class HeadProcess:
         keys = Keys(config.keys, self.token)
         self.coordinator = Coordinator(epoch, served.layers, pace, host, self.token)
         self.coordinator.secure(keys)
+        spin = spin_of(config.cluster.spin_seconds, served.mesh.ranks)
+        self.coordinator.share_rings(config.cluster.ring_bytes, spin)
         logs.tell_where(lambda: (self.coordinator.generation, self.coordinator.epoch.number))
         log_levels = LogLevels(config.log.level, self.coordinator)
         self.coordinator.generations.patience = patience_of(config)
@@ -202,11 +205,12 @@ def patience_of(config: Config) -> Patience:
 
 def reload_root_of(config: Config) -> str:
     """The folder below which checkpoints may be reloaded: as configured, else the one beside which others of
-    the same model lie, the served one's parent; where that is everything, the served one itself.
+    the same model lie, the served one's parent; where that is everything, the served one itself. Beside a
+    snapshot of the hub cache lie those of other revisions.
     """
     if config.server.reload_root:
         return config.server.reload_root
-    served = Path(config.model.checkpoint).resolve()
+    served = located(config.model.checkpoint).resolve()
     return str(served if served.parent == served.parent.parent else served.parent)
 
 

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ from moeserve.checkpoints.store import CheckpointError
 from moeserve.proto.host_id import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.control.messages import plans_message
+from moeserve.runtime.control.rings import ring_wish, spin_of, take_ring
 from moeserve.runtime.control.stream import Stream, StreamClosed, connect
 from moeserve.runtime.doors.calls.rows import RowAdmission, RowLimits
 from moeserve.runtime.doors.endpoint import Endpoint, door_limits
@@ -92,7 +94,10 @@ def _run_rank(spec: RankSpec) -> None:
         "token": spec.token,
         "pid": os.getpid(),
         "host_id": host_id(),
-    }
+    } | ring_wish(spec.config.cluster.ring_bytes)
+    stream.take_ring = partial(
+        take_ring, spin=spin_of(spec.config.cluster.spin_seconds, spec.config.parallel.mesh.ranks)
+    )
     try:
         process = _RankProcess(spec, stream, keys)
     except Exception as error:
