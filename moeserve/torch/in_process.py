@@ -189,6 +189,11 @@ class InProcess:
         rank = self._joined()
         if self._side is None:
             raise RuntimeError(f"device {rank.device!r} has no CUDA graphs; call `recording` on a GPU only")
+        if self._moves.left:
+            raise RuntimeError(
+                f"{self._moves.left} changes of experts are under way, whose copies would spoil a recording; "
+                "end them first, by passes that `follow`"
+            )
         self._wait_for_side()
         recorded = self._recording = Recorded(self, padded_rows(most_rows))
         try:
