@@ -346,17 +346,30 @@ class InProcess:
         else:
             told = self._counted[rank.index]
             raise WrongRows(f"layer {layer}: {own} rows, and `rows` was told {told} of rank {rank.index}")
-        return self._run(agreed, _lane_rows(rows, rank.served.dtype)).to(rows.hidden.dtype)
+        return self._run(agreed, _lane_rows(rows, rank.served.dtype, self._sizes.experts)).to(
+            rows.hidden.dtype
+        )
 
     def _record(self, recorded: Recorded, layer: int, rows: Rows) -> Tensor:
         """One step as a part of the graph that is recorded; rows that pad it are not valid."""
         rank, own, padded = self._joined(), rows.hidden.shape[0], recorded.rows
         if own > padded:
             raise WrongRows(f"layer {layer}: {own} rows, and `recording` was told of {padded} at most")
-        given = _lane_rows(rows, rank.served.dtype).each(lambda column: _padded(column, padded))
+        given = _lane_rows(rows, rank.served.dtype, self._sizes.experts).each(
+            lambda column: _padded(column, padded)
+        )
         answer = rank.record(layer, given, (padded,) * rank.served.mesh.ranks)
         recorded.steps.append((layer, padded))
         return answer[:own].to(rows.hidden.dtype, copy=True)
+
+    def _lane_rows(self, rows: Rows) -> LaneRows:
+        """The same rows as a rank takes them, all of them real."""
+        hidden = rows.hidden.detach().to(self._joined().served.dtype)
+        valid = torch.ones(hidden.shape[0], dtype=torch.bool, device=hidden.device)
+        if rows.weights is None:
+            return LaneLogits(hidden, rows.route.detach(), valid)
+        ids = rows.ids(self._sizes.experts)
+        return LaneInput(hidden, ids, rows.weights.detach().float(), valid)
 
     def _run(self, agreed: Agreed, rows: LaneRows) -> Tensor:
         rank = self._joined()
@@ -372,15 +385,6 @@ class InProcess:
         if self._side is not None and self._side_used:
             torch.cuda.current_stream(self._side.device).wait_stream(self._side)
             self._side_used = False
-
-
-def _lane_rows(rows: Rows, dtype: torch.dtype) -> LaneRows:
-    """The same rows as a rank takes them, all of them real."""
-    hidden = rows.hidden.detach().to(dtype)
-    valid = torch.ones(hidden.shape[0], dtype=torch.bool, device=hidden.device)
-    if rows.weights is None:
-        return LaneLogits(hidden, rows.route.detach(), valid)
-    return LaneInput(hidden, rows.route.to(torch.int32), rows.weights.detach().float(), valid)
 
 
 def _padded(column: Tensor, rows: int) -> Tensor:
