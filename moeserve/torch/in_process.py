@@ -346,18 +346,14 @@ class InProcess:
         else:
             told = self._counted[rank.index]
             raise WrongRows(f"layer {layer}: {own} rows, and `rows` was told {told} of rank {rank.index}")
-        return self._run(agreed, _lane_rows(rows, rank.served.dtype, self._sizes.experts)).to(
-            rows.hidden.dtype
-        )
+        return self._run(agreed, self._lane_rows(rows)).to(rows.hidden.dtype)
 
     def _record(self, recorded: Recorded, layer: int, rows: Rows) -> Tensor:
         """One step as a part of the graph that is recorded; rows that pad it are not valid."""
         rank, own, padded = self._joined(), rows.hidden.shape[0], recorded.rows
         if own > padded:
             raise WrongRows(f"layer {layer}: {own} rows, and `recording` was told of {padded} at most")
-        given = _lane_rows(rows, rank.served.dtype, self._sizes.experts).each(
-            lambda column: _padded(column, padded)
-        )
+        given = self._lane_rows(rows).each(lambda column: _padded(column, padded))
         answer = rank.record(layer, given, (padded,) * rank.served.mesh.ranks)
         recorded.steps.append((layer, padded))
         return answer[:own].to(rows.hidden.dtype, copy=True)
