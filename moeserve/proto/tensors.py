@@ -237,6 +237,10 @@ def as_torch(data: Buffer, spec: Spec, field: str = "tensor") -> torch.Tensor:
     if spec.nbytes == 0:
         return torch.empty(spec.shape, dtype=dtype)
     _quiet_frombuffer()
+    if (
+        spec.dtype.name != "bf16"
+    ):  # which numpy lacks; a torch view gives the interpreter up, and may wait for it
+        return torch.from_numpy(np.frombuffer(data, spec.dtype.storage).reshape(spec.shape))
     return torch.frombuffer(data, dtype=dtype).view(spec.shape)
 
 
@@ -257,3 +261,4 @@ def _quiet_frombuffer() -> None:
     with _QUIET, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.frombuffer(b"\0", dtype=torch.uint8)
+        torch.from_numpy(np.frombuffer(b"\0", np.uint8))

@@ -1,36 +1,76 @@
-"""Experts in formats that SGLang has no kernel for on a CPU, as in test_vllm_quantized.py."""
+"""Experts in formats that SGLang has no kernel for on a CPU, in bf16, since it refuses float32 for them.
+
+The truth is SGLang alone, in float32, on what the weights mean. How far bf16 brings SGLang alone from that
+bounds how far the service may be.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_models import FLOAT32, apart
-from engine_quantized import assert_as_with_rounding, write_decoded, write_quantized
-from engine_runs import answered, answered_behind
+from engine_models import Bound, Rounding, apart, bound_by_float32, by_transformers, prompts
+from engine_quantized import write_decoded, write_quantized
+from engine_runs import NEW_TOKENS, REQUESTS, answered, answered_behind
+from in_process import InProcess
 
-OPTIONS = {"dtype": "float32", "disable_radix_cache": True}
+OPTIONS = {"dtype": "bfloat16", "disable_radix_cache": True}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What SGLang answers behind a service of a quantized checkpoint, what is true, and the bound."""
+
+    found: list[dict[str, Any]]
+    exact: list[dict[str, Any]]
+    bound: Bound
+
+
+def answers_in(form: str, source: Path, folder: Path, run_sglang: Any) -> Answers:
+    """Writes `source` with its experts in `form`, and runs SGLang on it and on what it means."""
+    write_quantized(source, folder / form, form)
+    write_decoded(source, folder / form, folder / "decoded")
+    alone = answered(run_sglang, folder / "decoded", None, options=OPTIONS)["rounds"][0]
+    exact = answered(run_sglang, folder / "decoded", None, options=OPTIONS | {"dtype": "float32"})["rounds"][
+        0
+    ]
+    found = answered_behind(run_sglang, folder / form, options=OPTIONS)["rounds"][0]
+    return Answers(found, exact, bound_by_float32(apart(alone, exact)))
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4", "int4"])
 def test_quantized_experts_answer_as_sglang_alone_on_what_they_mean(
     engine_model: Any, run_sglang: Any, tmp_path: Path, form: str
 ) -> None:
-    source = engine_model("qwen3_moe", "float32").path
-    write_quantized(source, tmp_path / form, form)
-    write_decoded(source, tmp_path / form, tmp_path / "decoded")
-    alone = answered(run_sglang, tmp_path / "decoded", None, options=OPTIONS)
-    found = answered_behind(run_sglang, tmp_path / form, options=OPTIONS)
-    told = apart(found["rounds"][0], alone["rounds"][0])
-    print(f"{form}: {told.most:.2g}")
-    assert told.within(FLOAT32) and not told.ties, told
+    source = engine_model("qwen3_moe", "bfloat16").path
+    answers = answers_in(form, source, tmp_path, run_sglang)
+    right = apart(answers.found, answers.exact)
+    unquantized = apart(by_transformers(source, prompts(REQUESTS), NEW_TOKENS), answers.exact)
+    print(
+        f"{form}: {right.most:.2g} ({right.mean:.2g}), bound {answers.bound.most:.2g} "
+        f"({answers.bound.mean:.2g}), not quantized {unquantized.most:.2g} ({unquantized.mean:.2g})"
+    )
+    assert right.within(answers.bound), right
+    assert not unquantized.within(answers.bound), "what the format does to weights would not be seen"
 
 
 def test_fp8_blocks_answer_as_transformers_with_their_rounding(
     engine_model: Any, run_sglang: Any, tmp_path: Path
 ) -> None:
-    source = engine_model("qwen3_moe", "float32").path
-    write_quantized(source, tmp_path / "fp8", "fp8_block")
-    found = answered_behind(run_sglang, tmp_path / "fp8", options=OPTIONS)
-    assert_as_with_rounding(found, source, tmp_path / "fp8")
+    """FP8 blocks round activations in groups of 128, which SGLang on what the weights mean does not."""
+    source = engine_model("qwen3_moe", "bfloat16").path
+    answers = answers_in("fp8_block", source, tmp_path, run_sglang)
+    folder, asked = tmp_path / "fp8_block", prompts(REQUESTS)
+    rounded, plain = (
+        by_transformers(source, asked, NEW_TOKENS, service)
+        for service in (Rounding(folder), InProcess(folder))
+    )
+    right, missed = apart(answers.found, rounded), apart(plain, rounded)
+    print(
+        f"fp8_block: {right.most:.2g} ({right.mean:.2g}), bound {answers.bound.most:.2g} "
+        f"({answers.bound.mean:.2g}), without rounding {missed.most:.2g} ({missed.mean:.2g})"
+    )
+    assert right.within(answers.bound), right
+    assert not missed.within(answers.bound), "activations that are not rounded would not be seen"

@@ -25,7 +25,7 @@ def write_quantized(source: Path, to: Path, form: str) -> None:
 
 
 def write_decoded(source: Path, quantized: Path, to: Path) -> None:
-    """Copies `source` with the numbers that the experts of `quantized` mean."""
+    """Copies `source` with the numbers that the experts of `quantized` mean, in float32."""
     checkpoint = Checkpoint(quantized)
     own: dict[str, Tensor] = {}
     for layer in checkpoint.layers:
@@ -40,7 +40,7 @@ def write_decoded(source: Path, quantized: Path, to: Path) -> None:
 
     def replaced(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         assert own.keys() <= tensors.keys()
-        return tensors | {name: tensor.to(tensors[name].dtype).clone() for name, tensor in own.items()}
+        return tensors | {name: tensor.float().clone() for name, tensor in own.items()}
 
     rewrite(to, replaced)
 

@@ -22,8 +22,8 @@ THREADED_BYTES = 1 << 20
 """Copies of this size on are worth more than one thread."""
 
 SHARE_BYTES = 1 << 11
-"""Hidden states from this size on go through shared memory: their request is one packet to the lane's process,
-which a gRPC call takes several threads for on either side.
+"""Hidden states from this size on go through shared memory: their request is one packet to the lane's
+process, where a gRPC call takes several threads on either side.
 """
 
 

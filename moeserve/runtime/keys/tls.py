@@ -79,6 +79,8 @@ class TlsSocket:
 
     def recv_into(self, into: memoryview) -> int:
         """Reads what is there into `into`, waiting for the first byte; 0 at the end."""
+        if not (self._incoming.pending or self._tls.pending() or self._incoming.eof):
+            self._take(self._socket.recv(PIECE))  # at once: to ask OpenSSL for what is not there takes 3 us
         while True:
             with self._lock:
                 try:

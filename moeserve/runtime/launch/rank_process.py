@@ -50,8 +50,8 @@ from moeserve.runtime.telemetry.exporter import RankTelemetry
 log = logging.getLogger(__name__)
 
 
-FOR_GOOD = (ConfigError, CheckpointError, NoPlan)
-"""What is wrong with what a rank was given: it is as wrong when the rank is started again."""
+GIVEN = (ConfigError, CheckpointError, NoPlan)
+"""What is wrong with what a rank was given."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,14 @@ class RankSpec:
     host: str  # where this rank's door listens
     ranks_on_host: int
     gpu: int  # index among the host's GPUs, where ranks run on them
+
+
+def is_for_good(error: Exception) -> bool:
+    """Whether a rank that cannot start for `error` cannot either when it is started again.
+
+    What the host refuses, such as a port in use or a disk that is not there yet, may be there the next time.
+    """
+    return isinstance(error, GIVEN) and not isinstance(error.__cause__, OSError)
 
 
 def run_rank(spec: RankSpec) -> None:
@@ -103,7 +111,7 @@ def _run_rank(spec: RankSpec) -> None:
     except Exception as error:
         log.exception("rank %d cannot start", spec.rank)
         reason = f"rank {spec.rank} cannot start: {type(error).__name__}: {error}"
-        stream.send(hello | {"address": "", "refused": reason, "for_good": isinstance(error, FOR_GOOD)})
+        stream.send(hello | {"address": "", "refused": reason, "for_good": is_for_good(error)})
         stream.close()
         raise
     log.info("rank %d: its process is ready after %.2f s", spec.rank, time.perf_counter() - started)
