@@ -54,6 +54,8 @@ OF_A_SERVICE = frozenset(
         "hop_soak",
         "moves",
         "overload",
+        "pass_hop",
+        "pass_soak",
         "quantized",
         "tls_cost",
         "vllm_throughput",

@@ -2,9 +2,10 @@
 
     python -m bench.service.control_streams [--rounds 4000]
 
-All echo the same message over loopback, or a Unix socket, one round at a time, in blocks that take turns;
-each end decodes and encodes it. Microseconds of a round trip, and of making a header for many lanes and
-reading it. The record is bench/results/control_streams.jsonl.
+All echo the same message over loopback, a Unix socket, or rings in shared memory, with and without a spin,
+one round at a time, in blocks that take turns; each end decodes and encodes it. Microseconds of a round
+trip, of processor time at this end, and of making a header for many lanes and reading it. The record is
+bench/results/control_streams.jsonl.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -28,17 +30,22 @@ import grpc
 from bench.lib.record import Result, write
 from moeserve.runtime.control.frames import LENGTH, decoded, encoded
 from moeserve.runtime.control.messages import header_message
+from moeserve.runtime.control.ring import RING_BYTES
+from moeserve.runtime.control.rings import RingOffers, take_ring
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed, connect
 from moeserve.runtime.step import Header
 
 METHOD = "/bench.Control/Echo"
 HEADER = header_message(Header(1, 1, 3, (8, 8, 8, 8), ((17, 8),)), 1)
 BLOCK = 200
+SPINS = {"frames over rings": 0.0, "frames over rings, a spin of 20 us": 20e-6}
 
 
-def echo_frames(listener: socket.socket) -> None:
-    """Answers every frame of one peer with the same message."""
+def echo_frames(listener: socket.socket, spin: float | None = None) -> None:
+    """Answers every frame of one peer with the same message. spin: of the ring that it takes; None: none."""
     stream = Stream(listener.accept()[0])
+    if spin is not None:
+        stream.take_ring = partial(take_ring, spin=spin)
     try:
         while True:
             stream.send(stream.receive())
@@ -57,6 +64,10 @@ def serve(ports: Connection, path: str) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     near = socket.create_server(path, family=socket.AF_UNIX)
     threading.Thread(target=echo_frames, args=(near,), daemon=True).start()
+    rings = []
+    for spin in SPINS.values():
+        rings.append(socket.create_server(("127.0.0.1", 0)))
+        threading.Thread(target=echo_frames, args=(rings[-1], spin), daemon=True).start()
     server = grpc.server(ThreadPoolExecutor(4))
     handler = grpc.stream_stream_rpc_method_handler(echo_grpc)
     server.add_generic_rpc_handlers(
@@ -64,7 +75,7 @@ def serve(ports: Connection, path: str) -> None:
     )
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    ports.send((listener.getsockname()[1], port))
+    ports.send((listener.getsockname()[1], port, [one.getsockname()[1] for one in rings]))
     echo_frames(listener)
     server.stop(None)
 
@@ -77,6 +88,18 @@ def over_frames(stream: Stream) -> tuple[Callable[[], object], Callable[[], None
         return stream.receive()
 
     return trip, stream.close
+
+
+def over_ring(port: int, spin: float) -> Stream:
+    """The coordinator's stream once both ends have moved to rings."""
+    offers = RingOffers(RING_BYTES, spin)
+    stream = connect(f"127.0.0.1:{port}", 10.0)
+    offers.offer(stream)
+    while not stream.moved:
+        stream.send(HEADER)
+        stream.receive()
+    stream.on_close = offers.close
+    return stream
 
 
 def over_grpc(port: int) -> tuple[Callable[[], object], Callable[[], None]]:
@@ -125,24 +148,36 @@ def timed(trip: Callable[[], object]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The coordinator's stream beside a gRPC stream.")
     parser.add_argument("--rounds", type=int, default=4000)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--dry", action="store_true", help="print only, leave the record as it is")
+    args = parser.parse_args()
+    rounds = args.rounds
     folder = tempfile.TemporaryDirectory()
     path = str(Path(folder.name) / "near")
     near, far = mp.get_context("spawn").Pipe()
     process = mp.get_context("spawn").Process(target=serve, args=(far, path), daemon=True)
     process.start()
-    frame_port, grpc_port = near.recv()
+    frame_port, grpc_port, ring_ports = near.recv()
     ways = {
         "frames": over_frames(connect(f"127.0.0.1:{frame_port}", 10.0)),
         "frames over a Unix socket": over_frames(over_unix(path)),
         "gRPC stream": over_grpc(grpc_port),
     }
-    times = in_turns({name: trip for name, (trip, _) in ways.items()}, rounds)
+    for port, (name, spin) in zip(ring_ports, SPINS.items(), strict=True):
+        ways[name] = over_frames(over_ring(port, spin))
+    trips = {name: trip for name, (trip, _) in ways.items()}
+    times = in_turns(trips, rounds)
+    own = {name: processor_time(trip) for name, trip in trips.items()}
     for _, close in reversed(ways.values()):
         close()
     process.join(10)
     folder.cleanup()
-    results = []
+    results = [
+        Result(
+            *("control_streams", "processor time of a header and back, at one end", own.pop("frames")),
+            *("us", "lower", None, own),
+        )
+    ]
+    print(f"processor time at one end: {results[0]}")
     for percent, at in (("p50", 0.50), ("p99", 0.99)):
         values = quantile(times, at)
         ours = values.pop("frames")
@@ -156,7 +191,16 @@ def main() -> None:
         ours = values.pop("MessagePack")
         results.append(Result("control_streams", case, ours, "us", "lower", None, values))
         print(f"{case}: {ours} us, {values}")
-    write(results)
+    if not args.dry:
+        write(results)
+
+
+def processor_time(trip: Callable[[], object]) -> float:
+    """Microseconds of this thread's processor time for a round trip: the mean of many."""
+    before = time.thread_time()
+    for _ in range(4 * BLOCK):
+        trip()
+    return round((time.thread_time() - before) / (4 * BLOCK) * 1e6, 2)
 
 
 def in_turns(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:

@@ -1,6 +1,6 @@
 """The hop on GPUs: what a call costs beyond its step, by rows and way; many callers; layers in a loop.
 
-    python -m bench.service.gpu_hop [--seconds 240] [--graph-rows 256] [--parts alone,callers,layers]
+    python -m bench.service.gpu_hop [--seconds 240] [--graph-rows 256] [--parts truth,alone,callers,layers]
         [--out FILE]
 
 Two ranks, 128 FP8 experts of 7168 x 2048, top-8. In one run:
@@ -13,6 +13,7 @@ Two ranks, 128 FP8 experts of 7168 x 2048, top-8. In one run:
     placed    the client's call with rows and answer in a lane's shared memory
     plain     the same with torch tensors of its own
     inline    the same in the message
+    truth     what the device tells of a step's phases and rows, beside what is known of them otherwise
 
 Callers run in processes of their own; each of their answers is compared, and those of a few rows with float32
 from the same weights. On a machine without two GPUs the sizes are tiny: that tries the program, no more.
@@ -52,7 +53,7 @@ ROWS = (1, 16, 128, 1024, 4096)
 CALLS = 2000
 PROCESSES = 8
 ERROR_BOUND = 6e-2  # of an answer against float32 with rows that are not rounded
-PARTS = ("alone", "callers", "layers")
+PARTS = ("truth", "alone", "callers", "layers")
 LARGE, TINY = Sizes(7168, 2048, 128, 8, 4), Sizes(256, 128, 16, 2, 2)
 
 
@@ -118,9 +119,10 @@ def checkpoint_folder(sizes: Sizes) -> Iterator[Path]:
 
 
 def in_process(
-    config: Config, sizes: Sizes, rows: tuple[int, ...], clock: Clock
+    config: Config, args: argparse.Namespace, clock: Clock, told: Told
 ) -> dict[str, dict[int, float]]:
     """Medians in process: `step` and `dma` in ms by rows, `rate` in rows a second by rows of a step."""
+    sizes, rows = args.sizes, args.rows
     found: dict[str, dict[int, float]] = {"step": {}, "step p99": {}, "dma": {}, "rate": {}}
     with InProcess(config, sizes) as ranks:
         for count in rows:
@@ -132,8 +134,25 @@ def in_process(
         for count in [2**at for at in range(1, 14) if 2**at <= most]:
             few = count / ranks.ask("rate", count, 5)
             found["rate"][count] = ranks.ask("rate", count, steps_within(few, 0.004 * clock.whole))
+        if "truth" in args.parts:
+            args.parts.remove("truth")
+            truth(ranks, told)
     print(json.dumps({"in process": found, "left": round(clock.left(), 1)}), flush=True)
     return found
+
+
+def truth(ranks: InProcess, told: Told) -> None:
+    """What the device tells of its steps: does it agree, what does it cost, are all rows counted."""
+    for rows in (32, 2048):
+        found = ranks.ask("truth", rows, 50, 21)
+        for name, aim, unit, better in (
+            ("told", None, "of the time between two timestamps", "higher"),
+            ("cost", 1.01, "of steps without timestamps", "lower"),
+            ("counted", None, "of the rows chosen", "higher"),
+        ):
+            if name in found:
+                peers = {} if aim is None else {"aim": aim}
+                told.add(f"truth: {name}, steps of {rows} rows", found[name], unit, better, **peers)
 
 
 def steps_within(one: float, seconds: float) -> int:
@@ -147,7 +166,7 @@ def rate_at(rates: dict[int, float], rows: float) -> float:
     return float(np.interp(rows, sizes, [rates[size] for size in sizes]))
 
 
-def check(client: MoeClient, sizes: Sizes, told: Told) -> None:
+def check(client: MoeClient, sizes: Sizes) -> None:
     """Answers of every layer against float32, as launched, recorded and replayed."""
     for layer in range(sizes.layers):
         batch = sizes.batch(2, 50 + layer)
@@ -290,6 +309,35 @@ def loops(callers: Callers, sizes: Sizes, args: argparse.Namespace, told: Told) 
         )
 
 
+def over_the_service(
+    config: Config,
+    base: dict[str, dict[int, float]],
+    args: argparse.Namespace,
+    clock: Clock,
+    told: Told,
+) -> None:
+    """Starts the service and its callers, and runs the parts that are theirs."""
+    sizes: Sizes = args.sizes
+    with Child([sys.executable, "-m", "bench.service.echo_server"], r"(\d+)") as echo:
+        base |= peers(sizes, args.rows, echo.said[0])
+    with LocalCluster(config) as cluster, MoeClient(cluster.address, timeout=120) as client:
+        print(
+            json.dumps({"serving": str(client.model().layers[0]), "left": round(clock.left(), 1)}),
+            flush=True,
+        )
+        check(client, sizes)
+        phases = Phases(cluster.head.coordinator.seats()[0].metrics)
+        with Callers(cluster.address, sizes, PROCESSES if args.gpus else 2) as callers:
+            for at, part in enumerate(args.parts):
+                args.share = max(10.0, 0.85 * clock.left() / (len(args.parts) - at))
+                if part == "alone":
+                    alone(callers, base, phases, args, told)
+                elif part == "callers":
+                    many(callers, base, client, args, told)
+                else:
+                    loops(callers, sizes, args, told)
+
+
 def arguments() -> argparse.Namespace:
     """The command line, and what follows from the machine."""
     parser = argparse.ArgumentParser(
@@ -301,7 +349,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--graph-rows", type=int, default=Config().step.graph_rows, help="step.graph_rows")
     parser.add_argument("--dispatcher", default="auto", help="by name; auto: by measured cost")
     parser.add_argument(
-        "--parts", default=",".join(PARTS), help="which of alone, callers, layers; all by default"
+        "--parts", default=",".join(PARTS), help="which of truth, alone, callers, layers; all by default"
     )
     parser.add_argument("--out", type=Path, help="where results go; by default into the record")
     args = parser.parse_args()
@@ -324,25 +372,9 @@ def main() -> None:
         write_checkpoint(folder, sizes)
         print(json.dumps({"checkpoint": str(folder), "left": round(clock.left(), 1)}), flush=True)
         config = config_of(folder, args)
-        base = in_process(config, sizes, args.rows, clock)
-        with Child([sys.executable, "-m", "bench.service.echo_server"], r"(\d+)") as echo:
-            base |= peers(sizes, args.rows, echo.said[0])
-        with LocalCluster(config) as cluster, MoeClient(cluster.address, timeout=120) as client:
-            print(
-                json.dumps({"serving": str(client.model().layers[0]), "left": round(clock.left(), 1)}),
-                flush=True,
-            )
-            check(client, sizes, told)
-            phases = Phases(cluster.head.coordinator.seats()[0].metrics)
-            with Callers(cluster.address, sizes, PROCESSES if args.gpus else 2) as callers:
-                for at, part in enumerate(args.parts):
-                    args.share = max(10.0, 0.85 * clock.left() / (len(args.parts) - at))
-                    if part == "alone":
-                        alone(callers, base, phases, args, told)
-                    elif part == "callers":
-                        many(callers, base, client, args, told)
-                    else:
-                        loops(callers, sizes, args, told)
+        base = in_process(config, args, clock, told)
+        if args.parts:
+            over_the_service(config, base, args, clock, told)
     print(json.dumps({"wrong or failed": told.wrong, "left": round(clock.left(), 1)}), flush=True)
     if args.gpus or args.out:
         write(told.results, args.out)

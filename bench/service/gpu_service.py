@@ -131,7 +131,9 @@ def main() -> None:
     parser.add_argument("--weights", choices=tuple(ERROR_BOUNDS), default="bf16")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--dispatcher", default="auto", help="by name; auto: by measured cost")
-    parser.add_argument("--graph-rows", type=int, default=Config().step.graph_rows, help="step.graph_rows; 0: no CUDA graphs")
+    parser.add_argument(
+        "--graph-rows", type=int, default=Config().step.graph_rows, help="step.graph_rows; 0: no CUDA graphs"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)

@@ -24,6 +24,7 @@ from bench.service.gpu_hop import LARGE, TINY, checkpoint_folder, config_of
 from bench.service.hops.callers import KINDS, Called, Callers, Load
 from bench.service.hops.sizes import Sizes, write_checkpoint
 from moeserve.proto.client import MoeClient
+from moeserve.runtime.config import Config
 from moeserve.runtime.launch.environment import tune_process
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
@@ -82,7 +83,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=24, help="of a call; 24 by default")
     parser.add_argument("--out", type=Path, help="where the result goes; by default into the record")
     args = parser.parse_args()
-    args.gpus, args.dispatcher, args.graph_rows = torch.cuda.device_count() >= 2, "auto", Config().step.graph_rows
+    args.gpus, args.dispatcher, args.graph_rows = (
+        torch.cuda.device_count() >= 2,
+        "auto",
+        Config().step.graph_rows,
+    )
     sizes: Sizes = LARGE if args.gpus else TINY
     tune_process()
     total, first = Called(), dict[str, Look]()

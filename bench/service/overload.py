@@ -316,7 +316,7 @@ def run(args: argparse.Namespace, folder: Path) -> Iterator[Result]:
     parts, cores = args.parts.split(","), Cores.shared_out(args.service_cores)
     print(f"cores of the service {sorted(cores.service)}, of the load {sorted(cores.load)}", flush=True)
     with Service(folder, args.seed, cores, {}) as service:
-        Load("polite", service, workers=4, seconds=5).end()
+        Load("polite", service, workers=WORKERS, seconds=10, deadline=60.0).end()  # steps of every size
         time.sleep(10)
         before = service.resident()
         if "load" in parts:

@@ -1,32 +1,46 @@
-"""What keys cost a call: the same call of a plain service, with a token, over TLS, and over mutual TLS.
+"""What keys cost a call: the same call of a plain door, with a token, over TLS, and over mutual TLS.
 
     python -m bench.service.tls_cost [--turns 300] [--service-cores 6] [--patience 120] [--record]
 
-Four services of one rank each serve one layer of four tiny experts (bench/service/hop.py). A client calls
-each with its rows inline, in blocks that take turns, another kind first in every turn. The cost is the median
-of the differences between a block's median and that of the plain service in the same turn, in microseconds,
-with the interval that holds it in 95 of 100 cases. What is left without the bytes is the aim's. The bytes are
-what OpenSSL takes in this process to encrypt and decrypt as many as the call's messages have, in records of
-TLS. Beside it stands what TLS costs a bare gRPC echo of the same bytes (bench/service/echo_server.py): more
-than that is ours. Rows in shared memory go over a Unix socket, which keys do not touch.
+A process has four doors, as a lane has one, that answer with the rows they are sent. Experts are left out:
+they take the same with keys, and two services differ from each other by more than keys cost. A control stream
+is behind each door, as a rank of another host than the head's has one: a step takes one round trip there. On
+the head's host rings of memory take its place, which no key touches; so this number stands beside the cost.
 
-Where the machine has six cores or more, services and echoes have cores of their own. A turn counts only where
-the cores in use are idle before and after it; with --patience 0 every turn counts.
+Calls of all kinds take turns, in another order in every turn. The cost is the median of the differences to
+the plain call of the same turn, in microseconds, with the interval that holds it in 95 of 100 cases. What is
+left without the bytes is the aim's. The bytes are what OpenSSL takes in this process to encrypt and decrypt
+as many as the call's messages have, in records of TLS. Beside it stands what TLS costs a bare echo of the
+same bytes in that same process: more than that is ours. Rows in shared memory go over a Unix socket, which
+keys do not touch.
+
+Where the machine has six cores or more, the doors have cores of their own. With --patience a block of turns
+counts only where the cores in use are idle before and after it; with 0 every one counts.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
+import json
 import math
+import os
+import random
+import socket
 import ssl
 import statistics
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import grpc
 import torch
@@ -34,12 +48,19 @@ import torch
 from bench.lib.cores import Cores, on, usual
 from bench.lib.quiet import rounds
 from bench.lib.record import ROOT, Result, write
-from bench.service.echo_server import METHOD, OPTIONS
-from bench.service.hop import EXPERTS, TOP_K, Child, make_checkpoint, timed
-from moeserve.proto.client import MoeClient
-from moeserve.proto.credentials import Credentials
+from bench.service.echo_server import METHOD, OPTIONS, Echo
+from bench.service.hop import TOP_K, Child, timed
+from moeserve.proto import moe_pb2
+from moeserve.proto.credentials import KeyedChannel
 from moeserve.proto.heap import keep_freed_memory
+from moeserve.proto.tensors import encode, plain
+from moeserve.runtime.config import Config
+from moeserve.runtime.control.stream import Stream, StreamClosed, connect
+from moeserve.runtime.doors.calls.admission import DoorLimits
+from moeserve.runtime.doors.endpoint import Endpoint
+from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR
 from moeserve.runtime.keys.access import Role
+from moeserve.runtime.keys.keys import NO_KEYS, Keys
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
@@ -47,15 +68,19 @@ from keyed import Keyring
 
 HIDDEN = 2048
 ROWS = (1, 512)
-BLOCK = 8  # calls of one kind in a row
-MOST_CORES = 6  # of the services
+BLOCK = 10  # turns between two looks whether the cores are idle
+MOST_CORES = 6  # of the doors
 AIM = 30.0  # microseconds a call, beside the bytes
 KEYS = {"no keys": "", "token": "plain", "TLS and token": "tls", "mutual TLS": "mutual"}
 """What is compared: the mode of a `Keyring`, empty for none."""
 
 PLAIN_ECHO, TLS_ECHO = "echo", "echo over TLS"
-SERVE = "-m moeserve serve --launcher local --device cpu --port 0 --metrics-port -1 --health-port -1"
+FORWARD = "/moeserve.v1.LaneService/Forward"
+STEP = {"kind": "step", "generation": 1, "step": 1 << 20, "epoch": 1, "layer": 0, "lanes": [[[1, 1]]]}
+"""About what goes to and from the head for a call; it is as large both ways."""
+
 Call = Callable[[], object]
+Settings = dict[str, Any]  # of a `Keyring`; empty for no keys
 
 
 @dataclass(frozen=True)
@@ -65,6 +90,9 @@ class Cost:
     median: float
     low: float  # the median is between these in 95 of 100 cases
     high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:+.1f} us ({self.low:+.1f} to {self.high:+.1f})"
 
     @classmethod
     def of(cls, differences: list[float]) -> Cost:
@@ -77,94 +105,169 @@ class Cost:
 
 @dataclass(frozen=True)
 class Case:
-    """One number of rows: microseconds of every turn's median by kind, and of the bytes."""
+    """One number of rows: microseconds of every turn by kind, of calls and of round trips; of the bytes."""
 
     rows: int
-    turns: list[dict[str, float]]
+    calls: list[dict[str, float]]
+    streams: list[dict[str, float]]
     bytes_us: float
 
     def median(self, kind: str) -> float:
-        """Of the medians of all turns."""
-        return statistics.median(turn[kind] for turn in self.turns)
+        """Of a call."""
+        return statistics.median(turn[kind] for turn in self.calls)
 
-    def cost(self, kind: str, beside: str = "no keys") -> Cost:
+    def door(self, kind: str, beside: str = "no keys") -> Cost:
         """What a call takes longer than one of the kind `beside`, in the same turn."""
-        return Cost.of([turn[kind] - turn[beside] for turn in self.turns])
+        return Cost.of([turn[kind] - turn[beside] for turn in self.calls])
+
+    def stream(self, kind: str) -> Cost:
+        """What a round trip takes longer than a plain one."""
+        return Cost.of([turn[kind] - turn["no keys"] for turn in self.streams])
 
 
-def serving(mode: str, checkpoint: Path, folder: Path, stack: ExitStack) -> tuple[str, Credentials | None]:
-    """A service of its own: its address, and what its callers show."""
-    serve = [sys.executable, *SERVE.split(), "--checkpoint", str(checkpoint)]
-    credentials = None
-    lines = ["[cluster]", "threads_per_rank = 1"]
-    if mode:
-        ring = Keyring(folder / mode, mode)
-        settings = ring.settings()
-        lines += ["[keys]", *(f'{key.removeprefix("keys__")} = "{value}"' for key, value in settings.items())]
-        credentials = ring.credentials(ring.shown("right", frozenset({Role.CALL})))
-    config = folder / f"{mode or 'none'}.toml"
-    config.write_text("\n".join([*lines, ""]))
-    service = stack.enter_context(Child([*serve, str(config)], r"serving on (\S+)"))
-    return service.said[0], credentials
+# -- the process with the doors
 
 
-def echoing(pair: tuple[str, str] | None, stack: ExitStack) -> str:
-    """The port of a bare echo of its own, over TLS with the `pair` of a certificate and its key."""
-    command = [sys.executable, "-m", "bench.service.echo_server", *(pair or ())]
-    return stack.enter_context(Child(command, r"(\d+)")).said[0]
+class Door:
+    """Answers LaneService's Forward with the rows of the request; the rest of it is not called."""
+
+    carries = False  # large data stays in the message
+
+    def Forward(self, request: moe_pb2.ForwardRequest, context: object) -> moe_pb2.ForwardReply:
+        """The rows."""
+        return moe_pb2.ForwardReply(hidden=request.hidden)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *given: None
 
 
-def echo_at(port: str, ca: str, stack: ExitStack) -> Callable[[bytes], bytes]:
-    """Calls an echo; over TLS where there is an authority to trust."""
-    if ca:
-        trusted = grpc.ssl_channel_credentials(Path(ca).read_bytes())
-        channel = grpc.secure_channel(f"localhost:{port}", trusted, options=OPTIONS)
-    else:
-        channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS)
-    stack.callback(channel.close)
-    call: Callable[[bytes], bytes] = channel.unary_unary(METHOD)
-    return call
+def keys_of(settings: Settings) -> Keys:
+    """The keys of a process of a service with these settings; none without."""
+    if not settings:
+        return NO_KEYS
+    values = {key.replace("__", "."): value for key, value in settings.items()}
+    return Keys(Config().with_values(values).keys, "f" * 32)
 
 
-@dataclass(frozen=True)
-class Calls:
-    """What is compared for one number of rows."""
+def answering(keys: Keys) -> str:
+    """The address of a control stream whose other end sends back what comes."""
+    listener = socket.create_server(("127.0.0.1", 0))
 
-    by_kind: dict[str, Call]
-    sizes: tuple[int, int]  # bytes of a request and of a reply
+    def answer() -> None:
+        stream = Stream(keys.accept(listener.accept()[0]))
+        with contextlib.suppress(StreamClosed):
+            while True:
+                stream.send(stream.receive())
 
-    def turn(self, number: int) -> dict[str, float]:
-        """The microseconds of a block's median by kind; each turn begins with another kind."""
-        kinds = list(self.by_kind)
-        first = number % len(kinds)
-        ordered = [*kinds[first:], *kinds[:first]]
-        return {kind: statistics.median(timed(self.by_kind[kind], BLOCK)) * 1e6 for kind in ordered}
-
-
-def calls_of(rows: int, clients: dict[str, MoeClient], echoes: dict[str, Callable[[bytes], bytes]]) -> Calls:
-    """One call of each kind, and the bytes of its request and of its reply."""
-    random = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, HIDDEN, generator=random).bfloat16()
-    experts = torch.rand(rows, EXPERTS, generator=random).argsort(dim=1)[:, :TOP_K].int().contiguous()
-    weights = torch.full((rows, TOP_K), 1 / TOP_K)
-    calls: dict[str, Call] = {
-        kind: (lambda client=client: client.forward(0, x, experts, weights))  # type: ignore[misc]
-        for kind, client in clients.items()
-    }
-    body = bytes(x.nbytes)
-    calls |= {kind: (lambda echo=echo: echo(body)) for kind, echo in echoes.items()}  # type: ignore[misc]
-    return Calls(calls, (x.nbytes + experts.nbytes + weights.nbytes, x.nbytes))
+    threading.Thread(target=answer, daemon=True).start()
+    return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def measure(calls: Calls, cores: Cores, args: argparse.Namespace) -> list[dict[str, float]]:
-    """Every turn's medians."""
-    for call in calls.by_kind.values():
-        timed(call, 4 * BLOCK)
-    numbers = itertools.count()
-    if not args.patience:
-        return [calls.turn(next(numbers)) for _ in range(args.turns)]
-    used = cores.service | cores.load
-    return list(rounds(lambda: calls.turn(next(numbers)), args.turns, args.patience, used))
+def serve(settings: dict[str, Settings], pair: tuple[str, str]) -> None:
+    """Prints where doors, streams and echoes are as JSON, and serves until stdin ends."""
+    keep_freed_memory()
+    found: dict[str, dict[str, str]] = {"doors": {}, "streams": {}, "echoes": {}}
+    kept: list[object] = []
+    for kind, its in settings.items():
+        keys = keys_of(its)
+        endpoint = Endpoint({"LaneService": Door()}, NOT_THE_FRONT_DOOR, DoorLimits(), 1 << 30, keys)
+        found["doors"][kind] = endpoint.start("127.0.0.1", 0)
+        found["streams"][kind] = answering(keys)
+        kept.append(endpoint)
+    certificate, key = (Path(name).read_bytes() for name in pair)
+    for kind in (PLAIN_ECHO, TLS_ECHO):
+        server = grpc.server(ThreadPoolExecutor(4), handlers=(Echo(),), options=OPTIONS)
+        if kind == TLS_ECHO:
+            port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, certificate)]))
+        else:
+            port = server.add_insecure_port("127.0.0.1:0")
+        found["echoes"][kind] = f"localhost:{port}"
+        server.start()
+        kept.append(server)
+    print(json.dumps(found), flush=True)
+    sys.stdin.read()
+    os._exit(0)
+
+
+# -- what calls them
+
+
+class Turns:
+    """Calls of every kind, which take turns."""
+
+    def __init__(self, calls: dict[str, Call]) -> None:
+        self._calls = calls
+        self._random = random.Random(0)
+        for _ in range(5 * BLOCK):
+            self.turn()
+
+    def turn(self) -> dict[str, float]:
+        """The microseconds of one call of each kind, in an order of its own: what was called before tells."""
+        kinds = list(self._calls)
+        self._random.shuffle(kinds)
+        took = {}
+        for kind in kinds:
+            began = time.perf_counter()
+            self._calls[kind]()
+            took[kind] = (time.perf_counter() - began) * 1e6
+        return took
+
+    def measured(self, cores: Cores, args: argparse.Namespace) -> list[dict[str, float]]:
+        """So many turns as are asked for."""
+        blocks = -(-args.turns // BLOCK)
+
+        def block() -> list[dict[str, float]]:
+            return [self.turn() for _ in range(BLOCK)]
+
+        if not args.patience:
+            return list(chain.from_iterable(block() for _ in range(blocks)))
+        used = cores.service | cores.load
+        return list(chain.from_iterable(rounds(block, blocks, args.patience, used)))
+
+
+def request_of(rows: int) -> moe_pb2.ForwardRequest:
+    """A request with its rows inline."""
+    hidden = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(0)).bfloat16()
+    asked = moe_pb2.ForwardRequest(hidden=encode(plain(hidden, "hidden")))
+    asked.choice.ids.CopyFrom(encode(plain(torch.zeros(rows, TOP_K, dtype=torch.int32), "ids")))
+    asked.choice.weights.CopyFrom(encode(plain(torch.full((rows, TOP_K), 1 / TOP_K), "weights")))
+    return asked
+
+
+def door_calls(found: dict[str, dict[str, str]], rings: dict[str, Keyring]) -> dict[str, Any]:
+    """Methods of doors and echoes by kind, over a connection of their own each."""
+    methods: dict[str, Any] = {}
+    for kind, address in found["doors"].items():
+        make = partial(channel_to, address)
+        if kind in rings:
+            shown = rings[kind].credentials(rings[kind].shown("right", frozenset({Role.CALL})))
+            methods[kind] = KeyedChannel(shown, make).unary_unary(FORWARD)
+        else:
+            methods[kind] = make(None).unary_unary(FORWARD)
+    tls = grpc.ssl_channel_credentials(Path(rings["TLS and token"].service.path).read_bytes())
+    methods[PLAIN_ECHO] = channel_to(found["echoes"][PLAIN_ECHO], None).unary_unary(METHOD)
+    methods[TLS_ECHO] = channel_to(found["echoes"][TLS_ECHO], tls).unary_unary(METHOD)
+    return methods
+
+
+def channel_to(address: str, tls: grpc.ChannelCredentials | None) -> grpc.Channel:
+    """A channel, over TLS where there are credentials."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=OPTIONS)
+    return grpc.secure_channel(address, tls, options=OPTIONS)
+
+
+def round_trips(streams: dict[str, str], settings: dict[str, Settings]) -> dict[str, Call]:
+    """A message there and back on each control stream."""
+
+    def calling(stream: Stream) -> Call:
+        def call() -> None:
+            stream.send(STEP)
+            stream.receive()
+
+        return call
+
+    return {kind: calling(connect(streams[kind], 10.0, keys_of(its))) for kind, its in settings.items()}
 
 
 def encrypted_us(sizes: tuple[int, int], ring: Keyring) -> float:
@@ -199,29 +302,30 @@ def shown(case: Case) -> str:
     """One case for people."""
     lines = [f"{case.rows} rows x {HIDDEN} bf16: a call without keys {case.median('no keys'):.0f} us"]
     lines += [f"  encrypting and decrypting its bytes {case.bytes_us:.0f} us"]
-    echo = case.cost(TLS_ECHO, PLAIN_ECHO)
-    lines += [f"  TLS for an echo of {case.median(PLAIN_ECHO):.0f} us {_said(echo)}"]
-    lines += [f"  {kind:<14} {_said(case.cost(kind))}" for kind in KEYS if kind != "no keys"]
+    echo = case.door(TLS_ECHO, PLAIN_ECHO)
+    lines += [f"  TLS for an echo of {case.median(PLAIN_ECHO):.0f} us {echo}"]
+    for kind in KEYS:
+        if kind != "no keys":
+            lines += [f"  {kind:<14} at the door {case.door(kind)}, on the stream {case.stream(kind)}"]
     return "\n".join(lines)
-
-
-def _said(cost: Cost) -> str:
-    return f"{cost.median:+.1f} us ({cost.low:+.1f} to {cost.high:+.1f})"
 
 
 def results(case: Case) -> list[Result]:
     """One case for the record."""
-    found, echo = [], case.cost(TLS_ECHO, PLAIN_ECHO).median
+    found, echo = [], case.door(TLS_ECHO, PLAIN_ECHO).median
     for kind, mode in KEYS.items():
         if not mode:
             continue
-        over_tls, cost = mode in ("tls", "mutual"), case.cost(kind)
-        facts = {"whole cost": cost.median, "at least": cost.low, "at most": cost.high}
-        facts |= {"a call without keys": case.median("no keys")}
+        over_tls, door, stream = mode in ("tls", "mutual"), case.door(kind), case.stream(kind)
+        facts = {"with its bytes": door.median, "at least": door.low, "at most": door.high}
+        facts |= {
+            "a round trip to a head elsewhere": stream.median,
+            "a call without keys": case.median("no keys"),
+        }
         if over_tls:
-            facts |= {"its bytes": case.bytes_us, "TLS for an echo": echo, "beside that": cost.median - echo}
+            facts |= {"its bytes": case.bytes_us, "TLS for an echo": echo}
         rounded = {name: round(value, 1) for name, value in facts.items()}
-        ours = round(cost.median - over_tls * case.bytes_us, 1)
+        ours = round(door.median - over_tls * case.bytes_us, 1)
         found.append(Result("tls_cost", f"{kind}, {case.rows} rows", ours, "us", "lower", AIM, rounded))
     return found
 
@@ -231,36 +335,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--turns", type=int, default=300, help="of each size; 300 by default")
+    parser.add_argument("--turns", type=int, default=1000, help="of each size; 1000 by default")
     parser.add_argument("--patience", type=float, default=120, help="seconds to wait for quiet cores")
     parser.add_argument(
-        "--service-cores", type=int, default=usual(MOST_CORES), help="of the services alone; 0: all, for both"
+        "--service-cores", type=int, default=usual(MOST_CORES), help="of the doors alone; 0: all, for both"
     )
     parser.add_argument("--record", action="store_true", help="write bench/results/tls_cost.jsonl")
+    parser.add_argument("--serve", type=Path, help="be the doors, with the settings of this file")
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    if args.serve:
+        serve(**json.loads(args.serve.read_text()))
     keep_freed_memory()
     cores = Cores.shared_out(args.service_cores)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        make_checkpoint(folder / "checkpoint", HIDDEN)
-        ring = Keyring(folder / "bytes", "tls")
+        rings = {kind: Keyring(folder / mode, mode) for kind, mode in KEYS.items() if mode}
+        settings = {kind: rings[kind].settings() if kind in rings else {} for kind in KEYS}
+        ring, told = rings["TLS and token"], folder / "settings"
+        told.write_text(json.dumps({"settings": settings, "pair": ring.pair}))
         with on(cores.service):
-            served = {
-                kind: serving(mode, folder / "checkpoint", folder, stack) for kind, mode in KEYS.items()
-            }
-            ports = {PLAIN_ECHO: echoing(None, stack), TLS_ECHO: echoing(ring.pair, stack)}
+            command = [sys.executable, "-m", "bench.service.tls_cost", "--serve", str(told)]
+            found = json.loads(stack.enter_context(Child(command, r"(\{.*\})")).said[0])
         stack.enter_context(on(cores.load))
-        clients = {
-            kind: stack.enter_context(MoeClient(address, lane=0, transport="inline", credentials=credentials))
-            for kind, (address, credentials) in served.items()
-        }
-        authorities = {PLAIN_ECHO: "", TLS_ECHO: ring.service.path}
-        echoes = {kind: echo_at(port, authorities[kind], stack) for kind, port in ports.items()}
+        methods, streams = door_calls(found, rings), Turns(round_trips(found["streams"], settings))
         cases = []
         for rows in ROWS:
-            calls = calls_of(rows, clients, echoes)
-            cases.append(Case(rows, measure(calls, cores, args), encrypted_us(calls.sizes, ring)))
+            body = request_of(rows).SerializeToString()
+            calls = Turns({kind: partial(method, body, timeout=30) for kind, method in methods.items()})
+            sizes = len(body), rows * HIDDEN * 2
+            made = calls.measured(cores, args), streams.measured(cores, args)
+            cases.append(Case(rows, *made, encrypted_us(sizes, ring)))
             print(shown(cases[-1]), flush=True)
     if args.record:
         write([result for case in cases for result in results(case)])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 import select
 import signal
+import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol

@@ -100,13 +100,15 @@ class Plain:
     dtype: DType
     storage: NDArray[Any]
 
-    @property
+    @cached_property
     def spec(self) -> Spec:
         """The dtype and the shape of the tensor."""
         return Spec(self.dtype, self.storage.shape)
 
     def rows(self, start: int, stop: int) -> Plain:
         """Rows [start, stop) as a view."""
+        if start == 0 and stop == len(self.storage):
+            return self
         return Plain(self.dtype, self.storage[start:stop])
 
 
@@ -146,10 +148,12 @@ def _plain_of_torch(array: Any, field: str) -> Plain:
     if str(array.dtype) not in _BY_TORCH_NAME:
         raise TensorError(field, f"torch dtype {array.dtype} is not one of {', '.join(_BY_TORCH_NAME)}")
     found = _BY_TORCH_NAME[str(array.dtype)]
-    dense = array.detach().cpu().contiguous()
+    dense = array.detach() if array.requires_grad else array
+    if not (dense.is_cpu and dense.is_contiguous()):
+        dense = dense.cpu().contiguous()
     if found.name == "bf16":
-        dense = dense.view(torch.int16)
-    return Plain(found, dense.numpy().view(found.storage))
+        return Plain(found, dense.view(torch.int16).numpy().view(found.storage))
+    return Plain(found, dense.numpy())
 
 
 def restore(made: Plain, like: Array) -> Array:
@@ -233,6 +237,10 @@ def as_torch(data: Buffer, spec: Spec, field: str = "tensor") -> torch.Tensor:
     if spec.nbytes == 0:
         return torch.empty(spec.shape, dtype=dtype)
     _quiet_frombuffer()
+    if (
+        spec.dtype.name != "bf16"
+    ):  # which numpy lacks; a torch view gives the interpreter up, and may wait for it
+        return torch.from_numpy(np.frombuffer(data, spec.dtype.storage).reshape(spec.shape))
     return torch.frombuffer(data, dtype=dtype).view(spec.shape)
 
 
@@ -253,3 +261,4 @@ def _quiet_frombuffer() -> None:
     with _QUIET, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.frombuffer(b"\0", dtype=torch.uint8)
+        torch.from_numpy(np.frombuffer(b"\0", np.uint8))

@@ -5,6 +5,7 @@ Every check raises ConfigError with the key and the value.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import math
 from dataclasses import fields
@@ -146,8 +147,9 @@ def check_load_as(load_as: str) -> None:
             raise ConfigError(f"model.load_as: {error}") from error
 
 
+@functools.lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a listener at `host`, an address or a name."""
+    """Whether only this machine reaches a listener at `host`, an address or a name. Every call asks it."""
     if host == "localhost":
         return True
     try:

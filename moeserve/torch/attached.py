@@ -6,6 +6,7 @@ once. A call out of that order costs an announcement, and nothing else.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,14 +14,44 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeserve.proto.client import Choice, Logits
 from moeserve.proto.errors import MoeError, Unavailable, WeightsChanged
 from moeserve.proto.passes.attached import AttachedLane, Pass, PassLate
 from moeserve.proto.tensors import as_torch
 from moeserve.torch.ways import Rows, Sizes, WrongRows
 
+log = logging.getLogger(__name__)
+
 AGAIN_SECONDS = 0.05
 """Between two attempts, while the service does not answer."""
+
+
+class Pinned:
+    """Memory of a lane that is registered with this process's GPU, whose engines then copy from and to it.
+
+    Where it cannot be, copies take a way of the driver's own, slower, and the reason is logged.
+    """
+
+    def __init__(self, addresses: list[int]) -> None:
+        self._addresses = addresses
+
+    @classmethod
+    def of(cls, memory: tuple[memoryview, ...]) -> Pinned:
+        """Registers each of `memory`."""
+        registered = []
+        for one in memory:
+            address = torch.frombuffer(one, dtype=torch.uint8).data_ptr()
+            status = int(torch.cuda.cudart().cudaHostRegister(address, one.nbytes, 0))  # type: ignore[no-untyped-call]
+            if status:
+                log.warning("a lane's %d bytes are not registered: CUDA error %d", one.nbytes, status)
+            else:
+                registered.append(address)
+        return cls(registered)
+
+    def end(self) -> None:
+        """Waits for the GPU, and ends the registration."""
+        torch.cuda.synchronize()
+        for address in self._addresses:
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -28,9 +59,7 @@ class _Call:
     """A call that was submitted."""
 
     layer: int
-    rows: Rows  # on the host, of the lane's dtypes
-    device: torch.device
-    dtype: torch.dtype
+    rows: Rows  # the caller's, which may be wanted again
     stage: int  # whose step it is; -1: none, its pass ended before it could be begun, or answered
     answer: Tensor | None = None
 
@@ -52,9 +81,10 @@ class Attached:
         self._lane: AttachedLane | None = attach()
         layout = self._lane.layout
         self._sizes = Sizes(layout.hidden, layout.experts, layout.top_k)
-        self._dtype: torch.dtype = getattr(torch, layout.dtype.torch_name)
         self._stages, self._most_rows = layout.stages, layout.rows
         self._pass: Pass | None = None
+        self._pinned: Pinned | None = None  # once rows come from a GPU
+        self._read: dict[int, torch.cuda.Event] = {}  # by stage: when a GPU has read its last answer
         self._calls: dict[int, _Call] = {}
         self._numbers = 0
 
@@ -63,7 +93,7 @@ class Attached:
         return self.wait(self.submit(layer, rows))
 
     def submit(self, layer: int, rows: Rows) -> int:
-        """As `Way.submit`; the rows are copied. Raises RuntimeError where all stages are busy."""
+        """As `Way.submit`. Raises RuntimeError where all stages are busy."""
         self._sizes.check(layer, rows)
         if rows.hidden.shape[0] > self._most_rows:
             raise WrongRows(
@@ -75,11 +105,8 @@ class Attached:
                 f"{self._stages} calls are under way, as many as there are stages; wait for one, or raise "
                 "Settings.stages"
             )
-        host = rows.on_host()
-        weights = None if host.weights is None else host.weights.float()
-        route = host.route.float() if weights is None else host.route.to(torch.int32)
-        given = Rows(host.hidden.to(self._dtype), route, weights)
-        call = _Call(layer, given, rows.hidden.device, rows.hidden.dtype, -1)
+        rows.refuse_recording()
+        call = _Call(layer, rows.detached(), -1)
         self._numbers += 1
         self._calls[self._numbers] = call
         try:
@@ -102,12 +129,13 @@ class Attached:
                 self._try(call, until)
         finally:
             del self._calls[number]
-        return call.answer.to(call.device, call.dtype, copy=True)
+        return call.answer
 
     def close(self) -> None:
         """Detaches the lane."""
         lane, self._lane = self._lane, None
         self._forget_pass()
+        self._unpin()
         if lane is not None:
             lane.close()
 
@@ -131,8 +159,15 @@ class Attached:
 
     def _take(self, call: _Call, timeout: float) -> None:
         assert self._pass is not None
-        found = self._pass.take_plain(call.stage, timeout)
-        call.answer, call.stage = as_torch(found.storage.data, found.spec), -1
+        stage = call.stage
+        found = self._pass.arrived(stage, timeout)
+        there = as_torch(found.storage.data, found.spec)
+        hidden = call.rows.hidden
+        call.answer, call.stage = torch.empty_like(hidden, memory_format=torch.contiguous_format), -1
+        call.answer.copy_(there, non_blocking=self._pinned is not None)
+        if self._pinned is not None and hidden.is_cuda:
+            self._read[stage] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._read[stage].record()
 
     def _post(self, call: _Call) -> None:
         """Brings the rows of `call` at a stage that is at its layer; in a new pass where none is."""
@@ -147,9 +182,26 @@ class Attached:
             )
         stage = self._free(call.layer)
         assert stage is not None
-        hidden, route, weights = call.rows
-        self._pass.post(stage, hidden, Logits(route) if weights is None else Choice(route, weights))
+        self._fill(self._pass, stage, call.rows)
         call.stage = stage
+
+    def _fill(self, run: Pass, stage: int, rows: Rows) -> None:
+        """Copies the rows into the mailbox, waits for that, and says so."""
+        if rows.hidden.is_cuda and self._pinned is None:
+            self._pinned = Pinned.of(self._attached().memory)
+        if (read := self._read.pop(stage, None)) is not None:
+            read.synchronize()  # the copy of the answer that is about to be written over
+        count, logits = rows.hidden.shape[0], rows.weights is None
+        hidden, ids, weights, scores = (
+            as_torch(room.storage.data, room.spec) for room in run.room(stage, count)
+        )
+        route = (scores, rows.route) if logits else (ids, rows.ids(self._sizes.experts))
+        for into, given in ((hidden, rows.hidden), route, (weights, rows.weights)):
+            if given is not None:
+                into.copy_(given, non_blocking=True)  # which converts it, too
+        if rows.hidden.is_cuda:
+            torch.cuda.current_stream(rows.hidden.device).synchronize()
+        run.send(stage, count, logits=logits)
 
     def _free(self, layer: int) -> int | None:
         """A stage without a step under way whose next layer is `layer`."""
@@ -173,10 +225,17 @@ class Attached:
         if self._lane is not None and not self._lane.alive:
             gone, self._lane = self._lane, None
             self._forget_pass()
+            self._unpin()
             gone.close()
         if self._lane is None:
             self._lane = self._attach()
         return self._lane
+
+    def _unpin(self) -> None:
+        """Ends what a GPU may do with the lane's memory, which is about to be unmapped."""
+        pinned, self._pinned, self._read = self._pinned, None, {}
+        if pinned is not None:
+            pinned.end()
 
     def _forget_pass(self) -> None:
         """The pass has ended, or is of no use: what is under way of it is begun anew."""

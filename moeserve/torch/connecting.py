@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from moeserve.proto.credentials import Credentials
 from moeserve.torch.ways import Way
 
 NEEDED = {"in_process": "config", "attached": "address", "remote": "address"}
@@ -23,8 +24,10 @@ class Settings:
     address: str = ""  # attached, remote: host:port of the service
     config: str = ""  # in_process: path of the configuration
     timeout: float = 60.0  # seconds of one call of a service, with all that is tried again
+    model: str = ""  # attached, remote: which one, by name; empty: the only one served
+    credentials: Credentials | None = field(default=None, repr=False)  # attached, remote: what is shown
     name: str = "torch"  # attached: of this caller, no other's at its rank
-    rank: int | None = None  # attached: whose lane; None: the first on this host
+    rank: int | None = None  # attached: whose lane; None: one of this host's, by the name
     rows: int = 256  # attached: most rows of a call
     stages: int = 1  # attached: most calls under way at once
     dtype: str = "bf16"  # attached: of rows on their way: fp32, bf16, fp16
@@ -49,7 +52,14 @@ def connect(settings: Settings) -> Way:
     from moeserve.proto.client import MoeClient
     from moeserve.torch.remote import Remote
 
-    return Remote(MoeClient(settings.address, timeout=settings.timeout))
+    return Remote(
+        MoeClient(
+            settings.address,
+            model=settings.model,
+            timeout=settings.timeout,
+            credentials=settings.credentials,
+        )
+    )
 
 
 def _attached(settings: Settings) -> Way:
@@ -61,8 +71,10 @@ def _attached(settings: Settings) -> Way:
         settings.rows,
         settings.stages,
         settings.dtype,
+        model=settings.model,
         rank=settings.rank,
         timeout=settings.timeout,
+        credentials=settings.credentials,
     )
     return Attached(
         lambda: AttachedLane.attach(settings.address, wanted),

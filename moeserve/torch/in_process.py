@@ -11,16 +11,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moeserve.dispatch.group import GroupKind, end_group, group_beside
+from moeserve.experts.balance import Policy, balancer_named
+from moeserve.experts.load import Load
 from moeserve.runtime.config import Config
 from moeserve.runtime.launch.torchrun import HostedRank, join_torchrun, leave_torchrun
+from moeserve.runtime.rank.graphs import padded_rows
+from moeserve.runtime.sections import BalanceConfig
 from moeserve.runtime.step import LaneInput, LaneLogits, LaneRows, empty_input
+from moeserve.torch.moves import NOTHING, Moves
 from moeserve.torch.ways import Rows, Sizes, Submitted, WrongRows
+
+UNLIMITED = 1 << 60
+"""Moves of a plan: as many as its policy wants."""
 
 FOLLOWS = -1
 """In place of a layer, by a rank that has none to run and follows the others."""
@@ -35,13 +45,20 @@ class Agreed(NamedTuple):
 
     layer: int  # FOLLOWS: no rank has a layer to run
     lane_rows: tuple[int, ...]  # by lane
+    votes: tuple[int, ...] = ()  # by rank, on experts that move
 
 
 class Meeting(Protocol):
     """How ranks learn what the others bring."""
 
-    def agree(self, layer: int, rows: int) -> Agreed:
+    def agree(self, layer: int, rows: int, vote: int = NOTHING) -> Agreed:
         """Tells what this rank brings to its next step, and returns what all of them bring."""
+
+    def sum(self, load: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The sum over all ranks."""
+
+    def first(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        """What the first rank has of it."""
 
     def close(self) -> None:
         """Ends it."""
@@ -50,9 +67,17 @@ class Meeting(Protocol):
 class Alone:
     """The meeting of a rank without others."""
 
-    def agree(self, layer: int, rows: int) -> Agreed:
+    def agree(self, layer: int, rows: int, vote: int = NOTHING) -> Agreed:
         """Returns what it was told."""
-        return Agreed(layer, (rows,))
+        return Agreed(layer, (rows,), (vote,))
+
+    def sum(self, load: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The load itself."""
+        return load
+
+    def first(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The slots themselves."""
+        return slots
 
     def close(self) -> None:
         """Does nothing."""
@@ -64,22 +89,50 @@ class Exchange:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
-    def agree(self, layer: int, rows: int) -> Agreed:
+    def agree(self, layer: int, rows: int, vote: int = NOTHING) -> Agreed:
         """Collective over the group. Raises OutOfStep, on all ranks alike, for ranks at different layers."""
-        mine = torch.tensor([layer, rows])
+        mine = torch.tensor([layer, rows, vote])
         found = [torch.empty_like(mine) for _ in range(self._group.size())]
         dist.all_gather(found, mine, group=self._group)
         told: list[list[int]] = [one.tolist() for one in found]
-        at = {rank: here for rank, (here, _) in enumerate(told) if here != FOLLOWS}
+        at = {rank: here for rank, (here, _, _) in enumerate(told) if here != FOLLOWS}
         if len(set(at.values())) > 1:
             places = ", ".join(f"rank {rank} at layer {here}" for rank, here in at.items())
             raise OutOfStep(f"ranks are not at one layer: {places}; all run the same layers in one order")
         layer = next(iter(at.values()), FOLLOWS)
-        return Agreed(layer, tuple(count for _, count in told))
+        return Agreed(layer, tuple(rows for _, rows, _ in told), tuple(vote for *_, vote in told))
+
+    def sum(self, load: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Collective; added up in the order of the ranks, so that all have the same bits."""
+        mine = torch.from_numpy(load.copy())
+        found = [torch.empty_like(mine) for _ in range(self._group.size())]
+        dist.all_gather(found, mine, group=self._group)
+        total: NDArray[np.float64] = torch.stack(found).sum(dim=0).numpy()
+        return total
+
+    def first(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Collective."""
+        sent = torch.from_numpy(slots.copy())
+        dist.broadcast(sent, group=self._group, group_src=0)
+        received: NDArray[np.int32] = sent.numpy()
+        return received
 
     def close(self) -> None:
         """Ends the group."""
         end_group(self._group)
+
+
+class Recorded:
+    """The steps of a CUDA graph that the caller has recorded."""
+
+    def __init__(self, way: InProcess, rows: int) -> None:
+        self.rows = rows  # of every lane, padded
+        self.steps: list[tuple[int, int]] = []  # layer, and rows of every lane
+        self._way = way
+
+    def expect(self) -> None:
+        """To be called right before each replay, on the stream of the replay. All ranks replay alike."""
+        self._way.expect(self.steps)
 
 
 class InProcess:
@@ -89,7 +142,7 @@ class InProcess:
     in one order, each with its own rows, or follow.
     """
 
-    def __init__(self, rank: HostedRank) -> None:
+    def __init__(self, rank: HostedRank, balance: BalanceConfig | None = None) -> None:
         self.order = torch.zeros(1, dtype=torch.int64, device=rank.device)
         self._rank: HostedRank | None = rank
         checkpoint = rank.served.checkpoint
@@ -99,13 +152,17 @@ class InProcess:
         self._submitted = Submitted("moeserve-steps")
         self._side = None if rank.device == "cpu" else _stream(rank.device)  # of submitted steps
         self._under_way: dict[int, tuple[Tensor, torch.cuda.Event]] = {}  # by number, on a GPU
+        self._moves = Moves(rank, balance or BalanceConfig())
+        self._recording: Recorded | None = None
+        self._side_used = False  # since the last wait for it
         self._unasked: list[int] = []  # layers whose late members were not asked for yet, on a GPU
         self._count = 0
 
     @classmethod
     def of_file(cls, path: str) -> InProcess:
         """Joins the ranks of torchrun's world, or of the process's default group. Collective."""
-        return cls(join_torchrun(Config.load(path).checked()))
+        config = Config.load(path).checked()
+        return cls(join_torchrun(config), config.balance)
 
     @contextmanager
     def rows(self, lane_rows: Sequence[int]) -> Iterator[None]:
@@ -122,6 +179,35 @@ class InProcess:
         finally:
             self._counted = before
 
+    @contextmanager
+    def recording(self, most_rows: int) -> Iterator[Recorded]:
+        """A context around the recording of a CUDA graph, in which calls become parts of that graph.
+
+        Every rank records the same layers in one order, with up to `most_rows` rows, the same number on all.
+        Steps of such sizes have run before, or their kernels would be loaded while a graph is recorded.
+        """
+        rank = self._joined()
+        if self._side is None:
+            raise RuntimeError(f"device {rank.device!r} has no CUDA graphs; call `recording` on a GPU only")
+        if self._moves.left:
+            raise RuntimeError(
+                f"{self._moves.left} changes of experts are under way, whose copies would spoil a recording; "
+                "end them first, by passes that `follow`"
+            )
+        self._wait_for_side()
+        recorded = self._recording = Recorded(self, padded_rows(most_rows))
+        try:
+            yield recorded
+        finally:
+            self._recording, self._side_used = None, False
+
+    def expect(self, steps: Sequence[tuple[int, int]]) -> None:
+        """What `Recorded.expect` does."""
+        rank = self._joined()
+        self._wait_for_side()
+        rank.expect(steps)
+        self._unasked += [layer for layer, _ in steps]
+
     def mixed(self, layer: int, rows: Rows) -> Tensor:
         """As `Way.mixed`; collective. Raises WrongRows before others are met, OutOfStep, and PeersLate."""
         self._check(layer, rows)
@@ -135,6 +221,7 @@ class InProcess:
         self._check(layer, rows)
         if self._side is None:
             return self._submitted.put(lambda: self._step(layer, rows))
+        self._side_used = True
         self._side.wait_stream(torch.cuda.current_stream(self._side.device))
         with torch.cuda.stream(self._side):
             answer = self._step(layer, rows)
@@ -166,9 +253,40 @@ class InProcess:
         if self._counted is not None:
             raise RuntimeError("inside `rows` every rank runs every layer by itself: call follow outside")
         self._wait_for_side()
-        while self._submitted.run(self._followed):
+        while (agreed := self._submitted.run(self._followed)).layer != FOLLOWS:
             pass
         self.check()
+        self._submitted.run(lambda: self._moves.settle(agreed.votes))
+
+    def rebalance(self, policy: str = "eplb") -> int:
+        """Begins to move experts by the load since the start; how many changes of one layer it takes.
+
+        Collective, between two passes. Experts are copied beside the passes that follow, and each `follow`
+        commits what all ranks have staged by then. What an earlier call began is given up. Raises ValueError
+        for an unknown policy, and where ranks hold slices of every expert, which cannot move.
+        """
+        if self._joined().served.mesh.sliced:
+            raise ValueError("ranks hold slices of every expert, which cannot move")
+        chosen = balancer_named(policy)
+        self._wait_for_side()
+        return self._submitted.run(lambda: self._planned(chosen))
+
+    @property
+    def moving(self) -> int:
+        """Changes that are still to be committed."""
+        return self._moves.left
+
+    @property
+    def refused(self) -> str:
+        """Why the last plan to move experts was given up on this rank; empty where it was not."""
+        return self._moves.refused
+
+    def _planned(self, policy: Policy) -> int:
+        rank = self._joined()
+        tokens = rank.load_reading().load().tokens
+        placement = rank.epoch.placement
+        target = policy(placement, Load(self._meeting.sum(tokens)), UNLIMITED)
+        return self._moves.plan(placement.with_slots(self._meeting.first(target.slots)))
 
     def check(self) -> None:
         """Waits for the steps that were launched. Raises PeersLate where one went without a member's rows.
@@ -187,6 +305,7 @@ class InProcess:
         self._submitted.close()
         rank, self._rank = self._rank, None
         if rank is not None:
+            self._moves.close()
             self._meeting.close()
             leave_torchrun(rank)
 
@@ -201,22 +320,24 @@ class InProcess:
         if layer not in rank.served.layers:
             raise WrongRows(f"layer {layer} has no experts here; layers {sorted(rank.served.layers)} have")
         self._sizes.check(layer, rows)
-        if rank.device != "cpu" and torch.cuda.is_current_stream_capturing():
+        if self._recording is None and rank.device != "cpu" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "a CUDA graph of the caller cannot hold steps in process: a step replays a graph of its own; "
-                "leave the MoE layers out of the caller's"
+                "a CUDA graph is recorded outside of `recording`, which says how many rows each rank brings: "
+                "write `with way.recording(rows) as recorded, torch.cuda.graph(graph):`"
             )
 
-    def _followed(self) -> bool:
-        """One step of the others, without rows of this rank; False where none had one."""
+    def _followed(self) -> Agreed:
+        """One step of the others, without rows of this rank; none where all have ended their pass."""
         rank = self._joined()
-        agreed = self._meeting.agree(FOLLOWS, 0)
+        agreed = self._meeting.agree(FOLLOWS, 0, self._moves.vote)
         if agreed.layer != FOLLOWS:
             none = empty_input(self._sizes.hidden, self._sizes.top_k, rank.served.dtype)
             self._run(agreed, none.to(rank.device))
-        return agreed.layer != FOLLOWS
+        return agreed
 
     def _step(self, layer: int, rows: Rows) -> Tensor:
+        if self._recording is not None and torch.cuda.is_current_stream_capturing():
+            return self._record(self._recording, layer, rows)
         rank, own = self._joined(), rows.hidden.shape[0]
         if self._counted is None:
             agreed = self._meeting.agree(layer, own)
@@ -225,13 +346,26 @@ class InProcess:
         else:
             told = self._counted[rank.index]
             raise WrongRows(f"layer {layer}: {own} rows, and `rows` was told {told} of rank {rank.index}")
-        hidden = rows.hidden.detach().to(rank.served.dtype)
-        valid = torch.ones(own, dtype=torch.bool, device=hidden.device)
+        return self._run(agreed, self._lane_rows(rows)).to(rows.hidden.dtype)
+
+    def _record(self, recorded: Recorded, layer: int, rows: Rows) -> Tensor:
+        """One step as a part of the graph that is recorded; rows that pad it are not valid."""
+        rank, own, padded = self._joined(), rows.hidden.shape[0], recorded.rows
+        if own > padded:
+            raise WrongRows(f"layer {layer}: {own} rows, and `recording` was told of {padded} at most")
+        given = self._lane_rows(rows).each(lambda column: _padded(column, padded))
+        answer = rank.record(layer, given, (padded,) * rank.served.mesh.ranks)
+        recorded.steps.append((layer, padded))
+        return answer[:own].to(rows.hidden.dtype, copy=True)
+
+    def _lane_rows(self, rows: Rows) -> LaneRows:
+        """The same rows as a rank takes them, all of them real."""
+        hidden = rows.hidden.detach().to(self._joined().served.dtype)
+        valid = torch.ones(hidden.shape[0], dtype=torch.bool, device=hidden.device)
         if rows.weights is None:
-            given: LaneRows = LaneLogits(hidden, rows.route.detach(), valid)
-        else:
-            given = LaneInput(hidden, rows.route.to(torch.int32), rows.weights.detach().float(), valid)
-        return self._run(agreed, given).to(rows.hidden.dtype)
+            return LaneLogits(hidden, rows.route.detach(), valid)
+        ids = rows.ids(self._sizes.experts)
+        return LaneInput(hidden, ids, rows.weights.detach().float(), valid)
 
     def _run(self, agreed: Agreed, rows: LaneRows) -> Tensor:
         rank = self._joined()
@@ -244,8 +378,16 @@ class InProcess:
 
     def _wait_for_side(self) -> None:
         """Steps follow one another on the device, also from one stream to the other."""
-        if self._side is not None:
+        if self._side is not None and self._side_used:
             torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+            self._side_used = False
+
+
+def _padded(column: Tensor, rows: int) -> Tensor:
+    """`column` with rows of zeros behind it."""
+    whole = column.new_zeros((rows, *column.shape[1:]))
+    whole[: column.shape[0]] = column
+    return whole
 
 
 def _stream(device: str) -> torch.cuda.Stream:

@@ -27,12 +27,29 @@ class Rows(NamedTuple):
 
     def on_host(self) -> Rows:
         """The same on the CPU, dense. Raises RuntimeError where the caller records a CUDA graph."""
+        self.refuse_recording()
+        return self._each(lambda given: given.detach().cpu().contiguous())
+
+    def detached(self) -> Rows:
+        """The same without gradients."""
+        return self._each(Tensor.detach)
+
+    def ids(self, experts: int) -> Tensor:
+        """The chosen experts as int32. An id out of range stays so: it is cut, and not wrapped round."""
+        route = self.route
+        return route if route.dtype == torch.int32 else route.clamp(-2, experts).to(torch.int32)
+
+    def refuse_recording(self) -> None:
+        """Raises RuntimeError where the caller records a CUDA graph."""
         if self.hidden.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "experts that are reached through the host cannot be in a CUDA graph: a replay runs no host "
                 "code; leave the MoE layers out of the graph, or use mode='in_process'"
             )
-        return Rows(*(None if given is None else given.detach().cpu().contiguous() for given in self))  # type: ignore[arg-type]
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Rows:
+        weights = None if self.weights is None else change(self.weights)
+        return Rows(change(self.hidden), change(self.route), weights)
 
 
 @dataclass(frozen=True)

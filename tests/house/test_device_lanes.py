@@ -136,6 +136,16 @@ def test_what_cannot_be_attached_is_refused_by_name(house: LocalCluster) -> None
             assert refused(house, name="four", rank=0).reason == "lanes_taken"
     with attached(house, "one", rank=0):  # the name is free again
         pass
+    with attached(house, "anywhere"):  # two of one name meet at one rank, though none is pinned
+        assert refused(house, name="anywhere").reason == "name_taken"
+
+
+def test_callers_that_pin_no_rank_are_spread(house: LocalCluster) -> None:
+    lanes = [attached(house, f"spread-{at}") for at in range(6)]
+    found = [sum(name.startswith("spread") for name in listed(house, rank)) for rank in range(3)]
+    for lane in lanes:
+        lane.close()
+    assert sum(found) == 6 and max(found) <= 3, found
 
 
 def listed(house: LocalCluster, rank: int = 0) -> dict[str, moe_pb2.DeviceLaneInfo]:

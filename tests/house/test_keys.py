@@ -34,6 +34,7 @@ from moeserve.runtime.keys.sockets import private_folder
 from moeserve.runtime.keys.tls import TlsSocket
 from moeserve.runtime.launch.local_cluster import LocalCluster
 from moeserve.runtime.sections import KeysConfig
+from moeserve.torch import MoeExperts, Settings, connect
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 EP2 = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}
@@ -319,6 +320,18 @@ def through_the_front(service: Service, *batch: torch.Tensor) -> torch.Tensor:
     request = request_of(0, (hidden, experts, weights)).SerializeToString()
     reply = moe_pb2.ForwardReply.FromString(forward(request, metadata=metadata(shown), timeout=SECONDS))
     return torch.frombuffer(bytearray(reply.hidden.data), dtype=torch.float32).view(*reply.hidden.shape)
+
+
+@pytest.mark.parametrize("mode", ["attached", "remote"])
+def test_a_module_of_torch_shows_the_same(service: Service, alone: Alone, mode: str) -> None:
+    credentials = service.ring.credentials(service.case("right", frozenset({Role.CALL})))
+    address, batch = service.cluster.address, alone.batch(5, seed=6)
+    way = connect(Settings(mode, address, timeout=20.0, dtype="fp32", credentials=credentials))
+    torch.testing.assert_close(MoeExperts(way, 1)(*batch), alone.forward(1, *batch), **CLOSE)
+    way.close()
+    if mode == "attached":
+        with pytest.raises(MoeError):
+            connect(Settings(mode, address, timeout=5.0))
 
 
 def test_a_client_on_asyncio_shows_the_same(service: Service, alone: Alone) -> None:

@@ -1,10 +1,12 @@
-"""A rank that cannot start again: it backs off, the status says why, and the service comes back by itself."""
+"""A rank that cannot start: it backs off, the status says why, and the service comes by itself, or back."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+import socket
+import threading
 import time
 from pathlib import Path
 
@@ -41,3 +43,32 @@ def test_a_rank_that_cannot_start_backs_off_and_is_reported(
         assert status.state == "forming" and "rank 1 cannot start: " in status.reason, status
         away.rename(checkpoint)
         assert serve_again(house.address) > generation
+
+
+def test_a_rank_that_cannot_start_at_first_is_started_again_until_it_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The port of its exporter is another's, until that one leaves."""
+    caplog.set_level(logging.WARNING)
+    make_checkpoint("qwen3_moe", tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        config = house_config(tmp_path, server__metrics_port=port - 2, **EP2)  # rank 1's is two more
+        cluster = LocalCluster(config)
+        starting = threading.Thread(target=cluster.start)
+        starting.start()
+        try:
+            until = time.monotonic() + 60.0
+            while f"failed starts in a row: {FAILED_STARTS})" not in caplog.text:
+                assert time.monotonic() < until and starting.is_alive(), caplog.text
+                time.sleep(0.05)
+            with MoeClient(cluster.address) as client:
+                status = client.status()
+            assert status.state == "forming" and "rank 1 cannot start: " in status.reason, status
+            other.close()
+            assert serve_again(cluster.address) > 0
+            starting.join(60.0)
+            assert not starting.is_alive()
+        finally:
+            cluster.stop()
+            starting.join(60.0)

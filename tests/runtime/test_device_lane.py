@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from threading import Thread
+from typing import Any
 
 import pytest
 
@@ -230,6 +232,74 @@ def test_a_step_that_ends_while_it_is_begun_is_no_special_case(caller: Caller) -
         caller.post(0, step, layer, count=0)
         caller.look()
     assert caller.ended == (Status.OK, "")
+
+
+def test_a_step_is_begun_once_though_it_ends_while_the_lane_is_looked_at(caller: Caller) -> None:
+    caller.announce([3, 5])
+    caller.post(0, 0, 3)
+    caller.look()
+    answered = caller.lane._answered
+
+    def looked_at(*given: Any) -> None:
+        looks = Thread(target=caller.look)
+        looks.start()
+        looks.join(0.2)
+        answered(*given)
+
+    caller.lane._answered = looked_at  # type: ignore[method-assign]
+    caller.steps[-1].answer()
+    time.sleep(0.05)
+    assert len(caller.steps) == 1 and not caller.answered(0, 1)
+
+
+def test_a_step_that_failed_is_not_begun_again_before_its_pass_has_ended(caller: Caller) -> None:
+    caller.announce([3], stages=2)
+    for stage in range(2):
+        caller.post(stage, 0, 3)
+    caller.look()
+    caller.steps[0].fail(3, "bad_tensor")
+    assert caller.steps[1].given_up
+    caller.look()
+    caller.steps[1].fail(1, "caller_left")
+    caller.look()
+    assert len(caller.steps) == 2
+
+
+def test_the_end_of_one_pass_is_none_of_the_next(caller: Caller) -> None:
+    """The thread that answers the last step may say so late: the caller has left, and begun another pass."""
+    caller.announce([3])
+    caller.post(0, 0, 3)
+    caller.look()
+    answered = caller.lane._answered
+
+    def overtaken(*given: Any) -> None:
+        answered(*given)
+        caller.box[m.GIVEN_UP] = caller.number
+
+    caller.lane._answered = overtaken  # type: ignore[method-assign]
+    late, caller.lane._lock = caller.lane._lock, _Overtaken(caller.lane._lock, caller)  # type: ignore[assignment]
+    caller.steps[-1].answer()
+    caller.lane._lock = late
+    caller.look()
+    assert caller.lane.in_pass and caller.ended is None and caller.number == 2
+
+
+class _Overtaken:
+    """A lock whose first holder is overtaken as it lets go of it: the caller begins its next pass."""
+
+    def __init__(self, lock: Any, caller: Caller) -> None:
+        self._lock, self._caller = lock, caller
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *raised: object) -> None:
+        self._lock.release()
+        caller = self._caller
+        if caller.lane._lock is self:
+            caller.lane._lock = self._lock
+            caller.look()
+            caller.announce([3])
 
 
 def asked(name: str) -> moe_pb2.AttachLaneRequest:

@@ -1,5 +1,7 @@
 """A request's tensors on their way in and out: every transport, and everything that does not fit refused."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from moeserve.proto.tensors import Spec, TensorError, encode, known, plain
 from moeserve.proto.transports.shared_memory import RemoteRegion, SharedTensor
 from moeserve.runtime.doors.payloads import TRANSPORTS, Payloads, Regions
 from moeserve.runtime.doors.payloads.errors import UnknownRegion
+from moeserve.runtime.doors.payloads.regions import MOST_VIEWS
 
 
 @pytest.fixture
@@ -175,3 +178,65 @@ def test_logits_are_a_copy(kept):
         assert opened.experts is None and torch.equal(opened.logits, HIDDEN)
         opened.logits.zero_()
         assert torch.equal(opened.hidden, HIDDEN)
+
+
+def test_a_call_from_the_same_place_is_given_the_same_views(kept):
+    tensor, output = placed(kept), placed(kept)
+    asked = request(moe_pb2.Tensor(dtype=moe_pb2.DTYPE_FP32, shape=(2, 4), region=tensor.place))
+    asked.output.CopyFrom(output.place)
+    payloads, seen = Payloads(kept), []
+    for turn in range(3):
+        tensor.array[:] = HIDDEN.numpy() + turn
+        with payloads.open(asked) as opened:
+            seen.append(opened.hidden)
+            assert torch.equal(opened.hidden, HIDDEN + turn)
+            assert [status.in_use for status in kept.list()] == [1, 1]
+            opened.reply(opened.hidden * 2, epoch=1, weights_version=1)
+        opened.close()
+        assert [status.in_use for status in kept.list()] == [0, 0]
+        assert torch.equal(output.tensor.reshape(2, 4), (HIDDEN + turn) * 2)
+    assert seen[1] is seen[2] is seen[0]
+    for change in ("dtype", "shape", "offset", "output"):  # what says otherwise is looked at anew
+        other = moe_pb2.ForwardRequest.FromString(asked.SerializeToString())
+        if change == "dtype":
+            other.hidden.dtype = moe_pb2.DTYPE_INT32
+        elif change == "shape":
+            other.hidden.shape[:] = [2, 5]
+        elif change == "offset":
+            other.hidden.region.offset = 1 << 20
+        else:
+            other.output.size = 4
+        with pytest.raises(TensorError):
+            payloads.open(other)
+    assert [status.in_use for status in kept.list()] == [0, 0]
+
+
+@pytest.mark.parametrize("gone", ["rows", "answer"])
+def test_a_region_that_was_released_is_not_found_again(kept, gone):
+    tensor, output = placed(kept), placed(kept)
+    asked = request(moe_pb2.Tensor(dtype=moe_pb2.DTYPE_FP32, shape=(2, 4), region=tensor.place))
+    asked.output.CopyFrom(output.place)
+    payloads = Payloads(kept)
+    views = weakref.ref(payloads.open(asked).hidden.untyped_storage())
+    held = payloads.open(asked)  # a call that is under way, of a client that leaves
+    kept.release(tensor.region.name if gone == "rows" else output.region.name)
+    with pytest.raises(UnknownRegion):
+        payloads.open(asked)
+    held.close()
+    del held
+    if gone == "rows":
+        assert views() is None, "nothing keeps the memory mapped"
+    assert kept.bytes < 2 * 8192 + 8192
+
+
+def test_views_that_are_kept_are_bounded(kept):
+    tensor, output = placed(kept), placed(kept)
+    payloads = Payloads(kept)
+    for rows in range(1, 3 * MOST_VIEWS):
+        place = moe_pb2.Region(name=tensor.region.name, offset=0, size=4 * rows)
+        ids = torch.zeros(rows, 1, dtype=torch.int32)
+        hidden = moe_pb2.Tensor(dtype=moe_pb2.DTYPE_FP32, shape=(rows, 1), region=place)
+        asked = request(hidden, ids, torch.ones(rows, 1))
+        asked.output.CopyFrom(moe_pb2.Region(name=output.region.name, offset=0, size=4 * rows))
+        payloads.open(asked).close()
+    assert len(kept._regions[tensor.region.name].views) <= MOST_VIEWS

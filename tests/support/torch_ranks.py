@@ -32,6 +32,7 @@ def joined(rank: int, world: int, path: Path, backend: str) -> InProcess:
                 parallel__enable_expert_parallel=True,
                 plan__all2all_backend=backend,
                 step__timeout_seconds=10.0,
+                balance__redundant_experts=1 if world == 3 else 0,
             )
         )
     )
@@ -60,6 +61,120 @@ def unlike_rows(rank: int, world: int, path: Path, backend: str) -> int:
             calls += 2
     way.close()
     return calls
+
+
+def moving(rank: int, world: int, path: Path, backend: str) -> tuple[int, int, list[list[int]]]:
+    """Worker: experts move while passes run, every answer compared. Changes, passes meanwhile, and slots."""
+    way, alone, passes = joined(rank, world, path, backend), Alone(path), 0
+    layers = [MoeExperts(way, layer) for layer in (0, 1)]
+
+    def one_pass(seed: int) -> None:
+        hidden, ids, weights = alone.batch(2 + (rank + seed) % 3, seed=10 * seed + rank)
+        hot = torch.where(torch.arange(len(ids))[:, None] >= 0, ids * 0 + torch.tensor([0, 1]), ids).int()
+        batch = (hidden, hot if seed % 2 else ids, weights)
+        for module in layers:
+            right(module(*batch), alone, module.layer, batch)
+        way.follow()
+
+    for seed in range(6):
+        one_pass(seed)
+    before, changes = way._joined().epoch.placement.slots.copy(), way.rebalance("eplb")
+    while way.moving:
+        passes += 1
+        one_pass(passes)
+        if passes > 2000:
+            raise AssertionError(f"{way.moving} changes are left after {passes} passes: {way.refused!r}")
+    for seed in range(4):
+        one_pass(seed)
+    after = way._joined().epoch.placement.slots
+    if changes and (before == after).all():
+        raise AssertionError("nothing has moved")
+    held = way._joined().experts.bank.checksums(0, [0])
+    if not held or way.refused:
+        raise AssertionError(way.refused)
+    way.close()
+    return changes, passes, after.tolist()
+
+
+def refusing(rank: int, world: int, path: Path, backend: str) -> tuple[str, list[list[int]]]:
+    """Worker: one rank cannot read an expert; all stay where they were, and say why."""
+    way, alone = joined(rank, world, path, backend), Alone(path)
+    experts, batch = MoeExperts(way, 0), alone.batch(3, seed=rank)
+
+    def unreadable(*what: int) -> None:
+        raise OSError("the disk is gone")
+
+    right(experts(batch[0], batch[1] * 0, batch[2]), alone, 0, (batch[0], batch[1] * 0, batch[2]))
+    way.follow()
+    if rank == 0:
+        object.__setattr__(way._moves._mover._sources, "read", unreadable)
+    before, changes, passes = way._joined().epoch.placement.slots.copy(), way.rebalance("eplb"), 0
+    while way.moving and passes < 2000:
+        passes += 1
+        right(experts(*batch), alone, 0, batch)
+        way.follow()
+    if not changes or (way._joined().epoch.placement.slots[0] != before[0]).any():
+        raise AssertionError(f"{changes} changes, and experts have moved")
+    way.close()
+    return way.refused, before.tolist()
+
+
+def recorded(rank: int, world: int, path: Path, compiled: bool) -> list[bool]:
+    """Worker on a GPU: a block in a CUDA graph, replayed between eager steps; whether bits were equal."""
+    store = dist.PrefixStore("program", group().get_group_store())
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    way = InProcess(
+        join_torchrun(
+            house_config(
+                path,
+                parallel__data_parallel_size=world,
+                parallel__enable_expert_parallel=True,
+                plan__device="cuda",
+                plan__all2all_backend="nvlink_ll",
+            )
+        )
+    )
+    lanes, random = (4, 3), torch.Generator().manual_seed(rank)
+    sizes, dtype = (way._sizes.hidden, way._sizes.experts, way._sizes.top_k), torch.bfloat16
+    gate = torch.nn.Linear(sizes[0], sizes[1], bias=False, dtype=dtype, device="cuda")
+    layers = torch.nn.ModuleList(MoeExperts(way, layer) for layer in (0, 1))
+
+    def block(hidden: Tensor) -> Tensor:
+        for experts in layers:
+            weights, ids = gate(hidden).topk(sizes[2])
+            ticket = experts.submit(hidden, ids, weights)
+            shared = hidden * 0.5
+            hidden = experts.wait(ticket) + shared
+        return hidden + layers[0](hidden, gate(hidden))
+
+    def fresh() -> Tensor:
+        return torch.randn(lanes[rank], sizes[0], generator=random).to("cuda", dtype)
+
+    run = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
+    static, graph, equal = fresh(), torch.cuda.CUDAGraph(), list[bool]()
+    with torch.no_grad():
+        with way.rows(lanes):
+            for _ in range(3):
+                block(fresh())
+                run(fresh())
+        way.check()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with way.recording(max(lanes)) as steps, torch.cuda.graph(graph, stream=stream):
+            found = run(static)
+        for turn in range(40):
+            static.copy_(fresh())
+            steps.expect()
+            graph.replay()
+            if turn % 3 == 0:
+                with way.rows(lanes):
+                    expected = block(static)
+                equal.append(torch.equal(found, expected))
+        way.check()
+    torch.cuda.synchronize()
+    dist.barrier(group=group())
+    way.close()
+    return equal
 
 
 def out_of_step(rank: int, world: int, path: Path, backend: str) -> list[str]:

@@ -13,7 +13,7 @@ from checkpoints import make_checkpoint
 from houses import Alone, house_config
 
 from moeserve.proto.client import MoeClient
-from moeserve.proto.errors import WeightsChanged
+from moeserve.proto.errors import InvalidArgument, WeightsChanged
 from moeserve.proto.passes import mailbox as m
 from moeserve.runtime.launch.local_cluster import LocalCluster
 from moeserve.torch import MoeExperts, Settings, WrongRows, connect
@@ -109,6 +109,28 @@ def test_logits_and_other_dtypes_go_by_the_same_way(way: Attached, alone: Alone)
     torch.testing.assert_close(experts(hidden, logits), expected, **CLOSE)
     found = experts(hidden.bfloat16(), logits.bfloat16())
     assert found.dtype == torch.bfloat16
+
+
+@pytest.mark.gpu(1)
+def test_rows_of_a_gpu_go_through_registered_memory(way: Attached, alone: Alone) -> None:
+    layers = [MoeExperts(way, layer) for layer in (0, 1)]
+    for turn in range(20):
+        batches = [alone.batch(3 + turn % 4, seed=2 * turn + at) for at in range(2)]
+        for layer, experts in enumerate(layers):
+            there = [[column.cuda() for column in batch] for batch in batches]
+            tickets = [experts.submit(*batch) for batch in there]
+            for batch, ticket in zip(batches, tickets, strict=True):
+                found = experts.wait(ticket)
+                assert found.is_cuda
+                torch.testing.assert_close(found.cpu(), alone.forward(layer, *batch), **CLOSE)
+    hidden, ids, weights = batches[0]
+    wide = ids.long().cuda() + 2**32  # would be a right one in 32 bits
+    with pytest.raises(InvalidArgument, match="id 8 is out of range"):
+        layers[0](hidden.cuda(), wide, weights.cuda())
+    graph = torch.cuda.CUDAGraph()
+    static = [column.cuda() for column in batches[0]]
+    with pytest.raises(RuntimeError, match="cannot be in a CUDA graph"), torch.cuda.graph(graph):
+        layers[0](*static)
 
 
 def test_what_does_not_fit_is_named(way: Attached, alone: Alone) -> None:

@@ -10,7 +10,7 @@ import torch
 from checkpoints import make_checkpoint
 from houses import Alone, house_config
 from parallel import parallel_launch
-from torch_ranks import PASSES, out_of_step, unlike_rows
+from torch_ranks import PASSES, moving, out_of_step, refusing, unlike_rows
 
 from moeserve.runtime.launch.torchrun import join_torchrun
 from moeserve.torch import MoeExperts, Settings, WrongRows, connect
@@ -35,6 +35,23 @@ def way(path: Path) -> Iterator[InProcess]:
 def test_ranks_with_unlike_rows_and_with_none_stay_in_step(path: Path, backend: str) -> None:
     calls = parallel_launch(3, unlike_rows, path, backend, timeout=200)
     assert calls == [2 * len(PASSES) + sum(2 for lanes in PASSES if lanes[rank]) for rank in range(3)]
+
+
+@pytest.mark.parametrize("backend", ["all2allv", "nvlink_ll"])
+def test_experts_move_while_passes_run(path: Path, backend: str) -> None:
+    """Eight experts and a replica on three ranks, of which two experts are hot."""
+    found = parallel_launch(3, moving, path, backend, timeout=200)
+    changes, passes, slots = found[0]
+    assert changes > 0 and passes >= changes, "each pass commits one change at most"
+    assert found == [(changes, passes, slots)] * 3, "all ranks commit alike"
+    for layer in slots:
+        assert sorted(set(layer)) == list(range(8))
+
+
+def test_one_rank_that_cannot_stage_keeps_all_where_they_are(path: Path) -> None:
+    told = parallel_launch(3, refusing, path, "all2allv", timeout=200)
+    assert "the disk is gone" in told[0][0], told
+    assert all("ranks [0] could not stage it" in said for said, _ in told[1:]), told
 
 
 def test_ranks_at_different_layers_are_told_who_is_where(path: Path) -> None:

@@ -107,9 +107,11 @@ class Callers:
 
 
 COPYING_THREADS = 8
-"""Threads of torch in a process of one caller, whose copies may use them. Processes with several have one: the
-threads of each caller's copies and checks would spin for work on all cores, and hold up the ranks too.
+"""Threads of torch in a process of one caller of many rows, whose copies use them. Others have one: threads
+of each caller's copies and checks would spin for work on all cores, and hold up the ranks too.
 """
+
+COPYING_BYTES = 1 << 20  # of a call's rows, from which its copies are worth them
 
 
 def _serve(pipe: Connection, address: str, sizes: Sizes) -> None:
@@ -131,7 +133,8 @@ def _serve(pipe: Connection, address: str, sizes: Sizes) -> None:
 
 
 def _run(pipe: Connection, client: MoeClient, sizes: Sizes, load: Load, numbers: list[int]) -> None:
-    torch.set_num_threads(COPYING_THREADS if len(numbers) == 1 else 1)
+    many = len(numbers) == 1 and sizes.nbytes(load.rows) >= COPYING_BYTES
+    torch.set_num_threads(COPYING_THREADS if many else 1)
     with ExitStack() as stack:
         callers = [_Caller(client, sizes, load, number, stack) for number in numbers]
         _all([caller.warm_up for caller in callers])

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,11 +24,13 @@ from moeserve.runtime.planning.costing import costing_of
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.served import served_from
-from moeserve.runtime.step import LaneInput
+from moeserve.runtime.step import FIRST_NUMBER, LaneInput, Phases
 
 WARM_UP_STEPS = 8
 RANKS = 2
 ORDER_SECONDS = 300.0
+NEVER = 1 << 40  # steps of which one is timed, where none is to be
+BUSY_CYCLES = 2_000_000  # of the GPU's clock, about 1 ms
 
 
 class InProcess:
@@ -88,6 +91,7 @@ class _Stepper:
         self._rank.load(Epoch.first(served.mesh, len(served.layers), served.checkpoint.num_experts))
         backend = "gloo" if self._device == "cpu" else "nccl"
         kind = GroupKind(backend, 60.0, self._device)
+        self._number = FIRST_NUMBER  # of the steps of `truth`, the last orders
         self._group = form_group(dist.FileStore(store, RANKS), "in-process", index, RANKS, kind)
         self._rank.join(self._group)
 
@@ -127,6 +131,62 @@ class _Stepper:
             step(at)
         self._synchronize()
         return rows * steps / (time.perf_counter() - started)
+
+    def truth(self, rows: int, steps: int, rounds: int) -> dict[str, float]:
+        """What the device tells of its steps, beside what is known of them otherwise; empty on a CPU.
+
+        Both lanes bring half of `rows`. told: seconds of a step's phases by the device's timestamps, over
+        those between one timestamp before the step and one behind it. cost: seconds of a step where every
+        n-th is timed, as in a service, over those where none is. Both are medians. counted: rows that this
+        rank's device counted, over those that were chosen of its experts.
+        """
+        if self._device == "cpu":
+            return {}
+        lane_rows, usual = (rows // 2, rows - rows // 2), self._rank.timed_every
+        hidden, experts, weights = self._sizes.batch(lane_rows[self._index], 7 + self._index)
+        lane = LaneInput(hidden, experts, weights, torch.ones(len(hidden), dtype=torch.bool)).to(self._device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        layer, before = self._rank.served.layers[0], self._counted()
+
+        def run(every: int, count: int) -> tuple[float, Phases]:
+            self._rank.timed_every = every
+            dist.barrier(self._group)
+            torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]  # until all is launched
+            begin.record()  # type: ignore[no-untyped-call]
+            for _ in range(count):
+                self._number += 1
+                phases = self._rank.step(layer, lane, lane_rows, self._number)[1]
+            end.record()  # type: ignore[no-untyped-call]
+            self._synchronize()
+            return begin.elapsed_time(end) / 1e3 / count, phases
+
+        for every in (1, NEVER):
+            for _ in range(WARM_UP_STEPS):  # recorded with timestamps and without
+                run(every, 1)
+        told = []
+        for _ in range(steps):
+            seconds, phases = run(1, 1)
+            measured = phases.measured()
+            told.append((measured.dispatch + measured.compute + measured.combine) / seconds)
+        costs = [run(usual, steps)[0] / run(NEVER, steps)[0] for _ in range(rounds)]
+        self._rank.timed_every = usual
+        ran = 2 * WARM_UP_STEPS + steps + 2 * steps * rounds
+        counted = (self._counted() - before) / (ran * self._chosen(lane_rows))
+        return {"told": median(told), "cost": median(costs), "counted": counted}
+
+    def _chosen(self, lane_rows: tuple[int, ...]) -> int:
+        """(token, expert) rows of a step of `truth` that this rank computes; experts lie in order."""
+        share = self._sizes.experts // RANKS
+        own, chosen = range(self._index * share, (self._index + 1) * share), 0
+        for lane, rows in enumerate(lane_rows):
+            _, experts, _ = self._sizes.batch(rows, 7 + lane)
+            chosen += int(((experts >= own.start) & (experts < own.stop)).sum())
+        return chosen
+
+    def _counted(self) -> int:
+        self._rank.count()
+        reading = self._rank.rows_computed()
+        return 0 if reading is None else sum(reading.read())
 
     def dma(self, rows: int, times: int) -> float:
         """Seconds in which the engines bring `rows` from pinned memory and back, one after the other."""

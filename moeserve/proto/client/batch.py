@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypedDict
 
 import numpy as np
@@ -86,6 +87,8 @@ def check_options(options: Mapping[str, object]) -> None:
     """Raises TypeError for an option that calls do not take, naming those they take, and for a value of
     another type; ValueError for a timeout that is none.
     """
+    if not options:
+        return
     unknown = sorted(options.keys() - CallOptions.__annotations__.keys())
     if unknown:
         names = ", ".join(CallOptions.__annotations__)
@@ -93,13 +96,14 @@ def check_options(options: Mapping[str, object]) -> None:
     timeout = options.get("timeout")
     if timeout is not None and not isinstance(timeout, Patience):
         Patience(timeout)  # type: ignore[arg-type]  # it says what is wrong with another type
-    check_lane(options.get("lane"))
+    if "lane" in options:
+        check_lane(options["lane"])
     output = options.get("output")
     if output is not None and not isinstance(output, SharedTensor):
         raise TypeError(f"output={quoted(output)} must be a tensor that `allocate` made, or None")
-    if not isinstance(options.get("dtype", ""), str):
+    if "dtype" in options and not isinstance(options["dtype"], str):
         raise TypeError(f"dtype={quoted(options['dtype'])} must be 'bf16', or ''")
-    if not is_whole(options.get("weights_version", 0)):
+    if "weights_version" in options and not is_whole(options["weights_version"]):
         raise TypeError(f"weights_version={quoted(options['weights_version'])} must be a whole number")
 
 
@@ -181,7 +185,7 @@ class ClientBatch:
             return None
         return cls(request.layer, hidden, routes, hidden.storage, None, request.weights_version)
 
-    @property
+    @cached_property
     def placed(self) -> tuple[SharedTensor, ...]:
         """The tensors that lie in a lane's region already; they bind the call to that lane."""
         return tuple(tensor for tensor in (self.like, self.output) if isinstance(tensor, SharedTensor))
@@ -200,6 +204,8 @@ class ClientBatch:
         part would have more than `most_rows` (0: without that bound).
         """
         rows = len(self.hidden.storage)
+        if self.placed and lanes == 1:
+            return (BatchPart(0, 0, rows),)
         arrays = (self.hidden, *self.routes.values())
         row_bytes = sum(array.storage.shape[1] * array.dtype.itemsize for array in arrays)
         most = rows if self.placed else (max_message_bytes - MESSAGE_MARGIN) // max(1, row_bytes)
@@ -222,8 +228,8 @@ class ClientBatch:
 
     def reply(self, answer: NDArray[Any], replies: Sequence[moe_pb2.ForwardReply]) -> Reply:
         """The whole answer as the caller gets it. Raises WeightsChanged where parts saw different weights."""
-        versions = sorted({reply.weights_version for reply in replies})
-        if len(versions) > 1:
+        versions = [reply.weights_version for reply in replies]
+        if len(versions) > 1 and len(versions := sorted(set(versions))) > 1:
             text = f"parts of a call of layer {self.layer} saw weights versions {versions}: it was reloaded"
             raise WeightsChanged("UNAVAILABLE", "weights_changed", text)
         made = Plain(self.hidden.dtype, answer)

@@ -6,6 +6,8 @@ it: they send what `PartCall.request` makes, wait for the reply, and say how it 
 
 from __future__ import annotations
 
+import itertools
+import os
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +24,8 @@ from moeserve.proto.host_id import host_id
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion
 
 L = TypeVar("L")
+
+_CALLER, _CALLS = uuid.uuid4().hex, itertools.count()  # a number costs a tenth of what an id of its own does
 
 NO_REGION = ("region_limit", "region_lost")
 """Why a lane has no region for a call that it could take inline."""
@@ -41,7 +45,7 @@ class ClientCall(Generic[L]):
     bound: int | None = None
     transport: str = "auto"
     turn: int = 0
-    job_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    job_id: str = field(default_factory=lambda: f"{_CALLER}.{os.getpid()}.{next(_CALLS)}")
 
     def parts(self, topology: moe_pb2.GetTopologyReply) -> tuple[PartCall[L], ...]:
         """The rows, spread over the lanes of `topology`; TensorError when one has no room in a message."""

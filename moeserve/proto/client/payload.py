@@ -21,8 +21,10 @@ TRANSPORTS = ("auto", "inline", "shared_memory")
 THREADED_BYTES = 1 << 20
 """Copies of this size on are worth more than one thread."""
 
-SHARE_BYTES = 1 << 15
-"""Hidden states from this size on are worth two copies through shared memory rather than two through gRPC."""
+SHARE_BYTES = 1 << 11
+"""Hidden states from this size on go through shared memory: their request is one packet to the lane's
+process, where a gRPC call takes several threads on either side.
+"""
 
 
 class Payload(Protocol):

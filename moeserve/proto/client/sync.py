@@ -42,7 +42,7 @@ class MoeClient:
     several: rows in shared memory where one lane does not hold them all, inline ones from 1024 rows on, none
     of which gets fewer than 512. transport: `inline`,
     `shared_memory` (an error where a lane runs on another host), or `auto`: shared memory for hidden states
-    of 32 KiB and more where the lane is near. credentials: what to trust and show (proto/credentials.py),
+    of 2 KiB and more where the lane is near. credentials: what to trust and show (proto/credentials.py),
     None = a plain connection and no token.
 
     Calls raise MoeError (proto/errors.py), and TensorError for arrays that the contract does not take.

@@ -10,6 +10,7 @@ with lane.begin([0, 1, 2]) as run:
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from moeserve.proto.errors import InvalidArgument, MoeError, NotFound, Unavailab
 from moeserve.proto.host_id import host_id
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import MailboxLayout, Status, fence, tag_of
-from moeserve.proto.tensors import Array, Plain, TensorError, known, plain
+from moeserve.proto.tensors import Array, Plain, Spec, TensorError, known, plain
 from moeserve.proto.transports.shared_memory import RemoteRegion
 
 SPINS = 50
@@ -46,7 +47,7 @@ class PassLate(MoeError, TimeoutError):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a caller asks for. name: its own, for people; rank: whose lane, None = any of this host."""
+    """What a caller asks for. name: its own; rank: whose lane, None = one of this host's, by the name."""
 
     name: str
     rows: int = 64  # most of a step
@@ -145,15 +146,18 @@ class AttachedLane:
         self._running = Pass(self, number, tuple(layers), stages)
         return self._running
 
-    def view(self, place: int, array: Plain) -> NDArray[Any]:
-        """Memory of the mailbox, shaped as `array`."""
-        return self._mailbox.view(place, array.spec).storage
+    def view(self, place: int, spec: Spec) -> Plain:
+        """Memory of the mailbox."""
+        return self._mailbox.view(place, spec)
 
     def answer(self, stage: int, rows: int) -> Plain:
-        """A copy of a stage's answer."""
-        spec = self.layout.hidden_spec(rows)
-        found = self._answers.view(self.layout.answer(stage), spec)
-        return Plain(found.dtype, found.storage.copy())
+        """Memory that holds a stage's answer."""
+        return self._answers.view(self.layout.answer(stage), self.layout.hidden_spec(rows))
+
+    @property
+    def memory(self) -> tuple[memoryview, memoryview]:
+        """All bytes of the mailbox and of the answers, mapped for as long as the lane."""
+        return self._mailbox.bytes(), self._answers.bytes()
 
     def text(self) -> str:
         """What the rank said of the pass that ended last."""
@@ -213,22 +217,36 @@ class Pass:
         """Brings the rows of the stage's next step: `hidden` [T, H] of the lane's dtype, with ids int32 or
         int64 and weights, or logits, of float32. They are copied. Raises TensorError.
         """
-        if self._rows[stage] is not None:
-            raise ValueError(f"stage {stage} has a step under way; take its answer first")
         lane, layout = self._lane, self._lane.layout
         rows = plain(hidden, "hidden", dtype=lane.wanted.dtype if lane.wanted.dtype == "bf16" else "")
         count = rows.storage.shape[0] if rows.storage.ndim else 0
         if rows.spec != layout.hidden_spec(count):
             raise TensorError("hidden", f"{rows.spec}; this lane takes {layout.hidden_spec(count)}")
+        room, columns = self.room(stage, count), (rows, *self._columns(route, count))
+        for into, column in zip(room, columns, strict=True):
+            if column is not None:
+                np.copyto(into.storage, column.storage)
+        self.send(stage, count, logits=isinstance(route, Logits))
+
+    def room(self, stage: int, count: int) -> tuple[Plain, Plain, Plain, Plain]:
+        """Memory for `count` rows of the stage's next step, to be filled before `send`: hidden states, and
+        ids int32 with weights float32, or logits float32. Raises TensorError for more than the lane takes.
+        """
+        if self._rows[stage] is not None:
+            raise ValueError(f"stage {stage} has a step under way; take its answer first")
+        lane, layout = self._lane, self._lane.layout
         if count > layout.rows:
             raise TensorError("hidden", f"{count} rows; this lane was attached with {layout.rows} at most")
-        columns = self._columns(route, count)
-        for place, column in zip(layout.columns(stage), (rows, *columns), strict=True):
-            if column is not None and column.storage.size:
-                np.copyto(lane.view(place, column), column.storage)
-        box, head = lane.box, layout.header(stage)
+        specs = (layout.hidden_spec(count), *layout.route_specs(count))
+        places = layout.columns(stage)
+        hidden, ids, weights, logits = (lane.view(*one) for one in zip(places, specs, strict=True))
+        return hidden, ids, weights, logits
+
+    def send(self, stage: int, count: int, *, logits: bool = False) -> None:
+        """Says that the stage's rows are in their `room`: its next step may begin."""
+        box, head = self._lane.box, self._lane.layout.header(stage)
         box[head + m.LAYER], box[head + m.STAGE], box[head + m.COUNT] = self.layer(stage), stage, count
-        box[head + m.KIND] = m.CHOICE if isinstance(route, Choice) else m.LOGITS
+        box[head + m.KIND] = m.LOGITS if logits else m.CHOICE
         fence()
         box[head + m.TAG] = tag_of(self.number, self._steps[stage])
         self._rows[stage] = count
@@ -258,6 +276,11 @@ class Pass:
 
     def take_plain(self, stage: int, timeout: float | None = None) -> Plain:
         """Does as `take`; the array with its dtype."""
+        found = self.arrived(stage, timeout)
+        return Plain(found.dtype, found.storage.copy())
+
+    def arrived(self, stage: int, timeout: float | None = None) -> Plain:
+        """Waits as `take` does; the answer where it lies, until the stage's rows are sent again."""
         rows = self._rows[stage]
         if rows is None:
             raise ValueError(f"stage {stage} has no step under way; post its rows first")
@@ -265,10 +288,9 @@ class Pass:
         tag, head = tag_of(self.number, self._steps[stage]), lane.layout.answer_header(stage) + m.TAG
         self._wait(lambda: lane.out[head] == tag, timeout)
         fence()
-        answer = lane.answer(stage, rows)
         self._rows[stage] = None
         self._steps[stage] += 1
-        return answer
+        return lane.answer(stage, rows)
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until the pass has ended, and raises what it ended with, unless that is OK."""
@@ -344,7 +366,9 @@ def _failure(status: Status, text: str) -> MoeError:
 
 
 def _lane_of(address: str, wanted: Wanted) -> moe_pb2.Lane:
-    """The lane to attach to: the rank that is named, or the first on this host."""
+    """The lane to attach to: the rank that is named, or one of this host's, by the caller's name. Callers of
+    one name so meet at one rank, which takes only one of them, and others are spread.
+    """
     door = Link(address, MAX_MESSAGE_BYTES, wanted.credentials)
     try:
         topology = check_serving(
@@ -353,10 +377,11 @@ def _lane_of(address: str, wanted: Wanted) -> moe_pb2.Lane:
     finally:
         door.close()
     here: str = host_id()
-    for lane in topology.lanes:
-        near = bool(here) and lane.host_id == here
-        if near and wanted.rank in (None, lane.rank):
-            return lane
+    lanes = [lane for lane in topology.lanes if here and lane.host_id == here]
+    if wanted.rank is not None:
+        lanes = [lane for lane in lanes if lane.rank == wanted.rank]
+    if lanes:
+        return lanes[zlib.crc32(wanted.name.encode()) % len(lanes)]
     which = "no rank" if wanted.rank is None else f"not rank {wanted.rank}"
     raise NotFound(
         "NOT_FOUND", "no_lane", f"{which} of {address} shares memory with this process; call it by MoeClient"

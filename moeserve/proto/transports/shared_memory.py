@@ -14,6 +14,7 @@ import struct
 import threading
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -135,7 +136,7 @@ class SharedTensor:
     spec: Spec
     rank: int
 
-    @property
+    @cached_property
     def array(self) -> NDArray[Any]:
         """A numpy view; bfloat16 as `ml_dtypes.bfloat16` where installed, else as uint16 bits."""
         made = self.plain.storage
@@ -152,12 +153,12 @@ class SharedTensor:
         """A torch view on the CPU."""
         return as_torch(self.plain.storage.data, self.spec)
 
-    @property
+    @cached_property
     def plain(self) -> Plain:
         """The view in the storage type of the contract."""
         return self.region.view(self.offset, self.spec)
 
-    @property
+    @cached_property
     def place(self) -> moe_pb2.Region:
         """Returns its place in shared memory, as a message of the contract."""
         return self.region.message(self.offset, self.spec)

@@ -1,7 +1,8 @@
 """The coordinator's persistent streams: small framed messages over TCP, in order, without delay.
 
 `frames` says what a frame is. Tensors never travel here. A plain socket and not gRPC, because a step costs
-two of these hops and gRPC's take many times longer.
+two of these hops and gRPC's take many times longer. Two processes of a host may move what they send from the
+socket to rings in shared memory (`ring`), each when it likes; the socket then tells that the other one lives.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from collections.abc import Callable
 from moeserve.proto.texts import clipped
 from moeserve.runtime.control.frames import LENGTH, decoded, encoded
 from moeserve.runtime.control.frames import Message as Message
+from moeserve.runtime.control.ring import RingEnd
 from moeserve.runtime.keys.keys import NO_KEYS, Connection, Keys
 
 _LIMIT = 1 << 26  # a placement of 58 layers x 1024 slots is 0.5 MB
+_MOVED = encoded({"kind": "moved"})  # the last frame that comes over the socket
 HELLO_BYTES = 1 << 18  # of the first message, whose sender has yet to show the token; 58 layers take 10 KB
 
 
@@ -42,6 +45,32 @@ class Stream:
         self._reader: io.BufferedReader = connection.makefile("rb", buffering=1 << 16)  # type: ignore[assignment]
         self._lock = threading.Lock()
         self._sends_within = 0.0  # seconds; 0: without a bound
+        self._ring: RingEnd | None = None  # which either end may move to
+        self._moved = self._followed = False  # whether this end sends over the ring, and the other one
+        self.take_ring: Callable[[Message, Stream], None] | None = None  # takes an offer of the other end
+        self.on_close: Callable[[], None] = _nothing
+
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self._socket.fileno()
+
+    @property
+    def moved(self) -> bool:
+        """Whether what is sent goes over a ring."""
+        return self._moved
+
+    def attach(self, ring: RingEnd) -> None:
+        """Has a ring to the same process: frames come over it once the other end has moved."""
+        self._ring = ring
+
+    def move(self) -> None:
+        """Sends over the attached ring from now on. Raises StreamClosed."""
+        try:
+            with self._lock:
+                self._socket.sendall(_MOVED)
+                self._moved = True
+        except OSError as error:
+            raise self._ended(error) from error
 
     def bound_sends(self, seconds: float) -> None:
         """Sends to an end that takes no byte for so long raise StreamSilent; the stream is of no use then.
@@ -82,7 +111,10 @@ class Stream:
         """
         try:
             with self._lock:
-                self._socket.sendall(data)
+                if self._moved and self._ring is not None:
+                    self._ring.write(data, self._sends_within)
+                else:
+                    self._socket.sendall(data)
         except OSError as error:
             raise self._ended(error) from error
 
@@ -96,7 +128,29 @@ class Stream:
 
     def receive(self) -> Message:
         """The next message; blocks without a bound. Raises StreamClosed at the end."""
+        while True:
+            message = self._next()
+            if message["kind"] == "moved":
+                self._follow()
+            elif message["kind"] == "ring" and self.take_ring is not None:
+                self.take_ring(message, self)
+            else:
+                return message
+
+    def _next(self) -> Message:
+        """The next message, also one that is for this stream itself."""
+        if self._followed and self._ring is not None and (body := self._ring.frame()) is not None:
+            try:
+                return decoded(body)
+            except ValueError as error:
+                raise StreamClosed(str(error)) from error
         return self._message(self._read, _LIMIT)
+
+    def _follow(self) -> None:
+        """The other end has moved: frames come over the ring from now on."""
+        if self._ring is None or self._followed:
+            raise StreamClosed("the other end moved to a ring that it was not offered")
+        self._followed = True
 
     def receive_first(self, within: float) -> Message:
         """The first message of whoever connected: it has `within` seconds in all and HELLO_BYTES at most.
@@ -114,22 +168,26 @@ class Stream:
             if length > limit:
                 raise StreamClosed(f"a frame of {length} bytes is over the limit of {limit}")
             return decoded(read(length))
+        except StreamClosed:
+            raise  # as its own cause it would keep the stream, and its socket, until a collection
         except OSError as error:
-            raise error if isinstance(error, StreamClosed) else self._ended(error) from error
+            raise self._ended(error) from error
         except ValueError as error:
             raise StreamClosed(str(error)) from error
 
     def receive_bytes(self, into: memoryview) -> None:
         """Fills `into` with the raw bytes that come next. Raises StreamClosed."""
         try:
-            read = self._reader.readinto(into)
+            ring = self._ring if self._followed else None
+            read = self._reader.readinto(into) if ring is None else ring.readinto(into)
         except OSError as error:
             raise self._ended(error) from error
         if read is None or read < len(into):
             raise StreamClosed("the other end closed the stream")
 
     def _read(self, size: int) -> bytes:
-        data: bytes | None = self._reader.read(size)
+        ring = self._ring if self._followed else None
+        data: bytes | None = self._reader.read(size) if ring is None else ring.read(size)
         if data is None or len(data) < size:
             raise StreamClosed("the other end closed the stream")
         return data
@@ -148,12 +206,19 @@ class Stream:
 
     def close(self) -> None:
         """Closes both directions; a thread blocked in `receive` gets StreamClosed."""
+        if self._ring is not None:
+            self._ring.close()
+        self.on_close()
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             return  # the other end closed first
         finally:
             self._socket.close()
+
+
+def _nothing() -> None:
+    """Does nothing: nobody waits for the end of a stream."""
 
 
 def connect(address: str, timeout: float, keys: Keys = NO_KEYS) -> Stream:

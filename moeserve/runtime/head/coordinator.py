@@ -93,6 +93,12 @@ class Coordinator:
         """Has members' streams encrypted as `keys` says; called before `start`."""
         self._reception.keys = keys
 
+    def share_rings(self, nbytes: int, spin: float) -> None:
+        """Has members of this host send over rings of so many bytes each way, 0: over TCP as others; called
+        before `start`. spin: seconds, as `RingEnd` has it.
+        """
+        self._reception.ring_bytes, self._reception.ring_spin = nbytes, spin
+
     def start(self) -> None:
         """Begins to accept members, and to order their steps."""
         patience = self.generations.patience

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 WEIGHT = 0.125  # of a new observation in a moving average
 MOST_WEIGHT = 16.0  # observations that a size of step counts for, in all
 FORGET = 0.98  # what is left of a weight after each step
-LEAST_WEIGHT = 1e-6
+LEAST_WEIGHT = 0.01  # a size of less is forgotten
+FIT_EVERY = 4  # steps, after the first ones
+ALIKE = 0.05  # how much steps of sizes that differ little say about the cost of a row: less with more
 OUTLIER = 4.0  # an observation counts as at most so many times the average before it
 LIKELY = 0.5  # callers are waited for where at least so many of them came back lately
 
@@ -49,46 +52,61 @@ class StepCosts:
     def __init__(self) -> None:
         self.base = self.row = self.trips = 0.0
         self.known = False
+        self._seen = 0
         self._sizes: tuple[dict[int, _Size], dict[int, _Size]] = ({}, {})  # of idle members, and ahead
 
     def observe(self, rows: int, seconds: float, *, ahead: bool) -> None:
         """Takes note of a step. seconds: since it was sent, or since the step before it ended if `ahead`."""
         for sizes in self._sizes:
             for seen in sizes.values():
-                seen.weight = max(LEAST_WEIGHT, FORGET * seen.weight)
+                seen.weight *= FORGET
         sizes, size = self._sizes[ahead], rows.bit_length()
         if size in sizes:
             sizes[size].observe(rows, seconds)
         else:
             sizes[size] = _Size(float(rows), seconds)
-        self._fit()
+        self._seen += 1
+        if self._seen < MOST_WEIGHT or not self._seen % FIT_EVERY:
+            self._fit()
 
     def seconds(self, rows: int) -> float:
         """What a step of so many rows takes beside its trips."""
         return self.base + self.row * rows
 
     def _fit(self) -> None:
-        """The slope by least squares over the averages, by their weights; then the least that is left of one:
-        an average may be of first steps, which take long. No part is negative.
+        """The slope by least squares over the averages, by their weights, and less where sizes differ little;
+        then what is left, by the median: an average may be of first steps, which take long. No part is
+        negative.
         """
         spread, common, per_row = 0.0, 0.0, math.inf
         for sizes in self._sizes:
+            for old in [old for old, seen in sizes.items() if seen.weight < LEAST_WEIGHT]:
+                del sizes[old]
             found = sizes.values()
             weight = sum(size.weight for size in found) or 1.0
             rows = sum(size.weight * size.rows for size in found) / weight
             seconds = sum(size.weight * size.seconds for size in found) / weight
+            spread += ALIKE * weight * rows**2
             for size in found:
                 spread += size.weight * (size.rows - rows) ** 2
                 common += size.weight * (size.rows - rows) * (size.seconds - seconds)
                 per_row = min(per_row, size.seconds / size.rows)
-        self.row = min(max(0.0, common / spread), per_row) if spread else 0.0
-        idle, ahead = (
-            min((size.seconds - self.row * size.rows for size in sizes.values()), default=math.inf)
-            for sizes in self._sizes
-        )
-        self.base = max(0.0, min(idle, ahead))
-        self.trips = idle - self.base if self.base < idle < math.inf and ahead < math.inf else 0.0
+        self.row = min(max(0.0, common / spread), per_row)
+        idle, ahead = (_rest(sizes.values(), self.row) for sizes in self._sizes)
+        self.base = max(0.0, min(one for one in (idle, ahead) if one is not None))
+        self.trips = 0.0 if idle is None or ahead is None else max(0.0, idle - self.base)
         self.known = True
+
+
+def _rest(sizes: Iterable[_Size], row: float) -> float | None:
+    """The seconds that are not for rows: the median over sizes by their weights; None for no size."""
+    found = sorted((size.seconds - row * size.rows, size.weight) for size in sizes)
+    half = sum(weight for _, weight in found) / 2
+    for seconds, weight in found:
+        half -= weight
+        if half <= 0.0:
+            return seconds
+    return None
 
 
 @dataclass(eq=False)

@@ -11,9 +11,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from moeserve.proto.host_id import host_id
 from moeserve.proto.texts import clipped
 from moeserve.runtime.control.acceptor import MOST_STRANGERS, Acceptor, Guest
 from moeserve.runtime.control.messages import plans_from
+from moeserve.runtime.control.ring import RING_BYTES, supported
+from moeserve.runtime.control.rings import RingOffers
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 from moeserve.runtime.keys.access import Frames, known_frame
 from moeserve.runtime.keys.keys import NO_KEYS
@@ -85,17 +88,26 @@ class Reception:
         self.reach_seconds = 30.0  # for which a rank's host may be out of reach
         self.hello_seconds: float | None = None  # None: HELLO_SECONDS
         self.keys = NO_KEYS
+        self.ring_bytes, self.ring_spin = (
+            RING_BYTES,
+            0.0,
+        )  # shared with a rank of this host, each way; 0: none
+        self._rings: RingOffers | None = None
         listener = socket.create_server((host, 0))
         self._acceptor = Acceptor(listener, "rank", self._serve, MOST_STRANGERS + seats)
         self.address = f"{host}:{listener.getsockname()[1]}"
 
     def start(self) -> None:
-        """Begins to accept ranks' streams."""
+        """Begins to accept ranks' streams. Raises OSError where no socket for rings can be made."""
+        if self.ring_bytes and supported():
+            self._rings = RingOffers(self.ring_bytes, self.ring_spin)
         self._acceptor.start()
 
     def close(self) -> None:
         """Accepts nobody from now on."""
         self._acceptor.close()
+        if self._rings is not None:
+            self._rings.close()
 
     def _stream(self, connection: socket.socket) -> Stream:
         """A stranger's stream, once its TLS fits. Raises StreamClosed."""
@@ -116,6 +128,8 @@ class Reception:
                 guest.known()
                 rank, seat = self._introduced(hello, stream)
                 self._events.rank_connected(rank, seat, refusal_of(hello))
+                if self._rings is not None and hello.get("ring") and seat.host_id == host_id():
+                    self._rings.offer(stream)
                 while True:
                     message = stream.receive()
                     known_frame(Frames.TO_HEAD, message["kind"])

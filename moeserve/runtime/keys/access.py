@@ -94,6 +94,7 @@ _TO_HEAD = (
     "drained",
     "failed",
     "store",
+    "moved",
 )
 _TO_RANK = (
     "prepare",
@@ -108,6 +109,8 @@ _TO_RANK = (
     "abort",
     "stop",
     "stored",
+    "ring",
+    "moved",
 )
 
 FRAMES: dict[Frames, dict[str, frozenset[Role]]] = {
@@ -164,6 +167,7 @@ class Listener:
 LISTENERS = (
     Listener("front door", "head", "tcp", "TLS; the table of RPCs"),
     Listener("control streams", "head", "tcp", "TLS; the run's token; the table of frames"),
+    Listener("rings", "head", "unix", "folder of mode 0700; the peer's uid; the ring's name"),
     Listener("metrics of the head", "head", "tcp", "TLS; the table of HTTP paths"),
     Listener("probes", "head", "tcp", "TLS; anyone", lets_in=Lets.PROBES),
     Listener("gRPC of probes", "prober", "unix", "folder of mode 0700"),

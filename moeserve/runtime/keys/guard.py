@@ -58,7 +58,9 @@ class Guard:
     def _check(
         self, what: str, needed: Roles | None, bearer: str | None, names: tuple[str, ...], peer: str
     ) -> None:
-        roles = self.grants.of_anyone() | self.grants.of_names(names)
+        roles = self.grants.of_anyone()
+        if names:
+            roles |= self.grants.of_names(names)
         if bearer is not None:
             if not (self._encrypted or is_loopback(peer)):
                 raise NotAuthenticated("a token is not taken as plain text from beyond loopback")

@@ -62,6 +62,10 @@ class TlsSocket:
         """The names in the other end's certificate; none where it showed none."""
         return certificate_names(self._tls.getpeercert())
 
+    def fileno(self) -> int:
+        """The descriptor of the connection."""
+        return self._socket.fileno()
+
     def sendall(self, data: bytes | memoryview) -> None:
         """Sends all of `data`, as `socket.socket.sendall`."""
         view = memoryview(data).cast("B")
@@ -75,6 +79,8 @@ class TlsSocket:
 
     def recv_into(self, into: memoryview) -> int:
         """Reads what is there into `into`, waiting for the first byte; 0 at the end."""
+        if not (self._incoming.pending or self._tls.pending() or self._incoming.eof):
+            self._take(self._socket.recv(PIECE))  # at once: to ask OpenSSL for what is not there takes 3 us
         while True:
             with self._lock:
                 try:

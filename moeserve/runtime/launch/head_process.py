@@ -12,6 +12,7 @@ from moeserve import __version__
 from moeserve.checkpoints.hub import located
 from moeserve.experts.balance import Policy, balancer_named
 from moeserve.runtime.config import Config
+from moeserve.runtime.control.rings import spin_of
 from moeserve.runtime.doors.admin_door import AdminDoor
 from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor
@@ -56,6 +57,8 @@ class HeadProcess:
         keys = Keys(config.keys, self.token)
         self.coordinator = Coordinator(epoch, served.layers, pace, host, self.token)
         self.coordinator.secure(keys)
+        spin = spin_of(config.cluster.spin_seconds, served.mesh.ranks)
+        self.coordinator.share_rings(config.cluster.ring_bytes, spin)
         logs.tell_where(lambda: (self.coordinator.generation, self.coordinator.epoch.number))
         log_levels = LogLevels(config.log.level, self.coordinator)
         self.coordinator.generations.patience = patience_of(config)

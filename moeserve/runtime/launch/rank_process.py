@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ from moeserve.checkpoints.store import CheckpointError
 from moeserve.proto.host_id import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.control.messages import plans_message
+from moeserve.runtime.control.rings import ring_wish, spin_of, take_ring
 from moeserve.runtime.control.stream import Stream, StreamClosed, connect
 from moeserve.runtime.doors.calls.rows import RowAdmission, RowLimits
 from moeserve.runtime.doors.endpoint import Endpoint, door_limits
@@ -48,8 +50,8 @@ from moeserve.runtime.telemetry.exporter import RankTelemetry
 log = logging.getLogger(__name__)
 
 
-FOR_GOOD = (ConfigError, CheckpointError, NoPlan)
-"""What is wrong with what a rank was given: it is as wrong when the rank is started again."""
+GIVEN = (ConfigError, CheckpointError, NoPlan)
+"""What is wrong with what a rank was given."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,14 @@ class RankSpec:
     host: str  # where this rank's door listens
     ranks_on_host: int
     gpu: int  # index among the host's GPUs, where ranks run on them
+
+
+def is_for_good(error: Exception) -> bool:
+    """Whether a rank that cannot start for `error` cannot either when it is started again.
+
+    What the host refuses, such as a port in use or a disk that is not there yet, may be there the next time.
+    """
+    return isinstance(error, GIVEN) and not isinstance(error.__cause__, OSError)
 
 
 def run_rank(spec: RankSpec) -> None:
@@ -92,13 +102,16 @@ def _run_rank(spec: RankSpec) -> None:
         "token": spec.token,
         "pid": os.getpid(),
         "host_id": host_id(),
-    }
+    } | ring_wish(spec.config.cluster.ring_bytes)
+    stream.take_ring = partial(
+        take_ring, spin=spin_of(spec.config.cluster.spin_seconds, spec.config.parallel.mesh.ranks)
+    )
     try:
         process = _RankProcess(spec, stream, keys)
     except Exception as error:
         log.exception("rank %d cannot start", spec.rank)
         reason = f"rank {spec.rank} cannot start: {type(error).__name__}: {error}"
-        stream.send(hello | {"address": "", "refused": reason, "for_good": isinstance(error, FOR_GOOD)})
+        stream.send(hello | {"address": "", "refused": reason, "for_good": is_for_good(error)})
         stream.close()
         raise
     log.info("rank %d: its process is ready after %.2f s", spec.rank, time.perf_counter() - started)

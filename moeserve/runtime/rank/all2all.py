@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
@@ -109,6 +109,17 @@ class RankDispatchers:
         """
         number, absent = step
         self._parts[layer, self._plans[layer].span(rows).key].expect(number, absent)
+
+    def expect_steps(self, steps: Sequence[tuple[int, int]], number: int) -> None:
+        """Says that a graph is replayed next that holds these steps, by layer and rows a lane: as `number`
+        and those after it. Each dispatcher counts on by itself from the first of them that it carries.
+        """
+        told = set[Dispatcher]()
+        for at, (layer, rows) in enumerate(steps):
+            part = self._parts[layer, self._plans[layer].span(rows).key]
+            if part not in told:
+                part.expect(number + at, ())
+                told.add(part)
 
     def late(self, layer: int) -> tuple[int, ...]:
         """Seats whose rows the last steps of `layer` went without; to be asked once an answer is on the host.

@@ -9,7 +9,7 @@ lane it brings no rows and gets none back.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ class Rank:
         self._book: AddressBook | None = None
         self._epoch: Epoch | None = None  # as it was loaded last
         self._number = 0  # of the last step since the dispatchers were built
+        self.timed_every = TIMED_EVERY  # of so many steps of a service a device times one
         self._rows = ExpertRows(len(served.layers))
 
     @property
@@ -205,7 +206,7 @@ class Rank:
         if member.owner is None and not (member.lane is not None and lane_rows[member.lane]):
             return self._absent(layer, fullest)
         self.meter.tick(time.monotonic())
-        timed = self.device != "cpu" and number >= FIRST_NUMBER and number % TIMED_EVERY == 0
+        timed = self.device != "cpu" and number >= FIRST_NUMBER and number % self.timed_every == 0
         addressing = StepAddressing(self._position[layer], self._book, self.meter, fullest)
         brings = member.lane is not None
         launch = Launch(layer, lane_rows, addressing, self.epoch.members, brings, number, timed)
@@ -217,6 +218,41 @@ class Rank:
         if self.device != "cpu":
             self._rows.take(self._position[layer], made.counts)
         return answer, made.phases
+
+    def record(self, layer: int, rows: LaneRows, lane_rows: tuple[int, ...]) -> Tensor:
+        """One step as a part of a CUDA graph that the caller records: it runs when the graph is replayed,
+        after `expect` has said so. Collective over the graph's replays.
+
+        `lane_rows` are those of each replay, by lane and alike on all members; `rows` are on the device, and
+        those that are none are not valid. Returns `[T, H]` in the graph's memory. Raises ValueError where
+        what carries so many rows reads a count on the host, and for logits as `Gate.route` does.
+        """
+        if self._book is None or self.meter is None:
+            raise RuntimeError(f"rank {self.index} has loaded no experts; call load and join before record")
+        fullest = max(lane_rows)
+        carries = self.plans[layer].span(fullest).dispatcher
+        if carries.host_sync:
+            raise ValueError(
+                f"layer {layer}: {carries.name} reads a count on the host, and cannot be in a CUDA graph; "
+                "set plan.all2all_backend to one that does not, such as nvlink_ll"
+            )
+        if isinstance(rows, LaneLogits):
+            self._runner.gate(layer).check(rows.logits)
+        addressing = StepAddressing(self._position[layer], self._book, self.meter, fullest)
+        members = self.epoch.members
+        launch = Launch(layer, lane_rows, addressing, members, brings=True, number=0, timed=False)
+        return self._runner.launch(launch, rows)[0]
+
+    def expect(self, steps: Sequence[tuple[int, int]]) -> None:
+        """Says, right before, that a graph with these recorded steps is replayed next on the current stream:
+        the layer of each, and its rows a lane. Alike on all members, which must all bring rows.
+        """
+        if self.meter is None or not steps:
+            return
+        number = self._numbered(None)
+        self._dispatchers.expect_steps(steps, number)
+        self._number += len(steps) - 1
+        self.meter.tick(time.monotonic())
 
     def count(self) -> None:
         """Counts the rows of the last step's experts on the device. Best called when its answer is on its

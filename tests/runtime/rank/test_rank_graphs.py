@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,35 @@ def test_logits_of_another_width_are_refused_before_the_step(path: Path) -> None
     rows = LaneLogits(torch.randn(2, rank.served.checkpoint.hidden), logits, torch.ones(2, dtype=torch.bool))
     with pytest.raises(ValueError, match="router logits must be"):
         rank.step(0, rows, (2,))
+
+
+def test_a_graph_of_the_caller_s_is_told_the_first_of_its_numbers_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, told = rank_of(path), list[tuple[int, tuple[int, ...]]]()
+    assert rank._dispatchers[0] is rank._dispatchers[1], "layers of one size share a dispatcher"
+    monkeypatch.setattr(rank._dispatchers[0], "expect", lambda number, absent: told.append((number, absent)))
+    rank.step(0, lane(rank, 3, 1), (3,))
+    before = rank._number
+    rank.expect([(0, 4), (1, 4), (0, 4)])
+    assert told == [(before + 1, ())] and rank._number == before + 3
+    rank.expect([])
+    assert len(told) == 1 and rank._number == before + 3
+    rank.step(0, lane(rank, 3, 1), (3,))
+    assert rank._number == before + 4
+
+
+def test_a_recorded_step_answers_as_one_that_is_launched(path: Path) -> None:
+    rank = rank_of(path)
+    rows = lane(rank, 4, 2)
+    for layer in (0, 1):
+        assert torch.equal(rank.record(layer, rows, (4,)), rank.step(layer, rows, (4,))[0])
+
+
+def test_what_reads_a_count_on_the_host_is_not_recorded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = rank_of(path)
+    (span,) = rank.plans[0].dispatchers
+    reads = replace(span, dispatcher=replace(span.dispatcher, host_sync=True))
+    monkeypatch.setattr(type(rank.plans[0]), "span", lambda plan, rows: reads)
+    with pytest.raises(ValueError, match="reads a count on the host, and cannot be in a CUDA graph"):
+        rank.record(0, lane(rank, 4, 2), (4,))

@@ -129,46 +129,46 @@ class DeviceLane:
         """Whether a pass runs."""
         return self._pass is not None
 
-    @property
-    def waits(self) -> bool:
-        """Whether a step of it is under way."""
-        run = self._pass
-        return run is not None and any(stage.busy for stage in run.stages)
-
     def detach(self, why: str) -> None:
         """Ends the pass that runs, and begins no other. Steps under way are given up."""
         with self._lock:
             self.detached = self.detached or why
-        self._end(Status.DETACHED, why)
+            run = self._pass
+        if run is not None:
+            self._end(run, Status.DETACHED, why)
 
     def look(self, now: float) -> bool:
         """Does what the caller's words ask for; whether there was anything."""
         run = self._pass
         if run is None:
             return not self.detached and self._look_for_pass(now)
-        if run.ends is not None:
-            return False
-        begun = [at for at, stage in enumerate(run.stages) if self._is_there(run, at, stage, now)]
+        with self._lock:  # a step that ends changes all that is looked at here
+            if run.ends is not None:
+                return False
+            begun = [at for at, stage in enumerate(run.stages) if self._is_there(run, at, stage, now)]
+            ends = self._over(run, now)
+            if ends is None:
+                for at in begun:
+                    run.stages[at].busy = True
+        if ends is not None:
+            self._end(run, *ends)
+            return True
         for at in begun:
             self._start(run, at)
-        if self._box[m.GIVEN_UP] == run.number:
-            self._end(Status.OK, "")
-            return True
-        return bool(begun) or self._look_for_late(run, now)
+        return bool(begun)
 
-    def _look_for_late(self, run: _Pass, now: float) -> bool:
-        """Ends a pass whose rows, or whose room, did not come in time; whether it did."""
+    def _over(self, run: _Pass, now: float) -> tuple[Status, str] | None:
+        """How the caller, or too long a wait, ends a pass; None where it goes on. The lock is held."""
+        if self._box[m.GIVEN_UP] == run.number:
+            return Status.OK, ""
         for at, stage in enumerate(run.stages):
             if now - stage.refused > self._terms.answer:
-                self._end(Status.LOST, f"overloaded: no room for stage {at} within {self._terms.answer:g} s")
-                return True
+                return Status.LOST, f"overloaded: no room for stage {at} within {self._terms.answer:g} s"
             if run.wants(stage) and run.late(stage, now, self._terms.patience) and not self._has_tag(run, at):
                 key = f"passes.patience_seconds = {self._terms.patience:g}"
-                self._end(
-                    Status.LATE, f"late: stage {at} brought no rows of layer {run.layer(stage)} within {key}"
-                )
-                return True
-        return False
+                text = f"late: stage {at} brought no rows of layer {run.layer(stage)} within {key}"
+                return Status.LATE, text
+        return None
 
     def _look_for_pass(self, now: float) -> bool:
         number = self._box[m.ANNOUNCED]
@@ -185,9 +185,9 @@ class DeviceLane:
         made = [_Stage(now) for _ in range(stages)]
         modes = bool(flags & m.STANDING), bool(flags & m.ANY_WEIGHTS)
         with self._lock:
-            self._pass = _Pass(number, layers, *modes, box[m.WANTED_VERSION], made)
+            run = self._pass = _Pass(number, layers, *modes, box[m.WANTED_VERSION], made)
         if self.detached:
-            self._end(Status.DETACHED, self.detached)
+            self._end(run, Status.DETACHED, self.detached)
         return True
 
     def _wrong(self, said: tuple[int, int, int, int], layers: tuple[int, ...]) -> Iterator[str]:
@@ -228,11 +228,13 @@ class DeviceLane:
         else:
             self._run(run, at, self._request(at, (layer, count, kind), run.version))
             return
-        self._end(Status.REFUSED, f"bad_step: {text}")
+        with self._lock:
+            stage.busy = False
+            run.ends = run.ends or (Status.REFUSED, f"bad_step: {text}")
+        self._conclude(run)
 
     def _run(self, run: _Pass, at: int, request: moe_pb2.ForwardRequest) -> None:
         stage = run.stages[at]
-        stage.busy = True
         call = self._begin(request, lambda reply: self._ended(run, at, reply))
         with self._lock:
             if stage.busy:
@@ -272,17 +274,21 @@ class DeviceLane:
             failed = reply.error
         with self._lock:
             stage.busy, stage.call = False, None
-            if run.ends is None and failed is None:
-                self._answered(run, at, reply.reply)
-            elif run.ends is None and failed is not None and failed.code == RESOURCE_EXHAUSTED:
-                stage.again, stage.refused = _again(failed), min(stage.refused, _now())
-                failed = None
-        if failed is not None:
-            self._end(_status(failed), f"{failed.reason}: {failed.message}")
-        elif run.done:
-            self._end(Status.OK, "")
+            if run.ends is None:
+                self._count(run, at, reply.reply, failed)
+        self._conclude(run)
+
+    def _count(self, run: _Pass, at: int, reply: moe_pb2.ForwardReply, failed: moe_pb2.Error | None) -> None:
+        """Notes how a step of a pass that runs has ended; the lock is held."""
+        stage = run.stages[at]
+        if failed is None:
+            self._answered(run, at, reply)
+        elif failed.code == RESOURCE_EXHAUSTED:
+            stage.again, stage.refused = _again(failed), min(stage.refused, _now())
         else:
-            self._settle(run)
+            run.ends = _status(failed), f"{failed.reason}: {failed.message}"
+        if run.done:
+            run.ends = Status.OK, ""
 
     def _answered(self, run: _Pass, at: int, reply: moe_pb2.ForwardReply) -> None:
         """Tells the caller that its answer is there; the lock is held."""
@@ -296,25 +302,26 @@ class DeviceLane:
         fence()
         self._out[head + m.TAG] = tag
 
-    def _end(self, status: Status, text: str) -> None:
-        """Ends the pass that runs, once its steps under way have ended; the first reason counts."""
+    def _end(self, run: _Pass, status: Status, text: str) -> None:
+        """Ends a pass, unless it ends already."""
         with self._lock:
-            run = self._pass
-            if run is None:
-                return
             run.ends = run.ends or (status, text)
-            calls = [stage.call for stage in run.stages if stage.busy and stage.call is not None]
+        self._conclude(run)
+
+    def _conclude(self, run: _Pass) -> None:
+        """Gives up the steps of a pass that ends, and says how it ended when none of them can write an answer
+        any more.
+        """
+        with self._lock:
+            if run.ends is None or run is not self._pass:
+                return
+            busy = [stage for stage in run.stages if stage.busy]
+            calls = [stage.call for stage in busy if stage.call is not None]
+            if not busy:
+                self._pass = None
+                self._tell(run.number, *run.ends)
         for call in calls:
             call.give_up()
-        self._settle(run)
-
-    def _settle(self, run: _Pass) -> None:
-        """Says how the pass ended, when no step of it writes to the answers any more."""
-        with self._lock:
-            if run is not self._pass or run.ends is None or any(stage.busy for stage in run.stages):
-                return
-            self._pass = None
-            self._tell(run.number, *run.ends)
 
     def _tell(self, number: int, status: Status, text: str) -> None:
         self.counts.passes += 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 from torch import Tensor
 
@@ -26,31 +28,42 @@ from moeserve.runtime.doors.payloads.transport import Lent, Room, Transport, not
 TRANSPORTS = (inline.ENTRY, shared_memory.ENTRY)
 
 
+class Closes(Protocol):
+    """Regions that are held for a call."""
+
+    def close(self) -> None:
+        """Lets go of them; a second time does nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Placed:
+    """Where a request's hidden states lie and its answer goes."""
+
+    spec: Spec
+    hidden: Lent
+    room: Room
+    home: Tensor | None  # the place of the answer, where the device's engines may write it
+
+
 class OpenRequest:
     """The tensors of one ForwardRequest; close it when the answer is sent, or when there will be none.
 
     hidden: [T, H], may be the caller's own memory: read only. Either experts [T, K] (int32 or int64) and
     weights [T, K] (fp32, bf16 or fp16), or logits [T, E], are set; these are copies, which the caller cannot
-    change after they are checked.
+    change after they are checked. home is the place of the answer `[T, H]`, of the request's dtype, where the
+    device's engines may write it there.
     """
 
-    def __init__(self, hidden: Lent, spec: Spec, room: Room) -> None:
-        self.hidden = hidden.tensor
-        self.registered = hidden.registered  # the hidden states lie where the device's engines may read them
+    def __init__(self, placed: _Placed, held: Closes) -> None:
+        self.hidden = placed.hidden.tensor
+        self.registered = placed.hidden.registered  # they lie where the device's engines may read them
         self.experts: Tensor | None = None
         self.weights: Tensor | None = None
         self.logits: Tensor | None = None
-        self.held = ExitStack()
-        self._spec = spec
-        self._room = room
-
-    @property
-    def home(self) -> Tensor | None:
-        """The place of the answer `[T, H]`, of the request's dtype, where the device's engines may write it
-        there: it is registered, and no part of the hidden states, which would be written over.
-        """
-        there = self._room.registered
-        return None if there is None or _overlap(there, self.hidden) else there
+        self.home = placed.home
+        self._held = held
+        self._spec = placed.spec
+        self._room = placed.room
 
     def reply(self, hidden: Tensor, epoch: int, weights_version: int) -> moe_pb2.ForwardReply:
         """The reply for the answer `hidden` [T, H] of the request's dtype, on any device."""
@@ -78,7 +91,7 @@ class OpenRequest:
 
     def close(self) -> None:
         """Lets go of the caller's regions; a second time does nothing."""
-        self.held.close()
+        self._held.close()
 
     def __enter__(self) -> OpenRequest:
         return self
@@ -93,6 +106,7 @@ class Payloads:
     """Opens requests with the transports of the table, over the regions of this process."""
 
     def __init__(self, regions: Regions) -> None:
+        self._regions = regions
         self._transports: dict[str, Transport] = {entry.payload: entry.build(regions) for entry in TRANSPORTS}
 
     def open(self, request: moe_pb2.ForwardRequest, data: memoryview | None = None) -> OpenRequest:
@@ -103,24 +117,50 @@ class Payloads:
         Raises TensorError naming the field, its value and what it takes; UnknownRegion for a region that is
         not there. Whatever was held before the error is let go.
         """
+        with ExitStack() as closing:
+            placed, held = self._placed(request, data)
+            closing.callback(held.close)
+            opened = OpenRequest(placed, held)
+            route = request.WhichOneof("route")
+            if route == "choice":
+                opened.experts, opened.weights = self._choice(request.choice, placed.spec)
+            elif route == "logits":
+                opened.logits = self._copy(request.logits, "logits", FLOATS, placed.spec)
+            else:
+                raise TensorError(
+                    "route", "neither choice nor logits is set; one of them says which experts to run"
+                )
+            closing.pop_all()
+            return opened
+
+    def _placed(self, request: moe_pb2.ForwardRequest, data: memoryview | None) -> tuple[_Placed, Closes]:
+        """Where rows lie and where the answer goes. A caller who asks again from the same place of a region,
+        for an answer in the same place, gets the same views: they were checked, and their regions are there.
+        """
+        if data is not None or not request.HasField("output"):
+            return self._viewed(request, data)
+        name = request.hidden.region.name  # empty where the rows lie elsewhere
+        key = request.hidden.SerializeToString(), request.output.SerializeToString()
+        if (again := self._regions.again(name, key)) is not None:
+            views, held = again
+            assert isinstance(views, _Placed)
+            return views, held
+        placed, held_anew = self._viewed(request, None)
+        self._regions.remember((name, request.output.name), key, placed)
+        return placed, held_anew
+
+    def _viewed(self, request: moe_pb2.ForwardRequest, data: memoryview | None) -> tuple[_Placed, ExitStack]:
         with ExitStack() as held:
             spec = spec_of(request.hidden, "hidden", rank=2, dtypes=FLOATS)
             if data is None:
                 hidden = self._lend(held, request.hidden, spec, "hidden")
             else:
                 hidden = Lent(as_torch(data, spec, "hidden"), nothing_to_close)
-            opened = OpenRequest(hidden, spec, self._room(held, request, spec))
-            route = request.WhichOneof("route")
-            if route == "choice":
-                opened.experts, opened.weights = self._choice(request.choice, spec)
-            elif route == "logits":
-                opened.logits = self._copy(request.logits, "logits", FLOATS, spec)
-            else:
-                raise TensorError(
-                    "route", "neither choice nor logits is set; one of them says which experts to run"
-                )
-            opened.held = held.pop_all()
-            return opened
+            room = self._room(held, request, spec)
+            home = room.registered
+            if home is not None and _overlap(home, hidden.tensor):
+                home = None  # the rows would be written over
+            return _Placed(spec, hidden, room, home), held.pop_all()
 
     def _choice(self, choice: moe_pb2.Choice, hidden: Spec) -> tuple[Tensor, Tensor]:
         experts = self._copy(choice.ids, "choice.ids", INTEGERS, hidden)

@@ -25,7 +25,11 @@ from moeserve.runtime.doors.payloads.registration import Registrar, Registration
 log = logging.getLogger(__name__)
 
 CLAIM_SECONDS = 10.0
+ViewsKey = tuple[bytes, bytes]
+"""What a call says of its rows, and of where it wants its answer."""
+
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+MOST_VIEWS = 64  # that one region's calls are given again without making them
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class _Region:
     holds: int = 0
     released: bool = False
     registration: Registration | None = None  # with the device; a region by name has none
+    views: dict[ViewsKey, tuple["_Region", object]] = field(default_factory=dict)  # see `Regions.remember`
 
 
 class Hold:
@@ -89,6 +94,20 @@ class Hold:
         self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Held:
+    """Two regions that a call holds; the same one twice where its answer goes to where its rows came from."""
+
+    def __init__(self, regions: "Regions", held: "tuple[_Region, _Region]") -> None:
+        self._regions = regions
+        self._held: tuple[_Region, _Region] | None = held
+
+    def close(self) -> None:
+        """Ends both holds; a second time does nothing."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._regions.unhold(*held)
 
 
 class Regions:
@@ -195,11 +214,42 @@ class Regions:
             region = self._regions.get(name)
             return region is not None and region.registration is not None
 
-    def unhold(self, region: _Region) -> None:
-        """Ends one hold; what `Hold.close` calls."""
+    def unhold(self, *regions: _Region) -> None:
+        """Ends a hold on each; what `Hold.close` calls."""
         with self._lock:
-            region.holds -= 1
-            self._reclaim_if_idle(region)
+            for region in regions:
+                region.holds -= 1
+                self._reclaim_if_idle(region)
+
+    def remember(self, names: tuple[str, str], key: ViewsKey, views: object) -> None:
+        """Keeps the `views` that a call with rows in the first region and its answer in the second was given,
+        for the next with the same `key`, as long as there are both regions.
+        """
+        with self._lock:
+            rows, answer = (self._regions.get(name) for name in names)
+            if rows is None or answer is None:
+                return
+            if len(rows.views) >= MOST_VIEWS:
+                rows.views.clear()
+            rows.views[key] = answer, views
+
+    def again(self, name: str, key: ViewsKey) -> tuple[object, Held] | None:
+        """The views of the last call with this `key`, and a new hold on both regions; None: make them anew.
+
+        name: of the region with the rows.
+        """
+        with self._lock:
+            rows = self._regions.get(name)
+            found = None if rows is None else rows.views.get(key)
+            if rows is None or found is None:
+                return None
+            answer, views = found
+            if answer.released:
+                del rows.views[key]
+                return None
+            rows.holds += 1
+            answer.holds += 1
+            return views, Held(self, (rows, answer))
 
     def release(self, name: str) -> None:
         """Forgets the region of this whole name, which only its maker knows; calls that hold it finish.
@@ -285,6 +335,7 @@ class Regions:
     def _forget(self, region: _Region) -> None:
         del self._regions[region.name]
         region.released = True
+        region.views.clear()  # they would keep it mapped
         if region.descriptor is not None:
             os.close(region.descriptor)
             self._handover.end(region.name)
