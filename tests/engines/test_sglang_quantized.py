@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_models import Bound, Rounding, apart, bound_by_float32, by_transformers, prompts
+import torch
+from checkpoints import make_checkpoint, quantize_fp8_block
+from engine_models import HIDDEN, Bound, Rounding, apart, bound_by_float32, by_transformers, prompts
 from engine_quantized import write_decoded, write_quantized
-from engine_runs import NEW_TOKENS, REQUESTS, answered, answered_behind
+from engine_runs import NEW_TOKENS, REQUESTS, answered, answered_behind, house_of
 from in_process import InProcess
 
 OPTIONS = {"dtype": "bfloat16", "disable_radix_cache": True}
@@ -74,3 +76,15 @@ def test_fp8_blocks_answer_as_transformers_with_their_rounding(
     )
     assert right.within(answers.bound), right
     assert not missed.within(answers.bound), "activations that are not rounded would not be seen"
+
+
+def test_a_checkpoint_whose_attention_sglang_cannot_run_is_refused_with_its_sentence(
+    run_sglang: Any, tmp_path: Path
+) -> None:
+    make_checkpoint("qwen3_moe", tmp_path, hidden=HIDDEN, dtype=torch.bfloat16)
+    quantize_fp8_block(tmp_path)  # its config says so of every linear layer
+    with house_of(tmp_path) as house:
+        ended = run_sglang(tmp_path, house.address, options=OPTIONS)
+    assert ended.get("failed")
+    assert "SGLang cannot run the rest of this fp8 checkpoint here: 0 active drivers" in ended["said"]
+    assert "as `moeserve quantize` writes it" in ended["said"]
