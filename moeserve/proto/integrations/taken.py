@@ -46,8 +46,8 @@ def unlike_experts(engine: str, quantization: str, failed: Exception) -> str:
     """What to say where an engine cannot run the rest of a model whose experts are not the reason."""
     return (
         f"its experts are behind moeserve, but {engine} cannot run the rest of this {quantization} "
-        f"checkpoint here: {failed} Serve a checkpoint with nothing but its experts quantized, as `moeserve quantize` "
-        "writes it"
+        f"checkpoint here: {failed} Serve a checkpoint with nothing but its experts quantized, as "
+        "`moeserve quantize` writes it"
     )
 
 
