@@ -42,6 +42,15 @@ def check_taken(engine: Engine, model: Module, layers: RemoteLayers) -> None:
         )
 
 
+def unlike_experts(engine: str, quantization: str, failed: Exception) -> str:
+    """What to say where an engine cannot run the rest of a model whose experts are not the reason."""
+    return (
+        f"its experts are behind moeserve, but {engine} cannot run the rest of this {quantization} "
+        f"checkpoint here: {failed} Serve a checkpoint with nothing but its experts quantized, as "
+        "`moeserve quantize` writes it"
+    )
+
+
 def differ_over(group: Any, versions: frozenset[int]) -> bool:
     """Whether this process and the others of `group` saw several versions of the weights in one pass.
 

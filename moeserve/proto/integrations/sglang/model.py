@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from sglang.srt.distributed import get_tp_group
+from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_server_args
 from torch.nn import Module
 
 from moeserve.proto.integrations import taken
@@ -43,8 +46,6 @@ def load_model(load: Any, loader: Any, **options: Any) -> Any:
     """Loads a model whose experts are elsewhere. ValueError names what cannot be served, or was not taken
     over.
     """
-    from sglang.srt.runtime_context import get_server_args
-
     refused = refusals(get_server_args())
     if refused:
         raise ValueError("with its experts behind moeserve, SGLang cannot run " + "; nor ".join(refused))
@@ -53,6 +54,7 @@ def load_model(load: Any, loader: Any, **options: Any) -> Any:
     layers.check_architecture(list(options["model_config"].hf_config.architectures or ()))
     model = load(loader, **options)
     check_taken(model, layers)
+    check_rest(model, options["model_config"])
     model.forward = of_one_version(model.forward, layers, is_mixed)
     log.info("%d MoE layers are behind moeserve at %s", len(layers.taken), layers.settings.address)
     return model
@@ -76,6 +78,26 @@ def check_taken(model: Module, layers: RemoteLayers) -> None:
     """ValueError names a module of `model` that computes, or holds, experts of its own."""
     engine = taken.Engine("SGLang", FusedMoE, RemoteExpertsMethod, _named)
     taken.check_taken(engine, model, layers)
+
+
+def check_rest(model: Module, model_config: Any) -> None:
+    """ValueError where SGLang cannot compute the quantized linear layers that stay with it, in its own words.
+
+    It finds out at the first forward pass otherwise. One row of zeros goes through one layer of each kind.
+    """
+    if model_config.quantization is None or get_server_args().device != "cpu":
+        return
+    tried: set[type[Any]] = set()
+    for module in model.modules():
+        if not isinstance(module, LinearBase) or type(module.quant_method) in tried:
+            continue
+        tried.add(type(module.quant_method))
+        width = getattr(module, "input_size_per_partition", module.input_size)
+        try:
+            with torch.no_grad():
+                module.quant_method.apply(module, torch.zeros(1, width, dtype=model_config.dtype), None)
+        except Exception as failed:
+            raise ValueError(taken.unlike_experts("SGLang", model_config.quantization, failed)) from failed
 
 
 def _named(model: Module, missing: list[int]) -> str:

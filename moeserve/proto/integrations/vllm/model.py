@@ -34,22 +34,13 @@ def install(layers: RemoteLayers) -> None:
         except Exception as failed:
             if model_config.quantization is None:
                 raise
-            raise ValueError(unlike_experts(model_config.quantization, failed)) from failed
+            raise ValueError(taken.unlike_experts("vLLM", model_config.quantization, failed)) from failed
         check_taken(model, layers)
         model.forward = of_one_version(model.forward, layers, is_mixed)
         log.info("%d MoE layers are behind moeserve at %s", len(layers.taken), layers.settings.address)
         return model
 
     BaseModelLoader.create_model = create_model
-
-
-def unlike_experts(quantization: str, failed: Exception) -> str:
-    """What to say where vLLM cannot make the rest of a model whose experts are not the reason."""
-    return (
-        f"its experts are behind moeserve, but vLLM cannot run the rest of this {quantization} checkpoint "
-        f"here: {failed} Serve a checkpoint with nothing but its experts quantized, as `moeserve quantize` "
-        "writes it"
-    )
 
 
 def check_taken(model: Module, layers: RemoteLayers) -> None:
