@@ -452,7 +452,7 @@ def test_a_lane_that_leaves_when_the_rank_stops_gives_its_memory_back() -> None:
 
 @pytest.mark.parametrize("heavy", [True, False])
 def test_what_takes_long_to_begin_is_begun_beside_the_thread_that_looks(heavy: bool) -> None:
-    begun, left, may = list[str](), list[str](), Event()
+    begun, left, may, kept = list[str](), list[str](), Event(), list[LaneCall]()
 
     class Door(LaneDoor):
         def __init__(self) -> None:
@@ -464,7 +464,8 @@ def test_what_takes_long_to_begin_is_begun_beside_the_thread_that_looks(heavy: b
         def begin(self, *given: Any) -> LaneCall:
             begun.append(current_thread().name)
             assert not heavy or may.wait(5)
-            return LaneCall()
+            kept.append(LaneCall())  # as a lane keeps it
+            return kept[-1]
 
         def leave(self, call: LaneCall) -> None:
             left.append(current_thread().name)

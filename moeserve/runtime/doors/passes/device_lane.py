@@ -35,7 +35,7 @@ WRONG = (
     (INVALID_ARGUMENT, "too_many_rows"),
     (NOT_FOUND, "not_served"),
 )
-"""How a step fails that its caller has got wrong. Another failure is none of the caller's, who may try again."""
+"""How a step fails that its caller has got wrong. After another failure the caller may try again."""
 
 
 class Call(Protocol):
