@@ -128,7 +128,10 @@ class Attached:
     def wait(self, number: int) -> Tensor:
         """As `Way.wait`; bounded by the timeout."""
         if number not in self._calls:
-            raise KeyError(f"call {number} is not under way: each submitted call is waited for once")
+            raise KeyError(
+                f"call {number} is not under way: each submitted call is waited for once, and before a later "
+                "forward pass needs its stage; Settings.stages says how many there are"
+            )
         call = self._calls[number]
         until = time.monotonic() + self._timeout
         try:

@@ -120,8 +120,8 @@ class Way(Protocol):
 
 
 class Rounds:
-    """Which forward pass of a model a call belongs to, as the order of its layers tells: a new one begins with a
-    layer before the last, or with the same once more than `alike` calls of one pass can be at one layer.
+    """Which forward pass of a model a call belongs to, as the order of its layers tells: a new one begins
+    with a layer before the last, or with the same one when `alike` calls have been at it.
     """
 
     def __init__(self, alike: int) -> None:
