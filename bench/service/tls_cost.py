@@ -1,21 +1,23 @@
 """What keys cost a call: the same call of a plain door, with a token, over TLS, and over mutual TLS.
 
-    python -m bench.service.tls_cost [--turns 300] [--service-cores 6] [--patience 120] [--record]
+    python -m bench.service.tls_cost [--turns 200] [--service-cores 6] [--patience 120] [--record]
 
 A process has four doors, as a lane has one, that answer with the rows they are sent. Experts are left out:
 they take the same with keys, and two services differ from each other by more than keys cost. A control stream
 is behind each door, as a rank of another host than the head's has one: a step takes one round trip there. On
-the head's host rings of memory take its place, which no key touches; so this number stands beside the cost.
+the head's host rings of memory take its place, which no key touches; so its time stands beside the cost.
 
-Calls of all kinds take turns, in another order in every turn. The cost is the median of the differences to
-the plain call of the same turn, in microseconds, with the interval that holds it in 95 of 100 cases. What is
+Blocks of calls of all kinds take turns, in another order in every turn. The number is processor time: what
+both processes, user and system, take for a call of the block. The cost is the median of the differences to
+the plain block of the same turn, in microseconds, with the interval that holds it in 95 of 100 cases; that of
+the time on the wall, which others on the machine disturb more, stands beside it. What is
 left without the bytes is the aim's. The bytes are what OpenSSL takes in this process to encrypt and decrypt
 as many as the call's messages have, in records of TLS. Beside it stands what TLS costs a bare echo of the
 same bytes in that same process: more than that is ours. Rows in shared memory go over a Unix socket, which
 keys do not touch.
 
-Where the machine has six cores or more, the doors have cores of their own. With --patience a block of turns
-counts only where the cores in use are idle before and after it; with 0 every one counts.
+Where the machine has six cores or more, the doors have cores of their own. With --patience a turn counts only
+where the cores in use are idle before and after it; with 0 every one counts.
 """
 
 from __future__ import annotations
@@ -38,9 +40,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import torch
@@ -67,8 +68,9 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 from keyed import Keyring
 
 HIDDEN = 2048
-ROWS = (1, 512)
-BLOCK = 10  # turns between two looks whether the cores are idle
+BLOCKS = {1: 40, 512: 8}  # calls of one kind in a row, by rows
+TRIPS = 200  # round trips on a stream in a row
+REST_SECONDS = 0.002  # before and after a block
 MOST_CORES = 6  # of the doors
 AIM = 30.0  # microseconds a call, beside the bytes
 KEYS = {"no keys": "", "token": "plain", "TLS and token": "tls", "mutual TLS": "mutual"}
@@ -103,26 +105,36 @@ class Cost:
         return cls(statistics.median(found), found[low], found[high])
 
 
+class Took(NamedTuple):
+    """Microseconds of a call of a block."""
+
+    processor: float  # of both processes, the mean
+    wall: float  # the median
+
+
+Turn = dict[str, Took]  # by kind
+
+
 @dataclass(frozen=True)
 class Case:
-    """One number of rows: microseconds of every turn by kind, of calls and of round trips; of the bytes."""
+    """One number of rows: every turn's calls and round trips; microseconds of the bytes."""
 
     rows: int
-    calls: list[dict[str, float]]
-    streams: list[dict[str, float]]
+    calls: list[Turn]
+    streams: list[Turn]
     bytes_us: float
 
-    def median(self, kind: str) -> float:
+    def median(self, kind: str, of: str = "processor") -> float:
         """Of a call."""
-        return statistics.median(turn[kind] for turn in self.calls)
+        return statistics.median(getattr(turn[kind], of) for turn in self.calls)
 
-    def door(self, kind: str, beside: str = "no keys") -> Cost:
+    def door(self, kind: str, of: str = "processor", beside: str = "no keys") -> Cost:
         """What a call takes longer than one of the kind `beside`, in the same turn."""
-        return Cost.of([turn[kind] - turn[beside] for turn in self.calls])
+        return Cost.of([getattr(turn[kind], of) - getattr(turn[beside], of) for turn in self.calls])
 
     def stream(self, kind: str) -> Cost:
-        """What a round trip takes longer than a plain one."""
-        return Cost.of([turn[kind] - turn["no keys"] for turn in self.streams])
+        """What a round trip takes longer than a plain one, on the wall."""
+        return Cost.of([turn[kind].wall - turn["no keys"].wall for turn in self.streams])
 
 
 # -- the process with the doors
@@ -193,36 +205,44 @@ def serve(settings: dict[str, Settings], pair: tuple[str, str]) -> None:
 
 
 class Turns:
-    """Calls of every kind, which take turns."""
+    """Blocks of calls of every kind, which take turns; `pid` is the process that answers them."""
 
-    def __init__(self, calls: dict[str, Call]) -> None:
-        self._calls = calls
+    def __init__(self, calls: dict[str, Call], block: int, pid: int) -> None:
+        self._calls, self._block = calls, block
+        self._clocks = (time.CLOCK_PROCESS_CPUTIME_ID, processor_clock(pid))
         self._random = random.Random(0)
-        for _ in range(5 * BLOCK):
+        for _ in range(5):
             self.turn()
 
-    def turn(self) -> dict[str, float]:
-        """The microseconds of one call of each kind, in an order of its own: what was called before tells."""
+    def _processor(self) -> float:
+        """Seconds that both processes have had of processors."""
+        return sum(map(time.clock_gettime, self._clocks))
+
+    def turn(self) -> Turn:
+        """A block of each kind, in an order of its own: what was called before tells."""
         kinds = list(self._calls)
         self._random.shuffle(kinds)
-        took = {}
-        for kind in kinds:
-            began = time.perf_counter()
-            self._calls[kind]()
-            took[kind] = (time.perf_counter() - began) * 1e6
-        return took
+        return {kind: self._timed(self._calls[kind]) for kind in kinds}
 
-    def measured(self, cores: Cores, args: argparse.Namespace) -> list[dict[str, float]]:
+    def _timed(self, call: Call) -> Took:
+        call()  # what the kind before has left behind
+        time.sleep(REST_SECONDS)
+        before = self._processor()
+        seconds = timed(call, self._block)
+        time.sleep(REST_SECONDS)  # a server ends a call after its caller has the answer
+        processor = (self._processor() - before) / self._block
+        return Took(processor * 1e6, statistics.median(seconds) * 1e6)
+
+    def measured(self, cores: Cores, args: argparse.Namespace) -> list[Turn]:
         """So many turns as are asked for."""
-        blocks = -(-args.turns // BLOCK)
-
-        def block() -> list[dict[str, float]]:
-            return [self.turn() for _ in range(BLOCK)]
-
         if not args.patience:
-            return list(chain.from_iterable(block() for _ in range(blocks)))
-        used = cores.service | cores.load
-        return list(chain.from_iterable(rounds(block, blocks, args.patience, used)))
+            return [self.turn() for _ in range(args.turns)]
+        return list(rounds(self.turn, args.turns, args.patience, cores.service | cores.load))
+
+
+def processor_clock(pid: int) -> int:
+    """The id of the clock of another process's time on processors, as clock_getcpuclockid(3) makes it."""
+    return (~pid << 3) | 2
 
 
 def request_of(rows: int) -> moe_pb2.ForwardRequest:
@@ -300,33 +320,33 @@ def encrypted_us(sizes: tuple[int, int], ring: Keyring) -> float:
 
 def shown(case: Case) -> str:
     """One case for people."""
-    lines = [f"{case.rows} rows x {HIDDEN} bf16: a call without keys {case.median('no keys'):.0f} us"]
+    busy, wall = case.median("no keys"), case.median("no keys", "wall")
+    lines = [f"{case.rows} rows x {HIDDEN} bf16: a call without keys {busy:.0f} us, {wall:.0f} on the wall"]
     lines += [f"  encrypting and decrypting its bytes {case.bytes_us:.0f} us"]
-    echo = case.door(TLS_ECHO, PLAIN_ECHO)
-    lines += [f"  TLS for an echo of {case.median(PLAIN_ECHO):.0f} us {echo}"]
+    lines += [f"  {'TLS for an echo':<15} {case.door(TLS_ECHO, beside=PLAIN_ECHO)}"]
     for kind in KEYS:
         if kind != "no keys":
-            lines += [f"  {kind:<14} at the door {case.door(kind)}, on the stream {case.stream(kind)}"]
+            lines += [f"  {kind:<15} {case.door(kind)}"]
+            lines += [f"{'on the wall':>16} {case.door(kind, 'wall')}, a round trip {case.stream(kind)}"]
     return "\n".join(lines)
 
 
 def results(case: Case) -> list[Result]:
     """One case for the record."""
-    found, echo = [], case.door(TLS_ECHO, PLAIN_ECHO).median
+    found, echo = [], case.door(TLS_ECHO, beside=PLAIN_ECHO).median
     for kind, mode in KEYS.items():
         if not mode:
             continue
-        over_tls, door, stream = mode in ("tls", "mutual"), case.door(kind), case.stream(kind)
-        facts = {"with its bytes": door.median, "at least": door.low, "at most": door.high}
-        facts |= {
-            "a round trip to a head elsewhere": stream.median,
-            "a call without keys": case.median("no keys"),
-        }
+        over_tls, cost, wall = mode in ("tls", "mutual"), case.door(kind), case.door(kind, "wall")
+        facts = {"with its bytes": cost.median, "at least": cost.low, "at most": cost.high}
+        facts |= {"on the wall": wall.median, "a call without keys": case.median("no keys")}
+        facts |= {"a round trip to a head elsewhere": case.stream(kind).median}
         if over_tls:
             facts |= {"its bytes": case.bytes_us, "TLS for an echo": echo}
         rounded = {name: round(value, 1) for name, value in facts.items()}
-        ours = round(door.median - over_tls * case.bytes_us, 1)
-        found.append(Result("tls_cost", f"{kind}, {case.rows} rows", ours, "us", "lower", AIM, rounded))
+        ours = round(cost.median - over_tls * case.bytes_us, 1)
+        case_name = f"{kind}, {case.rows} rows: processor time beside the bytes"
+        found.append(Result("tls_cost", case_name, ours, "us", "lower", AIM, rounded))
     return found
 
 
@@ -335,7 +355,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--turns", type=int, default=1000, help="of each size; 1000 by default")
+    parser.add_argument("--turns", type=int, default=200, help="of each size; 200 by default")
     parser.add_argument("--patience", type=float, default=120, help="seconds to wait for quiet cores")
     parser.add_argument(
         "--service-cores", type=int, default=usual(MOST_CORES), help="of the doors alone; 0: all, for both"
@@ -355,16 +375,17 @@ def main() -> None:
         told.write_text(json.dumps({"settings": settings, "pair": ring.pair}))
         with on(cores.service):
             command = [sys.executable, "-m", "bench.service.tls_cost", "--serve", str(told)]
-            found = json.loads(stack.enter_context(Child(command, r"(\{.*\})")).said[0])
+            child = stack.enter_context(Child(command, r"(\{.*\})"))
+        found = json.loads(child.said[0])
         stack.enter_context(on(cores.load))
-        methods, streams = door_calls(found, rings), Turns(round_trips(found["streams"], settings))
+        methods = door_calls(found, rings)
+        streams = Turns(round_trips(found["streams"], settings), TRIPS, child.pid)
         cases = []
-        for rows in ROWS:
+        for rows, block in BLOCKS.items():
             body = request_of(rows).SerializeToString()
-            calls = Turns({kind: partial(method, body, timeout=30) for kind, method in methods.items()})
-            sizes = len(body), rows * HIDDEN * 2
-            made = calls.measured(cores, args), streams.measured(cores, args)
-            cases.append(Case(rows, *made, encrypted_us(sizes, ring)))
+            called = {kind: partial(method, body, timeout=30) for kind, method in methods.items()}
+            made = Turns(called, block, child.pid).measured(cores, args), streams.measured(cores, args)
+            cases.append(Case(rows, *made, encrypted_us((len(body), rows * HIDDEN * 2), ring)))
             print(shown(cases[-1]), flush=True)
     if args.record:
         write([result for case in cases for result in results(case)])

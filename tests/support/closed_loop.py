@@ -76,8 +76,11 @@ class Run:
 class ClosedLoop:
     """Runs `callers` of `rows` rows for `seconds` of its own time; `layers` in turn, by each caller."""
 
-    def __init__(self, world: World, callers: int, rows: int, pace: StepPace, layers: int = 1) -> None:
+    def __init__(
+        self, world: World, callers: int, rows: int, pace: StepPace, layers: int = 1, *, spread: bool = False
+    ) -> None:
         self.world, self._rows, self._callers, self._layers = world, rows, callers, layers
+        self._spread = spread  # callers begin at any layer
         self._steps = StepsInFlight(1, pace)
         self._random = random.Random(callers * 1000 + rows)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -86,6 +89,8 @@ class ClosedLoop:
         self._launcher_free = self._device_free = self._answers_free = 0.0
         self._slow = 3  # steps
         self._leaving = 0  # callers
+        self._delays_at = math.inf
+        self._late_word: int | None = None  # the number of the step that it is about
         self._wake = math.inf
         self.now = 0.0
         self.made = Run()
@@ -93,7 +98,8 @@ class ClosedLoop:
     def run(self, seconds: float, warm_up: float = 0.2) -> Run:
         """Runs it; what happened in the first `warm_up` seconds does not count."""
         for _ in range(self._callers):
-            self._at(self._thinks(), lambda: self._announce(0))
+            first = self._random.randrange(self._layers) if self._spread else 0
+            self._at(self._thinks(), lambda at=first: self._announce(at))  # type: ignore[misc]
         counted = False
         while self._events and self._events[0][0] < warm_up + seconds:
             self.now, _, act = heapq.heappop(self._events)
@@ -117,6 +123,10 @@ class ClosedLoop:
     def leaves(self, when: float, callers: int) -> None:
         """Has so many callers leave, each after its next answer."""
         self._at(when, lambda: setattr(self, "_leaving", callers))
+
+    def delays(self, when: float) -> None:
+        """Has the word that a step has ended come late once, together with the next one's."""
+        self._delays_at = when
 
     def joins(self, when: float, callers: int) -> None:
         """Has so many callers more begin."""
@@ -163,7 +173,14 @@ class ClosedLoop:
                 continue
             following, back = (layer + 1) % self._layers, answered + self._thinks() + self.world.done
             self._at(back, lambda at=following: self._announce(at))  # type: ignore[misc]
-        self._at(self.now + self.world.done, lambda: self._done(step.number))
+        told = self.now + self.world.done
+        if self._late_word is not None:
+            late, self._late_word = self._late_word, None
+            self._at(told - 5e-6, lambda: self._done(late))
+        elif self.now >= self._delays_at:
+            self._delays_at, self._late_word = math.inf, step.number
+            return
+        self._at(told, lambda: self._done(step.number))
 
     def _done(self, number: int) -> None:
         self._steps.finish(0, number, self.now)

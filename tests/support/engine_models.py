@@ -110,8 +110,9 @@ def by_transformers(
 ) -> list[dict[str, Any]]:
     """What transformers generates of each prompt alone, greedily in float32, as `apart` takes it.
 
-    service: computes its experts, where there is one.
+    service: computes its experts, where there is one. Of such small models one thread computes faster.
     """
+    torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     if service is not None:
         attach(model, service)

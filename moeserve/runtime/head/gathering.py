@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 WEIGHT = 0.125  # of a new observation in a moving average
 MOST_WEIGHT = 16.0  # observations that a size of step counts for, in all
 FORGET = 0.98  # what is left of a weight after each step
 LEAST_WEIGHT = 0.01  # a size of less is forgotten
+ENOUGH = 0.5  # of weights, for a word about steps that found members idle, or were there ahead
 FIT_EVERY = 4  # steps, after the first ones
 ALIKE = 0.05  # how much steps of sizes that differ little say about the cost of a row: less with more
-OUTLIER = 4.0  # an observation counts as at most so many times the average before it
+OUTLIER = 4.0  # an observation over so many times the average, or under as small a part, is odd
+MOST_ODD = 3  # odd ones in a row; then they are not
 LIKELY = 0.5  # callers are waited for where at least so many of them came back lately
 
 
@@ -30,15 +32,22 @@ class _Size:
     rows: float
     seconds: float
     weight: float = 1.0
+    odd: int = 0  # observations since the last one that was like the average
 
     def observe(self, rows: int, seconds: float) -> None:
-        self.weight = min(MOST_WEIGHT, self.weight + 1.0)
-        share = max(WEIGHT, 1.0 / self.weight)
-        self.rows += share * (rows - self.rows)
-        if OUTLIER * seconds < self.seconds:
-            self.seconds = seconds  # what came before were first steps, which take long
-        else:
-            self.seconds += share * (min(seconds, OUTLIER * self.seconds) - self.seconds)
+        """Takes note of a step, unless it is an odd one: word of one may come late, and so does the next
+        one's word too soon.
+        """
+        if self.seconds <= OUTLIER * seconds and seconds <= OUTLIER * self.seconds:
+            self.odd = 0
+            self.weight = min(MOST_WEIGHT, self.weight + 1.0)
+            share = max(WEIGHT, 1.0 / self.weight)
+            self.rows += share * (rows - self.rows)
+            self.seconds += share * (seconds - self.seconds)
+            return
+        self.odd += 1
+        if self.odd >= MOST_ODD:  # those before were first steps, which take long, or the host is another
+            self.rows, self.seconds, self.weight, self.odd = float(rows), seconds, 1.0, 0
 
 
 class StepCosts:
@@ -57,14 +66,20 @@ class StepCosts:
 
     def observe(self, rows: int, seconds: float, *, ahead: bool) -> None:
         """Takes note of a step. seconds: since it was sent, or since the step before it ended if `ahead`."""
-        for sizes in self._sizes:
-            for seen in sizes.values():
-                seen.weight *= FORGET
         sizes, size = self._sizes[ahead], rows.bit_length()
         if size in sizes:
             sizes[size].observe(rows, seconds)
         else:
-            sizes[size] = _Size(float(rows), seconds)
+            foretold = self.seconds(rows) + (0.0 if ahead else self.trips)
+            odd = self.known and not foretold / OUTLIER <= seconds <= foretold * OUTLIER
+            sizes[size] = _Size(float(rows), seconds, 4 * LEAST_WEIGHT if odd else 1.0)
+        self.fade()
+
+    def fade(self) -> None:
+        """Trusts what was seen a little less: a step has ended, whether it told anything or not."""
+        for sizes in self._sizes:
+            for size in list(sizes.values()):
+                size.weight *= FORGET
         self._seen += 1
         if self._seen < MOST_WEIGHT or not self._seen % FIT_EVERY:
             self._fit()
@@ -91,22 +106,28 @@ class StepCosts:
                 spread += size.weight * (size.rows - rows) ** 2
                 common += size.weight * (size.rows - rows) * (size.seconds - seconds)
                 per_row = min(per_row, size.seconds / size.rows)
+        if not spread:  # all was forgotten
+            self.known = False
+            return
         self.row = min(max(0.0, common / spread), per_row)
-        idle, ahead = (_rest(sizes.values(), self.row) for sizes in self._sizes)
-        self.base = max(0.0, min(one for one in (idle, ahead) if one is not None))
-        self.trips = 0.0 if idle is None or ahead is None else max(0.0, idle - self.base)
-        self.known = True
+        rests = [_rest(sizes.values(), self.row) for sizes in self._sizes]
+        (idle, sure), (ahead, surer) = rests
+        both = min(sure, surer) >= ENOUGH
+        self.known = max(sure, surer) > 0.0
+        self.base = max(0.0, min(idle, ahead) if both else idle if sure >= surer else ahead)
+        self.trips = max(0.0, idle - self.base) if both else 0.0
 
 
-def _rest(sizes: Iterable[_Size], row: float) -> float | None:
-    """The seconds that are not for rows: the median over sizes by their weights; None for no size."""
+def _rest(sizes: Collection[_Size], row: float) -> tuple[float, float]:
+    """The seconds that are not for rows, the median over sizes by their weights, and all these weights."""
     found = sorted((size.seconds - row * size.rows, size.weight) for size in sizes)
-    half = sum(weight for _, weight in found) / 2
+    whole = sum(weight for _, weight in found)
+    half = whole / 2
     for seconds, weight in found:
         half -= weight
         if half <= 0.0:
-            return seconds
-    return None
+            return seconds, whole
+    return 0.0, 0.0
 
 
 @dataclass(eq=False)
@@ -122,8 +143,8 @@ class _Answered:
 
 class Returns:
     """Callers who were answered, and how long it takes until all of a step are back: a moving average and
-    the deviation from it. Nobody is known by name: who announces a job counts as the one who has been away
-    for longest.
+    the deviation from it. Nobody is known by name: who announces a job counts as one of the layer before, and
+    of those as the one who has been away for longest.
     """
 
     def __init__(self, most: float) -> None:
@@ -149,6 +170,7 @@ class Returns:
 
     def answered(self, layer: int, callers: int, now: float) -> None:
         """All members have finished a step of so many jobs."""
+        self._forget(now, 1.0)  # or the callers of this step would be taken for those who are away
         early = min(self._early, callers)
         self._early, self._ending = 0, False
         if callers > early:
@@ -162,13 +184,21 @@ class Returns:
         if not self._away:
             self._came_unexpected(now)
             return
-        first = self._away[0]
-        self._next[first.layer] = layer
-        first.left -= 1
-        first.last = now - first.at
-        if not first.left:
-            self._away.popleft()
-            self._learn(first.last, 1.0)
+        found = self._of(layer)
+        self._next[found.layer] = layer
+        found.left -= 1
+        found.last = now - found.at
+        if not found.left:
+            self._away.remove(found)
+            self._learn(found.last, 1.0)
+
+    def _of(self, layer: int) -> _Answered:
+        """Who is away that may have come back for `layer`: of the nearest layer before it, or where there is
+        none, of the last; who was answered first of those.
+        """
+        before = [one.layer for one in self._away if one.layer < layer]
+        nearest = max(before or [one.layer for one in self._away])
+        return next(one for one in self._away if one.layer == nearest)
 
     def _came_unexpected(self, now: float) -> None:
         """A job has come, and nobody is away: its caller is new, or early, or late."""
@@ -182,10 +212,13 @@ class Returns:
                 self._late = None
 
     def forget(self, now: float) -> None:
-        """Expects nobody any more who has stayed away for much longer than others did. They would be taken
-        for the callers of later steps.
-        """
-        patience = min(self.most, 2 * (self._mean + 2 * self._deviation)) if self._known else self.most
+        """Expects nobody any more who has stayed away for much longer than others did."""
+        self._forget(now, 2.0)
+
+    def _forget(self, now: float, times: float) -> None:
+        """Expects nobody any more who has stayed away for so many times as long as others did."""
+        likely = times * (self._mean + 2 * self._deviation)
+        patience = min(self.most, likely) if self._known else self.most
         while self._away and now - self._away[0].at > patience:
             self._late = gone = self._away.popleft()
             back = 1.0 - gone.left / gone.callers
@@ -198,12 +231,6 @@ class Returns:
     def leads(self, layer: int, to: int) -> bool:
         """Whether callers of `layer` come back for the layer `to`."""
         return self._next.get(layer) == to
-
-    def clear(self) -> None:
-        """Expects nobody; what was learned stays."""
-        self._away.clear()
-        self._late = None
-        self._early, self._ending = 0, False
 
     def _learn(self, seconds: float | None, back: float) -> None:
         self._faith += WEIGHT * (back - self._faith)
@@ -239,9 +266,14 @@ class Gathering:
         self.costs = StepCosts()
         self.returns = Returns(gather)
 
-    def step_ended(self, rows: int, seconds: float, *, ahead: bool) -> None:
-        """Takes note of what a step took, as `StepCosts.observe`."""
-        self.costs.observe(rows, seconds, ahead=ahead)
+    def step_ended(self, rows: int, seconds: float, lead: float | None) -> None:
+        """Takes note of a step. seconds: since it was sent, or since the step before it ended where that was
+        later. lead: how long before that end it was sent; None: no step was under way.
+        """
+        if lead is None or lead >= self.costs.trips:
+            self.costs.observe(rows, seconds, ahead=lead is not None)
+        else:  # neither found the members idle nor was there ahead
+            self.costs.fade()
         self.returns.most = max(self._gather, self.costs.base) if self._gather else 0.0
 
     def start_at(self, layer: int, last: Last | None, ended: float, now: float) -> float:

@@ -35,6 +35,7 @@ class StepsInFlight:
     def __init__(self, max_lanes: int, pace: StepPace) -> None:
         self.steps = self.jobs = 0  # since the service began
         self._sequencer = Sequencer(max_lanes, pace)
+        self._gather = pace.gather
         self._gathering = Gathering(pace.gather)
         self._last: Last | None = None
         self._running: dict[int, _Running] = {}  # by step number
@@ -109,12 +110,12 @@ class StepsInFlight:
         before, self._ended_at = self._ended_at, now
         seconds = now - max(step.started, before)
         self._gathering.returns.answered(step.layer, step.jobs, now)
-        if step.alone or before - step.started >= self._gathering.costs.trips:
-            self._gathering.step_ended(step.rows, seconds, ahead=not step.alone)
+        self._gathering.step_ended(step.rows, seconds, None if step.alone else before - step.started)
         return step.layer, seconds
 
     def clear(self) -> None:
         """Forgets every job and step: the group has ended, and doors have failed or announce again."""
         self._sequencer.clear()
-        self._gathering.returns.clear()
+        self._gathering = Gathering(self._gather)  # another generation may have other members
         self._running.clear()
+        self._last = None

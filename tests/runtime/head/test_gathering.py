@@ -82,6 +82,65 @@ def test_callers_who_come_later_join_the_others() -> None:
     assert made.rate >= 0.9 * loop.world.ideal(16, 16)
 
 
+@pytest.mark.parametrize("world", [WORLDS["a CPU"], WORLDS["7 ms"], WORLDS["a slow GPU"], WORLDS["2 ms"]])
+@pytest.mark.parametrize("callers", [8, 16])
+def test_one_word_that_comes_late_does_not_cost_throughput_for_good(world: World, callers: int) -> None:
+    usual = ClosedLoop(world, callers, 2, PACE).run(0.5, warm_up=0.5)
+    odd = ClosedLoop(world, callers, 2, PACE)
+    odd.delays(0.3)
+    assert odd.run(0.5, warm_up=0.5).rate >= 0.95 * min(usual.rate, world.ideal(callers, 2))
+
+
+@pytest.mark.parametrize("odd", [5e-6, 0.5])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_odd_observation_counts_for_nothing(odd: float, ahead: bool) -> None:
+    costs = StepCosts()
+    for rows in (4, 32) * 20:
+        costs.observe(rows, 1e-3, ahead=False)
+    for rows in (4, 32, 500):
+        costs.observe(rows, odd, ahead=ahead)
+        costs.observe(4, 1e-3, ahead=False)
+    assert costs.seconds(32) == pytest.approx(1e-3, rel=0.1) and costs.trips < 1e-4
+
+
+def test_costs_that_have_changed_are_learned_anew() -> None:
+    costs = StepCosts()
+    for seconds in (1e-3, 8e-3, 0.5e-3):
+        for _ in range(40):
+            costs.observe(32, seconds, ahead=False)
+        assert costs.seconds(32) == pytest.approx(seconds, rel=0.05)
+
+
+def test_what_is_not_seen_any_more_is_forgotten() -> None:
+    costs = StepCosts()
+    costs.observe(32, 1e-3, ahead=False)
+    for _ in range(1000):
+        costs.fade()
+    assert not costs.known
+
+
+def test_another_generation_begins_without_costs() -> None:
+    steps = StepsInFlight(1, PACE)
+    for number in range(8):
+        steps.announce(Announcement(0, number, 0, 1, deadline=9.0), 0.0)
+        step = steps.start(1, number, MEMBERS)
+        assert step is not None
+        steps.finish(0, step.number, number + 0.5)
+    assert steps._gathering.costs.known
+    steps.clear()
+    assert not steps._gathering.costs.known and steps._gathering.returns.seconds is None
+
+
+def test_callers_who_are_in_different_layers_lose_nothing_by_waiting() -> None:
+    for layers, callers in ((4, 4), (16, 4), (4, 16), (16, 16)):
+        for world in (WORLDS["a GPU"], WORLDS["a CPU"], WORLDS["uneven"]):
+            waits, never = (
+                ClosedLoop(world, callers, 1, pace, layers, spread=True).run(0.5, warm_up=0.3)
+                for pace in (PACE, replace(PACE, gather=0.0))
+            )
+            assert waits.rate >= 0.98 * never.rate, (layers, callers, world)
+
+
 def test_nobody_is_waited_for_without_a_time_to_gather() -> None:
     never = ClosedLoop(replace(HOST, base=2e-3), 2, 16, replace(PACE, gather=0.0)).run(0.5)
     assert set(never.steps) == {1}, "their steps take turns"

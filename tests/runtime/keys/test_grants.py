@@ -12,6 +12,7 @@ import pytest
 from made_certificates import replaced
 
 from moeserve.runtime.keys import grants as grants_room
+from moeserve.runtime.keys import guard as guard_room
 from moeserve.runtime.keys.access import OPEN, Role
 from moeserve.runtime.keys.grants import BadGrants, Grants, NotAuthenticated, WrongRole
 from moeserve.runtime.keys.guard import Guard, host_of, token_in
@@ -234,3 +235,39 @@ def test_the_token_of_a_header(header: str, token: str | None) -> None:
 )
 def test_the_host_of_a_peer(peer: str, host: str) -> None:
     assert host_of(peer) == host
+
+
+def test_who_was_let_in_is_asked_again_once_anything_is_another(file: Path) -> None:
+    """A guard remembers whom it let in: for the same token alone, and until something else is granted."""
+    guard = guard_of(file, encrypted=False)
+
+    def ask(
+        token: str | None, what: str = "Forward", peer: str = "localhost", needed: Role = Role.CALL
+    ) -> None:
+        guard.check(what, frozenset({needed}), token, (), peer)
+
+    for _ in range(3):
+        ask(OLD)
+    for token in ("", OLD + "x", OLD[:-1], NEW, "\ud800"):
+        with pytest.raises(NotAuthenticated):
+            ask(token)
+    with pytest.raises(NotAuthenticated):
+        ask(None)
+    with pytest.raises(WrongRole):
+        ask(OLD, "Reload", needed=Role.OPERATE)
+    with pytest.raises(NotAuthenticated):
+        ask(OLD, peer="10.0.0.7")
+    ask(OLD)
+    replaced(file, f"call token {NEW}\n".encode())
+    read_again(guard.grants)
+    with pytest.raises(NotAuthenticated):
+        ask(OLD)
+    ask(NEW)
+
+
+def test_what_a_guard_remembers_is_bounded(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_room, "MOST_REMEMBERED", 8)
+    guard = guard_of(file)
+    for at in range(100):
+        guard.check("Forward", CALL, OLD, (), f"10.0.0.{at}")
+    assert 0 < len(guard._let_in) <= 8
