@@ -62,6 +62,7 @@ from moeserve.runtime.doors.endpoint import Endpoint
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR
 from moeserve.runtime.keys.access import Role
 from moeserve.runtime.keys.keys import NO_KEYS, Keys
+from moeserve.runtime.launch.environment import tune_process
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
@@ -178,6 +179,7 @@ def answering(keys: Keys) -> str:
 def serve(settings: dict[str, Settings], pair: tuple[str, str]) -> None:
     """Prints where doors, streams and echoes are as JSON, and serves until stdin ends."""
     keep_freed_memory()
+    tune_process()  # as ranks do
     found: dict[str, dict[str, str]] = {"doors": {}, "streams": {}, "echoes": {}}
     kept: list[object] = []
     for kind, its in settings.items():

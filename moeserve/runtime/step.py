@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple, Protocol, Self
 
 import torch
@@ -46,7 +46,7 @@ class Step:
     layer: int
     jobs: tuple[tuple[tuple[int, int], ...], ...]  # by lane, reserved ones too
 
-    @property
+    @cached_property
     def lane_rows(self) -> tuple[int, ...]:
         """The rows that each lane brings, by lane."""
         return tuple(sum(rows for _, rows in lane) for lane in self.jobs)

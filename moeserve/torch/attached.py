@@ -17,7 +17,7 @@ from torch import Tensor
 from moeserve.proto.errors import MoeError, Unavailable, WeightsChanged
 from moeserve.proto.passes.attached import AttachedLane, Pass, PassLate
 from moeserve.proto.tensors import as_torch
-from moeserve.torch.ways import Rows, Sizes, WrongRows
+from moeserve.torch.ways import Rounds, Rows, Sizes, WrongRows
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class _Call:
 
     layer: int
     rows: Rows  # the caller's, which may be wanted again
+    round: int  # the forward pass that it belongs to
     stage: int  # whose step it is; -1: none, its pass ended before it could be begun, or answered
     answer: Tensor | None = None
 
@@ -68,9 +69,9 @@ class Attached:
     """Experts behind a service on this host, whose rank shares memory with this process.
 
     `attach` makes the lane, and makes it again where its rank has gone. A step is pure, so that one whose
-    pass ended without its answer is run again, until `timeout` has passed. one_version: layers of one round
-    must have the same weights: then a reload between them raises WeightsChanged, and the caller runs its
-    forward pass again.
+    pass ended without its answer is run again, until `timeout` has passed. one_version: all layers of one
+    forward pass must have the same weights: a reload between them raises WeightsChanged, and the caller runs
+    its forward pass again. One begins where a layer is called that is not after the last one (`Rounds`).
     """
 
     def __init__(
@@ -87,6 +88,8 @@ class Attached:
         self._read: dict[int, torch.cuda.Event] = {}  # by stage: when a GPU has read its last answer
         self._calls: dict[int, _Call] = {}
         self._numbers = 0
+        self._rounds = Rounds(self._stages)
+        self._versions: dict[int, int] = {}  # of the weights, by round, once an answer told
 
     def mixed(self, layer: int, rows: Rows) -> Tensor:
         """As `Way.mixed`; raises WrongRows, and MoeError where no answer came within the timeout."""
@@ -100,13 +103,17 @@ class Attached:
                 f"layer {layer}: {rows.hidden.shape[0]} rows, and the way was opened for {self._most_rows}; "
                 "raise Settings.rows"
             )
-        if len(self._calls) == self._stages:
+        now = self._rounds.at(layer)
+        if len(self._calls) >= self._stages:  # of earlier forward passes nobody waits any more
+            self._calls = {number: one for number, one in self._calls.items() if one.round == now}
+        if len(self._calls) >= self._stages:
             raise RuntimeError(
                 f"{self._stages} calls are under way, as many as there are stages; wait for one, or raise "
                 "Settings.stages"
             )
         rows.refuse_recording()
-        call = _Call(layer, rows.detached(), -1)
+        self._versions = {of: version for of, version in self._versions.items() if of >= now - 1}
+        call = _Call(layer, rows.detached(), now, -1)
         self._numbers += 1
         self._calls[self._numbers] = call
         try:
@@ -121,7 +128,10 @@ class Attached:
     def wait(self, number: int) -> Tensor:
         """As `Way.wait`; bounded by the timeout."""
         if number not in self._calls:
-            raise KeyError(f"call {number} is not under way: each submitted call is waited for once")
+            raise KeyError(
+                f"call {number} is not under way: each submitted call is waited for once, and before a later "
+                "forward pass needs its stage; Settings.stages says how many there are"
+            )
         call = self._calls[number]
         until = time.monotonic() + self._timeout
         try:
@@ -146,21 +156,21 @@ class Attached:
                 self._post(call)
             self._take(call, max(0.0, until - time.monotonic()))
         except (Unavailable, PassLate) as failed:
-            changed = isinstance(failed, WeightsChanged) and not self._first(call)
+            changed = isinstance(failed, WeightsChanged) and call.round in self._versions
             self._forget_pass()
             if changed or time.monotonic() + AGAIN_SECONDS > until:
                 raise
             if not isinstance(failed, (PassLate, WeightsChanged)):
                 time.sleep(AGAIN_SECONDS)
 
-    def _first(self, call: _Call) -> bool:
-        """Whether `call` is the first of its round: no layer of other weights was computed with."""
-        return self._pass is not None and call.stage >= 0 and self._pass.first(call.stage)
-
     def _take(self, call: _Call, timeout: float) -> None:
         assert self._pass is not None
         stage = call.stage
         found = self._pass.arrived(stage, timeout)
+        version = self._pass.version(stage)
+        if self._one_version and self._versions.setdefault(call.round, version) != version:
+            text = f"layer {call.layer} has weights version {version}, an earlier one of this forward pass "
+            raise WeightsChanged("UNAVAILABLE", "wrong_version", f"{text}{self._versions[call.round]}")
         there = as_torch(found.storage.data, found.spec)
         hidden = call.rows.hidden
         call.answer, call.stage = torch.empty_like(hidden, memory_format=torch.contiguous_format), -1
@@ -179,6 +189,7 @@ class Attached:
                 stages=self._stages,
                 standing=True,
                 any_weights=not self._one_version,
+                weights_version=self._versions.get(call.round, 0) if self._one_version else 0,
             )
         stage = self._free(call.layer)
         assert stage is not None

@@ -27,7 +27,7 @@ from moeserve.runtime.rank.graphs import padded_rows
 from moeserve.runtime.sections import BalanceConfig
 from moeserve.runtime.step import LaneInput, LaneLogits, LaneRows, empty_input
 from moeserve.torch.moves import NOTHING, Moves
-from moeserve.torch.ways import Rows, Sizes, Submitted, WrongRows
+from moeserve.torch.ways import MOST_ALIKE, Rounds, Rows, Sizes, Submitted, WrongRows
 
 UNLIMITED = 1 << 60
 """Moves of a plan: as many as its policy wants."""
@@ -151,11 +151,12 @@ class InProcess:
         self._counted: tuple[int, ...] | None = None  # rows of each lane, where the caller knows them
         self._submitted = Submitted("moeserve-steps")
         self._side = None if rank.device == "cpu" else _stream(rank.device)  # of submitted steps
-        self._under_way: dict[int, tuple[Tensor, torch.cuda.Event]] = {}  # by number, on a GPU
+        self._under_way: dict[int, tuple[Tensor, torch.cuda.Event, int]] = {}  # by number, on a GPU
+        self._rounds = Rounds(MOST_ALIKE)
         self._moves = Moves(rank, balance or BalanceConfig())
         self._recording: Recorded | None = None
         self._side_used = False  # since the last wait for it
-        self._unasked: list[int] = []  # layers whose late members were not asked for yet, on a GPU
+        self._unasked: dict[int, None] = {}  # layers whose late members were not asked for yet, on a GPU
         self._count = 0
 
     @classmethod
@@ -206,7 +207,7 @@ class InProcess:
         rank = self._joined()
         self._wait_for_side()
         rank.expect(steps)
-        self._unasked += [layer for layer, _ in steps]
+        self._unasked |= dict.fromkeys(layer for layer, _ in steps)
 
     def mixed(self, layer: int, rows: Rows) -> Tensor:
         """As `Way.mixed`; collective. Raises WrongRows before others are met, OutOfStep, and PeersLate."""
@@ -220,7 +221,7 @@ class InProcess:
         """As `Way.submit`; collective. On a GPU the step runs on a stream of its own."""
         self._check(layer, rows)
         if self._side is None:
-            return self._submitted.put(lambda: self._step(layer, rows))
+            return self._submitted.put(layer, lambda: self._step(layer, rows))
         self._side_used = True
         self._side.wait_stream(torch.cuda.current_stream(self._side.device))
         with torch.cuda.stream(self._side):
@@ -230,8 +231,9 @@ class InProcess:
         for given in rows:
             if given is not None:
                 given.record_stream(self._side)
-        self._count += 1
-        self._under_way[self._count] = answer, ended
+        self._count, now = self._count + 1, self._rounds.at(layer)
+        self._under_way = {n: one for n, one in self._under_way.items() if one[2] >= now - 1}
+        self._under_way[self._count] = answer, ended, now
         return self._count
 
     def wait(self, number: int) -> Tensor:
@@ -240,7 +242,7 @@ class InProcess:
             return self._submitted.take(number)
         if number not in self._under_way:
             raise KeyError(f"call {number} is not under way: each submitted call is waited for once")
-        answer, ended = self._under_way.pop(number)
+        answer, ended, _ = self._under_way.pop(number)
         stream = torch.cuda.current_stream(self._side.device)
         stream.wait_event(ended)
         answer.record_stream(stream)
@@ -293,8 +295,8 @@ class InProcess:
 
         On the CPU each call has done so already. On a GPU no call does: it would have to wait for the device.
         """
-        rank, asked = self._joined(), dict.fromkeys(self._unasked)
-        self._unasked = []
+        rank, asked = self._joined(), self._unasked
+        self._unasked = {}
         if asked:
             torch.cuda.synchronize(rank.device)
         for layer in asked:
@@ -320,6 +322,11 @@ class InProcess:
         if layer not in rank.served.layers:
             raise WrongRows(f"layer {layer} has no experts here; layers {sorted(rank.served.layers)} have")
         self._sizes.check(layer, rows)
+        own, most = rows.hidden.shape[0], rank.plans[layer].problem.lane_rows
+        if own > most:
+            raise WrongRows(f"layer {layer}: {own} rows, and step.lane_rows is {most}")
+        if rows.weights is None:
+            rank.experts.gate(layer).check(rows.route)
         if self._recording is None and rank.device != "cpu" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "a CUDA graph is recorded outside of `recording`, which says how many rows each rank brings: "
@@ -373,7 +380,7 @@ class InProcess:
         if self._side is None:
             rank.late(agreed.layer)
         else:
-            self._unasked.append(agreed.layer)
+            self._unasked[agreed.layer] = None
         return answer
 
     def _wait_for_side(self) -> None:

@@ -18,6 +18,7 @@ class Remote:
         self.order = torch.zeros(1, dtype=torch.int64)
         self._client = client
         self._submitted = Submitted("moeserve-remote")
+        self._devices: dict[int, torch.device] = {}  # where answers go
 
     def mixed(self, layer: int, rows: Rows) -> Tensor:
         """As `Way.mixed`. Raises MoeError, and TensorError for tensors that the contract does not take."""
@@ -26,12 +27,16 @@ class Remote:
 
     def submit(self, layer: int, rows: Rows) -> int:
         """As `Way.submit`; rows on a GPU are on the host when it returns, and may change."""
-        device, host = rows.hidden.device, rows.on_host()
-        return self._submitted.put(lambda: self._ask(layer, host).to(device))
+        host = rows.on_host()
+        number = self._submitted.put(layer, lambda: self._ask(layer, host))
+        self._devices = {old: self._devices[old] for old in self._submitted.numbers if old in self._devices}
+        self._devices[number] = rows.hidden.device
+        return number
 
     def wait(self, number: int) -> Tensor:
         """As `Way.wait`; bounded by the client's timeout."""
-        return self._submitted.take(number)
+        answer = self._submitted.take(number)
+        return answer.to(self._devices.pop(number))  # on the caller's stream, which goes on to use it
 
     def close(self) -> None:
         """Closes the client."""

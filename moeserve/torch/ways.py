@@ -119,24 +119,60 @@ class Way(Protocol):
         """Lets go of what it holds; answers under way are waited for."""
 
 
+class Rounds:
+    """Which forward pass of a model a call belongs to, as the order of its layers tells: a new one begins
+    with a layer before the last, or with the same one when `alike` calls have been at it.
+    """
+
+    def __init__(self, alike: int) -> None:
+        self.number = 0  # of the round that calls belong to now
+        self._alike, self._last, self._same = alike, -1, 0
+
+    def at(self, layer: int) -> int:
+        """The round of a call at `layer`, the next one of the model."""
+        if not self.number or layer < self._last or (layer == self._last and self._same >= self._alike):
+            self.number, self._same = self.number + 1, 0
+        self._same = self._same + 1 if layer == self._last else 1
+        self._last = layer
+        return self.number
+
+
+MOST_ALIKE = 16
+"""Calls of one forward pass at one layer, for ways that have no number of their own."""
+
+
 class Submitted:
-    """Calls under way in a thread of their own, which makes them in the order that they were submitted."""
+    """Calls under way in a thread of their own, which makes them in the order that they were submitted.
+
+    Answers that nobody waits for go with the next forward pass but one: whoever failed between `submit` and
+    `wait` does not wait any more.
+    """
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, name)
         self._answers: dict[int, Future[Tensor]] = {}
+        self._round_of: dict[int, int] = {}
+        self._rounds = Rounds(MOST_ALIKE)
         self._numbers = itertools.count(1)
 
-    def put(self, call: Callable[[], Tensor]) -> int:
-        """Has `call` made after those before it; returns its number."""
-        number = next(self._numbers)
-        self._answers[number] = self._thread.submit(_without_gradients, call)
+    def put(self, layer: int, call: Callable[[], Tensor]) -> int:
+        """Has `call`, of `layer`, made after those before it; returns its number."""
+        number, now = next(self._numbers), self._rounds.at(layer)
+        for old in [old for old, of in self._round_of.items() if of < now - 1]:
+            del self._round_of[old], self._answers[old]
+        self._answers[number], self._round_of[number] = self._thread.submit(_without_gradients, call), now
         return number
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Those of the calls whose answers are kept."""
+        return tuple(self._answers)
 
     def take(self, number: int) -> Tensor:
         """The answer of `number`, or its failure. Raises KeyError for one that was taken, or never put."""
         if number not in self._answers:
             raise KeyError(f"call {number} is not under way: each submitted call is waited for once")
+        del self._round_of[number]
         return self._answers.pop(number).result()
 
     def run(self, call: Callable[[], T]) -> T:
@@ -149,6 +185,7 @@ class Submitted:
         """Waits for the calls under way, whose answers nobody takes any more."""
         self._thread.shutdown()
         self._answers.clear()
+        self._round_of.clear()
 
 
 def _without_gradients(call: Callable[[], T]) -> T:

@@ -20,7 +20,7 @@ from moeserve.runtime.launch.local_cluster import LocalCluster
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 SERVED = {
-    "lane": ("DeviceLaneService", "LaneService", "MoeService"),
+    "lane": ("LaneService", "DeviceLaneService", "MoeService"),
     "front": ("FrontService", "AdminService", "MoeService"),
 }
 DOORS = tuple(SERVED)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from threading import Thread
+from threading import Event, Thread, current_thread
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import MailboxLayout, Status, tag_of
 from moeserve.runtime.doors.device_errors import LanesTaken, NameTaken, UnknownLane
+from moeserve.runtime.doors.lane_door import LaneDoor
 from moeserve.runtime.doors.passes.device_lane import DeviceLane, LaneMemory, LaneTerms
 from moeserve.runtime.doors.passes.device_lanes import DeviceLaneLimits, DeviceLanes, LaneModel
+from moeserve.runtime.doors.passes.service import begin_at
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
+from moeserve.runtime.rank.lane import LaneCall
 
 LAYOUT = MailboxLayout.of((4, 2), (8, 4, 2), "fp32")
 PATIENCE = 5.0
@@ -50,6 +54,7 @@ class Caller:
     steps: list[Step] = field(default_factory=list)
     number: int = 0
     observed: list[str] = field(default_factory=list)
+    quiet: bool = True
 
     def __post_init__(self) -> None:
         sizes = LAYOUT.mailbox_bytes, LAYOUT.answers_bytes
@@ -57,7 +62,7 @@ class Caller:
         box, out = (self.regions.hold(name, 0, size) for name, size in zip(names, sizes, strict=True))
         self.box, self.out = box.memory.cast("B").cast("Q"), out.memory.cast("B").cast("Q")
         terms = LaneTerms(frozenset({3, 5}), PATIENCE, 9.0, self.observed.append)
-        self.lane = DeviceLane(LaneMemory(*names, (box, out), LAYOUT), terms, self.begin)
+        self.lane = DeviceLane(LaneMemory(*names, (box, out), LAYOUT, lambda: self.quiet), terms, self.begin)
 
     def begin(self, request: moe_pb2.ForwardRequest, ended: Callable[..., None]) -> Step:
         self.steps.append(Step(request, ended))
@@ -137,6 +142,9 @@ def test_all_steps_have_the_weights_of_the_first_unless_any_will_do(caller: Call
     ("code", "reason", "status"),
     [
         (14, "not_serving", Status.LOST),
+        (13, "internal", Status.LOST),
+        (5, "unknown_region", Status.LOST),
+        (5, "not_served", Status.REFUSED),
         (9, "wrong_version", Status.OTHER_WEIGHTS),
         (3, "bad_tensor", Status.REFUSED),
     ],
@@ -302,6 +310,37 @@ class _Overtaken:
             caller.announce([3])
 
 
+def test_a_pass_has_ended_only_when_no_device_can_write_its_answers(caller: Caller) -> None:
+    """A step that is given up ends for its caller at once, and its copy may be queued on a device."""
+    caller.announce([3], stages=2)
+    caller.post(0, 0, 3)
+    caller.look()
+    caller.quiet = False
+    caller.box[m.GIVEN_UP] = caller.number
+    caller.look()
+    caller.steps[-1].fail(1, "caller_left")
+    assert caller.ended is None and caller.lane.in_pass
+    caller.look()
+    assert caller.ended is None
+    caller.quiet = True
+    caller.look()
+    assert caller.ended == (Status.OK, "")
+
+
+def test_a_step_that_cannot_be_begun_leaves_no_stage_busy(caller: Caller) -> None:
+    def begin(request: moe_pb2.ForwardRequest, ended: Callable[..., None]) -> None:
+        raise OSError("no more descriptors")
+
+    caller.announce([3], stages=2)
+    caller.lane._begin = begin
+    for stage in range(2):
+        caller.post(stage, 0, 3)
+    with pytest.raises(OSError):
+        caller.look()
+    caller.lane.detach("the rank could not read it")
+    assert caller.ended == (Status.DETACHED, "the rank could not read it") and not caller.lane.in_pass
+
+
 def asked(name: str) -> moe_pb2.AttachLaneRequest:
     return moe_pb2.AttachLaneRequest(name=name, device="cpu", dtype=moe_pb2.DTYPE_FP32, rows=4, stages=1)
 
@@ -328,3 +367,130 @@ def test_lanes_come_and_go_with_their_memory() -> None:
     finally:
         lanes.close()
         regions.close()
+
+
+def lanes_of(regions: Regions, most: int = 2) -> DeviceLanes:
+    model = LaneModel("tiny", 8, 4, 2, (3, 5))
+    return DeviceLanes(regions, model, DeviceLaneLimits(lanes=most), lambda peer: lambda *step: None)
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + 5
+    while not true():
+        assert time.monotonic() < until, "it did not come to be"
+        time.sleep(0.005)
+
+
+def test_memory_that_the_caller_gives_back_at_the_same_time_ends_no_other_lane() -> None:
+    class Overtaken(Regions):
+        def release(self, name: str) -> None:
+            if "-" in name and name in self:
+                super().release(name)  # the handover thread was first
+            super().release(name)
+
+    regions = Overtaken(RegionLimits(max_bytes=1 << 20))
+    lanes = lanes_of(regions)
+    try:
+        one, _ = (lanes.attach(asked(name), "tester") for name in ("one", "two"))
+        lanes.detach(one.mailbox)
+        wait_for(lambda: len(regions.list()) == 2)
+        lanes.attach(asked("three"), "tester")
+        time.sleep(0.05)
+        assert lanes._thread.is_alive()
+        assert [lane.name for lane in lanes.attached()] == ["two", "three"]
+    finally:
+        lanes.close()
+        regions.close()
+
+
+def test_others_are_looked_at_while_the_memory_of_a_lane_is_made() -> None:
+    making, made = Event(), Event()
+
+    class Slow(Regions):
+        def create(self, size: int, maker: str = "") -> tuple[str, int]:
+            if maker == "slow":
+                making.set()
+                assert made.wait(5)
+            return super().create(size, maker)
+
+    regions = Slow(RegionLimits(max_bytes=1 << 20))
+    lanes = lanes_of(regions)
+    try:
+        lanes.attach(asked("one"), "tester")
+        slow = Thread(target=lanes.attach, args=(asked("two"), "slow"))
+        slow.start()
+        assert making.wait(5)
+        looks = []
+        (attached,) = lanes._lanes.values()
+        attached.lane.look = lambda now: bool(looks.append(now))  # type: ignore[method-assign]
+        wait_for(lambda: len(looks) > 3)
+        with pytest.raises(NameTaken):
+            lanes.attach(asked("two"), "tester")
+        with pytest.raises(LanesTaken):
+            lanes.attach(asked("three"), "tester")
+        made.set()
+        slow.join(5)
+        assert [lane.name for lane in lanes.attached()] == ["one", "two"]
+    finally:
+        made.set()
+        lanes.close()
+        regions.close()
+
+
+def test_a_lane_that_leaves_when_the_rank_stops_gives_its_memory_back() -> None:
+    regions = Regions(RegionLimits(max_bytes=1 << 20))
+    lanes = lanes_of(regions)
+    for name in ("one", "two"):
+        lanes.attach(asked(name), "tester")
+    lanes.close()
+    assert not regions.list() and not regions.bytes and not lanes._thread.is_alive()
+    with pytest.raises(LanesTaken, match="no device lane is attached any more"):
+        lanes.attach(asked("three"), "tester")
+    assert not regions.list()
+    regions.close()
+
+
+@pytest.mark.parametrize("heavy", [True, False])
+def test_what_takes_long_to_begin_is_begun_beside_the_thread_that_looks(heavy: bool) -> None:
+    begun, left, may, kept = list[str](), list[str](), Event(), list[LaneCall]()
+
+    class Door(LaneDoor):
+        def __init__(self) -> None:
+            self._aside = ThreadPoolExecutor(1, "aside")
+
+        def _heavy(self, request: moe_pb2.ForwardRequest) -> bool:
+            return heavy
+
+        def begin(self, *given: Any) -> LaneCall:
+            begun.append(current_thread().name)
+            assert not heavy or may.wait(5)
+            kept.append(LaneCall())  # as a lane keeps it
+            return kept[-1]
+
+        def leave(self, call: LaneCall) -> None:
+            left.append(current_thread().name)
+
+    door = Door()
+    call = begin_at(door)("tester")(moe_pb2.ForwardRequest(), lambda reply: None)
+    assert call is not None
+    call.give_up()  # perhaps before it has begun
+    may.set()
+    door._aside.shutdown()
+    assert begun == ["aside_0" if heavy else current_thread().name] and len(left) == 1
+
+
+def test_a_step_that_could_not_be_begun_ends_all_the_same() -> None:
+    class Door(LaneDoor):
+        def __init__(self) -> None:
+            self._aside = ThreadPoolExecutor(1, "aside")
+
+        def _heavy(self, request: moe_pb2.ForwardRequest) -> bool:
+            return True
+
+        def begin(self, *given: Any) -> LaneCall:
+            raise MemoryError("no room")
+
+    door, replies = Door(), list[moe_pb2.ForwardStreamReply]()
+    begin_at(door)("tester")(moe_pb2.ForwardRequest(), replies.append)
+    door._aside.shutdown()
+    assert replies[0].error.reason == "internal" and "no room" in replies[0].error.message

@@ -20,6 +20,12 @@ ROWS, WORKERS, TIMES = 16, 24, 5
 SECONDS = 60.0
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Refused callers come back at random."""
+    random.seed(0)
+
+
 @dataclass(frozen=True)
 class Steps:
     """How long steps take, and how many rows one has at most."""
@@ -119,10 +125,16 @@ class Seen:
     polite: float  # calls answered, of a rude caller's
 
 
-def overload(lane: Lane, deadline: float, slower_at: float = math.inf, seconds: float = SECONDS) -> Seen:
+def overload(
+    lane: Lane,
+    deadline: float,
+    slower_at: float = math.inf,
+    seconds: float = SECONDS,
+    workers: int = WORKERS,
+) -> Seen:
     """Offers five times the capacity of its steps; after `slower_at` seconds they take twice as long."""
     capacity, began = lane.steps.capacity(), lane.now
-    asked, comes, offered = 0, [lane.now] * WORKERS, TIMES * capacity
+    asked, comes, offered = 0, [lane.now] * workers, TIMES * capacity
     waits: dict[int, float] = {}  # worker -> when its call entered
     while (passed := lane.now - began) < seconds:
         lane.slower = 2.0 if passed >= slower_at else 1.0
@@ -192,7 +204,8 @@ def test_steps_that_suddenly_take_twice_as_long_make_no_call_late(steps: Steps, 
 def test_a_polite_caller_is_answered_half_as_often_as_a_rude_one(steps: Steps, deadline: float) -> None:
     lane = Lane(steps)
     lane.learn(40, deadline)
-    assert overload(lane, deadline).polite >= 0.5
+    seen = overload(lane, deadline, workers=2 * WORKERS)  # as many as may have half of what is served
+    assert seen.polite >= 0.5
 
 
 def test_a_call_that_had_too_little_time_says_nothing_of_the_pace() -> None:

@@ -241,7 +241,9 @@ def mailboxes(folder: Path) -> Opened:
         held = [house.regions.hold(n, 0, s) for n, s in zip(names, _sizes(layout), strict=True)]
         terms = LaneTerms(frozenset(house.served.layers), 5.0, 5.0, lambda status: None)
         lane = DeviceLane(
-            LaneMemory(*names, (held[0], held[1]), layout), terms, begin_at(house.door)("tester")
+            LaneMemory(*names, (held[0], held[1]), layout, lambda: True),
+            terms,
+            begin_at(house.door)("tester"),
         )
         words = held[0].memory.cast("B").cast("Q")
         for step in steps if isinstance(steps, list) else []:

@@ -119,6 +119,35 @@ def refusing(rank: int, world: int, path: Path, backend: str) -> tuple[str, list
     return way.refused, before.tolist()
 
 
+def refused_alone(rank: int, world: int, path: Path, backend: str) -> list[str]:
+    """Worker: what one rank alone refuses, it refuses before the others are met, and all go on."""
+    way, alone, told = joined(rank, world, path, backend), Alone(path), list[str]()
+    experts, batch = MoeExperts(way, 0), alone.batch(2, seed=rank)
+    if rank == 0:
+        gates = way._joined().experts
+
+        class Refusing:
+            def check(self, logits: Tensor) -> None:
+                raise ValueError("this layer takes a choice")
+
+        kept, gates.gate = gates.gate, lambda layer: Refusing()  # type: ignore[assignment,method-assign,return-value]
+        try:
+            experts(batch[0], torch.zeros(2, alone.checkpoint.num_experts))
+        except ValueError as error:
+            told.append(str(error))
+        gates.gate = kept  # type: ignore[method-assign]
+        try:
+            experts(*alone.batch(5000, seed=1))
+        except WrongRows as error:
+            told.append(str(error))
+    way.follow()
+    for _ in range(3):
+        right(experts(*batch), alone, 0, batch)
+    way.follow()
+    way.close()
+    return told
+
+
 def recorded(rank: int, world: int, path: Path, compiled: bool) -> list[bool]:
     """Worker on a GPU: a block in a CUDA graph, replayed between eager steps; whether bits were equal."""
     store = dist.PrefixStore("program", group().get_group_store())

@@ -10,7 +10,7 @@ import torch
 from checkpoints import make_checkpoint
 from houses import Alone, house_config
 from parallel import parallel_launch
-from torch_ranks import PASSES, moving, out_of_step, refusing, unlike_rows
+from torch_ranks import PASSES, moving, out_of_step, refused_alone, refusing, unlike_rows
 
 from moeserve.runtime.launch.torchrun import join_torchrun
 from moeserve.torch import MoeExperts, Settings, WrongRows, connect
@@ -52,6 +52,17 @@ def test_one_rank_that_cannot_stage_keeps_all_where_they_are(path: Path) -> None
     told = parallel_launch(3, refusing, path, "all2allv", timeout=200)
     assert "the disk is gone" in told[0][0], told
     assert all("ranks [0] could not stage it" in said for said, _ in told[1:]), told
+
+
+def test_what_one_rank_refuses_leaves_the_others_in_step(path: Path) -> None:
+    told = parallel_launch(2, refused_alone, path, "nvlink_ll", timeout=100)
+    assert told == [["this layer takes a choice", "layer 0: 5000 rows, and step.lane_rows is 4096"], []]
+
+
+def test_layers_that_were_not_asked_for_the_late_are_kept_once(way: InProcess) -> None:
+    for _ in range(100):
+        way.expect([(0, 4), (1, 4), (0, 4)])
+    assert len(way._unasked) == 2
 
 
 def test_ranks_at_different_layers_are_told_who_is_where(path: Path) -> None:

@@ -26,7 +26,14 @@ from moeserve.proto.client.batch import Choice, Logits
 from moeserve.proto.client.lanes import check_serving
 from moeserve.proto.client.sync_link import Link
 from moeserve.proto.credentials import Credentials
-from moeserve.proto.errors import InvalidArgument, MoeError, NotFound, Unavailable, WeightsChanged
+from moeserve.proto.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    MoeError,
+    NotFound,
+    Unavailable,
+    WeightsChanged,
+)
 from moeserve.proto.host_id import host_id
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import MailboxLayout, Status, fence, tag_of
@@ -74,7 +81,7 @@ class AttachedLane:
         self._mailbox = RemoteRegion.open(_region(made.mailbox, made.mailbox_bytes, made.socket))
         try:
             self._answers = RemoteRegion.open(_region(made.answers, made.answers_bytes, made.socket))
-        except MoeError:
+        except BaseException:
             self._mailbox.close()
             raise
         self.box = self._mailbox.bytes().cast("Q")
@@ -91,6 +98,14 @@ class AttachedLane:
         """
         lane = _lane_of(address, wanted)
         link = Link(lane.address, MAX_MESSAGE_BYTES, wanted.credentials)
+        try:
+            return cls._attached(link, wanted)
+        except BaseException:
+            link.close()
+            raise
+
+    @classmethod
+    def _attached(cls, link: Link, wanted: Wanted) -> AttachedLane:
         stub = moe_pb2_grpc.DeviceLaneServiceStub(link.channel)  # type: ignore[no-untyped-call]
         request = moe_pb2.AttachLaneRequest(
             model=wanted.model,
@@ -100,11 +115,12 @@ class AttachedLane:
             rows=wanted.rows,
             stages=wanted.stages,
         )
+        made = link.unary(stub.AttachLane, request, wanted.timeout)
         try:
-            made = link.unary(stub.AttachLane, request, wanted.timeout)
             return cls(link, wanted, made)
-        except MoeError:
-            link.close()
+        except BaseException:  # the name is free again at once
+            with suppress(MoeError):
+                link.unary(stub.DetachLane, moe_pb2.DetachLaneRequest(mailbox=made.mailbox), DETACH_SECONDS)
             raise
 
     @property
@@ -270,7 +286,7 @@ class Pass:
         """The answer [T, H] of the stage's step, in the storage type of its dtype (bfloat16 as uint16 bits).
 
         Raises what the pass ended with: PassLate; Unavailable where the service could not answer;
-        WeightsChanged; InvalidArgument for a wrong announcement or step. TimeoutError: nothing came.
+        WeightsChanged; InvalidArgument for a wrong announcement or step; DeadlineExceeded: nothing came.
         """
         return self.take_plain(stage, timeout).storage
 
@@ -292,6 +308,10 @@ class Pass:
         self._steps[stage] += 1
         return lane.answer(stage, rows)
 
+    def version(self, stage: int) -> int:
+        """The version of the weights that made the stage's last answer."""
+        return int(self._lane.out[self._lane.layout.answer_header(stage) + m.VERSION])
+
     def wait(self, timeout: float | None = None) -> None:
         """Waits until the pass has ended, and raises what it ended with, unless that is OK."""
         self._wait(lambda: False, timeout, ends=True)
@@ -309,7 +329,11 @@ class Pass:
         """Ends the pass and waits for that. Steps under way are given up."""
         if self.status is None:
             self._lane.box[m.GIVEN_UP] = self.number
-            self._wait(lambda: False, None, ends=True)
+            try:
+                self._wait(lambda: False, None, ends=True)
+            except MoeError:
+                if self.status is None:  # the rank is gone; else it ended in another way just then
+                    raise
 
     def _wait(self, there: Any, timeout: float | None, *, ends: bool = False) -> None:
         """Until `there`, or the pass has ended. ends: that is what is waited for."""
@@ -334,7 +358,8 @@ class Pass:
                 if not self._lane.alive:
                     raise Unavailable("UNAVAILABLE", "lane_lost", "the rank of this device lane is gone")
             if now - started > limit:
-                raise TimeoutError(f"pass {self.number}: nothing came within {limit:g} s")
+                text = f"pass {self.number}: nothing came within {limit:g} s"
+                raise DeadlineExceeded("DEADLINE_EXCEEDED", "deadline", text)
             time.sleep(min(LONGEST_LOOK, (now - started) / 8))
 
     def __enter__(self) -> Pass:

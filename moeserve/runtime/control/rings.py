@@ -64,11 +64,14 @@ class RingOffers:
         except OSError as failed:
             log.warning("a rank's stream stays on TCP: no ring could be made: %s", failed)
             return
+        theirs: Descriptors | None = None
         try:
-            theirs = Descriptors(*(os.dup(one) for one in descriptors))
+            theirs = descriptors.copied()
             stream.attach(RingEnd(descriptors, stream.fileno(), first=True, spin=self._spin))
-        except OSError as failed:
+        except (OSError, ValueError) as failed:
             descriptors.close()
+            if theirs is not None:
+                theirs.close()
             log.warning("a rank's stream stays on TCP: its ring could not be mapped: %s", failed)
             return
         name = secrets.token_hex(16)

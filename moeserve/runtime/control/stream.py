@@ -96,7 +96,7 @@ class Stream:
 
     def bound_receives(self, seconds: float) -> None:
         """To receive from an other end that gives no byte for so long raises StreamSilent, and so does a send
-        that takes longer; the stream is of no use then.
+        that takes longer; the stream is of no use then. What comes over a ring is not bounded by it.
         """
         self._socket.settimeout(seconds)
 

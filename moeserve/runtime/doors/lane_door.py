@@ -199,6 +199,32 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             begin()
         return started.give_up
 
+    def begin_beside(
+        self,
+        request: moe_pb2.ForwardRequest,
+        ended: Callable[[moe_pb2.ForwardStreamReply], None],
+        peer: str,
+        method: str,
+    ) -> _Started:
+        """Starts a request as `begin` does, in another thread where that takes long. Gives it up by `give_up`
+        of what it returns; `ended` gets a reply all the same.
+        """
+        started = _Started(self.leave)
+
+        def begin() -> None:
+            try:
+                started.take(self.begin(request, ended, peer, method))
+            except BaseException as error:
+                log.exception("a step of a device lane could not be begun")
+                failed = GrpcStatus("INTERNAL", "internal", f"{type(error).__name__}: {error}").as_message()
+                ended(moe_pb2.ForwardStreamReply(job_id=request.job_id, error=failed))
+
+        if self._heavy(request):
+            self._aside.submit(begin)
+        else:
+            begin()
+        return started
+
     def _heavy(self, request: moe_pb2.ForwardRequest) -> bool:
         """Whether to begin a call takes long: its reader computes, or its rows go to the device at once, and
         the host has to copy them first as their region is not registered.

@@ -8,7 +8,7 @@ function.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from moeserve.runtime.step import FIRST_NUMBER, Announcement, Step
@@ -31,6 +31,17 @@ class StepPace:
 @dataclass(eq=False)
 class _Queue:
     jobs: deque[tuple[float, Announcement]] = field(default_factory=deque)  # (arrival, job)
+    rows: dict[int, int] = field(default_factory=dict)  # of these jobs, by lane
+
+    def add(self, now: float, job: Announcement) -> None:
+        self.jobs.append((now, job))
+        self.rows[job.lane] = self.rows.get(job.lane, 0) + job.rows
+
+    def keep(self, jobs: Iterable[tuple[float, Announcement]]) -> None:
+        """Has only these jobs from now on."""
+        self.jobs, self.rows = deque(), {}
+        for at, job in jobs:
+            self.add(at, job)
 
 
 class Sequencer:
@@ -54,9 +65,7 @@ class Sequencer:
 
     def full(self, layer: int) -> bool:
         """Whether the jobs of `layer` fill a lane, or a step."""
-        rows = [0] * self._max_lanes
-        for _, job in self._queues[layer].jobs:
-            rows[job.lane] += job.rows
+        rows = self._queues[layer].rows.values()
         return max(rows) >= self._pace.lane_rows or sum(rows) >= self._pace.step_rows
 
     def announce(self, job: Announcement, now: float) -> None:
@@ -70,12 +79,15 @@ class Sequencer:
                 f"job {job.job} of lane {job.lane} has {job.rows} rows; "
                 f"a lane takes 1 to {self._pace.lane_rows}"
             )
-        self._queues.setdefault(job.layer, _Queue()).jobs.append((now, job))
+        queue = self._queues.get(job.layer)
+        if queue is None:
+            queue = self._queues[job.layer] = _Queue()
+        queue.add(now, job)
 
     def withdraw(self, lane: int, jobs: Collection[int]) -> None:
         """Forgets jobs of a lane whose callers have left; those that are in a step already stay there."""
         for queue in self._queues.values():
-            queue.jobs = deque((at, job) for at, job in queue.jobs if job.lane != lane or job.job not in jobs)
+            queue.keep([(at, job) for at, job in queue.jobs if job.lane != lane or job.job not in jobs])
 
     def clear(self) -> None:
         """Forgets every queued job: its door announces it again, or has failed it."""
@@ -93,7 +105,9 @@ class Sequencer:
         }
         if not waiting:
             return None
-        layer = min(waiting, key=lambda layer: min(map(self._urgency, waiting[layer].jobs)))
+        layer = next(iter(waiting))
+        if len(waiting) > 1:
+            layer = min(waiting, key=lambda layer: min(map(self._urgency, waiting[layer].jobs)))
         lanes = self._fill(waiting[layer])
         number, self._number = self._number, self._number + 1
         return Step(number, epoch, layer, tuple(tuple(lane) for lane in lanes))
@@ -105,22 +119,23 @@ class Sequencer:
 
     def _drop_expired(self, now: float) -> None:
         for queue in self._queues.values():
-            queue.jobs = deque((at, job) for at, job in queue.jobs if job.deadline > now)
+            if any(job.deadline <= now for _, job in queue.jobs):
+                queue.keep([(at, job) for at, job in queue.jobs if job.deadline > now])
 
     def _fill(self, queue: _Queue) -> list[list[tuple[int, int]]]:
         """Jobs by lane, urgent ones first; what does not fit stays queued in its order."""
         lanes: list[list[tuple[int, int]]] = [[] for _ in range(self._max_lanes)]
-        rows = [0] * self._max_lanes
+        rows, taken = [0] * self._max_lanes, 0
         left: list[tuple[float, Announcement]] = []
         for at, job in sorted(queue.jobs, key=self._urgency):
             fits = (
-                rows[job.lane] + job.rows <= self._pace.lane_rows
-                and sum(rows) + job.rows <= self._pace.step_rows
+                rows[job.lane] + job.rows <= self._pace.lane_rows and taken + job.rows <= self._pace.step_rows
             )
-            if fits or not any(rows):
+            if fits or not taken:
                 lanes[job.lane].append((job.job, job.rows))
                 rows[job.lane] += job.rows
+                taken += job.rows
             else:
                 left.append((at, job))
-        queue.jobs = deque(sorted(left, key=lambda entry: entry[0]))
+        queue.keep(sorted(left, key=lambda entry: entry[0]))
         return lanes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import mmap
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,7 @@ def pair(nbytes: int = NBYTES, spin: float = 0.0) -> tuple[Stream, Stream]:
     """Two streams over one socket pair, both moved to rings."""
     streams = [Stream(one) for one in socket.socketpair()]
     descriptors = make_rings(nbytes)
-    theirs = Descriptors(*(os.dup(one) for one in descriptors))
+    theirs = descriptors.copied()
     for stream, own, first in zip(streams, (descriptors, theirs), (True, False), strict=True):
         stream.attach(RingEnd(own, stream.fileno(), first=first, spin=spin))
     for stream in streams:
@@ -110,7 +112,7 @@ def test_writers_of_several_threads_do_not_mix_their_frames(ends: tuple[Stream, 
 def test_what_was_sent_over_the_socket_comes_before_what_came_over_the_ring() -> None:
     streams = [Stream(one) for one in socket.socketpair()]
     descriptors = make_rings(NBYTES)
-    theirs = Descriptors(*(os.dup(one) for one in descriptors))
+    theirs = descriptors.copied()
     streams[0].attach(RingEnd(descriptors, streams[0].fileno(), first=True))
     streams[1].attach(RingEnd(theirs, streams[1].fileno(), first=False))
     for at in range(5):
@@ -270,7 +272,7 @@ while True:
 def test_a_process_that_is_killed_while_it_writes_leaves_no_frame(frame: str) -> None:
     ours, theirs = socket.socketpair()
     stream, descriptors = Stream(ours), make_rings(NBYTES)
-    other = Descriptors(*(os.dup(one) for one in descriptors))
+    other = descriptors.copied()
     stream.attach(RingEnd(descriptors, stream.fileno(), first=True))
     arguments = [str(one) for one in (theirs.fileno(), *other)]
     child = subprocess.Popen(
@@ -433,6 +435,55 @@ def test_an_offer_ends_with_its_stream() -> None:
     rank.close()
     assert open_descriptors() <= before - 3 and not offers._offered
     offers.close()
+
+
+def test_an_offer_to_a_stream_that_has_ended_leaves_nothing_open() -> None:
+    offers, head, rank, thread, _ = offered(take=False)
+    rank.close()
+    thread.join(SECONDS)
+    gc.collect()
+    before = open_descriptors()
+    with contextlib.suppress(StreamClosed), closing(head):
+        offers.offer(head)
+        while True:
+            head.receive()
+    del head
+    gc.collect()
+    assert open_descriptors() < before and not offers._offered
+    offers.close()
+
+
+def until_it_ends(act: Callable[[], object], ended: list[BaseException]) -> None:
+    """Repeats `act`, and keeps what it raises."""
+    try:
+        while True:
+            act()
+    except Exception as error:
+        ended.append(error)
+
+
+def test_garbage_in_all_of_the_memory_ends_both_directions_and_nothing_else() -> None:
+    for seed in range(20):
+        random_ = random.Random(seed)
+        one, other = pair()
+        other.bound_sends(0.3)
+        ended: list[BaseException] = []
+        threads = [
+            in_thread(partial(until_it_ends, other.receive, ended)),
+            in_thread(partial(until_it_ends, partial(other.send, {"kind": "x"}), ended)),
+        ]
+        assert one._ring is not None
+        places = [(one._ring._out_counters, 0), (one._ring._in_counters, 8), (one._ring._in_counters, 0)]
+        for _ in range(30):
+            counters, at = random_.choice(places)
+            counters[at] = random_.choice((random_.randrange(1 << 64), random_.randrange(2 * NBYTES)))
+            one._ring._out[random_.randrange(NBYTES)] = random_.randrange(256)
+            os.eventfd_write(one._ring._other, 1)
+        one.close()
+        for thread in threads:
+            thread.join(SECONDS)
+        assert [type(error) in (StreamClosed, StreamSilent) for error in ended] == [True, True]
+        other.close()
 
 
 def test_who_wishes_for_no_ring_gets_none() -> None:

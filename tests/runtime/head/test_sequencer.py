@@ -101,6 +101,11 @@ def test_a_layer_is_full_with_the_rows_of_a_lane_or_of_a_step() -> None:
     assert not made(job(1, rows=7)).full(0)
     assert made(job(1, rows=7), job(2, rows=1)).full(0)
     assert made(job(1, rows=7), job(2, rows=7, lane=1), job(3, rows=2, lane=1)).full(0)
+    sequencer = made(job(1, rows=7), job(2, rows=1), job(3, rows=6), job(4, rows=6, deadline=5.0))
+    sequencer.withdraw(0, {2})
+    assert sequencer.full(0)
+    assert sequencer.next_step(1, 9.0).jobs[0] == ((1, 7),), "4 is too late"
+    assert not sequencer.full(0), "6 rows are left"
 
 
 @pytest.mark.parametrize("rows", [9, 0])

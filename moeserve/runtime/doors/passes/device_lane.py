@@ -26,8 +26,16 @@ log = logging.getLogger(__name__)
 SOON_SECONDS = 0.0005
 """After which a step is tried again that the lane had no room for, where it does not say when."""
 
-UNAVAILABLE, FAILED_PRECONDITION, RESOURCE_EXHAUSTED, CANCELLED, DEADLINE = 14, 9, 8, 1, 4
+INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED = 3, 5, 8
 """Codes of gRPC's statuses."""
+
+WRONG = (
+    (INVALID_ARGUMENT, "bad_tensor"),
+    (INVALID_ARGUMENT, "bad_request"),
+    (INVALID_ARGUMENT, "too_many_rows"),
+    (NOT_FOUND, "not_served"),
+)
+"""How a step fails that its caller has got wrong. After another failure the caller may try again."""
 
 
 class Call(Protocol):
@@ -88,6 +96,7 @@ class LaneMemory:
     answers: str
     held: tuple[Hold, Hold]
     layout: MailboxLayout
+    quiet: Callable[[], bool]  # whether nobody else uses the answers: no step can write one any more
 
 
 @dataclass
@@ -143,19 +152,29 @@ class DeviceLane:
         if run is None:
             return not self.detached and self._look_for_pass(now)
         with self._lock:  # a step that ends changes all that is looked at here
-            if run.ends is not None:
-                return False
+            ending = run.ends is not None
+            ends = run.ends or self._over(run, now)
             begun = [at for at, stage in enumerate(run.stages) if self._is_there(run, at, stage, now)]
-            ends = self._over(run, now)
-            if ends is None:
-                for at in begun:
-                    run.stages[at].busy = True
+            if ends is not None:
+                begun = []
+            for at in begun:
+                run.stages[at].busy = True
         if ends is not None:
             self._end(run, *ends)
-            return True
-        for at in begun:
-            self._start(run, at)
+            return not ending
+        self._start_all(run, begun)
         return bool(begun)
+
+    def _start_all(self, run: _Pass, begun: list[int]) -> None:
+        """Starts the steps of stages that count as busy; those that could not be started do so no more."""
+        for done, at in enumerate(begun):
+            try:
+                self._start(run, at)
+            except BaseException:
+                with self._lock:
+                    for other in begun[done:]:
+                        run.stages[other].busy = False
+                raise
 
     def _over(self, run: _Pass, now: float) -> tuple[Status, str] | None:
         """How the caller, or too long a wait, ends a pass; None where it goes on. The lock is held."""
@@ -310,14 +329,14 @@ class DeviceLane:
 
     def _conclude(self, run: _Pass) -> None:
         """Gives up the steps of a pass that ends, and says how it ended when none of them can write an answer
-        any more.
+        any more; `look` asks again until then.
         """
         with self._lock:
             if run.ends is None or run is not self._pass:
                 return
             busy = [stage for stage in run.stages if stage.busy]
             calls = [stage.call for stage in busy if stage.call is not None]
-            if not busy:
+            if not busy and (run.done or self.memory.quiet()):  # a step given up may be on a device still
                 self._pass = None
                 self._tell(run.number, *run.ends)
         for call in calls:
@@ -358,6 +377,6 @@ def _again(failed: moe_pb2.Error) -> float:
 
 def _status(failed: moe_pb2.Error) -> Status:
     """How a pass ends of which a step failed so."""
-    if failed.code in (UNAVAILABLE, CANCELLED, DEADLINE):
-        return Status.LOST
-    return Status.OTHER_WEIGHTS if failed.code == FAILED_PRECONDITION else Status.REFUSED
+    if failed.reason == "wrong_version":
+        return Status.OTHER_WEIGHTS
+    return Status.REFUSED if (failed.code, failed.reason) in WRONG else Status.LOST

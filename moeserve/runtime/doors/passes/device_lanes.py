@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from moeserve.proto import moe_pb2
@@ -16,6 +17,7 @@ from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.device_errors import DeviceRefused, LanesTaken, NameTaken, UnknownLane
 from moeserve.runtime.doors.passes.device_lane import Begin, DeviceLane, LaneMemory, LaneTerms
 from moeserve.runtime.doors.payloads import Regions
+from moeserve.runtime.doors.payloads.errors import UnknownRegion
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ SWEEP_SECONDS = 0.05
 
 CLOSE_SECONDS = 5.0
 """Within which the thread has to end."""
+
+CLOSED = "no device lane is attached any more: the rank is stopping, or has logged why"
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
@@ -82,6 +86,7 @@ class DeviceLanes:
         self.on_pass: Callable[[str], None] = lambda status: None  # is told how each pass ended
         self._lanes: dict[str, Attached] = {}  # by the whole name of the mailbox
         self._leaving: list[DeviceLane] = []  # with steps under way
+        self._coming: set[str] = set()  # names of lanes whose memory is being made
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._closing = False
@@ -93,44 +98,66 @@ class DeviceLanes:
 
         Raises NameTaken, LanesTaken, DeviceRefused, TensorError naming a wrong field, and RegionLimit.
         """
-        model, limits = self._model, self._limits
         layout = self._checked(request)
         with self._lock:
             self._room_for(request.name)
-            name, size = self._regions.create(layout.mailbox_bytes, peer)
-            try:
-                answers, answers_size = self._regions.create(layout.answers_bytes, peer)
-            except BaseException:
-                self._regions.release(name)
-                raise
-            held = (self._regions.hold(name, 0, size), self._regions.hold(answers, 0, answers_size))
-            terms = LaneTerms(
-                frozenset(model.layers), limits.patience, limits.answer, lambda status: self.on_pass(status)
-            )
-            memory = LaneMemory(name, answers, held, layout)
-            lane = DeviceLane(memory, terms, self._begin_for(peer))
-            self._lanes[name] = Attached(request.name, request.device, lane)
-            self._changed.notify()
+            self._coming.add(request.name)
+        try:  # its memory takes long to make, and others are looked at meanwhile
+            lane, reply = self._made(layout, peer)
+        except BaseException:
+            with self._lock:
+                self._coming.discard(request.name)
+            raise
+        with self._lock:
+            self._coming.discard(request.name)
+            closing = self._closing
+            if not closing:
+                self._lanes[lane.memory.mailbox] = Attached(request.name, request.device, lane)
+                self._changed.notify()
+        if closing:
+            self._forget(lane)
+            raise LanesTaken(CLOSED)
         log.info("%s is attached: %d rows, %d stages", request.name, layout.rows, layout.stages)
-        return moe_pb2.AttachLaneReply(
+        return reply
+
+    def _made(self, layout: MailboxLayout, peer: str) -> tuple[DeviceLane, moe_pb2.AttachLaneReply]:
+        """A lane with its memory, and what its caller is told."""
+        model, limits, regions = self._model, self._limits, self._regions
+        name, size = regions.create(layout.mailbox_bytes, peer)
+        try:
+            answers, answers_size = regions.create(layout.answers_bytes, peer)
+            held = (regions.hold(name, 0, size), regions.hold(answers, 0, answers_size))
+        except BaseException:
+            with suppress(UnknownRegion):
+                regions.release(name)
+            raise
+        terms = LaneTerms(
+            frozenset(model.layers), limits.patience, limits.answer, lambda status: self.on_pass(status)
+        )
+        memory = LaneMemory(name, answers, held, layout, lambda: regions.holds(answers) <= 1)
+        reply = moe_pb2.AttachLaneReply(
             mailbox=name,
             answers=answers,
             mailbox_bytes=size,
             answers_bytes=answers_size,
-            socket=self._regions.socket,
+            socket=regions.socket,
             hidden=model.hidden,
             experts=model.experts,
             top_k=model.top_k,
             layers=model.layers,
             patience_seconds=limits.patience,
         )
+        return DeviceLane(memory, terms, self._begin_for(peer)), reply
 
     def detach(self, mailbox: str) -> None:
         """Ends the lane of this mailbox. Raises UnknownLane."""
         with self._lock:
             attached = self._lanes.pop(mailbox, None)
-        if attached is None:
-            raise UnknownLane("no device lane has this mailbox; it was detached, or its caller's lease ended")
+            if attached is None:
+                text = "no device lane has this mailbox; it was detached, or its caller's lease ended"
+                raise UnknownLane(text)
+            self._leaving.append(attached.lane)
+            self._changed.notify()
         self._leave(attached, "it was detached")
 
     def attached(self) -> list[moe_pb2.DeviceLaneInfo]:
@@ -143,6 +170,7 @@ class DeviceLanes:
         """Detaches all lanes and ends the thread."""
         with self._lock:
             there, self._lanes = list(self._lanes.values()), {}
+            self._leaving += [attached.lane for attached in there]
             self._closing = True
             self._changed.notify()
         for attached in there:
@@ -184,20 +212,17 @@ class DeviceLanes:
     def _room_for(self, name: str) -> None:
         """Raises where the lane cannot be attached beside the others; the lock is held."""
         if self._closing:
-            raise LanesTaken("no device lane is attached any more: the rank is stopping, or has logged why")
-        if any(attached.name == name for attached in self._lanes.values()):
+            raise LanesTaken(CLOSED)
+        if name in self._coming or any(attached.name == name for attached in self._lanes.values()):
             raise NameTaken(f"a device lane named {name!r} is attached here; detach it, or take another name")
         most = self._limits.lanes
-        if len(self._lanes) + len(self._leaving) >= most:
+        if len(self._lanes) + len(self._leaving) + len(self._coming) >= most:
             raise LanesTaken(f"{len(self._lanes)} device lanes are attached, and passes.lanes is {most}")
 
     def _leave(self, attached: Attached, why: str) -> None:
         """Ends a lane that is in the table no more; its memory goes when its steps have ended."""
         log.info("%s is detached: %s", attached.name, why)
         attached.lane.detach(why)
-        with self._lock:
-            self._leaving.append(attached.lane)
-            self._changed.notify()
 
     def _run(self) -> None:
         try:
@@ -224,8 +249,9 @@ class DeviceLanes:
             now = time.monotonic()
             if sum(self._looked(lane, now) for lane in lanes):  # at each of them
                 busy = now
-            if leaving:
-                self._forget_idle(leaving)
+            for lane in leaving:
+                self._looked(lane, now)
+                self._forget_idle(lane)
             if now - swept > SWEEP_SECONDS:
                 swept = now
                 self._sweep()
@@ -248,24 +274,25 @@ class DeviceLanes:
                 for name, attached in list(self._lanes.items())
                 if attached.lane.detached or not self._leased(attached.lane.memory)
             ]
+            self._leaving += [attached.lane for attached in gone]
         for attached in gone:
             self._leave(attached, attached.lane.detached or "its caller's lease ended")
 
     def _leased(self, memory: LaneMemory) -> bool:
         return memory.mailbox in self._regions and memory.answers in self._regions
 
-    def _forget_idle(self, leaving: list[DeviceLane]) -> None:
-        for lane in leaving:
-            if not lane.in_pass:
-                self._forget(lane)
-                with self._lock:
-                    self._leaving.remove(lane)
+    def _forget_idle(self, lane: DeviceLane) -> None:
+        """Lets go of a lane that leaves, unless a pass of it has yet to end."""
+        if not lane.in_pass:
+            with self._lock:
+                self._leaving.remove(lane)
+            self._forget(lane)
 
     def _forget(self, lane: DeviceLane) -> None:
-        """Gives its memory back."""
+        """Gives its memory back, which its caller may have done at the same time."""
         lane.close()
         for name in (lane.memory.mailbox, lane.memory.answers):
-            if name in self._regions:
+            with suppress(UnknownRegion):
                 self._regions.release(name)
 
 

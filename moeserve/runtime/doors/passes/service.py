@@ -11,7 +11,6 @@ from moeserve.runtime.doors.failures import guarded
 from moeserve.runtime.doors.lane_door import LaneDoor
 from moeserve.runtime.doors.passes.device_lane import Begin, Call
 from moeserve.runtime.doors.passes.device_lanes import DeviceLanes
-from moeserve.runtime.rank.lane import LaneCall
 
 METHOD = "DeviceLane"
 """How metrics of requests name a step of a device lane."""
@@ -43,17 +42,6 @@ class DeviceLaneDoor(moe_pb2_grpc.DeviceLaneServiceServicer):
         return moe_pb2.ListDeviceLanesReply(lanes=self._lanes.attached())
 
 
-class _DoorCall:
-    """A call of a lane's door, as a device lane sees it."""
-
-    def __init__(self, door: LaneDoor, call: LaneCall) -> None:
-        self._door, self._call = door, call
-
-    def give_up(self) -> None:
-        """Ends it as a call whose caller has left."""
-        self._door.leave(self._call)
-
-
 def begin_at(door: LaneDoor) -> Callable[[str], Begin]:
     """How steps of a caller are begun: as calls at the rank's own door, which checks and admits them."""
 
@@ -61,8 +49,7 @@ def begin_at(door: LaneDoor) -> Callable[[str], Begin]:
         def begin(
             request: moe_pb2.ForwardRequest, ended: Callable[[moe_pb2.ForwardStreamReply], None]
         ) -> Call | None:
-            call = door.begin(request, ended, peer, METHOD)
-            return None if call is None else _DoorCall(door, call)
+            return door.begin_beside(request, ended, peer, METHOD)
 
         return begin
 

@@ -208,6 +208,12 @@ class Regions:
         with self._lock:
             return name in self._regions
 
+    def holds(self, name: str) -> int:
+        """How often region `name` is held; 0 where there is none."""
+        with self._lock:
+            region = self._regions.get(name)
+            return 0 if region is None else region.holds
+
     def registered(self, name: str) -> bool:
         """Whether there is a region `name` whose memory is registered with the device."""
         with self._lock:

@@ -1,0 +1,64 @@
+"""What ways to experts share: rounds of calls, and answers that nobody waits for."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.proto.client import MoeClient, Reply
+from moeserve.torch.remote import Remote
+from moeserve.torch.ways import Rounds, Rows, Submitted
+
+
+@pytest.mark.parametrize(
+    ("alike", "layers", "rounds"),
+    [
+        (1, [0, 1, 2, 0, 1, 2], [1, 1, 1, 2, 2, 2]),
+        (1, [3, 5, 3, 5], [1, 1, 2, 2]),
+        (1, [4, 4, 4], [1, 2, 3]),
+        (2, [0, 0, 1, 1, 0, 0], [1, 1, 1, 1, 2, 2]),
+        (2, [0, 0, 0, 1], [1, 1, 2, 2]),
+        (1, [0, 2, 1], [1, 1, 2]),
+    ],
+)
+def test_a_round_begins_at_a_layer_that_is_not_after_the_last(
+    alike: int, layers: list[int], rounds: list[int]
+) -> None:
+    told = Rounds(alike)
+    assert [told.at(layer) for layer in layers] == rounds
+
+
+def test_answers_that_nobody_waits_for_are_not_kept_for_ever() -> None:
+    submitted = Submitted("test")
+    for _ in range(300):
+        for layer in range(3):
+            number = submitted.put(layer, lambda: torch.zeros(1))
+    assert len(submitted.numbers) <= 6
+    assert torch.equal(submitted.take(number), torch.zeros(1))
+    submitted.close()
+
+
+class Client:
+    """Answers with the rows."""
+
+    def call(self, layer: int, hidden: Tensor, route: Any) -> Reply:
+        return Reply(hidden, 1, 1)
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_answer_goes_to_the_device_in_the_caller_s_thread_and_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that asks has another stream, whose memory may be given on before the caller has read it."""
+    way = Remote(cast(MoeClient, Client()))
+    host = Rows(torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1))
+    monkeypatch.setattr(Rows, "on_host", lambda rows: host)
+    number = way.submit(0, Rows(host.hidden.to("meta"), host.route, host.weights))
+    assert way._submitted._answers[number].result(10).device.type == "cpu"
+    assert way.wait(number).device.type == "meta"
+    way.close()
