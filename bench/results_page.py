@@ -133,10 +133,10 @@ VIEWS = (
     View(
         "tls_cost",
         "What keys cost a call, beside encrypting its bytes",
-        r"(?P<line>.+), (?P<column>\d+ rows)",
+        r"(?P<line>.+), (?P<column>\d+ rows): processor time beside the bytes",
         "{line}",
         "{column}",
-        facts=("whole cost", "its bytes", "call"),
+        facts=("with its bytes", "on the wall", "its bytes", "a call without keys"),
     ),
     View(
         "gpu_service",
