@@ -136,7 +136,16 @@ VIEWS = (
         r"(?P<line>.+), (?P<column>\d+ rows): processor time beside the bytes",
         "{line}",
         "{column}",
-        facts=("with its bytes", "on the wall", "its bytes", "a call without keys"),
+        facts=(
+            "with its bytes",
+            "at least",
+            "at most",
+            "on the wall",
+            "a call without keys",
+            "a round trip to a head elsewhere",
+            "its bytes",
+            "TLS for an echo",
+        ),
     ),
     View(
         "gpu_service",
