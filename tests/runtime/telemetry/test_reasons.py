@@ -83,7 +83,7 @@ def test_the_reason_repeats_what_a_member_said_only_so_far(
 
 
 def test_a_reason_not_to_start_is_cut(coordinator: Coordinator) -> None:
-    FakeMember(coordinator, 0, refused="x" * 70_000)
+    FakeMember(coordinator, 0, refused="x" * 70_000, for_good=True)
     until(lambda: coordinator.progress().state == "failed")
     assert len(coordinator.progress().reason) <= 1024
 
