@@ -38,7 +38,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     [
         (
             "[modle]\n",
-            "unknown key modle; known: model, parallel, plan, step, balance, members, passes, server, cluster",
+            "unknown key modle; known: model, parallel, plan, step, balance, members, passes, server",
         ),
         ("[server]\nprot = 1\n", "unknown key server.prot; known: server.host, server.port"),
         ("[server]\nport = '50051'\n", "server.port must be int, not '50051'"),
