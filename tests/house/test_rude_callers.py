@@ -71,7 +71,7 @@ class Rudely:
 
 @pytest.fixture(scope="module")
 def rudely(checkpoint_path: Path, alone: Alone) -> Iterator[Rudely]:
-    limits = {"max_concurrent_calls": 64, "max_streams": 32, "request_seconds": 4.0, "unread_seconds": 1.5}
+    limits = {"max_concurrent_calls": 64, "max_streams": 32, "request_seconds": 1.5, "unread_seconds": 6.0}
     given = {f"server__{key}": value for key, value in limits.items()}
     with LocalCluster(house_config(checkpoint_path, **given, **EP2)) as house:
         made = Rudely(house, alone)
@@ -111,7 +111,7 @@ def test_messages_that_come_byte_by_byte_or_never_end(rudely: Rudely, door: str)
     raw = [RawConnection(rudely.address(door)) for _ in range(20)]
     begun = [(each, each.begin(rudely.path(door))) for each in raw for _ in range(5)]
     data = message(rudely.request.SerializeToString())
-    for at in range(60):
+    for at in range(30):
         for each, stream in begun:
             with suppress(OSError):
                 each.socket.sendall(frame(DATA, 0, stream, data[at : at + 1]))

@@ -79,7 +79,8 @@ class Calling:
             request = guarded(context, lambda: message.parsed(parse, forward=True))
             call.at_end(self._entered(held_bytes(request, message.nbytes), context))
             reply = answering(request, context)
-            watched = self._late.add(time.monotonic() + self._admission.limits.unread_seconds, context.cancel)
+            within = time.monotonic() + self._admission.limits.unread_seconds
+            watched = self._late.add(within, partial(_leave_alone, context, "takes no reply"))
             call.at_end(lambda: self._late.remove(watched))
             return reply
 
