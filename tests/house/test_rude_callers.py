@@ -71,7 +71,7 @@ class Rudely:
 
 @pytest.fixture(scope="module")
 def rudely(checkpoint_path: Path, alone: Alone) -> Iterator[Rudely]:
-    limits = {"max_concurrent_calls": 64, "max_streams": 32, "request_seconds": 1.5, "unread_seconds": 6.0}
+    limits = {"max_concurrent_calls": 64, "max_streams": 32, "request_seconds": 1.5, "unread_seconds": 3.0}
     given = {f"server__{key}": value for key, value in limits.items()}
     with LocalCluster(house_config(checkpoint_path, **given, **EP2)) as house:
         made = Rudely(house, alone)
