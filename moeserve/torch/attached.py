@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from moeserve.proto.errors import MoeError, Unavailable, WeightsChanged
-from moeserve.proto.passes.attached import AttachedLane, Pass, PassLate
+from moeserve.proto.passes.attached import AttachedLane
+from moeserve.proto.passes.running import Pass, PassLate
 from moeserve.proto.tensors import as_torch
 from moeserve.torch.ways import Rounds, Rows, Sizes, WrongRows
 
@@ -199,7 +200,7 @@ class Attached:
     def _fill(self, run: Pass, stage: int, rows: Rows) -> None:
         """Copies the rows into the mailbox, waits for that, and says so."""
         if rows.hidden.is_cuda and self._pinned is None:
-            self._pinned = Pinned.of(self._attached().memory)
+            self._pinned = Pinned.of(self._attached().memory.bytes)
         if (read := self._read.pop(stage, None)) is not None:
             read.synchronize()  # the copy of the answer that is about to be written over
         count, logits = rows.hidden.shape[0], rows.weights is None

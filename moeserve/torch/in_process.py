@@ -9,16 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from moeserve.dispatch.group import GroupKind, end_group, group_beside
 from moeserve.experts.balance import Policy, balancer_named
 from moeserve.experts.load import Load
 from moeserve.runtime.config import Config
@@ -26,100 +20,12 @@ from moeserve.runtime.launch.torchrun import HostedRank, join_torchrun, leave_to
 from moeserve.runtime.rank.graphs import padded_rows
 from moeserve.runtime.sections import BalanceConfig
 from moeserve.runtime.step import LaneInput, LaneLogits, LaneRows, empty_input
-from moeserve.torch.moves import NOTHING, Moves
+from moeserve.torch.meeting import FOLLOWS, Agreed, meeting_of
+from moeserve.torch.moves import Moves
 from moeserve.torch.ways import MOST_ALIKE, Rounds, Rows, Sizes, Submitted, WrongRows
 
 UNLIMITED = 1 << 60
 """Moves of a plan: as many as its policy wants."""
-
-FOLLOWS = -1
-"""In place of a layer, by a rank that has none to run and follows the others."""
-
-
-class OutOfStep(RuntimeError):
-    """Ranks of one group are not at the same layer; names who is where."""
-
-
-class Agreed(NamedTuple):
-    """What the ranks run next."""
-
-    layer: int  # FOLLOWS: no rank has a layer to run
-    lane_rows: tuple[int, ...]  # by lane
-    votes: tuple[int, ...] = ()  # by rank, on experts that move
-
-
-class Meeting(Protocol):
-    """How ranks learn what the others bring."""
-
-    def agree(self, layer: int, rows: int, vote: int = NOTHING) -> Agreed:
-        """Tells what this rank brings to its next step, and returns what all of them bring."""
-
-    def sum(self, load: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The sum over all ranks."""
-
-    def first(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """What the first rank has of it."""
-
-    def close(self) -> None:
-        """Ends it."""
-
-
-class Alone:
-    """The meeting of a rank without others."""
-
-    def agree(self, layer: int, rows: int, vote: int = NOTHING) -> Agreed:
-        """Returns what it was told."""
-        return Agreed(layer, (rows,), (vote,))
-
-    def sum(self, load: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The load itself."""
-        return load
-
-    def first(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The slots themselves."""
-        return slots
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-class Exchange:
-    """A meeting over a group: one small all-gather a step, on the host."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-
-    def agree(self, layer: int, rows: int, vote: int = NOTHING) -> Agreed:
-        """Collective over the group. Raises OutOfStep, on all ranks alike, for ranks at different layers."""
-        mine = torch.tensor([layer, rows, vote])
-        found = [torch.empty_like(mine) for _ in range(self._group.size())]
-        dist.all_gather(found, mine, group=self._group)
-        told: list[list[int]] = [one.tolist() for one in found]
-        at = {rank: here for rank, (here, _, _) in enumerate(told) if here != FOLLOWS}
-        if len(set(at.values())) > 1:
-            places = ", ".join(f"rank {rank} at layer {here}" for rank, here in at.items())
-            raise OutOfStep(f"ranks are not at one layer: {places}; all run the same layers in one order")
-        layer = next(iter(at.values()), FOLLOWS)
-        return Agreed(layer, tuple(rows for _, rows, _ in told), tuple(vote for *_, vote in told))
-
-    def sum(self, load: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Collective; added up in the order of the ranks, so that all have the same bits."""
-        mine = torch.from_numpy(load.copy())
-        found = [torch.empty_like(mine) for _ in range(self._group.size())]
-        dist.all_gather(found, mine, group=self._group)
-        total: NDArray[np.float64] = torch.stack(found).sum(dim=0).numpy()
-        return total
-
-    def first(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Collective."""
-        sent = torch.from_numpy(slots.copy())
-        dist.broadcast(sent, group=self._group, group_src=0)
-        received: NDArray[np.int32] = sent.numpy()
-        return received
-
-    def close(self) -> None:
-        """Ends the group."""
-        end_group(self._group)
 
 
 class Recorded:
@@ -147,7 +53,7 @@ class InProcess:
         self._rank: HostedRank | None = rank
         checkpoint = rank.served.checkpoint
         self._sizes = Sizes(checkpoint.hidden, checkpoint.num_experts, checkpoint.top_k)
-        self._meeting = _meeting_of(rank)
+        self._meeting = meeting_of(rank)
         self._counted: tuple[int, ...] | None = None  # rows of each lane, where the caller knows them
         self._submitted = Submitted("moeserve-steps")
         self._side = None if rank.device == "cpu" else _stream(rank.device)  # of submitted steps
@@ -400,10 +306,3 @@ def _padded(column: Tensor, rows: int) -> Tensor:
 def _stream(device: str) -> torch.cuda.Stream:
     made: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return made
-
-
-def _meeting_of(rank: HostedRank) -> Meeting:
-    if rank.group is None:
-        return Alone()
-    kind = GroupKind("gloo", rank.kind.timeout)
-    return Exchange(group_beside(rank.group, kind))

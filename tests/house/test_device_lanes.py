@@ -23,8 +23,9 @@ from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.client import Choice, Logits, MoeClient
 from moeserve.proto.errors import InvalidArgument, MoeError, NotFound, Unavailable, WeightsChanged
 from moeserve.proto.passes import mailbox as m
-from moeserve.proto.passes.attached import AttachedLane, PassLate, Wanted
+from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.mailbox import Status
+from moeserve.proto.passes.running import PassLate
 from moeserve.proto.tensors import TensorError
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
@@ -168,7 +169,7 @@ def test_lanes_are_listed_without_their_secrets(house: LocalCluster, alone: Alon
 
 def write(lane: AttachedLane, words: dict[int, int]) -> None:
     for at, value in words.items():
-        lane.box[at] = value
+        lane.memory.box[at] = value
 
 
 def unknown_layer(lane: AttachedLane, alone: Alone) -> None:
@@ -192,7 +193,7 @@ def wrong_header(changed: dict[int, int]) -> Callable[[AttachedLane, Alone], Non
         head = lane.layout.header(0)
         words = {m.LAYER: 0, m.STAGE: 0, m.COUNT: 1, m.KIND: m.CHOICE} | changed
         write(lane, {head + at: value for at, value in words.items()})
-        lane.box[head + m.TAG] = m.tag_of(run.number, 0)
+        lane.memory.box[head + m.TAG] = m.tag_of(run.number, 0)
         run.wait(5)
 
     return act

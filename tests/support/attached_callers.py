@@ -12,7 +12,8 @@ from houses import Alone
 from torch import Tensor
 
 from moeserve.proto.client import Choice
-from moeserve.proto.passes.attached import AttachedLane, Pass, PassLate, Wanted
+from moeserve.proto.passes.attached import AttachedLane, Wanted
+from moeserve.proto.passes.running import Pass, PassLate
 from moeserve.proto.tensors import as_torch
 
 

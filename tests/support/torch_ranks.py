@@ -13,7 +13,8 @@ from torch import Tensor
 
 from moeserve.runtime.launch.torchrun import join_torchrun
 from moeserve.torch import MoeExperts, WrongRows
-from moeserve.torch.in_process import InProcess, OutOfStep
+from moeserve.torch.in_process import InProcess
+from moeserve.torch.meeting import OutOfStep
 
 PASSES = ((3, 0, 5), (1, 1, 1), (0, 0, 2), (4, 7, 0))
 """Rows of each rank, pass by pass."""

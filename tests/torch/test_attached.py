@@ -255,4 +255,4 @@ def test_a_reload_between_layers_is_told_where_the_caller_asks_for_one_version(p
 
 
 def test_a_pass_that_was_never_announced_has_no_status(way: Attached) -> None:
-    assert way._lane is not None and way._lane.out[m.ENDED] == 0 and way._lane.number == 0
+    assert way._lane is not None and way._lane.memory.out[m.ENDED] == 0 and way._lane.number == 0

@@ -91,7 +91,7 @@ def rude(address: str, at: int, how: str, pipe: Connection) -> None:
     hidden, ids, weights = SIZES.batch(8, seed=at)
     with AttachedLane.attach(address, Wanted(f"rude-{at}", rows=8, rank=at % RANKS)) as lane:
         told = False
-        words = torch.frombuffer(lane.box.cast("B"), dtype=torch.uint8)
+        words = torch.frombuffer(lane.memory.box.cast("B"), dtype=torch.uint8)
         while True:
             with suppress(MoeError), lane.begin([0, 1]) as run:
                 for _ in range(2):
