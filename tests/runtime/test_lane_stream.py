@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moeserve.proto import moe_pb2
-from moeserve.runtime.doors.lane_door import LaneStream
+from moeserve.runtime.doors.calls.lane_stream import LaneStream
 from moeserve.runtime.rank.lane import LaneCall
 
 Ended = Callable[[moe_pb2.ForwardStreamReply], None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from moeserve.runtime.rank.transfers import HostEngines
+from moeserve.runtime.rank.transfers.engines import HostEngines
 from moeserve.runtime.step import Moment
 
 SECONDS = 5.0

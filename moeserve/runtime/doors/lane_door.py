@@ -8,7 +8,6 @@ import os
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.transports.carried import Carried
+from moeserve.runtime.doors.calls.lane_stream import LaneStream, Started
 from moeserve.runtime.doors.calls.rows import Leave, RowAdmission, RowLimits
 from moeserve.runtime.doors.deadlines import Observe, seconds_left
 from moeserve.runtime.doors.failures import GrpcStatus, guarded, status_of
@@ -25,7 +25,7 @@ from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.doors.request import CheckedRequest, RequestReader
 from moeserve.runtime.errors import CallerLeft, DeadlinePassed, GroupUnavailable, LaneFull, pushback
 from moeserve.runtime.rank.lane import Lane, LaneCall
-from moeserve.runtime.rank.transfers import AHEAD_BYTES
+from moeserve.runtime.rank.transfers.transfers import AHEAD_BYTES
 from moeserve.runtime.step import Stamp
 
 log = logging.getLogger(__name__)
@@ -67,9 +67,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         self._regions = regions
         self._weights_version = weights_version
         self._observe = observe
-        self._leases: dict[
-            Callable[[bytes], None], _Started
-        ] = {}  # the call under way of each, by its answer
+        self._leases: dict[Callable[[bytes], None], Started] = {}  # the call under way of each, by its answer
         self._aside = ThreadPoolExecutor(ASIDE_THREADS, "aside")  # holds no more than the lane holds calls
         regions.take_call = self.take_packet
 
@@ -179,7 +177,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             failed = status_of(refused).as_message()
             answer(moe_pb2.ForwardStreamReply(job_id=request.job_id, error=failed).SerializeToString())
             return _nothing if earlier is None else earlier.give_up
-        started = self._leases[answer] = _Started(self.leave)
+        started = self._leases[answer] = Started(self.leave)
 
         def ended(reply: moe_pb2.ForwardStreamReply) -> None:
             self._leases.pop(answer, None)  # before the caller has the reply, and sends its next packet
@@ -205,11 +203,11 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         ended: Callable[[moe_pb2.ForwardStreamReply], None],
         peer: str,
         method: str,
-    ) -> _Started:
+    ) -> Started:
         """Starts a request as `begin` does, in another thread where that takes long. Gives it up by `give_up`
         of what it returns; `ended` gets a reply all the same.
         """
-        started = _Started(self.leave)
+        started = Started(self.leave)
 
         def begin() -> None:
             try:
@@ -345,104 +343,6 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         """Forgets the region whose whole name the caller knows; calls that hold it finish."""
         guarded(context, lambda: self._regions.release(request.name))
         return moe_pb2.ReleaseRegionReply()
-
-
-class LaneStream:
-    """The requests of one ForwardStream and the calls they became.
-
-    `replies` gets each reply as it is ready, and None when there will be no more.
-    """
-
-    def __init__(
-        self, door: LaneDoor, replies: queue.SimpleQueue[moe_pb2.ForwardStreamReply | None], peer: str = ""
-    ) -> None:
-        self._door = door
-        self._peer = peer
-        self._replies = replies
-        self._calls: dict[int, LaneCall] = {}
-        self._open = 1  # requests that have not ended, and the consumer
-        self._caller_left = threading.Event()
-        self._lock = threading.Lock()
-
-    def consume(self, requests: Iterator[moe_pb2.ForwardRequest]) -> None:
-        """Starts requests until the caller sends no more, or has left."""
-        try:
-            for number, request in enumerate(requests):
-                self.start(number, request)
-        except Exception as error:  # gRPC ends the iterator of a broken stream with one of several types
-            log.debug("a stream broke: %s", error)
-        self._ended()
-
-    def left(self) -> None:
-        """Ends the stream's calls: its RPC is over, answered or not."""
-        with self._lock:
-            self._caller_left.set()
-            calls, self._calls = list(self._calls.values()), {}
-        for call in calls:
-            self._door.leave(call)
-        self._replies.put(None)
-
-    def start(self, number: int, request: moe_pb2.ForwardRequest) -> None:
-        """Starts `request`, the stream's `number`th. After `left` it does nothing, or ends it at once."""
-        with self._lock:
-            if self._caller_left.is_set():
-                return
-            self._open += 1
-
-        def ended(reply: moe_pb2.ForwardStreamReply) -> None:
-            with self._lock:
-                self._calls.pop(number, None)
-            self._replies.put(reply)
-            self._ended()
-
-        call = self._door.begin(request, ended, self._peer)
-        if call is None:
-            return
-        with self._lock:
-            left = self._caller_left.is_set()
-            if not left and not call.ended:
-                self._calls[number] = call
-        if left:
-            self._door.leave(call)
-
-    def _ended(self) -> None:
-        with self._lock:
-            self._open -= 1
-            last = self._open == 0
-        if last:
-            self._replies.put(None)
-
-
-class _Started:
-    """A call that came as a packet, from when it was taken: it may yet have to be begun.
-
-    It is not kept once it has ended: a lease may be idle for long.
-    """
-
-    def __init__(self, leave: Callable[[LaneCall], None]) -> None:
-        self._leave = leave
-        self._call: Callable[[], LaneCall | None] = _no_call
-        self._given_up = False
-        self._lock = threading.Lock()
-
-    def take(self, call: LaneCall | None) -> None:
-        """The call has begun, or ended at once."""
-        with self._lock:
-            self._call = _no_call if call is None else weakref.ref(call)
-            given_up = self._given_up
-        if given_up and call is not None:
-            self._leave(call)
-
-    def give_up(self) -> None:
-        """The caller has left."""
-        with self._lock:
-            self._given_up, call = True, self._call()
-        if call is not None:
-            self._leave(call)
-
-
-def _no_call() -> None:
-    """There is no call yet, or no more."""
 
 
 def _not_held(code: str) -> None:

@@ -38,7 +38,7 @@ from moeserve.runtime.rank.lane import Lane
 from moeserve.runtime.rank.member import Member
 from moeserve.runtime.rank.member_group import ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
-from moeserve.runtime.rank.transfers import transfers_of
+from moeserve.runtime.rank.transfers.transfers import transfers_of
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopySources, Mover
 from moeserve.runtime.rank.weights.peers import Peers, WeightsServer, unread_seconds

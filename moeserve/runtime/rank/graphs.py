@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moeserve.dispatch.members import Members
-from moeserve.runtime.rank.transfers import StepRoom
+from moeserve.runtime.rank.transfers.step_room import StepRoom
 from moeserve.runtime.step import LaneInput, LaneRows, empty_input
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from moeserve.runtime.errors import (
     one_version,
     pushback,
 )
-from moeserve.runtime.rank.transfers import Transfers
+from moeserve.runtime.rank.transfers.transfers import Transfers
 from moeserve.runtime.step import Announcement, Job, Lent, Stamp, Upload
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from moeserve.runtime.rank.graphs import padded_rows
 from moeserve.runtime.rank.measured import TIMED_EVERY, ExpertRows, RowsReading
 from moeserve.runtime.rank.memory import held_bytes, release_cached
 from moeserve.runtime.rank.runner import Launch, StepRunner
-from moeserve.runtime.rank.transfers import StepRoom
+from moeserve.runtime.rank.transfers.step_room import StepRoom
 from moeserve.runtime.rank.warm.warming import Warming
 from moeserve.runtime.served import Served
 from moeserve.runtime.step import FIRST_NUMBER, LaneLogits, LaneRows, Phases, empty_input

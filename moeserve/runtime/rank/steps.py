@@ -15,7 +15,7 @@ from moeserve.runtime.rank.lane import Lane
 from moeserve.runtime.rank.measured import RowsReading, since
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.reports import Counted, Reports
-from moeserve.runtime.rank.transfers import ASIDE_BYTES, InFlight
+from moeserve.runtime.rank.transfers.transfers import ASIDE_BYTES, InFlight
 from moeserve.runtime.step import (
     Header,
     Job,

@@ -14,11 +14,13 @@ import torch
 from slow_engines import SECONDS, SlowEngines
 
 from moeserve.runtime.control.reached import Progress
-from moeserve.runtime.rank import answers, transfers
+from moeserve.runtime.rank import answers
 from moeserve.runtime.rank.answers import MOST_UNFINISHED, InOrder
 from moeserve.runtime.rank.lane import Lane, LaneBatch, LaneCall
 from moeserve.runtime.rank.steps import MemberSteps
-from moeserve.runtime.rank.transfers import StepRoom, Transfers
+from moeserve.runtime.rank.transfers import transfers
+from moeserve.runtime.rank.transfers.step_room import StepRoom
+from moeserve.runtime.rank.transfers.transfers import Transfers
 from moeserve.runtime.step import CallerMemory, Header, Lent, Phases, StepRecord, Upload
 
 H, K, GENERATION = 8, 2, 3

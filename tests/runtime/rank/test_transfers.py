@@ -11,14 +11,9 @@ from torch import Tensor
 
 from moeserve.runtime.errors import CallerLeft, GroupUnavailable
 from moeserve.runtime.rank.lane import Lane, LaneBatch
-from moeserve.runtime.rank.transfers import (
-    AHEAD_BYTES,
-    DIRECT_BYTES,
-    Engines,
-    HostEngines,
-    StepRoom,
-    Transfers,
-)
+from moeserve.runtime.rank.transfers.engines import Engines, HostEngines
+from moeserve.runtime.rank.transfers.step_room import StepRoom
+from moeserve.runtime.rank.transfers.transfers import AHEAD_BYTES, DIRECT_BYTES, Transfers
 from moeserve.runtime.step import CallerMemory, Job, Lent, Stamp, Upload
 
 H, K = 64, 2

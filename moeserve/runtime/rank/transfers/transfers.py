@@ -9,16 +9,16 @@ the rows and write the answer there, and the host copies neither.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from moeserve.runtime.step import Job, LaneInput, Moment, Upload
+from moeserve.runtime.rank.transfers.engines import Engines, Passed
+from moeserve.runtime.rank.transfers.step_room import StagedRoutes, StepRoom
+from moeserve.runtime.step import Job, Moment, Upload
 
 DIRECT_BYTES = 64 << 10
 """Rows and answers of this size on are copied by the device's engines each by itself. Smaller ones share one
@@ -30,177 +30,10 @@ AHEAD_BYTES = 1 << 20
 the driver and the further copy on the device that this costs.
 """
 
-ALIGNED_BYTES = 256
-"""At which torch's allocator aligns device memory; kernels are compiled for aligned and other addresses
-apart.
-"""
-
 ASIDE_BYTES = 256 << 10
 """Answers of this size on go home on a stream of their own, while the next step computes. Smaller ones go on
 the stream of the steps, so that the next one may write its answer to the same memory.
 """
-
-
-class Engines:
-    """The streams and events of a CUDA device. Uploads and downloads have streams of their own."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._spare: dict[bool, deque[torch.cuda.Event]] = {True: deque(), False: deque()}
-
-    def use(self) -> None:
-        """Makes the device this thread's current one."""
-        torch.cuda.set_device(self.device)
-
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Host memory that the engines read and write; it is not given out again while they do."""
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
-
-    def uploading(self) -> AbstractContextManager[object]:
-        """A context in which the device's work goes to the stream of uploads."""
-        return torch.cuda.stream(self._up)
-
-    def downloading(self) -> AbstractContextManager[object]:
-        """A context in which it goes to the stream of answers, behind the current stream's work so far."""
-        self._down.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self._down)
-
-    def event(self, *, sleeps: bool = False) -> Moment:
-        """What the current stream has been given so far.
-
-        sleeps: who waits for it sleeps. It wakes a little later, and holds up no thread that launches work,
-        as one does that spins.
-        """
-        spare = self._spare[sleeps]
-        made = spare.popleft() if spare else torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
-        made.record()
-        return made
-
-    def reuse(self, event: Moment, *, sleeps: bool) -> None:
-        """Takes back an event that has passed and that nobody asks any more; from any thread."""
-        self._spare[sleeps].append(event)  # type: ignore[arg-type]
-
-    def follow(self, event: Moment) -> None:
-        """The current stream goes on when `event` has passed; the host does not wait."""
-        torch.cuda.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
-
-
-class HostEngines(Engines):
-    """What stands for a device on a CPU: everything has happened at once. For tests of what is above."""
-
-    def __init__(self) -> None:
-        self.device = "cpu"
-
-    def use(self) -> None:
-        """Does nothing."""
-
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Plain host memory."""
-        return torch.empty(shape, dtype=dtype)
-
-    def uploading(self) -> AbstractContextManager[object]:
-        """Does nothing."""
-        return nullcontext()
-
-    def downloading(self) -> AbstractContextManager[object]:
-        """Does nothing."""
-        return nullcontext()
-
-    def event(self, *, sleeps: bool = False) -> Moment:
-        """A moment that has passed."""
-        return _Passed()
-
-    def reuse(self, event: Moment, *, sleeps: bool) -> None:
-        """Does nothing."""
-
-    def follow(self, event: Moment) -> None:
-        """Does nothing."""
-
-
-class _Passed:
-    def synchronize(self) -> None:
-        return
-
-    def query(self) -> bool:
-        return True
-
-
-@dataclass(frozen=True, eq=False)
-class StepRoom:
-    """A lane's rows of one step in device memory, where they are gathered.
-
-    `routes` is the memory of experts, weights and validity of all rows, one after the other, so that one copy
-    fills it.
-    """
-
-    rows: LaneInput
-    routes: Tensor  # uint8
-    parts: dict[int, LaneInput] = field(default_factory=dict)  # the first rows, as many as were asked for
-    staged: deque[StagedRoutes] = field(default_factory=deque)  # of steps that have ended, to be filled again
-
-    def first(self, count: int) -> LaneInput:
-        """The first `count` rows."""
-        found = self.parts.get(count)
-        if found is None:
-            found = self.parts[count] = self.rows.rows(slice(count))
-        return found
-
-    @classmethod
-    def of(cls, hidden: Tensor, top_k: int) -> StepRoom:
-        """Room beside `hidden [R, H]`, not filled."""
-        count = hidden.shape[0]
-        routes = torch.empty(_routes_bytes(count, top_k), dtype=torch.uint8, device=hidden.device)
-        return cls(LaneInput(hidden, *_route_columns(routes, count, top_k)), routes)
-
-
-class StagedRoutes:
-    """Host memory from which the routes of one step are copied to its room, and where their columns lie.
-
-    memory: uint8, as large as the room's `routes`.
-    """
-
-    def __init__(self, memory: Tensor, rows: int, top_k: int) -> None:
-        self.memory = memory
-        there = memory.numpy()
-        size, column = 4 * rows * top_k, _column_bytes(rows, top_k)
-        there[:] = 0
-        self._experts = there[:size].view(np.int32).reshape(rows, top_k)
-        self._weights = there[column : column + size].view(np.float32).reshape(rows, top_k)
-        self._valid = there[2 * column :]
-
-    def fill(self, parts: Sequence[tuple[int, Job | None]]) -> None:
-        """Takes the routes of a step's jobs, in its order; rows of a job that is gone, and those behind the
-        last, are not valid, whatever stands in them.
-        """
-        at = 0
-        for rows, job in parts:
-            end = at + rows
-            if job is not None:
-                self._experts[at:end] = job.experts.numpy()
-                self._weights[at:end] = job.weights.numpy()
-            self._valid[at:end] = job is not None
-            at = end
-        self._valid[at:] = 0
-
-
-def _column_bytes(rows: int, top_k: int) -> int:
-    """Bytes of experts, and of weights: each column starts as aligned as memory of its own would be."""
-    return -(-4 * rows * top_k // ALIGNED_BYTES) * ALIGNED_BYTES
-
-
-def _routes_bytes(rows: int, top_k: int) -> int:
-    return 2 * _column_bytes(rows, top_k) + rows
-
-
-def _route_columns(routes: Tensor, rows: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Experts `[R, K]` int32, weights `[R, K]` float32 and validity `[R]` bool as views of `routes`."""
-    size, column = 4 * rows * top_k, _column_bytes(rows, top_k)
-    experts = routes[:size].view(torch.int32)
-    weights = routes[column : column + size].view(torch.float32)
-    shape = (rows, top_k)
-    return experts.view(shape), weights.view(shape), routes[2 * column :].view(torch.bool)
 
 
 @dataclass(eq=False)
@@ -219,7 +52,7 @@ class InFlight:
         outputs: list[Tensor | None] = [answer]
         if len(sizes) != 1:
             outputs = list(torch.split(answer, sizes)) if sizes else []
-        return cls(outputs, _Passed(), [], [])
+        return cls(outputs, Passed(), [], [])
 
     def release(self) -> None:
         """The copies have ended: callers' memory is used no more, and what was kept is free."""

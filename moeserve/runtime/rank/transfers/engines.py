@@ -1,0 +1,101 @@
+"""`Engines`: the streams and events of a device that copies are made on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from moeserve.runtime.step import Moment
+
+
+class Engines:
+    """The streams and events of a CUDA device. Uploads and downloads have streams of their own."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._spare: dict[bool, deque[torch.cuda.Event]] = {True: deque(), False: deque()}
+
+    def use(self) -> None:
+        """Makes the device this thread's current one."""
+        torch.cuda.set_device(self.device)
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Host memory that the engines read and write; it is not given out again while they do."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def uploading(self) -> AbstractContextManager[object]:
+        """A context in which the device's work goes to the stream of uploads."""
+        return torch.cuda.stream(self._up)
+
+    def downloading(self) -> AbstractContextManager[object]:
+        """A context in which it goes to the stream of answers, behind the current stream's work so far."""
+        self._down.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._down)
+
+    def event(self, *, sleeps: bool = False) -> Moment:
+        """What the current stream has been given so far.
+
+        sleeps: who waits for it sleeps. It wakes a little later, and holds up no thread that launches work,
+        as one does that spins.
+        """
+        spare = self._spare[sleeps]
+        made = spare.popleft() if spare else torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
+        made.record()
+        return made
+
+    def reuse(self, event: Moment, *, sleeps: bool) -> None:
+        """Takes back an event that has passed and that nobody asks any more; from any thread."""
+        self._spare[sleeps].append(event)  # type: ignore[arg-type]
+
+    def follow(self, event: Moment) -> None:
+        """The current stream goes on when `event` has passed; the host does not wait."""
+        torch.cuda.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
+
+
+class HostEngines(Engines):
+    """What stands for a device on a CPU: everything has happened at once. For tests of what is above."""
+
+    def __init__(self) -> None:
+        self.device = "cpu"
+
+    def use(self) -> None:
+        """Does nothing."""
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Plain host memory."""
+        return torch.empty(shape, dtype=dtype)
+
+    def uploading(self) -> AbstractContextManager[object]:
+        """Does nothing."""
+        return nullcontext()
+
+    def downloading(self) -> AbstractContextManager[object]:
+        """Does nothing."""
+        return nullcontext()
+
+    def event(self, *, sleeps: bool = False) -> Moment:
+        """A moment that has passed."""
+        return Passed()
+
+    def reuse(self, event: Moment, *, sleeps: bool) -> None:
+        """Does nothing."""
+
+    def follow(self, event: Moment) -> None:
+        """Does nothing."""
+
+
+class Passed:
+    """A moment of the past."""
+
+    def synchronize(self) -> None:
+        """Waits for nothing."""
+
+    def query(self) -> bool:
+        """Whether it has passed."""
+        return True
