@@ -14,11 +14,11 @@ import argparse
 import json
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from bench.lib.held import Held
 from bench.lib.record import Result, write
 from bench.service.gpu_hop import LARGE, TINY, checkpoint_folder, config_of
 from bench.service.hops.callers import KINDS, Called, Callers, Load
@@ -38,39 +38,22 @@ MOST_THREADS_MORE = 8  # pools grow to their size with the first large calls
 MOST_FILES_MORE = 8
 
 
-@dataclass(frozen=True)
-class Look:
-    """What one process holds."""
-
-    resident: int  # bytes
-    threads: int
-    files: int
-
-    @classmethod
-    def at(cls, pid: int) -> Look:
-        """The process `pid` as it is now."""
-        status = dict(
-            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
-        )
-        files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-        return cls(int(status["VmRSS"].split()[0]) * 1024, int(status["Threads"]), files)
-
-    def grown(self, before: Look) -> list[str]:
-        """What has grown since `before`, in words; empty where nothing has."""
-        found = []
-        if self.resident > (1 + MOST_GROWTH) * before.resident + SLACK_BYTES:
-            found.append(f"resident memory from {before.resident >> 20} to {self.resident >> 20} MiB")
-        if self.threads > before.threads + MOST_THREADS_MORE:
-            found.append(f"threads from {before.threads} to {self.threads}")
-        if self.files > before.files + MOST_FILES_MORE:
-            found.append(f"open files from {before.files} to {self.files}")
-        return found
+def grown(before: Held, now: Held) -> list[str]:
+    """What has grown, in words; empty where nothing has."""
+    found = []
+    if now.nbytes > (1 + MOST_GROWTH) * before.nbytes + SLACK_BYTES:
+        found.append(f"resident memory from {before.nbytes >> 20} to {now.nbytes >> 20} MiB")
+    if now.threads > before.threads + MOST_THREADS_MORE:
+        found.append(f"threads from {before.threads} to {now.threads}")
+    if now.descriptors > before.descriptors + MOST_FILES_MORE:
+        found.append(f"open files from {before.descriptors} to {now.descriptors}")
+    return found
 
 
-def looks(pids: dict[str, int]) -> dict[str, Look]:
+def looks(pids: dict[str, int]) -> dict[str, Held]:
     """What the processes hold, by name, once they have let go of what callers gave back."""
     time.sleep(SETTLE_SECONDS)
-    return {name: Look.at(pid) for name, pid in pids.items()}
+    return {name: Held.of(pid) for name, pid in pids.items()}
 
 
 def main() -> None:
@@ -90,7 +73,7 @@ def main() -> None:
     )
     sizes: Sizes = LARGE if args.gpus else TINY
     tune_process()
-    total, first = Called(), dict[str, Look]()
+    total, first = Called(), dict[str, Held]()
     with checkpoint_folder(sizes) as folder:
         write_checkpoint(folder, sizes)
         with (
@@ -114,18 +97,18 @@ def main() -> None:
         raise SystemExit(
             f"only {at} rounds were run, and what grows shows after {WARM_ROUNDS}; give --seconds"
         )
-    grown = [f"{name}: {text}" for name in pids for text in last[name].grown(first[name])]
-    held = {f"{name} MiB": float(last[name].resident >> 20) for name in pids}
-    held |= {f"{name} MiB after a third": float(first[name].resident >> 20) for name in pids}
+    more = [f"{name}: {text}" for name in pids for text in grown(first[name], last[name])]
+    held = {f"{name} MiB": float(last[name].nbytes >> 20) for name in pids}
+    held |= {f"{name} MiB after a third": float(first[name].nbytes >> 20) for name in pids}
     case = f"{args.callers} callers of {args.rows} rows x {sizes.hidden}, {args.seconds:.0f} s, by every way"
-    bad = total.wrong + len(total.failed) + len(grown)
+    bad = total.wrong + len(total.failed) + len(more)
     held |= {"calls": float(len(total.seconds)), "failed": float(len(total.failed))}
     held |= {"wrong": float(total.wrong)}
-    print(json.dumps({"case": case, "bad": bad, "grown": grown, "failed": total.failed[:5]} | held))
+    print(json.dumps({"case": case, "bad": bad, "grown": more, "failed": total.failed[:5]} | held))
     unit = "answers wrong, failed, or what grew"
     write([Result("hop_soak", case, float(bad), unit, "lower", 0.0, held)], args.out)
     if bad:
-        raise SystemExit(f"{total.wrong} wrong, {len(total.failed)} failed, grown: {grown}")
+        raise SystemExit(f"{total.wrong} wrong, {len(total.failed)} failed, grown: {more}")
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ import torch
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 
+from bench.lib.held import Held
 from bench.lib.mutations import Mutations
 from bench.lib.record import Result, write
 from bench.service.hop import EXPERTS, TOP_K, make_checkpoint
@@ -121,39 +122,6 @@ class Service:
         except subprocess.TimeoutExpired:
             self.process.kill()
         self._log.close()
-
-
-@dataclass(frozen=True)
-class Held:
-    """Descriptors, threads and bytes of one process. Descriptors are counted by kind, such as `socket`."""
-
-    kinds: Counter[str]
-    threads: int
-    nbytes: int
-
-    @property
-    def descriptors(self) -> int:
-        """All of them."""
-        return sum(self.kinds.values())
-
-    @classmethod
-    def of(cls, pid: int) -> Held:
-        """Reads them of /proc."""
-        status = Path(f"/proc/{pid}/status").read_text()
-        threads, kilobytes = (
-            int(re.search(rf"^{key}:\s+(\d+)", status, re.M)[1])  # type: ignore[index]
-            for key in ("Threads", "VmRSS")
-        )
-        return cls(descriptors_of(pid), threads, kilobytes << 10)
-
-
-def descriptors_of(pid: int) -> Counter[str]:
-    """The open descriptors of a process by what they are, numbers left out."""
-    found: Counter[str] = Counter()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
-            found[re.sub(r"[\d\[\]]+", "", os.readlink(descriptor)).rstrip(":")] += 1
-    return found
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from bench.lib.held import Held
 from bench.lib.record import Result, write
 from bench.service.hops.sizes import Experts, Sizes, write_checkpoint
 from moeserve.proto.client import Choice, MoeClient
@@ -137,12 +138,7 @@ def detach(address: str, at: int) -> None:
 
 def resident(pids: list[int]) -> list[int]:
     """Bytes of each process that are in memory."""
-    found = []
-    for pid in pids:
-        status = Path(f"/proc/{pid}/status").read_text()
-        line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
-        found.append(int(line.split()[1]) * 1024)
-    return found
+    return [Held.of(pid).nbytes for pid in pids]
 
 
 def main() -> None:
