@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeserve.checkpoints.contents import missing_weights
-from moeserve.checkpoints.store import CheckpointError
+from moeserve.checkpoints.store import CheckpointError, NotThere
 from moeserve.proto.texts import clipped
 
 SHORTEST_COMMIT = 7
@@ -24,6 +24,9 @@ FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 SECONDS = 10.0
 """How long a hub may take to answer what a repository holds."""
+
+MOST_REF = 256
+"""Bytes of a file in refs/ that are read: a commit has 40."""
 
 _ID = re.compile(r"(?P<org>[A-Za-z0-9][\w.-]*)/(?P<name>[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 _YES = ("1", "on", "yes", "true")
@@ -41,7 +44,12 @@ class HubId:
     def of(cls, named: str) -> HubId | None:
         """The repository that `org/name` or `org/name@revision` names; None for any other text."""
         found = _ID.fullmatch(named)
-        return found and cls(found["org"], found["name"], found["revision"] or "main")
+        if found is None:
+            return None
+        revision = found["revision"] or "main"
+        if any(part in ("", ".", "..") for part in revision.split("/")):
+            return None  # it would name a file outside of the repository's refs
+        return cls(found["org"], found["name"], revision)
 
     @property
     def repository(self) -> str:
@@ -84,7 +92,7 @@ def located(named: str | Path) -> Path:
     if path.exists():
         return _snapshot(path, "main", str(path)) if _is_repository(path) else path
     wanted = HubId.of(str(named))
-    return path if wanted is None else _cached(wanted, str(named))
+    return path if wanted is None else _cached(wanted, str(named), _no_folder(named))
 
 
 def located_in_cache(named: str) -> Path:
@@ -98,13 +106,21 @@ def located_in_cache(named: str) -> Path:
     return _cached(wanted, named)
 
 
-def _cached(wanted: HubId, named: str) -> Path:
-    if not wanted.folder.is_dir():
-        raise CheckpointError(
-            f"{named}: there is no folder {Path(named).absolute()}, and the hub cache {cache()} has no "
-            f"{wanted.folder.name}; {way_out(wanted)}"
+def _cached(wanted: HubId, named: str, looked: str = "") -> Path:
+    """looked: where else it was looked for, for the error's text."""
+    try:
+        there = wanted.folder.is_dir()
+    except OSError as error:  # a name that no file may have
+        raise CheckpointError(f"{clipped(named)}: {error.strerror}") from error
+    if not there:
+        raise NotThere(
+            f"{named}: {looked}the hub cache {cache()} has no {wanted.folder.name}; {way_out(wanted)}"
         )
     return _snapshot(wanted.folder, wanted.revision, named)
+
+
+def _no_folder(named: str | Path) -> str:
+    return f"there is no folder {Path(named).absolute()}, and "
 
 
 def pinned(named: str, *, folders: bool = True) -> str:
@@ -118,7 +134,7 @@ def pinned(named: str, *, folders: bool = True) -> str:
     if wanted is None or (folders and Path(named).exists()):
         return named
     try:
-        snapshot = _cached(wanted, named)
+        snapshot = _cached(wanted, named, _no_folder(named))
         lacking = missing_weights(snapshot)
     except CheckpointError as error:
         lacking = str(error)
@@ -168,6 +184,17 @@ def repository_of(path: Path) -> str | None:
     return None
 
 
+def _commit(ref: Path) -> str:
+    """The commit that a ref's file holds; empty where there is none. Raises CheckpointError."""
+    try:
+        if not ref.is_file():
+            return ""
+        with ref.open("rb") as file:
+            return file.read(MOST_REF).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{clipped(str(ref))} cannot be read as a commit: {error}") from error
+
+
 def _is_repository(path: Path) -> bool:
     """Whether a folder is a hub cache's repository or its `snapshots`, not the files of the model."""
     whole = path.resolve()
@@ -186,8 +213,7 @@ def _snapshot(repository: Path, revision: str, named: str) -> Path:
         repository = repository.parent
     snapshots = repository / "snapshots"
     found = sorted(path for path in snapshots.iterdir() if path.is_dir()) if snapshots.is_dir() else []
-    ref = repository / "refs" / revision
-    commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision
+    commit = _commit(repository / "refs" / revision) or revision
     for path in found:
         if path.name == commit or (len(commit) >= SHORTEST_COMMIT and path.name.startswith(commit)):
             return path
@@ -196,9 +222,9 @@ def _snapshot(repository: Path, revision: str, named: str) -> Path:
     _, org, name = repository.name.split("--", 2)
     wanted = HubId(org, name, revision)
     if not found:
-        raise CheckpointError(f"{named}: {repository} has no folder in snapshots/; {way_out(wanted)}")
+        raise NotThere(f"{named}: {repository} has no folder in snapshots/; {way_out(wanted)}")
     there = ", ".join(path.name for path in found)
-    raise CheckpointError(
+    raise NotThere(
         f"{named}: {repository} has no revision {revision} (neither in refs/ nor in snapshots/, which has "
         f"{there}); {way_out(wanted)}"
     )

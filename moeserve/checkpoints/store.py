@@ -55,6 +55,10 @@ class CheckpointError(ValueError):
         super().__init__(clipped(message))
 
 
+class NotThere(CheckpointError):
+    """A checkpoint that is not where it was looked for; it may come, with a disk or a download."""
+
+
 ODD_VALUES = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 """What it raises to use a value of a file that is of another kind than expected."""
 
@@ -100,7 +104,7 @@ class TensorStore:
         placed = _weight_map(index) if index.is_file() else {}
         files = sorted(set(placed.values())) or sorted(path.name for path in directory.glob("*.safetensors"))
         if not files:
-            raise CheckpointError(f"{directory} has no *.safetensors file and no {INDEX}")
+            raise NotThere(f"{directory} has no *.safetensors file and no {INDEX}")
         for file in files:
             self._add(directory / file)
         for name, file in placed.items():

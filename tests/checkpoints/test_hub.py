@@ -12,7 +12,15 @@ import pytest
 from checkpoints import make_checkpoint
 
 from moeserve.checkpoints.checkpoint import Checkpoint, CheckpointError
-from moeserve.checkpoints.hub import cache, located, pinned, repository_of
+from moeserve.checkpoints.hub import (
+    MOST_REF,
+    HubId,
+    cache,
+    located,
+    located_in_cache,
+    pinned,
+    repository_of,
+)
 from moeserve.cli import main
 from moeserve.cli.arguments.configured import add_config_flags, config_of
 from moeserve.runtime.config import Config
@@ -245,3 +253,25 @@ def test_a_shard_that_a_download_left_out_is_told(hub: Path) -> None:
     (snapshot / "model.safetensors.index.json").write_text('{"weight_map": {"a": "lost.safetensors"}}')
     with pytest.raises(CheckpointError, match=r"lacks 1 of 1 shards, as lost.safetensors .*HF_HUB_OFFLINE"):
         pinned("org/qwen3")
+
+
+@pytest.mark.parametrize("revision", ["/etc/passwd", "../../../secret", "a/../../secret", "./main", "a//b"])
+def test_a_revision_names_nothing_beside_the_refs(hub: Path, revision: str) -> None:
+    (hub.parent / "secret").write_text("x" * 100)
+    assert HubId.of(f"org/qwen3@{revision}") is None
+
+
+def test_a_ref_that_is_no_commit_is_told_and_not_read_whole(hub: Path) -> None:
+    (hub / FOLDER / "refs" / "odd").write_bytes(b"\xff" * 100)
+    with pytest.raises(CheckpointError, match="cannot be read as a commit"):
+        located("org/qwen3@odd")
+    (hub / FOLDER / "refs" / "long").write_text(OLD + "\n" + " " * MOST_REF + NEW)
+    assert located("org/qwen3@long").name == OLD
+    with pytest.raises(CheckpointError, match="too long"):
+        located_in_cache(f"org/{'n' * 300}")
+
+
+def test_only_what_was_looked_for_is_told(hub: Path) -> None:
+    with pytest.raises(CheckpointError) as failed:
+        located_in_cache("org/other")
+    assert "there is no folder" not in str(failed.value)

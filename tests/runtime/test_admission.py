@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from raw_http2 import RawConnection
 
 from moeserve.proto import health, moe_pb2
+from moeserve.proto.channel import MAX_MESSAGE_BYTES
 from moeserve.proto.client.deadline_watch import DeadlineWatch
 from moeserve.proto.errors import PUSHBACK_KEY, REASON_KEY
 from moeserve.runtime.doors import health as health_servicer
@@ -60,6 +61,21 @@ def test_bytes_are_let_in_up_to_a_limit_but_for_a_single_call() -> None:
     leave = admission.enter("a", 60)
     refusal(admission, "b", 41)
     admission.enter("b", 40)()
+    leave()
+    assert admission.held == (0, 0, 0)
+
+
+def test_a_call_that_is_let_in_may_turn_out_larger() -> None:
+    admission = Admission(DoorLimits(nbytes=100))
+    leave = admission.enter("a", 10)
+    less = admission.enlarge("a", 10, 490)  # alone it may have more
+    assert admission.held == (1, 0, 500)
+    less()
+    other = admission.enter("b", 50)
+    with pytest.raises(LaneFull, match="60 bytes do not fit: calls of 60 bytes are under way"):
+        admission.enlarge("a", 10, 50)
+    admission.enlarge("a", 10, 40)()
+    other()
     leave()
     assert admission.held == (0, 0, 0)
 
@@ -439,7 +455,7 @@ def test_a_reply_that_is_an_error_holds_no_more_than_its_own_bytes() -> None:
     admission = Admission(DoorLimits(nbytes=1 << 20))
     calls = StreamCalls(admission, moe_pb2.ForwardRequest.FromString)
     list(calls.requests(iter([Unparsed(small_request(1 << 62))])))
-    assert admission.held[2] == 1 << 62
+    assert admission.held[2] == MAX_MESSAGE_BYTES, "its caller's word counts as far as a reply may go"
     reply = moe_pb2.ForwardStreamReply(job_id="j", error=moe_pb2.Error(code=3, message="no such region"))
     calls.answered(reply)
     assert admission.held[2] == reply.ByteSize()

@@ -73,6 +73,20 @@ def test_a_reload_takes_another_revision_of_a_repository(
             made.reload(moe_pb2.ReloadRequest(checkpoint=named))
 
 
+def test_a_snapshot_that_leads_out_of_the_root_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """The folder of a repository is below the root, and its snapshot is a link to elsewhere."""
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    make_checkpoint("qwen3_moe", outside)
+    repository = root / "models--org--name"
+    (repository / "snapshots").mkdir(parents=True)
+    (repository / "snapshots" / "0123456789").symlink_to(outside)
+    served = served_from(house_config(checkpoint, **EP4))
+    made = Operations(served, rebalancer(Group(), balancer_named("incremental"), BalanceConfig()), str(root))
+    for path in (repository, repository / "snapshots"):
+        with pytest.raises(BadRequest, match=r"is not below server\.reload_root"):
+            made.reload(moe_pb2.ReloadRequest(checkpoint=str(path)))
+
+
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model-1.safetensors"])
 def test_a_pipe_in_a_checkpoint_is_refused_and_not_waited_for(

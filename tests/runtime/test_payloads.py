@@ -1,7 +1,10 @@
 """A request's tensors on their way in and out: every transport, and everything that does not fit refused."""
 
+import gc
 import weakref
+from multiprocessing import shared_memory
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +13,7 @@ from moeserve.proto.tensors import Spec, TensorError, encode, known, plain
 from moeserve.proto.transports.shared_memory import RemoteRegion, SharedTensor
 from moeserve.runtime.doors.payloads import TRANSPORTS, Payloads, Regions
 from moeserve.runtime.doors.payloads.errors import UnknownRegion
-from moeserve.runtime.doors.payloads.regions import MOST_VIEWS
+from moeserve.runtime.doors.payloads.regions import MOST_VIEWS, RegionLimits
 
 
 @pytest.fixture
@@ -240,3 +243,85 @@ def test_views_that_are_kept_are_bounded(kept):
         asked.output.CopyFrom(moe_pb2.Region(name=output.region.name, offset=0, size=4 * rows))
         payloads.open(asked).close()
     assert len(kept._regions[tensor.region.name].views) <= MOST_VIEWS
+
+
+def test_views_are_not_kept_past_the_region_of_the_answer(kept):
+    """A caller that keeps its rows and makes regions for each answer."""
+    tensor, payloads = placed(kept), Payloads(kept)
+    hidden = moe_pb2.Tensor(dtype=moe_pb2.DTYPE_FP32, shape=(2, 4), region=tensor.place)
+    seen = []
+    for _ in range(5):
+        output = placed(kept)
+        asked = request(hidden, output=output.place)
+        with payloads.open(asked) as opened:
+            seen.append(weakref.ref(opened._room.hold.memory.obj))
+            opened.reply(opened.hidden, 1, 1)
+        del opened
+        kept.release(output.place.name)
+        output.region.close()
+        del output
+    gc.collect()
+    assert [ref() for ref in seen] == [None] * 5, "the answers' memory is mapped no more"
+    assert not kept._regions[tensor.place.name].views
+
+
+def test_rows_that_come_and_go_leave_nothing_with_the_region_of_their_answer(kept):
+    output, payloads = placed(kept), Payloads(kept)
+    for _ in range(5):
+        tensor = placed(kept)
+        hidden = moe_pb2.Tensor(dtype=moe_pb2.DTYPE_FP32, shape=(2, 4), region=tensor.place)
+        payloads.open(request(hidden, output=output.place)).close()
+        kept.release(tensor.place.name)
+    assert not kept._regions[output.place.name].viewed_with
+
+
+def test_what_is_kept_of_a_call_is_small(kept):
+    """Not the request, of which logits and unknown fields may have any size, nor a key of them."""
+    tensor, output, payloads = placed(kept), placed(kept), Payloads(kept)
+    hidden = moe_pb2.Tensor(dtype=moe_pb2.DTYPE_FP32, shape=(2, 4), region=tensor.place)
+    plain_request = request(hidden, output=output.place)
+    unknown = b"\xfa\x3f" + bytes([0x80, 0x80, 0x40]) + bytes(1 << 20)  # field 1023, a megabyte
+    odd = moe_pb2.ForwardRequest.FromString(plain_request.SerializeToString())
+    odd.hidden.MergeFromString(unknown)
+    assert odd.ByteSize() > 1 << 20
+    for asked in (odd, plain_request):
+        payloads.open(asked).close()
+    views = kept._regions[tensor.place.name].views
+    assert len(views) == 1, "what is not known does not count"
+    assert all(sum(len(part) for part in key if isinstance(part, str | bytes)) < 1000 for key in views)
+    ((_, kept_views),) = views.values()
+    cells = [cell.cell_contents for cell in kept_views.room.put.__closure__]
+    assert not any(cell is asked.output for cell in cells for asked in (odd, plain_request))
+
+
+def test_a_named_region_that_was_registered_anew_is_seen_anew(tmp_path):
+    regions = Regions(RegionLimits(allow_named=True))
+    payloads, objects = Payloads(regions), []
+    try:
+        for value in (1.0, 2.0):
+            objects.append(shared_memory.SharedMemory(create=True, size=4096))
+            np.frombuffer(objects[-1].buf, np.float32)[:8] = value
+        place = moe_pb2.Region(name="rows", offset=0, size=32)
+        answer = moe_pb2.Region(name="answer", offset=0, size=32)
+        hidden = moe_pb2.Tensor(dtype=moe_pb2.DTYPE_FP32, shape=(2, 4), region=place)
+        asked = request(hidden, output=answer)
+        regions.register("answer", objects[0].name, 1024, 1024)
+        regions.register("rows", objects[0].name, 0, 1024)
+        viewed = payloads._viewed
+
+        def meanwhile(given, data):  # another thread registers the name anew
+            made = viewed(given, data)
+            regions.release("rows")
+            regions.register("rows", objects[1].name, 0, 1024)
+            return made
+
+        payloads._viewed = meanwhile
+        payloads.open(asked).close()
+        payloads._viewed = viewed
+        with payloads.open(asked) as opened:
+            assert float(opened.hidden[0, 0]) == 2.0
+        del opened
+    finally:
+        regions.close()
+        for one in objects:
+            one.unlink()

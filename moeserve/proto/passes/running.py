@@ -66,10 +66,6 @@ class Pass:
         """How many it has."""
         return len(self._steps)
 
-    def first(self, stage: int) -> bool:
-        """Whether a stage is at the first layer, of a round."""
-        return self._steps[stage] % len(self.layers) == 0
-
     def post(self, stage: int, hidden: Array, route: Choice | Logits) -> None:
         """Brings the rows of the stage's next step: `hidden` [T, H] of the lane's dtype, with ids int32 or
         int64 and weights, or logits, of float32. They are copied. Raises TensorError.

@@ -128,7 +128,7 @@ class RingEnd:
         while start < size:
             free = self._free()
             if free < min(size, self.nbytes) and not (free and size > self.nbytes):
-                self._await_room(min(size - start, self.nbytes), within)
+                self._await_more(free, within)
                 continue
             if self._closed:
                 raise ConnectionError("this end of the ring is closed")
@@ -165,17 +165,17 @@ class RingEnd:
         self._written += count
         self._out_counters[0] = self._written
 
-    def _await_room(self, count: int, within: float) -> None:
-        """Waits until the ring takes a byte more. Raises as `write`."""
-        free, since = self._free(), time.monotonic()
-        while True:
+    def _await_more(self, free: int, within: float) -> None:
+        """Waits until more than `free` bytes are, which were not enough when they were looked at. What was
+        read since counts: the reader of an empty ring reads nothing more. Raises as `write`.
+        """
+        since = time.monotonic()
+        while self._free() <= free:
             if self._closed or self._is_gone.poll(0):
                 raise ConnectionError("the other end is gone")
-            time.sleep(_FULL_SECONDS)
-            if self._free() > free:
-                return
             if within and time.monotonic() - since > within:
-                raise BlockingIOError(f"{count} bytes have no room, and nothing is read")
+                raise BlockingIOError(f"{free} bytes of the ring are free, and nothing is read")
+            time.sleep(_FULL_SECONDS)
 
     # -- reading --------------------------------------------------------------------------------------------
 

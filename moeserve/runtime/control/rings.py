@@ -2,7 +2,7 @@
 
 The head offers rings to a rank that runs on its host, in a message over their stream: a socket in the private
 folder of this user, and a name that nobody could guess. The rank fetches the descriptors there, and each of
-both then moves what it sends from the stream's socket to the ring.
+both then moves what it sends from the stream's socket to the ring, the rank first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moeserve.proto.host_id import host_id
 from moeserve.runtime.control.acceptor import Acceptor, Guest
 from moeserve.runtime.control.frames import Message
 from moeserve.runtime.control.ring import Descriptors, RingEnd, make_rings, supported
-from moeserve.runtime.control.stream import Stream, StreamClosed
+from moeserve.runtime.control.stream import Stream
 from moeserve.runtime.keys.sockets import listen_privately, peer_of, remove
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class RingOffers:
         OSError.
         """
         self._nbytes, self._spin = 1 << max(LEAST_BYTES, nbytes - 1).bit_length(), spin
-        self._offered: dict[str, tuple[Stream, Descriptors]] = {}
+        self._offered: dict[str, Descriptors] = {}
         self._lock = threading.Lock()
         listener, self._path = listen_privately("rings", socket.SOCK_SEQPACKET)
         self._acceptor = Acceptor(listener, "rings", self._hand_over)
@@ -76,7 +76,7 @@ class RingOffers:
             return
         name = secrets.token_hex(16)
         with self._lock:
-            self._offered[name] = stream, theirs
+            self._offered[name] = theirs
         stream.on_close = partial(self._withdraw, name)
         stream.send({"kind": "ring", "socket": self._path, "name": name})
 
@@ -92,7 +92,7 @@ class RingOffers:
         with self._lock:
             offered = self._offered.pop(name, None)
         if offered is not None:
-            offered[1].close()
+            offered.close()
 
     def _hand_over(self, guest: Guest) -> None:
         """Gives the rings to who knows their name."""
@@ -105,7 +105,7 @@ class RingOffers:
             try:
                 name = connection.recv(_NAME_BYTES).decode(errors="replace")
                 with self._lock:
-                    stream, descriptors = self._offered.pop(name)
+                    descriptors = self._offered.pop(name)
             except KeyError:
                 log.warning("process %d was refused a ring: none has the name that it says", pid)
                 return
@@ -119,10 +119,6 @@ class RingOffers:
                 return
             finally:
                 descriptors.close()
-            try:
-                stream.move()
-            except StreamClosed as closed:
-                log.info("process %d has its ring, and its stream ended: %s", pid, closed)
 
 
 def take_ring(offer: Message, stream: Stream, spin: float) -> None:

@@ -67,8 +67,9 @@ class Stream:
         """Sends over the attached ring from now on. Raises StreamClosed."""
         try:
             with self._lock:
-                self._socket.sendall(_MOVED)
-                self._moved = True
+                if not self._moved:
+                    self._socket.sendall(_MOVED)
+                    self._moved = True
         except OSError as error:
             raise self._ended(error) from error
 
@@ -147,10 +148,14 @@ class Stream:
         return self._message(self._read, _LIMIT)
 
     def _follow(self) -> None:
-        """The other end has moved: frames come over the ring from now on."""
+        """The other end has moved: frames come over the ring from now on, and go over it too.
+
+        So the end that offers rings moves only when the other one has mapped them.
+        """
         if self._ring is None or self._followed:
             raise StreamClosed("the other end moved to a ring that it was not offered")
         self._followed = True
+        self.move()
 
     def receive_first(self, within: float) -> Message:
         """The first message of whoever connected: it has `within` seconds in all and HELLO_BYTES at most.

@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 
 import numpy as np
 
-from moeserve.checkpoints.hub import HubId, located_in_cache
+from moeserve.checkpoints.hub import HubId, located, located_in_cache
 from moeserve.checkpoints.store import CheckpointError
 from moeserve.experts.balance import balancer_named
 from moeserve.experts.placement import Move
@@ -64,8 +64,7 @@ class Operations:
         if "\0" in request.checkpoint:
             raise BadRequest(f"{given} has a character that no path has")
         path = request.checkpoint
-        if not PurePath(path).is_absolute():
-            path = cached(path)
+        path = str(_snapshot_of(path)) if PurePath(path).is_absolute() else cached(path)
         self._check_folder(Path(path))
         try:
             self._served.reloaded_from(path)
@@ -152,6 +151,17 @@ class Operations:
 def stored(path: Path) -> bool:
     """Whether what is at `path` is a file, a folder or not there, and no pipe, socket or device."""
     return path.is_file() or path.is_dir() or not path.exists()
+
+
+def _snapshot_of(path: str) -> Path:
+    """The folder that is read for an absolute path: of a repository of a hub cache, one of its snapshots.
+
+    Raises BadRequest where the repository has none.
+    """
+    try:
+        return located(path)
+    except CheckpointError as error:
+        raise BadRequest(f"checkpoint: {error}") from error
 
 
 def cached(named: str) -> str:

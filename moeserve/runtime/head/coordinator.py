@@ -162,7 +162,9 @@ class Coordinator:
                 return
             if group.ended:
                 raise RuntimeError(group.reason)
-            why = f"{group.reason}; before: {group.aborted}" if group.aborted else group.reason
+            why = group.reason
+            if group.aborted and group.aborted != group.reason:
+                why += f"; before: {group.aborted}"
             raise TimeoutError(f"the group did not serve within {timeout:.0f} s: {why}")
 
     def progress(self) -> Progress:

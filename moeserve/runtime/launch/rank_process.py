@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from moeserve import __version__
-from moeserve.checkpoints.store import CheckpointError
+from moeserve.checkpoints.store import CheckpointError, NotThere
 from moeserve.proto.host_id import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.control.messages import plans_message
@@ -72,7 +72,8 @@ def is_for_good(error: Exception) -> bool:
 
     What the host refuses, such as a port in use or a disk that is not there yet, may be there the next time.
     """
-    return isinstance(error, GIVEN) and not isinstance(error.__cause__, OSError)
+    refused = isinstance(error, NotThere) or isinstance(error.__cause__, OSError)
+    return isinstance(error, GIVEN) and not refused
 
 
 def run_rank(spec: RankSpec) -> None:

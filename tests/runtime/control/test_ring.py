@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from moeserve.runtime.control import rings
 from moeserve.runtime.control.frames import Message, encoded
 from moeserve.runtime.control.ring import Descriptors, RingEnd, make_rings, supported
 from moeserve.runtime.control.rings import RingOffers, ring_wish, spin_of, take_ring
@@ -369,11 +370,13 @@ def test_a_head_and_a_rank_move_to_the_rings_that_the_head_offers() -> None:
     head.send({"kind": "x", "at": 0})
     offers.offer(head)
     head.send({"kind": "x", "at": 1})
-    until(lambda: head.moved and rank.moved)
-    head.send({"kind": "x", "at": 2})
+    until(lambda: rank.moved)
+    assert not head.moved, "it moves when it hears that the rank has"
     sender = in_thread(lambda: rank.send({"kind": "y", "data": bytes(1 << 20)}))
     assert head.receive() == {"kind": "y", "data": bytes(1 << 20)}
+    assert head.moved
     sender.join(SECONDS)
+    head.send({"kind": "x", "at": 2})
     until(lambda: len(came) == 3)
     assert [one["at"] for one in came] == [0, 1, 2]
     head.close()
@@ -491,3 +494,62 @@ def test_who_wishes_for_no_ring_gets_none() -> None:
     cores = len(os.sched_getaffinity(0))
     assert spin_of(5e-6, cores) == 0.0 and spin_of(5e-6, cores - 1) == 0.0
     assert spin_of(5e-6, cores - 2) == 5e-6
+
+
+@pytest.mark.parametrize("nbytes", [NBYTES, 3 * NBYTES])
+def test_a_ring_that_is_read_while_its_writer_looks_is_written(
+    nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader takes all that is there between two looks of the writer, and then waits for more."""
+    descriptors, connections = make_rings(NBYTES), socket.socketpair()
+    theirs = descriptors.copied()
+    writer = RingEnd(descriptors, connections[0].fileno(), first=True)
+    reader = RingEnd(theirs, connections[1].fileno(), first=False)
+    writer.write(bytes(NBYTES), 1.0)
+    looked, look = threading.Event(), writer._free
+
+    def read_once() -> int:
+        free = look()
+        if not looked.is_set():
+            looked.set()
+            assert len(reader.read(NBYTES)) == NBYTES
+        return free
+
+    monkeypatch.setattr(writer, "_free", read_once)
+    reading = in_thread(lambda: looked.wait(SECONDS) and reader.read(nbytes))
+    writer.write(bytes(nbytes), 2.0)
+    reading.join(SECONDS)
+    assert not reading.is_alive()
+    for end in (writer, reader):
+        end.close()
+    for one in connections:
+        one.close()
+
+
+def test_a_rank_that_cannot_map_its_ring_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the descriptors already: the head moves only when the rank has."""
+
+    def no_memory(*given: object, **more: object) -> RingEnd:
+        raise OSError(12, "Cannot allocate memory")
+
+    offers, head, rank, thread, came = offered(take=False)
+    tried = threading.Event()
+
+    def take(offer: Message, stream: Stream) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(rings, "RingEnd", no_memory)
+            take_ring(offer, stream, 0.0)
+        tried.set()
+
+    rank.take_ring = take
+    with closing(head), closing(rank), closing(offers):
+        offers.offer(head)
+        assert tried.wait(SECONDS)
+        time.sleep(0.1)
+        for at in range(3):
+            head.send({"kind": "x", "at": at})
+        until(lambda: len(came) == 3)
+        rank.send({"kind": "y"})
+        assert head.receive() == {"kind": "y"}
+        assert not head.moved and not rank.moved
+    thread.join(SECONDS)

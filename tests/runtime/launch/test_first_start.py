@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moeserve.checkpoints.store import CheckpointError
+from moeserve.checkpoints.hub import located
+from moeserve.checkpoints.store import CheckpointError, TensorStore
 from moeserve.runtime.launch.rank_process import is_for_good
 from moeserve.runtime.planning.plan import NoPlan
 from moeserve.runtime.sections import ConfigError
@@ -37,3 +38,12 @@ def test_what_the_host_refuses_is_told_by_its_cause(tmp_path: Path) -> None:
             raise CheckpointError(f"cannot read: {error.strerror}") from error
 
     assert not is_for_good(failure(unreadable))
+
+
+def test_a_checkpoint_that_is_not_there_yet_may_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub cache, or a folder, on a disk that is mounted a moment later."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert not is_for_good(failure(lambda: located("org/name")))
+    (tmp_path / "empty").mkdir()
+    assert not is_for_good(failure(lambda: TensorStore(tmp_path / "empty")))

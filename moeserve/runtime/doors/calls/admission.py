@@ -70,6 +70,20 @@ class Admission:
 
         return leave
 
+    def enlarge(self, peer: str, nbytes: int, more: int) -> Callable[[], None]:
+        """Counts `more` bytes of a call of `peer` that was let in with `nbytes`; returns what ends that.
+
+        Raises LaneFull as `enter`.
+        """
+        now = self._clock()
+        with self._lock:
+            others = self._nbytes - nbytes
+            if others and self._nbytes + more > self.limits.nbytes:
+                caller = self._callers.of(peer)
+                raise LaneFull(self._no_room(nbytes + more), self._callers.refuse(caller, now))
+            self._nbytes += more
+        return lambda: self.let_go(more)
+
     def hold(self, nbytes: int) -> bool:
         """Notes `nbytes` more, of a call on a stream; False where there is no room for them now."""
         with self._lock:
@@ -97,6 +111,12 @@ class Admission:
 
         return close
 
+    def _no_room(self, nbytes: int) -> str:
+        return (
+            f"{nbytes} bytes do not fit: calls of {self._nbytes} bytes are under way, and "
+            f"server.max_held_bytes is {self.limits.nbytes}"
+        )
+
     def _fits(self, nbytes: int) -> bool:
         return not self._nbytes or self._nbytes + nbytes <= self.limits.nbytes
 
@@ -106,10 +126,7 @@ class Admission:
         if self._calls >= limits.calls:
             return f"{self._calls} calls are under way, as many as server.max_concurrent_calls allows"
         if not self._fits(nbytes):
-            return (
-                f"{nbytes} bytes do not fit: calls of {self._nbytes} bytes are under way, and "
-                f"server.max_held_bytes is {limits.nbytes}"
-            )
+            return self._no_room(nbytes)
         if 2 * self._calls >= limits.calls:
             wanting = self._callers.wanting(caller, now)
             share = max(1.0, self._callers.share(caller, wanting, limits.calls))

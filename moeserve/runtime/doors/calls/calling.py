@@ -76,8 +76,10 @@ class Calling:
                 return answering(guarded(context, lambda: message.parsed(parse, forward=False)), context)
             call = guarded(context, lambda: self._begin(context))
             message = self._first(messages, context)
+            call.at_end(self._entered(message.nbytes, context))
             request = guarded(context, lambda: message.parsed(parse, forward=True))
-            call.at_end(self._entered(held_bytes(request, message.nbytes), context))
+            if more := held_bytes(request, message.nbytes) - message.nbytes:
+                call.at_end(self._enlarged(message.nbytes, more, context))
             reply = answering(request, context)
             within = time.monotonic() + self._admission.limits.unread_seconds
             watched = self._late.add(within, partial(_leave_alone, context, "takes no reply"))
@@ -163,6 +165,10 @@ class Calling:
             status_of(BadRequest("the call ended without its message")).abort(context)
         finally:
             self._late.remove(watched)
+
+    def _enlarged(self, nbytes: int, more: int, context: grpc.ServicerContext) -> Callable[[], None]:
+        """Counts `more` bytes of a call that was let in with `nbytes`; ends it where there is no room."""
+        return guarded(context, lambda: self._admission.enlarge(context.peer(), nbytes, more))
 
     def _entered(self, nbytes: int, context: grpc.ServicerContext) -> Callable[[], None]:
         """Lets a call of `nbytes` in; ends it where there is no room. Returns what says that it ended."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from moeserve.proto.channel import MAX_MESSAGE_BYTES
 from moeserve.proto.transports.carried import Carried
 from moeserve.runtime.doors.calls.admission import Admission
 from moeserve.runtime.doors.calls.framing import check_framing
@@ -42,13 +43,14 @@ def held_bytes(request: Any, nbytes: int) -> int:
     """Bytes that a Forward `request`, whose message has `nbytes`, takes until its caller has its reply.
 
     They are the message's, or the reply's where that has more: hidden states in a region are not in the
-    message, and without `output` their answer, of the same size, is in the reply.
+    message, and without `output` their answer, of the same size, is in the reply. What is said of a region is
+    only its caller's word, and no reply has more bytes than a message may.
     """
     if isinstance(request, Carried) or request.HasField("output"):
         return nbytes
     if request.hidden.WhichOneof("payload") != "region":
         return nbytes
-    return max(nbytes, int(request.hidden.region.size))
+    return max(nbytes, min(int(request.hidden.region.size), MAX_MESSAGE_BYTES))
 
 
 class StreamCalls:

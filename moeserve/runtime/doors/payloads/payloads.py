@@ -137,16 +137,18 @@ class Payloads:
         """Where rows lie and where the answer goes. A caller who asks again from the same place of a region,
         for an answer in the same place, gets the same views: they were checked, and their regions are there.
         """
-        if data is not None or not request.HasField("output"):
+        rows, there = request.hidden.region, request.output
+        if data is not None or not request.HasField("output") or not rows.name:
             return self._viewed(request, data)
-        name = request.hidden.region.name  # empty where the rows lie elsewhere
-        key = request.hidden.SerializeToString(), request.output.SerializeToString()
-        if (again := self._regions.again(name, key)) is not None:
+        shape = request.hidden.dtype, *request.hidden.shape
+        key = (*shape, rows.offset, rows.size, there.name, there.offset, there.size)
+        if (again := self._regions.again(rows.name, key)) is not None:
             views, held = again
             assert isinstance(views, _Placed)
             return views, held
         placed, held_anew = self._viewed(request, None)
-        self._regions.remember((name, request.output.name), key, placed)
+        if placed.hidden.hold is not None and placed.room.hold is not None:
+            self._regions.remember((placed.hidden.hold, placed.room.hold), key, placed)
         return placed, held_anew
 
     def _viewed(self, request: moe_pb2.ForwardRequest, data: memoryview | None) -> tuple[_Placed, ExitStack]:

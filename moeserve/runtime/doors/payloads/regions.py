@@ -25,7 +25,7 @@ from moeserve.runtime.doors.payloads.registration import Registrar, Registration
 log = logging.getLogger(__name__)
 
 CLAIM_SECONDS = 10.0
-ViewsKey = tuple[bytes, bytes]
+ViewsKey = tuple[object, ...]
 """What a call says of its rows, and of where it wants its answer."""
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
@@ -70,6 +70,7 @@ class _Region:
     released: bool = False
     registration: Registration | None = None  # with the device; a region by name has none
     views: dict[ViewsKey, tuple["_Region", object]] = field(default_factory=dict)  # see `Regions.remember`
+    viewed_with: dict[str, "_Region"] = field(default_factory=dict)  # those whose `views` name this one
 
 
 class Hold:
@@ -79,11 +80,11 @@ class Hold:
         self.memory = memory
         self.registered = region.registration is not None  # the device's engines may read and write it
         self._regions = regions
-        self._region: _Region | None = region
+        self.region: _Region | None = region  # None: it is held no more
 
     def close(self) -> None:
         """Ends the hold; a second time does nothing."""
-        region, self._region = self._region, None
+        region, self.region = self.region, None
         if region is not None:
             self._regions.unhold(region)
 
@@ -227,17 +228,18 @@ class Regions:
                 region.holds -= 1
                 self._reclaim_if_idle(region)
 
-    def remember(self, names: tuple[str, str], key: ViewsKey, views: object) -> None:
-        """Keeps the `views` that a call with rows in the first region and its answer in the second was given,
-        for the next with the same `key`, as long as there are both regions.
+    def remember(self, held: tuple[Hold, Hold], key: ViewsKey, views: object) -> None:
+        """Keeps the `views` that a call which holds its rows' region and its answer's was given, for the next
+        with the same `key`, as long as there are both regions.
         """
         with self._lock:
-            rows, answer = (self._regions.get(name) for name in names)
-            if rows is None or answer is None:
+            rows, answer = (hold.region for hold in held)
+            if rows is None or answer is None or rows.released or answer.released:
                 return
             if len(rows.views) >= MOST_VIEWS:
-                rows.views.clear()
+                _forget_views(rows)
             rows.views[key] = answer, views
+            answer.viewed_with[rows.name] = rows
 
     def again(self, name: str, key: ViewsKey) -> tuple[object, Held] | None:
         """The views of the last call with this `key`, and a new hold on both regions; None: make them anew.
@@ -250,9 +252,6 @@ class Regions:
             if rows is None or found is None:
                 return None
             answer, views = found
-            if answer.released:
-                del rows.views[key]
-                return None
             rows.holds += 1
             answer.holds += 1
             return views, Held(self, (rows, answer))
@@ -341,7 +340,10 @@ class Regions:
     def _forget(self, region: _Region) -> None:
         del self._regions[region.name]
         region.released = True
-        region.views.clear()  # they would keep it mapped
+        _forget_views(region)  # they would keep it mapped, as would those of calls with their answers here
+        for rows in region.viewed_with.values():
+            rows.views = {key: kept for key, kept in rows.views.items() if kept[0] is not region}
+        region.viewed_with.clear()
         if region.descriptor is not None:
             os.close(region.descriptor)
             self._handover.end(region.name)
@@ -361,6 +363,13 @@ class Regions:
             self._bytes -= nbytes
         else:
             registration.end(lambda: self._give_back(nbytes))
+
+
+def _forget_views(rows: _Region) -> None:
+    """Lets go of all views that calls with their rows in `rows` were given."""
+    for answer, _ in rows.views.values():
+        answer.viewed_with.pop(rows.name, None)
+    rows.views.clear()
 
 
 def _without_secret(name: str) -> str:

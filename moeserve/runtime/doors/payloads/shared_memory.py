@@ -22,7 +22,7 @@ class SharedMemory:
         place = message.region
         hold = self._regions.hold(place.name, place.offset, place.size, field=field)
         try:
-            return Lent(_view(hold, spec, field), hold.close, hold.registered)
+            return Lent(_view(hold, spec, field), hold.close, hold.registered, hold)
         except BaseException:
             hold.close()
             raise
@@ -40,13 +40,16 @@ class SharedMemory:
             hold.close()
             raise
 
+        place = moe_pb2.Region()  # one's own: a part of a message keeps all of it
+        place.CopyFrom(output)
+
         def put(answer: Tensor, message: moe_pb2.Tensor) -> None:
             if answer.data_ptr() != there.data_ptr():
                 there.copy_(answer)
             describe_into(message, spec)
-            message.region.CopyFrom(output)
+            message.region.CopyFrom(place)
 
-        return Room(put, hold.close, registered=there if hold.registered else None)
+        return Room(put, hold.close, registered=there if hold.registered else None, hold=hold)
 
 
 def _view(hold: Hold, spec: Spec, field: str) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import Spec
-from moeserve.runtime.doors.payloads.regions import Regions
+from moeserve.runtime.doors.payloads.regions import Hold, Regions
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,6 +18,7 @@ class Lent:
     tensor: Tensor
     close: Callable[[], None]
     registered: bool = False  # with the device, whose engines may read it there
+    hold: Hold | None = None  # on the region that it lies in
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +33,7 @@ class Room:
     close: Callable[[], None]
     inline: bool = False  # the place is the message itself
     registered: Tensor | None = None  # the place itself, where the device's engines may write into it
+    hold: Hold | None = None  # on the region that it is in
 
 
 class Transport(Protocol):
