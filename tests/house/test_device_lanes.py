@@ -241,7 +241,7 @@ def test_garbage_all_over_the_mailbox_hurts_nobody_else(
                 if turn % 2:
                     lane.begin([0, 1], standing=True)
                     time.sleep(0.01)
-                found = torch.frombuffer(lane._mailbox.bytes(), dtype=torch.uint8)
+                found = torch.frombuffer(lane.memory.bytes[0], dtype=torch.uint8)
                 for _ in range(5):
                     found.copy_(torch.randint(0, 256, found.shape, dtype=torch.uint8, generator=random))
                     time.sleep(0.005)

@@ -163,3 +163,14 @@ def test_answers_are_in_time_for_callers_whose_way_is_long(way: float) -> None:
         begun[peer] = lane.now - way
         lane.ask(peer, rows, wait)
     assert good >= 0.9 * (lane.now - started) * ROWS_A_SECOND / rows
+
+
+def test_what_few_rows_took_says_little_of_calls_of_many() -> None:
+    lane = Lane()
+    for _ in range(20):
+        lane.ask("a", 8)
+        lane.now += 0.08  # as long as a step takes, whatever its rows
+        lane.queue.pop()[-1]("OK")
+    assert lane.ask("a", 400) is None
+    assert lane.ask("b", 400) is None
+    assert lane.ask("c", 8) is None, "800 rows before it, and no call of so many has ended yet"

@@ -59,6 +59,7 @@ class _Asked:
     rows: int
     ahead: int  # rows that would be served before, and its own
     own: int  # of these, its caller's
+    known: float  # of `ahead`, those for which the pace foretells something
     seconds: float  # within which it should be answered
 
 
@@ -102,7 +103,8 @@ class RowAdmission:
             ahead = rows + sum(held.rows for held in before)
             own = rows + sum(held.rows for held in before if held.caller is caller)
             seconds = HEADROOM * min(deadline - now, self.limits.seconds)
-            why = self._why_not(caller, _Asked(rows, ahead, own, seconds))
+            known = self._known(rows) + sum(self._known(held.rows) for held in before)
+            why = self._why_not(caller, _Asked(rows, ahead, own, known, seconds))
             if why:
                 raise LaneFull(why, self._callers.refuse(caller, now))
             for other in self._held:
@@ -136,9 +138,9 @@ class RowAdmission:
         if self._rows + asked.rows > most:
             held = f"{self._rows} are under way, and server.max_held_rows is {most}"
             return f"{asked.rows} rows do not fit: {held}"
-        a_row, known = self._a_row(now), min(asked.rows, FARTHEST * self._largest)
+        a_row = self._a_row(now)
         caller.room = room = asked.seconds / a_row if a_row else math.inf
-        foretold = max(self._pace.least(now), a_row * (asked.ahead - asked.rows + known))
+        foretold = max(self._pace.least(now), a_row * asked.known)
         if foretold > asked.seconds:
             self._refuse_for_time(now)
             return (
@@ -155,6 +157,12 @@ class RowAdmission:
             held = f"this caller has {asked.own - asked.rows} rows under way"
             return f"{held}, and its share of {limit:.0f} among {len(wanting)} callers is {share:.0f}"
         return ""
+
+    def _known(self, rows: int) -> float:
+        """Of the rows of one call those for which the pace foretells something: what calls of few rows took
+        says little of one with many, and would foretell far too much.
+        """
+        return min(rows, FARTHEST * self._largest)
 
     def _a_row(self, now: float) -> float:
         """Seconds a row: as calls ended lately, or as long as the oldest that is held has already waited for
