@@ -132,6 +132,7 @@ class ServerConfig:
     max_held_bytes: int = 2 << 30  # of the calls that a lane or the front door holds; it refuses more
     request_seconds: float = 30.0  # within which the message of a call has to arrive
     drain_seconds: float = 10.0  # for calls under way when the service is told to stop
+    leaving_seconds: float = 0.2  # of these: calls that come though the topology has no lane are still taken
     unread_seconds: float = 30.0  # within which the caller of a stream has to take a reply
     reload_root: str = ""  # folder below which a checkpoint may be reloaded; empty: the served one's parent
     region_bytes: int = 4 << 30  # of shared memory a rank may hand out

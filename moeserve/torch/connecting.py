@@ -31,7 +31,7 @@ class Settings:
     rows: int = 256  # attached: most rows of a call
     stages: int = 1  # attached: most calls under way at once
     dtype: str = "bf16"  # attached: of rows on their way: fp32, bf16, fp16
-    one_version: bool = False  # attached: layers of one forward pass must have the same weights
+    one_version: bool = False  # attached: layers of one forward pass, one at a time, have the same weights
 
     def __post_init__(self) -> None:
         if self.mode not in NEEDED:

@@ -59,6 +59,32 @@ def test_calls_under_way_are_answered_and_no_other_is_taken(checkpoint_path: Pat
             assert not stopping.is_alive()
 
 
+def test_calls_on_their_way_when_the_service_is_told_to_stop_are_answered(
+    checkpoint_path: Path, alone: Alone
+) -> None:
+    config = house_config(checkpoint_path, server__leaving_seconds=3.0, **EP4)
+    house, batch = LocalCluster(config).start(), alone.batch(8, seed=3)
+    try:
+        with MoeClient(house.address) as client:
+            lane = client.topology().lanes[0].address
+        with grpc.insecure_channel(lane) as channel, grpc.insecure_channel(house.address) as front:
+            stubs = moe_pb2_grpc.LaneServiceStub(channel), moe_pb2_grpc.FrontServiceStub(front)
+            stopping = threading.Thread(target=house.stop)
+            stopping.start()
+            until = time.monotonic() + SECONDS
+            while not house.head.coordinator.draining and time.monotonic() < until:
+                time.sleep(0.01)
+            expected = alone.forward(1, *batch)
+            for stub in stubs:
+                reply = stub.Forward(request_of(1, batch), timeout=SECONDS)
+                found = as_torch(reply.hidden.data, spec_of(reply.hidden, "x", rank=2, dtypes=("fp32",)))
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            stopping.join(SECONDS)
+            assert not stopping.is_alive()
+    finally:
+        house.stop()
+
+
 def test_an_idle_service_does_not_wait(checkpoint_path: Path) -> None:
     config = house_config(checkpoint_path, server__drain_seconds=60.0, **EP4)
     house = LocalCluster(config).start()

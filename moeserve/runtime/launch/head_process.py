@@ -71,6 +71,7 @@ class HeadProcess:
             self.coordinator.draining or why_not_serving(self.coordinator.progress())
         )
         self._drain_seconds = server.drain_seconds
+        self._leaving_seconds = min(server.leaving_seconds, server.drain_seconds)
         self._telemetry.members(lambda: self.coordinator.epoch.members, self.coordinator.seats)
         self._telemetry.loads(lambda: (self.coordinator.epoch.placement, self.coordinator.load()))
         self._telemetry.weights_version(lambda: self.coordinator.epoch.weights_version)
@@ -124,7 +125,9 @@ class HeadProcess:
         return [a for a in (self.metrics_address, *(seats[rank].metrics for rank in sorted(seats))) if a]
 
     def stop(self) -> None:
-        """Refuses new calls, gives those under way `server.drain_seconds`, and ends the group."""
+        """Shows no lane any more, then refuses new calls, gives those under way `server.drain_seconds`, and ends
+        the group. Calls on their way to a lane are taken for `server.leaving_seconds`.
+        """
         self.rebalancer.stop()
         until = time.monotonic() + self._drain_seconds
         self._leave(STOPPING)
@@ -142,12 +145,14 @@ class HeadProcess:
             self._probes.close()
 
     def _leave(self, reason: str) -> None:
-        """Callers find no lane any more, probes say so, and the front door begins no further call."""
+        """Callers find no lane any more, and probes say so; soon the front door begins no further call."""
         with self._telling:
             self.coordinator.draining = reason
             self._endpoint.set_serving(serving=False)
         if self._probes is not None:
             self._probes.tell()
+        if self.coordinator.progress().state == "serving":
+            time.sleep(self._leaving_seconds)
         self._endpoint.drain(reason)
         self._front.drain(reason)
 
