@@ -125,8 +125,8 @@ class HeadProcess:
         return [a for a in (self.metrics_address, *(seats[rank].metrics for rank in sorted(seats))) if a]
 
     def stop(self) -> None:
-        """Shows no lane any more, then refuses new calls, gives those under way `server.drain_seconds`, and ends
-        the group. Calls on their way to a lane are taken for `server.leaving_seconds`.
+        """Shows no lane any more, then refuses new calls, gives those under way `server.drain_seconds`, and
+        ends the group. Calls on their way to a lane are taken for `server.leaving_seconds`.
         """
         self.rebalancer.stop()
         until = time.monotonic() + self._drain_seconds
