@@ -17,7 +17,7 @@ from moeserve.proto.host_id import host_id
 from moeserve.proto.texts import clipped
 from moeserve.runtime.control.orders import ExpertCopy, StageOrder, Vote
 from moeserve.runtime.epoch import Change
-from moeserve.runtime.head.changes import rebalance
+from moeserve.runtime.head.placing.changes import rebalance
 from moeserve.runtime.keys.keys import NO_KEYS
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.weights.copies import Copier

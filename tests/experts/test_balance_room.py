@@ -23,7 +23,7 @@ from moeserve.experts.balance.search import CROWDED
 from moeserve.experts.load import Load
 from moeserve.experts.placement import EMPTY, Placement, even_shares
 from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.head.changes import rebalance
+from moeserve.runtime.head.placing.changes import rebalance
 from moeserve.runtime.mesh import Mesh
 
 COSTS: dict[str, ReplicaCost] = {

@@ -23,7 +23,7 @@ from moeserve.proto.client import MoeClient
 from moeserve.proto.client.batch import Choice
 from moeserve.proto.errors import InvalidArgument, MoeError
 from moeserve.runtime.epoch import Change
-from moeserve.runtime.head.pending_change import Outcome
+from moeserve.runtime.head.placing.pending_change import Outcome
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
 LAYERS = (0, 1)

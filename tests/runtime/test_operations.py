@@ -22,7 +22,7 @@ from moeserve.runtime.doors.operations import BadRequest, NothingToBalance, Oper
 from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.errors import GroupUnavailable
 from moeserve.runtime.head.coordinator import Progress
-from moeserve.runtime.head.pending_change import Outcome
+from moeserve.runtime.head.placing.pending_change import Outcome
 from moeserve.runtime.head.rebalancer import Cycle, Rebalancer
 from moeserve.runtime.launch.head_process import reload_root_of
 from moeserve.runtime.mesh import Mesh

@@ -54,8 +54,8 @@ from moeserve.runtime.doors.payloads.errors import NamedRegionRefused, RegionLim
 from moeserve.runtime.doors.request import RequestReader
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head import generations
-from moeserve.runtime.head.changes import rebalance
 from moeserve.runtime.head.coordinator import Coordinator, Progress
+from moeserve.runtime.head.placing.changes import rebalance
 from moeserve.runtime.head.reception import refusal_of
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys

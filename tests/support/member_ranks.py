@@ -19,8 +19,8 @@ from moeserve.dispatch.members import Member, Members
 from moeserve.experts.kernels import KERNELS
 from moeserve.runtime.control.stream import connect
 from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.head.changes import rebalance
 from moeserve.runtime.head.coordinator import Coordinator
+from moeserve.runtime.head.placing.changes import rebalance
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.planning.plan import Plan, make_plan

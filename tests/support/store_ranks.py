@@ -12,7 +12,7 @@ from parallel import kind_of
 from moeserve.dispatch.group import end_group, form_group, group_beside
 from moeserve.runtime.control.store import StreamStore
 from moeserve.runtime.control.stream import Stream, StreamClosed, connect
-from moeserve.runtime.head.key_store import STORE_BYTES, KeyStore
+from moeserve.runtime.head.generations.key_store import STORE_BYTES, KeyStore
 
 GENERATION = 4
 SECONDS = 10.0

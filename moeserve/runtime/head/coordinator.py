@@ -27,13 +27,13 @@ from moeserve.runtime.control.messages import (
 )
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
-from moeserve.runtime.head.generations import Generations
+from moeserve.runtime.head.generations.generations import Generations
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.in_flight import StepsInFlight
-from moeserve.runtime.head.pending_change import Outcome
+from moeserve.runtime.head.placing.pending_change import Outcome
+from moeserve.runtime.head.placing.two_phase_commit import TwoPhaseCommit
 from moeserve.runtime.head.reception import RankProcess, Reception, Refusal, Seat
 from moeserve.runtime.head.sequencer import StepPace
-from moeserve.runtime.head.two_phase_commit import TwoPhaseCommit
 from moeserve.runtime.keys.keys import Keys
 
 log = logging.getLogger(__name__)

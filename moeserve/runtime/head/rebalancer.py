@@ -19,8 +19,8 @@ from moeserve.experts.balance import Policy
 from moeserve.experts.load import Load
 from moeserve.experts.placement import Move, Placement
 from moeserve.runtime.epoch import Change, Epoch
-from moeserve.runtime.head.changes import rebalance, reload
 from moeserve.runtime.head.coordinator import Coordinator
+from moeserve.runtime.head.placing.changes import rebalance, reload
 from moeserve.runtime.sections import OFF, BalanceConfig
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor
 from moeserve.runtime.doors.operations import Operations
 from moeserve.runtime.head.coordinator import STOPPING, Coordinator, Progress
-from moeserve.runtime.head.patience import Patience
+from moeserve.runtime.head.generations.patience import Patience
 from moeserve.runtime.head.rebalancer import Rebalancer
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys

@@ -6,7 +6,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 
-from moeserve.runtime.head.patience import Backoff
+from moeserve.runtime.head.generations.patience import Backoff
 from moeserve.runtime.sections import ClusterConfig
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from moeserve.experts.placement import EMPTY, Placement
 from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.head.changes import rebalance, reload
+from moeserve.runtime.head.placing.changes import rebalance, reload
 from moeserve.runtime.mesh import Mesh
 
 

@@ -11,10 +11,10 @@ from fake_members import SECONDS, TOKEN, FakeMember, serving, until
 from moeserve.dispatch.members import Members
 from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.head import generations
 from moeserve.runtime.head.coordinator import Coordinator
-from moeserve.runtime.head.inquiry import Inquiry, Standstill
-from moeserve.runtime.head.patience import Patience
+from moeserve.runtime.head.generations import generations
+from moeserve.runtime.head.generations.inquiry import Inquiry, Standstill
+from moeserve.runtime.head.generations.patience import Patience
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.mesh import Mesh

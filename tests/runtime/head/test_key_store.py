@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moeserve.runtime.head.key_store import ENTRY_BYTES, KeyStore
+from moeserve.runtime.head.generations.key_store import ENTRY_BYTES, KeyStore
 
 
 class Calls:

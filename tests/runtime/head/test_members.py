@@ -16,9 +16,9 @@ from moeserve.runtime.control.messages import order_from
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head import coordinator as head
-from moeserve.runtime.head.changes import rebalance
 from moeserve.runtime.head.coordinator import Coordinator
-from moeserve.runtime.head.pending_change import Outcome
+from moeserve.runtime.head.placing.changes import rebalance
+from moeserve.runtime.head.placing.pending_change import Outcome
 from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.step import FIRST_NUMBER
 

@@ -14,11 +14,17 @@ from moeserve.dispatch.members import Members
 from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import StreamClosed, connect
 from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.head import generations as generations
-from moeserve.runtime.head.changes import rebalance
 from moeserve.runtime.head.coordinator import Coordinator
-from moeserve.runtime.head.patience import LEAST_SECONDS, MOST_SECONDS, Backoff, Formation, Patience
-from moeserve.runtime.head.pending_change import Outcome
+from moeserve.runtime.head.generations import generations
+from moeserve.runtime.head.generations.patience import (
+    LEAST_SECONDS,
+    MOST_SECONDS,
+    Backoff,
+    Formation,
+    Patience,
+)
+from moeserve.runtime.head.placing.changes import rebalance
+from moeserve.runtime.head.placing.pending_change import Outcome
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.mesh import Mesh

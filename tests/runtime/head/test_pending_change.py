@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moeserve.runtime.control.orders import StagedCopy
 from moeserve.runtime.epoch import Change, Epoch
-from moeserve.runtime.head.pending_change import PendingChange, Stage
+from moeserve.runtime.head.placing.pending_change import PendingChange, Stage
 from moeserve.runtime.mesh import Mesh
 
 

@@ -20,8 +20,8 @@ from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR
 from moeserve.runtime.doors.payloads import RegionLimits, Regions, handover
 from moeserve.runtime.errors import LaneFull
-from moeserve.runtime.head import generations
 from moeserve.runtime.head.coordinator import Coordinator
+from moeserve.runtime.head.generations import generations
 
 MEMBERS = Members.of_ranks(2)
 

@@ -10,7 +10,7 @@ from moeserve.runtime.control.messages import commit_message, stage_message, sta
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change
 from moeserve.runtime.head.group import Group
-from moeserve.runtime.head.pending_change import Outcome, PendingChange, Stage
+from moeserve.runtime.head.placing.pending_change import Outcome, PendingChange, Stage
 
 log = logging.getLogger(__name__)
 

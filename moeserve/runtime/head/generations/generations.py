@@ -17,10 +17,10 @@ from moeserve.proto.texts import clipped
 from moeserve.runtime.control.messages import epoch_message
 from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import Message
+from moeserve.runtime.head.generations.inquiry import Inquiry, Standstill
+from moeserve.runtime.head.generations.key_store import KeyStore
+from moeserve.runtime.head.generations.patience import Backoff, Formation, Patience
 from moeserve.runtime.head.group import Group
-from moeserve.runtime.head.inquiry import Inquiry, Standstill
-from moeserve.runtime.head.key_store import KeyStore
-from moeserve.runtime.head.patience import Backoff, Formation, Patience
 from moeserve.runtime.head.reception import RankProcess, Refusal, Seat
 
 log = logging.getLogger(__name__)
