@@ -116,14 +116,14 @@ class Epoch:
         """The oldest version of the weights that any layer is at."""
         return min(self.versions, default=1)
 
-    def without(self, seats: Collection[int]) -> Epoch:
+    def without(self, seats: Collection[int], shadowed: Epoch | None = None) -> Epoch:
         """This epoch when the members of `seats` are lost; nobody else's place moves.
 
         Their owners' places lose their room, and experts that lost their last replica move into spare slots
         of the survivors, as `taken_over` says; of several lost owners, to survivors that have a shadow of
-        them where they can. Raises ValueError for a vacant seat, when no owner survives, when experts are
-        sliced (a lost slice can only return), or when the survivors have too few spare slots (empty ones, and
-        second replicas).
+        them where they can. `shadowed` is the epoch whose shadows they hold, by default this one. Raises
+        ValueError for a vacant seat, when no owner survives, when experts are sliced (a lost slice can only
+        return), or when the survivors have too few spare slots (empty ones, and second replicas).
         """
         lost = {owner for seat in seats if (owner := self._member(seat).owner) is not None}
         if lost and self.mesh.sliced:
@@ -134,7 +134,7 @@ class Epoch:
         if not any(member.owner is not None for member in members.present):
             raise ValueError("no member that holds experts survives")
         if lost:
-            placement = _without(placement, lost)
+            placement = _without(placement, lost, (shadowed or self).placement)
         return self._next(members=members, placement=placement)
 
     def joined(
@@ -212,14 +212,16 @@ def shadows_of(epoch: Epoch, owner: int) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def _without(placement: Placement, lost: set[int]) -> Placement:
-    """`placement` when owners are lost, whose experts go where the plan for one of them alone has them."""
+def _without(placement: Placement, lost: set[int], shadowed: Placement) -> Placement:
+    """`placement` when owners are lost, whose experts go where shadows of them were made for `shadowed`: by
+    the plan for each of them alone.
+    """
     room, rows = placement.room, []
-    for layer, row in enumerate(placement.slots):
+    for layer, (row, before) in enumerate(zip(placement.slots, shadowed.slots, strict=True)):
         wish: dict[int, int] = {}
-        if len(lost) > 1:
+        if len(lost) > 1 or shadowed is not placement:
             for owner in sorted(lost):
-                alone = heirs(row.tobytes(), room, placement.experts, owner) or {}
+                alone = heirs(before.tobytes(), shadowed.room, placement.experts, owner) or {}
                 wish |= {expert: heir for expert, heir in alone.items() if heir not in lost}
         try:
             rows.append(taken_over(row, room, placement.experts, lost, wish))

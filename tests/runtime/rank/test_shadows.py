@@ -1,4 +1,4 @@
-"""Shadows: members find for themselves what to keep in host memory, from owners' slots, and take over from it."""
+"""Shadows: members find for themselves what to keep in host memory, and take over from it."""
 
 from __future__ import annotations
 
@@ -155,9 +155,7 @@ def test_a_loss_is_taken_over_from_shadows_and_nothing_is_read(path: Path, owner
         assert kept(owner) == shadows_of(after, seat)
 
 
-def test_layers_with_shadows_are_restored_first_and_what_has_none_is_read(
-    path: Path, owners_of: Made
-) -> None:
+def test_layers_with_shadows_come_first_and_what_has_none_is_read(path: Path, owners_of: Made) -> None:
     epoch = start_epoch()
     each = 3 * 64 * 128 * 4  # gate, up and down of one expert
     after = epoch.without({2})

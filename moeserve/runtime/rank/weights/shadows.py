@@ -49,10 +49,6 @@ class HeldExperts(Protocol):
         """Positions of the layers that lack experts."""
         ...
 
-    def lacking(self, epoch: Epoch, position: int) -> tuple[int, ...]:
-        """The experts that the layer there lacks."""
-        ...
-
     def read(self, layer: int, expert: int, version: int) -> Slot:
         """One expert from its checkpoint, prepared."""
         ...
@@ -94,7 +90,7 @@ class Shadows:
         return self._kept.get(HeldExpert(layer, expert, version))
 
     def renew(self, epoch: Epoch) -> None:
-        """Has the shadows be those of `epoch`, soon; what its slots lack meanwhile is kept."""
+        """Has the shadows be those of `epoch`, once its slots lack nothing."""
         with self._news:
             self._epoch, self._changed = epoch, True
             self._news.notify_all()
@@ -139,12 +135,15 @@ class Shadows:
             return None if self._closed else self._epoch
 
     def _refill(self, epoch: Epoch) -> None:
-        """Drops the shadows that `epoch` needs no more, and fills those that it needs."""
-        wanted, lacking = self._wanted(epoch), self._experts.missing(epoch)
-        kept = {each for position in lacking for each in self._lacking(epoch, position)}
-        self._drop(kept.union(*wanted.values()))
-        if lacking:
-            return  # those come first; it is renewed when they are there
+        """Drops the shadows that `epoch` needs no more, and fills those that it needs.
+
+        While slots lack experts, all are kept: those of the epoch before are what fills the slots, and what
+        another loss would take. This is called again when they are filled.
+        """
+        if self._experts.missing(epoch):
+            return
+        wanted = self._wanted(epoch)
+        self._drop(set().union(*wanted.values()))
         full: list[int] = []
         for position, experts in wanted.items():
             have = [each in self._kept or self._fill(epoch, position, each) for each in experts]
@@ -156,14 +155,11 @@ class Shadows:
         """What shadows are to be of, by position."""
         owner = epoch.members.at(self._index).owner if self._index in epoch.members.seats else None
         found = {} if owner is None else shadows_of(epoch, owner)
-        return {at: self._named(epoch, at, experts) for at, experts in found.items()}
-
-    def _lacking(self, epoch: Epoch, position: int) -> list[HeldExpert]:
-        return self._named(epoch, position, self._experts.lacking(epoch, position))
-
-    def _named(self, epoch: Epoch, position: int, experts: tuple[int, ...]) -> list[HeldExpert]:
-        layer, version = self._experts.layers[position], epoch.version(position)
-        return [HeldExpert(layer, expert, version) for expert in experts]
+        layers = self._experts.layers
+        return {
+            at: [HeldExpert(layers[at], expert, epoch.version(at)) for expert in experts]
+            for at, experts in found.items()
+        }
 
     def _drop(self, kept: set[HeldExpert]) -> None:
         """Forgets shadows that are not in `kept`. Nothing else is written where they lay."""
