@@ -25,9 +25,11 @@ from moeserve.runtime.control.messages import (
     plans_from,
     reached_from,
 )
+from moeserve.runtime.control.shadowed import Shadowed, peers_message, shadowed_from
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.head.generations.generations import Generations
+from moeserve.runtime.head.generations.ready import ReadyPlans
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.in_flight import StepsInFlight
 from moeserve.runtime.head.placing.pending_change import Outcome
@@ -70,6 +72,9 @@ class Coordinator:
         self.generations = Generations(self._group)
         self.generations.on_state, self.generations.on_abort = self._state_changed, self._aborted
         self.generations.standing_step = lambda: self._steps.standing
+        self.ready = ReadyPlans(self._shadowed)
+        self._changes.on_epoch = self.ready.renew
+        self.keeps_shadows = False  # members are told where they get them from
         self._reception = Reception(host, room.max_lanes + room.max_owners, token, self)
         self.address = self._reception.address
         self._pace_until = math.inf  # when the thread that keeps the pace looks again
@@ -106,6 +111,7 @@ class Coordinator:
         self._reception.reach_seconds = patience.reach
         self._reception.hello_seconds, self._changes.on_stuck = patience.hello, self.generations.stuck
         self._reception.start()
+        self.ready.start()
         threading.Thread(target=self._keep_pace, name="keep_pace", daemon=True).start()
 
     def stop(self, reason: str = STOPPING) -> None:
@@ -118,6 +124,7 @@ class Coordinator:
                 seat.stream.close()
             self._seats.clear()
             self._lock.notify_all()
+        self.ready.close()
         self._reception.close()
 
     def fail(self, reason: str) -> None:
@@ -235,6 +242,9 @@ class Coordinator:
         if message["kind"] == "report":
             self._report(seat, message)
             return
+        if message["kind"] == "shadowed":
+            seat.shadowed = shadowed_from(message)
+            return
         with self._lock:
             if message.get("generation") != self._group.generation:  # from before an abort
                 said, now = quoted(message.get("generation")), self._group.generation
@@ -261,6 +271,7 @@ class Coordinator:
                 case "joined":
                     seat.plans, seat.generation = plans_from(message), self._group.generation
                     if self.generations.joined(rank):
+                        self._tell_peers()
                         self._emit()
                 case "voted" | "adopted":
                     self._changes.message_received(rank, message)
@@ -347,7 +358,18 @@ class Coordinator:
 
     # -- what generations tell ------------------------------------------------------------------------------
 
+    def _tell_peers(self) -> None:
+        """Tells members from whom they copy what they keep in host memory."""
+        if self.keeps_shadows:
+            addresses = {owner: address for owner, (address, _) in self._group.weights_of.items()}
+            self._group.broadcast(peers_message(addresses))
+
+    def _shadowed(self) -> dict[int, Shadowed]:
+        """What members keep in host memory, by seat."""
+        return {number: seat.shadowed for number, seat in self.seats().items()}
+
     def _state_changed(self) -> None:
+        self.ready.renew(self.epoch)
         self._lock.notify_all()
         self.on_change(self._progress())
 

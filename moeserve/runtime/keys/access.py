@@ -95,6 +95,7 @@ _TO_HEAD = (
     "failed",
     "store",
     "moved",
+    "shadowed",
 )
 _TO_RANK = (
     "prepare",
@@ -111,6 +112,7 @@ _TO_RANK = (
     "stored",
     "ring",
     "moved",
+    "peers",
 )
 
 FRAMES: dict[Frames, dict[str, frozenset[Role]]] = {

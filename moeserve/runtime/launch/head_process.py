@@ -62,6 +62,8 @@ class HeadProcess:
         logs.tell_where(lambda: (self.coordinator.generation, self.coordinator.epoch.number))
         log_levels = LogLevels(config.log.level, self.coordinator)
         self.coordinator.generations.patience = patience_of(config)
+        self.coordinator.keeps_shadows = config.balance.shadows
+        self.coordinator.ready.nbytes = expert_nbytes(served)
         self.rebalancer = Rebalancer(
             self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
         )

@@ -10,8 +10,9 @@ import pytest
 
 from moeserve.dispatch.members import Member
 from moeserve.experts.placement import EMPTY
+from moeserve.runtime.control.shadowed import Shadowed
 from moeserve.runtime.epoch import Epoch, shadows_of
-from moeserve.runtime.head.generations.ready import Cover, ReadyPlans, Shadowed
+from moeserve.runtime.head.generations.ready import Cover, ReadyPlans
 from moeserve.runtime.mesh import Mesh
 
 LAYERS, EXPERTS, SECONDS = 3, 16, 20.0

@@ -14,6 +14,7 @@ from checkpoints import make_checkpoint
 from member_ranks import served_and_planned
 
 from moeserve.dispatch.members import Members
+from moeserve.runtime.control.shadowed import Shadowed
 from moeserve.runtime.epoch import Epoch, shadows_of
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.mesh import Mesh
@@ -48,15 +49,16 @@ class Owner:
     experts: RankExperts
     server: WeightsServer
     shadows: Shadows
-    told: queue.Queue[tuple[int, tuple[int, ...]]] = field(default_factory=queue.Queue)
+    told: queue.Queue[Shadowed] = field(default_factory=queue.Queue)
 
-    def filled(self, number: int) -> tuple[int, ...]:
+    def filled(self, number: int) -> frozenset[int]:
         """The positions whose shadows are there, once those of epoch `number` are filled."""
         until = time.monotonic() + SECONDS
         while True:
-            epoch, positions = self.told.get(timeout=max(0.0, until - time.monotonic()))
-            if epoch == number and self.told.empty():
-                return positions
+            said = self.told.get(timeout=max(0.0, until - time.monotonic()))
+            if said.epoch == number and self.told.empty():
+                assert said.nbytes == self.shadows.nbytes
+                return said.positions
 
 
 Made = Callable[..., list[Owner]]
@@ -75,7 +77,7 @@ def owners_of(path: Path) -> Iterator[Made]:
             shadows = Shadows(seat, experts, Peers(KEYS, "cpu", SECONDS), Copier(rate, "cpu"), limit)
             experts.shadow, experts.on_held = shadows.find, shadows.renew
             owner = Owner(experts, server, shadows)
-            shadows.tell = lambda number, positions, owner=owner: owner.told.put((number, positions))
+            shadows.tell = owner.told.put
             made.append(owner)
         for owner in made:
             owner.experts.load(epoch, iter)
@@ -124,7 +126,7 @@ def test_owners_keep_what_they_would_take_over_and_read_no_disk_for_it(path: Pat
     meet(owners)
     for at, owner in enumerate(owners):
         wanted = shadows_of(epoch, at)
-        assert set(owner.filled(1)) == set(wanted)
+        assert owner.filled(1) == set(wanted)
         assert kept(owner) == wanted != {}
         assert (owner.experts.bytes_read, owner.shadows.bytes_from_disk) == (read[at], 0)
         each = sum(tensor.nbytes for tensor in owner.experts.bank.slot(0, 0).values())
@@ -162,7 +164,7 @@ def test_layers_with_shadows_come_first_and_what_has_none_is_read(path: Path, ow
     fits = len(shadows_of(epoch, 0)[0])
     owners = owners_of(epoch, limit=fits * each)
     meet(owners)
-    assert owners[0].filled(1) == (0,), "the second layer has no room"
+    assert owners[0].filled(1) == {0}, "the second layer has no room"
     assert owners[0].shadows.nbytes <= fits * each
     experts = owners[0].experts
     assert experts.missing(after) == (0, 1)
@@ -190,7 +192,7 @@ def test_a_reload_drops_the_shadows_of_old_weights_and_fills_new_ones(
         owner.experts.use_weights(newer.weights)
         owner.experts.load(newer, iter)
     for at, owner in enumerate(owners):
-        assert set(owner.filled(newer.number)) == set(shadows_of(newer, at))
+        assert owner.filled(newer.number) == set(shadows_of(newer, at))
         assert kept(owner, 1).keys() == {0}
         assert kept(owner, 2) == {1: shadows_of(newer, at)[1]}
     after = newer.without({1})
@@ -210,7 +212,7 @@ def test_an_owner_that_gives_nothing_is_left_for_the_disk(
     owners[2].server.close()
     with caplog.at_level(logging.INFO):
         meet(owners)
-        assert set(owners[0].filled(1)) == set(shadows_of(epoch, 0))
+        assert owners[0].filled(1) == set(shadows_of(epoch, 0))
     assert owners[0].shadows.bytes_from_disk == owners[0].shadows.nbytes > 0
     assert "gives no shadow of HeldExpert(layer=0" in caplog.text
     after = epoch.without({1})
@@ -257,15 +259,15 @@ def test_an_owner_without_a_place_keeps_none(path: Path) -> None:
     members = Members.split(1, 2)
     served, plans = served_and_planned(path, members, "all2allv")
     epoch = Epoch.first(served.mesh, LAYERS, EXPERTS, 8, members)
-    told: queue.Queue[tuple[int, tuple[int, ...]]] = queue.Queue()
+    told: queue.Queue[Shadowed] = queue.Queue()
     experts = RankExperts(0, served, plans, "cpu")
     shadows = Shadows(0, experts, Peers(KEYS, "cpu", SECONDS), Copier(0.0, "cpu"))
-    shadows.tell = lambda number, positions: told.put((number, positions))
+    shadows.tell = told.put
     experts.on_held = shadows.renew
     try:
         experts.load(epoch, iter)
         shadows.meet({0: "nowhere:1", 1: "nowhere:2"})
-        assert told.get(timeout=SECONDS) == (1, ())
+        assert told.get(timeout=SECONDS) == Shadowed(1)
         assert (shadows.nbytes, experts.missing(epoch), experts.missing(epoch.without({1}))) == (0, (), ())
     finally:
         shadows.close()

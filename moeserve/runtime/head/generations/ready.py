@@ -7,22 +7,15 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from moeserve.experts.cover.takeover import heirs
+from moeserve.runtime.control.shadowed import NO_SHADOWS, Shadowed
 from moeserve.runtime.epoch import Epoch
 
 log = logging.getLogger(__name__)
 
 SETTLED_SECONDS = 0.2  # without another epoch, before plans are made: a rebalance commits many
 REMEMBERED = 8  # epochs, of which members may still hold the shadows
-
-
-class Shadowed(NamedTuple):
-    """What a member has said of its shadows: of an epoch, the positions of the layers that have all."""
-
-    epoch: int = 0
-    positions: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -127,7 +120,7 @@ class ReadyPlans:
         if not found:
             return "replicas"
         seats = {epoch.members.seat_of_owner[owner] for owner in found.values()}
-        said = [told.get(-1 if seat is None else seat, Shadowed()) for seat in seats]
+        said = [told.get(-1 if seat is None else seat, NO_SHADOWS) for seat in seats]
         ready = all(each.epoch == epoch.number and position in each.positions for each in said)
         return "shadows" if ready else "disk"
 

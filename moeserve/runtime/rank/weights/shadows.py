@@ -18,8 +18,8 @@ from torch import Tensor
 
 from moeserve.experts.bank import Bank
 from moeserve.experts.checksum import Slot, slot_checksum
-from moeserve.experts.placement import EMPTY
 from moeserve.proto.texts import clipped
+from moeserve.runtime.control.shadowed import Shadowed
 from moeserve.runtime.control.stream import StreamClosed
 from moeserve.runtime.epoch import Epoch, shadows_of
 from moeserve.runtime.rank.weights.copies import Abandoned, Copier
@@ -60,8 +60,7 @@ class Shadows:
     `limit` bounds their bytes (0: none); layers come in their order, and what does not fit is left to the
     disk. `peers` and `copier` are this thread's alone; the copier bounds the bytes a second. A shadow is
     copied from the owner that holds its expert and proved by its checksum; the disk is read only where the
-    owner gives nothing. `tell` is told, of an epoch's number, the positions of the layers whose shadows are
-    all there.
+    owner gives nothing. `tell` is told what is there, once an epoch's shadows are filled.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Shadows:
     ) -> None:
         self._index, self._experts, self._limit = index, experts, limit
         self._peers, self._copier = peers, copier
-        self.tell: Callable[[int, tuple[int, ...]], None] = lambda epoch, positions: None
+        self.tell: Callable[[Shadowed], None] = lambda shadowed: None
         self.bytes_from_peers = self.bytes_from_disk = 0
         self._kept: dict[HeldExpert, Slot] = {}
         self._news = threading.Condition()  # around those below
@@ -149,7 +148,7 @@ class Shadows:
             have = [each in self._kept or self._fill(epoch, position, each) for each in experts]
             if all(have):
                 full.append(position)
-        self.tell(epoch.number, tuple(full))
+        self.tell(Shadowed(epoch.number, frozenset(full), self.nbytes))
 
     def _wanted(self, epoch: Epoch) -> dict[int, list[HeldExpert]]:
         """What shadows are to be of, by position."""
@@ -232,8 +231,3 @@ def _host_memory(like: Slot) -> dict[str, Tensor]:
         name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
         for name, tensor in like.items()
     }
-
-
-def addresses_from(peers: Mapping[int | str, str]) -> dict[int, str]:
-    """The addresses in a message from the head, by owner; those without one are left out."""
-    return {int(owner): str(address) for owner, address in peers.items() if address and int(owner) != EMPTY}
