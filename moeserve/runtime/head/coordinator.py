@@ -29,7 +29,7 @@ from moeserve.runtime.control.shadowed import Shadowed, peers_message, shadowed_
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.head.generations.generations import Generations
-from moeserve.runtime.head.generations.ready import ReadyPlans
+from moeserve.runtime.head.generations.ready import Cover, ReadyPlans
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.in_flight import StepsInFlight
 from moeserve.runtime.head.placing.pending_change import Outcome
@@ -183,6 +183,12 @@ class Coordinator:
         """The members that are connected now, by seat."""
         with self._lock:
             return dict(self._seats)
+
+    def covers(self) -> dict[int, Cover]:
+        """Where the experts of each member that has any would come from, were it lost now; by seat."""
+        epoch = self.epoch
+        owners = [member.seat for member in epoch.members.present if member.owner is not None]
+        return {seat: self.ready.covered(epoch, seat) for seat in owners}
 
     def load(self) -> Load:
         """Tokens by served layer and logical expert, as far as ranks have reported."""
