@@ -192,7 +192,5 @@ def test_a_lost_owner_comes_back_with_the_slots_that_it_had(lost: int) -> None:
 
 def test_slots_of_another_size_cannot_come_back() -> None:
     for slots, room in (((2, 3), None), ((1, 4), None), ((1, 2), 3)):
-        with pytest.raises(
-            ValueError, match=r"of a member that joins|room=4 of a new owner"
-        ):
+        with pytest.raises(ValueError, match=r"of a member that joins|room=4 of a new owner"):
             spare_epoch().joined(Member(3, owner=3), room, np.zeros(slots, dtype=np.int32))

@@ -36,6 +36,7 @@ from moeserve.runtime.rank.member_group import Meeting, MemberGroup, ProcessGrou
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.restoring import Restoring
 from moeserve.runtime.rank.steps import REPORT_SECONDS, MemberSteps
+from moeserve.runtime.rank.weights.copies import Abandoned, Copier
 from moeserve.runtime.rank.weights.mover import Mover
 from moeserve.runtime.step import Announcement, StepRecord
 
@@ -68,7 +69,7 @@ class Member:
         self._epoch: Epoch | None = None
         self._group = MemberGroup(rank.index, group_settings, stream.send)
         self._steps = MemberSteps(rank, lane, stream.send, observe)
-        self._restoring = Restoring(self._restore, stream.send)
+        self._restoring = Restoring(lambda: Copier(0.0, rank.device), self._restore, stream.send)
         self._lacks: tuple[int, ...] = ()  # positions of layers that are to be read once it has joined
         self._steps.failed = self._report_failure
         self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
@@ -363,11 +364,11 @@ class Member:
             *(self._rank.index, megabytes, len(self._rank.served.layers), seconds, megabytes / seconds),
         )
 
-    def _restore(self, position: int, wanted: Callable[[], bool]) -> bool:
-        """Fills what this member lacks of one layer; whether it is whole."""
+    def _restore(self, position: int, copier: Copier) -> None:
+        """Fills what this member lacks of one layer."""
         if (epoch := self._epoch) is None:
-            return False
-        return self._rank.experts.restore(epoch, position, wanted)
+            raise Abandoned
+        self._rank.experts.restore(epoch, position, copier)
 
     def _leave(self) -> None:
         """Closes the dispatchers and ends the generation's group; no other group of the process changes."""
