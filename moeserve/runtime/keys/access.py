@@ -88,7 +88,9 @@ _TO_HEAD = (
     "report",
     "here",
     "prepared",
+    "loaded",
     "joined",
+    "restored",
     "voted",
     "adopted",
     "drained",
@@ -98,6 +100,7 @@ _TO_HEAD = (
     "shadowed",
 )
 _TO_RANK = (
+    "load",
     "prepare",
     "join",
     "step",

@@ -64,6 +64,8 @@ class HeadProcess:
         self.coordinator.generations.patience = patience_of(config)
         self.coordinator.keeps_shadows = config.balance.shadows
         self.coordinator.ready.nbytes = expert_nbytes(served)
+        self.coordinator.generations.serve_on = config.members.serve_on
+        self.coordinator.generations.hold_seconds = config.members.hold_seconds
         self.rebalancer = Rebalancer(
             self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
         )
