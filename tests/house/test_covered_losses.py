@@ -113,6 +113,20 @@ def test_with_shadows_a_loss_reads_nothing_from_disk(start: Started, alone: Alon
         assert sum(found["moe_shadow_bytes"] for found in before.values()) > 0
 
 
+def test_two_that_are_lost_at_once_come_back_and_the_cover_with_them(start: Started, alone: Alone) -> None:
+    house = start(redundant_experts=8, shadows=True, interval_seconds=0.5)
+    with MoeClient(house.address, timeout=SECONDS) as client:
+        check(client, alone)
+        for seat in (1, 2):
+            os.kill(house.pid(seat), signal.SIGKILL)
+        until(lambda: members(house) == (0, 3), "two hold all experts")
+        check(client, alone)
+        until(lambda: members(house) == (0, 1, 2, 3) and house.state() == ("serving", ""), "both are back")
+        check(client, alone)
+        until(lambda: sources(house)["replicas"] == 8, "every expert has two owners again")
+        check(client, alone)
+
+
 def test_shadows_follow_a_rebalance_and_a_reload(start: Started, alone: Alone, tmp_path: Path) -> None:
     make_checkpoint("qwen3_moe", tmp_path / "newer", seed=7)
     newer, house = Alone(tmp_path / "newer"), start(tmp_path, redundant_experts=4, shadows=True)
