@@ -104,6 +104,12 @@ def test_with_shadows_a_loss_reads_nothing_from_disk(start: Started, alone: Alon
     assert sources(house)["shadows"] > 0
     with MoeClient(house.address, timeout=SECONDS) as client:
         check(client, alone)
+        ranks = client.status().ranks
+        assert sum(r.cover.shadows for r in ranks) == sources(house)["shadows"]
+        assert all(r.cover.replicas + r.cover.shadows == 2 for r in ranks)
+        kept = {r.rank: r.shadow_bytes for r in ranks}
+        assert kept == {r.rank: read_bytes(house, r.rank)["moe_shadow_bytes"] for r in ranks}
+        assert sum(r.cover.bytes for r in ranks) == sum(kept.values()), "each is kept once"
         before = {seat: read_bytes(house, seat) for seat in LIVING}
         lose(house, client, alone)
         until(lambda: sources(house)["disk"] == 0, "shadows are there again")
