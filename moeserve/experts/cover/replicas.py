@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.experts.balance import Policy
-from moeserve.experts.balance.budget import layers_within
+from moeserve.experts.balance.budget import layers_within, moves_a_layer
 from moeserve.experts.cover.evening import evened
 from moeserve.experts.cover.takeover import repeated
 from moeserve.experts.load import Load
@@ -63,6 +63,10 @@ class Covering:
         better = far.imbalance(load.tokens) < near.imbalance(load.tokens) - HARDLY
         wanted = placement.with_slots(np.where(better[:, None], far.slots, near.slots))
         kept = layers_within(budget, placement, wanted, load)
+        left = budget - int(moves_a_layer(placement.slots, kept.slots).sum())
+        same = (kept.slots == placement.slots).all(axis=1)  # too far for what is left of the budget
+        nearer = kept.with_slots(np.where(same[:, None], near.slots, kept.slots))
+        kept = layers_within(left, kept, nearer, load)
         mended = covered_experts(placement).sum(axis=1) < covered_experts(wanted).sum(axis=1)
         return placement.with_slots(np.where(mended[:, None], wanted.slots, kept.slots))
 
