@@ -94,6 +94,23 @@ def epoch_from(message: Message) -> Epoch:
     return Epoch(message["number"], mesh, placement, members, versions, weights)
 
 
+def held_message(generation: int, epoch: Epoch | None) -> Message:
+    """What a member holds that comes back to a head: its epoch, None before any, and the newest generation
+    that it has heard of.
+    """
+    return {
+        "kind": "held",
+        "generation": generation,
+        "epoch": None if epoch is None else epoch_message(epoch),
+    }
+
+
+def held_from(message: Message) -> tuple[int, Epoch | None]:
+    """What the member says that it holds: generation and epoch. Raises KeyError, TypeError or ValueError."""
+    epoch = message["epoch"]
+    return int(message["generation"]), None if epoch is None else epoch_from(epoch)
+
+
 def stage_message(number: int, change: Change, decoder_layer: int, owner: int | None) -> Message:
     """What the member in the place of `owner` has to stage for a change: nothing where it holds no experts.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ from moeserve.runtime.control.messages import (
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.head.generations.generations import Generations
+from moeserve.runtime.head.generations.recovery import Recovering
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.in_flight import StepsInFlight
 from moeserve.runtime.head.placing.pending_change import Outcome
@@ -62,7 +64,10 @@ class Coordinator:
     `layers` are the decoder indices of the placement's layers.
     """
 
-    def __init__(self, epoch: Epoch, layers: tuple[int, ...], pace: StepPace, host: str, token: str) -> None:
+    def __init__(
+        self, epoch: Epoch, layers: tuple[int, ...], pace: StepPace, at: str | socket.socket, token: str
+    ) -> None:
+        """at: the host, or the socket, where members' streams are accepted, as `Reception` has it."""
         self._group, room = Group(epoch), epoch.members
         self._lock, self._seats = self._group.lock, self._group.seats
         self._changes = TwoPhaseCommit(self._group, layers)
@@ -70,8 +75,9 @@ class Coordinator:
         self.generations = Generations(self._group)
         self.generations.on_state, self.generations.on_abort = self._state_changed, self._aborted
         self.generations.standing_step = lambda: self._steps.standing
-        self._reception = Reception(host, room.max_lanes + room.max_owners, token, self)
+        self._reception = Reception(at, room.max_lanes + room.max_owners, token, self)
         self.address = self._reception.address
+        self._recovering: Recovering | None = None  # of a head that has started again
         self._pace_until = math.inf  # when the thread that keeps the pace looks again
         self.draining = ""  # why lanes take no further call, though the group serves
         self._drained = set[int]()  # seats whose calls have ended since
@@ -99,6 +105,13 @@ class Coordinator:
         """
         self._reception.ring_bytes, self._reception.ring_spin = nbytes, spin
 
+    def recover(self, seconds: float) -> None:
+        """Has members of the head before this one come back with what they hold, and waits so long for them;
+        called before `start`.
+        """
+        with self._lock:
+            self._recovering = Recovering(self._group, self.generations, seconds)
+
     def start(self) -> None:
         """Begins to accept members, and to order their steps."""
         patience = self.generations.patience
@@ -112,6 +125,8 @@ class Coordinator:
         """Ends the group: members are told to stop."""
         with self._lock:
             self._changes.abandon(reason)
+            if self._recovering is not None:
+                self._recovering.end()
             self.generations.set_state("stopped", reason)
             self._group.broadcast({"kind": "stop"})
             for seat in self._seats.values():
@@ -210,6 +225,8 @@ class Coordinator:
         ValueError: it cannot start, comes too late, or the seat is a reserved one.
         """
         with self._lock:
+            if self._recovering is not None and self._recovering.connected(rank, seat, refusal):
+                return
             if rank not in self._group.members.seats:
                 taken = list(self._group.members.seats)
                 raise ValueError(f"seat {rank} is vacant: the members of this group have seats {taken}")
@@ -223,7 +240,8 @@ class Coordinator:
     def rank_lost(self, rank: int, seat: Seat, why: str) -> None:
         """Ends the generation of a member whose stream ended. A failure keeps its own reason."""
         with self._lock:
-            self.generations.lost(rank, seat, why)
+            if self._recovering is None or not self._recovering.lost(rank, seat):
+                self.generations.lost(rank, seat, why)
 
     def given_up(self, process: RankProcess, why: str) -> None:
         """Ends the generation of a member whose process does not run, as its launcher has seen."""
@@ -236,6 +254,10 @@ class Coordinator:
             self._report(seat, message)
             return
         with self._lock:
+            if message["kind"] == "held":
+                if self._recovering is not None:
+                    self._recovering.holds(rank, seat, message)
+                return
             if message.get("generation") != self._group.generation:  # from before an abort
                 said, now = quoted(message.get("generation")), self._group.generation
                 log.info("rank %d spoke of generation %s, and it is %d: that does not count", rank, said, now)
@@ -337,11 +359,14 @@ class Coordinator:
         """Starts what has to wait: steps that gather company, and the next generation."""
         with self._lock:
             while True:
+                if self._recovering is not None:
+                    self._recovering.advance(time.monotonic())
                 self.generations.advance(time.monotonic())
                 if self.generations.ended:
                     return
                 due = self._emit()
-                until = min(math.inf if due is None else due, self.generations.next_at())
+                back = math.inf if self._recovering is None else self._recovering.due
+                until = min(math.inf if due is None else due, self.generations.next_at(), back)
                 self._pace_until = until
                 self._lock.wait(min(LOOK_SECONDS, max(0.0, until - time.monotonic())))
 

@@ -86,6 +86,7 @@ _TO_HEAD = (
     "withdraw",
     "done",
     "report",
+    "held",
     "here",
     "prepared",
     "joined",
@@ -97,6 +98,7 @@ _TO_HEAD = (
     "moved",
 )
 _TO_RANK = (
+    "welcome",
     "prepare",
     "join",
     "step",

@@ -97,6 +97,9 @@ class Generations:
         if self.ended:
             seat.stream.send({"kind": "stop"})
             raise ValueError(f"rank {rank} connected when the group had {self.state}")
+        if seat.process(rank) in self._given_up:
+            seat.stream.send({"kind": "stop"})
+            raise ValueError(f"rank {rank} (pid {seat.pid}) comes back, and was given up")
         self._seats[rank] = seat
         if missing := self._group.missing:
             self.set_state(
@@ -106,6 +109,12 @@ class Generations:
             settled = time.monotonic() + (SETTLE_SECONDS if self._group.generation else 0)
             self._form_at = min(self._form_at, settled)
             self._group.lock.notify_all()
+
+    def recovered(self, generation: int) -> None:
+        """A head that has started again goes on after `generation`, the newest that members have heard of."""
+        self._group.generation = generation
+        if generation:
+            self._served, self._unserved_since = True, time.monotonic()
 
     def lost(self, rank: int, seat: Seat, why: str) -> None:
         """Ends the generation of a member whose stream ended. A failure keeps its own reason."""
