@@ -23,6 +23,8 @@ from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.planning.plan import Plan
 from moeserve.runtime.step import Announcement, Header
 
+MOST_GENERATIONS = 1 << 48  # far from what a frame's numbers end at
+
 
 def header_message(header: Header, generation: int) -> Message:
     """The message that tells one member of a step."""
@@ -107,8 +109,10 @@ def held_message(generation: int, epoch: Epoch | None) -> Message:
 
 def held_from(message: Message) -> tuple[int, Epoch | None]:
     """What the member says that it holds: generation and epoch. Raises KeyError, TypeError or ValueError."""
-    epoch = message["epoch"]
-    return int(message["generation"]), None if epoch is None else epoch_from(epoch)
+    epoch, generation = message["epoch"], int(message["generation"])
+    if not 0 <= generation < MOST_GENERATIONS:
+        raise ValueError(f"generation {quoted(generation)} is not one of a service")
+    return generation, None if epoch is None else epoch_from(epoch)
 
 
 def stage_message(number: int, change: Change, decoder_layer: int, owner: int | None) -> Message:

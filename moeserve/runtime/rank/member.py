@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 DRAIN_LOOK_SECONDS = 0.01  # between looks for calls under way, once no further one is taken
 ABORTED = -1  # as a member's generation: none is live
-ALWAYS = ("abort", "show")  # entries that count in every generation
+ALWAYS = ("abort", "held")  # entries that count in every generation
 
 
 class Member:
@@ -152,7 +152,7 @@ class Member:
                 self._entries.put({"kind": "abort"})
                 if not self.come_back():
                     break
-                self._entries.put({"kind": "show"})
+                self._entries.put({"kind": "held"})
                 why = self._take_entries()
         except Exception as error:
             log.exception(
@@ -223,7 +223,7 @@ class Member:
             case "abort":
                 self.on_serving(0, 0)
                 self._leave()
-            case "show":  # by the thread that adopts epochs: none is adopted meanwhile
+            case "held":  # by the thread that adopts epochs: none is adopted meanwhile
                 self._tell(held_message(self._newest, self._epoch))
             case unknown:
                 raise ValueError(f"unknown entry {unknown!r}")

@@ -29,6 +29,9 @@ def test_lanes_and_control_streams_are_on_loopback(
 
         def start(self) -> None: ...
 
+        def is_alive(self) -> bool:
+            return True
+
     monkeypatch.setattr(cluster.ranks._context, "Process", Process)
     try:
         cluster.ranks._spawn(0)

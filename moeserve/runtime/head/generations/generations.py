@@ -97,7 +97,7 @@ class Generations:
         if self.ended:
             seat.stream.send({"kind": "stop"})
             raise ValueError(f"rank {rank} connected when the group had {self.state}")
-        if seat.process(rank) in self._given_up:
+        if seat.process(rank) in self._given_up and self.is_gone is not None:
             seat.stream.send({"kind": "stop"})
             raise ValueError(f"rank {rank} (pid {seat.pid}) comes back, and was given up")
         self._seats[rank] = seat
