@@ -8,10 +8,11 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 
 from moeserve.runtime.config import Config
@@ -45,6 +46,16 @@ BACKLOG = 1024  # ranks that come between two heads
 AWAY = Now("forming", "the head has ended, and is started again", {}, ())
 
 
+def warm_processes(imported: Sequence[str]) -> ForkServerContext:
+    """Where a service's processes come from: one that has imported these modules, those that are installed.
+
+    They have the environment of the first use here.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(imported))
+    return context
+
+
 class KeptHead:
     """Its owner outlives the head, and keeps what has to stay the same: the token, the socket where ranks
     connect, and the ports, which nobody else can take meanwhile.
@@ -52,7 +63,7 @@ class KeptHead:
     `context` is where processes come from. One thread hears the head and starts it again.
     """
 
-    def __init__(self, config: Config, host: str, context: multiprocessing.context.ForkServerContext) -> None:
+    def __init__(self, config: Config, host: str, context: ForkServerContext) -> None:
         self._config, self._context = config, context
         self.token = secrets.token_hex(16)
         logs.hide(self.token)
@@ -139,7 +150,11 @@ class KeptHead:
             raise TimeoutError(f"the group did not serve within {seconds:.0f} s: {reason}")
 
     def stop(self) -> None:
-        """Lets calls under way finish, and ends the head; it is not started again."""
+        """Lets calls under way finish, and ends the head; it is not started again. A second call does
+        nothing.
+        """
+        if self._stopping.is_set():
+            return
         self._stopping.set()
         self._say(Stop())
         if self._keeping.is_alive():

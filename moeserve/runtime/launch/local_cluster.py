@@ -27,7 +27,7 @@ from moeserve.runtime.launch.environment import name_process
 from moeserve.runtime.launch.head_child import run_head
 from moeserve.runtime.launch.head_process import HeadProcess
 from moeserve.runtime.launch.heads import ENDED, Head, HeadInside
-from moeserve.runtime.launch.kept_head import KeptHead
+from moeserve.runtime.launch.kept_head import KeptHead, warm_processes
 from moeserve.runtime.launch.rank_process import RankSpec, run_rank
 from moeserve.runtime.launch.restarts import Restarts, why_given_up
 from moeserve.runtime.launch.watch import ProcessWatch
@@ -42,13 +42,6 @@ LANES_HOST = "127.0.0.1"
 
 STOP_SECONDS = 10.0
 WATCH_SECONDS = 0.1
-
-
-def warm_processes() -> ForkServerContext:
-    """Where a service's processes come from. They have the environment of the first use here."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTED))
-    return context
 
 
 class LocalRanks:
@@ -213,7 +206,7 @@ class LocalCluster:
     def __init__(self, config: Config) -> None:
         self._config = config.checked()
         self.head = HeadProcess(self._config, LANES_HOST)
-        self.ranks = LocalRanks(self._config, HeadInside(self.head), warm_processes())
+        self.ranks = LocalRanks(self._config, HeadInside(self.head), warm_processes(IMPORTED))
 
     @property
     def address(self) -> str:
@@ -265,7 +258,7 @@ class LocalService:
 
     def __init__(self, config: Config) -> None:
         self._config = config.checked()
-        context = warm_processes()
+        context = warm_processes(IMPORTED)
         self.head = KeptHead(self._config, LANES_HOST, context)
         self.ranks = LocalRanks(self._config, self.head, context)
 
