@@ -22,10 +22,11 @@ KILLS = 3
 AGAIN_SECONDS = 30.0  # for a loaded host; what is wanted is measured by the bench
 
 
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
 def test_a_killed_head_comes_back_at_its_address_and_nothing_is_read_again(
-    tmp_path: Path, checkpoint_path: Path, alone: Alone
+    tmp_path: Path, checkpoint_path: Path, alone: Alone, launcher: str
 ) -> None:
-    with served(tmp_path, checkpoint_path, *LOCAL, *EP4) as service:
+    with served(tmp_path, checkpoint_path, "--launcher", launcher, *EP4) as service:
         before = service.read()
         assert len(before) == 4 and all(before.values())
         generation = serve_again(service.address)
