@@ -11,13 +11,21 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
-from engine_models import FLOAT32, apart, by_transformers, make_dbrx, prompts, read_config
+from engine_models import (
+    FLOAT32,
+    VLLM_FAMILIES,
+    apart,
+    by_transformers,
+    make_dbrx,
+    moe_layers,
+    prompts,
+    read_config,
+)
 from engine_runs import NEW_TOKENS, REQUESTS, answered, answered_behind, generate_as_alone, house_of
 
-FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "qwen2_moe", "glm4_moe")
 CASES = [
     pytest.param(family, dtype, eager, id=f"{family}-{dtype}-{'eager' if eager else 'compiled'}")
-    for family in FAMILIES
+    for family in VLLM_FAMILIES
     for dtype, eager in (("float32", True), ("bfloat16", True))
 ] + [
     pytest.param(family, "float32", False, id=f"{family}-float32-compiled")
@@ -49,12 +57,6 @@ def test_vllm_generates_what_it_does_alone_and_damaged_experts_are_seen(
     assert read == [] and [name for name in alone["read"] if ".experts." in name]
     (held,) = [worker["experts"] for worker in alone["workers"]]
     assert sum(held.values()) > 0
-
-
-def moe_layers(path: Any) -> int:
-    """Decoder layers of a checkpoint that have experts."""
-    config = read_config(path)
-    return int(config["num_hidden_layers"]) - int(config.get("first_k_dense_replace", 0))
 
 
 def test_the_transformers_fallback_asks_too(engine_model: Any, run_vllm: Any) -> None:

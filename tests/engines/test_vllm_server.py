@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 from engine_models import FLOAT32, EngineModel, apart, prompts
-from engine_runs import NEW_TOKENS, REQUESTS, Server, complete, house_of, stream
+from engine_runs import BOUND_CORES, NEW_TOKENS, REQUESTS, Server, complete, house_of, stream
 
 from moeserve.proto.client import MoeClient
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
 FAILURES = int(os.environ.get("MOESERVE_FAILURES", "20"))
 EAGER = ("--dtype", "float32", "--enforce-eager", "--block-size", "32")
-BOUND_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 @pytest.fixture(scope="module")

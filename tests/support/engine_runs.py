@@ -37,6 +37,8 @@ HERE = ROOT / "tests" / "engines"
 RUN_SECONDS = 600
 NEW_TOKENS = 24
 REQUESTS = 16
+BOUND_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+"""What two tensor- or data-parallel ranks of vLLM need on a machine of two cores."""
 
 Run = Callable[..., dict[str, Any]]
 """Runs an engine once: of a checkpoint, a service's address or None, and more of the job by keywords."""
