@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from engine_models import FLOAT32, EngineModel, apart, prompts
-from engine_runs import BOUND_CORES, NEW_TOKENS, REQUESTS, Server, complete, house_of, stream
+from engine_runs import NEW_TOKENS, REQUESTS, Server, complete, house_of, stream
 
 from moeserve.proto.client import MoeClient
 from moeserve.runtime.launch.local_cluster import LocalCluster
@@ -40,13 +40,13 @@ def alone(model: EngineModel, tmp_path_factory: pytest.TempPathFactory) -> list[
         return complete(server.address, server.model, prompts(REQUESTS), NEW_TOKENS)
 
 
-WAYS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "one": (EAGER, {}),
-    "compiled": (("--dtype", "float32", "--block-size", "32"), {}),
-    "tp2": ((*EAGER, "--tensor-parallel-size", "2"), BOUND_CORES),
-    "tp2-ep": ((*EAGER, "--tensor-parallel-size", "2", "--enable-expert-parallel"), BOUND_CORES),
-    "dp2": ((*EAGER, "--data-parallel-size", "2"), BOUND_CORES),
-    "chunked": ((*EAGER, "--max-num-batched-tokens", "32", "--max-num-seqs", "8"), {}),
+WAYS: dict[str, tuple[str, ...]] = {
+    "one": EAGER,
+    "compiled": ("--dtype", "float32", "--block-size", "32"),
+    "tp2": (*EAGER, "--tensor-parallel-size", "2"),
+    "tp2-ep": (*EAGER, "--tensor-parallel-size", "2", "--enable-expert-parallel"),
+    "dp2": (*EAGER, "--data-parallel-size", "2"),
+    "chunked": (*EAGER, "--max-num-batched-tokens", "32", "--max-num-seqs", "8"),
 }
 
 
@@ -54,8 +54,7 @@ WAYS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
 def test_sixteen_requests_at_once_are_answered_as_by_vllm_alone(
     model: EngineModel, house: LocalCluster, alone: list[dict[str, Any]], tmp_path: Path, way: str
 ) -> None:
-    arguments, environ = WAYS[way]
-    with Server(model.path, house.address, tmp_path, *arguments, **environ) as server:
+    with Server(model.path, house.address, tmp_path, *WAYS[way]) as server:
         first = complete(server.address, server.model, prompts(REQUESTS), NEW_TOKENS)
         again = complete(server.address, server.model, prompts(REQUESTS), NEW_TOKENS)  # prefixes are cached
         # one request: with two data-parallel ranks the other one is idle
