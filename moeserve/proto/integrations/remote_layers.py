@@ -27,6 +27,7 @@ from torch import Tensor
 from moeserve.proto import moe_pb2
 from moeserve.proto.client import Choice, MoeClient, Reply
 from moeserve.proto.errors import MoeError, Unavailable
+from moeserve.proto.integrations.attached_service import AttachedService
 from moeserve.proto.integrations.settings import TIMEOUT, Settings
 
 log = logging.getLogger(__name__)
@@ -102,8 +103,7 @@ class RemoteLayers:
     def client(self) -> Service:
         """The way to the service. A process makes its own, after it has forked or was spawned."""
         if self.service is None:
-            shown, patience = self.settings.credentials, self.settings.timeout
-            self.service = MoeClient(self.settings.address, timeout=patience, credentials=shown)
+            self.service = _service_of(self.settings)
         return self.service
 
     def begin(self) -> None:
@@ -233,6 +233,13 @@ class RemoteLayers:
                 if time.monotonic() > deadline:
                     raise ValueError(f"the service at {self.settings.address} serves no layer")
             time.sleep(POLL_SECONDS)
+
+
+def _service_of(settings: Settings) -> Service:
+    """The way to the service that the settings' mode names."""
+    if settings.mode == "attached":
+        return AttachedService(settings)
+    return MoeClient(settings.address, timeout=settings.timeout, credentials=settings.credentials)
 
 
 def of_one_version(forward: Any, layers: RemoteLayers, is_mixed: Callable[[frozenset[int]], bool]) -> Any:
