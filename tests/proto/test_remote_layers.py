@@ -150,6 +150,8 @@ def test_a_call_in_two_halves_answers_as_one() -> None:
     layers = layers_of(Doubling())
     tickets = [layers.start(1, *batch(rows)) for rows in (2, 3)]
     assert [len(layers.finish(ticket)) for ticket in reversed(tickets)] == [3, 2]
+    layers.ask(1, *batch(1))
+    assert (layers.counts.calls, layers.counts.begun) == (3, 2)
     layers.service.failures.append(MoeError("INTERNAL", "", "broken"))  # type: ignore[union-attr]
     ticket = layers.start(2, *batch(1))
     with pytest.raises(MoeError, match=r"layer 2 got no answer of its experts at 127.0.0.1:1: broken"):

@@ -110,6 +110,7 @@ class Generated:
     found: dict[str, Any]
     rounds: int
     computed: int  # rows that the service says it computed, once an expert
+    steps: int  # that the service says it ran
 
 
 def generate_as_alone(run: Run, model: EngineModel, options: dict[str, Any]) -> Generated:
@@ -121,7 +122,7 @@ def generate_as_alone(run: Run, model: EngineModel, options: dict[str, Any]) -> 
     with house_of(model.path) as house:
         found = answered(run, model.path, house.address, options=options, rounds=weights)
         with MoeClient(house.address) as client:
-            computed = sum(rank.tokens for rank in client.status().ranks)
+            status = client.status()
     right, scaled, zeroed = (apart(answers, alone["rounds"][0]) for answers in found["rounds"])
     bound = FLOAT32 if model.dtype == "float32" else bf16_bound(run, model, options, alone)
     print(
@@ -133,7 +134,8 @@ def generate_as_alone(run: Run, model: EngineModel, options: dict[str, Any]) -> 
     assert model.dtype != "float32" or not right.ties, "float32 tokens are equal"
     assert not scaled.within(bound), scaled
     assert not zeroed.within(bound), zeroed
-    return Generated(alone, found, len(weights), computed)
+    computed = sum(rank.tokens for rank in status.ranks)
+    return Generated(alone, found, len(weights), computed, int(status.steps))
 
 
 def bf16_bound(run: Run, model: EngineModel, options: dict[str, Any], alone: dict[str, Any]) -> Bound:
@@ -148,6 +150,20 @@ def bf16_bound(run: Run, model: EngineModel, options: dict[str, Any], alone: dic
     found = answered(run, model.path, None, **exact)
     told = apart(alone["rounds"][0], found["rounds"][0])
     return bound_by_experts(told) if vllm else bound_by_float32(told)
+
+
+def strike(pid: int, *, stopped: bool) -> None:
+    """Kills a rank, or stops it for good: whoever waits for it must give it up."""
+    os.kill(pid, signal.SIGSTOP if stopped else signal.SIGKILL)
+
+
+def until(done: Callable[[], bool], check: Callable[[], None], seconds: float = 120.0) -> None:
+    """Waits until `done()`, and has `check` look for what went wrong meanwhile."""
+    deadline = time.monotonic() + seconds
+    while not done():
+        check()
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
 
 
 START_SECONDS = 600

@@ -78,6 +78,7 @@ class Counts:
     """What this process asked for so far."""
 
     calls: int = 0
+    begun: int = 0  # of them, that were begun by `start`: something else was computed meanwhile
     rows: int = 0
     seconds: float = 0.0  # that forward passes waited for answers
     repeated: int = 0  # forward passes that were run again, since a reload came between their layers
@@ -179,6 +180,7 @@ class RemoteLayers:
         if self._asking is None:
             self._asking = ThreadPoolExecutor(1, "moeserve-ask")
         ticket: int = next(self._numbers)
+        self.counts.begun += 1
         self._tickets[ticket] = self._asking.submit(self.ask, layer, hidden, experts, weights)
         return ticket
 
