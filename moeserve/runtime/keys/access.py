@@ -88,15 +88,19 @@ _TO_HEAD = (
     "report",
     "here",
     "prepared",
+    "loaded",
     "joined",
+    "restored",
     "voted",
     "adopted",
     "drained",
     "failed",
     "store",
     "moved",
+    "shadowed",
 )
 _TO_RANK = (
+    "load",
     "prepare",
     "join",
     "step",
@@ -111,6 +115,7 @@ _TO_RANK = (
     "stored",
     "ring",
     "moved",
+    "peers",
 )
 
 FRAMES: dict[Frames, dict[str, frozenset[Role]]] = {
