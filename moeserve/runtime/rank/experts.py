@@ -192,7 +192,10 @@ class RankExperts:
         held = self._held.get(layer)
         if held is None or len(held[0]) != len(wanted[0]) or (by is None and held[1] != wanted[1]):
             self._held.pop(layer, None)
-            self._load_layer(layer, wanted)
+            with nullcontext() if by is None else by.stream():
+                self._load_layer(layer, wanted)
+            if by is not None:
+                by.wait()
             self._held[layer] = wanted
             return
         slots = _differing(held, wanted)
