@@ -194,6 +194,11 @@ class Coordinator:
                 why += f"; before: {group.aborted}"
             raise TimeoutError(f"the group did not serve within {timeout:.0f} s: {why}")
 
+    def wait_turned(self, timeout: float) -> None:
+        """Returns once no member joins between two steps; at the latest after `timeout` seconds."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self.generations.turning, timeout)
+
     def progress(self) -> Progress:
         """The group's state, the reason for it, and its counts."""
         with self._lock:
@@ -420,6 +425,11 @@ class Coordinator:
         if self.keeps_shadows:
             addresses = {owner: address for owner, (address, _) in self._group.weights_of.items()}
             self._group.broadcast(peers_message(addresses))
+
+    def dispatchers(self) -> set[str]:
+        """The names of the dispatchers that members have planned, of all layers."""
+        plans = (plan for seat in self.seats().values() for plan in seat.plans.values())
+        return {name for _, dispatchers, _ in plans for name in dispatchers.split("+")}
 
     def _shadowed(self) -> dict[int, Shadowed]:
         """What members keep in host memory, by seat."""

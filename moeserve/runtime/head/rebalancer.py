@@ -26,6 +26,8 @@ from moeserve.runtime.sections import OFF, BalanceConfig
 
 log = logging.getLogger(__name__)
 
+TURN_SECONDS = 10.0  # at most, for members that join between two steps; then changes are tried
+
 NO_LIMIT = 1 << 60  # of moves
 OUTCOMES = ("moved", "even", "idle", "abandoned", "failed")
 """How a cycle ends: experts moved; none that pays; too little load to tell; a change abandoned; an error."""
@@ -93,6 +95,11 @@ class Rebalancer:
         self.observe_reload: Callable[[Cycle], None] = lambda cycle: None
 
     @property
+    def leads(self) -> bool:
+        """Whether experts move, or are about to: nobody should join meanwhile."""
+        return self._leading.locked()
+
+    @property
     def coordinator(self) -> Coordinator:
         """The coordinator of the group that it changes."""
         return self._coordinator
@@ -146,6 +153,7 @@ class Rebalancer:
     ) -> tuple[RebalancePlan, Cycle]:
         """Plans as `plan` does and moves now, whatever the load; blocks. The plan, and what came of it."""
         with self._leading:
+            self._coordinator.wait_turned(TURN_SECONDS)
             plan = self.plan(policy, max_moves)
             self._seen = self._coordinator.load().tokens
             return plan, self._counted(self._moved(plan))
@@ -156,6 +164,7 @@ class Rebalancer:
         The cycle's outcome is one of RELOADED. Layers that were reloaded before one is abandoned stay so.
         """
         with self._leading:
+            self._coordinator.wait_turned(TURN_SECONDS)
             started = time.monotonic()
             changes = reload(self._coordinator.epoch, path)
             cycle = self._led(changes, started, expected=0.0)
@@ -170,6 +179,7 @@ class Rebalancer:
     def look(self) -> Cycle:
         """One cycle: looks at the load since the last one, and moves what pays; blocks."""
         with self._leading:
+            self._coordinator.wait_turned(TURN_SECONDS)
             try:
                 return self._counted(self._cycle())
             except Exception as error:  # said and counted, and the next cycle comes

@@ -25,7 +25,7 @@ from moeserve.runtime.head.rebalancer import Rebalancer
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.keys.sockets import HeldPort
-from moeserve.runtime.planning.layers import first_epoch
+from moeserve.runtime.planning.layers import first_epoch, why_whole
 from moeserve.runtime.sections import OFF
 from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.telemetry import logs
@@ -82,10 +82,12 @@ class HeadProcess:
         self.coordinator.keeps_shadows = config.balance.shadows
         self.coordinator.ready.nbytes = expert_nbytes(served)
         self.coordinator.generations.serve_on = config.members.serve_on
+        self.coordinator.generations.why_whole = lambda: why_whole(self.coordinator.dispatchers())
         self.coordinator.generations.hold_seconds = config.members.hold_seconds
         self.rebalancer = Rebalancer(
             self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
         )
+        self.coordinator.generations.busy = lambda: self.rebalancer.leads
         self._telemetry = CoordinatorTelemetry(model_name(config), __version__, served.layers)
         self._telemetry.progress(self.coordinator.progress)
         self._telemetry.why_not = lambda: (
