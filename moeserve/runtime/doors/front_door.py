@@ -24,6 +24,7 @@ from moeserve.runtime.doors.forwarding import Caller, Forwarding
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.errors import GroupUnavailable
 from moeserve.runtime.head.coordinator import Coordinator
+from moeserve.runtime.head.generations.ready import Cover
 from moeserve.runtime.head.reception import Seat
 from moeserve.runtime.served import Served
 
@@ -196,7 +197,11 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         """How the service is doing, with the load of every layer, and of every expert on request."""
         progress, seats = self._coordinator.progress(), self._coordinator.seats()
         epoch = self._coordinator.epoch
-        ranks = [_rank_status(member, seats.get(member.seat)) for member in _members(epoch, seats)]
+        covers = self._coordinator.covers()
+        ranks = [
+            _rank_status(member, seats.get(member.seat), covers.get(member.seat))
+            for member in _members(epoch, seats)
+        ]
         by_phase = self._coordinator.load_by_phase()
         tokens, prefill = by_phase.sum(axis=0), by_phase[PHASES.index("prefill")]
         balanced = 1 / epoch.placement.imbalance(tokens)
@@ -279,9 +284,10 @@ def _members(epoch: Epoch, seats: Mapping[int, Seat]) -> list[moe_pb2.Member]:
     ]
 
 
-def _rank_status(member: moe_pb2.Member, seat: Seat | None) -> moe_pb2.RankStatus:
+def _rank_status(member: moe_pb2.Member, seat: Seat | None, cover: Cover | None) -> moe_pb2.RankStatus:
+    covered = None if cover is None else _cover(cover)
     if seat is None:
-        return moe_pb2.RankStatus(rank=member.seat, up=False, member=member)
+        return moe_pb2.RankStatus(rank=member.seat, up=False, member=member, cover=covered)
     return moe_pb2.RankStatus(
         rank=member.seat,
         up=True,
@@ -292,4 +298,17 @@ def _rank_status(member: moe_pb2.Member, seat: Seat | None) -> moe_pb2.RankStatu
         bytes_read=seat.bytes_read,
         pid=seat.pid,
         member=member,
+        cover=covered,
+        shadow_bytes=seat.shadowed.nbytes,
+    )
+
+
+def _cover(cover: Cover) -> moe_pb2.Cover:
+    return moe_pb2.Cover(
+        replicas=cover.replicas,
+        shadows=cover.shadows,
+        disk=cover.disk,
+        waits=cover.waits,
+        bytes=cover.nbytes,
+        why_waits=cover.why_waits,
     )

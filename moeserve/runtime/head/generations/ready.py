@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from moeserve.experts.cover.breather import Breather
 from moeserve.experts.cover.takeover import heirs
 from moeserve.runtime.control.shadowed import NO_SHADOWS, Shadowed
 from moeserve.runtime.epoch import Epoch
@@ -162,11 +163,21 @@ class ReadyPlans:
             if self._newest is not epoch or self._closed:
                 return
             try:
+                self._warm(epoch, member.owner)
                 plans[member.seat] = epoch.without({member.seat})
             except ValueError as error:
                 plans[member.seat] = str(error)
         with self._news:
             self._planned, self._plans = epoch, plans
+
+    def _warm(self, epoch: Epoch, owner: int | None) -> None:
+        """Makes each layer of a plan by itself, and lets the head's other threads run between."""
+        if owner is None or epoch.mesh.sliced:
+            return
+        placement, breather = epoch.placement, Breather()
+        for row in placement.slots:
+            heirs(row.tobytes(), placement.room, placement.experts, owner)
+            breather.breathe()
 
 
 SOURCES = ("replicas", "shadows", "disk", "waits")
