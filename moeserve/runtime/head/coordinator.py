@@ -17,18 +17,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeserve.experts.load import PHASES, Load
-from moeserve.proto.texts import quoted
+from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.control.frames import encoded
 from moeserve.runtime.control.messages import (
     announcement_from,
     header_message,
     load_from,
     plans_from,
+    positions_from,
     reached_from,
 )
+from moeserve.runtime.control.shadowed import Shadowed, peers_message, shadowed_from
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.head.generations.generations import Generations
+from moeserve.runtime.head.generations.ready import Cover, ReadyPlans
 from moeserve.runtime.head.generations.recovery import Recovering
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.in_flight import StepsInFlight
@@ -56,6 +59,7 @@ class Progress:
     jobs: int
     queued: int
     in_flight: int
+    holds: bool = False  # lanes keep their jobs, and take more, until the group serves again
 
 
 class Coordinator:
@@ -75,6 +79,11 @@ class Coordinator:
         self.generations = Generations(self._group)
         self.generations.on_state, self.generations.on_abort = self._state_changed, self._aborted
         self.generations.standing_step = lambda: self._steps.standing
+        self.generations.running = lambda: self._steps.running
+        self._layers = layers
+        self.ready = ReadyPlans(self._shadowed)
+        self.generations.without, self._changes.on_epoch = self.ready.without, self.ready.renew
+        self.keeps_shadows = False  # members are told where they get them from
         self._reception = Reception(at, room.max_lanes + room.max_owners, token, self)
         self.address = self._reception.address
         self._recovering: Recovering | None = None  # of a head that has started again
@@ -115,10 +124,12 @@ class Coordinator:
     def start(self) -> None:
         """Begins to accept members, and to order their steps."""
         patience = self.generations.patience
+        self.generations.returning.silent_seconds = patience.prepare
         self._reception.send_seconds, self._changes.adopt_seconds = patience.send, patience.adopt
         self._reception.reach_seconds = patience.reach
         self._reception.hello_seconds, self._changes.on_stuck = patience.hello, self.generations.stuck
         self._reception.start()
+        self.ready.start()
         threading.Thread(target=self._keep_pace, name="keep_pace", daemon=True).start()
 
     def stop(self, reason: str = STOPPING) -> None:
@@ -133,6 +144,7 @@ class Coordinator:
                 seat.stream.close()
             self._seats.clear()
             self._lock.notify_all()
+        self.ready.close()
         self._reception.close()
 
     def fail(self, reason: str) -> None:
@@ -188,9 +200,15 @@ class Coordinator:
             return self._progress()
 
     def seats(self) -> dict[int, Seat]:
-        """The members that are connected now, by seat."""
+        """The members that are connected now, by seat, and those that load before they join."""
         with self._lock:
-            return dict(self._seats)
+            return self._seats | self.generations.returning.connected()
+
+    def covers(self) -> dict[int, Cover]:
+        """Where the experts of each member that has any would come from, were it lost now; by seat."""
+        epoch = self.epoch
+        owners = [member.seat for member in epoch.members.present if member.owner is not None]
+        return {seat: self.ready.covered(epoch, seat) for seat in owners}
 
     def load(self) -> Load:
         """Tokens by served layer and logical expert, as far as ranks have reported."""
@@ -213,7 +231,7 @@ class Coordinator:
         aborts or `timeout` seconds pass; everything is then as it was. One change at a time.
         """
         with self._lock:
-            if self.generations.state != "serving":
+            if self.generations.state != "serving" or self.generations.layers.closed:
                 return Outcome(f"the group is {self.generations.state}: {self.generations.reason}")
             return self._changes.run(change, timeout)
 
@@ -227,7 +245,8 @@ class Coordinator:
         with self._lock:
             if self._recovering is not None and self._recovering.connected(rank, seat, refusal):
                 return
-            if rank not in self._group.members.seats:
+            away = rank in self.generations.returning.seats
+            if not away and rank not in self._group.members.seats:
                 taken = list(self._group.members.seats)
                 raise ValueError(f"seat {rank} is vacant: the members of this group have seats {taken}")
             if refusal is not None:
@@ -253,10 +272,16 @@ class Coordinator:
         if message["kind"] == "report":
             self._report(seat, message)
             return
+        if message["kind"] == "shadowed":
+            seat.shadowed = shadowed_from(message)
+            return
         with self._lock:
             if message["kind"] == "held":
                 if self._recovering is not None:
                     self._recovering.holds(rank, seat, message)
+                return
+            if self.generations.returning.is_here(rank, seat):
+                self.generations.returning_says(rank, message)
                 return
             if message.get("generation") != self._group.generation:  # from before an abort
                 said, now = quoted(message.get("generation")), self._group.generation
@@ -279,11 +304,14 @@ class Coordinator:
                         int(message["bytes_read"]),
                         int(message["weight_bytes"]),
                     )
-                    self.generations.prepared(rank)
+                    self.generations.prepared(rank, positions_from(message))
                 case "joined":
                     seat.plans, seat.generation = plans_from(message), self._group.generation
                     if self.generations.joined(rank):
-                        self._emit()
+                        self._tell_peers()
+                        self._open_layers()
+                case "restored":
+                    self._restored(rank, message)
                 case "voted" | "adopted":
                     self._changes.message_received(rank, message)
                 case "drained":
@@ -293,6 +321,21 @@ class Coordinator:
                     self.generations.failed(rank, str(message["reason"]))
                 case unknown:
                     raise ValueError(f"unknown message {quoted(unknown)} from rank {rank}")
+
+    def _restored(self, rank: int, message: Message) -> None:
+        """Notes that a member holds one more layer, or why it cannot."""
+        layers, at = self.generations.layers, int(message["layer"])
+        if layers.restored(rank, at, clipped(str(message["why_not"]))):
+            log.info("layer %d is served again", self._layers[at])
+        if self.generations.state == "serving":
+            self.generations.reason = self.generations.degraded
+            self._open_layers()
+            self.on_change(self._progress())
+
+    def _open_layers(self) -> None:
+        """Has steps of all layers that nobody lacks experts of."""
+        self._steps.closed = frozenset(self._layers[at] for at in self.generations.layers.closed)
+        self._emit()
 
     # -- steps ----------------------------------------------------------------------------------------------
 
@@ -372,7 +415,18 @@ class Coordinator:
 
     # -- what generations tell ------------------------------------------------------------------------------
 
+    def _tell_peers(self) -> None:
+        """Tells members from whom they copy what they keep in host memory."""
+        if self.keeps_shadows:
+            addresses = {owner: address for owner, (address, _) in self._group.weights_of.items()}
+            self._group.broadcast(peers_message(addresses))
+
+    def _shadowed(self) -> dict[int, Shadowed]:
+        """What members keep in host memory, by seat."""
+        return {number: seat.shadowed for number, seat in self.seats().items()}
+
     def _state_changed(self) -> None:
+        self.ready.renew(self.epoch)
         self._lock.notify_all()
         self.on_change(self._progress())
 
@@ -389,4 +443,5 @@ class Coordinator:
             self._steps.jobs,
             self._steps.queued,
             self._steps.running,
+            self.generations.holds,
         )

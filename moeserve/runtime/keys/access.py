@@ -89,16 +89,20 @@ _TO_HEAD = (
     "held",
     "here",
     "prepared",
+    "loaded",
     "joined",
+    "restored",
     "voted",
     "adopted",
     "drained",
     "failed",
     "store",
     "moved",
+    "shadowed",
 )
 _TO_RANK = (
     "welcome",
+    "load",
     "prepare",
     "join",
     "step",
@@ -113,6 +117,7 @@ _TO_RANK = (
     "stored",
     "ring",
     "moved",
+    "peers",
 )
 
 FRAMES: dict[Frames, dict[str, frozenset[Role]]] = {

@@ -29,6 +29,7 @@ from moeserve.runtime.control.messages import (
 )
 from moeserve.runtime.control.orders import StageOrder, Vote
 from moeserve.runtime.control.reached import Phase
+from moeserve.runtime.control.shadowed import Shadowed, addresses_from, shadowed_message
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.keys.access import Frames, known_frame
@@ -36,7 +37,9 @@ from moeserve.runtime.rank.experts import LayerProgress
 from moeserve.runtime.rank.lane import Lane
 from moeserve.runtime.rank.member_group import Meeting, MemberGroup, ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.rank.restoring import Restoring
 from moeserve.runtime.rank.steps import REPORT_SECONDS, MemberSteps
+from moeserve.runtime.rank.weights.copies import Abandoned, Copier
 from moeserve.runtime.rank.weights.mover import Mover
 from moeserve.runtime.step import Announcement, StepRecord
 
@@ -44,7 +47,7 @@ log = logging.getLogger(__name__)
 
 DRAIN_LOOK_SECONDS = 0.01  # between looks for calls under way, once no further one is taken
 ABORTED = -1  # as a member's generation: none is live
-ALWAYS = ("abort", "held")  # entries that count in every generation
+ALWAYS = ("abort", "load", "held")  # entries that count in every generation
 
 
 class Member:
@@ -68,14 +71,19 @@ class Member:
         self._generation = 0  # newest that was announced; entries of older ones are dropped
         self._newest = 0  # of all generations that were announced, aborted ones with them
         self._told_to_stop = False
-        self._epoch: Epoch | None = None
+        self._epoch: Epoch | None = None  # that it holds, or is to hold
+        self._adopted: Epoch | None = None  # the last one of a group that it had a part in
         self._group = MemberGroup(rank.index, group_settings, stream.send)
         self._steps = MemberSteps(rank, lane, self._tell, observe)
+        self._restoring = Restoring(lambda: Copier(0.0, rank.device), self._restore, self._tell)
+        self._lacks: tuple[int, ...] = ()  # positions of layers that are to be read once it has joined
         self._steps.failed = self._report_failure
         self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
         self.on_epoch: Callable[[int, int], None] = lambda generation, epoch: None  # between two steps
         self.on_log_levels: Callable[[Mapping[str, str]], None] = lambda levels: None  # by logger
+        # where each owner's process gives its experts, since the group serves
+        self.on_peers: Callable[[Mapping[int, str]], None] = lambda addresses: None
         self.on_drain: Callable[[str], None] = lambda reason: None  # doors begin no further call
         self.doors_busy: Callable[[], bool] = lambda: False  # a call has begun there and is not over
         # once the head's stream has ended: whether a head is there again that has taken this member's hello
@@ -98,7 +106,7 @@ class Member:
 
     def announce(self, job: Announcement) -> None:
         """Tells the coordinator of a job; called by doors."""
-        self._tell(announcement_message(job, self._generation))
+        self._tell(announcement_message(job))
 
     def withdraw(self, jobs: list[int]) -> None:
         """Tells the coordinator of jobs whose callers have left; called by doors."""
@@ -148,7 +156,7 @@ class Member:
             why = self._take_entries()
             while not self._told_to_stop:
                 log.warning("rank %d: %s", self._rank.index, why)
-                self._end_generation(why)
+                self._end_generation(why, hold=True)
                 self._entries.put({"kind": "abort"})
                 if not self.come_back():
                     break
@@ -175,6 +183,9 @@ class Member:
                 if message["kind"] == "log_levels":
                     self.on_log_levels(message["levels"])
                     continue
+                if message["kind"] == "peers":
+                    self.on_peers(addresses_from(message))
+                    continue
                 if message["kind"] == "ask":
                     self._say_here(message["generation"])
                     continue
@@ -188,7 +199,7 @@ class Member:
                     log.info(
                         "generation %d is aborted: %s", message["generation"], clipped(message["reason"])
                     )
-                    self._end_generation(message["reason"])
+                    self._end_generation(message["reason"], hold=message["back"])
                 elif message["kind"] == "prepare":
                     self._generation = self._newest = message["generation"]
                     self._say_here(self._generation)
@@ -198,10 +209,15 @@ class Member:
         except StreamClosed as closed:
             return f"the coordinator is gone: {closed}"
 
-    def _end_generation(self, reason: str) -> None:
-        """Ends the waits of the generation, whatever thread is in them."""
-        self._generation = ABORTED
-        self._close_lane(reason)  # after the generation: a commit under way sees it
+    def _end_generation(self, reason: str, *, hold: bool) -> None:
+        """Ends the waits of the generation, whatever thread is in them. `hold`: the group comes together
+        again, and the lane keeps its jobs for it.
+        """
+        self._generation = ABORTED  # before the lane: a commit under way sees it
+        if hold and self._lane is not None:
+            self._lane.hold(reason)
+        else:
+            self._close_lane(reason)
         self._group.close(reason)
         # Callers of the step under way have been told: nothing waits for a dead rank, which
         # peer memory would do until its patience ends.
@@ -216,6 +232,8 @@ class Member:
                 self._steps.run(header_from(entry), entry["generation"], self._epoch)
             case "prepare":
                 self._prepare(entry)
+            case "load":
+                self._load_beforehand(entry)
             case "join":
                 self._join_generation(entry)
             case "commit":
@@ -224,7 +242,7 @@ class Member:
                 self.on_serving(0, 0)
                 self._leave()
             case "held":  # by the thread that adopts epochs: none is adopted meanwhile
-                self._tell(held_message(self._newest, self._epoch))
+                self._tell(held_message(self._newest, self._adopted))
             case unknown:
                 raise ValueError(f"unknown entry {unknown!r}")
 
@@ -240,7 +258,9 @@ class Member:
         self._tell({"kind": "failed", "generation": entry["generation"], "reason": reason})
 
     def _prepare(self, entry: Message) -> None:
-        """Loads what the epoch gives this member, unless it has it, and votes."""
+        """Loads what the epoch gives this member, unless it has it, and votes. Where the group has served and
+        this member holds experts, those that it lacks are read once it has joined: `after`.
+        """
         self._rank.progress.join(Phase.PREPARED)
         self._say_here(entry["generation"])
         self._leave()
@@ -249,17 +269,28 @@ class Member:
         epoch = epoch_from(entry["epoch"])
         self._check_lane(epoch)
         self._rank.experts.use_weights(epoch.weights)
-        if self._epoch is None or _loaded(self._epoch) != _loaded(epoch):
+        self._lacks = ()
+        if entry["after"] and self._rank.loaded:
+            self._lacks = self._rank.take(epoch)
+        elif self._epoch is None or _loaded(self._epoch) != _loaded(epoch):
             self._load(epoch, entry["generation"])
+        self._epoch = self._adopted = epoch
+        lacks = {"lacks": list(self._lacks)}
+        self._tell({"kind": "prepared", "generation": entry["generation"]} | self._held() | lacks)
+
+    def _load_beforehand(self, entry: Message) -> None:
+        """Loads the experts of the epoch that this member is to join, while the group serves without it."""
+        epoch = epoch_from(entry["epoch"])
+        self._check_lane(epoch)
+        self._rank.experts.use_weights(epoch.weights)
+        self._load(epoch, 0)
         self._epoch = epoch
-        self._tell(
-            {
-                "kind": "prepared",
-                "generation": entry["generation"],
-                "bytes_read": self._rank.experts.bytes_read,
-                "weight_bytes": self._rank.experts.bank.nbytes,
-            }
-        )
+        self._tell({"kind": "loaded", "generation": 0} | self._held())
+
+    def _held(self) -> Message:
+        """What this member has read since its start, and the bytes that it holds."""
+        experts = self._rank.experts
+        return {"bytes_read": experts.bytes_read, "weight_bytes": experts.bank.nbytes}
 
     def _check_lane(self, epoch: Epoch) -> None:
         """Raises RuntimeError where this process was started with another lane than its seat has."""
@@ -289,14 +320,16 @@ class Member:
             time.perf_counter() - grouped,
         )
         self._rank.progress.join(Phase.JOINED)
-        if self._lane is not None:
-            self._lane.open()
         if entry["generation"] != self._generation:  # aborted while it joined
-            self._close_lane("the group is forming again")
             return
+        if self._lane is not None:
+            self._lane.open(entry["generation"])
+        if entry["generation"] != self._generation and self._lane is not None:
+            self._lane.hold("the group is forming again")  # its abort came before the lane was open
         self.on_serving(entry["generation"], self._epoch.number)
         joined = {"kind": "joined", "generation": entry["generation"]}
         self._tell(joined | {"plans": plans_message(self._rank.plans)})
+        self._restoring.begin(entry["generation"], self._lacks)
 
     def _prepare_change(self, message: Message) -> None:
         """Has the mover prepare the next epoch, or abandon it; steps go on."""
@@ -318,6 +351,10 @@ class Member:
                 time.sleep(DRAIN_LOOK_SECONDS)
             self._lane.drain(message["reason"])
         self._tell({"kind": "drained", "generation": message["generation"]})
+
+    def tell_shadows(self, shadowed: Shadowed) -> None:
+        """Tells the coordinator what this member keeps in host memory."""
+        self._tell(shadowed_message(shadowed))
 
     def send_vote(self, vote: Vote) -> None:
         """Sends the mover's vote to the coordinator."""
@@ -342,7 +379,7 @@ class Member:
             self._epoch = None
             raise
         self._rank.adopt(epoch, layer)
-        self._epoch = epoch
+        self._epoch = self._adopted = epoch
         self.on_epoch(entry["generation"], epoch.number)
         adopted = {"kind": "adopted", "generation": entry["generation"], "change": entry["change"]}
         self._tell(adopted)
@@ -368,8 +405,15 @@ class Member:
             *(self._rank.index, megabytes, len(self._rank.served.layers), seconds, megabytes / seconds),
         )
 
+    def _restore(self, position: int, copier: Copier) -> None:
+        """Fills what this member lacks of one layer."""
+        if (epoch := self._epoch) is None:
+            raise Abandoned
+        self._rank.experts.restore(epoch, position, copier)
+
     def _leave(self) -> None:
         """Closes the dispatchers and ends the generation's group; no other group of the process changes."""
+        self._restoring.stop()
         self._steps.drain()
         self._rank.leave()
         self._group.leave()

@@ -130,7 +130,7 @@ def serves(head: Coordinator, members: dict[int, FakeMember], epoch: Epoch) -> i
     """Has the members prepare and join; returns the generation."""
     for one in members.values():
         assert epoch_from(one.entry("prepare")["epoch"]) == epoch
-        one.say("prepared", bytes_read=0, weight_bytes=0)
+        one.say("prepared", bytes_read=0, weight_bytes=0, lacks=[])
     for one in members.values():
         one.entry("join")
         one.say("joined")

@@ -196,13 +196,11 @@ class Recovering:
             return
         self._recovery = None
         self._group.epoch = found.epoch
-        self._generations.recovered(found.generation)
+        self._generations.recovered(self._first, found.generation)
         for number, seat in found.seats.items():
-            if number in found.epoch.members.seats:
-                self._generations.seated(number, seat)
-            else:
-                self._group.send(seat, {"kind": "stop"})
-                seat.stream.close()
+            self._generations.seated(number, seat)
+        if missing := self._group.missing:
+            self._generations.go_on(f"ranks {missing} have not come back since the head has started again")
 
     def end(self) -> None:
         """Tells those who wait here to stop: the service ends."""
