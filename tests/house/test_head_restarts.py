@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from failures import serve_again, stand_still
+from failures import stand_still
 from houses import Alone
 from processes import descendants_of, gone
 from served import Waiting, served
@@ -29,15 +29,14 @@ def test_a_killed_head_comes_back_at_its_address_and_nothing_is_read_again(
     with served(tmp_path, checkpoint_path, "--launcher", launcher, *EP4) as service:
         before = service.read()
         assert len(before) == 4 and all(before.values())
-        generation = serve_again(service.address)
+        generation = service.serves()
         with Waiting(service.address, alone) as clients:
             for _ in range(KILLS):
                 clients.after(time.monotonic(), AGAIN_SECONDS)
                 head, killed = service.head, time.monotonic()
                 os.kill(head, signal.SIGKILL)
                 lasted = clients.after(killed, AGAIN_SECONDS)
-                later, generation = generation, serve_again(service.address)
-                assert generation > later
+                generation = service.serves(generation)
                 assert service.head != head
                 assert service.read() == before, "a rank was started again, or has read experts"
                 print(f"answers again after {lasted:.2f} s")
@@ -54,7 +53,7 @@ def test_a_stopped_head_is_killed_and_replaced(tmp_path: Path, checkpoint_path: 
             stand_still(head)
             assert gone([str(head)], AGAIN_SECONDS)
             clients.after(time.monotonic(), AGAIN_SECONDS)
-        serve_again(service.address)
+        service.serves()
         assert service.read() == before
         assert (clients.failed, clients.wrong) == ([], 0)
         assert f"the head (pid {head}) is killed: it is stopped (state T) for 1." in service.log.read_text()
@@ -71,7 +70,7 @@ def test_a_rank_that_dies_with_the_head_is_started_again_beside_those_that_come_
             for pid in (service.head, lost):
                 os.kill(pid, signal.SIGKILL)
             clients.after(time.monotonic(), AGAIN_SECONDS)
-        serve_again(service.address)
+        service.serves()
         assert (clients.failed, clients.wrong) == ([], 0)
         after = service.read()
         kept = next(pid for pid in before if pid != lost)
@@ -103,4 +102,4 @@ def test_nobody_else_gets_a_port_of_the_service(tmp_path: Path, checkpoint_path:
             pass
         key = "server.port" if kind == "front door" else "server.metrics_port"
         assert f"set {key}" in str(failed.value)
-        assert serve_again(service.address)
+        assert service.serves()

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from houses import Alone
 from processes import descendants_of, gone
 
 from moeserve.proto.client import MoeClient
+from moeserve.proto.errors import Unavailable
 from moeserve.runtime.launch.watch import stat_of
 
 START_SECONDS = 120.0
@@ -44,6 +45,18 @@ class Service:
     def head(self) -> int:
         """The head's process."""
         return self.named("moeserve-head")
+
+    def serves(self, after: int = 0) -> int:
+        """Waits until a generation after that one serves, also while nobody answers; returns it."""
+        until, status = time.monotonic() + START_SECONDS, None
+        with MoeClient(self.address) as client:
+            while time.monotonic() < until:
+                with suppress(Unavailable):
+                    status = client.status()
+                    if status.state == "serving" and status.generation > after:
+                        return int(status.generation)
+                time.sleep(0.02)
+        raise AssertionError(f"{status}\n{self.log.read_text()[-3000:]}")
 
     def read(self) -> dict[int, int]:
         """Bytes that ranks have read since they started, by process."""
@@ -98,7 +111,7 @@ class Waiting:
     address: str
     alone: Alone
     clients: int = 4
-    ended: list[float] = field(default_factory=list)  # when each right answer came
+    times: list[tuple[float, float]] = field(default_factory=list)  # of right answers: asked, answered
     failed: list[str] = field(default_factory=list)
     wrong: int = 0
 
@@ -119,7 +132,7 @@ class Waiting:
         """Seconds from `when` until the first call that began later was answered."""
         limit = when + seconds
         while time.monotonic() < limit:
-            if late := [at for at in list(self.ended) if at > when + 0.05]:
+            if late := [ended for began, ended in list(self.times) if began > when]:
                 return min(late) - when
             time.sleep(0.01)
         raise AssertionError(f"no answer within {seconds:g} s; failed: {self.failed}")
@@ -130,13 +143,13 @@ class Waiting:
         with MoeClient(self.address) as client:
             turn = 0
             while not self._over.is_set():
-                layer, turn = turn % 2, turn + 1
+                layer, turn, began = turn % 2, turn + 1, time.monotonic()
                 try:
                     answer = client.forward(layer, *batch)
                 except Exception as error:
                     self.failed.append(f"{type(error).__name__}: {error}")
                     continue
                 if torch.allclose(answer, expected[layer], **CLOSE):
-                    self.ended.append(time.monotonic())
+                    self.times.append((began, time.monotonic()))
                 else:
                     self.wrong += 1

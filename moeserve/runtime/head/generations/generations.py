@@ -151,9 +151,10 @@ class Generations:
         self.returning.leave(first, sorted(set(first.members.seats) - set(self._group.members.seats)))
 
     def go_on(self, reason: str) -> None:
-        """Goes on without the members that are missing, where that can be."""
-        if self._served and self._group.missing:
-            self.abort(reason)
+        """Forms a generation without the members that are missing, where that can be."""
+        if self._go_on(self._group.missing):
+            self._form_at = time.monotonic()
+            self.set_state("forming", reason)
 
     def _seat_aside(self, rank: int, seat: Seat) -> None:
         """Has a member load what it held, while the group serves without it."""
