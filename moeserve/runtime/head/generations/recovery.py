@@ -197,8 +197,13 @@ class Recovering:
         self._recovery = None
         self._group.epoch = found.epoch
         self._generations.recovered(self._first, found.generation)
+        members = {*self._first.members.seats, *found.epoch.members.seats}
         for number, seat in found.seats.items():
-            self._generations.seated(number, seat)
+            if number in members:
+                self._generations.seated(number, seat)
+            else:
+                self._group.send(seat, {"kind": "stop"})
+                seat.stream.close()
         if missing := self._group.missing:
             self._generations.go_on(f"ranks {missing} have not come back since the head has started again")
 
