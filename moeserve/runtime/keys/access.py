@@ -101,8 +101,8 @@ _TO_HEAD = (
     "shadowed",
 )
 _TO_RANK = (
-    "load",
     "welcome",
+    "load",
     "prepare",
     "join",
     "step",

@@ -149,6 +149,21 @@ class Generations:
             self._form_at = min(self._form_at, settled)
             self._group.lock.notify_all()
 
+    def recovered(self, first: Epoch, generation: int) -> None:
+        """A head that has started again goes on with the group's epoch after `generation`, the newest that
+        members have heard of. Members of `first`, the service's first epoch, that it is without may return.
+        """
+        self._group.generation = generation
+        if generation:
+            self._served, self._unserved_since = True, time.monotonic()
+        self.returning.leave(first, sorted(set(first.members.seats) - set(self._group.members.seats)))
+
+    def go_on(self, reason: str) -> None:
+        """Forms a generation without the members that are missing, where that can be."""
+        if self._go_on(self._group.missing):
+            self._form_at = time.monotonic()
+            self.set_state("forming", reason)
+
     def _seat_aside(self, rank: int, seat: Seat) -> None:
         """Has a member load what it held, while the group serves without it."""
         if (other := self.returning.connected().get(rank)) is not None and other is not seat:
@@ -177,12 +192,6 @@ class Generations:
             case other:
                 raise ValueError(f"rank {rank} is to load, and says {quoted(other)}")
         self._group.lock.notify_all()
-
-    def recovered(self, generation: int) -> None:
-        """A head that has started again goes on after `generation`, the newest that members have heard of."""
-        self._group.generation = generation
-        if generation:
-            self._served, self._unserved_since = True, time.monotonic()
 
     def lost(self, rank: int, seat: Seat, why: str) -> None:
         """Ends the generation of a member whose stream ended. A failure keeps its own reason."""

@@ -196,15 +196,16 @@ class Recovering:
             return
         self._recovery = None
         self._group.epoch = found.epoch
-        self._generations.recovered(found.generation)
-        away = set(self._first.members.seats) - set(found.epoch.members.seats)
-        self._generations.returning.leave(self._first, sorted(away))  # the dead head went on without them
+        self._generations.recovered(self._first, found.generation)
+        members = {*self._first.members.seats, *found.epoch.members.seats}
         for number, seat in found.seats.items():
-            if number in away or number in found.epoch.members.seats:
+            if number in members:
                 self._generations.seated(number, seat)
             else:
                 self._group.send(seat, {"kind": "stop"})
                 seat.stream.close()
+        if missing := self._group.missing:
+            self._generations.go_on(f"ranks {missing} have not come back since the head has started again")
 
     def end(self) -> None:
         """Tells those who wait here to stop: the service ends."""
