@@ -6,7 +6,8 @@ New experts are staged beside the slots while steps run, and copied into them be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ class Bank:
         self._staged: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._spare: list[dict[str, Tensor]] = []  # staging storage that is free again
         self._checksums: dict[tuple[int, int], str] = {}  # (layer, slot), of those read since they changed
+        self._changes: Counter[tuple[int, int]] = Counter()  # by (layer, slot): that began, and that ended
         self._committed: torch.cuda.Event | None = None  # when the last commit's copies are done
 
     def __getitem__(self, layer: int) -> Prepared:
@@ -101,7 +103,7 @@ class Bank:
                 tensor.zero_()
         self._layers[layer] = prepared
         for slot in range(len(slots)):
-            self._checksums.pop((layer, slot), None)
+            self._changed(layer, slot)
 
     def _storage(self, layer: int, like: Prepared, slots: int) -> Prepared:
         """Storage for `slots` slots shaped as `like`: the layer's own where it is loaded, else new."""
@@ -116,16 +118,28 @@ class Bank:
             )
         return own
 
-    def write(self, layer: int, slot: int, tensors: Slot) -> None:
-        """Copies one expert's prepared `tensors` into slot `slot` of `layer`; while no step runs.
+    def write(
+        self,
+        layer: int,
+        slot: int,
+        tensors: Slot,
+        copy: Callable[[Sequence[tuple[Slot, Slot]]], None] | None = None,
+    ) -> None:
+        """Copies one expert's prepared `tensors` into slot `slot` of `layer`; while no step of it runs.
 
-        ValueError: no such slot, or tensors of another form.
+        `copy` brings pairs of a source and a target over, and returns when they are there; by default the
+        tensors are copied in the order of the current stream. ValueError: no such slot, or tensors of another
+        form.
         """
         target = self.slot(layer, slot)
         check_fits(f"slot {slot} of layer {layer}", tensors, target)
-        self._checksums.pop((layer, slot), None)
-        for name, own in target.items():
-            own.copy_(tensors[name])
+        self._changed(layer, slot)
+        if copy is None:
+            for name, own in target.items():
+                own.copy_(tensors[name])
+        else:
+            copy([(tensors, target)])
+        self._changed(layer, slot)
 
     def room(self, layer: int, slot: int) -> Slot:
         """Storage beside slot `slot` of `layer`, of its tensors' dtypes and shapes, for a mover to fill.
@@ -171,7 +185,7 @@ class Bank:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for (layer, slot), tensors in self._staged.items():
-            self._checksums.pop((layer, slot), None)
+            self._changed(layer, slot)
             own = self.slot(layer, slot)
             targets += own.values()
             sources += [tensors[name] for name in own]
@@ -209,9 +223,18 @@ class Bank:
     def checksums(self, layer: int, slots: Sequence[int]) -> list[str]:
         """Checksums of several slots; each slot is read once after it was written, however often one asks."""
         unknown = [slot for slot in slots if (layer, slot) not in self._checksums]
-        found = slot_checksums([self.slot(layer, slot) for slot in unknown])
-        self._checksums |= {(layer, slot): one for slot, one in zip(unknown, found, strict=True)}
-        return [self._checksums[layer, slot] for slot in slots]
+        changes = [self._changes[layer, slot] for slot in unknown]
+        found = dict(zip(unknown, slot_checksums([self.slot(layer, slot) for slot in unknown]), strict=True))
+        known = {slot: self._checksums.get((layer, slot)) for slot in slots}
+        for slot, before in zip(unknown, changes, strict=True):
+            if self._changes[layer, slot] == before:  # else it was written meanwhile, and is read again
+                self._checksums[layer, slot] = found[slot]
+        return [found.get(slot) or known[slot] or self.checksum(layer, slot) for slot in slots]
+
+    def _changed(self, layer: int, slot: int) -> None:
+        """A slot is about to be written, or has been: what was read of it does not count."""
+        self._changes[layer, slot] += 1
+        self._checksums.pop((layer, slot), None)
 
     def slot(self, layer: int, slot: int) -> Slot:
         """The tensors of slot `slot` of `layer`, in place. ValueError: no such slot."""

@@ -125,12 +125,16 @@ class Epoch:
             placement = replace(placement, slots=slots, room=room)
         return self._next(members=members, placement=placement)
 
-    def joined(self, member: Member, room: int | None = None) -> Epoch:
+    def joined(
+        self, member: Member, room: int | None = None, slots: NDArray[np.int32] | None = None
+    ) -> Epoch:
         """`member` takes a reserved seat; one that only brings rows changes no placement.
 
-        An owner's place gets `room` slots, by default all its numbers, filled with replicas of the experts
-        that have fewest; slots are left empty where it holds every expert. Raises ValueError for a seat, lane
-        or owner's place that is taken or beyond what is reserved, and for an owner when experts are sliced.
+        An owner's place gets `slots [L, room]`, such as it had before it was lost. Without them it gets
+        `room` slots, by default all its numbers, filled with replicas of the experts that have fewest; slots
+        are left empty where it holds every expert. Raises ValueError for a seat, lane or owner's place that
+        is taken or beyond what is reserved, for slots of another size, and for an owner when experts are
+        sliced.
         """
         members, placement = self.members.plus(member), self.placement
         if member.owner is None:
@@ -138,16 +142,18 @@ class Epoch:
         if self.mesh.sliced:
             raise ValueError("a group whose ranks hold slices of every expert cannot grow")
         stride = placement.slots_per_owner
-        rooms, slots = list(placement.room), placement.slots.copy()
-        rooms[member.owner] = stride if room is None else room
-        if not 0 <= rooms[member.owner] <= stride:
-            raise ValueError(f"room={room} of a new owner must be 0 to {stride}, what an owner's place has")
-        first = member.owner * stride
-        for row in slots:
-            copies = np.bincount(row[row != EMPTY], minlength=placement.experts)
-            rarest = np.argsort(copies, kind="stable")[: rooms[member.owner]]
-            row[first : first + len(rarest)] = rarest
-        return self._next(members=members, placement=replace(placement, slots=slots, room=tuple(rooms)))
+        width = stride if room is None else room
+        if slots is not None:
+            width = slots.shape[-1]
+            if slots.shape != (placement.layers, width) or room not in (None, width):
+                sizes = [placement.layers, "room" if room is None else room]
+                raise ValueError(f"slots {list(slots.shape)} of a member that joins must be {sizes}")
+        if not 0 <= width <= stride:
+            raise ValueError(f"room={width} of a new owner must be 0 to {stride}, what an owner's place has")
+        first, rows = member.owner * stride, placement.slots.copy()
+        rows[:, first : first + width] = _rarest(placement, width) if slots is None else slots
+        rooms = (*placement.room[: member.owner], width, *placement.room[member.owner + 1 :])
+        return self._next(members=members, placement=replace(placement, slots=rows, room=rooms))
 
     def slots_of(self, member: Member) -> int:
         """How many slots of each layer `member` has; 0 without an owner's place."""
@@ -162,6 +168,16 @@ class Epoch:
 
     def _next(self, **changes: object) -> Epoch:
         return replace(self, number=self.number + 1, **changes)  # type: ignore[arg-type]
+
+
+def _rarest(placement: Placement, width: int) -> NDArray[np.int32]:
+    """Replicas of the experts of each layer that have fewest, `[L, width]`; EMPTY beyond one of each."""
+    found = np.full((placement.layers, width), EMPTY, dtype=np.int32)
+    for into, row in zip(found, placement.slots, strict=True):
+        copies = np.bincount(row[row != EMPTY], minlength=placement.experts)
+        rarest = np.argsort(copies, kind="stable")[:width]
+        into[: len(rarest)] = rarest
+    return found
 
 
 def _fill(row: NDArray[np.int32], usable: NDArray[np.bool_], of: Placement, layer: int) -> NDArray[np.int32]:

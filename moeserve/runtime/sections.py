@@ -174,6 +174,8 @@ class MembersConfig:
     max_lanes: int = 0  # that bring rows, callers' own ones with them; 0: as many as ranks
     max_owners: int = 0  # that hold experts; 0: as many as ranks
     held_multiprocessors: int = 0  # of each GPU: that waiting kernels of others may hold
+    serve_on: bool = True  # without a lost member, where the others have slots for its experts
+    hold_seconds: float = 30.0  # that lanes keep calls while the group comes together again; then they fail
 
 
 @dataclass(frozen=True)

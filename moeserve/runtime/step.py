@@ -31,6 +31,7 @@ class Announcement:
     layer: int
     rows: int
     deadline: float  # seconds on its reader's clock; inf for none
+    generation: int = 0  # in which the lane takes part, as it knows
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,11 @@ class Upload:
             first, self._claimed = not self._claimed, True
         return first
 
+    @property
+    def claimed(self) -> bool:
+        """Whether somebody owns it."""
+        return self._claimed
+
     def release(self) -> None:
         """The copy has ended: the caller's memory is used no more. A second call does nothing."""
         with self._lock:
@@ -181,6 +187,11 @@ class Job:
     output: Tensor | None = None  # [T, H]
     stamp: Stamp = NOT_YET
     error: Exception | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether it was answered or has failed."""
+        return self.output is not None or self.error is not None
 
     def finish(self, output: Tensor, stamp: Stamp) -> None:
         """Ends the job with its answer `[T, H]`."""

@@ -71,7 +71,7 @@ class Rudely:
 
 @pytest.fixture(scope="module")
 def rudely(checkpoint_path: Path, alone: Alone) -> Iterator[Rudely]:
-    limits = {"max_concurrent_calls": 64, "max_streams": 32, "request_seconds": 1.5, "unread_seconds": 3.0}
+    limits = {"max_concurrent_calls": 64, "max_streams": 32, "request_seconds": 3.0, "unread_seconds": 3.0}
     given = {f"server__{key}": value for key, value in limits.items()}
     with LocalCluster(house_config(checkpoint_path, **given, **EP2)) as house:
         made = Rudely(house, alone)
@@ -197,7 +197,7 @@ def test_many_small_calls_of_many_connections(rudely: Rudely) -> None:
     ended: list[str] = []
 
     def ask() -> None:
-        calls = [stub(rudely, "lane").Forward.future(rudely.request, timeout=SECONDS) for _ in range(100)]
+        calls = [stub(rudely, "lane").Forward.future(rudely.request, timeout=SECONDS) for _ in range(50)]
         for call in calls:
             with suppress(grpc.RpcError):
                 call.result(SECONDS)
@@ -209,7 +209,7 @@ def test_many_small_calls_of_many_connections(rudely: Rudely) -> None:
     rudely.serves()
     for each in asking:
         each.join(SECONDS)
-    assert set(ended) <= {"OK", "RESOURCE_EXHAUSTED"} and len(ended) == 2000
+    assert set(ended) <= {"OK", "RESOURCE_EXHAUSTED"} and len(ended) == 1000
 
 
 def test_half_closed_and_empty_calls(rudely: Rudely) -> None:

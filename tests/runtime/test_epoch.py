@@ -173,3 +173,24 @@ def test_an_epoch_survives_its_message() -> None:
     epoch = spare_epoch().with_weights("/new").reloaded(0, 2)
     for each in (epoch, epoch.joined(Member(3, lane=4)), epoch.joined(Member(3, owner=3), 2).without({0})):
         assert epoch_from(json.loads(json.dumps(epoch_message(each)))) == each
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_lost_owner_comes_back_with_the_slots_that_it_had(lost: int) -> None:
+    start = spare_epoch()
+    before = start.placement.slots[:, 3 * lost : 3 * lost + 3]
+    epoch = start.without({lost})
+    back = epoch.joined(start.members.at(lost), slots=before)
+    assert (back.members, back.placement.room) == (start.members, start.placement.room)
+    assert np.array_equal(back.placement.slots[:, 3 * lost : 3 * lost + 3], before)
+    others = np.ones(12, dtype=bool)
+    others[3 * lost : 3 * lost + 3] = False
+    assert np.array_equal(back.placement.slots[:, others], epoch.placement.slots[:, others])
+    few = epoch.joined(start.members.at(lost), slots=before[:, :2])
+    assert few.placement.room[lost] == 2
+
+
+def test_slots_of_another_size_cannot_come_back() -> None:
+    for slots, room in (((2, 3), None), ((1, 4), None), ((1, 2), 3)):
+        with pytest.raises(ValueError, match=r"of a member that joins|room=4 of a new owner"):
+            spare_epoch().joined(Member(3, owner=3), room, np.zeros(slots, dtype=np.int32))

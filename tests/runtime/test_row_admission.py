@@ -174,3 +174,15 @@ def test_what_few_rows_took_says_little_of_calls_of_many() -> None:
     assert lane.ask("a", 400) is None
     assert lane.ask("b", 400) is None
     assert lane.ask("c", 8) is None, "800 rows before it, and no call of so many has ended yet"
+
+
+def test_how_long_few_rows_have_waited_says_little_of_many() -> None:
+    lane = Lane()
+    for _ in range(20):
+        lane.ask("a", 400)
+        lane.go_on(0.5)
+    assert lane.ask("b", 8) is None
+    lane.now += 0.3  # the machine does something else
+    assert lane.ask("c", 400) is None, "8 rows have waited 0.3 s, and 408 need not wait 15 s for that"
+    lane.now += 5.0
+    assert lane.ask("d", 8) is not None, "but nothing ends here any more"

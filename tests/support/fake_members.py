@@ -89,7 +89,7 @@ def serving(coordinator: Coordinator, members: Members) -> dict[int, FakeMember]
     found = {seat: FakeMember(coordinator, seat) for seat in members.seats}
     for one in found.values():
         assert epoch_from(one.entry("prepare")["epoch"]).members == members
-        one.say("prepared", bytes_read=0, weight_bytes=0)
+        one.say("prepared", bytes_read=0, weight_bytes=0, lacks=[])
     for seat, one in found.items():
         joining = one.entry("join")
         assert (joining["position"], joining["size"]) == (members.position(seat), len(members))

@@ -504,7 +504,7 @@ class Head:
             self.introduce(hello | {"address": f"door {rank}"})
         self.tick()
         for kind in (
-            {"kind": "prepared", "bytes_read": 0, "weight_bytes": 0},
+            {"kind": "prepared", "bytes_read": 0, "weight_bytes": 0, "lacks": []},
             {"kind": "joined", "plans": []},
         ):
             for rank in (0, 1):

@@ -43,7 +43,7 @@ def header_from(message: Message) -> Header:
     return Header(message["number"], message["epoch"], message["layer"], tuple(message["sizes"]), jobs)
 
 
-def announcement_message(job: Announcement, generation: int) -> Message:
+def announcement_message(job: Announcement) -> Message:
     """The message that tells the sequencer of a job.
 
     The time left travels and not a date, since hosts' clocks differ.
@@ -51,7 +51,7 @@ def announcement_message(job: Announcement, generation: int) -> Message:
     left = None if math.isinf(job.deadline) else job.deadline - time.monotonic()
     return {
         "kind": "announce",
-        "generation": generation,
+        "generation": job.generation,
         "job": job.job,
         "layer": job.layer,
         "rows": job.rows,
@@ -191,6 +191,13 @@ def plans_from(message: Message) -> dict[int, tuple[str, str, str]]:
         int(layer): (kernel, dispatchers, wires)
         for layer, kernel, dispatchers, wires in message.get("plans", [])
     }
+
+
+def positions_from(message: Message) -> tuple[int, ...]:
+    """Positions of layers that the member which has sent `prepared` has yet to read. Raises TypeError or
+    ValueError.
+    """
+    return tuple(int(at) for at in message["lacks"])
 
 
 def vote_message(vote: Vote) -> Message:

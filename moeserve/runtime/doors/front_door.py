@@ -140,7 +140,7 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
             lanes=lanes,
             generation=progress.generation,
             epoch=epoch.number,
-            serving=progress.state == "serving",
+            serving=progress.state == "serving" or progress.holds,
             reason=progress.reason,
             max_message_bytes=self._max_message_bytes,
             members=_members(epoch, seats),

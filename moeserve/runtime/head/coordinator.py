@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeserve.experts.load import PHASES, Load
-from moeserve.proto.texts import quoted
+from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.control.frames import encoded
 from moeserve.runtime.control.messages import (
     announcement_from,
     header_message,
     load_from,
     plans_from,
+    positions_from,
     reached_from,
 )
 from moeserve.runtime.control.stream import Message
@@ -54,6 +55,7 @@ class Progress:
     jobs: int
     queued: int
     in_flight: int
+    holds: bool = False  # lanes keep their jobs, and take more, until the group serves again
 
 
 class Coordinator:
@@ -70,6 +72,8 @@ class Coordinator:
         self.generations = Generations(self._group)
         self.generations.on_state, self.generations.on_abort = self._state_changed, self._aborted
         self.generations.standing_step = lambda: self._steps.standing
+        self.generations.running = lambda: self._steps.running
+        self._layers = layers
         self._reception = Reception(host, room.max_lanes + room.max_owners, token, self)
         self.address = self._reception.address
         self._pace_until = math.inf  # when the thread that keeps the pace looks again
@@ -102,6 +106,7 @@ class Coordinator:
     def start(self) -> None:
         """Begins to accept members, and to order their steps."""
         patience = self.generations.patience
+        self.generations.returning.silent_seconds = patience.prepare
         self._reception.send_seconds, self._changes.adopt_seconds = patience.send, patience.adopt
         self._reception.reach_seconds = patience.reach
         self._reception.hello_seconds, self._changes.on_stuck = patience.hello, self.generations.stuck
@@ -173,9 +178,9 @@ class Coordinator:
             return self._progress()
 
     def seats(self) -> dict[int, Seat]:
-        """The members that are connected now, by seat."""
+        """The members that are connected now, by seat, and those that load before they join."""
         with self._lock:
-            return dict(self._seats)
+            return self._seats | self.generations.returning.connected()
 
     def load(self) -> Load:
         """Tokens by served layer and logical expert, as far as ranks have reported."""
@@ -198,7 +203,7 @@ class Coordinator:
         aborts or `timeout` seconds pass; everything is then as it was. One change at a time.
         """
         with self._lock:
-            if self.generations.state != "serving":
+            if self.generations.state != "serving" or self.generations.layers.closed:
                 return Outcome(f"the group is {self.generations.state}: {self.generations.reason}")
             return self._changes.run(change, timeout)
 
@@ -210,7 +215,8 @@ class Coordinator:
         ValueError: it cannot start, comes too late, or the seat is a reserved one.
         """
         with self._lock:
-            if rank not in self._group.members.seats:
+            away = rank in self.generations.returning.seats
+            if not away and rank not in self._group.members.seats:
                 taken = list(self._group.members.seats)
                 raise ValueError(f"seat {rank} is vacant: the members of this group have seats {taken}")
             if refusal is not None:
@@ -236,6 +242,9 @@ class Coordinator:
             self._report(seat, message)
             return
         with self._lock:
+            if self.generations.returning.is_here(rank, seat):
+                self.generations.returning_says(rank, message)
+                return
             if message.get("generation") != self._group.generation:  # from before an abort
                 said, now = quoted(message.get("generation")), self._group.generation
                 log.info("rank %d spoke of generation %s, and it is %d: that does not count", rank, said, now)
@@ -257,11 +266,13 @@ class Coordinator:
                         int(message["bytes_read"]),
                         int(message["weight_bytes"]),
                     )
-                    self.generations.prepared(rank)
+                    self.generations.prepared(rank, positions_from(message))
                 case "joined":
                     seat.plans, seat.generation = plans_from(message), self._group.generation
                     if self.generations.joined(rank):
-                        self._emit()
+                        self._open_layers()
+                case "restored":
+                    self._restored(rank, message)
                 case "voted" | "adopted":
                     self._changes.message_received(rank, message)
                 case "drained":
@@ -271,6 +282,21 @@ class Coordinator:
                     self.generations.failed(rank, str(message["reason"]))
                 case unknown:
                     raise ValueError(f"unknown message {quoted(unknown)} from rank {rank}")
+
+    def _restored(self, rank: int, message: Message) -> None:
+        """Notes that a member holds one more layer, or why it cannot."""
+        layers, at = self.generations.layers, int(message["layer"])
+        if layers.restored(rank, at, clipped(str(message["why_not"]))):
+            log.info("layer %d is served again", self._layers[at])
+        if self.generations.state == "serving":
+            self.generations.reason = self.generations.degraded
+            self._open_layers()
+            self.on_change(self._progress())
+
+    def _open_layers(self) -> None:
+        """Has steps of all layers that nobody lacks experts of."""
+        self._steps.closed = frozenset(self._layers[at] for at in self.generations.layers.closed)
+        self._emit()
 
     # -- steps ----------------------------------------------------------------------------------------------
 
@@ -364,4 +390,5 @@ class Coordinator:
             self._steps.jobs,
             self._steps.queued,
             self._steps.running,
+            self.generations.holds,
         )

@@ -40,6 +40,7 @@ class StepsInFlight:
         self._last: Last | None = None
         self._running: dict[int, _Running] = {}  # by step number
         self._ended_at = 0.0  # the last step
+        self.closed = frozenset[int]()  # layers that no step may take now
         self._went_on = 0.0  # when a step was sent or a member finished one
 
     @property
@@ -71,7 +72,11 @@ class StepsInFlight:
         """When the next step may start; None: nothing waits, or as many steps run as may."""
         if len(self._running) >= MOST:
             return None
-        return min((self._start_at(layer, now) for layer in self._sequencer.layers), default=None)
+        return min((self._start_at(layer, now) for layer in self._open()), default=None)
+
+    def _open(self) -> list[int]:
+        """Layers that jobs wait for, and that steps may take."""
+        return [layer for layer in self._sequencer.layers if layer not in self.closed]
 
     def _start_at(self, layer: int, now: float) -> float:
         """When the jobs that wait for `layer` should start."""
@@ -83,7 +88,7 @@ class StepsInFlight:
         """The next step, which those of `members` that take part have to be told of; nobody else is waited
         for. None when the jobs that waited are too late.
         """
-        due = {layer for layer in self._sequencer.layers if self._start_at(layer, now) <= now}
+        due = {layer for layer in self._open() if self._start_at(layer, now) <= now}
         step = self._sequencer.next_step(epoch, now, due)
         if step is not None:
             self.steps += 1

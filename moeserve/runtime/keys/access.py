@@ -88,7 +88,9 @@ _TO_HEAD = (
     "report",
     "here",
     "prepared",
+    "loaded",
     "joined",
+    "restored",
     "voted",
     "adopted",
     "drained",
@@ -97,6 +99,7 @@ _TO_HEAD = (
     "moved",
 )
 _TO_RANK = (
+    "load",
     "prepare",
     "join",
     "step",

@@ -62,6 +62,8 @@ class HeadProcess:
         logs.tell_where(lambda: (self.coordinator.generation, self.coordinator.epoch.number))
         log_levels = LogLevels(config.log.level, self.coordinator)
         self.coordinator.generations.patience = patience_of(config)
+        self.coordinator.generations.serve_on = config.members.serve_on
+        self.coordinator.generations.hold_seconds = config.members.hold_seconds
         self.rebalancer = Rebalancer(
             self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
         )

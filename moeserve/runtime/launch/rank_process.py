@@ -149,6 +149,7 @@ class _RankProcess:
         )
         self._regions = Regions(limits, registrar_of(device, config.server.registered_bytes))
         lane = Lane(spec.rank, config.step.lane_rows, config.server.max_concurrent_calls)
+        lane.hold_seconds = config.members.hold_seconds
         lane.transfers = transfers_of(device, served.lane_nbytes)
         dispatchers = {
             layer: [span.dispatcher.name for span in plan.dispatchers] for layer, plan in plans.items()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,12 +18,16 @@ from moeserve.experts.placement import EMPTY
 from moeserve.experts.routing.gate import Gate
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.planning.plan import Plan
+from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.served import Served
 
 LayerProgress = Callable[[Iterable[int]], Iterable[int]]
 
 Held = tuple[tuple[int, ...], int]
 """Experts by slot, EMPTY where none, and the version of their weights."""
+
+Source = Literal["held", "shadow", "disk"]
+"""Where a layer's missing experts are: in their slots, all of them in host memory, or some on disk."""
 
 
 class RankExperts:
@@ -44,20 +50,40 @@ class RankExperts:
         At first that is its experts of every layer, and only those; after a change, the slots that differ.
         A member without slots reads nothing.
         """
-        owner = epoch.members.at(self._index).owner
-        self._part = (owner, epoch.mesh.slices) if epoch.mesh.sliced and owner is not None else (0, 1)
+        self._take_part(epoch)
         self._read_ahead(epoch, 0)
         for layer in progress(self._served.layers):
-            self._read_ahead(epoch, self._served.layers.index(layer) + 1)
-            wanted = self._held_in(epoch, self._served.layers.index(layer))
-            held = self._held.pop(layer, None)
-            if held is None or held[1] != wanted[1] or len(held[0]) != len(wanted[0]):
-                self._load_layer(layer, wanted)
-            else:
-                for slot, (old, new) in enumerate(zip(held[0], wanted[0], strict=True)):
-                    if new not in (old, EMPTY):
-                        self.bank.write(layer, slot, self.read(layer, new, wanted[1]))
-            self._held[layer] = wanted
+            position = self._served.layers.index(layer)
+            self._read_ahead(epoch, position + 1)
+            self._fill(epoch, position, None)
+
+    def use(self, epoch: Epoch) -> None:
+        """What this member holds is looked at by `epoch` from now on; nothing is read.
+
+        Layers that are `missing` keep what they hold until `restore` has filled them.
+        """
+        self._take_part(epoch)
+        for position in range(len(self._served.layers)):
+            if not self._lacks(epoch, position):
+                self._keep(epoch, position)
+
+    def missing(self, epoch: Epoch) -> tuple[int, ...]:
+        """Positions of the layers in which this member has a slot that does not hold what `epoch` says."""
+        return tuple(at for at in range(len(self._served.layers)) if self._lacks(epoch, at))
+
+    def source(self, epoch: Epoch, position: int) -> Source:
+        """Where `restore` would find what this member lacks of the layer at `position`."""
+        return "disk" if self._lacks(epoch, position) else "held"
+
+    def restore(self, epoch: Epoch, position: int, by: Copier | None = None) -> None:
+        """Fills the slots of the layer at `position` that do not hold what `epoch` says, and no others.
+
+        One thread may do so while steps of other layers run; none of this layer may, nor a change of the
+        placement. `by` brings the experts to their slots on a stream of its own, so that steps need not wait
+        for them; they are there when this returns. What was filled stays known when it ends early. Raises
+        Abandoned once `by` is told so, and what reading a checkpoint raises.
+        """
+        self._fill(epoch, position, by)
 
     def adopt(self, epoch: Epoch, position: int) -> None:
         """The slots of the layer at `position` hold what `epoch` says: its change has been committed."""
@@ -99,6 +125,59 @@ class RankExperts:
         """What the kernel of a plan is built for; layers of the same sizes share one."""
         return KernelSpec(plan.problem.scheme, plan.problem.shape, self._served.dtype)
 
+    def _take_part(self, epoch: Epoch) -> None:
+        """Reads slices of experts from now on, where `epoch` has them."""
+        owner = epoch.members.at(self._index).owner
+        self._part = (owner, epoch.mesh.slices) if epoch.mesh.sliced and owner is not None else (0, 1)
+
+    def _lacks(self, epoch: Epoch, position: int) -> bool:
+        """Whether a slot of the layer at `position` does not hold what `epoch` says, or there is no slot."""
+        wanted, held = self._held_in(epoch, position), self._held.get(self._served.layers[position])
+        if held is None:
+            return bool(wanted[0])
+        return bool(_differing(held, wanted))
+
+    def _keep(self, epoch: Epoch, position: int) -> None:
+        """Notes that the layer at `position` lacks nothing; a slot given up keeps its expert meanwhile."""
+        layer = self._served.layers[position]
+        wanted = self._held_in(epoch, position)
+        held = self._held.get(layer, wanted)
+        if held[1] == wanted[1] and len(held[0]) == len(wanted[0]):
+            kept = zip(held[0], wanted[0], strict=True)
+            wanted = tuple(old if new == EMPTY else new for old, new in kept), wanted[1]
+        self._held[layer] = wanted
+
+    def _fill(self, epoch: Epoch, position: int, by: Copier | None) -> None:
+        """Fills what differs at one layer; the whole layer, where it has no slots yet or others."""
+        layer, wanted = self._served.layers[position], self._held_in(epoch, position)
+        held = self._held.get(layer)
+        if held is None or len(held[0]) != len(wanted[0]) or (by is None and held[1] != wanted[1]):
+            self._held.pop(layer, None)
+            self._load_layer(layer, wanted)
+            self._held[layer] = wanted
+            return
+        slots = _differing(held, wanted)
+        if held[1] != wanted[1]:
+            self._held[layer] = (EMPTY,) * len(wanted[0]), wanted[1]
+        if slots and by is not None:
+            self._checkpoint(wanted[1]).read_ahead(layer, [wanted[0][slot] for slot in slots])
+        for slot in slots:
+            self._fill_slot(layer, slot, wanted[0][slot], by)
+        self._keep(epoch, position)
+
+    def _fill_slot(self, layer: int, slot: int, expert: int, by: Copier | None) -> None:
+        """Brings `expert` into a slot of `layer`, which holds none meanwhile."""
+        version = self._held[layer][1]
+        self._note(layer, slot, EMPTY)
+        with nullcontext() if by is None else by.stream():
+            found = self.read(layer, expert, version)
+        self.bank.write(layer, slot, found, None if by is None else by.copy)
+        self._note(layer, slot, expert)
+
+    def _note(self, layer: int, slot: int, expert: int) -> None:
+        experts, version = self._held[layer]
+        self._held[layer] = (*experts[:slot], expert, *experts[slot + 1 :]), version
+
     def _read_ahead(self, epoch: Epoch, position: int) -> None:
         """Asks for the experts of the layer at `position`, while those of the layer before are prepared.
 
@@ -138,3 +217,12 @@ class RankExperts:
         if version not in self._opened:
             self._opened[version] = self._served.reloaded_from(self._weights[version - 1])
         return self._opened[version]
+
+
+def _differing(held: Held, wanted: Held) -> tuple[int, ...]:
+    """Slots in which `wanted` has an expert that `held` does not have there, of that version."""
+    same = held[1] == wanted[1] and len(held[0]) == len(wanted[0])
+    before = held[0] if same else (EMPTY,) * len(wanted[0])
+    return tuple(
+        slot for slot, (old, new) in enumerate(zip(before, wanted[0], strict=True)) if new not in (old, EMPTY)
+    )

@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from moeserve.runtime.rank.transfers.transfers import Transfers
 from moeserve.runtime.step import Announcement, Job, Lent, Stamp, Upload
 
 log = logging.getLogger(__name__)
+
+HOLD_LOOK_SECONDS = 0.1  # between looks for deadlines that pass while a lane is held
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +137,8 @@ class Lane:
     """Jobs of one lane. Doors submit; the step thread takes what a header names and finishes it.
 
     A job stays here until it ends or its caller leaves. A header may name a job that is gone: its rows still
-    travel, as rows without experts.
+    travel, as rows without experts. Where the group comes together again the lane is held: it keeps the jobs
+    that have no answer and takes more, and announces all of them to the next generation.
     """
 
     def __init__(self, number: int, capacity: int, queue_limit: int) -> None:
@@ -144,11 +148,14 @@ class Lane:
         self.withdraw: Callable[[list[int]], None] = lambda jobs: None  # of callers who have left
         self.transfers: Transfers | None = None  # to and from the device; None: jobs stay on the host
         self.retire: Callable[[Upload], None] = _let_go  # of a job that ended without a step
+        self.hold_seconds = 30.0  # at most, while the group comes together again (`members.hold_seconds`)
         self._queue_limit = queue_limit
         self._jobs: dict[int, Job] = {}
         self._numbers = itertools.count(1)
         self._refusals = 0  # since a call was last taken
         self._lock = threading.Lock()
+        self._generation: int | None = None  # that jobs are announced to; None: none serves now
+        self._held = 0  # counts how often it was held or no more
         self._closed: str | None = "the group is forming"
         self._draining: str | None = None  # why it never takes another job, whatever the group does
 
@@ -171,10 +178,48 @@ class Lane:
         """The failure that a call gets now."""
         return GroupUnavailable(self._closed or "the group is forming")
 
-    def open(self) -> None:
-        """Takes jobs from now on, unless it was drained: the group serves."""
+    def open(self, generation: int = 0) -> None:
+        """Takes jobs from now on, unless it was drained: the group serves. Announces those that were held."""
         with self._lock:
-            self._closed = self._draining
+            self._closed, self._generation = self._draining, generation
+            self._held += 1
+            held = list(self._jobs.values())
+        for job in held:
+            if job.upload is not None and job.upload.claimed:
+                job.upload = None  # by a step that gave no answer; the rows are still the caller's
+            if not job.over:
+                self._announce(job, generation)
+
+    def hold(self, reason: str) -> None:
+        """Keeps the jobs that have no answer, and takes more if it did, until the group serves again. After
+        `hold_seconds` it is closed instead.
+        """
+        with self._lock:
+            self._generation = None
+            self._held += 1
+            turn = self._held
+            nothing = self._closed is not None and not self._jobs
+        if not nothing:
+            threading.Thread(target=self._keep, args=(turn, reason), name="held-lane", daemon=True).start()
+
+    def _keep(self, turn: int, reason: str) -> None:
+        """Fails jobs whose deadline passes while the lane is held, and all once that lasts too long."""
+        until = time.monotonic() + self.hold_seconds
+        while self._held == turn:
+            if time.monotonic() >= until:
+                limit = f"members.hold_seconds = {self.hold_seconds:g}"
+                self._close_held(turn, f"{reason}; the group is not back within {limit}")
+                return
+            self.expire(time.monotonic())
+            time.sleep(min(HOLD_LOOK_SECONDS, max(0.0, until - time.monotonic())))
+
+    def _close_held(self, turn: int, reason: str) -> None:
+        with self._lock:
+            if self._held != turn:
+                return
+            failed = self._shut(reason)
+        for job in failed:
+            job.fail(GroupUnavailable(reason))
 
     def drain(self, reason: str) -> None:
         """Takes no further job, and goes on with those it holds: the service is about to stop."""
@@ -185,10 +230,16 @@ class Lane:
     def close(self, reason: str) -> None:
         """Fails waiting jobs, and new ones, with GroupUnavailable: the group stopped serving."""
         with self._lock:
-            self._closed = reason
-            jobs, self._jobs = list(self._jobs.values()), {}
-        for job in jobs:
+            failed = self._shut(reason)
+        for job in failed:
             job.fail(GroupUnavailable(reason))
+
+    def _shut(self, reason: str) -> list[Job]:
+        """Takes no job from now on; returns those that it held. The caller holds the lock."""
+        self._closed, self._generation = reason, None
+        self._held += 1
+        jobs, self._jobs = list(self._jobs.values()), {}
+        return jobs
 
     def submit(self, batch: LaneBatch, ended: Callable[[LaneCall], None] = lambda call: None) -> LaneCall:
         """Starts a batch of at least one row; one over the lane's capacity is split and answered whole.
@@ -223,12 +274,12 @@ class Lane:
                 raise LaneFull(text, pushback(self._refusals))
             self._refusals = 0
             self._jobs.update({job.number: job for job in call.jobs})
+            generation = self._generation
         try:
             self._upload(call)
-            for job in call.jobs:
-                self.announce(
-                    Announcement(self.number, job.number, job.layer, job.hidden.shape[0], job.deadline)
-                )
+            if generation is not None:
+                for job in call.jobs:
+                    self._announce(job, generation)  # where the lane is held by now, that does not count
         except BaseException as error:
             revoked = call.revoke()
             self._forget(call)
@@ -240,6 +291,10 @@ class Lane:
                 *(self.number, call.error, error),
             )
         return call
+
+    def _announce(self, job: Job, generation: int) -> None:
+        rows = job.hidden.shape[0]
+        self.announce(Announcement(self.number, job.number, job.layer, rows, job.deadline, generation))
 
     def _upload(self, call: LaneCall) -> None:
         """Begins to bring large rows to the device, before anybody waits for them."""
@@ -295,7 +350,7 @@ class Lane:
         """Holds a call's jobs no more; withdraws those without an answer."""
         with self._lock:
             held = [job for job in call.jobs if self._jobs.pop(job.number, None) is not None]
-        if left := [job.number for job in held if job.output is None and job.error is None]:
+        if left := [job.number for job in held if not job.over]:
             self.withdraw(left)
 
 

@@ -34,7 +34,9 @@ from moeserve.runtime.rank.experts import LayerProgress
 from moeserve.runtime.rank.lane import Lane
 from moeserve.runtime.rank.member_group import Meeting, MemberGroup, ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.rank.restoring import Restoring
 from moeserve.runtime.rank.steps import REPORT_SECONDS, MemberSteps
+from moeserve.runtime.rank.weights.copies import Abandoned, Copier
 from moeserve.runtime.rank.weights.mover import Mover
 from moeserve.runtime.step import Announcement, StepRecord
 
@@ -42,6 +44,7 @@ log = logging.getLogger(__name__)
 
 DRAIN_LOOK_SECONDS = 0.01  # between looks for calls under way, once no further one is taken
 ABORTED = -1  # as a member's generation: none is live
+ALWAYS = ("abort", "load")  # entries that count in every generation
 
 
 class Member:
@@ -66,6 +69,8 @@ class Member:
         self._epoch: Epoch | None = None
         self._group = MemberGroup(rank.index, group_settings, stream.send)
         self._steps = MemberSteps(rank, lane, stream.send, observe)
+        self._restoring = Restoring(lambda: Copier(0.0, rank.device), self._restore, stream.send)
+        self._lacks: tuple[int, ...] = ()  # positions of layers that are to be read once it has joined
         self._steps.failed = self._report_failure
         self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
@@ -91,7 +96,7 @@ class Member:
 
     def announce(self, job: Announcement) -> None:
         """Tells the coordinator of a job; called by doors."""
-        self._stream.send(announcement_message(job, self._generation))
+        self._stream.send(announcement_message(job))
 
     def withdraw(self, jobs: list[int]) -> None:
         """Tells the coordinator of jobs whose callers have left; called by doors."""
@@ -104,7 +109,7 @@ class Member:
         """Executes entries until the stream ends."""
         threading.Thread(target=self._receive, name="stream", daemon=True).start()
         while (entry := self._next())["kind"] != "stop":
-            if entry.get("generation") != self._generation and entry["kind"] != "abort":
+            if entry.get("generation") != self._generation and entry["kind"] not in ALWAYS:
                 what, of = entry["kind"], entry.get("generation")
                 log.info("%r of generation %s does not count: it was aborted", what, of)
                 continue
@@ -156,8 +161,11 @@ class Member:
                     log.info(
                         "generation %d is aborted: %s", message["generation"], clipped(message["reason"])
                     )
-                    self._generation = ABORTED
-                    self._close_lane(message["reason"])  # after the generation: a commit under way sees it
+                    self._generation = ABORTED  # before the lane: a commit under way sees it
+                    if message["back"] and self._lane is not None:
+                        self._lane.hold(message["reason"])
+                    else:
+                        self._close_lane(message["reason"])
                     self._group.close(message["reason"])
                     # Callers of the step under way have been told: nothing waits for a dead rank, which
                     # peer memory would do until its patience ends.
@@ -186,6 +194,8 @@ class Member:
                 self._steps.run(header_from(entry), entry["generation"], self._epoch)
             case "prepare":
                 self._prepare(entry)
+            case "load":
+                self._load_beforehand(entry)
             case "join":
                 self._join_generation(entry)
             case "commit":
@@ -208,7 +218,9 @@ class Member:
         self._stream.send({"kind": "failed", "generation": entry["generation"], "reason": reason})
 
     def _prepare(self, entry: Message) -> None:
-        """Loads what the epoch gives this member, unless it has it, and votes."""
+        """Loads what the epoch gives this member, unless it has it, and votes. Where the group has served and
+        this member holds experts, those that it lacks are read once it has joined: `after`.
+        """
         self._rank.progress.join(Phase.PREPARED)
         self._say_here(entry["generation"])
         self._leave()
@@ -217,17 +229,28 @@ class Member:
         epoch = epoch_from(entry["epoch"])
         self._check_lane(epoch)
         self._rank.experts.use_weights(epoch.weights)
-        if self._epoch is None or _loaded(self._epoch) != _loaded(epoch):
+        self._lacks = ()
+        if entry["after"] and self._rank.loaded:
+            self._lacks = self._rank.take(epoch)
+        elif self._epoch is None or _loaded(self._epoch) != _loaded(epoch):
             self._load(epoch, entry["generation"])
         self._epoch = epoch
-        self._stream.send(
-            {
-                "kind": "prepared",
-                "generation": entry["generation"],
-                "bytes_read": self._rank.experts.bytes_read,
-                "weight_bytes": self._rank.experts.bank.nbytes,
-            }
-        )
+        lacks = {"lacks": list(self._lacks)}
+        self._stream.send({"kind": "prepared", "generation": entry["generation"]} | self._held() | lacks)
+
+    def _load_beforehand(self, entry: Message) -> None:
+        """Loads the experts of the epoch that this member is to join, while the group serves without it."""
+        epoch = epoch_from(entry["epoch"])
+        self._check_lane(epoch)
+        self._rank.experts.use_weights(epoch.weights)
+        self._load(epoch, 0)
+        self._epoch = epoch
+        self._stream.send({"kind": "loaded", "generation": 0} | self._held())
+
+    def _held(self) -> Message:
+        """What this member has read since its start, and the bytes that it holds."""
+        experts = self._rank.experts
+        return {"bytes_read": experts.bytes_read, "weight_bytes": experts.bank.nbytes}
 
     def _check_lane(self, epoch: Epoch) -> None:
         """Raises RuntimeError where this process was started with another lane than its seat has."""
@@ -257,14 +280,16 @@ class Member:
             time.perf_counter() - grouped,
         )
         self._rank.progress.join(Phase.JOINED)
-        if self._lane is not None:
-            self._lane.open()
         if entry["generation"] != self._generation:  # aborted while it joined
-            self._close_lane("the group is forming again")
             return
+        if self._lane is not None:
+            self._lane.open(entry["generation"])
+        if entry["generation"] != self._generation and self._lane is not None:
+            self._lane.hold("the group is forming again")  # its abort came before the lane was open
         self.on_serving(entry["generation"], self._epoch.number)
         joined = {"kind": "joined", "generation": entry["generation"]}
         self._stream.send(joined | {"plans": plans_message(self._rank.plans)})
+        self._restoring.begin(entry["generation"], self._lacks)
 
     def _prepare_change(self, message: Message) -> None:
         """Has the mover prepare the next epoch, or abandon it; steps go on."""
@@ -339,8 +364,15 @@ class Member:
             *(self._rank.index, megabytes, len(self._rank.served.layers), seconds, megabytes / seconds),
         )
 
+    def _restore(self, position: int, copier: Copier) -> None:
+        """Fills what this member lacks of one layer."""
+        if (epoch := self._epoch) is None:
+            raise Abandoned
+        self._rank.experts.restore(epoch, position, copier)
+
     def _leave(self) -> None:
         """Closes the dispatchers and ends the generation's group; no other group of the process changes."""
+        self._restoring.stop()
         self._steps.drain()
         self._rank.leave()
         self._group.leave()

@@ -99,6 +99,24 @@ class Rank:
         self.warm()
         release_cached(self.device)  # what loading and the largest warm batch took
 
+    @property
+    def loaded(self) -> bool:
+        """Whether it holds experts of some epoch."""
+        return self._book is not None
+
+    def take(self, epoch: Epoch) -> tuple[int, ...]:
+        """Goes over to `epoch` and reads nothing. Returns the positions of layers whose slots do not hold yet
+        what it says; `experts.restore` fills them. Raises RuntimeError before `load`.
+        """
+        if self._book is None or self.meter is None:
+            raise RuntimeError(f"rank {self.index} has loaded no experts")
+        self._epoch = epoch
+        self.experts.use(epoch)
+        self._book.update(epoch.placement)
+        for position in range(epoch.placement.layers):
+            self.meter.moved(position)
+        return self.experts.missing(epoch)
+
     def warm(self) -> None:
         """Runs what a step runs alone, once for every size it may have, so that no step waits for a compiler.
 

@@ -156,7 +156,7 @@ def test_a_lost_lane_ends_the_generation_until_it_is_back(
     members[0] = FakeMember(coordinator, 0)
     for one in members.values():
         one.entry("prepare")
-        one.say("prepared", bytes_read=0, weight_bytes=0)
+        one.say("prepared", bytes_read=0, weight_bytes=0, lacks=[])
     for one in members.values():
         one.entry("join")
         one.say("joined")

@@ -94,7 +94,7 @@ def test_a_generation_that_cannot_form_is_tried_again_without_an_end(
     assert coordinator.generations._retries.failures == 6
     for one in members.values():
         one.entry("prepare")
-        one.say("prepared", bytes_read=0, weight_bytes=0)
+        one.say("prepared", bytes_read=0, weight_bytes=0, lacks=[])
     for one in members.values():
         one.entry("join")
         one.say("joined")
@@ -124,7 +124,7 @@ def test_members_that_cannot_prepare_at_the_first_start_are_tried_again_and_repo
         coordinator.wait_serving(0.1)
     for one in members:
         one.entry("prepare")
-        one.say("prepared", bytes_read=0, weight_bytes=0)
+        one.say("prepared", bytes_read=0, weight_bytes=0, lacks=[])
     for one in members:
         one.entry("join")
         one.say("joined")
@@ -200,7 +200,7 @@ def test_who_does_not_answer_is_named_before_who_waited_for_it(
     members[1].entry("abort")
     for one in members.values():
         one.entry("prepare")
-        one.say("prepared", bytes_read=0, weight_bytes=0)
+        one.say("prepared", bytes_read=0, weight_bytes=0, lacks=[])
     for one in members.values():
         one.entry("join")
         one.say("joined")
@@ -313,7 +313,7 @@ def test_an_heir_of_the_same_id_on_another_host_does_not_spare_who_was_before_it
     coordinator.generations.is_gone = lambda process: process.host_id == "here"
     members = serving(coordinator, MEMBERS)
     heir = FakeMember(coordinator, 1, pid=101, host_id="another host")
-    assert members[1].entry("abort") and members[1].entry("stop")
+    assert members[1].entry("stop")
     assert killed.get(timeout=SECONDS) == RankProcess(1, 101, "here")
     heir.entry("prepare")
     FakeMember(coordinator, 1, pid=101, host_id="another host").entry("prepare")
@@ -327,7 +327,7 @@ def test_a_joining_that_hangs_ends_and_who_is_behind_is_given_up(coordinator: Co
     members = [FakeMember(coordinator, seat) for seat in (0, 1)]
     for one in members:
         one.entry("prepare")
-        one.say("prepared", bytes_read=0, weight_bytes=0)
+        one.say("prepared", bytes_read=0, weight_bytes=0, lacks=[])
     for one, phase in zip(members, (Phase.DISPATCHERS, Phase.JOINED), strict=True):
         one.entry("join")
         one.reached = Reached(0, phase)
@@ -418,11 +418,10 @@ def test_a_superseded_member_is_told_to_stop_and_killed(coordinator: Coordinator
     coordinator.generations.on_given_up = lambda process: killed.put(process[:2])
     members = serving(coordinator, MEMBERS)
     again = FakeMember(coordinator, 1, pid=201)
-    assert members[1].entry("abort") and members[1].entry("stop") and members[1].entry("closed")
+    assert members[1].entry("stop") and members[1].entry("closed")
     assert killed.get(timeout=SECONDS) == (1, 101)
     again.entry("prepare")
     same = FakeMember(coordinator, 1, pid=201)  # the same process: only its older stream ends
-    again.entry("abort")
     assert again.entry("stop") and again.entry("closed")
     same.entry("prepare")
     assert killed.empty()

@@ -101,7 +101,9 @@ def test_votes_that_come_after_a_failure_change_nothing(coordinator: Coordinator
     generation = {stream.receive()["generation"] for stream in streams}.pop()
     failed(coordinator, "rank 1 cannot start: no memory")
     for stream in streams:
-        stream.send({"kind": "prepared", "generation": generation, "bytes_read": 0, "weight_bytes": 0})
+        stream.send(
+            {"kind": "prepared", "generation": generation, "bytes_read": 0, "weight_bytes": 0, "lacks": []}
+        )
         stream.send({"kind": "nonsense", "generation": generation})  # heard, then refused: the votes were too
         assert closed_within(stream, SECONDS)
     assert coordinator.progress().state == "failed"

@@ -158,7 +158,7 @@ class Wire:
         self.sent.append(message)
         if message["kind"] in ("failed", "done"):
             reason = str(message.get("reason", ""))
-            self._entries.put({"kind": "abort", "generation": GENERATION, "reason": reason})
+            self._entries.put({"kind": "abort", "generation": GENERATION, "reason": reason, "back": False})
             self._entries.put({"kind": "stop"})
 
 
@@ -172,7 +172,7 @@ def served_once(path: Path, **step: Any) -> tuple[list[dict[str, Any]], Any, lis
     lane.announce = lambda job: announced.append(job.job)
     call = lane.submit(LaneBatch(0, *batch_of(rank)))
     header = Header(1, epoch.number, 0, (3,), ((announced[0], 3),))
-    prepare = {"kind": "prepare", "generation": GENERATION, "epoch": epoch_message(epoch)}
+    prepare = {"kind": "prepare", "generation": GENERATION, "epoch": epoch_message(epoch), "after": False}
     wire = Wire([prepare, header_message(header, GENERATION)])
     rank.leave = lambda: None  # type: ignore[method-assign]  # its dispatchers are there already
     member = Member(rank, lane, wire, ProcessGroupSettings("gloo", 5.0), records.append)  # type: ignore[arg-type]

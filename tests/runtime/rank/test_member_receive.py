@@ -53,7 +53,7 @@ def test_an_abort_ends_the_forming_of_a_group_at_once() -> None:
         assert (asked["kind"], asked["generation"], asked["what"]) == ("store", 4, what)
         if what == "set":
             came.put({"kind": "stored", "generation": 4, "call": asked["call"], "value": None})
-    came.put({"kind": "abort", "generation": 4, "reason": "rank 1 is lost"})
+    came.put({"kind": "abort", "generation": 4, "reason": "rank 1 is lost", "back": False})
     assert left.wait(SECONDS)
     came.put({"kind": "stop"})
     running.join(SECONDS)
@@ -75,7 +75,7 @@ def test_a_group_that_takes_long_to_abort_keeps_nobody_waiting(monkeypatch: pyte
     member._generation, member._group._formed = 4, cast(Any, "a group")
     running = threading.Thread(target=member.run, daemon=True)
     running.start()
-    came.put({"kind": "abort", "generation": 4, "reason": "rank 1 is lost"})
+    came.put({"kind": "abort", "generation": 4, "reason": "rank 1 is lost", "back": False})
     came.put({"kind": "ask", "generation": 5})
     assert said.get(timeout=SECONDS) == {"kind": "here"}
     assert destroyed.wait(SECONDS)

@@ -230,7 +230,7 @@ class Mute:
 def test_a_peer_that_is_stopped_is_left_for_the_disk_and_blocks_nobody(first: int) -> None:
     peer = bank_of(2)
     server = WeightsServer("127.0.0.1", Keys(KeysConfig(), TOKEN), "cpu", peer)
-    mine = Mine(bank_of(1), peer, server, within=0.3)
+    mine = Mine(bank_of(1), peer, server, within=2.0)
     stopped = Mute(server.address if first else "", first)
     vote = mine.vote((ExpertCopy(1, 2, (1, 2)),), stopped.address)
     assert [(one.path, one.checksum) for one in vote.staged] == [("disk", peer.checksum(LAYER, 2))]

@@ -140,7 +140,7 @@ class RowAdmission:
             return f"{asked.rows} rows do not fit: {held}"
         a_row = self._a_row(now)
         caller.room = room = asked.seconds / a_row if a_row else math.inf
-        foretold = max(self._pace.least(now), a_row * asked.known)
+        foretold = max(self._pace.least(now), self._foretold(asked.known, now))
         if foretold > asked.seconds:
             self._refuse_for_time(now)
             return (
@@ -164,12 +164,24 @@ class RowAdmission:
         """
         return min(rows, FARTHEST * self._largest)
 
-    def _a_row(self, now: float) -> float:
-        """Seconds a row: as calls ended lately, or as long as the oldest that is held has already waited for
-        the rows ahead of it. So a lane that has become slow is noticed before a call has ended there.
+    def _foretold(self, rows: float, now: float) -> float:
+        """Seconds that a call with so many rows, those ahead of it included, will take: at the pace at which
+        calls ended lately, or by how long the oldest that is held has already waited for the rows ahead of
+        it. So a lane that has become slow is noticed before a call has ended there.
         """
+        waited, ahead = self._oldest(now)
+        waiting = waited * min(FARTHEST, rows / ahead)  # how long few rows wait says little of many
+        return max(self._pace.a_row(now) * rows, waiting) / self._slack.times
+
+    def _oldest(self, now: float) -> tuple[float, int]:
+        """How long the oldest call that is held has waited, and the rows ahead of it, with its own."""
         oldest = next(iter(self._held))
-        return max(self._pace.a_row(now), (now - oldest.entered) / oldest.ahead) / self._slack.times
+        return now - oldest.entered, oldest.ahead
+
+    def _a_row(self, now: float) -> float:
+        """Seconds a row, by both."""
+        waited, ahead = self._oldest(now)
+        return max(self._pace.a_row(now), waited / ahead) / self._slack.times
 
     def _refuse_for_time(self, now: float) -> None:
         self._short = now

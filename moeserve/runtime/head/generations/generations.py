@@ -11,23 +11,28 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from moeserve.proto.texts import clipped
+from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.control.messages import epoch_message
 from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import Message
+from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.generations.inquiry import Inquiry, Standstill
 from moeserve.runtime.head.generations.key_store import KeyStore
+from moeserve.runtime.head.generations.open_layers import OpenLayers
 from moeserve.runtime.head.generations.patience import Backoff, Formation, Patience
+from moeserve.runtime.head.generations.returning import Returning
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.reception import RankProcess, Refusal, Seat
 
 log = logging.getLogger(__name__)
 
-SETTLE_SECONDS = 0.25  # after an abort, before the next generation: a killed rank's stream ends by then
+SETTLE_SECONDS = 0.25  # after a failure that no lost rank explains: a killed rank's stream ends by then
+TURN_SECONDS = 1.0  # at most, for steps under way when a member is to join between two
+TURN_LOOK_SECONDS = 0.002  # between looks whether those steps have ended
 ENDED = ("failed", "stopped")  # states that no other follows, except "stopped" after "failed"
-GONE_LOOK_SECONDS = 0.05  # between looks whether a process that was given up has ended
+GONE_LOOK_SECONDS = 0.01  # between looks whether a process that was given up has ended
 LOOK_SECONDS = 0.1  # between looks whether members have answered
 GONE_REPORT_SECONDS = 5.0  # between words on processes that were killed and do not end
 BLAME_SECONDS = 0.2  # after a rank failed an entry: a peer that died is found by then, and is the cause
@@ -59,6 +64,14 @@ class Generations:
         self._store = KeyStore()
         self._name = f"moeserve-{secrets.token_hex(4)}"  # of process groups, beside those of other heads
         self._inquiry: Inquiry | None = None  # what members answer while nothing goes on
+        self.hold_seconds = 30.0  # for which lanes keep calls
+        self.serve_on = False  # a lost member's experts are served by others, where these have the slots
+        # the epoch without those seats; raises ValueError where the others cannot serve without them
+        self.without: Callable[[Epoch, list[int]], Epoch] = lambda epoch, seats: epoch.without(seats)
+        self.returning = Returning(self.patience.prepare)
+        self.layers = OpenLayers()
+        self.running: Callable[[], int] = lambda: 0  # steps that members have not finished
+        self._turning_since: float | None = None  # no step begins: a member is to join
         self.on_given_up: Callable[[RankProcess], None] = lambda process: None  # the launcher ends it
         # whether that process has ended, for a launcher to say; None: nobody knows, nor has to be waited for
         self.is_gone: Callable[[RankProcess], bool] | None = None
@@ -74,8 +87,24 @@ class Generations:
 
     @property
     def steady(self) -> bool:
-        """Whether the generation serves, and no member has said that it cannot go on."""
-        return self.state == "serving" and self._failing is None
+        """Whether the generation serves, and steps may begin: no member has said that it cannot go on, and
+        none is about to join.
+        """
+        return self.state == "serving" and self._failing is None and self._turning_since is None
+
+    @property
+    def holds(self) -> bool:
+        """Whether lanes take calls: the group serves, or they keep them until it serves again."""
+        if self._unserved_since is None:
+            return self._served and not self.ended
+        return not self.ended and time.monotonic() - self._unserved_since < self.hold_seconds
+
+    @property
+    def degraded(self) -> str:
+        """What a group that serves does without, in words; empty where it lacks nothing."""
+        away = self.returning.seats
+        said = [f"ranks {away} are away, and others serve their experts"] if away else []
+        return "; ".join([*said, *filter(None, [self.layers.reason])])
 
     def set_state(self, state: str, reason: str) -> None:
         """Sets the group's state and why it is in it, and tells those who asked to hear."""
@@ -90,13 +119,15 @@ class Generations:
 
         Raises ValueError when the group has ended.
         """
-        if rank in self._seats:
-            if not self.ended:
-                self.abort(f"rank {rank} connected again")
-            self._part_with(rank, f"pid {seat.pid} has taken its place", seat.process(rank))
         if self.ended:
             seat.stream.send({"kind": "stop"})
             raise ValueError(f"rank {rank} connected when the group had {self.state}")
+        if rank in self._seats:
+            self._part_with(rank, f"pid {seat.pid} has taken its place", seat.process(rank))
+            self.abort(f"rank {rank} connected again")
+        if rank in self.returning.seats:
+            self._seat_aside(rank, seat)
+            return
         self._seats[rank] = seat
         if missing := self._group.missing:
             self.set_state(
@@ -107,8 +138,37 @@ class Generations:
             self._form_at = min(self._form_at, settled)
             self._group.lock.notify_all()
 
+    def _seat_aside(self, rank: int, seat: Seat) -> None:
+        """Has a member load what it held, while the group serves without it."""
+        if (other := self.returning.connected().get(rank)) is not None and other is not seat:
+            self._part_with_returning(rank, f"pid {seat.pid} has taken its place", seat.process(rank))
+        self.returning.sit_down(rank, seat, time.monotonic())
+        log.info("rank %d (pid %d) loads, and then joins", rank, seat.pid)
+        epoch = self.returning.epoch_with(self._group.epoch, [rank])
+        self._group.send(seat, {"kind": "load", "generation": 0, "epoch": epoch_message(epoch)})
+        self._group.lock.notify_all()
+
+    def returning_says(self, rank: int, message: Message) -> None:
+        """Takes the message of a member that loads. Raises ValueError for one that it may not send."""
+        match message["kind"]:
+            case "here":
+                self.returning.heard(rank, time.monotonic())
+            case "loaded":
+                self.returning.heard(rank, time.monotonic(), loaded=True)
+                log.info("rank %d has loaded", rank)
+            case "failed":
+                self._part_with_returning(rank, str(message["reason"]))
+            case "store" | "withdraw" | "announce" | "restored":
+                return  # of a generation that it had a part in
+            case other:
+                raise ValueError(f"rank {rank} is to load, and says {quoted(other)}")
+        self._group.lock.notify_all()
+
     def lost(self, rank: int, seat: Seat, why: str) -> None:
         """Ends the generation of a member whose stream ended. A failure keeps its own reason."""
+        if self.returning.is_here(rank, seat):
+            self._part_with_returning(rank, why)
+            return
         if self._seats.get(rank) is not seat:
             return
         del self._seats[rank]
@@ -118,6 +178,10 @@ class Generations:
 
     def given_up(self, process: RankProcess, why: str) -> None:
         """Parts with a member whose process does not run; does nothing where another has its seat by now."""
+        aside = self.returning.connected().get(process.rank)
+        if aside is not None and aside.process(process.rank) == process:
+            self._part_with_returning(process.rank, why)
+            return
         seat = self._seats.get(process.rank)
         if seat is None or seat.process(process.rank) != process or self.ended:
             return
@@ -134,6 +198,8 @@ class Generations:
             self.set_state("failed", refusal.reason)
         elif rank in self._group.missing:
             self.set_state(self.state, refusal.reason)
+        elif rank in self.returning.seats:
+            log.warning("rank %d cannot come back: %s", rank, refusal.reason)
 
     # -- what members say -----------------------------------------------------------------------------------
 
@@ -146,8 +212,11 @@ class Generations:
         self._formation.heard(rank, time.monotonic(), stepping=stepping)
         self._group.lock.notify_all()
 
-    def prepared(self, rank: int) -> None:
-        """A member has its experts; the last one has all join."""
+    def prepared(self, rank: int, lacks: Collection[int] = ()) -> None:
+        """A member has its experts, but for those of the layers that it `lacks` and reads once it has joined;
+        the last one has all join.
+        """
+        self.layers.lacks(rank, lacks)
         self._formation.has_prepared(rank, time.monotonic())
         if self.state == "preparing" and self._formation.prepared:
             self._join()
@@ -159,7 +228,7 @@ class Generations:
             return False
         self._retries.reset()
         self._served, self._unserved_since, self.aborted = True, None, ""
-        self.set_state("serving", "")
+        self.set_state("serving", self.degraded)
         number, epoch = self._group.generation, self._group.epoch.number
         log.info("generation %d serves epoch %d with %d members", number, epoch, len(self._group.members))
         return True
@@ -195,13 +264,15 @@ class Generations:
                     self._part_with(rank, f"it {why}")
         self.abort(f"ranks {seats} {why}")
 
-    def abort(self, reason: str, *, said: bool = False) -> None:
-        """Ends the generation: doors fail their jobs, and a fresh one forms when all members are there.
+    def abort(self, reason: str, *, said: bool = False, joining: bool = False) -> None:
+        """Ends the generation: lanes hold their jobs if any ever served, and a fresh one forms when all
+        members are there, or at once without those that are lost.
 
         `said`: a member says that it cannot go on. If this generation never served, the next one backs off.
+        `joining`: nothing has failed.
         """
         log.warning("generation %d aborts: %s", self._group.generation, reason)
-        pause = SETTLE_SECONDS
+        pause = 0.0 if self._go_on(self._group.missing) or joining else SETTLE_SECONDS
         if said and self.state in ("preparing", "joining"):
             pause = max(pause, self._retries.next())
             log.warning("the next generation is tried in %.1f s", pause)
@@ -209,12 +280,48 @@ class Generations:
             self._unserved_since = time.monotonic()
         self.on_abort(reason)
         self.aborted = reason
-        self._failing, self._inquiry, self._store = None, None, KeyStore()
+        self._failing, self._inquiry, self._store, self._turning_since = None, None, KeyStore(), None
+        self.layers.clear()
         aborted, self._group.generation = self._group.generation, self._group.generation + 1
-        self._group.broadcast({"kind": "abort", "generation": aborted, "reason": reason})
+        gone = {"kind": "abort", "generation": aborted, "reason": reason, "back": self._served}
+        self._group.broadcast(gone)
         self.set_state("forming", reason)
         self._form_at = math.inf if self._group.missing else time.monotonic() + pause
         self._group.lock.notify_all()
+
+    def _go_on(self, lost: list[int]) -> bool:
+        """Leaves lost members out of the epoch, where the others can serve without them; else the group is to
+        be whole again, with those that it had left out before. Whether it goes on.
+        """
+        if not lost or not self._served or not self.serve_on:
+            return False
+        before = self._group.epoch
+        try:
+            self._group.epoch = self.without(before, lost)
+        except ValueError as error:
+            log.warning("the group waits for ranks %s: %s", lost, error)
+            self._admit(self.returning.seats)
+            return False
+        self.returning.leave(before, lost)
+        log.warning("the group goes on without ranks %s, in epoch %d", lost, self._group.epoch.number)
+        return True
+
+    def _admit(self, seats: list[int]) -> None:
+        """Makes members of those that were away; the present generation has to end."""
+        self._group.epoch = self.returning.epoch_with(self._group.epoch, seats)
+        self.returning.join(seats, self._seats.__setitem__)
+
+    def _turn(self, now: float) -> None:
+        """Has members that have loaded join, between two steps."""
+        ready = self.returning.ready
+        if not ready or self.state != "serving" or self._failing is not None or self.layers.closed:
+            return
+        if self._turning_since is None:
+            self._turning_since = now
+        if self.running() and now - self._turning_since < TURN_SECONDS:
+            return
+        self._admit(ready)
+        self.abort(f"ranks {ready} join", joining=True)
 
     # -- time passes ----------------------------------------------------------------------------------------
 
@@ -226,7 +333,9 @@ class Generations:
             asking = math.inf
         else:
             asking = (self._inquiry or Inquiry(standstill, ())).due()
-        return min(self._form_at, forming, blamed, asking, self._give_up_at())
+        turning = time.monotonic() + TURN_LOOK_SECONDS if self._turning_since is not None else math.inf
+        silent = self.returning.due()
+        return min(self._form_at, forming, blamed, asking, turning, silent, self._give_up_at())
 
     def advance(self, now: float) -> None:
         """Forms the next generation, ends waits that are over, and the service where it has to end."""
@@ -235,6 +344,7 @@ class Generations:
         if self._form_at <= now and not self._group.missing:
             self._form(now)
         self._end_waits(now)
+        self._turn(now)
         self._inquire(now)
         if self._failing is not None and self._failing[0] <= now:
             self._end_failed(now, self._failing[1])
@@ -259,7 +369,8 @@ class Generations:
         self._formation = Formation(self._group.members.seats, self.patience, now)
         number, epoch = self._group.generation, epoch_message(self._group.epoch)
         self.set_state("preparing", f"generation {number} is loading experts")
-        self._group.broadcast({"kind": "prepare", "generation": number, "epoch": epoch})
+        prepare = {"kind": "prepare", "generation": number, "epoch": epoch, "after": self._served}
+        self._group.broadcast(prepare)
 
     def _report_undead(self, now: float) -> None:
         """Says whom the next generation waits for; again and again where one that was killed does not end."""
@@ -294,6 +405,9 @@ class Generations:
             for rank, why in silent.items():
                 self._part_with(rank, why)
             self.abort("; ".join(named))
+        for rank in self.returning.silent(now):
+            limit = self.patience.prepare
+            self._part_with_returning(rank, f"it read no layer for cluster.prepare_seconds = {limit:g}")
 
     def _standstill(self) -> Standstill | None:
         """What all members do together now, and since when it has not gone on; None for nothing."""
@@ -366,6 +480,16 @@ class Generations:
         seat.stream.close()
         if (process := seat.process(rank)) != heir:
             self._give_up(process)
+
+    def _part_with_returning(self, rank: int, why: str, heir: RankProcess | None = None) -> None:
+        """Parts with a process that was to load; as `_part_with`, but the group serves on."""
+        seat = self.returning.connected()[rank]
+        self.returning.lost(rank)
+        log.warning("rank %d (pid %d), which was to join, is given up: %s", rank, seat.pid, why)
+        self._group.send(seat, {"kind": "stop"})
+        seat.stream.close()
+        if (process := seat.process(rank)) != heir:
+            self.on_given_up(process)
 
     def _give_up(self, process: RankProcess) -> None:
         """Has the launcher end a process; no generation forms before it is seen dead."""

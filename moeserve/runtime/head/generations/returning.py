@@ -1,0 +1,105 @@
+"""`Returning`: members that a group goes on without, and their way back: they load first, and then join."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeserve.dispatch.members import Member
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.head.reception import Seat
+
+
+@dataclass(eq=False)
+class _Away:
+    """A member that the group serves without, and the process that is to take its seat again, if any."""
+
+    member: Member
+    slots: NDArray[np.int32] | None  # [L, width] what its owner's place held; None without one
+    seat: Seat | None = None
+    heard: float = 0.0  # when its process last said that it goes on
+    loaded: bool = False
+
+
+class Returning:
+    """Who is away, and who of these may join. It decides, and nothing else; its owner holds a lock.
+
+    silent_seconds: a process that says nothing for so long while it loads is given up.
+    """
+
+    def __init__(self, silent_seconds: float) -> None:
+        self.silent_seconds = silent_seconds
+        self._away: dict[int, _Away] = {}
+
+    @property
+    def seats(self) -> list[int]:
+        """Those that are away, or load."""
+        return sorted(self._away)
+
+    @property
+    def ready(self) -> list[int]:
+        """Those that have loaded, and may join between two steps."""
+        return sorted(seat for seat, away in self._away.items() if away.loaded)
+
+    def connected(self) -> dict[int, Seat]:
+        """Those whose process is there, and loads or has loaded."""
+        return {number: away.seat for number, away in self._away.items() if away.seat is not None}
+
+    def leave(self, epoch: Epoch, seats: list[int]) -> None:
+        """The group goes on without these members of `epoch`; what they held is remembered."""
+        width = epoch.placement.slots_per_owner
+        for number in seats:
+            member = epoch.members.at(number)
+            slots = None
+            if member.owner is not None:
+                first = member.owner * width
+                slots = epoch.placement.slots[:, first : first + width].copy()
+            self._away[number] = _Away(member, slots)
+
+    def sit_down(self, number: int, seat: Seat, now: float) -> None:
+        """A process has come for a seat that is away. It is to load."""
+        away = self._away[number]
+        away.seat, away.heard, away.loaded = seat, now, False
+
+    def is_here(self, number: int, seat: Seat) -> bool:
+        """Whether that very process waits to join."""
+        return number in self._away and self._away[number].seat is seat
+
+    def lost(self, number: int) -> None:
+        """Its process has gone again."""
+        self._away[number].seat, self._away[number].loaded = None, False
+
+    def heard(self, number: int, now: float, *, loaded: bool = False) -> None:
+        """Its process goes on, or has loaded."""
+        away = self._away[number]
+        away.heard, away.loaded = now, away.loaded or loaded
+
+    def silent(self, now: float) -> list[int]:
+        """Those that load and have said nothing for too long."""
+        return sorted(
+            number
+            for number, away in self._away.items()
+            if away.seat is not None and not away.loaded and now - away.heard > self.silent_seconds
+        )
+
+    def due(self) -> float:
+        """When the first of those that load has been silent for too long; infinite where none loads."""
+        heard = (a.heard for a in self._away.values() if a.seat is not None and not a.loaded)
+        return min(heard, default=float("inf")) + self.silent_seconds
+
+    def epoch_with(self, epoch: Epoch, numbers: list[int]) -> Epoch:
+        """`epoch` once these have joined it, with what their places held before."""
+        for number in numbers:
+            away = self._away[number]
+            epoch = epoch.joined(away.member, slots=away.slots)
+        return epoch
+
+    def join(self, numbers: list[int], take: Callable[[int, Seat], None]) -> None:
+        """These are members again; `take` gets those whose process is there."""
+        for number in numbers:
+            away = self._away.pop(number)
+            if away.seat is not None:
+                take(number, away.seat)
