@@ -36,9 +36,7 @@ class Raw:
         self.failed: list[str] = []
         self.times: dict[int, list[tuple[float, float]]] = {lane: [] for lane in lanes}
         self._over = threading.Event()
-        self._asking = [
-            threading.Thread(target=self._ask, args=(lane, addresses[lane])) for lane in lanes
-        ]
+        self._asking = [threading.Thread(target=self._ask, args=(lane, addresses[lane])) for lane in lanes]
 
     def _ask(self, lane: int, address: str) -> None:
         with grpc.insecure_channel(address) as channel:

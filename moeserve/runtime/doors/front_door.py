@@ -20,7 +20,7 @@ from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.credentials import Credentials
 from moeserve.runtime.doors.deadlines import Observe, seconds_left
 from moeserve.runtime.doors.failures import GrpcStatus, status_of
-from moeserve.runtime.doors.forwarding import Caller, Forwarding
+from moeserve.runtime.doors.forwarding import Caller, Forwarding, leave_out
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.errors import GroupUnavailable
 from moeserve.runtime.head.coordinator import Coordinator
@@ -55,12 +55,21 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         self._coordinator = coordinator
         self._max_message_bytes = max_message_bytes
         self._observe = observe
-        self._forwarding = Forwarding(self._with_lanes)
+        self._forwarding = self._forwarding_with(None)
         self._stopping = ""  # why no further call is taken from streams
 
     def show_lanes(self, credentials: Credentials | None) -> None:
         """Has calls handed on with `credentials`; called before the first."""
-        self._forwarding = Forwarding(self._with_lanes, credentials)
+        self._forwarding = self._forwarding_with(credentials)
+
+    def _forwarding_with(self, credentials: Credentials | None) -> Forwarding:
+        made = Forwarding(self._with_lanes, credentials)
+        made.leaving = self._leaving
+        return made
+
+    def _leaving(self) -> frozenset[int]:
+        """Ranks whose lanes take no further call."""
+        return self._coordinator.generations.leaving
 
     def close(self) -> None:
         """Closes the connections to the lanes."""
@@ -114,8 +123,9 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         return self._topology()
 
     def _topology(self) -> moe_pb2.GetTopologyReply:
-        """What callers find: no lane once the service is to stop."""
+        """What callers find: no lane that is to leave, and none at all once the service is to stop."""
         found, draining = self._with_lanes(), self._coordinator.draining
+        leave_out(found, self._leaving())
         if draining:
             del found.lanes[:]
             found.serving, found.reason = False, draining

@@ -29,6 +29,7 @@ from moeserve.runtime.control.messages import (
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.head.generations.generations import Generations
+from moeserve.runtime.head.generations.resizing import Resizing
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.in_flight import StepsInFlight
 from moeserve.runtime.head.placing.pending_change import Outcome
@@ -79,6 +80,7 @@ class Coordinator:
         self._pace_until = math.inf  # when the thread that keeps the pace looks again
         self.draining = ""  # why lanes take no further call, though the group serves
         self._drained = set[int]()  # seats whose calls have ended since
+        self.resizing = Resizing(self._group, self.generations, self._drained)
         self._log_levels: dict[str, str] = {}  # that every member sets, by logger
         self.on_change: Callable[[Progress], None] = lambda progress: None
         self.observe_step: Callable[[int, float], None] = lambda layer, seconds: None  # of the whole group

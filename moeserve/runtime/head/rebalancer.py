@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -140,6 +141,17 @@ class Rebalancer:
             plan = self.plan(policy, max_moves)
             self._seen = self._coordinator.load().tokens
             return plan, self._counted(self._moved(plan))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A context in which nobody else changes the placement or the weights."""
+        with self._leading:
+            yield
+
+    def move_to(self, target: Placement) -> Cycle:
+        """Moves experts until they lie as `target` says, whatever the load; within `alone`. Blocks."""
+        epoch, started = self._coordinator.epoch, time.monotonic()
+        return self._counted(self._led(rebalance(epoch, target, self._settings.staging_slots), started, 0.0))
 
     def reload(self, path: str) -> Cycle:
         """Brings every layer to the weights in `path`, layer by layer while steps run; blocks.

@@ -20,6 +20,7 @@ from moeserve.runtime.doors.operations import Operations
 from moeserve.runtime.head.coordinator import STOPPING, Coordinator, Progress
 from moeserve.runtime.head.generations.patience import Patience
 from moeserve.runtime.head.rebalancer import Rebalancer
+from moeserve.runtime.head.scaling import ScaleSeconds, Scaling
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.planning.layers import first_epoch
@@ -87,6 +88,9 @@ class HeadProcess:
         self._front.show_lanes(keys.to_lanes())
         operations = Operations(served, self.rebalancer, reload_root_of(config))
         operations.on_log_level = log_levels.set
+        seconds = ScaleSeconds(config.members.scale_seconds, server.leaving_seconds, server.drain_seconds)
+        self.scaling = Scaling(self.rebalancer, self.coordinator.resizing, seconds)
+        operations.scaling = self.scaling
         self._endpoint = Endpoint(
             {"FrontService": self._front, "AdminService": AdminDoor(operations)},
             NOT_A_LANE,

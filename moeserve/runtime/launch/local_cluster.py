@@ -12,12 +12,16 @@ import multiprocessing
 import signal
 import threading
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
+
+import torch
 
 from moeserve.proto.host_id import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
+from moeserve.runtime.launch.environment import machine_for
 from moeserve.runtime.launch.head_process import HeadProcess
 from moeserve.runtime.launch.rank_process import RankSpec, run_rank
 from moeserve.runtime.launch.restarts import Restarts, why_given_up
@@ -47,6 +51,7 @@ class LocalCluster:
         self._began: dict[int, float] = {}  # rank -> when its process was started
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(IMPORTED))
+        self._told: dict[int, float] = {}  # rank -> since when it has no seat any more and is to end
         self._stopping = threading.Event()  # nothing is started any more
         self._watched = threading.Event()  # until calls under way were answered: a rank may stop meanwhile
         self._watching = threading.Thread(target=self._watch, name="watch-ranks", daemon=True)
@@ -55,6 +60,7 @@ class LocalCluster:
         generations = self.head.coordinator.generations
         generations.on_given_up = lambda process: self._kill(process.rank, process.pid)
         generations.is_gone = self._gone
+        self.head.scaling.why_not = self._why_not
 
     @property
     def address(self) -> str:
@@ -151,13 +157,42 @@ class LocalCluster:
     def _look(self) -> None:
         """Starts ended ranks again, and gives up those that do not run or do not come to the head."""
         self._note_joined()
+        self._follow_seats(self.head.coordinator.resizing.wanted)
         for rank, process in list(self._processes.items()):
-            if not process.is_alive() and not self._stopping.is_set():
+            if rank not in self._told and not process.is_alive() and not self._stopping.is_set():
                 self._start_again(rank, process)
         for rank, pid, why in self._standing():
             log.warning("rank %d (pid %d) is given up: %s", rank, pid, why)
             self.head.coordinator.given_up(RankProcess(rank, pid, host_id()), why)
             self._kill(rank, pid)
+
+    def _follow_seats(self, wanted: Collection[int]) -> None:
+        """Starts ranks for seats that are new, and ends those whose seats are no more."""
+        if self._stopping.is_set():
+            return
+        for rank in self._told.keys() | self._processes.keys() - set(wanted):
+            if self._retired(rank):
+                self._restarts.forget(rank)
+                with self._lock:
+                    del self._processes[rank], self._began[rank], self._told[rank]
+                log.info("rank %d has left", rank)
+        for rank in sorted(set(wanted) - self._processes.keys()):
+            self._spawn(rank)
+
+    def _retired(self, rank: int) -> bool:
+        """Whether the process of a rank that was told to stop has ended; it is killed if it does not."""
+        process, now = self._processes[rank], time.monotonic()
+        since = self._told.setdefault(rank, now)
+        if process.is_alive() and now > since + STOP_SECONDS:
+            log.warning("rank process %s does not stop; it is killed", process.pid)
+            process.kill()
+        return not process.is_alive()
+
+    def _why_not(self, ranks: int) -> str:
+        """Why this machine has not room for so many ranks; empty where it has."""
+        if machine_for(self._config).device != "cuda" or ranks <= torch.cuda.device_count():
+            return ""
+        return f"each rank needs a GPU, and this machine has {torch.cuda.device_count()}"
 
     def _standing(self) -> list[tuple[int, int, str]]:
         """Ranks whose process is alive and does not do what it is there for: rank, process id and why."""

@@ -18,7 +18,9 @@ SECONDS = 10.0
 def actors() -> Any:
     """Actors of a group without a rank; a test puts its own in their place."""
     generations = SimpleNamespace(on_given_up=None, is_gone=None)
-    head: Any = SimpleNamespace(coordinator=SimpleNamespace(generations=generations, seats=dict))
+    resizing = SimpleNamespace(wanted=frozenset())
+    coordinator = SimpleNamespace(generations=generations, seats=dict, resizing=resizing)
+    head: Any = SimpleNamespace(coordinator=coordinator, scaling=SimpleNamespace())
     config: Any = SimpleNamespace(parallel=SimpleNamespace(mesh=SimpleNamespace(ranks=0)))
     nobody: Any = None
     return ray_ranks.RankActors(config, head, nobody, {})

@@ -69,6 +69,9 @@ class Generations:
         # the epoch without those seats; raises ValueError where the others cannot serve without them
         self.without: Callable[[Epoch, list[int]], Epoch] = lambda epoch, seats: epoch.without(seats)
         self.returning = Returning(self.patience.prepare)
+        self.coming: dict[int, str] = {}  # seats of new members, and why one cannot start, once that is known
+        self.leaving: frozenset[int] = frozenset()  # of members whose lanes callers find no more
+        self.retiring: tuple[int, ...] = ()  # of members that the group goes on without, between two steps
         self.layers = OpenLayers()
         self.running: Callable[[], int] = lambda: 0  # steps that members have not finished
         self._turning_since: float | None = None  # no step begins: a member is to join
@@ -102,8 +105,10 @@ class Generations:
     @property
     def degraded(self) -> str:
         """What a group that serves does without, in words; empty where it lacks nothing."""
-        away = self.returning.seats
+        coming = sorted(self.coming.keys() & set(self.returning.seats))
+        away = [seat for seat in self.returning.seats if seat not in coming]
         said = [f"ranks {away} are away, and others serve their experts"] if away else []
+        said += [f"ranks {coming} are to join"] if coming else []
         return "; ".join([*said, *filter(None, [self.layers.reason])])
 
     def set_state(self, state: str, reason: str) -> None:
@@ -200,6 +205,15 @@ class Generations:
             self.set_state(self.state, refusal.reason)
         elif rank in self.returning.seats:
             log.warning("rank %d cannot come back: %s", rank, refusal.reason)
+            if refusal.for_good and rank in self.coming:
+                self.coming[rank] = refusal.reason
+                self._group.lock.notify_all()
+
+    def forget(self, rank: int, why: str) -> None:
+        """Expects no member at a seat any more, and parts with the process that was to join there."""
+        if rank in self.returning.connected():
+            self._part_with_returning(rank, why)
+        self.returning.forget(rank)
 
     # -- what members say -----------------------------------------------------------------------------------
 
@@ -272,6 +286,7 @@ class Generations:
         `joining`: nothing has failed.
         """
         log.warning("generation %d aborts: %s", self._group.generation, reason)
+        self._take_leave()
         pause = 0.0 if self._go_on(self._group.missing) or joining else SETTLE_SECONDS
         if said and self.state in ("preparing", "joining"):
             pause = max(pause, self._retries.next())
@@ -289,6 +304,23 @@ class Generations:
         self._form_at = math.inf if self._group.missing else time.monotonic() + pause
         self._group.lock.notify_all()
 
+    def _take_leave(self) -> None:
+        """Members that are to go are none any more, and end; the others hold what they held."""
+        going = [seat for seat in self.retiring if seat in self._group.members.seats]
+        self.retiring = ()
+        try:
+            self._group.epoch = self.without(self._group.epoch, going) if going else self._group.epoch
+        except ValueError as error:
+            log.warning("ranks %s stay: %s", going, error)
+            return
+        for rank in going:
+            if (seat := self._seats.pop(rank, None)) is None:
+                continue
+            log.info("rank %d (pid %d) leaves the group", rank, seat.pid)
+            self._group.send(seat, {"kind": "stop"})
+            if self.running():  # it may still write to others' buffers
+                self._give_up(seat.process(rank))
+
     def _go_on(self, lost: list[int]) -> bool:
         """Leaves lost members out of the epoch, where the others can serve without them; else the group is to
         be whole again, with those that it had left out before. Whether it goes on.
@@ -300,7 +332,7 @@ class Generations:
             self._group.epoch = self.without(before, lost)
         except ValueError as error:
             log.warning("the group waits for ranks %s: %s", lost, error)
-            self._admit(self.returning.seats)
+            self._admit([seat for seat in self.returning.seats if seat not in self.coming])
             return False
         self.returning.leave(before, lost)
         log.warning("the group goes on without ranks %s, in epoch %d", lost, self._group.epoch.number)
@@ -312,16 +344,23 @@ class Generations:
         self.returning.join(seats, self._seats.__setitem__)
 
     def _turn(self, now: float) -> None:
-        """Has members that have loaded join, between two steps."""
+        """Has members that have loaded join, and those leave that are to go, between two steps."""
         ready = self.returning.ready
-        if not ready or self.state != "serving" or self._failing is not None or self.layers.closed:
+        if (
+            not (ready or self.retiring)
+            or self.state != "serving"
+            or self._failing is not None
+            or self.layers.closed
+        ):
             return
         if self._turning_since is None:
             self._turning_since = now
         if self.running() and now - self._turning_since < TURN_SECONDS:
             return
         self._admit(ready)
-        self.abort(f"ranks {ready} join", joining=True)
+        said = [f"ranks {ready} join"] if ready else []
+        said += [f"ranks {list(self.retiring)} leave"] if self.retiring else []
+        self.abort("; ".join(said), joining=True)
 
     # -- time passes ----------------------------------------------------------------------------------------
 

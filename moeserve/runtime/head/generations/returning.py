@@ -72,6 +72,10 @@ class Returning:
         """Its process has gone again."""
         self._away[number].seat, self._away[number].loaded = None, False
 
+    def forget(self, number: int) -> None:
+        """Nobody is to come for this seat."""
+        del self._away[number]
+
     def heard(self, number: int, now: float, *, loaded: bool = False) -> None:
         """Its process goes on, or has loaded."""
         away = self._away[number]

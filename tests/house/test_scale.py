@@ -1,0 +1,110 @@
+"""A running group gets ranks and loses some: no call fails, and who cannot be served is told why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from houses import TP4, Alone, house_config
+from patient import PatientCallers
+
+from moeserve.cli import main
+from moeserve.proto import moe_pb2, moe_pb2_grpc
+from moeserve.proto.client import MoeClient
+from moeserve.proto.errors import MoeError
+from moeserve.runtime.launch.local_cluster import LocalCluster
+
+EP3 = {"parallel__data_parallel_size": 3, "parallel__enable_expert_parallel": True}
+ROOM = {"members__max_lanes": 4, "members__max_owners": 4}
+SECONDS = 60.0
+
+
+@pytest.fixture
+def house(checkpoint_path: Path) -> Iterator[LocalCluster]:
+    """Three ranks with slots of four experts each: two of them hold all of the eight."""
+    values = EP3 | ROOM | {"balance__redundant_experts": 4}
+    with LocalCluster(house_config(checkpoint_path, **values)) as made:
+        yield made
+
+
+def seats_of(client: MoeClient) -> list[int]:
+    """Ranks that are members and up."""
+    return sorted(one.rank for one in client.status().ranks if one.up)
+
+
+def test_ranks_come_and_go_and_no_call_fails(house: LocalCluster, alone: Alone) -> None:
+    with MoeClient(house.address) as client, PatientCallers(house.address, alone, [None, 0, 1]) as callers:
+        grown = client.scale(4, timeout=SECONDS)
+        assert (grown.outcome, list(grown.seats), list(grown.joined)) == ("scaled", [0, 1, 2, 3], [3])
+        assert [lane.rank for lane in client.topology().lanes] == [0, 1, 2, 3] == seats_of(client)
+        assert client.scale(4).outcome == "unchanged"
+        pid = house.pid(3)
+        with PatientCallers(house.address, alone, [3]) as of_the_new:
+            time.sleep(0.5)
+        assert of_the_new.failed == [] and of_the_new.answers[3] > 0, "its lane is one as all others"
+
+        client.rebalance(policy="eplb", timeout=SECONDS)  # experts may lie on the new rank alone
+        shrunk = client.scale(3, timeout=SECONDS)
+        assert (shrunk.outcome, list(shrunk.seats), list(shrunk.left)) == ("scaled", [0, 1, 2], [3])
+        assert [lane.rank for lane in client.topology().lanes] == [0, 1, 2] == seats_of(client)
+        until = time.monotonic() + SECONDS
+        while Path(f"/proc/{pid}").exists():
+            assert time.monotonic() < until, "the process of the rank that left runs on"
+            time.sleep(0.05)
+
+        again = client.scale(4, timeout=SECONDS)
+        assert (again.outcome, list(again.joined)) == ("scaled", [3]) and house.pid(3) != pid
+        assert client.scale(2, timeout=SECONDS).outcome == "scaled"
+        assert seats_of(client) == [0, 1]
+        before = dict(callers.answers)
+        time.sleep(0.5)
+        assert all(callers.answers[lane] > count for lane, count in before.items())
+    assert callers.failed == []
+
+
+def test_what_cannot_be_is_refused_by_name(house: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    with MoeClient(house.address) as client:
+        with pytest.raises(MoeError, match=r"members\.max_lanes and members\.max_owners = 5 or more"):
+            client.scale(5)
+        with pytest.raises(MoeError, match=r"ranks=1: .*spare slots"):
+            client.scale(1)
+        with pytest.raises(ValueError, match="ranks=0"):
+            client.scale(0)
+        assert main(["scale", house.address, "5"]) == 1
+        assert "room for 4 lanes and 4 owners" in capsys.readouterr().err
+        assert seats_of(client) == [0, 1, 2]
+    with grpc.insecure_channel(house.address) as channel:
+        with pytest.raises(grpc.RpcError, match="ranks: 0") as refused:
+            moe_pb2_grpc.AdminServiceStub(channel).Scale(moe_pb2.ScaleRequest(), timeout=SECONDS)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_slices_of_experts_neither_come_nor_go(checkpoint_path: Path) -> None:
+    with LocalCluster(house_config(checkpoint_path, **TP4)) as house, MoeClient(house.address) as client:
+        for ranks in (3, 5):
+            with pytest.raises(MoeError, match="each of the 4 ranks holds a slice of every expert"):
+                client.scale(ranks)
+        assert client.scale(4).outcome == "unchanged"
+
+
+def test_a_rank_that_is_killed_while_it_joins_joins_all_the_same(house: LocalCluster, alone: Alone) -> None:
+    replies = []
+    with MoeClient(house.address) as client, PatientCallers(house.address, alone, [None]) as callers:
+        asking = threading.Thread(target=lambda: replies.append(client.scale(4, timeout=SECONDS)))
+        asking.start()
+        until = time.monotonic() + SECONDS
+        while 3 not in house._processes:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        first = house.pid(3)
+        os.kill(first, signal.SIGKILL)
+        asking.join(SECONDS)
+        assert [one.outcome for one in replies] == ["scaled"]
+        assert seats_of(client) == [0, 1, 2, 3] and house.pid(3) != first
+    assert callers.failed == []
