@@ -1,6 +1,6 @@
-"""Members and the head are lost: how long does a caller wait, and does any call fail?
+"""Members and the head are lost, ranks come and go: how long do callers wait, does any call fail?
 
-    python -m bench.service.serve_on [--show members] [--show head] [--show cost]
+    python -m bench.service.serve_on [--show members] [--show head] [--show scale] [--show cost]
         [--launcher local ray] [--redundant 0 24 64] [--shadows off on] [--cold]
         [--events kill=5,stop=5,double=0] [--seed 0] [--from 0] [--outcomes FILE] [--merge FILE ...]
 
@@ -14,7 +14,8 @@ hang's detection is in it. Counted are answers that are wrong, requests answered
 default patience, bare calls that failed on lanes whose process lived, and processes left over. `--outcomes`
 appends each event's outcome to a file, and a run with the same file goes on after those that it holds.
 `--merge` judges such files; it runs nothing. `--cold` drops the checkpoint from the page cache first.
-head: the head is killed `--kills` times. cost: the same calls with all of it on and off, `--pairs` times.
+head: the head is killed `--kills` times. scale: one rank more and one fewer, `--rounds` times.
+cost: the same calls with all of it on and off, `--pairs` times.
 
 Writes bench/results/serve_on.jsonl with `--record`; exit status 1 where something is not as it should be.
 """
@@ -34,9 +35,10 @@ from bench.service.serving_on.events import Outcome, Setup, drawn, outcomes_of
 from bench.service.serving_on.head import heads
 from bench.service.serving_on.members import members
 from bench.service.serving_on.run import SWITCHES, Run, known
+from bench.service.serving_on.scale import scales
 from bench.service.serving_on.tables import kinds_of, table
 
-SHOWS = ("members", "head", "cost")
+SHOWS = ("members", "head", "scale", "cost")
 
 
 def setups(args: argparse.Namespace) -> list[Setup]:
@@ -79,7 +81,7 @@ def shown(run: Run) -> Iterator[tuple[list[Result], list[str]]]:
             continue
         for setup in setups(run.args):
             print(f"-- {show}, {setup}", flush=True)
-            yield heads(run, setup) if show == "head" else cost(run, setup)
+            yield {"head": heads, "scale": scales, "cost": cost}[show](run, setup)
 
 
 def arguments() -> argparse.Namespace:
@@ -101,6 +103,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--outcomes", type=Path, help="append each outcome here; go on after those it holds")
     parser.add_argument("--merge", type=Path, nargs="+", help="judge the events of these files; run nothing")
     parser.add_argument("--kills", type=int, default=20, help="of the head")
+    parser.add_argument("--rounds", type=int, default=3, help="of one rank more and one fewer")
     parser.add_argument("--pairs", type=int, default=20, help="of windows, on and off")
     parser.add_argument("--folder", type=Path, help="for the checkpoint and logs, kept; a temporary one")
     parser.add_argument("--wait-shadows", action=argparse.BooleanOptionalAction, default=True)

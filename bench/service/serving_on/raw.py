@@ -126,6 +126,10 @@ class _Lanes:
                         thread.start()
                 self.stop.wait(LOOK_SECONDS)
 
+    def is_at(self, seat: int, address: str) -> bool:
+        """Whether the seat's lane is there, and is to be asked."""
+        return not self.stop.is_set() and self.at.get(seat) == address
+
     def _channels(self, seat: int) -> Iterator[grpc.Channel]:
         """A channel to the seat's lane again and again: another one where it has moved."""
         while not self.stop.is_set():
@@ -133,7 +137,7 @@ class _Lanes:
                 time.sleep(self.pause)
                 continue
             with grpc.insecure_channel(address, options=OPTIONS) as channel:
-                while not self.stop.is_set() and self.at.get(seat) == address:
+                while self.is_at(seat, address):
                     yield channel
                     time.sleep(self.pause)
 
@@ -167,16 +171,21 @@ class _Stream:
         self._under_way = set[str]()
 
     def run(self, channel: grpc.Channel) -> None:
-        """Asks until it is time to stop, or the stream ends."""
+        """Asks until it is time to stop, the stream ends, or the lane takes no further calls; then it waits
+        for those under way.
+        """
+        address = self._lanes.at.get(self._seat, "")
         replies = channel.stream_stream(STREAM)(iter(self._to_send.get, None))
         for _ in range(AHEAD):
             self._send()
         try:
             for reply in replies:
                 self._answered(moe_pb2.ForwardStreamReply.FromString(reply))
-                if self._lanes.stop.wait(self._lanes.pause):
+                self._lanes.stop.wait(self._lanes.pause)
+                if self._lanes.is_at(self._seat, address):
+                    self._send()
+                elif not self._under_way:
                     return
-                self._send()
         finally:
             self._to_send.put(None)
             replies.cancel()

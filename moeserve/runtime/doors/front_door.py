@@ -132,9 +132,12 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         return found
 
     def _with_lanes(self) -> moe_pb2.GetTopologyReply:
-        """The lanes as calls that have begun find them."""
+        """The lanes as calls that have begun find them; while calls are taken, only those that have joined a
+        generation.
+        """
         progress, seats = self._coordinator.progress(), self._coordinator.seats()
         epoch = self._coordinator.epoch
+        taken = progress.state == "serving" or progress.holds
         lanes = [
             moe_pb2.Lane(
                 rank=member.seat,
@@ -144,13 +147,15 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
                 lane=member.lane,
             )
             for member in epoch.members.present
-            if member.lane is not None and (seat := seats.get(member.seat))
+            if member.lane is not None
+            and (seat := seats.get(member.seat)) is not None
+            and (seat.generation or not taken)
         ]
         return moe_pb2.GetTopologyReply(
             lanes=lanes,
             generation=progress.generation,
             epoch=epoch.number,
-            serving=progress.state == "serving" or progress.holds,
+            serving=taken,
             reason=progress.reason,
             max_message_bytes=self._max_message_bytes,
             members=_members(epoch, seats),
