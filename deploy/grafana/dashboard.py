@@ -303,6 +303,18 @@ def memory() -> list[Panel]:
             "Since the rank's process started.",
             Query(metric("moe_checkpoint_read_bytes"), "rank {{rank}}"),
         ),
+        lines(
+            "Shadows",
+            "bytes",
+            "Of experts that a rank keeps in host memory, for the loss of another.",
+            Query(metric("moe_shadow_bytes"), "rank {{rank}}"),
+        ),
+        lines(
+            "Were a rank lost",
+            "short",
+            "Layers by where its experts would come from; those that wait are served again when it is back.",
+            Query(metric("moe_ready_layers"), "rank {{rank}} {{source}}"),
+        ),
     ]
 
 

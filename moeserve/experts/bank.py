@@ -231,6 +231,10 @@ class Bank:
                 self._checksums[layer, slot] = found[slot]
         return [found.get(slot) or known[slot] or self.checksum(layer, slot) for slot in slots]
 
+    def checksums_now(self, layer: int, slots: Sequence[int]) -> list[str]:
+        """Checksums of several slots as they are now, which may be written meanwhile; none is remembered."""
+        return slot_checksums([self.slot(layer, slot) for slot in slots])
+
     def _changed(self, layer: int, slot: int) -> None:
         """A slot is about to be written, or has been: what was read of it does not count."""
         self._changes[layer, slot] += 1

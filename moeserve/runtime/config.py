@@ -14,6 +14,7 @@ from moeserve.checkpoints.hub import path_from
 from moeserve.experts.balance import BALANCERS
 from moeserve.experts.routing.replicas import REPLICA_CHOICES
 from moeserve.runtime.config_checks import (
+    check_cover,
     check_keys,
     check_load_as,
     check_members,
@@ -126,6 +127,7 @@ class Config:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         check_members(self.members, self.parallel.mesh)
+        check_cover(self.balance, self.parallel.mesh)
         check_ports(self.server, self.parallel.mesh.ranks)
         check_load_as(self.model.load_as)
         check_keys(self.keys, self.server.host)

@@ -14,7 +14,7 @@ from typing import Any
 from moeserve.checkpoints.load_as import scheme_to_load_as
 from moeserve.quant.formats import BF16
 from moeserve.runtime.mesh import Mesh
-from moeserve.runtime.sections import ConfigError, KeysConfig, MembersConfig, ServerConfig
+from moeserve.runtime.sections import BalanceConfig, ConfigError, KeysConfig, MembersConfig, ServerConfig
 
 LAST_PORT = 65535
 
@@ -119,6 +119,25 @@ def check_members(members: MembersConfig, mesh: Mesh) -> None:
             "which hold slices of every expert, so that no other member can hold experts; "
             "set parallel.enable_expert_parallel"
         )
+
+
+def check_cover(balance: BalanceConfig, mesh: Mesh) -> None:
+    """Whether an owner of this mesh can be taken over at all; slots are counted when experts are known."""
+    if balance.cover_owners not in (0, 1):
+        raise ConfigError(
+            f"balance.cover_owners = {balance.cover_owners} must be 0 (the loss of no owner is covered) or 1 "
+            "(of any one)"
+        )
+    asked = "balance.shadows = true" if balance.shadows else f"balance.cover_owners = {balance.cover_owners}"
+    if not (balance.cover_owners or balance.shadows):
+        return
+    if mesh.sliced:
+        raise ConfigError(
+            f"{asked}: ranks hold slices of every expert, and no other rank can take over a slice; set "
+            "parallel.enable_expert_parallel"
+        )
+    if mesh.owners < 2:
+        raise ConfigError(f"{asked}: there is one rank, and no other takes over its experts; have 2 or more")
 
 
 def check_ports(server: ServerConfig, ranks: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -11,7 +10,10 @@ from numpy.typing import NDArray
 
 from moeserve.dispatch.members import Member, Members
 from moeserve.experts.balance.room import slots_a_rank
-from moeserve.experts.placement import EMPTY, Move, Placement, slots_within
+from moeserve.experts.cover.replicas import covered
+from moeserve.experts.cover.takeover import NoRoom, heirs, taken_over
+from moeserve.experts.load import Load
+from moeserve.experts.placement import EMPTY, Move, Placement
 from moeserve.runtime.mesh import Mesh
 
 
@@ -69,6 +71,19 @@ class Epoch:
         room = tuple(stride if there else 0 for there in present)
         return cls(1, mesh, Placement.blocks(layers, experts, stride, room), found)
 
+    def covered(self) -> Epoch:
+        """This epoch, before it is loaded, with second replicas on other owners in the spare slots.
+
+        Which is alike in every layer that holds its experts alike.
+        """
+        placement = self.placement
+        if not placement.layers or self.mesh.sliced:
+            return self
+        alike, which = np.unique(placement.slots, axis=0, return_inverse=True)
+        load = Load(np.ones((len(alike), placement.experts)))
+        rows = covered(placement.with_slots(alike), load).slots[which.ravel()]
+        return replace(self, placement=placement.with_slots(rows))
+
     def moved(self, layer: int, slots: NDArray[np.int32]) -> Epoch:
         """The epoch with `slots [S]` at `layer` (a position), and every other layer as it is."""
         rows = self.placement.slots.copy()
@@ -101,13 +116,14 @@ class Epoch:
         """The oldest version of the weights that any layer is at."""
         return min(self.versions, default=1)
 
-    def without(self, seats: Collection[int]) -> Epoch:
+    def without(self, seats: Collection[int], shadowed: Epoch | None = None) -> Epoch:
         """This epoch when the members of `seats` are lost; nobody else's place moves.
 
         Their owners' places lose their room, and experts that lost their last replica move into spare slots
-        of the survivors. Raises ValueError for a vacant seat, when no owner survives, when experts are sliced
-        (a lost slice can only return), or when the survivors have too few spare slots (empty ones, and second
-        replicas).
+        of the survivors, as `taken_over` says; of several lost owners, to survivors that have a shadow of
+        them where they can. `shadowed` is the epoch whose shadows they hold, by default this one. Raises
+        ValueError for a vacant seat, when no owner survives, when experts are sliced (a lost slice can only
+        return), or when the survivors have too few spare slots (empty ones, and second replicas).
         """
         lost = {owner for seat in seats if (owner := self._member(seat).owner) is not None}
         if lost and self.mesh.sliced:
@@ -118,11 +134,7 @@ class Epoch:
         if not any(member.owner is not None for member in members.present):
             raise ValueError("no member that holds experts survives")
         if lost:
-            room = tuple(0 if owner in lost else each for owner, each in enumerate(placement.room))
-            usable = slots_within(room, placement.slots_per_owner)
-            rows = np.where(usable, placement.slots, EMPTY)
-            slots = np.stack([_fill(row, usable, placement, layer) for layer, row in enumerate(rows)])
-            placement = replace(placement, slots=slots, room=room)
+            placement = _without(placement, lost, (shadowed or self).placement)
         return self._next(members=members, placement=placement)
 
     def joined(
@@ -180,30 +192,43 @@ def _rarest(placement: Placement, width: int) -> NDArray[np.int32]:
     return found
 
 
-def _fill(row: NDArray[np.int32], usable: NDArray[np.bool_], of: Placement, layer: int) -> NDArray[np.int32]:
-    """Puts experts without a slot into empty slots first, then over second replicas, owners in turn.
+def shadows_of(epoch: Epoch, owner: int) -> dict[int, tuple[int, ...]]:
+    """The experts that `owner` takes over when any one other owner is lost, and does not hold, ascending; by
+    position of their layer, without layers that have none.
 
-    `row [S]` are the slots of one layer of placement `of`, of which the `usable` ones may be filled.
+    A function of the epoch alone: every member finds for itself what to keep in host memory. Empty when
+    experts are sliced, and of a place without room.
     """
-    row = row.copy()
-    missing = sorted(set(range(of.experts)) - set(row.tolist()))
-    first = {expert: slot for slot, expert in reversed(list(enumerate(row.tolist())))}
-    turns: Counter[tuple[bool, int]] = Counter()
-    spare = []  # (holds a replica, how many of its owner come before, slot)
-    for slot in np.flatnonzero(usable).tolist():
-        replica = bool(row[slot] != EMPTY)
-        if not replica or first[int(row[slot])] != slot:
-            kind = (replica, slot // of.slots_per_owner)
-            spare.append((replica, turns[kind], slot))
-            turns[kind] += 1
-    if len(missing) > len(spare):
-        raise ValueError(
-            f"layer {layer}: {len(missing)} experts lost their last replica, "
-            f"and the survivors have {len(spare)} spare slots"
-        )
-    for (_, _, slot), expert in zip(sorted(spare), missing, strict=False):
-        row[slot] = expert
-    return row
+    placement = epoch.placement
+    if epoch.mesh.sliced or not placement.room[owner]:
+        return {}
+    others = [other for other, room in enumerate(placement.room) if room and other != owner]
+    found: dict[int, tuple[int, ...]] = {}
+    for position, row in enumerate(placement.slots):
+        slots = row.tobytes()
+        plans = (heirs(slots, placement.room, placement.experts, other) or {} for other in others)
+        if mine := sorted({expert for plan in plans for expert, heir in plan.items() if heir == owner}):
+            found[position] = tuple(mine)
+    return found
+
+
+def _without(placement: Placement, lost: set[int], shadowed: Placement) -> Placement:
+    """`placement` when owners are lost, whose experts go where shadows of them were made for `shadowed`: by
+    the plan for each of them alone.
+    """
+    room, rows = placement.room, []
+    for layer, (row, before) in enumerate(zip(placement.slots, shadowed.slots, strict=True)):
+        wish: dict[int, int] = {}
+        if len(lost) > 1 or shadowed is not placement:
+            for owner in sorted(lost):
+                alone = heirs(before.tobytes(), shadowed.room, placement.experts, owner) or {}
+                wish |= {expert: heir for expert, heir in alone.items() if heir not in lost}
+        try:
+            rows.append(taken_over(row, room, placement.experts, lost, wish))
+        except NoRoom as error:
+            raise NoRoom(f"layer {layer}: {error}") from error
+    left = tuple(0 if owner in lost else each for owner, each in enumerate(room))
+    return replace(placement, slots=np.stack(rows) if rows else placement.slots, room=left)
 
 
 @dataclass(frozen=True)

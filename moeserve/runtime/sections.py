@@ -117,6 +117,10 @@ class BalanceConfig:
     copy_seconds: float = 20.0  # for a peer to give the next bytes of a copy; then the disk is read
     prepare_timeout_seconds: float = 60.0  # of one layer's copies; then they are abandoned
     replica_choice: str = "auto"  # how a lane picks one of an expert's replicas: hash, waterfill, lp, auto
+    cover_owners: int = 0  # whose loss the slots have to stand: 1: of any one owner; 0: nobody's
+    shadows: bool = False  # copies in host memory of experts that an owner takes over when another is lost
+    shadow_bytes: int = 0  # of them, on one owner; 0: no limit
+    shadow_bytes_per_second: float = 5e8  # that are copied into host memory; 0: as fast as they come
 
 
 @dataclass(frozen=True)

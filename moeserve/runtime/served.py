@@ -10,6 +10,7 @@ import torch
 from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.checkpoints.hub import HubId, repository_of
 from moeserve.dispatch.members import Members
+from moeserve.experts.cover.slots import check_cover
 from moeserve.experts.kernel import Problem
 from moeserve.quant.format import Format, Scheme
 from moeserve.quant.formats import format_named
@@ -35,6 +36,7 @@ class Served:
     redundant: int = 0  # slots for replicas, over all ranks
     max_lanes: int = 0  # that the group has room for; 0: as many as ranks
     max_owners: int = 0
+    cover_owners: int = 0  # owners whose loss the first load stands, 0 or 1
 
     @property
     def lane_nbytes(self) -> int:
@@ -100,6 +102,11 @@ def served_from(config: Config) -> Served:
         raise ConfigError(
             f"model.layers: {unknown} have no experts in this checkpoint; {list(checkpoint.layers)} have"
         )
+    if config.balance.cover_owners:
+        try:
+            check_cover(checkpoint.num_experts, config.parallel.mesh.ranks, config.balance.redundant_experts)
+        except ValueError as error:
+            raise ConfigError(f"balance.cover_owners = {config.balance.cover_owners}: {error}") from error
     dtype = checkpoint.dtype if config.model.dtype == AUTO else format_named(config.model.dtype).dtype
     return Served(
         checkpoint,
@@ -114,6 +121,7 @@ def served_from(config: Config) -> Served:
         config.balance.redundant_experts,
         config.members.max_lanes,
         config.members.max_owners,
+        config.balance.cover_owners,
     )
 
 

@@ -258,3 +258,50 @@ def test_a_measurement_that_makes_no_sense_is_refused(
 ) -> None:
     assert main(["plan", str(measuring), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def balanced(tmp_path: Path, **keys: int) -> str:
+    """A configuration with these keys of the section balance."""
+    path = tmp_path / "balance.toml"
+    path.write_text("[balance]\n" + "".join(f"{key} = {value}\n" for key, value in keys.items()))
+    return str(path)
+
+
+def test_what_covers_a_loss_is_shown_in_bytes(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    each = 2 * 3 * 64 * 128 * 2  # of one expert in both layers, bf16
+    words = ["--checkpoint", checkpoint, "--device", "cpu", *EP4]
+    cover = planned(words, capsys)["cover"]
+    assert cover["configured"] == {"redundant": 0, "slot_nbytes": 0, "shadow_nbytes": 0}
+    assert cover["missing"] == 4  # any three of four ranks hold 8 experts with 3 slots each
+    assert cover["by_replicas"] == {"redundant": 8, "slot_nbytes": 2 * each, "shadow_nbytes": 0}
+    fewest = cover["by_shadows"]
+    assert (fewest["redundant"], fewest["slot_nbytes"]) == (4, each)
+    assert fewest["shadow_nbytes"] % each == 0 and 0 < fewest["shadow_nbytes"] <= 4 * each
+    covering = balanced(tmp_path, redundant_experts=8, cover_owners=1)
+    cover = planned([covering, *words], capsys)["cover"]
+    assert (cover["configured"], cover["missing"]) == (cover["by_replicas"], 0)
+    assert main(["plan", covering, *words]) == 0
+    head = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    shown = head[next(at for at, line in enumerate(head) if line.startswith("cover ")) :]
+    assert shown == [
+        f"cover    8 redundant slots, {human(2 * each)} a rank: enough for the loss of any one rank",
+        "         shadows (off): up to 0 B of host memory a rank",
+        f"         with second replicas of all: 8 redundant slots, {human(2 * each)} a rank",
+        f"         with shadows: 4 redundant slots, {human(each)} a rank; up to "
+        f"{human(fewest['shadow_nbytes'])} of host memory a rank",
+    ]
+
+
+def test_slots_that_do_not_stand_a_loss_are_refused_with_how_many_are_missing(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--checkpoint", checkpoint, "--device", "cpu"]
+    assert main(["plan", balanced(tmp_path, cover_owners=1), *words, *EP4]) != 0
+    assert "the other 3 have 6 slots a layer for 8 experts; 4 more are missing" in capsys.readouterr().err
+    assert main(["plan", *words, *EP4]) == 0
+    assert "cover    0 redundant slots, 0 B a rank: 4 too few for the loss of one rank" in (
+        capsys.readouterr().out
+    )
+    assert planned([*words, "--tensor-parallel-size", "4"], capsys)["cover"] is None

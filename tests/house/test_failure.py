@@ -1,4 +1,6 @@
-"""A killed rank: callers hear of it within two seconds, the group forms again by itself and serves."""
+"""A killed rank, where no call is to wait for it: callers hear of it within two seconds, and the group forms
+again by itself and serves.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ EP2 = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": Tr
 @pytest.mark.timed
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_rank_is_named_and_replaced(checkpoint_path: Path, alone: Alone, victim: int) -> None:
-    with LocalCluster(house_config(checkpoint_path, **EP4)) as house:
+    with LocalCluster(house_config(checkpoint_path, members__hold_seconds=0.0, **EP4)) as house:
         callers = Callers(house.address, alone)
         time.sleep(0.5)
         generation = serve_again(house.address)
@@ -63,7 +65,8 @@ def test_the_client_library_rides_over_a_killed_rank(checkpoint_path: Path, alon
 def test_new_calls_are_refused_with_the_reason_while_the_group_forms(
     checkpoint_path: Path, alone: Alone
 ) -> None:
-    with LocalCluster(house_config(checkpoint_path, **EP2, cluster__stopped_seconds=0.0)) as house:
+    never = {"cluster__stopped_seconds": 0.0, "members__hold_seconds": 0.0}
+    with LocalCluster(house_config(checkpoint_path, **EP2, **never)) as house:
         survivor = house.pid(0)
         os.kill(survivor, signal.SIGSTOP)  # without it no group forms
         os.kill(house.pid(1), signal.SIGKILL)

@@ -32,6 +32,7 @@ def test_a_rank_that_stands_still_is_named_and_replaced(checkpoint_path: Path, a
         plan__all2all_backend="nvlink_ll",
         step__lane_rows=16,
         step__late_seconds=LATE_SECONDS,
+        members__hold_seconds=0.0,  # and callers hear of it
         cluster__stopped_seconds=0.0,  # it is found by the steps that it holds up alone
         server__metrics_port=-1,
     )

@@ -94,7 +94,7 @@ class Shuffle:
 
 @pytest.fixture
 def spare_house(checkpoint_path: Path) -> Iterator[LocalCluster]:
-    with LocalCluster(house_config(checkpoint_path, **EP4, **SPARE)) as house:
+    with LocalCluster(house_config(checkpoint_path, members__serve_on=False, **EP4, **SPARE)) as house:
         yield house
 
 

@@ -74,7 +74,7 @@ def test_actors_come_and_go_and_no_call_fails(checkpoint_path: Path, alone: Alon
 
 
 def test_a_killed_actor_is_heard_of_restarted_and_serves_again(checkpoint_path: Path, alone: Alone) -> None:
-    with RayCluster(house_config(checkpoint_path, **EP4)) as house:
+    with RayCluster(house_config(checkpoint_path, members__hold_seconds=0.0, **EP4)) as house:
         batch = alone.batch(40, seed=1)
         with MoeClient(house.address, timeout=60) as client:
             torch.testing.assert_close(client.forward(0, *batch), alone.forward(0, *batch), **CLOSE)

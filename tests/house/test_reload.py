@@ -122,7 +122,7 @@ def served(checkpoint_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             answers = {path: model.forward(layer, *batch) for path, model in models.items()}
             questions.append(Question(layer, batch, answers))
     spare = {"balance__redundant_experts": 4, "step__lane_rows": 16}
-    with LocalCluster(house_config(checkpoint_path, **EP4, **spare)) as house:
+    with LocalCluster(house_config(checkpoint_path, members__serve_on=False, **EP4, **spare)) as house:
         yield Served(house, *paths, tuple(questions))
 
 

@@ -111,6 +111,17 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, message: str) -> None:
             {"members.max_owners": 3, "parallel.tensor_parallel_size": 2},
             "members.max_owners = 3 is more than the 2 ranks, which hold slices .*enable_expert_parallel",
         ),
+        ({"balance.cover_owners": 2}, r"balance.cover_owners = 2 must be 0 .* or 1 \(of any one\)"),
+        ({"balance.cover_owners": 1}, "balance.cover_owners = 1: there is one rank, and no other takes over"),
+        (
+            {"balance.cover_owners": 1, "parallel.tensor_parallel_size": 2},
+            "balance.cover_owners = 1: ranks hold slices of every expert.*enable_expert_parallel",
+        ),
+        (
+            {"balance.shadows": True, "parallel.tensor_parallel_size": 2},
+            "balance.shadows = true: ranks hold slices of every expert.*enable_expert_parallel",
+        ),
+        ({"balance.shadow_bytes": -1}, "balance.shadow_bytes = -1 must not be negative"),
     ],
 )
 def test_values_that_make_no_sense_are_named(values: dict[str, object], message: str) -> None:

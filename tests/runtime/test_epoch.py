@@ -9,7 +9,7 @@ import pytest
 from moeserve.dispatch.members import Member, Members
 from moeserve.experts.placement import EMPTY, Placement
 from moeserve.runtime.control.messages import epoch_from, epoch_message
-from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.epoch import Epoch, shadows_of
 from moeserve.runtime.mesh import Mesh
 
 
@@ -194,3 +194,74 @@ def test_slots_of_another_size_cannot_come_back() -> None:
     for slots, room in (((2, 3), None), ((1, 4), None), ((1, 2), 3)):
         with pytest.raises(ValueError, match=r"of a member that joins|room=4 of a new owner"):
             spare_epoch().joined(Member(3, owner=3), room, np.zeros(slots, dtype=np.int32))
+
+
+def covered_epoch(redundant: int) -> Epoch:
+    """64 experts on four owners, three layers; spare slots hold second replicas."""
+    return Epoch.first(Mesh(4, 1, 4), layers=3, experts=64, redundant=redundant).covered()
+
+
+def test_a_covered_first_load_loses_no_expert_with_any_owner() -> None:
+    whole = covered_epoch(64)
+    for lost in range(4):
+        after = whole.without({lost})
+        unmoved = np.delete(whole.placement.slots.reshape(3, 4, -1), lost, axis=1)
+        assert np.array_equal(np.delete(after.placement.slots.reshape(3, 4, -1), lost, axis=1), unmoved)
+        assert shadows_of(whole, lost) == {}
+    partly = covered_epoch(24)
+    assert all(np.count_nonzero(np.bincount(row, minlength=64) == 2) == 24 for row in partly.placement.slots)
+    for lost in range(4):
+        partly.without({lost})
+    bare = Epoch.first(Mesh(4, 1, 4), layers=1, experts=64)
+    assert bare.covered() == bare
+    sliced = Epoch.first(Mesh(2, 1, 1), layers=1, experts=6)
+    assert (sliced.covered(), shadows_of(sliced, 0)) == (sliced, {})
+
+
+def taken(before: Epoch, after: Epoch) -> dict[tuple[int, int], int]:
+    """The owner that each expert newly lies with, by layer and expert."""
+    stride = before.placement.slots_per_owner
+    changed = (before.placement.slots != after.placement.slots) & (after.placement.slots != EMPTY)
+    return {
+        (int(layer), int(after.placement.slots[layer, slot])): int(slot) // stride
+        for layer, slot in np.argwhere(changed)
+    }
+
+
+@pytest.mark.parametrize("redundant", [24, 40])
+def test_what_an_owner_takes_over_has_a_shadow_there(redundant: int) -> None:
+    epoch = covered_epoch(redundant)
+    shadows = {
+        (layer, expert, owner)
+        for owner in range(4)
+        for layer, experts in shadows_of(epoch, owner).items()
+        for expert in experts
+    }
+    wanted = {
+        (*which, heir) for lost in range(4) for which, heir in taken(epoch, epoch.without({lost})).items()
+    }
+    assert shadows == wanted != set()
+    for layer, expert, owner in shadows:
+        assert expert not in epoch.placement.of_owner(layer, owner)
+
+
+def test_of_two_that_are_lost_experts_go_where_their_shadows_are() -> None:
+    epoch = covered_epoch(80)  # 36 slots an owner: any two hold 64
+    for lost in ({0, 1}, {1, 3}):
+        found = taken(epoch, epoch.without(lost))
+        assert found, "experts that both held had no other replica"
+        for owner in sorted(lost):
+            for which, heir in taken(epoch, epoch.without({owner})).items():
+                if heir not in lost:
+                    assert found[which] == heir
+    with pytest.raises(ValueError, match=r"layer 0: \d+ experts lost their last replica"):
+        covered_epoch(24).without({0, 1})
+    with pytest.raises(ValueError, match=r"layer 0: \d+ experts lost their last replica"):
+        covered_epoch(64).without({0, 1, 2})
+
+
+def test_no_shadow_is_kept_for_a_loss_that_no_slots_stand() -> None:
+    epoch = Epoch.first(Mesh(4, 1, 4), layers=2, experts=64)
+    assert [shadows_of(epoch, owner) for owner in range(4)] == [{}] * 4
+    away = covered_epoch(24).without({2})
+    assert shadows_of(away, 2) == {}

@@ -11,6 +11,7 @@ from moeserve.cli.shown.units import human
 from moeserve.device.machine import Machine
 from moeserve.dispatch.costs.costs import Costs, table
 from moeserve.runtime.doors.request import runs
+from moeserve.runtime.planning.cover import CoverBytes, CoverPlan, cover_plan
 from moeserve.runtime.planning.memory import DISPATCH, WORKSPACE, planned_bytes, reserved_bytes
 from moeserve.runtime.planning.plan import Plan
 from moeserve.runtime.sections import BalanceConfig
@@ -49,7 +50,7 @@ class Planned:
         ]
         held_bytes = planned_bytes(self.served, self.plans, self.balance).items()
         head.append(f"memory   a rank: {', '.join(f'{what} {human(size)}' for what, size in held_bytes)}")
-        head += self._reserved()
+        head += self._reserved() + self._covered()
         if self.changed:
             head += _changed(self.load_as, self.changed)
         sections = ["\n".join(head)]
@@ -76,6 +77,7 @@ class Planned:
             "mesh": {"dp": mesh.dp, "tp": mesh.tp, "ep": mesh.ep},
             "memory": planned_bytes(self.served, self.plans, self.balance),
             "reserved": self._reserve(),
+            "cover": None if (cover := self._cover()) is None else asdict(cover),
             "load_as": {"name": self.load_as} | asdict(self.changed) if self.changed else None,
             "plans": [_plan(layers, plan) for layers, plan in self._alike()],
         }
@@ -95,6 +97,31 @@ class Planned:
         return [
             f"reserved seats: +{found['lanes']} lanes, +{found['owners']} owners: "
             f"{human(found[DISPATCH])} of dispatch buffers, {human(found[WORKSPACE])} of workspace"
+        ]
+
+    def _cover(self) -> CoverPlan | None:
+        return cover_plan(self.served, self.plans, self.balance)
+
+    def _covered(self) -> list[str]:
+        """What the loss of one rank takes: as it is configured, and the two ways to cover it."""
+        if (cover := self._cover()) is None:
+            return []
+        now, kept = cover.configured, "kept" if self.balance.shadows else "off"
+        enough = "enough for the loss of any one rank"
+        if cover.missing:
+            enough = f"{cover.missing} too few for the loss of one rank"
+
+        def slots(way: CoverBytes) -> str:
+            return f"{way.redundant} redundant slots, {human(way.slot_nbytes)} a rank"
+
+        def shadows(way: CoverBytes) -> str:
+            return f"up to {human(way.shadow_nbytes)} of host memory a rank"
+
+        return [
+            f"cover    {slots(now)}: {enough}",
+            f"         shadows ({kept}): {shadows(now)}",
+            f"         with second replicas of all: {slots(cover.by_replicas)}",
+            f"         with shadows: {slots(cover.by_shadows)}; {shadows(cover.by_shadows)}",
         ]
 
     def _alike(self) -> list[tuple[tuple[int, ...], Plan]]:

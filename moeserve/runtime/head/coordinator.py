@@ -26,9 +26,11 @@ from moeserve.runtime.control.messages import (
     positions_from,
     reached_from,
 )
+from moeserve.runtime.control.shadowed import Shadowed, peers_message, shadowed_from
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.head.generations.generations import Generations
+from moeserve.runtime.head.generations.ready import Cover, ReadyPlans
 from moeserve.runtime.head.generations.resizing import Resizing
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.in_flight import StepsInFlight
@@ -75,6 +77,9 @@ class Coordinator:
         self.generations.standing_step = lambda: self._steps.standing
         self.generations.running = lambda: self._steps.running
         self._layers = layers
+        self.ready = ReadyPlans(self._shadowed)
+        self.generations.without, self._changes.on_epoch = self.ready.without, self.ready.renew
+        self.keeps_shadows = False  # members are told where they get them from
         self._reception = Reception(host, room.max_lanes + room.max_owners, token, self)
         self.address = self._reception.address
         self._pace_until = math.inf  # when the thread that keeps the pace looks again
@@ -113,6 +118,7 @@ class Coordinator:
         self._reception.reach_seconds = patience.reach
         self._reception.hello_seconds, self._changes.on_stuck = patience.hello, self.generations.stuck
         self._reception.start()
+        self.ready.start()
         threading.Thread(target=self._keep_pace, name="keep_pace", daemon=True).start()
 
     def stop(self, reason: str = STOPPING) -> None:
@@ -125,6 +131,7 @@ class Coordinator:
                 seat.stream.close()
             self._seats.clear()
             self._lock.notify_all()
+        self.ready.close()
         self._reception.close()
 
     def fail(self, reason: str) -> None:
@@ -183,6 +190,12 @@ class Coordinator:
         """The members that are connected now, by seat, and those that load before they join."""
         with self._lock:
             return self._seats | self.generations.returning.connected()
+
+    def covers(self) -> dict[int, Cover]:
+        """Where the experts of each member that has any would come from, were it lost now; by seat."""
+        epoch = self.epoch
+        owners = [member.seat for member in epoch.members.present if member.owner is not None]
+        return {seat: self.ready.covered(epoch, seat) for seat in owners}
 
     def load(self) -> Load:
         """Tokens by served layer and logical expert, as far as ranks have reported."""
@@ -243,6 +256,9 @@ class Coordinator:
         if message["kind"] == "report":
             self._report(seat, message)
             return
+        if message["kind"] == "shadowed":
+            seat.shadowed = shadowed_from(message)
+            return
         with self._lock:
             if self.generations.returning.is_here(rank, seat):
                 self.generations.returning_says(rank, message)
@@ -272,6 +288,7 @@ class Coordinator:
                 case "joined":
                     seat.plans, seat.generation = plans_from(message), self._group.generation
                     if self.generations.joined(rank):
+                        self._tell_peers()
                         self._open_layers()
                 case "restored":
                     self._restored(rank, message)
@@ -375,7 +392,18 @@ class Coordinator:
 
     # -- what generations tell ------------------------------------------------------------------------------
 
+    def _tell_peers(self) -> None:
+        """Tells members from whom they copy what they keep in host memory."""
+        if self.keeps_shadows:
+            addresses = {owner: address for owner, (address, _) in self._group.weights_of.items()}
+            self._group.broadcast(peers_message(addresses))
+
+    def _shadowed(self) -> dict[int, Shadowed]:
+        """What members keep in host memory, by seat."""
+        return {number: seat.shadowed for number, seat in self.seats().items()}
+
     def _state_changed(self) -> None:
+        self.ready.renew(self.epoch)
         self._lock.notify_all()
         self.on_change(self._progress())
 

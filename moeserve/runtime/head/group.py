@@ -34,6 +34,16 @@ class Group:
         """Seats of members that are not connected."""
         return sorted(set(self.members.seats) - set(self.seats))
 
+    @property
+    def weights_of(self) -> dict[int, tuple[str, str]]:
+        """By owner that is connected: the address at which its process gives experts, and its host."""
+        found = ((owner, self.seats.get(seat)) for owner, seat in self._owners())
+        return {owner: (seat.weights, seat.host_id) for owner, seat in found if seat is not None}
+
+    def _owners(self) -> list[tuple[int, int]]:
+        seats = enumerate(self.members.seat_of_owner)
+        return [(owner, seat) for owner, seat in seats if seat is not None]
+
     def send(self, seat: Seat, message: Message) -> None:
         """Sends to one member. One that cannot be reached is lost: the thread that receives from it ends."""
         self.send_frame(seat, encoded(message))

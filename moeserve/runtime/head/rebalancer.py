@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.experts.balance import Policy
+from moeserve.experts.cover.replicas import Covering, covered
 from moeserve.experts.load import Load
 from moeserve.experts.placement import Move, Placement
 from moeserve.runtime.epoch import Change, Epoch
@@ -70,6 +71,8 @@ class Rebalancer:
     """Plans and leads changes, one at a time; by itself every `interval_seconds`, unless its policy is off.
 
     `policy` is what it plans with, also by hand. `expert_nbytes` are the bytes of one expert of each layer.
+    Where the loss of an owner is covered, every plan keeps to that, and each look gives experts that have
+    one owner a second one, as far as slots reach, whatever the load and the policy.
     """
 
     def __init__(
@@ -98,10 +101,11 @@ class Rebalancer:
     @property
     def interval(self) -> float:
         """Seconds between looks; 0 where it does not look by itself."""
-        return 0.0 if self._settings.policy == OFF else self._settings.interval_seconds
+        looks = self._settings.policy != OFF or self._settings.cover_owners
+        return self._settings.interval_seconds if looks else 0.0
 
     def start(self) -> None:
-        """Begins to look by itself, unless the policy is off."""
+        """Begins to look by itself, unless the policy is off and no loss is covered."""
         if self.interval:
             threading.Thread(target=self._run, name="rebalancer", daemon=True).start()
 
@@ -127,10 +131,15 @@ class Rebalancer:
     ) -> RebalancePlan:
         epoch, load = self._coordinator.epoch, Load(tokens)
         budget = self._settings.max_moves if max_moves is None else max_moves
-        target = (policy or self._policy)(epoch.placement, load, budget or NO_LIMIT)
+        chosen = policy or self._policy
+        if self._settings.cover_owners:
+            chosen = Covering(chosen)
+        return self._plan_to(chosen(epoch.placement, load, budget or NO_LIMIT), epoch, load)
+
+    def _plan_to(self, target: Placement, epoch: Epoch, load: Load) -> RebalancePlan:
         moves = epoch.placement.moves_to(target)
         nbytes = sum(self._nbytes[move.layer] for move in moves)
-        before, after = (p.imbalance(tokens) for p in (epoch.placement, target))
+        before, after = (p.imbalance(load.tokens) for p in (epoch.placement, target))
         return RebalancePlan(epoch, load, target, moves, nbytes, before, after)
 
     def rebalance(
@@ -185,6 +194,10 @@ class Rebalancer:
             return Cycle("abandoned", f"the group is {progress.state}: {progress.reason}")
         total = self._coordinator.load().tokens
         recent, self._seen = self._recent(total), total
+        if self._settings.cover_owners and (mend := self._mended(total)).moves:
+            return self._moved(mend)
+        if self._settings.policy == OFF:
+            return Cycle("even", "as many experts have a second owner as can, and the policy is off")
         if recent.sum(axis=1).max(initial=0.0) < self._settings.min_tokens:
             return Cycle("idle", "too few tokens since the last look")
         if self._last is not None:
@@ -195,6 +208,11 @@ class Rebalancer:
             return Cycle("even", "every layer is within min_imbalance")
         plan = self._planned(recent)
         return self._moved(plan) if plan.moves else Cycle("even", "no move pays")
+
+    def _mended(self, tokens: NDArray[np.float64]) -> RebalancePlan:
+        """The plan by which as many experts as can have two owners; members that came or went break that."""
+        epoch, load = self._coordinator.epoch, Load(tokens)
+        return self._plan_to(covered(epoch.placement, load), epoch, load)
 
     def _moved(self, plan: RebalancePlan) -> Cycle:
         started, before = time.monotonic(), self._coordinator.epoch.placement

@@ -17,6 +17,7 @@ from moeserve.runtime.control.acceptor import MOST_STRANGERS, Acceptor, Guest
 from moeserve.runtime.control.messages import plans_from
 from moeserve.runtime.control.ring import RING_BYTES, supported
 from moeserve.runtime.control.rings import RingOffers
+from moeserve.runtime.control.shadowed import NO_SHADOWS, Shadowed
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 from moeserve.runtime.keys.access import Frames, known_frame
 from moeserve.runtime.keys.keys import NO_KEYS
@@ -53,6 +54,7 @@ class Seat:
     expert_rows: int = 0
     unreachable: str = ""  # why what was sent to it did not arrive
     load: np.ndarray | None = None  # [phases, L, E] tokens its lane sent, since it started
+    shadowed: Shadowed = NO_SHADOWS  # the experts that it keeps in host memory
 
     def process(self, rank: int) -> RankProcess:
         """The process that is connected; `rank` is the seat's number."""

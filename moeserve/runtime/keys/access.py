@@ -97,6 +97,7 @@ _TO_HEAD = (
     "failed",
     "store",
     "moved",
+    "shadowed",
 )
 _TO_RANK = (
     "load",
@@ -114,6 +115,7 @@ _TO_RANK = (
     "stored",
     "ring",
     "moved",
+    "peers",
 )
 
 FRAMES: dict[Frames, dict[str, frozenset[Role]]] = {

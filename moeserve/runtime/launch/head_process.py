@@ -63,6 +63,8 @@ class HeadProcess:
         logs.tell_where(lambda: (self.coordinator.generation, self.coordinator.epoch.number))
         log_levels = LogLevels(config.log.level, self.coordinator)
         self.coordinator.generations.patience = patience_of(config)
+        self.coordinator.keeps_shadows = config.balance.shadows
+        self.coordinator.ready.nbytes = expert_nbytes(served)
         self.coordinator.generations.serve_on = config.members.serve_on
         self.coordinator.generations.hold_seconds = config.members.hold_seconds
         self.rebalancer = Rebalancer(
@@ -76,6 +78,7 @@ class HeadProcess:
         self._drain_seconds = server.drain_seconds
         self._leaving_seconds = min(server.leaving_seconds, server.drain_seconds)
         self._telemetry.members(lambda: self.coordinator.epoch.members, self.coordinator.seats)
+        self._telemetry.covers(self.coordinator.covers)
         self._telemetry.loads(lambda: (self.coordinator.epoch.placement, self.coordinator.load()))
         self._telemetry.weights_version(lambda: self.coordinator.epoch.weights_version)
         self._telemetry.watch(self.rebalancer.interval, self.rebalancer.age)

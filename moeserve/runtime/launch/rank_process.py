@@ -42,6 +42,7 @@ from moeserve.runtime.rank.transfers.transfers import transfers_of
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopySources, Mover
 from moeserve.runtime.rank.weights.peers import Peers, WeightsServer, unread_seconds
+from moeserve.runtime.rank.weights.shadows import Shadows
 from moeserve.runtime.sections import ConfigError
 from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.telemetry import logs
@@ -171,6 +172,9 @@ class _RankProcess:
         self._weights.hello_seconds = config.cluster.hello_seconds
         self._mover = self._mover_of(spec, rank, device)
         self.member.mover = self._mover
+        self._weights.holds, self._mover.before_commit = rank.experts.holds, rank.experts.overwrite
+        self._shadows = self._shadows_of(spec, rank, device) if config.balance.shadows else None
+        self._telemetry.shadows(lambda: 0 if self._shadows is None else self._shadows.nbytes)
         reader = RequestReader(name, served, rank.experts.gate, Payloads(self._regions))
         rows = RowLimits(config.server.max_held_rows, config.server.queue_seconds, config.step.due_seconds)
         door = LaneDoor(reader, lane, self._regions, self.member.weights_version, self._telemetry.request)
@@ -207,6 +211,15 @@ class _RankProcess:
         copier = Copier(balance.move_bytes_per_second, device)
         return Mover(sources, copier, self.member.send_vote, self.member.report_corruption)
 
+    def _shadows_of(self, spec: RankSpec, rank: Rank, device: str) -> Shadows:
+        balance = spec.config.balance
+        peers = Peers(self._keys, device, balance.copy_seconds)
+        copier = Copier(balance.shadow_bytes_per_second, device)
+        shadows = Shadows(spec.rank, rank.experts, peers, copier, balance.shadow_bytes)
+        rank.experts.shadow, rank.experts.on_held = shadows.find, shadows.renew
+        shadows.tell, self.member.on_peers = self.member.tell_shadows, shadows.meet
+        return shadows
+
     def _lanes_of(self, config: Config, served: Served, door: LaneDoor) -> DeviceLanes:
         passes, checkpoint = config.passes, served.checkpoint
         sizes = (checkpoint.hidden, checkpoint.num_experts, checkpoint.top_k)
@@ -231,6 +244,8 @@ class _RankProcess:
     def close(self) -> None:
         """Ends doors, the mover, regions and metrics."""
         self._mover.close()
+        if self._shadows is not None:
+            self._shadows.close()
         self._weights.close()
         self._endpoint.stop(grace=0.5)
         self._device_lanes.close()

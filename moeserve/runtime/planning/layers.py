@@ -48,10 +48,12 @@ class Place:
 def first_epoch(served: Served) -> Epoch:
     """The epoch that a service starts with: its ranks, and the places that it reserves.
 
-    Raises ValueError where redundant experts do not divide over the ranks.
+    Where the loss of an owner is covered, spare slots hold second replicas from the start. Raises ValueError
+    where redundant experts do not divide over the ranks.
     """
     experts = served.checkpoint.num_experts
-    return Epoch.first(served.mesh, len(served.layers), experts, served.redundant, served.members)
+    first = Epoch.first(served.mesh, len(served.layers), experts, served.redundant, served.members)
+    return first.covered() if served.cover_owners else first
 
 
 def dispatch_spec(served: Served, plan: Plan, span: DispatchSpan, place: Place) -> DispatchSpec:

@@ -19,6 +19,7 @@ from moeserve.experts.routing.gate import Gate
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.planning.plan import Plan
 from moeserve.runtime.rank.weights.copies import Copier
+from moeserve.runtime.rank.weights.peers import HeldExpert
 from moeserve.runtime.served import Served
 
 LayerProgress = Callable[[Iterable[int]], Iterable[int]]
@@ -43,6 +44,10 @@ class RankExperts:
         self._built: dict[KernelSpec, Kernel] = {}
         self.kernels: dict[int, Kernel] = {}  # by layer; none where this member has no slots
         self._part = (0, 1)  # which slice of every expert this member holds, and of how many
+        # an expert of a layer and version, prepared, in host memory; None where there is no such shadow
+        self.shadow: Callable[[int, int, int], Slot | None] = lambda layer, expert, version: None
+        self.bytes_from_shadows = 0
+        self.on_held: Callable[[Epoch], None] = lambda epoch: None  # what is held has changed, for that epoch
 
     def load(self, epoch: Epoch, progress: LayerProgress) -> None:
         """Reads what `epoch` gives this member and it does not hold, from disk, and prepares it.
@@ -56,6 +61,7 @@ class RankExperts:
             position = self._served.layers.index(layer)
             self._read_ahead(epoch, position + 1)
             self._fill(epoch, position, None)
+        self.on_held(epoch)
 
     def use(self, epoch: Epoch) -> None:
         """What this member holds is looked at by `epoch` from now on; nothing is read.
@@ -66,14 +72,45 @@ class RankExperts:
         for position in range(len(self._served.layers)):
             if not self._lacks(epoch, position):
                 self._keep(epoch, position)
+        self.on_held(epoch)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Decoder indices of the layers that are served, by position."""
+        return self._served.layers
 
     def missing(self, epoch: Epoch) -> tuple[int, ...]:
-        """Positions of the layers in which this member has a slot that does not hold what `epoch` says."""
-        return tuple(at for at in range(len(self._served.layers)) if self._lacks(epoch, at))
+        """Positions of the layers in which this member has a slot that does not hold what `epoch` says, in
+        the order in which they are best restored: those with shadows first.
+        """
+        missing = [at for at in range(len(self._served.layers)) if self._lacks(epoch, at)]
+        return tuple(sorted(missing, key=lambda at: self.source(epoch, at) == "disk"))
 
     def source(self, epoch: Epoch, position: int) -> Source:
         """Where `restore` would find what this member lacks of the layer at `position`."""
-        return "disk" if self._lacks(epoch, position) else "held"
+        if not self._lacks(epoch, position):
+            return "held"
+        layer, version = self._served.layers[position], epoch.version(position)
+        lacking = self.lacking(epoch, position)
+        shadowed = layer in self._held and all(self.shadow(layer, one, version) for one in lacking)
+        return "shadow" if shadowed else "disk"
+
+    def lacking(self, epoch: Epoch, position: int) -> tuple[int, ...]:
+        """Experts that slots of the layer at `position` are to hold by `epoch`, and do not."""
+        wanted = self._held_in(epoch, position)
+        held = self._held.get(self._served.layers[position], ((), 0))
+        return tuple(wanted[0][slot] for slot in _differing(held, wanted))
+
+    def holds(self, slot: int, which: HeldExpert) -> bool:
+        """Whether a slot holds that expert, and nothing is being written there; from any thread."""
+        experts, version = self._held.get(which.layer, ((), 0))
+        return version == which.version and slot < len(experts) and experts[slot] == which.expert
+
+    def overwrite(self, layer: int, slots: Sequence[int]) -> None:
+        """Slots of `layer` (decoder index) are about to be written: what they held does not count."""
+        if layer in self._held:
+            for slot in slots:
+                self._note(layer, slot, EMPTY)
 
     def restore(self, epoch: Epoch, position: int, by: Copier | None = None) -> None:
         """Fills the slots of the layer at `position` that do not hold what `epoch` says, and no others.
@@ -84,10 +121,12 @@ class RankExperts:
         Abandoned once `by` is told so, and what reading a checkpoint raises.
         """
         self._fill(epoch, position, by)
+        self.on_held(epoch)
 
     def adopt(self, epoch: Epoch, position: int) -> None:
         """The slots of the layer at `position` hold what `epoch` says: its change has been committed."""
         self._held[self._served.layers[position]] = self._held_in(epoch, position)
+        self.on_held(epoch)
 
     def invalidate(self, layer: int) -> None:
         """Forgets what `layer` (decoder index) holds, so that it is read again at the next load."""
@@ -159,8 +198,9 @@ class RankExperts:
         slots = _differing(held, wanted)
         if held[1] != wanted[1]:
             self._held[layer] = (EMPTY,) * len(wanted[0]), wanted[1]
-        if slots and by is not None:
-            self._checkpoint(wanted[1]).read_ahead(layer, [wanted[0][slot] for slot in slots])
+        if by is not None:
+            unread = [e for slot in slots if self.shadow(layer, e := wanted[0][slot], wanted[1]) is None]
+            self._checkpoint(wanted[1]).read_ahead(layer, unread)
         for slot in slots:
             self._fill_slot(layer, slot, wanted[0][slot], by)
         self._keep(epoch, position)
@@ -169,8 +209,12 @@ class RankExperts:
         """Brings `expert` into a slot of `layer`, which holds none meanwhile."""
         version = self._held[layer][1]
         self._note(layer, slot, EMPTY)
-        with nullcontext() if by is None else by.stream():
-            found = self.read(layer, expert, version)
+        found = self.shadow(layer, expert, version)
+        if found is None:
+            with nullcontext() if by is None else by.stream():
+                found = self.read(layer, expert, version)
+        else:
+            self.bytes_from_shadows += sum(tensor.nbytes for tensor in found.values())
         self.bank.write(layer, slot, found, None if by is None else by.copy)
         self._note(layer, slot, expert)
 

@@ -192,8 +192,11 @@ class Lane:
 
     def hold(self, reason: str) -> None:
         """Keeps the jobs that have no answer, and takes more if it did, until the group serves again. After
-        `hold_seconds` it is closed instead.
+        `hold_seconds` it is closed instead, at once where they are 0.
         """
+        if self.hold_seconds <= 0:
+            self.close(reason)
+            return
         with self._lock:
             self._generation = None
             self._held += 1

@@ -27,6 +27,7 @@ from moeserve.runtime.control.messages import (
 )
 from moeserve.runtime.control.orders import StageOrder, Vote
 from moeserve.runtime.control.reached import Phase
+from moeserve.runtime.control.shadowed import Shadowed, addresses_from, shadowed_message
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.keys.access import Frames, known_frame
@@ -76,6 +77,8 @@ class Member:
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
         self.on_epoch: Callable[[int, int], None] = lambda generation, epoch: None  # between two steps
         self.on_log_levels: Callable[[Mapping[str, str]], None] = lambda levels: None  # by logger
+        # where each owner's process gives its experts, since the group serves
+        self.on_peers: Callable[[Mapping[int, str]], None] = lambda addresses: None
         self.on_drain: Callable[[str], None] = lambda reason: None  # doors begin no further call
         self.doors_busy: Callable[[], bool] = lambda: False  # a call has begun there and is not over
 
@@ -147,6 +150,9 @@ class Member:
                     continue
                 if message["kind"] == "log_levels":
                     self.on_log_levels(message["levels"])
+                    continue
+                if message["kind"] == "peers":
+                    self.on_peers(addresses_from(message))
                     continue
                 if message["kind"] == "ask":
                     self._say_here(message["generation"])
@@ -314,6 +320,10 @@ class Member:
             self._stream.send({"kind": "drained", "generation": message["generation"]})
         except StreamClosed as closed:
             log.info("rank %d: nobody waits for its calls any more: %s", self._rank.index, closed)
+
+    def tell_shadows(self, shadowed: Shadowed) -> None:
+        """Tells the coordinator what this member keeps in host memory. Raises StreamClosed."""
+        self._stream.send(shadowed_message(shadowed))
 
     def send_vote(self, vote: Vote) -> None:
         """Sends the mover's vote to the coordinator."""

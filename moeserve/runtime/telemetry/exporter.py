@@ -190,6 +190,10 @@ class RankTelemetry(Telemetry):
         self._gauge("moe_weights_bytes").set_function(lambda: read()[0])
         self._gauge("moe_checkpoint_read_bytes").set_function(lambda: read()[1])
 
+    def shadows(self, read: Callable[[], int]) -> None:
+        """Bytes of the experts that are kept in host memory are read when scraped."""
+        self._gauge("moe_shadow_bytes").set_function(read)
+
     def device_bytes(self, read: Callable[[], Mapping[str, int]]) -> None:
         """Bytes of this rank's device, by each of `PURPOSES`, are read when scraped."""
         for what in PURPOSES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from moeserve.dispatch.members import Members
 from moeserve.experts.load import Load
 from moeserve.experts.placement import Placement
 from moeserve.runtime.head.coordinator import Progress
+from moeserve.runtime.head.generations.ready import SOURCES, Cover
 from moeserve.runtime.head.rebalancer import OUTCOMES, RELOADED, Cycle
 from moeserve.runtime.telemetry.exporter import Telemetry
 from moeserve.runtime.telemetry.metrics import COORDINATOR, METRICS, PLACES, ROLES, STATES
@@ -37,6 +38,7 @@ class CoordinatorTelemetry(Telemetry):
         self._state, self._has_served = "", False
         self._members: Callable[[], Members] = lambda: Members((), 0, 0)
         self._up: Callable[[], Iterable[int]] = tuple
+        self._covers: Callable[[], Mapping[int, Cover]] = dict
         self._progress: Callable[[], Progress] | None = None
         self._loads: Callable[[], tuple[Placement, Load]] | None = None
         self._window = RecentLoad(BALANCE_SECONDS, SNAPSHOT_SECONDS)
@@ -69,6 +71,10 @@ class CoordinatorTelemetry(Telemetry):
     def members(self, read: Callable[[], Members], up: Callable[[], Iterable[int]]) -> None:
         """The members of the group, and the seats of those that are connected, are read when scraped."""
         self._members, self._up = read, up
+
+    def covers(self, read: Callable[[], Mapping[int, Cover]]) -> None:
+        """Where each member's experts would come from, were it lost, is read when scraped."""
+        self._covers = read
 
     def loads(self, read: Callable[[], tuple[Placement, Load]]) -> None:
         """The placement that is served, and the load since the start, are read when scraped."""
@@ -108,6 +114,9 @@ class CoordinatorTelemetry(Telemetry):
         up, members = set(self._up()), self._members()
         yield self._family("moe_rank_up", [((str(seat),), seat in up) for seat in members.seats])
         yield self._family("moe_members", _places(members, up))
+        covers = self._covers().items()
+        layers = [((str(s), source), getattr(one, source)) for s, one in covers for source in SOURCES]
+        yield self._family("moe_ready_layers", layers)
         if self._progress is not None:
             progress = self._progress()
             yield self._family("moe_group_steps_total", [((), progress.steps)])

@@ -102,6 +102,7 @@ RANK = (
     _gauge("moe_weights_bytes", "Bytes of prepared expert weights this rank holds."),
     _gauge("moe_device_bytes", "Bytes of this rank's device that it holds, by what they are for.", "what"),
     _gauge("moe_checkpoint_read_bytes", "Bytes this rank has read from the checkpoint."),
+    _gauge("moe_shadow_bytes", "Bytes of experts it keeps in host memory, for the loss of another rank."),
 )
 """Metrics of a rank's process."""
 
@@ -114,6 +115,13 @@ COORDINATOR = (
             "moe_members",
             "Places of the group that a connected member fills, and that are kept for members.",
             *("role", "state"),
+        )
+    ),
+    _computed(
+        _gauge(
+            "moe_ready_layers",
+            "Layers by where their experts would come from, were the rank lost; waits: from nowhere else.",
+            *("rank", "source"),
         )
     ),
     _computed(_counter("moe_group_steps_total", "Steps sequenced for the group.")),

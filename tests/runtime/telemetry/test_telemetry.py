@@ -21,6 +21,7 @@ from moeserve.dispatch.members import Member, Members
 from moeserve.experts.load import Load
 from moeserve.experts.placement import Placement
 from moeserve.runtime.head.coordinator import Progress
+from moeserve.runtime.head.generations.ready import SOURCES, Cover
 from moeserve.runtime.head.rebalancer import OUTCOMES, Cycle
 from moeserve.runtime.sections import ConfigError
 from moeserve.runtime.step import Phases, StepRecord
@@ -76,6 +77,7 @@ def filled_rank() -> RankTelemetry:
     telemetry.set_group(2, 1)
     telemetry.regions(lambda: (3, 4096))
     telemetry.weights(lambda: (1 << 20, 1 << 21))
+    telemetry.shadows(lambda: 1 << 19)
     return telemetry
 
 
@@ -93,6 +95,7 @@ def filled_coordinator() -> CoordinatorTelemetry:
     telemetry.in_flight(lambda: 1)
     telemetry.set_group(2, 1)
     telemetry.weights_version(lambda: 3)
+    telemetry.covers(lambda: {1: Cover(1, 0, 1), 3: Cover(waits=2)})
     telemetry.watch(60.0, lambda: 75.0)
     telemetry.observe_cycle(MOVED)
     telemetry.observe_gain(0.125)
@@ -174,6 +177,8 @@ def test_the_coordinator_shows_state_ranks_and_balance() -> None:
     assert [seen[at("moe_rank_up", rank=str(rank))] for rank in range(4)] == [1, 1, 0, 1]
     places = {role: [seen[at("moe_members", role=role, state=state)] for state in PLACES] for role in ROLES}
     assert places == {"lane": [3, 1, 2], "owner": [3, 1, 0]}
+    sources = [[seen[at("moe_ready_layers", rank=r, source=one)] for one in SOURCES] for r in ("1", "3")]
+    assert sources == [[1, 0, 1, 0], [0, 0, 0, 2]]
     assert seen[at("moe_group_jobs_total")] == 30 and seen[at("moe_jobs_queued")] == 1
     # ranks hold experts 0-1, 2-3, 4-5, 6-7: rows 4, 2, 2, 0, so mean 2 over largest 4
     assert [seen[at("moe_routed_rows_total", layer="3", rank=str(rank))] for rank in range(4)] == [4, 2, 2, 0]

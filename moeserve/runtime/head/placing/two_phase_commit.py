@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from moeserve.runtime.control.messages import commit_message, stage_message, staged_from
 from moeserve.runtime.control.stream import Message
-from moeserve.runtime.epoch import Change
+from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.placing.pending_change import Outcome, PendingChange, Stage
 
@@ -29,6 +29,7 @@ class TwoPhaseCommit:
         self._pending: PendingChange | None = None  # the change under way
         self._changes = 0
         self.adopt_seconds = 60.0  # until every member serves what was decided
+        self.on_epoch: Callable[[Epoch], None] = lambda epoch: None  # it has been decided
         # ends the generation for those seats, for a reason
         self.on_stuck: Callable[[list[int], str], None] = lambda seats, why: self.abandon(why)
 
@@ -40,11 +41,7 @@ class TwoPhaseCommit:
         self._changes += 1
         members, layer = group.members, self._layers[change.layer]
         pending = self._pending = PendingChange(self._changes, change, members.seats)
-        peers = {
-            owner: [group.seats[seat].weights, group.seats[seat].host_id]
-            for owner, seat in enumerate(members.seat_of_owner)
-            if seat in group.seats
-        }
+        peers = group.weights_of
         for number, seat in list(group.seats.items()):
             order = stage_message(pending.number, change, layer, members.at(number).owner)
             group.send(seat, order | {"generation": group.generation, "peers": peers})
@@ -93,6 +90,7 @@ class TwoPhaseCommit:
         match self._pending.stage:
             case Stage.DECIDED:
                 group.epoch = self._pending.change.epoch
+                self.on_epoch(group.epoch)
                 group.broadcast(commit_message(self._pending.number, self._pending.change, group.generation))
             case Stage.ABANDONED:
                 number = self._pending.change.epoch.number

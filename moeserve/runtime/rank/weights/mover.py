@@ -51,6 +51,8 @@ class Mover:
     ) -> None:
         self._sources, self._copier = sources, copier
         self._send_vote, self._report_corruption = send_vote, report_corruption
+        # told of a layer's slots right before they are written
+        self.before_commit: Callable[[int, Sequence[int]], None] = lambda layer, slots: None
         self._orders: queue.SimpleQueue[StageOrder | Vote | threading.Event | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # around what is wanted and what is staged: commit against abandon
         self._wanted: StageOrder | None = None
@@ -94,6 +96,7 @@ class Mover:
             if vote is None or vote.order.change != change:
                 staged = "nothing" if vote is None else f"change {vote.order.change}"
                 raise RuntimeError(f"change {change} is committed, and {staged} is staged")
+            self.before_commit(vote.order.layer, [one.slot for one in vote.staged])
             self._sources.bank.commit()
             self._sources.bank.allow(self._sources.staging_slots)
         self._orders.put(vote)

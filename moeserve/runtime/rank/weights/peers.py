@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,14 @@ MALFORMED = (KeyError, TypeError, ValueError, ArithmeticError, AttributeError, I
 """What it raises to read a message that is of another form than expected."""
 
 
+class HeldExpert(NamedTuple):
+    """One expert as a slot may hold it."""
+
+    layer: int  # decoder index
+    expert: int
+    version: int  # of the weights
+
+
 class PeerRefused(RuntimeError):
     """A peer does not give an expert, and says why; or what it says cannot be understood."""
 
@@ -54,7 +62,8 @@ def unread_seconds(rate: float) -> float:
 
 class WeightsServer:
     """Listens for peers. Every tensor it names is read as it stands: only slots no epoch under way writes to
-    may be asked for, which is what an epoch's vote is for.
+    may be asked for, which is what an epoch's vote is for. Whoever asks beside an epoch says which experts it
+    expects there, and is refused where `holds` says otherwise.
     """
 
     def __init__(
@@ -63,6 +72,8 @@ class WeightsServer:
         self._keys, self._device, self._bank = keys, device, bank
         self._unread = unread  # seconds in which a peer has to take a byte
         self.hello_seconds = HELLO_SECONDS
+        # whether a slot holds that expert, and nothing is about to be written there
+        self.holds: Callable[[int, HeldExpert], bool] = lambda slot, which: False
         listener = socket.create_server((host, 0))
         near, self._near_path = listen_privately("weights", socket.SOCK_STREAM)
         self.address = f"{host}:{listener.getsockname()[1]}"
@@ -129,14 +140,20 @@ class WeightsServer:
 
     def _answer(self, stream: Stream, asked: Message, copier: Copier) -> None:
         layer, slots = int(asked["layer"]), [int(slot) for slot in asked["slots"]]
+        expected = [HeldExpert(layer, int(one), int(asked["version"])) for one in asked.get("experts", ())]
         try:
             held = [self._bank.slot(layer, slot) for slot in slots]
+            self._check_held(slots, expected)  # before: what was committed then is waited for
+            copier.after_commit(self._bank)
+            with copier.stream():
+                # beside an epoch a slot may be written meanwhile: what is read then is not kept as its own
+                read = self._bank.checksums if not expected else self._bank.checksums_now
+                reply: Message = {"kind": "slots", "checksums": read(layer, slots)}
+            self._check_held(slots, expected)  # after: bytes that change from here on miss the checksum
         except (KeyError, ValueError) as error:
             stream.send({"kind": "refused", "reason": clipped(str(error))})
             return
-        copier.after_commit(self._bank)
         with copier.stream():
-            reply: Message = {"kind": "slots", "checksums": self._bank.checksums(layer, slots)}
             if asked["how"] == "cuda_ipc":
                 unknown = [int(slot) for slot in asked["unknown"]]
                 stream.send(reply | {"shared": [[slot, self._shared(layer, slot)] for slot in unknown]})
@@ -145,6 +162,12 @@ class WeightsServer:
             for one in held:
                 for name in sorted(one):
                     stream.send_bytes(_host_bytes(one[name]))
+
+    def _check_held(self, slots: list[int], expected: list[HeldExpert]) -> None:
+        """Raises ValueError where a slot does not hold the expert that is expected there."""
+        for slot, which in zip(slots, expected, strict=bool(expected)):
+            if not self.holds(slot, which):
+                raise ValueError(f"slot {slot} does not hold {which} now")
 
     def _shared(self, layer: int, slot: int) -> dict[str, object]:
         """What maps a slot's tensors; they stay where they are as long as this process lives."""
@@ -181,7 +204,19 @@ class Peers:
         Returns the owner's checksums. Raises StreamClosed (StreamSilent if it gives nothing), PeerRefused or
         Abandoned.
         """
-        reply = self._ask(address, {"layer": layer, "slots": slots, "how": "stream"})
+        return self._fetched(address, {"layer": layer, "slots": slots, "how": "stream"}, rooms, copier)
+
+    def fetch_held(self, address: str, which: HeldExpert, slot: int, room: Slot, copier: Copier) -> str:
+        """Copies one expert as `fetch` does, while no epoch keeps the peer's slots as they are; the peer
+        refuses where its slot does not hold that expert. Returns the checksum: bytes that were written
+        meanwhile miss it.
+        """
+        asked = {"layer": which.layer, "slots": [slot], "how": "stream"}
+        expected = {"experts": [which.expert], "version": which.version}
+        return self._fetched(address, asked | expected, [room], copier)[0]
+
+    def _fetched(self, address: str, asked: Message, rooms: list[Slot], copier: Copier) -> list[str]:
+        reply = self._ask(address, asked)
         stream = self._links[address]
         held, checksums = self._understood(address, lambda: _answered(reply, len(rooms)))
         for sizes, room in zip(held, rooms, strict=True):

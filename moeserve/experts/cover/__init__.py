@@ -1,0 +1,1 @@
+"""Standing the loss of an owner: second replicas on other owners, and who takes over which experts."""
