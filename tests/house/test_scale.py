@@ -13,6 +13,7 @@ import grpc
 import pytest
 from houses import TP4, Alone, house_config
 from patient import PatientCallers
+from served import served
 
 from moeserve.cli import main
 from moeserve.proto import moe_pb2, moe_pb2_grpc
@@ -99,7 +100,7 @@ def test_a_rank_that_is_killed_while_it_joins_joins_all_the_same(house: LocalClu
         asking = threading.Thread(target=lambda: replies.append(client.scale(4, timeout=SECONDS)))
         asking.start()
         until = time.monotonic() + SECONDS
-        while 3 not in house._processes:
+        while 3 not in house.ranks._processes:
             assert time.monotonic() < until
             time.sleep(0.001)
         first = house.pid(3)
@@ -107,4 +108,26 @@ def test_a_rank_that_is_killed_while_it_joins_joins_all_the_same(house: LocalClu
         asking.join(SECONDS)
         assert [one.outcome for one in replies] == ["scaled"]
         assert seats_of(client) == [0, 1, 2, 3] and house.pid(3) != first
+    assert callers.failed == []
+
+
+def test_a_head_that_starts_again_goes_on_with_the_ranks_that_there_were(
+    tmp_path: Path, checkpoint_path: Path, alone: Alone
+) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text("[balance]\nredundant_experts = 4\n[members]\nmax_lanes = 4\nmax_owners = 4\n")
+    flags = ("--launcher", "local", "--data-parallel-size", "3", "--enable-expert-parallel")
+    with (
+        served(tmp_path, checkpoint_path, str(config), *flags) as service,
+        MoeClient(service.address) as client,
+        PatientCallers(service.address, alone, [None]) as callers,
+    ):
+        for ranks in (4, 2):
+            assert client.scale(ranks, timeout=SECONDS).outcome == "scaled"
+            before, generation = service.read(), service.serves()
+            os.kill(service.head, signal.SIGKILL)
+            service.serves(generation)
+            time.sleep(1.0)  # the launcher looks ten times a second whom it is to start, or to end
+            assert seats_of(client) == list(range(ranks)) and service.read() == before
+        assert client.scale(3, timeout=SECONDS).outcome == "scaled"
     assert callers.failed == []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,8 +53,6 @@ class Scaling:
 
     def __init__(self, rebalancer: Rebalancer, resizing: Resizing, seconds: ScaleSeconds) -> None:
         self._rebalancer, self._resizing, self._seconds = rebalancer, resizing, seconds
-        # why so many ranks cannot be started, as the launcher knows; empty where they can
-        self.why_not: Callable[[int], str] = lambda ranks: "its launcher starts no further ranks"
 
     def scale(self, ranks: int) -> Scaled:
         """Has the group go on with so many ranks. Raises CannotScale."""
@@ -78,8 +75,6 @@ class Scaling:
             raise CannotScale(_sliced(epoch))
         try:
             seats = free_seats(epoch.members, ranks - len(epoch.members))
-            if why := self.why_not(max(seats) + 1):
-                raise CannotScale(f"ranks={ranks}: {why}")
             self._resizing.expect(seats)
         except ValueError as error:
             raise CannotScale(str(error)) from error

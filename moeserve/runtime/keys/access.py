@@ -86,6 +86,7 @@ _TO_HEAD = (
     "withdraw",
     "done",
     "report",
+    "held",
     "here",
     "prepared",
     "loaded",
@@ -100,6 +101,7 @@ _TO_HEAD = (
     "shadowed",
 )
 _TO_RANK = (
+    "welcome",
     "load",
     "prepare",
     "join",

@@ -22,7 +22,7 @@ from moeserve.runtime.head.generations.inquiry import Inquiry, Standstill
 from moeserve.runtime.head.generations.key_store import KeyStore
 from moeserve.runtime.head.generations.open_layers import OpenLayers
 from moeserve.runtime.head.generations.patience import Backoff, Formation, Patience
-from moeserve.runtime.head.generations.returning import Returning
+from moeserve.runtime.head.generations.returning import Returning, with_ranks
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.reception import RankProcess, Refusal, Seat
 
@@ -127,6 +127,9 @@ class Generations:
         if self.ended:
             seat.stream.send({"kind": "stop"})
             raise ValueError(f"rank {rank} connected when the group had {self.state}")
+        if seat.process(rank) in self._given_up and self.is_gone is not None:
+            seat.stream.send({"kind": "stop"})
+            raise ValueError(f"rank {rank} (pid {seat.pid}) comes back, and was given up")
         if rank in self._seats:
             self._part_with(rank, f"pid {seat.pid} has taken its place", seat.process(rank))
             self.abort(f"rank {rank} connected again")
@@ -142,6 +145,25 @@ class Generations:
             settled = time.monotonic() + (SETTLE_SECONDS if self._group.generation else 0)
             self._form_at = min(self._form_at, settled)
             self._group.lock.notify_all()
+
+    def recovered(self, first: Epoch, generation: int, wanted: Collection[int]) -> None:
+        """A head that has started again goes on with the group's epoch after `generation`, the newest that
+        members have heard of. Those of the seats `wanted` that it is without may return: to what they had in
+        `first`, the service's first epoch, or as new ranks.
+        """
+        self._group.generation = generation
+        if generation:
+            self._served, self._unserved_since = True, time.monotonic()
+        away, had = sorted(set(wanted) - set(self._group.members.seats)), set(first.members.seats)
+        self.returning.leave(first, [seat for seat in away if seat in had])
+        new = [seat for seat in away if seat not in had]
+        self.returning.leave(with_ranks(self._group.epoch, new), new)
+
+    def go_on(self, reason: str) -> None:
+        """Forms a generation without the members that are missing, where that can be."""
+        if self._go_on(self._group.missing):
+            self._form_at = time.monotonic()
+            self.set_state("forming", reason)
 
     def _seat_aside(self, rank: int, seat: Seat) -> None:
         """Has a member load what it held, while the group serves without it."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 
-from moeserve.dispatch.members import Member, Members
+from moeserve.dispatch.members import Members
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.generations.generations import Generations
+from moeserve.runtime.head.generations.returning import with_ranks
 from moeserve.runtime.head.group import Group
 
 log = logging.getLogger(__name__)
@@ -34,9 +35,7 @@ class Resizing:
         They get replicas of the experts that have fewest. Raises ValueError for seats that cannot be filled.
         """
         with self._group.lock:
-            grown = self._group.epoch
-            for seat in sorted(seats):
-                grown = grown.joined(Member(seat, lane=seat, owner=seat))
+            grown = with_ranks(self._group.epoch, seats)
             self._drained.difference_update(seats)
             self._generations.coming |= dict.fromkeys(seats, "")
             self._generations.returning.leave(grown, sorted(seats))

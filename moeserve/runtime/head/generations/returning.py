@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,15 @@ class _Away:
     seat: Seat | None = None
     heard: float = 0.0  # when its process last said that it goes on
     loaded: bool = False
+
+
+def with_ranks(epoch: Epoch, seats: Collection[int]) -> Epoch:
+    """`epoch` with new ranks in these seats: lane and owner's place have its number. They get replicas of
+    the experts that have fewest. Raises ValueError for seats that cannot be filled.
+    """
+    for seat in sorted(seats):
+        epoch = epoch.joined(Member(seat, lane=seat, owner=seat))
+    return epoch
 
 
 class Returning:
