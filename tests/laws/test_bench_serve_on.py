@@ -62,11 +62,11 @@ def test_what_fails_on_a_lane_that_lives_counts() -> None:
 def test_the_table_counts_what_went_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     event = Event(0, "kill", (1,))
     outcomes = [
-        Outcome(SETUP, event, 0.2, right=5),
-        Outcome(SETUP, event, 0.4, faults={"failed": ["one", "other"]}),
+        Outcome(SETUP, event, 0.2, covered="shadows 3, replicas 1", right=5),
+        Outcome(SETUP, event, 0.4, covered="shadows 4", faults={"failed": ["one", "other"]}),
     ]
     results = {result.case: result for result in table(outcomes)}
-    assert results[f"{SETUP}, kill: interruption, p95"].ours == 0.4
+    assert results[f"{SETUP}, kill, experts from shadows: interruption, p95"].ours == 0.4
     assert results["2 events on local: failed"].ours == 2
     assert results["2 events on local: wrong"].ours == 0
     assert "5 answers were right; wrong 0, failed 2" in capsys.readouterr().out

@@ -13,7 +13,6 @@ KINDS = ("kill", "stop", "double")
 """A member is killed; one is stopped (SIGSTOP); two are killed, at once or within a second."""
 
 LARGEST_PAUSE = 1.0  # seconds between the two of a double kill, of those that are not killed at once
-ALL_COVERED = "nothing"  # what a member's layers wait for where each expert has a replica elsewhere
 
 
 @dataclass(frozen=True)
