@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from houses import TP4, Alone, house_config
 from patient import PatientCallers
@@ -34,6 +35,18 @@ def house(checkpoint_path: Path) -> Iterator[LocalCluster]:
         yield made
 
 
+def keep_on_the_last_rank_alone(house: LocalCluster, experts: list[int]) -> None:
+    """Moves until these experts lie on rank 3 alone; others of its experts have replicas."""
+    placement = house.head.coordinator.epoch.placement
+    slots, width = placement.slots.copy(), placement.slots_per_owner
+    others = [expert for expert in range(placement.experts) if expert not in experts]
+    for row in slots:
+        row[3 * width : 3 * width + len(experts)] = experts
+        row[: 3 * width] = np.resize(others, 3 * width)
+    with house.head.rebalancer.alone():
+        assert house.head.rebalancer.move_to(placement.with_slots(slots)).outcome == "moved"
+
+
 def seats_of(client: MoeClient) -> list[int]:
     """Ranks that are members and up."""
     return sorted(one.rank for one in client.status().ranks if one.up)
@@ -50,9 +63,10 @@ def test_ranks_come_and_go_and_no_call_fails(house: LocalCluster, alone: Alone) 
             time.sleep(0.5)
         assert of_the_new.failed == [] and of_the_new.answers[3] > 0, "its lane is one as all others"
 
-        client.rebalance(policy="eplb", timeout=SECONDS)  # experts may lie on the new rank alone
+        keep_on_the_last_rank_alone(house, experts=[0, 1])
         shrunk = client.scale(3, timeout=SECONDS)
         assert (shrunk.outcome, list(shrunk.seats), list(shrunk.left)) == ("scaled", [0, 1, 2], [3])
+        assert shrunk.moves == 4 and shrunk.nbytes > 0, "two experts of each of two layers"
         assert [lane.rank for lane in client.topology().lanes] == [0, 1, 2] == seats_of(client)
         until = time.monotonic() + SECONDS
         while Path(f"/proc/{pid}").exists():
@@ -84,6 +98,22 @@ def test_what_cannot_be_is_refused_by_name(house: LocalCluster, capsys: pytest.C
         with pytest.raises(grpc.RpcError, match="ranks: 0") as refused:
             moe_pb2_grpc.AdminServiceStub(channel).Scale(moe_pb2.ScaleRequest(), timeout=SECONDS)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_fewer_ranks_stand_the_loss_of_one_or_are_refused(checkpoint_path: Path, alone: Alone) -> None:
+    values = EP3 | ROOM | {"balance__redundant_experts": 4, "balance__cover_owners": 1}
+    with (
+        LocalCluster(house_config(checkpoint_path, **values)) as house,
+        MoeClient(house.address) as client,
+        PatientCallers(house.address, alone, [None]) as callers,
+    ):
+        with pytest.raises(MoeError, match=r"balance\.cover_owners = 1: 2 owners do not stand the loss"):
+            client.scale(2)
+        assert client.scale(4, timeout=SECONDS).outcome == "scaled"
+        grown = house.head.coordinator.epoch.placement
+        assert (np.bincount(grown.slots[0], minlength=8) >= 2).all(), "all have a second owner at once"
+        assert client.scale(3, timeout=SECONDS).outcome == "scaled"
+    assert callers.failed == []
 
 
 def test_slices_of_experts_neither_come_nor_go(checkpoint_path: Path) -> None:

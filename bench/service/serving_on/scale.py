@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -36,7 +37,7 @@ def scales(run: Run, setup: Setup) -> tuple[list[Result], list[str]]:
     """`--rounds` times one rank more and one fewer; the numbers, and what is not as it should be."""
     ranks, changes = run.args.ranks - 1, list[Change]()
     more = {"members__max_lanes": ranks + 1, "members__max_owners": ranks + 1}
-    slots = redundant(ranks, setup.redundant)
+    slots = redundant(ranks, max(setup.redundant, math.ceil(64 / (ranks - 1))))  # any one may be lost
     more |= {"parallel__data_parallel_size": ranks, "balance__redundant_experts": slots}
     windows = {True: list[tuple[float, float]](), False: list[tuple[float, float]]()}
     service = run.service(setup, **more)

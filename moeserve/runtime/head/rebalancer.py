@@ -162,6 +162,17 @@ class Rebalancer:
         epoch, started = self._coordinator.epoch, time.monotonic()
         return self._counted(self._led(rebalance(epoch, target, self._settings.staging_slots), started, 0.0))
 
+    def mend(self) -> Cycle:
+        """Gives as many experts as can a second owner, where the loss of one is covered; within `alone`."""
+        if not self._settings.cover_owners:
+            return Cycle("even")
+        return self._counted(self._moved(self._mended(self._coordinator.load().tokens)))
+
+    @property
+    def cover_owners(self) -> int:
+        """Of how many owners the slots have to stand the loss."""
+        return self._settings.cover_owners
+
     def reload(self, path: str) -> Cycle:
         """Brings every layer to the weights in `path`, layer by layer while steps run; blocks.
 

@@ -64,6 +64,8 @@ class Scaling:
             if ranks == len(members):
                 return Scaled("unchanged")
             done = self._grown(ranks) if ranks > len(members) else self._shrunk(ranks)
+            if done.outcome == "scaled" and (mended := self._rebalancer.mend()).reason:
+                log.warning("not all experts that can have a second owner have one: %s", mended.reason)
         log.info("scaled to %d ranks: %s %s", ranks, done.outcome, done.reason)
         return Scaled(
             *(done.outcome, done.reason, done.joined, done.left, done.moved), time.monotonic() - started
@@ -88,7 +90,10 @@ class Scaling:
             raise CannotScale(_sliced(epoch))
         seats = sorted(epoch.members.seats)[ranks:]
         try:
-            target = _evacuated(epoch, self._resizing.epoch_without(seats))
+            after = self._resizing.epoch_without(seats)
+            if self._rebalancer.cover_owners:
+                check_covered(after.placement)
+            target = _evacuated(epoch, after)
         except ValueError as error:
             raise CannotScale(f"ranks={ranks}: {error}") from error
         moved = self._rebalancer.move_to(target)
@@ -108,6 +113,17 @@ def _sliced(epoch: Epoch) -> str:
         f"each of the {ranks} ranks holds a slice of every expert, and there are as many slices as ranks; "
         f"parallel.enable_expert_parallel serves whole experts"
     )
+
+
+def check_covered(placement: Placement) -> None:
+    """Raises ValueError where the slots do not stand the loss of any one owner."""
+    left = sum(placement.room) - max(placement.room)
+    if left < placement.experts:
+        owners = sum(room > 0 for room in placement.room)
+        raise ValueError(
+            f"balance.cover_owners = 1: {owners} owners do not stand the loss of one: the others have {left} "
+            f"slots a layer for {placement.experts} experts; more ranks, or balance.redundant_experts, do"
+        )
 
 
 def _evacuated(epoch: Epoch, after: Epoch) -> Placement:
