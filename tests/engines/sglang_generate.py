@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     sampling = {"temperature": 0, "max_new_tokens": job["sampling"]["max_tokens"], "ignore_eos": True}
     rounds = []
     try:
-        for weights in job["rounds"]:
+        for weights in rounds_of(job):
             if weights is not None:
                 reload(job["address"], weights)
                 engine.flush_cache()
@@ -46,6 +47,13 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     finally:
         engine.shutdown()
     return {"rounds": rounds, "loaded": loaded}
+
+
+def rounds_of(job: dict[str, Any]) -> Iterator[str | None]:
+    """The weights of each round; where the job names a file, one round after the other while it is there."""
+    yield from job["rounds"]
+    while "while" in job and Path(job["while"]).exists():
+        yield None
 
 
 def positions(answer: dict[str, Any]) -> list[dict[str, float]]:

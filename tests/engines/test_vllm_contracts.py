@@ -69,11 +69,4 @@ def test_no_class_of_vllms_own_chooses_its_method_elsewhere(folder: str) -> None
         for path in Path(folder, "vllm").rglob("*.py")
         if "def _get_quant_method(" in path.read_text(errors="replace")
     }
-    others = {
-        "vllm/lora/layers/base_linear.py",  # of linear layers, and LoRA is refused
-        # layers of these models choose themselves: a start with one of them stops with its name
-        "vllm/models/deepseek_v4/amd/model.py",
-        "vllm/models/muse_spark/amd/muse_moe_runner.py",
-        "vllm/models/muse_spark/nvidia/muse_moe_runner.py",
-    }
-    assert defined - others == {"vllm/model_executor/layers/fused_moe/routed_experts.py"}
+    assert defined - contracts.ELSEWHERE == {"vllm/model_executor/layers/fused_moe/routed_experts.py"}

@@ -11,18 +11,33 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
-from engine_models import FLOAT32, apart, by_transformers, make_dbrx, prompts, read_config
+from engine_models import (
+    FLOAT32,
+    VLLM_FAMILIES,
+    apart,
+    by_transformers,
+    make_dbrx,
+    moe_layers,
+    prompts,
+    read_config,
+)
 from engine_runs import NEW_TOKENS, REQUESTS, answered, answered_behind, generate_as_alone, house_of
 
-FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "qwen2_moe", "glm4_moe")
+from moeserve.proto.client import MoeClient
+
 CASES = [
     pytest.param(family, dtype, eager, id=f"{family}-{dtype}-{'eager' if eager else 'compiled'}")
-    for family in FAMILIES
+    for family in VLLM_FAMILIES
     for dtype, eager in (("float32", True), ("bfloat16", True))
 ] + [
     pytest.param(family, "float32", False, id=f"{family}-float32-compiled")
     for family in ("qwen3_moe", "deepseek_v3")
 ]
+CASES += [
+    pytest.param("llama4_text", "float32", True, id="llama4_text-float32-eager")
+]  # weights on the input
+SHARED = ("deepseek_v3", "glm4_moe", "llama4_text", "qwen2_moe")
+"""Families with shared experts, which vLLM computes while the service answers."""
 
 
 @pytest.mark.parametrize(("family", "dtype", "eager"), CASES)
@@ -37,6 +52,9 @@ def test_vllm_generates_what_it_does_alone_and_damaged_experts_are_seen(
     (worker,) = found["workers"]
     layers = moe_layers(model.path)
     assert worker["calls"] == layers * NEW_TOKENS * told.rounds
+    assert worker["begun"] == (worker["calls"] if family in SHARED else 0)
+    # and a step of the service; rows of a first pass may be more than one step takes
+    assert worker["calls"] <= told.steps <= worker["calls"] + layers * told.rounds
     config = read_config(model.path)
     rows = sum(len(ids) for ids in prompts(REQUESTS)) + REQUESTS * (NEW_TOKENS - 1)
     assert worker["rows"] == layers * rows * told.rounds
@@ -51,12 +69,6 @@ def test_vllm_generates_what_it_does_alone_and_damaged_experts_are_seen(
     assert sum(held.values()) > 0
 
 
-def moe_layers(path: Any) -> int:
-    """Decoder layers of a checkpoint that have experts."""
-    config = read_config(path)
-    return int(config["num_hidden_layers"]) - int(config.get("first_k_dense_replace", 0))
-
-
 def test_the_transformers_fallback_asks_too(engine_model: Any, run_vllm: Any) -> None:
     model = engine_model("qwen3_moe", "float32")
     options = {"dtype": "float32", "model_impl": "transformers", "enable_prefix_caching": False}
@@ -67,6 +79,26 @@ def test_the_transformers_fallback_asks_too(engine_model: Any, run_vllm: Any) ->
     (worker,) = found["workers"]
     assert worker["calls"] == moe_layers(model.path) * NEW_TOKENS and worker["experts"] == {}
     assert [name for name in found["read"] if ".experts." in name] == []
+
+
+def test_a_device_lane_instead_of_messages_changes_nothing(engine_model: Any, run_vllm: Any) -> None:
+    model = engine_model("qwen3_moe", "float32")
+    options = {"dtype": "float32", "enforce_eager": True, "enable_prefix_caching": False}
+    alone = answered(run_vllm, model.path, None, options=options)["rounds"][0]
+    with house_of(model.path) as house, MoeClient(house.address) as client:
+        found = answered(
+            run_vllm,
+            model.path,
+            house.address,
+            options=options,
+            rounds=[None, str(model.scaled)],
+            environ={"MOESERVE_EXPERTS_MODE": "attached"},
+        )
+        # 16 requests are 424 rows at first, of which the lane takes 256 at once
+        assert client.status().steps == moe_layers(model.path) * (NEW_TOKENS + 1) * 2
+    right, scaled = (apart(answers, alone) for answers in found["rounds"])
+    assert right.within(FLOAT32) and not right.ties, right
+    assert not scaled.within(FLOAT32), scaled
 
 
 def test_dbrx_which_vllm_alone_cannot_load_generates_what_transformers_does(

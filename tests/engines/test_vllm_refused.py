@@ -4,11 +4,17 @@ its own.
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_runs import house_of
+from checkpoints import edit_config
+from engine_runs import HERE, environment, house_of
 from torch import nn
 
 from moeserve.proto.integrations.expert_names import EXPERT
@@ -94,6 +100,46 @@ def test_balancing_is_the_services(caplog: pytest.LogCaptureFixture) -> None:
     config.check(made)
     assert (made.parallel_config.enable_eplb, redundant.num_redundant_experts) == (False, 0)
     assert "enable_eplb is turned off in vLLM: moeserve balances" in caplog.text
+
+
+OURS = "with its experts behind moeserve, vLLM cannot run "
+STARTS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "plain": ({}, None),
+    "ngram": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+        None,
+    ),
+    "pipeline": ({"pipeline_parallel_size": 2}, f"{OURS}pipeline_parallel_size=2"),
+    "lora": ({"enable_lora": True}, f"{OURS}enable_lora"),
+    "mtp": (
+        {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+        f"{OURS}speculative_config method 'mtp'",
+    ),
+    "sharded": ({"load_format": "sharded_state"}, f"{OURS}load_format='sharded_state'"),
+    "whole files": ({"safetensors_load_strategy": "eager"}, f"{OURS}safetensors_load_strategy='eager'"),
+    "sleep": ({"enable_sleep_mode": True}, "Sleep mode is not supported on current platform"),
+}
+"""Options of vLLM, and what its start is refused with; vLLM itself has no sleep mode on a CPU."""
+
+
+def test_vllms_own_start_is_refused_by_name(engine_model: Any, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(engine_model("deepseek_v3", "float32").path, model)
+    edit_config(model, num_nextn_predict_layers=1)
+    job = {"model": str(model), "configurations": {name: options for name, (options, _) in STARTS.items()}}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    ended = subprocess.run(
+        [sys.executable, HERE / "vllm_configure.py", tmp_path / "job.json", tmp_path / "answer.json"],
+        env=environment("127.0.0.1:1"),  # no configuration asks for the service
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    said = json.loads((tmp_path / "answer.json").read_text())
+    for name, (_, text) in STARTS.items():
+        assert said[name] is None if text is None else text in str(said[name]), f"{name}: {said[name]}"
 
 
 @pytest.mark.parametrize(

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_models import FLOAT32, EngineModel, apart, prompts
-from engine_runs import NEW_TOKENS, REQUESTS, Server, complete, house_of, stream
+from engine_runs import NEW_TOKENS, REQUESTS, Server, complete, house_of, stream, strike, until
 
 from moeserve.proto.client import MoeClient
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
 FAILURES = int(os.environ.get("MOESERVE_FAILURES", "20"))
 EAGER = ("--dtype", "float32", "--enforce-eager", "--block-size", "32")
-BOUND_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +38,13 @@ def alone(model: EngineModel, tmp_path_factory: pytest.TempPathFactory) -> list[
         return complete(server.address, server.model, prompts(REQUESTS), NEW_TOKENS)
 
 
-WAYS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "one": (EAGER, {}),
-    "compiled": (("--dtype", "float32", "--block-size", "32"), {}),
-    "tp2": ((*EAGER, "--tensor-parallel-size", "2"), BOUND_CORES),
-    "tp2-ep": ((*EAGER, "--tensor-parallel-size", "2", "--enable-expert-parallel"), BOUND_CORES),
-    "dp2": ((*EAGER, "--data-parallel-size", "2"), BOUND_CORES),
-    "chunked": ((*EAGER, "--max-num-batched-tokens", "32", "--max-num-seqs", "8"), {}),
+WAYS: dict[str, tuple[str, ...]] = {
+    "one": EAGER,
+    "compiled": ("--dtype", "float32", "--block-size", "32"),
+    "tp2": (*EAGER, "--tensor-parallel-size", "2"),
+    "tp2-ep": (*EAGER, "--tensor-parallel-size", "2", "--enable-expert-parallel"),
+    "dp2": (*EAGER, "--data-parallel-size", "2"),
+    "chunked": (*EAGER, "--max-num-batched-tokens", "32", "--max-num-seqs", "8"),
 }
 
 
@@ -55,8 +52,7 @@ WAYS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
 def test_sixteen_requests_at_once_are_answered_as_by_vllm_alone(
     model: EngineModel, house: LocalCluster, alone: list[dict[str, Any]], tmp_path: Path, way: str
 ) -> None:
-    arguments, environ = WAYS[way]
-    with Server(model.path, house.address, tmp_path, *arguments, **environ) as server:
+    with Server(model.path, house.address, tmp_path, *WAYS[way]) as server:
         first = complete(server.address, server.model, prompts(REQUESTS), NEW_TOKENS)
         again = complete(server.address, server.model, prompts(REQUESTS), NEW_TOKENS)  # prefixes are cached
         # one request: with two data-parallel ranks the other one is idle
@@ -87,6 +83,10 @@ class Streaming:
         self._stop.set()
         for client in self._clients:
             client.join(200)
+        self.check()
+
+    def check(self) -> None:
+        """Raises what a client met so far."""
         if self.errors:
             raise self.errors[0]
 
@@ -100,13 +100,26 @@ class Streaming:
             self.errors.append(error)
 
 
+def moved(client: MoeClient, streaming: Streaming) -> int:
+    """Has the service move experts to and fro while clients stream; how many copies it made."""
+    copies = 0
+    for policy in ("even", "eplb", "even", "eplb"):
+        answered = streaming.answered
+        reply = client.rebalance(policy=policy)
+        assert reply.outcome in ("moved", "even"), reply
+        copies += reply.committed_moves
+        until(lambda a=answered: streaming.answered >= a + 2, streaming.check)  # type: ignore[misc]
+    return copies
+
+
 @pytest.mark.timeout(1500)
-def test_ranks_killed_and_stopped_in_the_middle_fail_no_request_and_change_no_text(
-    model: EngineModel, tmp_path: Path
+@pytest.mark.parametrize(("mode", "failures"), [("remote", FAILURES), ("attached", FAILURES // 5)])
+def test_experts_that_move_and_ranks_that_are_lost_in_the_middle_fail_no_request_and_change_no_text(
+    model: EngineModel, tmp_path: Path, mode: str, failures: int
 ) -> None:
     with (
         house_of(model.path, step__timeout_seconds=3.0) as house,
-        Server(model.path, house.address, tmp_path, *EAGER) as server,
+        Server(model.path, house.address, tmp_path, *EAGER, MOESERVE_EXPERTS_MODE=mode) as server,
         MoeClient(house.address, timeout=60) as client,
     ):
         asked = range(4)
@@ -114,26 +127,16 @@ def test_ranks_killed_and_stopped_in_the_middle_fail_no_request_and_change_no_te
             at: stream(server.address, server.model, prompts(REQUESTS)[at], NEW_TOKENS) for at in asked
         }
         with Streaming(server, expected) as streaming:
-            for failure in range(FAILURES):
+            copies = moved(client, streaming)
+            for failure in range(failures):
                 before, answered = client.status().generation, streaming.answered
                 strike(house.pid(failure % 2), stopped=failure % 4 >= 2)
-                wait(lambda b=before: client.status().generation > b, streaming)  # type: ignore[misc]
-                wait(lambda a=answered: streaming.answered >= a + 2, streaming)  # type: ignore[misc]
-        assert client.status().generation > FAILURES // 2
+                until(lambda b=before: client.status().generation > b, streaming.check)  # type: ignore[misc]
+                until(lambda a=answered: streaming.answered >= a + 2, streaming.check)  # type: ignore[misc]
+        assert client.status().generation > failures // 2
         assert server.process.poll() is None
-    print(f"{FAILURES} failures, {streaming.answered} streamed completions, none failed")
-
-
-def strike(pid: int, *, stopped: bool) -> None:
-    """Kills a rank, or stops it for good: whoever waits for it must give it up."""
-    os.kill(pid, signal.SIGSTOP if stopped else signal.SIGKILL)
-
-
-def wait(done: Any, streaming: Streaming, seconds: float = 120.0) -> None:
-    """Until `done()`; raises what a client met meanwhile."""
-    deadline = time.monotonic() + seconds
-    while not done():
-        if streaming.errors:
-            raise streaming.errors[0]
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
+    print(
+        f"{mode}: {copies} experts moved, {failures} failures, {streaming.answered} streamed completions, "
+        "none failed"
+    )
+    assert copies > 0

@@ -69,6 +69,7 @@ def look(worker: Any) -> dict[str, Any]:
         counts = op.LAYERS[0].counts
         found |= {
             "calls": counts.calls,
+            "begun": counts.begun,
             "rows": counts.rows,
             "repeated": counts.repeated,
             "waited": counts.seconds,

@@ -70,8 +70,9 @@ def test_without_an_address_nothing_is_chosen() -> None:
         "MOESERVE_EXPERTS": " a:1 ",
         "MOESERVE_EXPERTS_TIMEOUT": "9.5",
         "MOESERVE_EXPERTS_CACHES": "recompute",
+        "MOESERVE_EXPERTS_MODE": "attached",
     }
-    assert Settings.chosen(given) == Settings("a:1", 9.5, "recompute")
+    assert Settings.chosen(given) == Settings("a:1", 9.5, "recompute", mode="attached")
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,8 @@ def test_without_an_address_nothing_is_chosen() -> None:
         ({"MOESERVE_EXPERTS_TIMEOUT": "0"}, "MOESERVE_EXPERTS_TIMEOUT=0.0 must be more than 0"),
         ({"MOESERVE_EXPERTS_TIMEOUT": "inf"}, "MOESERVE_EXPERTS_TIMEOUT=inf must be more than 0"),
         ({"MOESERVE_EXPERTS_CACHES": "drop"}, "MOESERVE_EXPERTS_CACHES='drop' is not one of keep, recompute"),
+        ({"MOESERVE_EXPERTS_MODE": "near"}, "MOESERVE_EXPERTS_MODE='near' is not one of remote, attached"),
+        ({"MOESERVE_EXPERTS_MODE": "in_process"}, "MOESERVE_EXPERTS_MODE='in_process' .* is not built for"),
     ],
 )
 def test_a_setting_that_cannot_be_is_named(given: dict[str, str], text: str) -> None:
@@ -147,6 +150,8 @@ def test_a_call_in_two_halves_answers_as_one() -> None:
     layers = layers_of(Doubling())
     tickets = [layers.start(1, *batch(rows)) for rows in (2, 3)]
     assert [len(layers.finish(ticket)) for ticket in reversed(tickets)] == [3, 2]
+    layers.ask(1, *batch(1))
+    assert (layers.counts.calls, layers.counts.begun) == (3, 2)
     layers.service.failures.append(MoeError("INTERNAL", "", "broken"))  # type: ignore[union-attr]
     ticket = layers.start(2, *batch(1))
     with pytest.raises(MoeError, match=r"layer 2 got no answer of its experts at 127.0.0.1:1: broken"):

@@ -22,6 +22,9 @@ from transformers import AutoModelForCausalLM, DbrxConfig, DbrxForCausalLM
 
 from moeserve.proto.integrations.transformers import attach
 
+VLLM_FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "qwen2_moe", "glm4_moe")
+"""Families that vLLM runs on a CPU, by itself too."""
+
 HIDDEN = 256  # heads of 64, which the engines' attention on a CPU takes
 CHOOSING = {"experts": 8, "top_k": 2}
 """Of float32 checkpoints."""
@@ -265,3 +268,9 @@ def read_config(path: Path) -> dict[str, Any]:
     """The config of a checkpoint."""
     config: dict[str, Any] = json.loads((path / "config.json").read_text())
     return config
+
+
+def moe_layers(path: Path) -> int:
+    """Decoder layers of a checkpoint that have experts."""
+    config = read_config(path)
+    return int(config["num_hidden_layers"]) - int(config.get("first_k_dense_replace", 0))

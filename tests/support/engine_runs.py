@@ -37,6 +37,8 @@ HERE = ROOT / "tests" / "engines"
 RUN_SECONDS = 600
 NEW_TOKENS = 24
 REQUESTS = 16
+FREE_CORES = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""vLLM's processes compute by one thread each, wherever there is room: models are tiny, machines are busy."""
 
 Run = Callable[..., dict[str, Any]]
 """Runs an engine once: of a checkpoint, a service's address or None, and more of the job by keywords."""
@@ -48,7 +50,8 @@ def environment(address: str | None, **more: str) -> dict[str, str]:
     given = {key: value for key, value in os.environ.items() if key not in left_out}
     chosen = {"MOESERVE_EXPERTS": address} if address else {}
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    return given | {"PYTHONPATH": str(ROOT), "VLLM_PLUGINS": "moeserve"} | offline | chosen | more
+    ours = {"PYTHONPATH": str(ROOT), "VLLM_PLUGINS": "moeserve"}
+    return given | ours | FREE_CORES | offline | chosen | more
 
 
 def house_of(path: Path, ranks: int = 2, **values: Any) -> LocalCluster:
@@ -107,6 +110,7 @@ class Generated:
     found: dict[str, Any]
     rounds: int
     computed: int  # rows that the service says it computed, once an expert
+    steps: int  # that the service says it ran
 
 
 def generate_as_alone(run: Run, model: EngineModel, options: dict[str, Any]) -> Generated:
@@ -118,7 +122,7 @@ def generate_as_alone(run: Run, model: EngineModel, options: dict[str, Any]) -> 
     with house_of(model.path) as house:
         found = answered(run, model.path, house.address, options=options, rounds=weights)
         with MoeClient(house.address) as client:
-            computed = sum(rank.tokens for rank in client.status().ranks)
+            status = client.status()
     right, scaled, zeroed = (apart(answers, alone["rounds"][0]) for answers in found["rounds"])
     bound = FLOAT32 if model.dtype == "float32" else bf16_bound(run, model, options, alone)
     print(
@@ -130,7 +134,8 @@ def generate_as_alone(run: Run, model: EngineModel, options: dict[str, Any]) -> 
     assert model.dtype != "float32" or not right.ties, "float32 tokens are equal"
     assert not scaled.within(bound), scaled
     assert not zeroed.within(bound), zeroed
-    return Generated(alone, found, len(weights), computed)
+    computed = sum(rank.tokens for rank in status.ranks)
+    return Generated(alone, found, len(weights), computed, int(status.steps))
 
 
 def bf16_bound(run: Run, model: EngineModel, options: dict[str, Any], alone: dict[str, Any]) -> Bound:
@@ -145,6 +150,20 @@ def bf16_bound(run: Run, model: EngineModel, options: dict[str, Any], alone: dic
     found = answered(run, model.path, None, **exact)
     told = apart(alone["rounds"][0], found["rounds"][0])
     return bound_by_experts(told) if vllm else bound_by_float32(told)
+
+
+def strike(pid: int, *, stopped: bool) -> None:
+    """Kills a rank, or stops it for good: whoever waits for it must give it up."""
+    os.kill(pid, signal.SIGSTOP if stopped else signal.SIGKILL)
+
+
+def until(done: Callable[[], bool], check: Callable[[], None], seconds: float = 120.0) -> None:
+    """Waits until `done()`, and has `check` look for what went wrong meanwhile."""
+    deadline = time.monotonic() + seconds
+    while not done():
+        check()
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
 
 
 START_SECONDS = 600

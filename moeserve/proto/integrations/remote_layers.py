@@ -27,6 +27,7 @@ from torch import Tensor
 from moeserve.proto import moe_pb2
 from moeserve.proto.client import Choice, MoeClient, Reply
 from moeserve.proto.errors import MoeError, Unavailable
+from moeserve.proto.integrations.attached_service import AttachedService
 from moeserve.proto.integrations.settings import TIMEOUT, Settings
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class Counts:
     """What this process asked for so far."""
 
     calls: int = 0
+    begun: int = 0  # of them, that were begun by `start`: something else was computed meanwhile
     rows: int = 0
     seconds: float = 0.0  # that forward passes waited for answers
     repeated: int = 0  # forward passes that were run again, since a reload came between their layers
@@ -102,8 +104,7 @@ class RemoteLayers:
     def client(self) -> Service:
         """The way to the service. A process makes its own, after it has forked or was spawned."""
         if self.service is None:
-            shown, patience = self.settings.credentials, self.settings.timeout
-            self.service = MoeClient(self.settings.address, timeout=patience, credentials=shown)
+            self.service = _service_of(self.settings)
         return self.service
 
     def begin(self) -> None:
@@ -179,6 +180,7 @@ class RemoteLayers:
         if self._asking is None:
             self._asking = ThreadPoolExecutor(1, "moeserve-ask")
         ticket: int = next(self._numbers)
+        self.counts.begun += 1
         self._tickets[ticket] = self._asking.submit(self.ask, layer, hidden, experts, weights)
         return ticket
 
@@ -233,6 +235,13 @@ class RemoteLayers:
                 if time.monotonic() > deadline:
                     raise ValueError(f"the service at {self.settings.address} serves no layer")
             time.sleep(POLL_SECONDS)
+
+
+def _service_of(settings: Settings) -> Service:
+    """The way to the service that the settings' mode names."""
+    if settings.mode == "attached":
+        return AttachedService(settings)
+    return MoeClient(settings.address, timeout=settings.timeout, credentials=settings.credentials)
 
 
 def of_one_version(forward: Any, layers: RemoteLayers, is_mixed: Callable[[frozenset[int]], bool]) -> Any:

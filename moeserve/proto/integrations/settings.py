@@ -23,7 +23,13 @@ CACHES = "MOESERVE_EXPERTS_CACHES"
 CREDENTIALS = "MOESERVE_EXPERTS_CREDENTIALS"
 """TOML file of what to trust and show (proto/credentials.py). Unset or empty: a plain connection."""
 
+MODE = "MOESERVE_EXPERTS_MODE"
+"""How rows get to the service: `remote`, by gRPC or shared memory; `attached`, by a device lane of a rank on
+this host (proto/passes).
+"""
+
 POLICIES = ("keep", "recompute")
+MODES = ("remote", "attached")
 
 
 @dataclass(frozen=True)
@@ -34,12 +40,22 @@ class Settings:
     timeout: float = 240.0  # below the 300 s after which vLLM gives a forward pass up
     caches: str = "keep"
     credentials: Credentials | None = None
+    mode: str = "remote"
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout < math.inf:
             raise ValueError(f"{TIMEOUT}={self.timeout} must be more than 0 seconds, and finite")
         if self.caches not in POLICIES:
             raise ValueError(f"{CACHES}={self.caches!r} is not one of {', '.join(POLICIES)}")
+
+        if self.mode == "in_process":
+            raise ValueError(
+                f"{MODE}='in_process' would make an engine's processes the ranks, which is not built for "
+                f"engines; moeserve.torch has it for model servers written in torch. Use one of "
+                f"{', '.join(MODES)}"
+            )
+        if self.mode not in MODES:
+            raise ValueError(f"{MODE}={self.mode!r} is not one of {', '.join(MODES)}")
 
     @classmethod
     def chosen(cls, environment: Mapping[str, str]) -> Settings | None:
@@ -55,6 +71,8 @@ class Settings:
                 raise ValueError(f"{TIMEOUT}={text!r} must be a number of seconds") from None
         if text := environment.get(CACHES, "").strip():
             given["caches"] = text
+        if text := environment.get(MODE, "").strip():
+            given["mode"] = text
         if text := environment.get(CREDENTIALS, "").strip():
             try:
                 given["credentials"] = Credentials.load(text)

@@ -16,6 +16,7 @@ from torch.nn import Module
 from moeserve.proto.integrations import taken
 from moeserve.proto.integrations.remote_layers import RemoteLayers, of_one_version
 from moeserve.proto.integrations.sglang.experts import LAYERS, RemoteExpertsMethod
+from moeserve.proto.integrations.sglang.weights import PASSED_OVER
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,12 @@ def load_model(load: Any, loader: Any, **options: Any) -> Any:
     check_taken(model, layers)
     check_rest(model, options["model_config"])
     model.forward = of_one_version(model.forward, layers, is_mixed)
-    log.info("%d MoE layers are behind moeserve at %s", len(layers.taken), layers.settings.address)
+    log.info(
+        "%d MoE layers are behind moeserve at %s; %d tensors of experts were left in their files",
+        len(layers.taken),
+        layers.settings.address,
+        len(PASSED_OVER),
+    )
     return model
 
 

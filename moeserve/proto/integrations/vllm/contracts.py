@@ -98,6 +98,17 @@ PROPERTIES = (
 )
 """Properties by module and class that the plug-in answers, or relies on."""
 
+ELSEWHERE = frozenset(
+    {
+        "vllm/lora/layers/base_linear.py",  # of linear layers, and LoRA is refused
+        # layers of these models choose themselves: a start with one of them stops with its name
+        "vllm/models/deepseek_v4/amd/model.py",
+        "vllm/models/muse_spark/amd/muse_moe_runner.py",
+        "vllm/models/muse_spark/nvidia/muse_moe_runner.py",
+    }
+)
+"""Files of vLLM that define `_get_quant_method` besides `RoutedExperts`' own, which is replaced."""
+
 
 def broken() -> list[str]:
     """What is not as it must be in this vLLM, a sentence each."""
