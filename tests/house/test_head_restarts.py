@@ -11,7 +11,7 @@ import pytest
 from failures import stand_still
 from houses import Alone
 from processes import descendants_of, gone
-from served import Waiting, served
+from served import Service, Waiting, served
 
 from moeserve.proto.client import MoeClient
 
@@ -26,11 +26,14 @@ AGAIN_SECONDS = 30.0  # for a loaded host; what is wanted is measured by the ben
 def test_a_killed_head_comes_back_at_its_address_and_nothing_is_read_again(
     tmp_path: Path, checkpoint_path: Path, alone: Alone, launcher: str
 ) -> None:
-    with served(tmp_path, checkpoint_path, "--launcher", launcher, *EP4) as service:
-        before = service.read()
-        assert len(before) == 4 and all(before.values())
+    spare = tmp_path / "service.toml"
+    spare.write_text("[balance]\nredundant_experts = 4\n")
+    with served(tmp_path, checkpoint_path, str(spare), "--launcher", launcher, *EP4) as service:
         generation = service.serves()
         with Waiting(service.address, alone) as clients:
+            epoch = rebalanced(service)
+            before = service.read()
+            assert len(before) == 4 and all(before.values())
             for _ in range(KILLS):
                 clients.after(time.monotonic(), AGAIN_SECONDS)
                 head, killed = service.head, time.monotonic()
@@ -42,7 +45,20 @@ def test_a_killed_head_comes_back_at_its_address_and_nothing_is_read_again(
                 print(f"answers again after {lasted:.2f} s")
         assert (clients.failed, clients.wrong) == ([], 0)
         with MoeClient(service.address) as client:
-            assert client.status().epoch == 1
+            assert client.status().epoch == epoch
+
+
+def rebalanced(service: Service) -> int:
+    """Has experts moved, so that the group's epoch is not the one that it starts with; returns it."""
+    until, reply = time.monotonic() + AGAIN_SECONDS, None
+    with MoeClient(service.address) as client:
+        while time.monotonic() < until:  # ranks tell of their load about once a second
+            if (reply := client.rebalance(policy="eplb")).outcome == "moved":
+                epoch = int(client.status().epoch)
+                assert epoch > 1
+                return epoch
+            time.sleep(0.2)
+    raise AssertionError(reply)
 
 
 def test_a_stopped_head_is_killed_and_replaced(tmp_path: Path, checkpoint_path: Path, alone: Alone) -> None:

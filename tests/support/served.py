@@ -8,10 +8,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from houses import Alone
@@ -73,14 +74,20 @@ def comm_of(pid: str) -> str:
 
 
 @contextmanager
-def served(folder: Path, checkpoint: Path, *flags: str) -> Iterator[Service]:
+def served(
+    folder: Path, checkpoint: Path, *flags: str, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Service]:
     """A service on the CPU with free ports; all of its processes have ended afterwards."""
     log = folder / "log"
     command = [sys.executable, "-m", "moeserve", "serve", "--checkpoint", str(checkpoint), "--device", "cpu"]
     command += ["--port", "0", "--metrics-port", "0", *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        )
     started: list[str] = []
     try:
         until = time.monotonic() + START_SECONDS

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.launch.environment import name_process, tune_process
-from moeserve.runtime.launch.head_process import HeadProcess, HeadStart
-from moeserve.runtime.launch.heads import HeadInside, Seated, seated
+from moeserve.runtime.launch.head_process import HeadInside, HeadProcess, HeadStart, Seated, seated
 from moeserve.runtime.telemetry import logs
 
 log = logging.getLogger(__name__)

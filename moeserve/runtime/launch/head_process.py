@@ -1,4 +1,6 @@
-"""What the head's process consists of: the coordinator, the front door, and their metrics."""
+"""What the head's process consists of: the coordinator, the front door, and their metrics; and `Head`, what
+whoever starts ranks knows of it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from moeserve import __version__
 from moeserve.checkpoints.hub import located
@@ -22,6 +25,7 @@ from moeserve.runtime.doors.operations import Operations
 from moeserve.runtime.head.coordinator import STOPPING, Coordinator, Progress
 from moeserve.runtime.head.generations.patience import Patience
 from moeserve.runtime.head.rebalancer import Rebalancer
+from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.head.scaling import ScaleSeconds, Scaling
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
@@ -39,6 +43,8 @@ LOOK_SECONDS = 0.01  # between looks for calls under way at the front door
 REPLY_SECONDS = 2.0  # for answers that are there to reach the front door's callers
 
 LEAVE_SECONDS = 5.0  # for a member to notice that its collective has ended, beside step.timeout_seconds
+
+ENDED = ("failed", "stopped")  # states of a group that serves no more
 
 EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 """Hosts to listen on that no client can be told."""
@@ -266,3 +272,109 @@ def policy_of(config: Config) -> Policy:
 def expert_nbytes(served: Served) -> tuple[int, ...]:
     """Bytes of one expert of each served layer, as it lies in the checkpoint."""
     return tuple(served.checkpoint.expert_nbytes(layer) for layer in served.layers)
+
+
+class Seated(NamedTuple):
+    """A rank that is connected to the head."""
+
+    pid: int
+    generation: int  # the last that it joined; 0: none yet
+
+
+class Head(Protocol):
+    """The head, for who starts ranks. Its methods come back at once, and any thread may call them."""
+
+    on_given_up: Callable[[RankProcess], None]
+    """Called by a thread of the head's: that process is to be ended."""
+
+    @property
+    def token(self) -> str:
+        """What the service's processes show each other."""
+
+    @property
+    def streams(self) -> str:
+        """The address that ranks connect to, `host:port`."""
+
+    @property
+    def since(self) -> float:
+        """When its process was started, on the monotonic clock: it knows nobody who came before."""
+
+    def seats(self) -> Mapping[int, Seated]:
+        """The ranks that are connected now."""
+
+    def wanted(self) -> Collection[int] | None:
+        """The ranks that are to have a process; None while it does not know."""
+
+    def refused(self, rank: int, why: str) -> None:
+        """Tells it that a rank which is to have a process cannot have one."""
+
+    def state(self) -> tuple[str, str]:
+        """The group's state, and the reason for it."""
+
+    def given_up(self, process: RankProcess, why: str) -> None:
+        """Tells it of a process that does not run, as was seen from outside."""
+
+    def living(self, processes: Mapping[int, RankProcess]) -> None:
+        """Tells it the process of each rank; any other that a rank had has ended."""
+
+    def fail(self, reason: str) -> None:
+        """Has the group end as failed."""
+
+
+class HeadInside:
+    """A head in this very process: where it ends, all ends."""
+
+    def __init__(self, head: HeadProcess) -> None:
+        self._head, self.since = head, time.monotonic()
+        self._living: Mapping[int, RankProcess] = {}
+        self.on_given_up: Callable[[RankProcess], None] = lambda process: None
+        generations = head.coordinator.generations
+        generations.on_given_up = lambda process: self.on_given_up(process)
+        generations.is_gone = self._gone
+
+    @property
+    def token(self) -> str:
+        """What the service's processes show each other."""
+        return self._head.token
+
+    @property
+    def streams(self) -> str:
+        """The address that ranks connect to."""
+        return self._head.streams
+
+    def seats(self) -> Mapping[int, Seated]:
+        """The ranks that are connected now."""
+        return seated(self._head)
+
+    def wanted(self) -> Collection[int] | None:
+        """The ranks that are to have a process."""
+        return self._head.coordinator.wanted_seats
+
+    def refused(self, rank: int, why: str) -> None:
+        """Tells it that a rank cannot have a process."""
+        self._head.coordinator.no_room(rank, why)
+
+    def state(self) -> tuple[str, str]:
+        """The group's state, and the reason for it."""
+        progress = self._head.coordinator.progress()
+        return progress.state, progress.reason
+
+    def given_up(self, process: RankProcess, why: str) -> None:
+        """Tells it of a process that does not run."""
+        self._head.coordinator.given_up(process, why)
+
+    def living(self, processes: Mapping[int, RankProcess]) -> None:
+        """Tells it the process of each rank."""
+        self._living = dict(processes)
+
+    def fail(self, reason: str) -> None:
+        """Has the group end as failed."""
+        self._head.coordinator.fail(reason)
+
+    def _gone(self, process: RankProcess) -> bool:
+        return self._living.get(process.rank) != process
+
+
+def seated(head: HeadProcess) -> dict[int, Seated]:
+    """The ranks that are connected to `head`."""
+    return {rank: Seated(seat.pid, seat.generation) for rank, seat in head.coordinator.seats().items()}

@@ -34,8 +34,7 @@ from moeserve.runtime.launch.head_child import (
     Up,
     run_head,
 )
-from moeserve.runtime.launch.head_process import HeadStart
-from moeserve.runtime.launch.heads import ENDED, Seated
+from moeserve.runtime.launch.head_process import ENDED, HeadStart, Seated
 from moeserve.runtime.launch.watch import ProcessWatch
 from moeserve.runtime.telemetry import logs
 

@@ -27,8 +27,7 @@ from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.launch.environment import machine_for, name_process
 from moeserve.runtime.launch.head_child import run_head
-from moeserve.runtime.launch.head_process import HeadProcess
-from moeserve.runtime.launch.heads import ENDED, Head, HeadInside
+from moeserve.runtime.launch.head_process import ENDED, Head, HeadInside, HeadProcess
 from moeserve.runtime.launch.kept_head import KeptHead, warm_processes
 from moeserve.runtime.launch.rank_process import RankSpec, run_rank
 from moeserve.runtime.launch.restarts import Restarts, why_given_up

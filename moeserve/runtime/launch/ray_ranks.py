@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from moeserve.proto.texts import clipped
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
-from moeserve.runtime.launch.heads import Head
+from moeserve.runtime.launch.head_process import Head
 from moeserve.runtime.launch.ray_rank import ALL_GPUS, RankActor
 from moeserve.runtime.launch.restarts import Restarts, why_given_up
 from moeserve.runtime.launch.watch import ProcessWatch

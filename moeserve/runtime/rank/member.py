@@ -156,7 +156,7 @@ class Member:
             why = self._take_entries()
             while not self._told_to_stop:
                 log.warning("rank %d: %s", self._rank.index, why)
-                self._end_generation(why, hold=True)
+                self._end_generation(why, back=True)
                 self._entries.put({"kind": "abort"})
                 if not self.come_back():
                     break
@@ -199,7 +199,7 @@ class Member:
                     log.info(
                         "generation %d is aborted: %s", message["generation"], clipped(message["reason"])
                     )
-                    self._end_generation(message["reason"], hold=message["back"])
+                    self._end_generation(message["reason"], back=message["back"])
                 elif message["kind"] == "prepare":
                     self._generation = self._newest = message["generation"]
                     self._say_here(self._generation)
@@ -209,12 +209,12 @@ class Member:
         except StreamClosed as closed:
             return f"the coordinator is gone: {closed}"
 
-    def _end_generation(self, reason: str, *, hold: bool) -> None:
-        """Ends the waits of the generation, whatever thread is in them. `hold`: the group comes together
-        again, and the lane keeps its jobs for it.
+    def _end_generation(self, reason: str, *, back: bool) -> None:
+        """Ends the waits of the generation, whatever thread is in them; where the group comes `back`, the
+        lane keeps its jobs.
         """
         self._generation = ABORTED  # before the lane: a commit under way sees it
-        if hold and self._lane is not None:
+        if back and self._lane is not None:
             self._lane.hold(reason)
         else:
             self._close_lane(reason)

@@ -214,6 +214,7 @@ class Recovering:
                 continue
             log.info("rank %d (pid %d) is to leave: it has no seat any more", number, seat.pid)
             self._group.send(seat, {"kind": "stop"})
+            seat.stream.close()
         if missing := self._group.missing:
             self._generations.go_on(f"ranks {missing} have not come back since the head has started again")
 
