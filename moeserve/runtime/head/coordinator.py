@@ -11,7 +11,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +33,7 @@ from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.head.generations.generations import Generations
 from moeserve.runtime.head.generations.ready import Cover, ReadyPlans
 from moeserve.runtime.head.generations.recovery import Recovering
+from moeserve.runtime.head.generations.resizing import Resizing
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.in_flight import StepsInFlight
 from moeserve.runtime.head.placing.pending_change import Outcome
@@ -90,6 +91,7 @@ class Coordinator:
         self._pace_until = math.inf  # when the thread that keeps the pace looks again
         self.draining = ""  # why lanes take no further call, though the group serves
         self._drained = set[int]()  # seats whose calls have ended since
+        self.resizing = Resizing(self._group, self.generations, self._drained)
         self._log_levels: dict[str, str] = {}  # that every member sets, by logger
         self.on_change: Callable[[Progress], None] = lambda progress: None
         self.observe_step: Callable[[int, float], None] = lambda layer, seconds: None  # of the whole group
@@ -114,12 +116,25 @@ class Coordinator:
         """
         self._reception.ring_bytes, self._reception.ring_spin = nbytes, spin
 
-    def recover(self, seconds: float) -> None:
+    @property
+    def wanted_seats(self) -> frozenset[int] | None:
+        """The seats that are to have a process; None while a head that starts again hears who is there."""
+        with self._lock:
+            recovering = self._recovering is not None and self._recovering.under_way
+            return None if recovering else self.resizing.wanted
+
+    def no_room(self, rank: int, why: str) -> None:
+        """The launcher cannot start a rank that is to join."""
+        with self._lock:
+            if rank in self.generations.coming:
+                self.generations.refused(rank, Refusal(why, for_good=True))
+
+    def recover(self, seconds: float, wanted: Collection[int] | None = None) -> None:
         """Has members of the head before this one come back with what they hold, and waits so long for them;
-        called before `start`.
+        called before `start`. wanted: the seats that were to have a process; None: those of the first epoch.
         """
         with self._lock:
-            self._recovering = Recovering(self._group, self.generations, seconds)
+            self._recovering = Recovering(self._group, self.generations, seconds, wanted)
 
     def start(self) -> None:
         """Begins to accept members, and to order their steps."""

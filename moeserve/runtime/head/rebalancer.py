@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -157,6 +158,28 @@ class Rebalancer:
             plan = self.plan(policy, max_moves)
             self._seen = self._coordinator.load().tokens
             return plan, self._counted(self._moved(plan))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A context in which nobody else changes the placement or the weights."""
+        with self._leading:
+            yield
+
+    def move_to(self, target: Placement) -> Cycle:
+        """Moves experts until they lie as `target` says, whatever the load; within `alone`. Blocks."""
+        epoch, started = self._coordinator.epoch, time.monotonic()
+        return self._counted(self._led(rebalance(epoch, target, self._settings.staging_slots), started, 0.0))
+
+    def mend(self) -> Cycle:
+        """Gives as many experts as can a second owner, where the loss of one is covered; within `alone`."""
+        if not self._settings.cover_owners:
+            return Cycle("even")
+        return self._counted(self._moved(self._mended(self._coordinator.load().tokens)))
+
+    @property
+    def cover_owners(self) -> int:
+        """Of how many owners the slots have to stand the loss."""
+        return self._settings.cover_owners
 
     def reload(self, path: str) -> Cycle:
         """Brings every layer to the weights in `path`, layer by layer while steps run; blocks.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,15 @@ class _Away:
     heard: float = 0.0  # when its process last said that it goes on
     loaded: bool = False
     versions: tuple[int, ...] = ()  # of the weights that it was told to load, by layer
+
+
+def with_ranks(epoch: Epoch, seats: Collection[int]) -> Epoch:
+    """`epoch` with new ranks in these seats: lane and owner's place have its number. They get replicas of
+    the experts that have fewest. Raises ValueError for seats that cannot be filled.
+    """
+    for seat in sorted(seats):
+        epoch = epoch.joined(Member(seat, lane=seat, owner=seat))
+    return epoch
 
 
 class Returning:
@@ -77,6 +86,10 @@ class Returning:
     def lost(self, number: int) -> None:
         """Its process has gone again."""
         self._away[number].seat, self._away[number].loaded = None, False
+
+    def forget(self, number: int) -> None:
+        """Nobody is to come for this seat."""
+        del self._away[number]
 
     def heard(self, number: int, now: float, *, loaded: bool = False) -> None:
         """Its process goes on, or has loaded."""
