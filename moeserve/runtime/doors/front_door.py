@@ -15,6 +15,7 @@ import grpc
 import numpy as np
 
 from moeserve import __version__
+from moeserve.dispatch.members import Member
 from moeserve.experts.load import PHASES
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.credentials import Credentials
@@ -217,6 +218,9 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
             _rank_status(member, seats.get(member.seat), covers.get(member.seat))
             for member in _members(epoch, seats)
         ]
+        ranks += [
+            _rank_status(_absent(member), seats.get(member.seat), None) for member in self._coordinator.away()
+        ]
         by_phase = self._coordinator.load_by_phase()
         tokens, prefill = by_phase.sum(axis=0), by_phase[PHASES.index("prefill")]
         balanced = 1 / epoch.placement.imbalance(tokens)
@@ -297,6 +301,11 @@ def _members(epoch: Epoch, seats: Mapping[int, Seat]) -> list[moe_pb2.Member]:
         )
         for member in epoch.members.present
     ]
+
+
+def _absent(member: Member) -> moe_pb2.Member:
+    """A member that is away: lost, or loading before it joins."""
+    return moe_pb2.Member(seat=member.seat, lane=member.lane, owner=member.owner)
 
 
 def _rank_status(member: moe_pb2.Member, seat: Seat | None, cover: Cover | None) -> moe_pb2.RankStatus:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moeserve.dispatch.members import Member, Members
 from moeserve.experts.load import PHASES, Load
 from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.control.frames import encoded
@@ -229,6 +230,19 @@ class Coordinator:
         epoch = self.epoch
         owners = [member.seat for member in epoch.members.present if member.owner is not None]
         return {seat: self.ready.covered(epoch, seat) for seat in owners}
+
+    def away(self) -> list[Member]:
+        """The members that the group serves without: lost, or loading before they join."""
+        with self._lock:
+            return self.generations.returning.members
+
+    def belonging(self) -> tuple[Members, list[int]]:
+        """All members, those that are away with them, and the seats of those that are there."""
+        with self._lock:
+            members = self._group.members
+            for member in self.generations.returning.members:
+                members = members.plus(member)
+            return members, list(self._seats)
 
     def load(self) -> Load:
         """Tokens by served layer and logical expert, as far as ranks have reported."""

@@ -103,7 +103,7 @@ class HeadProcess:
         )
         self._drain_seconds = server.drain_seconds
         self._leaving_seconds = min(server.leaving_seconds, server.drain_seconds)
-        self._telemetry.members(lambda: self.coordinator.epoch.members, self.coordinator.seats)
+        self._telemetry.members(self.coordinator.belonging)
         self._telemetry.covers(self.coordinator.covers)
         self._telemetry.loads(lambda: (self.coordinator.epoch.placement, self.coordinator.load()))
         self._telemetry.weights_version(lambda: self.coordinator.epoch.weights_version)

@@ -50,6 +50,11 @@ class Returning:
         return sorted(self._away)
 
     @property
+    def members(self) -> list[Member]:
+        """Those that are away, or load, as they were."""
+        return [self._away[seat].member for seat in self.seats]
+
+    @property
     def ready(self) -> list[int]:
         """Those that have loaded, and may join between two steps."""
         return sorted(seat for seat, away in self._away.items() if away.loaded)
