@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -30,10 +32,12 @@ def start(checkpoint_path: Path) -> Iterator[Started]:
     """Starts four ranks that cover a loss, with these keys of the section balance; eight experts."""
     made: list[LocalCluster] = []
 
-    def started(reload_root: Path | str = "", **balance: Any) -> LocalCluster:
+    def started(
+        reload_root: Path | str = "", checkpoint: Path = checkpoint_path, **balance: Any
+    ) -> LocalCluster:
         keys = {f"balance__{name}": value for name, value in ({"cover_owners": 1} | balance).items()}
         root = {"server__reload_root": str(reload_root)}
-        made.append(LocalCluster(house_config(checkpoint_path, **keys, **root, **EP4)))
+        made.append(LocalCluster(house_config(checkpoint, **keys, **root, **EP4)))
         return made[-1].__enter__()
 
     yield started
@@ -131,6 +135,40 @@ def test_two_that_are_lost_at_once_come_back_and_the_cover_with_them(start: Star
         check(client, alone)
         until(lambda: sources(house)["replicas"] == 8, "every expert has two owners again")
         check(client, alone)
+
+
+def test_experts_that_move_all_the_time_are_right_whoever_is_killed(tmp_path: Path, start: Started) -> None:
+    make_checkpoint("qwen3_moe", tmp_path, experts=24, layers=3, top_k=4)
+    moving = {"policy": "eplb", "interval_seconds": 0.3, "min_tokens": 1, "min_imbalance": 0.0}
+    house, alone = start(checkpoint=tmp_path, redundant_experts=8, shadows=True, **moving), Alone(tmp_path)
+    over, wrong, rounds = threading.Event(), list[str](), itertools.count()
+
+    def call() -> None:
+        with MoeClient(house.address, timeout=SECONDS) as client:
+            for turn in rounds:
+                hidden, experts, weights = alone.batch(8, turn % 13)
+                experts = (experts + turn // 7) % 24  # the hot ones wander
+                for layer in range(3):
+                    found = torch.as_tensor(client.forward(layer, hidden, experts, weights))
+                    if not torch.allclose(found, alone.forward(layer, hidden, experts, weights), **CLOSE):
+                        wrong.append(f"layer {layer}, round {turn}")
+                if over.is_set():
+                    return
+
+    asking = [threading.Thread(target=call) for _ in range(2)]
+    for one in asking:
+        one.start()
+    for seat in (1, 3, 0):
+        epoch = house.head.coordinator.epoch.number
+        until(lambda epoch=epoch: house.head.coordinator.epoch.number > epoch + 4, "experts move")
+        os.kill(house.pid(seat), signal.SIGKILL)
+        until(lambda seat=seat: seat not in members(house), "it goes on")
+        until(lambda: members(house) == (0, 1, 2, 3) and house.state() == ("serving", ""), "it is back")
+    over.set()
+    for one in asking:
+        one.join(SECONDS)
+        assert not one.is_alive()
+    assert wrong == []
 
 
 def test_shadows_follow_a_rebalance_and_a_reload(start: Started, alone: Alone, tmp_path: Path) -> None:

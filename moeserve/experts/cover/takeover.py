@@ -12,7 +12,7 @@ from moeserve.experts.placement import EMPTY, slots_within
 
 Row = NDArray[np.int32]
 
-KEPT = 1 << 14
+KEPT = 1 << 13
 """Layers' takeovers that are kept: a change of the placement leaves all layers but one as they were."""
 
 

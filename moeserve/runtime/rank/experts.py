@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Literal
@@ -21,6 +23,8 @@ from moeserve.runtime.planning.plan import Plan
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.peers import HeldExpert
 from moeserve.runtime.served import Served
+
+log = logging.getLogger(__name__)
 
 LayerProgress = Callable[[Iterable[int]], Iterable[int]]
 
@@ -120,7 +124,15 @@ class RankExperts:
         for them; they are there when this returns. What was filled stays known when it ends early. Raises
         Abandoned once `by` is told so, and what reading a checkpoint raises.
         """
+        lacking, started = len(self.lacking(epoch, position)), time.perf_counter()
+        read, shadowed = self.bytes_read, self.bytes_from_shadows
         self._fill(epoch, position, by)
+        megabytes = (self.bytes_from_shadows - shadowed) / 1e6, (self.bytes_read - read) / 1e6
+        log.info(
+            "rank %d: layer %d has %d experts more, %.1f MB of host memory and %.1f MB of disk, in %.3f s",
+            *(self._index, self._served.layers[position], lacking, *megabytes),
+            time.perf_counter() - started,
+        )
         self.on_held(epoch)
 
     def adopt(self, epoch: Epoch, position: int) -> None:
