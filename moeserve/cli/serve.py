@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     config = config_of(args)
     _say("\n".join(config.lines()))
     _check_served(config)
-    logs.start(config.log, "head" if config.cluster.launcher == "local" else "launcher")
+    logs.start(config.log, "launcher")
     cluster = _cluster(config)
     signals = _Signals()
     try:
@@ -163,11 +163,9 @@ def _check_served(config: Config) -> None:
 
 def _cluster(config: Config) -> Cluster:
     if config.cluster.launcher == "local":
-        from moeserve.runtime.launch.environment import tune_process
-        from moeserve.runtime.launch.local_cluster import LocalCluster
+        from moeserve.runtime.launch.local_cluster import LocalService
 
-        tune_process()
-        return LocalCluster(config)
+        return LocalService(config)
     from moeserve.runtime.launch.ray_cluster import RayCluster
 
     return RayCluster(config)

@@ -51,17 +51,18 @@ def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     ]
 
 
-def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, *, held_port: bool = False) -> Options:
     """The gRPC options of a lane's or the front door's endpoint.
 
-    A port that is in use is an error, not shared; clients may ping while a step runs. A connection has at
+    A port that is in use is an error, not shared; `held_port`: unless another process of this user, which
+    does not listen there, holds it for this one; clients may ping while a step runs. A connection has at
     most MOST_STREAMS calls at once, those counted that were reset and are not yet put away: one that resets
     thousands holds nobody else up.
     """
     return [
         *_limits(max_message_bytes),
         ("grpc.max_concurrent_streams", MOST_STREAMS),
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(held_port)),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.keepalive_permit_without_calls", 1),
     ]

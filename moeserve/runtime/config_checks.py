@@ -48,6 +48,7 @@ POSITIVE = frozenset(
         "cluster.send_seconds",
         "keys.handshake_seconds",
         "cluster.begin_seconds",
+        "cluster.recover_seconds",
         "passes.lane_bytes",
         "passes.patience_seconds",
     }

@@ -132,7 +132,7 @@ def test_levels_change_in_every_process_and_in_those_that_start_later(
         os.kill(pid, signal.SIGKILL)
         service.said(rank="head", level="warning", message=f"rank 1 (pid {pid}) is lost")
         service.said(
-            rank="head", level="warning", message=f"rank 1 (pid {pid}) ended with -9; it is started again"
+            rank="launcher", level="warning", message=f"rank 1 (pid {pid}) ended with -9; it is started again"
         )
         service.said(rank=0, level="info", message="is aborted: rank 1")
         service.said(rank=1, generation=3, message="joined generation 3")

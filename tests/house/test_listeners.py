@@ -109,11 +109,15 @@ def listeners(address: str, pid: int, ring: Keyring) -> list[Found]:
     ) as client:
         ranks = {rank.pid for rank in client.status().ranks}
     assert len(ranks) == 2
-    found = dict.fromkeys(found_of(pid, "head"))
-    for child in psutil.Process(pid).children(recursive=True):
+    children = psutil.Process(pid).children(recursive=True)
+    (head,) = (child.pid for child in children if child.name() == "moeserve-head")
+    found = dict.fromkeys(found_of(head, "head"))
+    for child in (psutil.Process(pid), *(one for one in children if one.pid != head)):
         prober = any("probe_process" in word for word in child.cmdline())
         role = "rank" if child.pid in ranks else "prober" if prober else "launcher"
-        places = {one.place for one in found}  # the prober answers at a socket that the head opened
+        places = {
+            one.place for one in found
+        }  # others hold sockets that the head serves: the prober, the launcher
         found |= dict.fromkeys(one for one in found_of(child.pid, role) if one.place not in places)
     return list(found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -66,7 +67,7 @@ class Raw:
     def gap(self, lane: int, since: float) -> float:
         """The longest time from one answer to the next, of answers after `since`."""
         ends = [ended for _, ended in self.times[lane]]
-        return max(after - before for before, after in zip(ends, ends[1:], strict=False) if after > since)
+        return max(after - before for before, after in itertools.pairwise(ends) if after > since)
 
 
 def until(true: object, what: str = "") -> None:

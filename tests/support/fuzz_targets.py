@@ -480,7 +480,7 @@ def member_messages() -> list[dict[str, Any]]:
         {"kind": "done", "step": 1},
         messages.report_message(1, (3, 4), tokens),
         {"kind": "here"},
-        {"kind": "prepared", "bytes_read": 1, "weight_bytes": 2},
+        {"kind": "prepared", "bytes_read": 1, "weight_bytes": 2, "lacks": []},
         {"kind": "joined", "plans": [[3, "kernel", "dispatcher", "bf16"]]},
         {"kind": "voted", "change": 1, "staged": [[0, 1, "ab", "stream", 10, 0.1, 0]], "refused": ""},
         {"kind": "adopted", "change": 1},

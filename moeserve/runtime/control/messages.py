@@ -23,6 +23,8 @@ from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.planning.plan import Plan
 from moeserve.runtime.step import Announcement, Header
 
+MOST_GENERATIONS = 1 << 48  # far from what a frame's numbers end at
+
 
 def header_message(header: Header, generation: int) -> Message:
     """The message that tells one member of a step."""
@@ -92,6 +94,25 @@ def epoch_from(message: Message) -> Epoch:
     members = Members(present, message["max_lanes"], message["max_owners"])
     mesh, versions, weights = Mesh(*message["mesh"]), tuple(message["versions"]), tuple(message["weights"])
     return Epoch(message["number"], mesh, placement, members, versions, weights)
+
+
+def held_message(generation: int, epoch: Epoch | None) -> Message:
+    """What a member holds that comes back to a head: its epoch, None before any, and the newest generation
+    that it has heard of.
+    """
+    return {
+        "kind": "held",
+        "generation": generation,
+        "epoch": None if epoch is None else epoch_message(epoch),
+    }
+
+
+def held_from(message: Message) -> tuple[int, Epoch | None]:
+    """What the member says that it holds: generation and epoch. Raises KeyError, TypeError or ValueError."""
+    epoch, generation = message["epoch"], int(message["generation"])
+    if not 0 <= generation < MOST_GENERATIONS:
+        raise ValueError(f"generation {quoted(generation)} is not one of a service")
+    return generation, None if epoch is None else epoch_from(epoch)
 
 
 def stage_message(number: int, change: Change, decoder_layer: int, owner: int | None) -> Message:

@@ -34,6 +34,8 @@ class Endpoint:
     Health says NOT_SERVING until told otherwise.
     """
 
+    held_port = False  # whether another process of this user holds the port, and does not listen there
+
     def __init__(
         self,
         servicers: Servicers,
@@ -48,7 +50,7 @@ class Endpoint:
         self._server = grpc.server(
             others,
             interceptors=keys.interceptors(),
-            options=server_options(max_message_bytes) + keys.server_options(),
+            options=server_options(max_message_bytes, held_port=self.held_port) + keys.server_options(),
         )
         self._health = Health(limits.unread_seconds)
         self._services = register(self._server, servicers, elsewhere, self._calling)
@@ -110,6 +112,12 @@ class Endpoint:
                 "a call did not end within %g s of the server's stop; it is left", grace + STOP_SECONDS
             )
         self._calling.close()
+
+
+class HeldEndpoint(Endpoint):
+    """An endpoint at a port that its launcher holds, so that nobody else gets it while it starts again."""
+
+    held_port = True
 
 
 def door_limits(server: ServerConfig) -> DoorLimits:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.head.generations.generations import Generations
 from moeserve.runtime.head.generations.ready import Cover, ReadyPlans
+from moeserve.runtime.head.generations.recovery import Recovering
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.in_flight import StepsInFlight
 from moeserve.runtime.head.placing.pending_change import Outcome
@@ -66,7 +68,10 @@ class Coordinator:
     `layers` are the decoder indices of the placement's layers.
     """
 
-    def __init__(self, epoch: Epoch, layers: tuple[int, ...], pace: StepPace, host: str, token: str) -> None:
+    def __init__(
+        self, epoch: Epoch, layers: tuple[int, ...], pace: StepPace, at: str | socket.socket, token: str
+    ) -> None:
+        """at: the host, or the socket, where members' streams are accepted, as `Reception` has it."""
         self._group, room = Group(epoch), epoch.members
         self._lock, self._seats = self._group.lock, self._group.seats
         self._changes = TwoPhaseCommit(self._group, layers)
@@ -79,8 +84,9 @@ class Coordinator:
         self.ready = ReadyPlans(self._shadowed)
         self.generations.without, self._changes.on_epoch = self.ready.without, self.ready.renew
         self.keeps_shadows = False  # members are told where they get them from
-        self._reception = Reception(host, room.max_lanes + room.max_owners, token, self)
+        self._reception = Reception(at, room.max_lanes + room.max_owners, token, self)
         self.address = self._reception.address
+        self._recovering: Recovering | None = None  # of a head that has started again
         self._pace_until = math.inf  # when the thread that keeps the pace looks again
         self.draining = ""  # why lanes take no further call, though the group serves
         self._drained = set[int]()  # seats whose calls have ended since
@@ -108,6 +114,13 @@ class Coordinator:
         """
         self._reception.ring_bytes, self._reception.ring_spin = nbytes, spin
 
+    def recover(self, seconds: float) -> None:
+        """Has members of the head before this one come back with what they hold, and waits so long for them;
+        called before `start`.
+        """
+        with self._lock:
+            self._recovering = Recovering(self._group, self.generations, seconds)
+
     def start(self) -> None:
         """Begins to accept members, and to order their steps."""
         patience = self.generations.patience
@@ -123,6 +136,8 @@ class Coordinator:
         """Ends the group: members are told to stop."""
         with self._lock:
             self._changes.abandon(reason)
+            if self._recovering is not None:
+                self._recovering.end()
             self.generations.set_state("stopped", reason)
             self._group.broadcast({"kind": "stop"})
             for seat in self._seats.values():
@@ -228,6 +243,8 @@ class Coordinator:
         ValueError: it cannot start, comes too late, or the seat is a reserved one.
         """
         with self._lock:
+            if self._recovering is not None and self._recovering.connected(rank, seat, refusal):
+                return
             away = rank in self.generations.returning.seats
             if not away and rank not in self._group.members.seats:
                 taken = list(self._group.members.seats)
@@ -242,7 +259,8 @@ class Coordinator:
     def rank_lost(self, rank: int, seat: Seat, why: str) -> None:
         """Ends the generation of a member whose stream ended. A failure keeps its own reason."""
         with self._lock:
-            self.generations.lost(rank, seat, why)
+            if self._recovering is None or not self._recovering.lost(rank, seat):
+                self.generations.lost(rank, seat, why)
 
     def given_up(self, process: RankProcess, why: str) -> None:
         """Ends the generation of a member whose process does not run, as its launcher has seen."""
@@ -258,6 +276,10 @@ class Coordinator:
             seat.shadowed = shadowed_from(message)
             return
         with self._lock:
+            if message["kind"] == "held":
+                if self._recovering is not None:
+                    self._recovering.holds(rank, seat, message)
+                return
             if self.generations.returning.is_here(rank, seat):
                 self.generations.returning_says(rank, message)
                 return
@@ -380,11 +402,14 @@ class Coordinator:
         """Starts what has to wait: steps that gather company, and the next generation."""
         with self._lock:
             while True:
+                if self._recovering is not None:
+                    self._recovering.advance(time.monotonic())
                 self.generations.advance(time.monotonic())
                 if self.generations.ended:
                     return
                 due = self._emit()
-                until = min(math.inf if due is None else due, self.generations.next_at())
+                back = math.inf if self._recovering is None else self._recovering.due
+                until = min(math.inf if due is None else due, self.generations.next_at(), back)
                 self._pace_until = until
                 self._lock.wait(min(LOOK_SECONDS, max(0.0, until - time.monotonic())))
 

@@ -53,6 +53,7 @@ class Seat:
     steps: int = 0
     expert_rows: int = 0
     unreachable: str = ""  # why what was sent to it did not arrive
+    again: bool = False  # its process was here before; it says what it holds once it has left its generation
     load: np.ndarray | None = None  # [phases, L, E] tokens its lane sent, since it started
     shadowed: Shadowed = NO_SHADOWS  # the experts that it keeps in host memory
 
@@ -84,7 +85,10 @@ class RankEvents(Protocol):
 class Reception:
     """Accepts ranks' streams at `address`, one thread each."""
 
-    def __init__(self, host: str, seats: int, token: str, events: RankEvents) -> None:
+    def __init__(self, at: str | socket.socket, seats: int, token: str, events: RankEvents) -> None:
+        """at: a host, of which a free port is taken, or a socket that listens already, which its owner keeps
+        when this head ends.
+        """
         self._room, self._token, self._events = seats, token, events  # how many seats there are
         self.send_seconds = SEND_SECONDS
         self.reach_seconds = 30.0  # for which a rank's host may be out of reach
@@ -95,9 +99,10 @@ class Reception:
             0.0,
         )  # shared with a rank of this host, each way; 0: none
         self._rings: RingOffers | None = None
-        listener = socket.create_server((host, 0))
+        listener = socket.create_server((at, 0)) if isinstance(at, str) else at
         self._acceptor = Acceptor(listener, "rank", self._serve, MOST_STRANGERS + seats)
-        self.address = f"{host}:{listener.getsockname()[1]}"
+        host, port = listener.getsockname()[:2]
+        self.address = f"{at if isinstance(at, str) else host}:{port}"
 
     def start(self) -> None:
         """Begins to accept ranks' streams. Raises OSError where no socket for rings can be made."""
@@ -129,6 +134,8 @@ class Reception:
                 hello = stream.receive_first(self.hello_seconds or HELLO_SECONDS)
                 guest.known()
                 rank, seat = self._introduced(hello, stream)
+                if seat.again:
+                    stream.send({"kind": "welcome"})
                 self._events.rank_connected(rank, seat, refusal_of(hello))
                 if self._rings is not None and hello.get("ring") and seat.host_id == host_id():
                     self._rings.offer(stream)
@@ -166,6 +173,7 @@ class Reception:
             hello.get("metrics", ""),
             hello.get("weights", ""),
             plans_from(hello),
+            again=bool(hello.get("again", False)),
         )
 
 

@@ -86,6 +86,7 @@ _TO_HEAD = (
     "withdraw",
     "done",
     "report",
+    "held",
     "here",
     "prepared",
     "loaded",
@@ -101,6 +102,7 @@ _TO_HEAD = (
 )
 _TO_RANK = (
     "load",
+    "welcome",
     "prepare",
     "join",
     "step",

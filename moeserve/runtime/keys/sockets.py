@@ -76,3 +76,25 @@ def _answers(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.settimeout(0)
         return asking.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
+
+
+class HeldPort(int):
+    """A TCP port that another process of this user holds for whoever listens there: it has bound it, and does
+    not listen. The listener shares it by SO_REUSEPORT, which the kernel grants to processes of one user.
+    """
+
+
+def hold_port(host: str, port: int) -> tuple[socket.socket, HeldPort]:
+    """Binds `host:port` (0: a free one) so that nobody else gets it while its listener starts again.
+
+    Raises OSError where it is taken.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    holder = socket.socket(family, kind, protocol)
+    try:
+        holder.bind(address)  # before it may be shared: a port that somebody else shares is taken, too
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    except BaseException:
+        holder.close()
+        raise
+    return holder, HeldPort(holder.getsockname()[1])

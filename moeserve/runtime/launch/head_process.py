@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import secrets
+import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from moeserve import __version__
 from moeserve.checkpoints.hub import located
@@ -14,7 +16,7 @@ from moeserve.experts.balance import Policy, balancer_named
 from moeserve.runtime.config import Config
 from moeserve.runtime.control.rings import spin_of
 from moeserve.runtime.doors.admin_door import AdminDoor
-from moeserve.runtime.doors.endpoint import Endpoint, door_limits
+from moeserve.runtime.doors.endpoint import Endpoint, HeldEndpoint, door_limits
 from moeserve.runtime.doors.front_door import NOT_A_LANE, FrontDoor
 from moeserve.runtime.doors.operations import Operations
 from moeserve.runtime.head.coordinator import STOPPING, Coordinator, Progress
@@ -22,6 +24,7 @@ from moeserve.runtime.head.generations.patience import Patience
 from moeserve.runtime.head.rebalancer import Rebalancer
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
+from moeserve.runtime.keys.sockets import HeldPort
 from moeserve.runtime.planning.layers import first_epoch
 from moeserve.runtime.sections import OFF
 from moeserve.runtime.served import Served, model_name, served_from
@@ -40,6 +43,18 @@ EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 """Hosts to listen on that no client can be told."""
 
 
+@dataclass(frozen=True)
+class HeadStart:
+    """What a launcher keeps for one head after another: its token, and the ports that it holds; picklable."""
+
+    token: str = field(repr=False)
+    streams: socket.socket = field(repr=False)  # listens, also between two heads
+    port: int  # a HeldPort, or as configured where it could not be held; so are the next two
+    metrics_port: int
+    health_port: int
+    again: bool = False  # there was a head before, whose members come back
+
+
 class HeadProcess:
     """Starts the coordinator and the front door; launchers start the ranks.
 
@@ -47,15 +62,17 @@ class HeadProcess:
     owns the process calls `tune_process` first.
     """
 
-    def __init__(self, config: Config, host: str) -> None:
+    def __init__(self, config: Config, host: str, start: HeadStart | None = None) -> None:
+        """start: what a launcher keeps for it; None: a fresh token, and ports as configured."""
         served = served_from(config)
         epoch = first_epoch(served)
         step, server = config.step, config.server
         pace = StepPace(step.lane_rows, step.max_step_tokens, step.gather_seconds, step.due_seconds)
-        self.token = secrets.token_hex(16)
+        self.token = secrets.token_hex(16) if start is None else start.token
         logs.hide(self.token)
         keys = Keys(config.keys, self.token)
-        self.coordinator = Coordinator(epoch, served.layers, pace, host, self.token)
+        at = host if start is None else start.streams
+        self.coordinator = Coordinator(epoch, served.layers, pace, at, self.token)
         self.coordinator.secure(keys)
         spin = spin_of(config.cluster.spin_seconds, served.mesh.ranks)
         self.coordinator.share_rings(config.cluster.ring_bytes, spin)
@@ -90,7 +107,9 @@ class HeadProcess:
         self._front.show_lanes(keys.to_lanes())
         operations = Operations(served, self.rebalancer, reload_root_of(config))
         operations.on_log_level = log_levels.set
-        self._endpoint = Endpoint(
+        self.on_change: Callable[[], None] = lambda: None  # of the group's state
+        port, metrics_port, health_port = _ports(config, start)
+        self._endpoint = (HeldEndpoint if isinstance(port, HeldPort) else Endpoint)(
             {"FrontService": self._front, "AdminService": AdminDoor(operations)},
             NOT_A_LANE,
             door_limits(server),
@@ -100,22 +119,24 @@ class HeadProcess:
         self._telling = threading.Lock()  # for what health says
         self.coordinator.on_change = self._changed
         shown = host if server.host in EVERY_ADDRESS else server.host
-        self.address = f"{shown}:{self._endpoint.start(server.host, server.port).rsplit(':', 1)[1]}"
+        self.address = f"{shown}:{self._endpoint.start(server.host, port).rsplit(':', 1)[1]}"
         self.metrics_address = ""
-        if server.metrics_port >= 0:
-            port = self._telemetry.serve(server.host, server.metrics_port, keys)
+        if metrics_port >= 0:
+            port = self._telemetry.serve(server.host, metrics_port, keys)
             self.metrics_address = f"{shown}:{port}"
         self._probes: Probes | None = None
         self.probes_address = ""
-        if server.health_port >= 0:
+        if health_port >= 0:
             self._probes = Probes(
-                (server.host, server.health_port),
+                (server.host, health_port),
                 self._endpoint.services,
                 server.stalled_seconds,
                 self._telemetry.why_not,
                 (config.keys.certificate, config.keys.private_key),
             )
             self.probes_address = f"{shown}:{self._probes.port}"
+        if start is not None and start.again:
+            self.coordinator.recover(config.cluster.recover_seconds)
         self.coordinator.start()
         self.rebalancer.start()
 
@@ -168,6 +189,14 @@ class HeadProcess:
         self._telemetry.set_progress(progress)
         if self._probes is not None:
             self._probes.tell()
+        self.on_change()
+
+
+def _ports(config: Config, start: HeadStart | None) -> tuple[int, int, int]:
+    """The front door's port, and those of metrics and probes; less than 0: none."""
+    if start is None:
+        return config.server.port, config.server.metrics_port, config.server.health_port
+    return start.port, start.metrics_port, start.health_port
 
 
 class LogLevels:

@@ -1,7 +1,9 @@
-"""`LocalCluster`: the service on this machine without Ray, each rank a process that is started again when it
-dies.
+"""The service on this machine without Ray: each rank is a process that is started again when it dies.
 
-Ranks come from a process that has imported everything and done nothing (multiprocessing's forkserver): it has
+`LocalService` has the head in a process of its own, and starts that again too: what `moeserve serve` is.
+`LocalCluster` has it in the caller's process: programs and tests see into it, and it ends with them.
+
+Processes come from one that has imported everything and done nothing (multiprocessing's forkserver): it has
 no thread, socket or CUDA context to inherit, and a rank that is started again saves the seconds of imports.
 """
 
@@ -12,21 +14,28 @@ import multiprocessing
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 
 from moeserve.proto.host_id import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
+from moeserve.runtime.launch.environment import name_process
+from moeserve.runtime.launch.head_child import run_head
 from moeserve.runtime.launch.head_process import HeadProcess
+from moeserve.runtime.launch.heads import ENDED, Head, HeadInside
+from moeserve.runtime.launch.kept_head import KeptHead, warm_processes
 from moeserve.runtime.launch.rank_process import RankSpec, run_rank
 from moeserve.runtime.launch.restarts import Restarts, why_given_up
 from moeserve.runtime.launch.watch import ProcessWatch
 
 log = logging.getLogger(__name__)
 
-IMPORTED = (run_rank.__module__, "triton", "cuda.bindings.driver", "cuda.bindings.nvrtc")
-"""What ranks come with; the forkserver leaves out what is not installed."""
+IMPORTED = (run_rank.__module__, run_head.__module__, "triton", "cuda.bindings.driver", "cuda.bindings.nvrtc")
+"""What processes come with; the forkserver leaves out what is not installed."""
 
 LANES_HOST = "127.0.0.1"
 """Where lanes and control streams listen, whatever `server.host` says: all of it is on this machine."""
@@ -35,53 +44,36 @@ STOP_SECONDS = 10.0
 WATCH_SECONDS = 0.1
 
 
-class LocalCluster:
-    """A context: ranks run inside it. Their processes have the environment of the first cluster here."""
+class LocalRanks:
+    """The ranks of a head, a process each on this machine. One thread watches them."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config.checked()
+    def __init__(self, config: Config, head: Head, context: ForkServerContext) -> None:
+        self._config, self._head, self._context = config, head, context
         self._ranks = config.parallel.mesh.ranks
         self._processes: dict[int, BaseProcess] = {}
         self._restarts = Restarts()
         self._processes_watch = ProcessWatch()
         self._began: dict[int, float] = {}  # rank -> when its process was started
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(IMPORTED))
         self._stopping = threading.Event()  # nothing is started any more
         self._watched = threading.Event()  # until calls under way were answered: a rank may stop meanwhile
         self._watching = threading.Thread(target=self._watch, name="watch-ranks", daemon=True)
         self._lock = threading.Lock()
-        self.head = HeadProcess(self._config, LANES_HOST)
-        generations = self.head.coordinator.generations
-        generations.on_given_up = lambda process: self._kill(process.rank, process.pid)
-        generations.is_gone = self._gone
+        self._told: dict[int, RankProcess] = {}  # what the head knows of the ranks' processes
+        head.on_given_up = lambda process: self._kill(process.rank, process.pid)
 
-    @property
-    def address(self) -> str:
-        """The front door's `host:port`."""
-        return self.head.address
+    def start(self) -> None:
+        """Starts the ranks, and begins to watch them."""
+        # A signal interrupts the main thread alone: not between a process' start and what it is told.
+        with ThreadPoolExecutor(1, "start-ranks") as starter:
+            list(starter.map(self._spawn, range(self._ranks)))
+        self._watching.start()
 
-    def start(self) -> LocalCluster:
-        """Starts the ranks and waits until the group serves. Raises RuntimeError or TimeoutError with the
-        reason.
-        """
-        try:
-            # A signal interrupts the main thread alone: not between a process' start and what it is told.
-            with ThreadPoolExecutor(1, "start-ranks") as starter:
-                list(starter.map(self._spawn, range(self._ranks)))
-            self._watching.start()
-            self.head.coordinator.wait_serving(self._config.cluster.start_timeout_seconds)
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def stop(self) -> None:
-        """Ends every process that was started here."""
+    def stop(self, stop_head: Callable[[], None]) -> None:
+        """Starts nothing any more, has the head stopped, and ends every process that was started here."""
         if self._stopping.is_set():
             return
         self._stopping.set()
-        self.head.stop()
+        stop_head()
         self._watched.set()
         self._end_watching()
         with self._lock:
@@ -102,19 +94,6 @@ class LocalCluster:
         if self._watching.is_alive():
             log.error("watch-ranks is still at work after %g s: a rank that it starts is left", STOP_SECONDS)
 
-    def state(self) -> tuple[str, str]:
-        """The group's state and reason."""
-        progress = self.head.coordinator.progress()
-        return progress.state, progress.reason
-
-    def metrics_targets(self) -> list[str]:
-        """`host:port` of every exporter that is up."""
-        return self.head.metrics_targets()
-
-    def probes_address(self) -> str:
-        """`host:port` where probes are answered; empty where none are."""
-        return self.head.probes_address
-
     def pid(self, rank: int) -> int:
         """The id of a rank's process. RuntimeError before it has started."""
         pid = self._processes[rank].pid
@@ -122,41 +101,59 @@ class LocalCluster:
             raise RuntimeError(f"rank {rank} has not started")
         return pid
 
-    def __enter__(self) -> LocalCluster:
-        return self.start()
-
-    def __exit__(self, *ended: object) -> None:
-        self.stop()
-
     def _spawn(self, rank: int) -> None:
-        spec = RankSpec(self._config, rank, self.head.streams, self.head.token, LANES_HOST, self._ranks, rank)
+        head = self._head
+        spec = RankSpec(self._config, rank, head.streams, head.token, LANES_HOST, self._ranks, rank)
         process = self._context.Process(target=_run_rank, args=(spec,), name=f"rank-{rank}", daemon=True)
         process.start()
         log.info("rank %d is process %s", rank, process.pid)
         with self._lock:
             self._processes[rank], self._began[rank] = process, time.monotonic()
+        self._tell_living()
+
+    def _tell_living(self) -> None:
+        """Tells the head which processes there are, where that has changed."""
+        with self._lock:
+            living = {
+                rank: RankProcess(rank, process.pid, host_id())
+                for rank, process in self._processes.items()
+                if process.pid is not None and process.is_alive()
+            }
+            if living == self._told:
+                return
+            self._told = living
+        self._head.living(living)
 
     def _watch(self) -> None:
         """Runs the watching thread; the group fails, with the reason, when it cannot go on."""
         try:
-            while not self._watched.wait(WATCH_SECONDS):
-                if self.head.coordinator.progress().state in ("failed", "stopped"):
+            while not self._watched.is_set():
+                if self._head.state()[0] in ENDED:
                     return
                 self._look()
+                self._wait()
         except Exception as error:
             log.exception("the launcher's thread watch-ranks ends")
-            reason = f"the launcher cannot go on: {type(error).__name__}: {error}"
-            self.head.coordinator.fail(reason)
+            self._head.fail(f"the launcher cannot go on: {type(error).__name__}: {error}")
+
+    def _wait(self) -> None:
+        """Waits until it is time to look again, which it is as soon as a process ends."""
+        with self._lock:
+            living = [process for process in self._processes.values() if process.is_alive()]
+        wait([process.sentinel for process in living], WATCH_SECONDS)
+        if not living:
+            self._watched.wait(WATCH_SECONDS)
 
     def _look(self) -> None:
         """Starts ended ranks again, and gives up those that do not run or do not come to the head."""
+        self._tell_living()
         self._note_joined()
         for rank, process in list(self._processes.items()):
             if not process.is_alive() and not self._stopping.is_set():
                 self._start_again(rank, process)
         for rank, pid, why in self._standing():
             log.warning("rank %d (pid %d) is given up: %s", rank, pid, why)
-            self.head.coordinator.given_up(RankProcess(rank, pid, host_id()), why)
+            self._head.given_up(RankProcess(rank, pid, host_id()), why)
             self._kill(rank, pid)
 
     def _standing(self) -> list[tuple[int, int, str]]:
@@ -164,32 +161,26 @@ class LocalCluster:
         cluster, now = self._config.cluster, time.monotonic()
         living = {rank: pid for rank, one in self._processes.items() if (pid := one.pid) and one.is_alive()}
         stopped = self._processes_watch.look(living.values())
-        seats = self.head.coordinator.seats()
+        seats = self._head.seats()
         found = []
         for rank, pid in living.items():
-            waited = None if rank in seats or self._stopping.is_set() else now - self._began[rank]
+            began = max(self._began[rank], self._head.since)
+            waited = None if rank in seats or self._stopping.is_set() else now - began
             if why := why_given_up(cluster, stopped[pid] or (0.0, ""), waited):
                 found.append((rank, pid, why))
         return found
 
     def _kill(self, rank: int, pid: int) -> None:
         """Kills a rank's process that the head has given up; it is started again once it is seen dead."""
-        if (process := self._living(rank, pid)) is not None:
+        with self._lock:
+            process = self._processes.get(rank)
+        if process is not None and process.pid == pid and process.is_alive():
             log.warning("rank %d (pid %d) is killed", rank, pid)
             process.kill()
 
-    def _gone(self, process: RankProcess) -> bool:
-        """Whether that process, which is one of this host, does not run any more."""
-        return self._living(process.rank, process.pid) is None
-
-    def _living(self, rank: int, pid: int) -> BaseProcess | None:
-        with self._lock:
-            process = self._processes.get(rank)
-            return process if process is not None and process.pid == pid and process.is_alive() else None
-
     def _note_joined(self) -> None:
         """Forgets the failed starts of ranks whose process has joined a generation."""
-        for rank, seat in self.head.coordinator.seats().items():
+        for rank, seat in self._head.seats().items():
             if seat.generation and seat.pid == self._processes[rank].pid:
                 self._restarts.joined(rank)
 
@@ -209,7 +200,123 @@ class LocalCluster:
             self._spawn(rank)
 
 
+class LocalCluster:
+    """A context: ranks run inside it, and the head in the caller's process."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config.checked()
+        self.head = HeadProcess(self._config, LANES_HOST)
+        self.ranks = LocalRanks(self._config, HeadInside(self.head), warm_processes(IMPORTED))
+
+    @property
+    def address(self) -> str:
+        """The front door's `host:port`."""
+        return self.head.address
+
+    def start(self) -> LocalCluster:
+        """Starts the ranks and waits until the group serves. Raises RuntimeError or TimeoutError with the
+        reason.
+        """
+        try:
+            self.ranks.start()
+            self.head.coordinator.wait_serving(self._config.cluster.start_timeout_seconds)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Ends every process that was started here."""
+        self.ranks.stop(self.head.stop)
+
+    def state(self) -> tuple[str, str]:
+        """The group's state and reason."""
+        progress = self.head.coordinator.progress()
+        return progress.state, progress.reason
+
+    def metrics_targets(self) -> list[str]:
+        """`host:port` of every exporter that is up."""
+        return self.head.metrics_targets()
+
+    def probes_address(self) -> str:
+        """`host:port` where probes are answered; empty where none are."""
+        return self.head.probes_address
+
+    def pid(self, rank: int) -> int:
+        """The id of a rank's process. RuntimeError before it has started."""
+        return self.ranks.pid(rank)
+
+    def __enter__(self) -> LocalCluster:
+        return self.start()
+
+    def __exit__(self, *ended: object) -> None:
+        self.stop()
+
+
+class LocalService:
+    """A context: head and ranks run inside it, a process each, and each is started again when it dies."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config.checked()
+        context = warm_processes(IMPORTED)
+        self.head = KeptHead(self._config, LANES_HOST, context)
+        self.ranks = LocalRanks(self._config, self.head, context)
+
+    @property
+    def address(self) -> str:
+        """The front door's `host:port`; empty before it has started."""
+        return self.head.address
+
+    def start(self) -> LocalService:
+        """Starts the head and the ranks, and waits until the group serves. Raises what the head cannot start
+        for, RuntimeError or TimeoutError with the reason.
+        """
+        try:
+            self.head.start()
+            self.ranks.start()
+            self.head.wait_serving(self._config.cluster.start_timeout_seconds)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Ends every process that was started here."""
+        self.ranks.stop(self.head.stop)
+
+    def state(self) -> tuple[str, str]:
+        """The group's state and reason."""
+        return self.head.state()
+
+    def metrics_targets(self) -> list[str]:
+        """`host:port` of every exporter that is up."""
+        return self.head.metrics_targets()
+
+    def probes_address(self) -> str:
+        """`host:port` where probes are answered; empty where none are."""
+        return self.head.probes
+
+    def pid(self, rank: int) -> int:
+        """The id of a rank's process. RuntimeError before it has started."""
+        return self.ranks.pid(rank)
+
+    def __enter__(self) -> LocalService:
+        return self.start()
+
+    def __exit__(self, *ended: object) -> None:
+        self.stop()
+
+
 def _run_rank(spec: RankSpec) -> None:
     """A terminal's Ctrl-C reaches every process of the service; the head alone decides when ranks stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    run_rank(spec)
+    name_process(f"moeserve-rank{spec.rank}")
+    launcher, ended = multiprocessing.parent_process(), threading.Event()
+
+    def wait_for_end() -> None:
+        if launcher is not None:
+            launcher.join()
+        ended.set()
+
+    threading.Thread(target=wait_for_end, name="launcher", daemon=True).start()
+    run_rank(spec, ended)

@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from moeserve import __version__
 from moeserve.checkpoints.store import CheckpointError, NotThere
 from moeserve.proto.host_id import host_id
 from moeserve.runtime.config import Config
+from moeserve.runtime.control.head_stream import HeadStream, ReachAgain
 from moeserve.runtime.control.messages import plans_message
 from moeserve.runtime.control.rings import ring_wish, spin_of, take_ring
 from moeserve.runtime.control.stream import Stream, StreamClosed, connect
@@ -77,27 +79,27 @@ def is_for_good(error: Exception) -> bool:
     return isinstance(error, GIVEN) and not refused
 
 
-def run_rank(spec: RankSpec) -> None:
-    """Runs one rank until its coordinator ends the stream. A rank that cannot start says why to the
-    coordinator.
+def run_rank(spec: RankSpec, launcher_ended: threading.Event | None = None) -> None:
+    """Runs one rank until its head says stop, or is away for too long. A rank that cannot start says why to
+    the head.
+
+    launcher_ended: set once nobody is there any more who would start the head again.
     """
     _prepare_process(spec)
     try:
-        _run_rank(spec)
+        _run_rank(spec, launcher_ended or threading.Event())
     finally:
         logs.finish()
 
 
-def _run_rank(spec: RankSpec) -> None:
+def _run_rank(spec: RankSpec, launcher_ended: threading.Event) -> None:
     started = time.perf_counter()
     try:
         keys = Keys(spec.config.keys, spec.token)
-        stream = connect(spec.coordinator, spec.config.cluster.connect_seconds, keys)
+        stream = _dial(spec, keys)
     except StreamClosed as closed:
         log.warning("rank %d: no coordinator: %s", spec.rank, closed)
         return
-    stream.bound_sends(spec.config.cluster.send_seconds)
-    stream.bound_silence(spec.config.cluster.connect_seconds)
     hello = {
         "kind": "hello",
         "rank": spec.rank,
@@ -105,11 +107,12 @@ def _run_rank(spec: RankSpec) -> None:
         "pid": os.getpid(),
         "host_id": host_id(),
     } | ring_wish(spec.config.cluster.ring_bytes)
-    stream.take_ring = partial(
-        take_ring, spin=spin_of(spec.config.cluster.spin_seconds, spec.config.parallel.mesh.ranks)
-    )
+    full = dict[str, Any]()  # what it says once it is ready
+    seconds = spec.config.cluster.head_seconds
+    again = ReachAgain(lambda: _dial(spec, keys), lambda: full, seconds, launcher_ended)
+    head = HeadStream(stream, again)
     try:
-        process = _RankProcess(spec, stream, keys)
+        process = _RankProcess(spec, head, keys)
     except Exception as error:
         log.exception("rank %d cannot start", spec.rank)
         reason = f"rank {spec.rank} cannot start: {type(error).__name__}: {error}"
@@ -118,15 +121,13 @@ def _run_rank(spec: RankSpec) -> None:
         raise
     log.info("rank %d: its process is ready after %.2f s", spec.rank, time.perf_counter() - started)
     try:
-        stream.send(
-            hello
-            | {
-                "address": process.address,
-                "metrics": process.metrics_address,
-                "weights": process.weights_address,
-                "plans": plans_message(process.rank.plans),
-            }
-        )
+        full |= hello | {
+            "address": process.address,
+            "metrics": process.metrics_address,
+            "weights": process.weights_address,
+            "plans": plans_message(process.rank.plans),
+        }
+        stream.send(full)
         process.member.run()
     except StreamClosed as closed:
         log.warning("rank %d: the coordinator is gone: %s", spec.rank, closed)
@@ -134,10 +135,21 @@ def _run_rank(spec: RankSpec) -> None:
         process.close()
 
 
+def _dial(spec: RankSpec, keys: Keys) -> Stream:
+    """A stream to the head. Raises StreamClosed."""
+    cluster = spec.config.cluster
+    stream = connect(spec.coordinator, cluster.connect_seconds, keys)
+    stream.bound_sends(cluster.send_seconds)
+    stream.bound_silence(cluster.connect_seconds)
+    spin = spin_of(cluster.spin_seconds, spec.config.parallel.mesh.ranks)
+    stream.take_ring = partial(take_ring, spin=spin)
+    return stream
+
+
 class _RankProcess:
     """The parts of a rank's process, wired."""
 
-    def __init__(self, spec: RankSpec, stream: Stream, keys: Keys) -> None:
+    def __init__(self, spec: RankSpec, stream: HeadStream, keys: Keys) -> None:
         self._keys = keys
         config, served = spec.config, served_from(spec.config)
         machine = machine_for(config)
@@ -165,6 +177,7 @@ class _RankProcess:
             "nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds, own_process=True
         )
         self.member = Member(rank, lane, stream, group_settings, self._telemetry.observe_step)
+        self.member.come_back = stream.come_back
         self.member.observe_rows(self._telemetry.observe_rows)
         lane.announce, lane.withdraw = self.member.announce, self.member.withdraw
         unread = unread_seconds(config.balance.move_bytes_per_second)

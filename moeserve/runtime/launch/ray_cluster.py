@@ -1,7 +1,8 @@
 """`RayCluster`: the service on Ray, each rank an actor in a placement group, started again when it ends.
 
 Ray places and configures. Tensors never travel through it, nor do steps: each actor runs its rank, which
-talks to the coordinator on its own stream. The head's actor starts the ranks' actors, and owns them.
+talks to the coordinator on its own stream. The launcher owns the ranks' actors; the head is a process beside
+it, as under the local launcher, and no actor: where it ends the actors live on, and it starts again.
 """
 
 from __future__ import annotations
@@ -15,20 +16,17 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from moeserve.runtime.config import Config
-from moeserve.runtime.launch.environment import machine_for, tune_process
-from moeserve.runtime.launch.head_process import HeadProcess
+from moeserve.runtime.launch.environment import machine_for
+from moeserve.runtime.launch.head_child import run_head
+from moeserve.runtime.launch.kept_head import KeptHead, warm_processes
 from moeserve.runtime.launch.ray_ranks import RankActors
 from moeserve.runtime.sections import ConfigError
-from moeserve.runtime.telemetry import logs
 
 log = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "localhost")
-
-HEAD_STOP_SECONDS = 15.0  # for the head to end, beside what calls under way have
 
 
 @contextmanager
@@ -50,57 +48,6 @@ def _on_loopback() -> Iterator[None]:
             os.environ[switch] = said
 
 
-class _HeadActor:
-    """Owns the coordinator and the front door, on the node that serves them."""
-
-    def __init__(self, config: Config, host: str) -> None:
-        tune_process()
-        logs.start(config.log, "head")
-        self._config = config
-        self._head = HeadProcess(config, host)
-        self._ranks: RankActors | None = None
-
-    def address(self) -> str:
-        """The front door's `host:port`."""
-        return self._head.address
-
-    def streams(self) -> str:
-        """The address that ranks connect to, `host:port`."""
-        return self._head.streams
-
-    def start_ranks(self, group: PlacementGroup, resources: dict[str, float]) -> None:
-        """Starts the ranks, one in each bundle of `group`, with its resources."""
-        self._ranks = RankActors(self._config, self._head, group, resources)
-        self._ranks.start()
-
-    def pid(self, rank: int) -> int:
-        """The process of a rank's actor; 0 while it has none."""
-        return 0 if self._ranks is None else self._ranks.pid(rank)
-
-    def wait_serving(self, timeout: float) -> None:
-        """Returns once the group serves."""
-        self._head.coordinator.wait_serving(timeout)
-
-    def state(self) -> tuple[str, str]:
-        """The group's state and reason."""
-        progress = self._head.coordinator.progress()
-        return progress.state, progress.reason
-
-    def metrics_targets(self) -> list[str]:
-        """Every exporter that is up."""
-        return self._head.metrics_targets()
-
-    def probes_address(self) -> str:
-        """Where probes are answered."""
-        return self._head.probes_address
-
-    def stop(self) -> None:
-        """Ends the group and the front door, and then the ranks' actors."""
-        self._head.stop()
-        if self._ranks is not None:
-            self._ranks.stop()
-
-
 class RayCluster:
     """A context: ranks run as actors inside it. It starts a Ray of its own unless given an address."""
 
@@ -108,8 +55,13 @@ class RayCluster:
         self._config = config.checked()
         self._owns_ray = False
         self._group: PlacementGroup | None = None
-        self._head: Any = None
-        self.address = ""
+        self._head: KeptHead | None = None
+        self._ranks: RankActors | None = None
+
+    @property
+    def address(self) -> str:
+        """The front door's `host:port`; empty before it has started."""
+        return "" if self._head is None else self._head.address
 
     def start(self) -> RayCluster:
         """Places the actors and waits until the group serves. Raises ConfigError, RuntimeError or
@@ -125,21 +77,28 @@ class RayCluster:
 
     def stop(self) -> None:
         """Ends the actors, the placement group, and a Ray that was started here."""
-        if self._head is not None:
-            within = self._config.server.drain_seconds + HEAD_STOP_SECONDS
-            _quietly(lambda: ray.get(self._head.stop.remote(), timeout=within))
-            _quietly(lambda: ray.kill(self._head))  # and with it the actors that it has left
+        head, ranks = self._head, self._ranks
+        if ranks is not None and head is not None:
+            _quietly(lambda: ranks.stop(head.stop))
+        if head is not None:
+            head.stop()
         if self._group is not None:
             _quietly(lambda: remove_placement_group(self._group))
-        self._head, self._group = None, None
+        self._head, self._group, self._ranks = None, None, None
         if self._owns_ray:
             ray.shutdown()
             self._owns_ray = False
 
     def state(self) -> tuple[str, str]:
         """The group's state and reason."""
-        state: tuple[str, str] = ray.get(self._head.state.remote(), timeout=30)
-        return state
+        return self.head.state()
+
+    @property
+    def head(self) -> KeptHead:
+        """The head. RuntimeError before it was made."""
+        if self._head is None:
+            raise RuntimeError("the cluster has not started")
+        return self._head
 
     @property
     def group(self) -> PlacementGroup:
@@ -150,15 +109,15 @@ class RayCluster:
 
     def pid(self, rank: int) -> int:
         """The process of a rank's actor; 0 while it has none."""
-        return int(ray.get(self._head.pid.remote(rank), timeout=60))
+        return 0 if self._ranks is None else self._ranks.pid(rank)
 
     def metrics_targets(self) -> list[str]:
         """`host:port` of every exporter that is up."""
-        return list(ray.get(self._head.metrics_targets.remote(), timeout=30))
+        return self.head.metrics_targets()
 
     def probes_address(self) -> str:
         """`host:port` where probes are answered; empty where none are."""
-        return str(ray.get(self._head.probes_address.remote(), timeout=30))
+        return self.head.probes
 
     def __enter__(self) -> RayCluster:
         return self.start()
@@ -185,17 +144,12 @@ class RayCluster:
         self._check_resources(bundle, ranks)
         self._group = placement_group([bundle] * ranks, strategy="PACK")
         ray.get(self._group.ready(), timeout=config.cluster.start_timeout_seconds)
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         host = "127.0.0.1" if config.server.host in LOOPBACK else ray.util.get_node_ip_address()
-        self._head = (
-            ray.remote(_HeadActor)
-            .options(num_cpus=0, scheduling_strategy=here, max_concurrency=4)
-            .remote(config, host)
-        )
-        self.address = ray.get(self._head.address.remote(), timeout=config.cluster.start_timeout_seconds)
-        wait = config.cluster.start_timeout_seconds
-        ray.get(self._head.start_ranks.remote(self._group, bundle), timeout=wait)
-        ray.get(self._head.wait_serving.remote(wait), timeout=wait + HEAD_STOP_SECONDS)
+        self._head = KeptHead(config, host, warm_processes((run_head.__module__,)))
+        self._head.start()
+        self._ranks = RankActors(config, self._head, self._group, bundle)
+        self._ranks.start()
+        self._head.wait_serving(config.cluster.start_timeout_seconds)
 
     def _check_resources(self, bundle: dict[str, float], ranks: int) -> None:
         """Ray would wait for ever for what a cluster has not."""

@@ -1,6 +1,6 @@
-"""`RankActors`: ranks as Ray actors, started by the head and started again when they have ended.
+"""`RankActors`: ranks as Ray actors, started by the launcher and started again when they have ended.
 
-Ray places actors, and does not restart them: the head does, as the local launcher does, so that who cannot
+Ray places actors, and does not restart them: the launcher does, here as on one machine, so that who cannot
 start backs off, and no process that was given up lives on beside its heir. A watch on every node that has
 ranks tells which of their processes run, and kills those that the head gives up. Ray's own word on an actor
 is no proof: it calls one dead that it was told to kill, also while a stopped process is still there.
@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from moeserve.proto.texts import clipped
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
-from moeserve.runtime.launch.head_process import HeadProcess
+from moeserve.runtime.launch.heads import Head
 from moeserve.runtime.launch.ray_rank import ALL_GPUS, RankActor
 from moeserve.runtime.launch.restarts import Restarts, why_given_up
 from moeserve.runtime.launch.watch import ProcessWatch
@@ -68,7 +68,7 @@ class RankActors:
     """One thread, which alone talks to Ray. `resources` is what an actor takes of its bundle of `group`."""
 
     def __init__(
-        self, config: Config, head: HeadProcess, group: PlacementGroup, resources: dict[str, float]
+        self, config: Config, head: Head, group: PlacementGroup, resources: dict[str, float]
     ) -> None:
         self._config, self._head = config, head
         self._group, self._resources = group, resources
@@ -78,8 +78,8 @@ class RankActors:
         self._given_up: deque[RankProcess] = deque()  # as the head says
         self._watching = threading.Thread(target=self._watch, name="watch-ranks", daemon=True)
         self._stopping, self._ended = threading.Event(), threading.Event()
-        generations = head.coordinator.generations
-        generations.on_given_up, generations.is_gone = self._given_up.append, self._gone
+        self._told: dict[int, RankProcess] = {}  # what the head knows of the ranks' processes
+        head.on_given_up = self._given_up.append
 
     def start(self) -> None:
         """Creates the actors, and begins to watch them."""
@@ -87,9 +87,10 @@ class RankActors:
             self._actors[rank] = self._create(rank)
         self._watching.start()
 
-    def stop(self) -> None:
-        """Ends the actors, once the head has stopped; nothing is started again."""
+    def stop(self, stop_head: Callable[[], None] = lambda: None) -> None:
+        """Starts nothing any more, has the head stopped, and ends the actors."""
         self._stopping.set()
+        stop_head()
         actors = list(self._actors.values())
         running = [one.ended for one in actors if one is not None and one.ended is not None]
         if running:
@@ -114,10 +115,18 @@ class RankActors:
         actor = self._actors.get(rank)
         return 0 if actor is None else actor.pid
 
-    def _gone(self, process: RankProcess) -> bool:
-        """Whether the rank's actor has another process by now, or none: only then was that one seen dead."""
-        actor = self._actors.get(process.rank)
-        return actor is None or (actor.pid, actor.host_id) != (process.pid, process.host_id)
+    def _tell_living(self) -> None:
+        """Tells the head which processes there are, where that has changed. One that was not seen dead is
+        there, whatever Ray says.
+        """
+        living = {
+            rank: RankProcess(rank, actor.pid, actor.host_id)
+            for rank, actor in self._actors.items()
+            if actor is not None and actor.pid
+        }
+        if living != self._told:
+            self._told = living
+            self._head.living(living)
 
     def _create(self, rank: int) -> _Actor:
         seat = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
@@ -146,7 +155,7 @@ class RankActors:
             if self._ended.is_set():
                 return
             log.exception("the launcher's thread watch-ranks ends")
-            self._head.coordinator.fail(f"the launcher cannot go on: {type(error).__name__}: {error}")
+            self._head.fail(f"the launcher cannot go on: {type(error).__name__}: {error}")
 
     def _look(self) -> None:
         """Takes what actors and watches have answered, and does what follows from it."""
@@ -164,17 +173,19 @@ class RankActors:
         for rank, actor in self._actors.items():
             if actor is not None and actor.gone:
                 self._note_ended(rank, actor)
+        self._tell_living()
 
     def _kill_given_up(self) -> None:
         """Has the processes killed that the head has given up; their heirs live on."""
         while self._given_up:
             process = self._given_up.popleft()
-            if not self._gone(process):
+            actor = self._actors.get(process.rank)
+            if actor is not None and (actor.pid, actor.host_id) == (process.pid, process.host_id):
                 self._condemn(process.rank, process.pid, "the head has given it up")
 
     def _note_joined(self) -> None:
         """Forgets the failed starts of ranks whose process has joined a generation."""
-        for rank, seat in self._head.coordinator.seats().items():
+        for rank, seat in self._head.seats().items():
             actor = self._actors.get(rank)
             if actor is not None and seat.generation and seat.pid == actor.pid:
                 self._restarts.joined(rank)
@@ -193,6 +204,7 @@ class RankActors:
             self._condemn(rank, 0, _first_line(error))
             return
         actor.since = time.monotonic()
+        self._tell_living()
         head = self._head
         actor.ended = actor.handle.run.remote(self._config, rank, head.streams, head.token)
         if actor.node not in self._watches:
@@ -261,7 +273,7 @@ class RankActors:
             else:
                 self._lose_node(node, ranks)
             return
-        seats = self._head.coordinator.seats()
+        seats = self._head.seats()
         for pid, (rank, actor) in ranks.items():
             if pid not in looks:
                 continue
@@ -271,10 +283,11 @@ class RankActors:
             if actor.condemned:
                 watch.handle.kill.remote(pid)
                 continue
-            waited = None if rank in seats or self._stopping.is_set() else time.monotonic() - actor.since
+            began = max(actor.since, self._head.since)
+            waited = None if rank in seats or self._stopping.is_set() else time.monotonic() - began
             if why := why_given_up(self._config.cluster, looks[pid], waited):
                 log.warning("rank %d (pid %d) is given up: %s", rank, pid, why)
-                self._head.coordinator.given_up(RankProcess(rank, pid, actor.host_id), why)
+                self._head.given_up(RankProcess(rank, pid, actor.host_id), why)
                 self._condemn(rank, pid, why)
 
     def _replace_watch(self, node: str, watch: _NodeWatch, why: str) -> None:
@@ -289,7 +302,7 @@ class RankActors:
             why = f"its node {node} is dead"
             log.warning("rank %d (pid %d) is given up: %s", rank, pid, why)
             actor.condemned, actor.gone = why, True
-            self._head.coordinator.given_up(RankProcess(rank, pid, actor.host_id), why)
+            self._head.given_up(RankProcess(rank, pid, actor.host_id), why)
 
 
 def _lives(node: str) -> bool:

@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from moeserve.proto.texts import clipped, quoted
+from moeserve.runtime.control.head_stream import HeadStream
 from moeserve.runtime.control.messages import (
     announcement_message,
     committed_epoch,
     epoch_from,
     header_from,
+    held_message,
     here_message,
     order_from,
     plans_message,
@@ -45,7 +47,7 @@ log = logging.getLogger(__name__)
 
 DRAIN_LOOK_SECONDS = 0.01  # between looks for calls under way, once no further one is taken
 ABORTED = -1  # as a member's generation: none is live
-ALWAYS = ("abort", "load")  # entries that count in every generation
+ALWAYS = ("abort", "load", "held")  # entries that count in every generation
 
 
 class Member:
@@ -58,7 +60,7 @@ class Member:
         self,
         rank: Rank,
         lane: Lane | None,
-        stream: Stream,
+        stream: Stream | HeadStream,
         group_settings: ProcessGroupSettings,
         observe: Callable[[StepRecord], None],
     ) -> None:
@@ -67,10 +69,12 @@ class Member:
         self._stream = stream
         self._entries: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._generation = 0  # newest that was announced; entries of older ones are dropped
+        self._newest = 0  # of all generations that were announced, aborted ones with them
+        self._told_to_stop = False
         self._epoch: Epoch | None = None
         self._group = MemberGroup(rank.index, group_settings, stream.send)
-        self._steps = MemberSteps(rank, lane, stream.send, observe)
-        self._restoring = Restoring(lambda: Copier(0.0, rank.device), self._restore, stream.send)
+        self._steps = MemberSteps(rank, lane, self._tell, observe)
+        self._restoring = Restoring(lambda: Copier(0.0, rank.device), self._restore, self._tell)
         self._lacks: tuple[int, ...] = ()  # positions of layers that are to be read once it has joined
         self._steps.failed = self._report_failure
         self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
@@ -81,6 +85,8 @@ class Member:
         self.on_peers: Callable[[Mapping[int, str]], None] = lambda addresses: None
         self.on_drain: Callable[[str], None] = lambda reason: None  # doors begin no further call
         self.doors_busy: Callable[[], bool] = lambda: False  # a call has begun there and is not over
+        # once the head's stream has ended: whether a head is there again that has taken this member's hello
+        self.come_back: Callable[[], bool] = lambda: False
 
     @property
     def where(self) -> tuple[int | None, int | None]:
@@ -99,14 +105,20 @@ class Member:
 
     def announce(self, job: Announcement) -> None:
         """Tells the coordinator of a job; called by doors."""
-        self._stream.send(announcement_message(job))
+        self._tell(announcement_message(job))
 
     def withdraw(self, jobs: list[int]) -> None:
         """Tells the coordinator of jobs whose callers have left; called by doors."""
+        self._tell({"kind": "withdraw", "generation": self._generation, "jobs": jobs})
+
+    def _tell(self, message: Message) -> None:
+        """Says something to the head. Where the stream has ended, whoever receives sees to what follows: the
+        generation ends, and so do its jobs.
+        """
         try:
-            self._stream.send({"kind": "withdraw", "generation": self._generation, "jobs": jobs})
+            self._stream.send(message)
         except StreamClosed as closed:
-            log.info("rank %d: nobody waits for withdrawn jobs any more: %s", self._rank.index, closed)
+            log.info("rank %d: the head does not hear %r: %s", self._rank.index, message["kind"], closed)
 
     def run(self) -> None:
         """Executes entries until the stream ends."""
@@ -118,8 +130,6 @@ class Member:
                 continue
             try:
                 self._execute(entry)
-            except StreamClosed:
-                break
             except Exception as error:
                 self._report_failure(entry, error)
         log.info("rank %d stops: the head says so, or is gone", self._rank.index)
@@ -140,7 +150,28 @@ class Member:
             self._lane.close(reason)
 
     def _receive(self) -> None:
-        """Sees aborts at once; hands every entry to the executing thread."""
+        """Receives from one head after another; the rank stops where none comes back."""
+        try:
+            why = self._take_entries()
+            while not self._told_to_stop:
+                log.warning("rank %d: %s", self._rank.index, why)
+                self._end_generation(why, back=True)
+                self._entries.put({"kind": "abort"})
+                if not self.come_back():
+                    break
+                self._entries.put({"kind": "held"})
+                why = self._take_entries()
+        except Exception as error:
+            log.exception(
+                "rank %d: the thread that receives entries ends, and with it the rank", self._rank.index
+            )
+            why = f"an entry of the coordinator could not be taken: {type(error).__name__}: {error}"
+        self._close_lane(why)
+        self._group.close(why)
+        self._entries.put({"kind": "stop"})
+
+    def _take_entries(self) -> str:
+        """Sees aborts at once; hands every entry to the executing thread. Returns why the stream ended."""
         try:
             while True:
                 message = self._stream.receive()
@@ -167,32 +198,32 @@ class Member:
                     log.info(
                         "generation %d is aborted: %s", message["generation"], clipped(message["reason"])
                     )
-                    self._generation = ABORTED  # before the lane: a commit under way sees it
-                    if message["back"] and self._lane is not None:
-                        self._lane.hold(message["reason"])
-                    else:
-                        self._close_lane(message["reason"])
-                    self._group.close(message["reason"])
-                    # Callers of the step under way have been told: nothing waits for a dead rank, which
-                    # peer memory would do until its patience ends.
-                    self._rank.interrupt()
-                    self._group.interrupt()
-                    if self.mover is not None:
-                        self.mover.abandon()
+                    self._end_generation(message["reason"], back=message["back"])
                 elif message["kind"] == "prepare":
-                    self._generation = message["generation"]
+                    self._generation = self._newest = message["generation"]
                     self._say_here(self._generation)
+                elif message["kind"] == "stop":
+                    self._told_to_stop = True
                 self._entries.put(message)
         except StreamClosed as closed:
-            why = f"the coordinator is gone: {closed}"
-        except Exception as error:
-            log.exception(
-                "rank %d: the thread that receives entries ends, and with it the rank", self._rank.index
-            )
-            why = f"an entry of the coordinator could not be taken: {type(error).__name__}: {error}"
-        self._close_lane(why)
-        self._group.close(why)
-        self._entries.put({"kind": "stop"})
+            return f"the coordinator is gone: {closed}"
+
+    def _end_generation(self, reason: str, *, back: bool) -> None:
+        """Ends the waits of the generation, whatever thread is in them; where the group comes `back`, the
+        lane keeps its jobs.
+        """
+        self._generation = ABORTED  # before the lane: a commit under way sees it
+        if back and self._lane is not None:
+            self._lane.hold(reason)
+        else:
+            self._close_lane(reason)
+        self._group.close(reason)
+        # Callers of the step under way have been told: nothing waits for a dead rank, which
+        # peer memory would do until its patience ends.
+        self._rank.interrupt()
+        self._group.interrupt()
+        if self.mover is not None:
+            self.mover.abandon()
 
     def _execute(self, entry: Message) -> None:
         match entry["kind"]:
@@ -209,6 +240,8 @@ class Member:
             case "abort":
                 self.on_serving(0, 0)
                 self._leave()
+            case "held":  # by the thread that adopts epochs: none is adopted meanwhile
+                self._tell(held_message(self._newest, self._epoch))
             case unknown:
                 raise ValueError(f"unknown entry {unknown!r}")
 
@@ -221,7 +254,7 @@ class Member:
             log.info("%s (its generation was aborted)", reason)
             return
         log.error("%s", reason, exc_info=error)
-        self._stream.send({"kind": "failed", "generation": entry["generation"], "reason": reason})
+        self._tell({"kind": "failed", "generation": entry["generation"], "reason": reason})
 
     def _prepare(self, entry: Message) -> None:
         """Loads what the epoch gives this member, unless it has it, and votes. Where the group has served and
@@ -242,7 +275,7 @@ class Member:
             self._load(epoch, entry["generation"])
         self._epoch = epoch
         lacks = {"lacks": list(self._lacks)}
-        self._stream.send({"kind": "prepared", "generation": entry["generation"]} | self._held() | lacks)
+        self._tell({"kind": "prepared", "generation": entry["generation"]} | self._held() | lacks)
 
     def _load_beforehand(self, entry: Message) -> None:
         """Loads the experts of the epoch that this member is to join, while the group serves without it."""
@@ -251,7 +284,7 @@ class Member:
         self._rank.experts.use_weights(epoch.weights)
         self._load(epoch, 0)
         self._epoch = epoch
-        self._stream.send({"kind": "loaded", "generation": 0} | self._held())
+        self._tell({"kind": "loaded", "generation": 0} | self._held())
 
     def _held(self) -> Message:
         """What this member has read since its start, and the bytes that it holds."""
@@ -294,7 +327,7 @@ class Member:
             self._lane.hold("the group is forming again")  # its abort came before the lane was open
         self.on_serving(entry["generation"], self._epoch.number)
         joined = {"kind": "joined", "generation": entry["generation"]}
-        self._stream.send(joined | {"plans": plans_message(self._rank.plans)})
+        self._tell(joined | {"plans": plans_message(self._rank.plans)})
         self._restoring.begin(entry["generation"], self._lacks)
 
     def _prepare_change(self, message: Message) -> None:
@@ -302,7 +335,7 @@ class Member:
         if self.mover is None:
             if message["kind"] == "stage":
                 vote = {"kind": "voted", "generation": message["generation"], "change": message["change"]}
-                self._stream.send(vote | {"staged": [], "refused": "this rank was started without a mover"})
+                self._tell(vote | {"staged": [], "refused": "this rank was started without a mover"})
         elif message["kind"] == "stage":
             self.mover.stage(order_from(message))
         else:
@@ -316,10 +349,7 @@ class Member:
             while (self._lane.in_flight or self.doors_busy()) and time.monotonic() < until:
                 time.sleep(DRAIN_LOOK_SECONDS)
             self._lane.drain(message["reason"])
-        try:
-            self._stream.send({"kind": "drained", "generation": message["generation"]})
-        except StreamClosed as closed:
-            log.info("rank %d: nobody waits for its calls any more: %s", self._rank.index, closed)
+        self._tell({"kind": "drained", "generation": message["generation"]})
 
     def tell_shadows(self, shadowed: Shadowed) -> None:
         """Tells the coordinator what this member keeps in host memory. Raises StreamClosed."""
@@ -327,13 +357,13 @@ class Member:
 
     def send_vote(self, vote: Vote) -> None:
         """Sends the mover's vote to the coordinator."""
-        self._stream.send(vote_message(vote))
+        self._tell(vote_message(vote))
 
     def report_corruption(self, order: StageOrder, what: str) -> None:
         """Reports a slot that does not hold what was staged; its layer is read from disk before it serves."""
         self._rank.experts.invalidate(order.layer)
         self._epoch = None
-        self._stream.send({"kind": "failed", "generation": order.generation, "reason": what})
+        self._tell({"kind": "failed", "generation": order.generation, "reason": what})
 
     def _commit(self, entry: Message) -> None:
         """Commits what every member had voted for: it is served from the next step on."""
@@ -351,11 +381,11 @@ class Member:
         self._epoch = epoch
         self.on_epoch(entry["generation"], epoch.number)
         adopted = {"kind": "adopted", "generation": entry["generation"], "change": entry["change"]}
-        self._stream.send(adopted)
+        self._tell(adopted)
 
     def _say_here(self, generation: int) -> None:
         """Tells the head that this process runs, and goes on."""
-        self._stream.send(here_message(generation, self._rank.progress.reached))
+        self._tell(here_message(generation, self._rank.progress.reached))
 
     def _load(self, epoch: Epoch, generation: int) -> None:
         started, bar = time.perf_counter(), progress_bar(self._rank.index)

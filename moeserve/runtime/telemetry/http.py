@@ -18,6 +18,7 @@ from moeserve.proto.texts import clipped
 from moeserve.runtime.keys.grants import NotAuthenticated, Refused
 from moeserve.runtime.keys.guard import Guard
 from moeserve.runtime.keys.keys import NO_KEYS, Keys
+from moeserve.runtime.keys.sockets import HeldPort
 from moeserve.runtime.keys.tls import certificate_names
 
 if TYPE_CHECKING:
@@ -82,10 +83,11 @@ def serve_http(
     why_not: why layers cannot be served now; empty while they can. Raises OSError where the address cannot be
     had.
     """
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
 
     class Server(_Server):
         address_family = family
+        allow_reuse_port = isinstance(port, HeldPort)
 
     class Handler(_Handler):
         pass
@@ -94,7 +96,7 @@ def serve_http(
     app = _application(make_wsgi_app(registry), why_not)
     if keys.guard is not None:
         app = _guarded(app, keys.guard)
-    server = make_server(str(address[0]), port, app, Server, Handler)
+    server = make_server(str(address[0]), int(port), app, Server, Handler)
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
     return server, thread

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from moeserve.proto.texts import clipped
-from moeserve.runtime.keys.sockets import private_folder, remove
+from moeserve.runtime.keys.sockets import HeldPort, private_folder, remove
 from moeserve.runtime.sections import ConfigError
 
 log = logging.getLogger(__name__)
@@ -49,8 +49,9 @@ class Probes:
         self._told = threading.Event()
         self._closing = False
         try:
-            family, _, _, _, address = socket.getaddrinfo(*at, type=socket.SOCK_STREAM)[0]
-            self._listener = socket.create_server(address[:2], family=family, backlog=1024)
+            family, _, _, _, address = socket.getaddrinfo(at[0], int(at[1]), type=socket.SOCK_STREAM)[0]
+            shared = isinstance(at[1], HeldPort)
+            self._listener = socket.create_server(address[:2], family=family, backlog=1024, reuse_port=shared)
         except OSError as error:
             why = f"cannot answer probes on {at[0]}:{at[1]}: {os.strerror(error.errno or 0)}"
             raise ConfigError(

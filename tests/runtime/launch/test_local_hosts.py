@@ -29,9 +29,12 @@ def test_lanes_and_control_streams_are_on_loopback(
 
         def start(self) -> None: ...
 
-    monkeypatch.setattr(cluster._context, "Process", Process)
+        def is_alive(self) -> bool:
+            return True
+
+    monkeypatch.setattr(cluster.ranks._context, "Process", Process)
     try:
-        cluster._spawn(0)
+        cluster.ranks._spawn(0)
         assert started[0].host == "127.0.0.1"
         assert cluster.head.streams.startswith("127.0.0.1:")
     finally:

@@ -29,6 +29,7 @@ def test_a_rank_that_is_just_being_started_again_is_ended_too(
 
         def __init__(self, **named: object) -> None:
             self.pid, self.alive = os.getpid(), False
+            self.sentinel, self.open = os.pipe()
             made.append(self)
 
         def start(self) -> None:
@@ -45,18 +46,18 @@ def test_a_rank_that_is_just_being_started_again_is_ended_too(
         def kill(self) -> None:
             self.alive = False
 
-    monkeypatch.setattr(cluster._context, "Process", Process)
+    monkeypatch.setattr(cluster.ranks._context, "Process", Process)
     monkeypatch.setattr(cluster.head.coordinator, "wait_serving", lambda seconds: None)
     stopping = threading.Thread(target=cluster.stop)
     cluster.start()
     try:
         assert begun.wait(SECONDS)
         stopping.start()
-        assert cluster._watched.wait(SECONDS)
+        assert cluster.ranks._watched.wait(SECONDS)
         stopping.join(0.2)
     finally:
         go_on.set()
     stopping.join(SECONDS)
-    cluster._watching.join(SECONDS)
-    assert not stopping.is_alive() and not cluster._watching.is_alive()
+    cluster.ranks._watching.join(SECONDS)
+    assert not stopping.is_alive() and not cluster.ranks._watching.is_alive()
     assert [one.alive for one in made] == [False, False]

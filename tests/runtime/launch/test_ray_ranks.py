@@ -17,8 +17,8 @@ SECONDS = 10.0
 @pytest.fixture
 def actors() -> Any:
     """Actors of a group without a rank; a test puts its own in their place."""
-    generations = SimpleNamespace(on_given_up=None, is_gone=None)
-    head: Any = SimpleNamespace(coordinator=SimpleNamespace(generations=generations, seats=dict))
+    told = list[dict[int, RankProcess]]()
+    head: Any = SimpleNamespace(on_given_up=None, seats=dict, told=told, living=told.append)
     config: Any = SimpleNamespace(parallel=SimpleNamespace(mesh=SimpleNamespace(ranks=0)))
     nobody: Any = None
     return ray_ranks.RankActors(config, head, nobody, {})
@@ -28,24 +28,29 @@ def placed(pid: int, host_id: str) -> ray_ranks._Actor:
     return ray_ranks._Actor(None, None, 0.0, None, pid, f"node of {host_id}", host_id)
 
 
-def test_a_process_is_gone_once_its_rank_has_another_whatever_ids_others_have(actors: Any) -> None:
+def test_the_head_knows_the_process_of_each_rank_whatever_ids_others_have(actors: Any) -> None:
     actors._actors = {0: placed(7, "host a"), 1: None}
-    is_gone = actors._head.coordinator.generations.is_gone
-    assert not is_gone(RankProcess(0, 7, "host a"))
-    assert is_gone(RankProcess(1, 7, "host b")), "rank 0 of another host has the same id"
+    actors._tell_living()
+    first = {0: RankProcess(0, 7, "host a")}
+    assert actors._head.told == [first], "rank 1's has ended, though one of the same id runs"
     actors._actors[1] = placed(7, "host c")
-    assert is_gone(RankProcess(1, 7, "host b")), "its heir has the same id"
-    assert not is_gone(RankProcess(1, 7, "host c"))
+    actors._tell_living()
+    actors._tell_living()
+    both = {0: RankProcess(0, 7, "host a"), 1: RankProcess(1, 7, "host c")}
+    assert actors._head.told[1:] == [both], "said once"
+    actors._actors[1] = placed(0, "")
+    actors._tell_living()
+    assert actors._head.told[2:] == [first], "its heir has no process yet"
 
 
 def test_an_heir_of_the_same_id_is_not_killed_in_place_of_who_was_before_it(actors: Any) -> None:
     killed = list[ray_ranks._Actor]()
     actors._kill = killed.append
     actors._actors = {0: placed(7, "host a"), 1: placed(7, "host c")}
-    actors._head.coordinator.generations.on_given_up(RankProcess(1, 7, "host b"))
+    actors._head.on_given_up(RankProcess(1, 7, "host b"))
     actors._kill_given_up()
     assert killed == []
-    actors._head.coordinator.generations.on_given_up(RankProcess(1, 7, "host c"))
+    actors._head.on_given_up(RankProcess(1, 7, "host c"))
     actors._kill_given_up()
     assert killed == [actors._actors[1]]
 

@@ -122,6 +122,9 @@ class Generations:
         if self.ended:
             seat.stream.send({"kind": "stop"})
             raise ValueError(f"rank {rank} connected when the group had {self.state}")
+        if seat.process(rank) in self._given_up and self.is_gone is not None:
+            seat.stream.send({"kind": "stop"})
+            raise ValueError(f"rank {rank} (pid {seat.pid}) comes back, and was given up")
         if rank in self._seats:
             self._part_with(rank, f"pid {seat.pid} has taken its place", seat.process(rank))
             self.abort(f"rank {rank} connected again")
@@ -163,6 +166,12 @@ class Generations:
             case other:
                 raise ValueError(f"rank {rank} is to load, and says {quoted(other)}")
         self._group.lock.notify_all()
+
+    def recovered(self, generation: int) -> None:
+        """A head that has started again goes on after `generation`, the newest that members have heard of."""
+        self._group.generation = generation
+        if generation:
+            self._served, self._unserved_since = True, time.monotonic()
 
     def lost(self, rank: int, seat: Seat, why: str) -> None:
         """Ends the generation of a member whose stream ended. A failure keeps its own reason."""

@@ -1,0 +1,220 @@
+"""`Recovery`: a head that has started again hears from the members of the one before it what they hold."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+
+from moeserve.runtime.control.messages import held_from
+from moeserve.runtime.control.stream import Message
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.head.generations.generations import Generations
+from moeserve.runtime.head.group import Group
+from moeserve.runtime.head.reception import Refusal, Seat
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the members have told: the epoch that is the group's, the newest generation that any of them has
+    heard of, and the members that are there.
+    """
+
+    epoch: Epoch
+    generation: int
+    seats: dict[int, Seat]
+
+
+class Recovery:
+    """Who has come back to a head that started again, and what they hold. It decides, and nothing else: no
+    thread, no lock, no clock of its own.
+
+    A change that the dead head had decided may have reached some members and not others: the highest epoch
+    that any of them adopted is the group's. Steps need all owners at one epoch, so that no answer was ever
+    given under an epoch that all who adopted it have died with.
+
+    first: the epoch that the service starts with, which is the group's where nobody holds any other. now,
+    seconds: from when and for how long members are waited for that have not come back.
+    """
+
+    def __init__(self, first: Epoch, now: float, seconds: float) -> None:
+        self.due = now + seconds
+        self._first, self._highest = first, first
+        self._generation = 0
+        self._here: dict[int, Seat] = {}
+        self._told = set[int]()  # seats whose process has said what it holds, or never held anything
+        self._adopted = False  # whether anybody has adopted any epoch
+
+    def connected(self, number: int, seat: Seat) -> Seat | None:
+        """A member is there; one that was started meanwhile holds nothing. Returns the process whose seat it
+        takes, if any.
+        """
+        before = self._here.get(number)
+        self._here[number] = seat
+        self._told.discard(number)
+        if not seat.again:
+            self._told.add(number)
+        return before
+
+    def is_here(self, number: int, seat: Seat) -> bool:
+        """Whether that very process waits for the end of the recovery."""
+        return self._here.get(number) is seat
+
+    def lost(self, number: int) -> None:
+        """The member's stream has ended; what it has told stays true."""
+        self._here.pop(number, None)
+        self._told.discard(number)
+
+    def holds(self, number: int, generation: int, epoch: Epoch | None) -> None:
+        """A member says what it holds. Raises ValueError for an epoch that is none of this service."""
+        if epoch is not None:
+            check_of(epoch, self._first)
+            if not self._adopted or epoch.number > self._highest.number:
+                self._highest, self._adopted = epoch, True
+        self._generation = max(self._generation, generation)
+        self._told.add(number)
+
+    @property
+    def over(self) -> bool:
+        """Whether time changes nothing any more: nobody is there."""
+        return not self._here
+
+    @property
+    def here(self) -> list[Seat]:
+        """The members that are there."""
+        return list(self._here.values())
+
+    @property
+    def missing(self) -> list[int]:
+        """Seats of members that are not there yet, or have not told yet what they hold."""
+        return sorted(set(self._highest.members.seats) - self._told)
+
+    def found(self, now: float) -> Found | None:
+        """What was found, once all members of the highest epoch have told, or the time is over; else None.
+
+        Nothing is found while nobody is there: members that come late hold what the first one would not.
+        """
+        if not self._here or (self.missing and now < self.due):
+            return None
+        log.info(
+            "epoch %d is the highest that members hold, and generation %d the newest",
+            *(self._highest.number, self._generation),
+        )
+        return Found(self._highest, self._generation, dict(self._here))
+
+    @property
+    def reason(self) -> str:
+        """Why the group does not serve meanwhile."""
+        return f"the head has started again, and waits for ranks {self.missing} to come back"
+
+
+def check_of(epoch: Epoch, first: Epoch) -> None:
+    """Raises ValueError where `epoch` is not of the service that began with `first`."""
+    ours, theirs = _shape(first), _shape(epoch)
+    if theirs != ours:
+        raise ValueError(f"an epoch with {theirs} is not of this service, which has {ours}")
+
+
+def _shape(epoch: Epoch) -> str:
+    placement, members = epoch.placement, epoch.members
+    return (
+        f"layers={placement.layers}, experts={placement.experts}, "
+        f"slots_per_owner={placement.slots_per_owner}, mesh={epoch.mesh.dp}x{epoch.mesh.tp}x{epoch.mesh.ep}, "
+        f"max_lanes={members.max_lanes}, max_owners={members.max_owners}"
+    )
+
+
+class Recovering:
+    """The recovery of a group: members wait here, and are seated once it is known what they hold. Its caller
+    holds the group's lock.
+    """
+
+    def __init__(self, group: Group, generations: Generations, seconds: float) -> None:
+        self._group, self._generations = group, generations
+        self._first = group.epoch
+        self._recovery: Recovery | None = Recovery(self._first, time.monotonic(), seconds)
+        generations.set_state("forming", self._recovery.reason)
+
+    @property
+    def due(self) -> float:
+        """When `advance` is to be called at the latest; infinite once the group is recovered."""
+        return math.inf if self._recovery is None or self._recovery.over else self._recovery.due
+
+    def connected(self, number: int, seat: Seat, refusal: Refusal | None) -> bool:
+        """Takes a member that has come; False where members are seated at once, since all is known.
+
+        Raises ValueError for one that cannot start.
+        """
+        if self._recovery is None:
+            return False
+        if refusal is not None:
+            self._generations.refused(number, refusal)
+            raise ValueError(refusal.reason)
+        before = self._recovery.connected(number, seat)
+        if before is not None:
+            before.stream.close()
+            if before.process(number) != seat.process(number):
+                self._generations.on_given_up(before.process(number))
+        self._changed()
+        return True
+
+    def lost(self, number: int, seat: Seat) -> bool:
+        """Forgets a member whose stream ended; False where it does not wait here."""
+        if self._recovery is None or not self._recovery.is_here(number, seat):
+            return False
+        self._recovery.lost(number)
+        self._changed()
+        return True
+
+    def holds(self, number: int, seat: Seat, message: Message) -> None:
+        """A member says what it holds. One that comes once the group has been recovered may have adopted what
+        nobody else did: then the group goes over to it.
+
+        Raises KeyError, TypeError or ValueError where that is malformed, or of another service.
+        """
+        generation, epoch = held_from(message)
+        if self._recovery is not None:
+            if self._recovery.is_here(number, seat):
+                self._recovery.holds(number, generation, epoch)
+                self._changed()
+            return
+        self._group.generation = max(self._group.generation, generation)
+        ours = self._group.epoch
+        if epoch is not None and epoch.number > ours.number and epoch.members == ours.members:
+            check_of(epoch, self._first)
+            self._group.epoch = epoch
+            self._generations.abort(f"rank {number} came late, and holds epoch {epoch.number}")
+
+    def advance(self, now: float) -> None:
+        """Seats the members once it is known what they hold: a generation forms of them."""
+        if self._generations.ended:
+            self.end()
+        if self._recovery is None or (found := self._recovery.found(now)) is None:
+            return
+        self._recovery = None
+        self._group.epoch = found.epoch
+        self._generations.recovered(found.generation)
+        away = set(self._first.members.seats) - set(found.epoch.members.seats)
+        self._generations.returning.leave(self._first, sorted(away))  # the dead head went on without them
+        for number, seat in found.seats.items():
+            if number in away or number in found.epoch.members.seats:
+                self._generations.seated(number, seat)
+            else:
+                self._group.send(seat, {"kind": "stop"})
+                seat.stream.close()
+
+    def end(self) -> None:
+        """Tells those who wait here to stop: the service ends."""
+        recovery, self._recovery = self._recovery, None
+        if recovery is not None:
+            for seat in recovery.here:
+                self._group.send(seat, {"kind": "stop"})
+                seat.stream.close()
+
+    def _changed(self) -> None:
+        if self._recovery is not None:
+            self._generations.set_state("forming", self._recovery.reason)
+        self._group.lock.notify_all()

@@ -1,0 +1,184 @@
+"""The head in a process of its own, and what it and its launcher say to each other over a pipe."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import signal
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+from moeserve.runtime.config import Config
+from moeserve.runtime.head.reception import RankProcess
+from moeserve.runtime.launch.environment import name_process, tune_process
+from moeserve.runtime.launch.head_process import HeadProcess, HeadStart
+from moeserve.runtime.launch.heads import HeadInside, Seated, seated
+from moeserve.runtime.telemetry import logs
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.1  # between two looks at who is seated
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """What a launcher tells a head's process; picklable."""
+
+    config: Config
+    host: str  # where control streams are accepted, and lanes listen
+    start: HeadStart
+    living: Mapping[int, RankProcess]  # by rank: its process
+
+
+class Up(NamedTuple):
+    """The head listens: at which addresses, `host:port` each, empty where none is."""
+
+    address: str
+    probes: str
+
+
+class CannotStart(NamedTuple):
+    """Why the head does not listen."""
+
+    error: Exception
+
+
+class Now(NamedTuple):
+    """How the group is, and who is seated; said whenever it changed."""
+
+    state: str
+    reason: str
+    seats: dict[int, Seated]
+    metrics: tuple[str, ...]  # host:port of every exporter that is up
+
+
+class GiveUp(NamedTuple):
+    """The launcher is to end that process."""
+
+    process: RankProcess
+
+
+class GivenUp(NamedTuple):
+    """The launcher has seen that the process does not run."""
+
+    process: RankProcess
+    why: str
+
+
+class Living(NamedTuple):
+    """The process of each rank; any other that a rank had has ended."""
+
+    processes: Mapping[int, RankProcess]
+
+
+class Fail(NamedTuple):
+    """The group is to end as failed."""
+
+    reason: str
+
+
+class Stop(NamedTuple):
+    """The service is to stop, calls under way first."""
+
+
+FromHead = Up | CannotStart | Now | GiveUp
+ToHead = GivenUp | Living | Fail | Stop
+
+
+def run_head(spec: HeadSpec, launcher: Connection) -> None:
+    """Runs the head until its launcher says stop, or has ended.
+
+    A terminal's Ctrl-C reaches every process of the service; the launcher alone decides when the head stops.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    name_process("moeserve-head")
+    tune_process()
+    logs.start(spec.config.log, "head")
+    try:
+        _Child(spec, launcher).run()
+    finally:
+        logs.finish()
+
+
+class _Child:
+    """The main thread hears the launcher, and one more tells it what changes."""
+
+    def __init__(self, spec: HeadSpec, launcher: Connection) -> None:
+        self._spec, self._launcher = spec, launcher
+        self._changed, self._over = threading.Event(), threading.Event()
+        self._saying = threading.Lock()
+
+    def run(self) -> None:
+        """Starts the head, and does what the launcher says."""
+        try:
+            head = HeadProcess(self._spec.config, self._spec.host, self._spec.start)
+        except Exception as error:
+            log.info("the head cannot start: %s", error)
+            self._say(CannotStart(_picklable(error)))
+            return
+        inside = HeadInside(head)
+        inside.living(self._spec.living)
+        inside.on_given_up = lambda process: self._say(GiveUp(process))
+        head.on_change = self._changed.set
+        self._say(Up(head.address, head.probes_address))
+        threading.Thread(target=self._tell, args=(head,), name="tell-launcher", daemon=True).start()
+        try:
+            self._hear(inside)
+        finally:
+            head.stop()
+            self._over.set()
+            self._changed.set()
+
+    def _hear(self, head: HeadInside) -> None:
+        """Returns once the launcher says stop, or is gone."""
+        while True:
+            try:
+                said: ToHead = self._launcher.recv()
+            except (EOFError, OSError):
+                log.error("the launcher has ended, and with it the service")
+                return
+            match said:
+                case GivenUp(process, why):
+                    head.given_up(process, why)
+                case Living(processes):
+                    head.living(processes)
+                case Fail(reason):
+                    head.fail(reason)
+                case Stop():
+                    return
+
+    def _tell(self, head: HeadProcess) -> None:
+        """Tells the launcher how the group is, whenever that has changed."""
+        told: Now | None = None
+        while not self._over.is_set():
+            now = now_of(head)
+            if now != told:
+                self._say(now)
+                told = now
+            self._changed.wait(LOOK_SECONDS)
+            self._changed.clear()
+
+    def _say(self, message: FromHead) -> None:
+        try:
+            with self._saying:
+                self._launcher.send(message)
+        except OSError as error:
+            log.info("the launcher does not hear %s: %s", type(message).__name__, error)
+
+
+def now_of(head: HeadProcess) -> Now:
+    """How the group of `head` is."""
+    progress = head.coordinator.progress()
+    return Now(progress.state, progress.reason, seated(head), tuple(head.metrics_targets()))
+
+
+def _picklable(error: Exception) -> Exception:
+    """`error`, or its text where it cannot travel."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

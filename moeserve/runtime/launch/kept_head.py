@@ -1,0 +1,320 @@
+"""`KeptHead`: the head as a process that is started again at its address when it ends; what outlives it."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+
+from moeserve.runtime.config import Config
+from moeserve.runtime.head.generations.patience import Backoff
+from moeserve.runtime.head.reception import RankProcess
+from moeserve.runtime.keys.sockets import hold_port
+from moeserve.runtime.launch.head_child import (
+    CannotStart,
+    Fail,
+    FromHead,
+    GivenUp,
+    GiveUp,
+    HeadSpec,
+    Living,
+    Now,
+    Stop,
+    ToHead,
+    Up,
+    run_head,
+)
+from moeserve.runtime.launch.head_process import HeadStart
+from moeserve.runtime.launch.heads import ENDED, Seated
+from moeserve.runtime.launch.watch import ProcessWatch
+from moeserve.runtime.telemetry import logs
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.1  # between two looks whether the head's process runs
+STOP_SECONDS = 15.0  # for the head to end, beside what calls under way have
+BACKLOG = 1024  # ranks that come between two heads
+AWAY = Now("forming", "the head has ended, and is started again", {}, ())
+
+
+def warm_processes(imported: Sequence[str]) -> ForkServerContext:
+    """Where a service's processes come from: one that has imported these modules, those that are installed.
+
+    They have the environment of the first use here.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(imported))
+    return context
+
+
+class KeptHead:
+    """Its owner outlives the head, and keeps what has to stay the same: the token, the socket where ranks
+    connect, and the ports, which nobody else can take meanwhile.
+
+    `context` is where processes come from. One thread hears the head and starts it again.
+    """
+
+    def __init__(self, config: Config, host: str, context: ForkServerContext) -> None:
+        self._config, self._context = config, context
+        self.token = secrets.token_hex(16)
+        logs.hide(self.token)
+        listener = socket.create_server((host, 0), backlog=BACKLOG)
+        self.streams = f"{host}:{listener.getsockname()[1]}"
+        self._holders = list[socket.socket]()
+        server = config.server
+        port, metrics, health = map(self._held, (server.port, server.metrics_port, server.health_port))
+        self._spec = HeadSpec(config, host, HeadStart(self.token, listener, port, metrics, health), {})
+        self.on_given_up: Callable[[RankProcess], None] = lambda process: None
+        self.since = 0.0
+        self.address = self.probes = ""
+        self._now = Now("forming", "the head starts", {}, ())
+        self._told = threading.Condition()  # around what the head has said
+        self._saying = threading.Lock()
+        self._process: BaseProcess | None = None
+        self._pipe: Connection | None = None
+        self._living: Mapping[int, RankProcess] = {}
+        self._failed = ""  # why the service cannot go on
+        self._stopping = threading.Event()
+        self._watch = ProcessWatch()
+        self._keeping = threading.Thread(target=self._keep, name="keep-head", daemon=True)
+
+    # -- for who starts ranks -------------------------------------------------------------------------------
+
+    def seats(self) -> Mapping[int, Seated]:
+        """The ranks that are connected now, as far as the head has told."""
+        return self._now.seats
+
+    def state(self) -> tuple[str, str]:
+        """The group's state, and the reason for it."""
+        return ("failed", self._failed) if self._failed else (self._now.state, self._now.reason)
+
+    def given_up(self, process: RankProcess, why: str) -> None:
+        """Tells it of a process that does not run."""
+        self._say(GivenUp(process, why))
+
+    def living(self, processes: Mapping[int, RankProcess]) -> None:
+        """Tells it the process of each rank."""
+        self._living = dict(processes)
+        self._say(Living(self._living))
+
+    def fail(self, reason: str) -> None:
+        """Has the group end as failed."""
+        self._failed = reason
+        self._say(Fail(reason))
+
+    # -- for its owner --------------------------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        """The head's process."""
+        return 0 if self._process is None else self._process.pid or 0
+
+    def metrics_targets(self) -> list[str]:
+        """`host:port` of every exporter that is up."""
+        return list(self._now.metrics)
+
+    def start(self) -> None:
+        """Starts the head, and returns once it listens. Raises what it cannot start for, or TimeoutError."""
+        # A signal interrupts the main thread alone: not between a process' start and what it is told.
+        with ThreadPoolExecutor(1, "start-head") as starter:
+            starter.submit(self._spawn).result()
+        limit, key = self._config.cluster.start_timeout_seconds, "cluster.start_timeout_seconds"
+        deadline = time.monotonic() + limit
+        while not self.address:
+            said = self._hear(min(LOOK_SECONDS, deadline - time.monotonic()))
+            if isinstance(said, CannotStart):
+                raise said.error
+            if said is not None:
+                self._take(said)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the head did not listen within {key} = {limit:g}")
+        self._keeping.start()
+
+    def wait_serving(self, seconds: float) -> None:
+        """Returns once the group serves. Raises TimeoutError or RuntimeError, with the reason it does not."""
+        with self._told:
+            self._told.wait_for(lambda: self.state()[0] in ("serving", *ENDED), seconds)
+        state, reason = self.state()
+        if state in ENDED:
+            raise RuntimeError(reason)
+        if state != "serving":
+            raise TimeoutError(f"the group did not serve within {seconds:.0f} s: {reason}")
+
+    def stop(self) -> None:
+        """Lets calls under way finish, and ends the head; it is not started again. A second call does
+        nothing.
+        """
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        self._say(Stop())
+        if self._keeping.is_alive():
+            self._keeping.join(LOOK_SECONDS + STOP_SECONDS)
+        if (process := self._process) is not None:
+            process.join(self._config.server.drain_seconds + STOP_SECONDS)
+            if process.is_alive():
+                log.error("the head (pid %s) does not stop; it is killed", process.pid)
+                process.kill()
+                process.join(STOP_SECONDS)
+        if self._pipe is not None:
+            self._pipe.close()
+        for holder in (self._spec.start.streams, *self._holders):
+            holder.close()
+
+    # -- the process ----------------------------------------------------------------------------------------
+
+    def _held(self, port: int) -> int:
+        """`port`, held; as it is where there is none, or somebody has it: then the head says so."""
+        if port < 0:
+            return port
+        try:
+            holder, held = hold_port(self._config.server.host, port)
+        except OSError as error:
+            log.debug("port %d cannot be held: %s", port, error)
+            return port
+        self._holders.append(holder)
+        return held
+
+    def _spawn(self) -> None:
+        """Starts a head's process."""
+        mine, theirs = self._context.Pipe()
+        spec = replace(self._spec, living=self._living)
+        process = self._context.Process(target=run_head, args=(spec, theirs), name="head", daemon=True)
+        process.start()
+        theirs.close()
+        log.info("the head is process %s", process.pid)
+        with self._saying:
+            before, self._pipe, self._process = self._pipe, mine, process
+        if before is not None:
+            before.close()
+        self.since = time.monotonic()
+
+    def _say(self, message: ToHead) -> None:
+        """Tells the head. What one that has just ended does not hear the next one is told as it starts."""
+        try:
+            with self._saying:
+                if self._pipe is not None:
+                    self._pipe.send(message)
+        except OSError as error:
+            log.info("the head does not hear %s: %s", type(message).__name__, error)
+
+    def _hear(self, seconds: float) -> FromHead | None:
+        """What the head says within so many seconds; None for nothing. Raises EOFError once it has ended."""
+        pipe = self._pipe
+        if pipe is None:
+            raise EOFError
+        try:
+            said: FromHead | None = pipe.recv() if pipe.poll(max(0.0, seconds)) else None
+        except OSError as error:
+            raise EOFError from error
+        return said
+
+    def _take(self, said: FromHead) -> None:
+        """Notes what the head has said."""
+        if isinstance(said, GiveUp):
+            self.on_given_up(said.process)
+            return
+        with self._told:
+            if isinstance(said, Up):
+                self.address, self.probes = said.address, said.probes
+            elif isinstance(said, Now):
+                self._now = said
+            self._told.notify_all()
+
+    # -- the thread -----------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        """Hears the head, and starts it again; the service fails, with the reason, where that cannot be."""
+        try:
+            while not self._hear_until_it_ends():
+                pass
+            with self._told:
+                self._told.notify_all()
+        except Exception as error:
+            log.exception("the launcher's thread keep-head ends")
+            self._failed = f"the launcher cannot go on: {type(error).__name__}: {error}"
+
+    def _hear_until_it_ends(self) -> bool:
+        """Whether no head is to follow the one that has ended."""
+        try:
+            while True:
+                if (said := self._hear(LOOK_SECONDS)) is not None:
+                    self._take(said)
+                self._look_whether_it_runs()
+        except EOFError:
+            pass
+        if self._stopping.is_set() or self._now.state == "stopped":
+            return True
+        return not self._start_again()
+
+    def _look_whether_it_runs(self) -> None:
+        """Kills a head that is stopped, as a rank would be: it is started again."""
+        limit, pid = self._config.cluster.stopped_seconds, self.pid
+        seen = self._watch.look([pid])[pid]
+        if seen is not None and 0 < limit <= seen[0] and not self._stopping.is_set():
+            log.warning("the head (pid %d) is killed: %s for %.1f s", pid, seen[1], seen[0])
+            self._watch.kill(pid)
+
+    def _start_again(self) -> bool:
+        """Starts heads until one listens, for as long as ranks look for it; whether one does."""
+        began, backoff = time.monotonic(), Backoff()
+        seconds = self._config.cluster.head_seconds
+        if self._spec.start.again is False:
+            self._spec = replace(self._spec, start=replace(self._spec.start, again=True))
+        why = f"it ended with {self._ended()}"
+        while time.monotonic() - began < seconds and not self._stopping.is_set():
+            log.warning("the head does not run: %s; it is started again", why)
+            with self._told:
+                self._now = AWAY
+            self._spawn()
+            why = self._wait_listening(began + seconds)
+            if not why:
+                log.info("the head listens again after %.2f s", time.monotonic() - began)
+                return True
+            self._stopping.wait(backoff.next())
+        if not self._stopping.is_set():
+            limit = f"cluster.head_seconds = {seconds:g}"
+            self._failed = f"the head did not start again within {limit}: {why}"
+            log.error("%s", self._failed)
+        return False
+
+    def _wait_listening(self, deadline: float) -> str:
+        """Waits for the head that was started to listen; returns why it does not, or nothing."""
+        try:
+            while time.monotonic() < deadline:
+                said = self._hear(LOOK_SECONDS)
+                if isinstance(said, CannotStart):
+                    self._ended()
+                    return f"it cannot start: {said.error}"
+                if said is not None:
+                    self._take(said)
+                if isinstance(said, Up):
+                    return ""
+                self._look_whether_it_runs()
+        except EOFError:
+            return f"it ended with {self._ended()}"
+        if self._process is not None:
+            self._process.kill()
+        self._ended()
+        return "it did not listen in time"
+
+    def _ended(self) -> int | None:
+        """How the head's process has ended."""
+        process = self._process
+        if process is None:
+            return None
+        process.join(STOP_SECONDS)
+        if process.is_alive():
+            log.error("the head (pid %s) says nothing any more; it is killed", process.pid)
+            process.kill()
+            process.join(STOP_SECONDS)
+        return process.exitcode

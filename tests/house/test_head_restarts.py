@@ -1,0 +1,106 @@
+"""The head is killed and starts again at its address: ranks keep what they hold, and clients only wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from failures import serve_again, stand_still
+from houses import Alone
+from processes import descendants_of, gone
+from served import Waiting, served
+
+from moeserve.proto.client import MoeClient
+
+EP4 = ("--data-parallel-size", "4", "--enable-expert-parallel")
+EP2 = ("--data-parallel-size", "2", "--enable-expert-parallel")
+LOCAL = ("--launcher", "local")
+KILLS = 3
+AGAIN_SECONDS = 30.0  # for a loaded host; what is wanted is measured by the bench
+
+
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+def test_a_killed_head_comes_back_at_its_address_and_nothing_is_read_again(
+    tmp_path: Path, checkpoint_path: Path, alone: Alone, launcher: str
+) -> None:
+    with served(tmp_path, checkpoint_path, "--launcher", launcher, *EP4) as service:
+        before = service.read()
+        assert len(before) == 4 and all(before.values())
+        generation = serve_again(service.address)
+        with Waiting(service.address, alone) as clients:
+            for _ in range(KILLS):
+                clients.after(time.monotonic(), AGAIN_SECONDS)
+                head, killed = service.head, time.monotonic()
+                os.kill(head, signal.SIGKILL)
+                lasted = clients.after(killed, AGAIN_SECONDS)
+                later, generation = generation, serve_again(service.address)
+                assert generation > later
+                assert service.head != head
+                assert service.read() == before, "a rank was started again, or has read experts"
+                print(f"answers again after {lasted:.2f} s")
+        assert (clients.failed, clients.wrong) == ([], 0)
+        with MoeClient(service.address) as client:
+            assert client.status().epoch == 1
+
+
+def test_a_stopped_head_is_killed_and_replaced(tmp_path: Path, checkpoint_path: Path, alone: Alone) -> None:
+    with served(tmp_path, checkpoint_path, *LOCAL, *EP2) as service:
+        before, head = service.read(), service.head
+        with Waiting(service.address, alone, clients=2) as clients:
+            clients.after(time.monotonic(), AGAIN_SECONDS)
+            stand_still(head)
+            assert gone([str(head)], AGAIN_SECONDS)
+            clients.after(time.monotonic(), AGAIN_SECONDS)
+        serve_again(service.address)
+        assert service.read() == before
+        assert (clients.failed, clients.wrong) == ([], 0)
+        assert f"the head (pid {head}) is killed: it is stopped (state T) for 1." in service.log.read_text()
+
+
+def test_a_rank_that_dies_with_the_head_is_started_again_beside_those_that_come_back(
+    tmp_path: Path, checkpoint_path: Path, alone: Alone
+) -> None:
+    with served(tmp_path, checkpoint_path, *LOCAL, *EP2) as service:
+        before = service.read()
+        lost = service.named("moeserve-rank1")
+        with Waiting(service.address, alone, clients=2) as clients:
+            clients.after(time.monotonic(), AGAIN_SECONDS)
+            for pid in (service.head, lost):
+                os.kill(pid, signal.SIGKILL)
+            clients.after(time.monotonic(), AGAIN_SECONDS)
+        serve_again(service.address)
+        assert (clients.failed, clients.wrong) == ([], 0)
+        after = service.read()
+        kept = next(pid for pid in before if pid != lost)
+        assert after[kept] == before[kept] and lost not in after and len(after) == 2
+
+
+def test_head_and_ranks_end_with_their_launcher(tmp_path: Path, checkpoint_path: Path) -> None:
+    """They would look for a head, hold their GPUs meanwhile, and nobody would start one."""
+    with served(tmp_path, checkpoint_path, *LOCAL, *EP2) as service:
+        started = descendants_of(service.pid)
+        assert len(started) >= 3
+        os.kill(service.pid, signal.SIGKILL)
+        assert gone(started, AGAIN_SECONDS)
+
+
+@pytest.mark.parametrize("kind", ["front door", "metrics"])
+def test_nobody_else_gets_a_port_of_the_service(tmp_path: Path, checkpoint_path: Path, kind: str) -> None:
+    """Another service of the same user would share it unseen."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    with served(first, checkpoint_path, *LOCAL, *EP2) as service:
+        taken = service.address.rsplit(":", 1)[1]
+        if kind == "metrics":
+            said = service.log.read_text().splitlines()
+            taken = next(one for one in said if one.startswith("metrics on")).split()[2].rsplit(":", 1)[1]
+        flags = ("--port", taken) if kind == "front door" else ("--metrics-port", taken)
+        with pytest.raises(AssertionError) as failed, served(second, checkpoint_path, *LOCAL, *EP2, *flags):
+            pass
+        key = "server.port" if kind == "front door" else "server.metrics_port"
+        assert f"set {key}" in str(failed.value)
+        assert serve_again(service.address)

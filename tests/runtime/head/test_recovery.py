@@ -1,0 +1,219 @@
+"""A head that starts again: what members of the head before it hold becomes the group's."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_members import SECONDS, TOKEN, FakeMember, until
+
+from moeserve.runtime.control.messages import epoch_from, held_message
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.head.coordinator import Coordinator
+from moeserve.runtime.head.generations.recovery import Recovery
+from moeserve.runtime.head.sequencer import StepPace
+from moeserve.runtime.mesh import Mesh
+
+FIRST = Epoch.first(Mesh(2, 1, 2), layers=1, experts=4)
+SECOND = FIRST.moved(0, np.array([1, 0, 2, 3], dtype=np.int32))
+THIRD = SECOND.moved(0, np.array([1, 0, 3, 2], dtype=np.int32))
+WAITS = 30.0  # longer than any test
+
+
+def seat(*, again: bool) -> Any:
+    return SimpleNamespace(again=again)
+
+
+def recovery_of(**held: tuple[int, Epoch | None]) -> Recovery:
+    """One in which members `m0`, `m1` have come back and told."""
+    made = Recovery(FIRST, 100.0, 5.0)
+    for name, (generation, epoch) in held.items():
+        number = int(name[1:])
+        made.connected(number, seat(again=True))
+        made.holds(number, generation, epoch)
+    return made
+
+
+def test_the_highest_epoch_that_any_adopted_is_the_groups() -> None:
+    found = recovery_of(m0=(7, SECOND), m1=(6, THIRD)).found(100.0)
+    assert found is not None
+    assert (found.epoch, found.generation, sorted(found.seats)) == (THIRD, 7, [0, 1])
+
+
+def test_where_nobody_holds_anything_the_service_starts_as_at_first() -> None:
+    found = recovery_of(m0=(1, None), m1=(1, None)).found(100.0)
+    assert found is not None and (found.epoch, found.generation) == (FIRST, 1)
+
+
+def test_members_that_have_yet_to_tell_are_waited_for_until_the_bound() -> None:
+    made = recovery_of(m0=(3, SECOND))
+    assert made.missing == [1] and made.found(104.9) is None
+    made.connected(1, seat(again=True))
+    assert made.missing == [1] and made.found(104.9) is None, "it is here, and has not told"
+    found = made.found(105.0)
+    assert found is not None and (found.epoch, sorted(found.seats)) == (SECOND, [0, 1])
+
+
+def test_a_member_that_was_started_meanwhile_is_not_waited_for() -> None:
+    made = recovery_of(m0=(3, SECOND))
+    made.connected(1, seat(again=False))
+    found = made.found(100.0)
+    assert found is not None and found.epoch == SECOND
+
+
+def test_what_a_member_told_stays_true_when_it_is_lost() -> None:
+    made = recovery_of(m0=(3, SECOND), m1=(4, THIRD))
+    made.lost(1)
+    assert made.found(100.0) is None
+    found = made.found(105.0)
+    assert found is not None and (found.epoch, found.generation, list(found.seats)) == (THIRD, 4, [0])
+
+
+def test_nothing_is_found_while_nobody_is_there() -> None:
+    assert Recovery(FIRST, 100.0, 5.0).found(1e9) is None
+
+
+def test_members_that_the_epoch_does_without_are_not_waited_for() -> None:
+    spare = Epoch.first(Mesh(2, 1, 2), layers=1, experts=4, redundant=4)
+    made = Recovery(spare, 100.0, 5.0)
+    made.connected(0, seat(again=True))
+    made.holds(0, 5, spare.without([1]))
+    found = made.found(100.0)
+    assert found is not None and found.epoch.members.seats == (0,)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Epoch.first(Mesh(2, 1, 2), layers=2, experts=4),
+        Epoch.first(Mesh(2, 1, 2), layers=1, experts=8),
+        Epoch.first(Mesh(4, 1, 4), layers=1, experts=4),
+        Epoch.first(Mesh(2, 1, 2), layers=1, experts=4, redundant=2),
+    ],
+    ids=["layers", "experts", "ranks", "slots"],
+)
+def test_an_epoch_of_another_service_is_refused(other: Epoch) -> None:
+    made = Recovery(FIRST, 100.0, 5.0)
+    made.connected(0, seat(again=True))
+    with pytest.raises(ValueError, match="is not of this service"):
+        made.holds(0, 3, other)
+
+
+# -- with streams -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def started_again(seconds: float = WAITS) -> Iterator[Coordinator]:
+    made = Coordinator(FIRST, (0,), StepPace(8, 16), "127.0.0.1", TOKEN)
+    made.recover(seconds)
+    made.start()
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def back(head: Coordinator, number: int, generation: int, epoch: Epoch | None) -> FakeMember:
+    """A member that comes back and tells what it holds."""
+    member = FakeMember(head, number, again=True)
+    member.entry("welcome")
+    member.stream.send(held_message(generation, epoch))
+    return member
+
+
+def serves(head: Coordinator, members: dict[int, FakeMember], epoch: Epoch) -> int:
+    """Has the members prepare and join; returns the generation."""
+    for one in members.values():
+        assert epoch_from(one.entry("prepare")["epoch"]) == epoch
+        one.say("prepared", bytes_read=0, weight_bytes=0, lacks=[])
+    for one in members.values():
+        one.entry("join")
+        one.say("joined")
+    head.wait_serving(SECONDS)
+    return head.generation
+
+
+def test_members_come_back_and_serve_what_they_held() -> None:
+    with started_again() as head:
+        assert "has started again, and waits for ranks [0, 1]" in head.progress().reason
+        members = {0: back(head, 0, 9, SECOND)}
+        until(lambda: "waits for ranks [1]" in head.progress().reason)
+        members[1] = back(head, 1, 8, THIRD)
+        assert serves(head, members, THIRD) > 9
+        assert head.epoch == THIRD
+
+
+def test_a_group_forms_of_those_that_are_back_once_the_others_are_started() -> None:
+    with started_again(0.2) as head:
+        members = {0: back(head, 0, 9, SECOND)}
+        until(lambda: "waiting for ranks [1]" in head.progress().reason or 0 in head.seats())
+        members[1] = FakeMember(head, 1)
+        assert serves(head, members, SECOND) > 9
+
+
+def test_who_comes_late_with_a_higher_epoch_takes_the_group_there() -> None:
+    """Everybody else had died with the head before it heard of the change."""
+    with started_again(0.2) as head:
+        members = {0: back(head, 0, 9, SECOND)}
+        until(lambda: 0 in head.seats())
+        members[1] = back(head, 1, 9, THIRD)
+        until(lambda: head.epoch == THIRD)
+        for one in members.values():
+            while (entry := one.entries.get(timeout=SECONDS))["kind"] != "abort":
+                assert entry["kind"] == "prepare"
+        assert serves(head, members, THIRD) > 9
+
+
+def test_a_member_that_connects_twice_has_one_seat() -> None:
+    with started_again() as head:
+        first = back(head, 0, 9, SECOND)
+        members = {0: back(head, 0, 9, SECOND)}
+        first.entry("closed")
+        members[1] = back(head, 1, 9, SECOND)
+        serves(head, members, SECOND)
+
+
+def test_members_that_wait_are_told_to_stop_when_the_service_ends() -> None:
+    with started_again() as head:
+        member = back(head, 0, 9, SECOND)
+        until(lambda: "waits for ranks [1]" in head.progress().reason)
+    member.entry("stop")
+
+
+def test_what_a_member_says_of_a_dead_heads_generation_does_not_count() -> None:
+    with started_again() as head:
+        members = {0: back(head, 0, 9, SECOND)}
+        members[0].stream.send({"kind": "done", "generation": 9, "step": 4})
+        members[0].stream.send(
+            {"kind": "announce", "generation": 9, "job": 1, "layer": 0, "rows": 1, "left": None}
+        )
+        members[1] = back(head, 1, 9, SECOND)
+        serves(head, members, SECOND)
+        time.sleep(0.05)
+        assert head.progress().jobs == 0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"generation": 3},
+        {"generation": "three", "epoch": None},
+        {"generation": 3, "epoch": {"kind": "epoch"}},
+        {"generation": 3, "epoch": [1]},
+        {"generation": -1, "epoch": None},
+        {"generation": 1 << 62, "epoch": None},
+    ],
+)
+def test_a_malformed_word_ends_the_members_stream_and_nothing_else(said: dict[str, Any]) -> None:
+    with started_again() as head:
+        wrong = FakeMember(head, 0, again=True)
+        wrong.entry("welcome")
+        wrong.stream.send({"kind": "held"} | said)
+        wrong.entry("closed")
+        members = {number: back(head, number, 9, SECOND) for number in (0, 1)}
+        serves(head, members, SECOND)
