@@ -426,6 +426,38 @@ class SetLogLevelReply(_message.Message):
     levels: _containers.RepeatedCompositeFieldContainer[LogLevel]
     def __init__(self, levels: _Optional[_Iterable[_Union[LogLevel, _Mapping]]] = ...) -> None: ...
 
+class ScaleRequest(_message.Message):
+    __slots__ = ("ranks",)
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ranks: int
+    def __init__(self, ranks: _Optional[int] = ...) -> None: ...
+
+class ScaleReply(_message.Message):
+    __slots__ = ("outcome", "reason", "seats", "joined", "left", "moves", "nbytes", "epochs", "epoch", "generation", "seconds")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SEATS_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    outcome: str
+    reason: str
+    seats: _containers.RepeatedScalarFieldContainer[int]
+    joined: _containers.RepeatedScalarFieldContainer[int]
+    left: _containers.RepeatedScalarFieldContainer[int]
+    moves: int
+    nbytes: int
+    epochs: int
+    epoch: int
+    generation: int
+    seconds: float
+    def __init__(self, outcome: _Optional[str] = ..., reason: _Optional[str] = ..., seats: _Optional[_Iterable[int]] = ..., joined: _Optional[_Iterable[int]] = ..., left: _Optional[_Iterable[int]] = ..., moves: _Optional[int] = ..., nbytes: _Optional[int] = ..., epochs: _Optional[int] = ..., epoch: _Optional[int] = ..., generation: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class CreateRegionRequest(_message.Message):
     __slots__ = ("size",)
     SIZE_FIELD_NUMBER: _ClassVar[int]

@@ -825,7 +825,7 @@ class Context:
 
 @contextmanager
 def operations(folder: Path) -> Opened:
-    """Rebalance, Reload or SetLogLevel, as the first byte tells, at a group that does not serve."""
+    """Rebalance, Reload, SetLogLevel or Scale, as the first byte tells, at a group that does not serve."""
     served = served_from(house_config(model_in(folder), **EP4))
     progress = Progress("forming", "ranks are missing", 1, 0, 0, 0, 0)
     coordinator: Any = SimpleNamespace(progress=lambda: progress, set_log_levels=lambda levels: None)
@@ -836,10 +836,11 @@ def operations(folder: Path) -> Opened:
         (moe_pb2.RebalanceRequest, door.Rebalance),
         (moe_pb2.ReloadRequest, door.Reload),
         (moe_pb2.SetLogLevelRequest, door.SetLogLevel),
+        (moe_pb2.ScaleRequest, door.Scale),
     ]
 
     def run(data: bytes) -> None:
-        kind, answer = kinds[data[0] % 3 if data else 0]
+        kind, answer = kinds[data[0] % len(kinds) if data else 0]
         try:
             request = kind.FromString(data[1:])
         except Exception as error:
@@ -852,15 +853,19 @@ def operations(folder: Path) -> Opened:
         b"\x01" + moe_pb2.ReloadRequest(checkpoint=str(folder / "model")).SerializeToString(),
         b"\x01" + moe_pb2.ReloadRequest(checkpoint="/\x00").SerializeToString(),
         b"\x02" + moe_pb2.SetLogLevelRequest(level="info", logger="moeserve.runtime").SerializeToString(),
+        b"\x03" + moe_pb2.ScaleRequest(ranks=3).SerializeToString(),
     ]
     yield seeds, run
 
 
 def of_operation(mutations: Mutations, data: bytes, others: list[bytes]) -> bytes:
     """A variant of an operator's request, with its first byte."""
-    kinds = (moe_pb2.RebalanceRequest, moe_pb2.ReloadRequest, moe_pb2.SetLogLevelRequest)
+    kinds = (
+        *(moe_pb2.RebalanceRequest, moe_pb2.ReloadRequest),
+        *(moe_pb2.SetLogLevelRequest, moe_pb2.ScaleRequest),
+    )
     first = data[0] if data else 0
-    return bytes([first]) + mutations.of_message(kinds[first % 3](), data[1:])
+    return bytes([first]) + mutations.of_message(kinds[first % len(kinds)](), data[1:])
 
 
 @contextmanager

@@ -15,12 +15,13 @@ import grpc
 import numpy as np
 
 from moeserve import __version__
+from moeserve.dispatch.members import Member
 from moeserve.experts.load import PHASES
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.credentials import Credentials
 from moeserve.runtime.doors.deadlines import Observe, seconds_left
 from moeserve.runtime.doors.failures import GrpcStatus, status_of
-from moeserve.runtime.doors.forwarding import Caller, Forwarding
+from moeserve.runtime.doors.forwarding import Caller, Forwarding, leave_out
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.errors import GroupUnavailable
 from moeserve.runtime.head.coordinator import Coordinator
@@ -56,12 +57,21 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         self._coordinator = coordinator
         self._max_message_bytes = max_message_bytes
         self._observe = observe
-        self._forwarding = Forwarding(self._with_lanes)
+        self._forwarding = self._forwarding_with(None)
         self._stopping = ""  # why no further call is taken from streams
 
     def show_lanes(self, credentials: Credentials | None) -> None:
         """Has calls handed on with `credentials`; called before the first."""
-        self._forwarding = Forwarding(self._with_lanes, credentials)
+        self._forwarding = self._forwarding_with(credentials)
+
+    def _forwarding_with(self, credentials: Credentials | None) -> Forwarding:
+        made = Forwarding(self._with_lanes, credentials)
+        made.leaving = self._leaving
+        return made
+
+    def _leaving(self) -> frozenset[int]:
+        """Ranks whose lanes take no further call."""
+        return self._coordinator.generations.leaving
 
     def close(self) -> None:
         """Closes the connections to the lanes."""
@@ -115,17 +125,21 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         return self._topology()
 
     def _topology(self) -> moe_pb2.GetTopologyReply:
-        """What callers find: no lane once the service is to stop."""
+        """What callers find: no lane that is to leave, and none at all once the service is to stop."""
         found, draining = self._with_lanes(), self._coordinator.draining
+        leave_out(found, self._leaving())
         if draining:
             del found.lanes[:]
             found.serving, found.reason = False, draining
         return found
 
     def _with_lanes(self) -> moe_pb2.GetTopologyReply:
-        """The lanes as calls that have begun find them."""
+        """The lanes as calls that have begun find them; while calls are taken, only those that have joined a
+        generation.
+        """
         progress, seats = self._coordinator.progress(), self._coordinator.seats()
         epoch = self._coordinator.epoch
+        taken = progress.state == "serving" or progress.holds
         lanes = [
             moe_pb2.Lane(
                 rank=member.seat,
@@ -135,13 +149,15 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
                 lane=member.lane,
             )
             for member in epoch.members.present
-            if member.lane is not None and (seat := seats.get(member.seat))
+            if member.lane is not None
+            and (seat := seats.get(member.seat)) is not None
+            and (seat.generation or not taken)
         ]
         return moe_pb2.GetTopologyReply(
             lanes=lanes,
             generation=progress.generation,
             epoch=epoch.number,
-            serving=progress.state == "serving" or progress.holds,
+            serving=taken,
             reason=progress.reason,
             max_message_bytes=self._max_message_bytes,
             members=_members(epoch, seats),
@@ -201,6 +217,9 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         ranks = [
             _rank_status(member, seats.get(member.seat), covers.get(member.seat))
             for member in _members(epoch, seats)
+        ]
+        ranks += [
+            _rank_status(_absent(member), seats.get(member.seat), None) for member in self._coordinator.away()
         ]
         by_phase = self._coordinator.load_by_phase()
         tokens, prefill = by_phase.sum(axis=0), by_phase[PHASES.index("prefill")]
@@ -282,6 +301,11 @@ def _members(epoch: Epoch, seats: Mapping[int, Seat]) -> list[moe_pb2.Member]:
         )
         for member in epoch.members.present
     ]
+
+
+def _absent(member: Member) -> moe_pb2.Member:
+    """A member that is away: lost, or loading before it joins."""
+    return moe_pb2.Member(seat=member.seat, lane=member.lane, owner=member.owner)
 
 
 def _rank_status(member: moe_pb2.Member, seat: Seat | None, cover: Cover | None) -> moe_pb2.RankStatus:

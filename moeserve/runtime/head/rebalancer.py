@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +26,8 @@ from moeserve.runtime.head.placing.changes import rebalance, reload
 from moeserve.runtime.sections import OFF, BalanceConfig
 
 log = logging.getLogger(__name__)
+
+TURN_SECONDS = 10.0  # at most, for members that join between two steps; then changes are tried
 
 FIRST_LOOK_SECONDS = 0.2  # between looks whether the group serves at all
 NO_LIMIT = 1 << 60  # of moves
@@ -96,6 +99,11 @@ class Rebalancer:
         self.observe_reload: Callable[[Cycle], None] = lambda cycle: None
 
     @property
+    def leads(self) -> bool:
+        """Whether experts move, or are about to: nobody should join meanwhile."""
+        return self._leading.locked()
+
+    @property
     def coordinator(self) -> Coordinator:
         """The coordinator of the group that it changes."""
         return self._coordinator
@@ -149,9 +157,32 @@ class Rebalancer:
     ) -> tuple[RebalancePlan, Cycle]:
         """Plans as `plan` does and moves now, whatever the load; blocks. The plan, and what came of it."""
         with self._leading:
+            self._coordinator.wait_turned(TURN_SECONDS)
             plan = self.plan(policy, max_moves)
             self._seen = self._coordinator.load().tokens
             return plan, self._counted(self._moved(plan))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A context in which nobody else changes the placement or the weights."""
+        with self._leading:
+            yield
+
+    def move_to(self, target: Placement) -> Cycle:
+        """Moves experts until they lie as `target` says, whatever the load; within `alone`. Blocks."""
+        epoch, started = self._coordinator.epoch, time.monotonic()
+        return self._counted(self._led(rebalance(epoch, target, self._settings.staging_slots), started, 0.0))
+
+    def mend(self) -> Cycle:
+        """Gives as many experts as can a second owner, where the loss of one is covered; within `alone`."""
+        if not self._settings.cover_owners:
+            return Cycle("even")
+        return self._counted(self._moved(self._mended(self._coordinator.load().tokens)))
+
+    @property
+    def cover_owners(self) -> int:
+        """Of how many owners the slots have to stand the loss."""
+        return self._settings.cover_owners
 
     def reload(self, path: str) -> Cycle:
         """Brings every layer to the weights in `path`, layer by layer while steps run; blocks.
@@ -159,6 +190,7 @@ class Rebalancer:
         The cycle's outcome is one of RELOADED. Layers that were reloaded before one is abandoned stay so.
         """
         with self._leading:
+            self._coordinator.wait_turned(TURN_SECONDS)
             started = time.monotonic()
             changes = reload(self._coordinator.epoch, path)
             cycle = self._led(changes, started, expected=0.0)
@@ -176,6 +208,7 @@ class Rebalancer:
     def look(self) -> Cycle:
         """One cycle: looks at the load since the last one, and moves what pays; blocks."""
         with self._leading:
+            self._coordinator.wait_turned(TURN_SECONDS)
             try:
                 return self._counted(self._cycle())
             except Exception as error:  # said and counted, and the next cycle comes
