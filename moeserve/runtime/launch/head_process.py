@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -26,10 +26,11 @@ from moeserve.runtime.head.coordinator import STOPPING, Coordinator, Progress
 from moeserve.runtime.head.generations.patience import Patience
 from moeserve.runtime.head.rebalancer import Rebalancer
 from moeserve.runtime.head.reception import RankProcess
+from moeserve.runtime.head.scaling import ScaleSeconds, Scaling
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.keys.sockets import HeldPort
-from moeserve.runtime.planning.layers import first_epoch
+from moeserve.runtime.planning.layers import first_epoch, why_whole
 from moeserve.runtime.sections import OFF
 from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.telemetry import logs
@@ -59,6 +60,7 @@ class HeadStart:
     metrics_port: int
     health_port: int
     again: bool = False  # there was a head before, whose members come back
+    wanted: frozenset[int] | None = None  # the ranks that were to have a process, as that one said last
 
 
 class HeadProcess:
@@ -88,10 +90,12 @@ class HeadProcess:
         self.coordinator.keeps_shadows = config.balance.shadows
         self.coordinator.ready.nbytes = expert_nbytes(served)
         self.coordinator.generations.serve_on = config.members.serve_on
+        self.coordinator.generations.why_whole = lambda: why_whole(self.coordinator.dispatchers())
         self.coordinator.generations.hold_seconds = config.members.hold_seconds
         self.rebalancer = Rebalancer(
             self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
         )
+        self.coordinator.generations.busy = lambda: self.rebalancer.leads
         self._telemetry = CoordinatorTelemetry(model_name(config), __version__, served.layers)
         self._telemetry.progress(self.coordinator.progress)
         self._telemetry.why_not = lambda: (
@@ -99,7 +103,7 @@ class HeadProcess:
         )
         self._drain_seconds = server.drain_seconds
         self._leaving_seconds = min(server.leaving_seconds, server.drain_seconds)
-        self._telemetry.members(lambda: self.coordinator.epoch.members, self.coordinator.seats)
+        self._telemetry.members(self.coordinator.belonging)
         self._telemetry.covers(self.coordinator.covers)
         self._telemetry.loads(lambda: (self.coordinator.epoch.placement, self.coordinator.load()))
         self._telemetry.weights_version(lambda: self.coordinator.epoch.weights_version)
@@ -113,6 +117,8 @@ class HeadProcess:
         self._front.show_lanes(keys.to_lanes())
         operations = Operations(served, self.rebalancer, reload_root_of(config))
         operations.on_log_level = log_levels.set
+        seconds = ScaleSeconds(config.members.scale_seconds, server.leaving_seconds, server.drain_seconds)
+        operations.scaling = Scaling(self.rebalancer, self.coordinator.resizing, seconds)
         self.on_change: Callable[[], None] = lambda: None  # of the group's state
         port, metrics_port, health_port = _ports(config, start)
         self._endpoint = (HeldEndpoint if isinstance(port, HeldPort) else Endpoint)(
@@ -142,7 +148,7 @@ class HeadProcess:
             )
             self.probes_address = f"{shown}:{self._probes.port}"
         if start is not None and start.again:
-            self.coordinator.recover(config.cluster.recover_seconds)
+            self.coordinator.recover(config.cluster.recover_seconds, start.wanted)
         self.coordinator.start()
         self.rebalancer.start()
 
@@ -298,6 +304,12 @@ class Head(Protocol):
     def seats(self) -> Mapping[int, Seated]:
         """The ranks that are connected now."""
 
+    def wanted(self) -> Collection[int] | None:
+        """The ranks that are to have a process; None while it does not know."""
+
+    def refused(self, rank: int, why: str) -> None:
+        """Tells it that a rank which is to have a process cannot have one."""
+
     def state(self) -> tuple[str, str]:
         """The group's state, and the reason for it."""
 
@@ -335,6 +347,14 @@ class HeadInside:
     def seats(self) -> Mapping[int, Seated]:
         """The ranks that are connected now."""
         return seated(self._head)
+
+    def wanted(self) -> Collection[int] | None:
+        """The ranks that are to have a process."""
+        return self._head.coordinator.wanted_seats
+
+    def refused(self, rank: int, why: str) -> None:
+        """Tells it that a rank cannot have a process."""
+        self._head.coordinator.no_room(rank, why)
 
     def state(self) -> tuple[str, str]:
         """The group's state, and the reason for it."""

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,7 @@ class RankActors:
         ranks, begin = config.parallel.mesh.ranks, config.cluster.begin_seconds
         self._spares = Spares(config.cluster.spares, ranks, begin, self._create_spare, self._end_spare)
         self._restarts = Restarts()
+        self._retiring: dict[int, float] = {}  # rank -> since when it has no seat any more and is to end
         self._given_up: deque[RankProcess] = deque()  # as the head says
         self._watching = threading.Thread(target=self._watch, name="watch-ranks", daemon=True)
         self._stopping, self._ended = threading.Event(), threading.Event()
@@ -139,12 +140,17 @@ class RankActors:
             self._head.living(living)
 
     def _create(self, rank: int) -> _Actor:
-        handle = self._actor_in(rank, self._resources["CPU"], self._resources.get("GPU", 0))
+        placed = rank < self._config.parallel.mesh.ranks  # others came later: they have no bundle
+        handle = self._actor_in(
+            rank if placed else None, self._resources["CPU"], self._resources.get("GPU", 0)
+        )
         return _Actor(handle, handle.place.remote(), time.monotonic())
 
-    def _actor_in(self, bundle: int, cpus: float, gpus: float) -> Any:
-        """An actor in a bundle of the group."""
-        seat = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+    def _actor_in(self, bundle: int | None, cpus: float, gpus: float) -> Any:
+        """An actor in a bundle of the group; None: wherever Ray has room."""
+        seat: Any = "DEFAULT"
+        if bundle is not None:
+            seat = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         return (
             ray.remote(RankActor)
             .options(
@@ -174,6 +180,7 @@ class RankActors:
     def _look(self) -> None:
         """Takes what actors and watches have answered, and does what follows from it."""
         self._note_joined()
+        self._follow_seats(self._head.wanted())
         self._kill_given_up()
         for rank, actor in self._actors.items():
             if actor is None:
@@ -194,7 +201,8 @@ class RankActors:
     def _start_due(self) -> None:
         """Starts ranks that have ended and whose pause is over, in a spare where one is near."""
         for rank, actor in self._actors.items():
-            if actor is None and not self._stopping.is_set() and self._restarts.due(rank, time.monotonic()):
+            again = actor is None and not self._stopping.is_set() and rank not in self._retiring
+            if again and self._restarts.due(rank, time.monotonic()):
                 self._actors[rank] = self._from_spare(rank) or self._create(rank)
 
     def _from_spare(self, rank: int) -> _Actor | None:
@@ -216,6 +224,37 @@ class RankActors:
         if place is not None and place.node in self._watches:
             self._watches[place.node].handle.kill.remote(place.pid)
         ray.kill(handle)
+
+    def _follow_seats(self, wanted: Collection[int] | None) -> None:
+        """Creates actors for new seats, and ends those whose seats are no more. None: nobody knows."""
+        if wanted is None or self._stopping.is_set():
+            return
+        for rank in self._retiring.keys() | self._actors.keys() - set(wanted):
+            if self._retired(rank):
+                self._restarts.forget(rank)
+                del self._actors[rank], self._retiring[rank]
+                log.info("rank %d has left", rank)
+        for rank in sorted(set(wanted) - self._actors.keys()):
+            if why := self._why_not(rank):
+                self._head.refused(rank, why)
+            else:
+                self._actors[rank] = self._create(rank)
+
+    def _retired(self, rank: int) -> bool:
+        """Whether the process of a rank that was told to stop has ended; it is killed if it does not."""
+        actor, now = self._actors[rank], time.monotonic()
+        since = self._retiring.setdefault(rank, now)
+        if actor is not None and now > since + STOP_SECONDS:
+            self._condemn(rank, actor.pid, "it was told to stop, and does not")
+        return actor is None
+
+    def _why_not(self, rank: int) -> str:
+        """Why the Ray cluster has no room for one more rank; empty where it has."""
+        free = ray.available_resources()
+        for kind, each in self._resources.items():
+            if (found := free.get(kind, 0.0)) < each:
+                return f"rank {rank} needs {each:g} {kind}s, and the Ray cluster has {found:g} free"
+        return ""
 
     def _kill_given_up(self) -> None:
         """Has the processes killed that the head has given up; their heirs live on."""
@@ -277,7 +316,7 @@ class RankActors:
         self._actors[rank] = None
         if actor.node:
             self._last[rank] = actor
-        if self._stopping.is_set():
+        if self._stopping.is_set() or rank in self._retiring:
             log.info("rank %d (pid %s) has ended", rank, actor.pid or "none")
             return
         pause = self._restarts.ended(rank, time.monotonic())

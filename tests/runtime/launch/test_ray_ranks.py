@@ -18,7 +18,7 @@ SECONDS = 10.0
 def actors() -> Any:
     """Actors of a group without a rank; a test puts its own in their place."""
     told = list[dict[int, RankProcess]]()
-    head: Any = SimpleNamespace(on_given_up=None, seats=dict, told=told, living=told.append)
+    head: Any = SimpleNamespace(on_given_up=None, seats=dict, told=told, living=told.append, wanted=set)
     cluster = SimpleNamespace(spares=0, begin_seconds=SECONDS)
     config: Any = SimpleNamespace(parallel=SimpleNamespace(mesh=SimpleNamespace(ranks=0)), cluster=cluster)
     nobody: Any = None
