@@ -15,6 +15,7 @@ from bench.service.serving_on.pages import drop, in_memory
 from bench.service.serving_on.raw import RawAnswer, RawCalls, failed_on_living
 from bench.service.serving_on.run import Run, covered, median_call, right_times, wait_whole
 
+WAITS = "the group waits for ranks"  # what the head logs where the others cannot serve without them
 CALM_SECONDS = 1.0  # of calls before an event, and after its end
 BACK_SECONDS = 90.0
 READY_SECONDS = 60.0  # for shadows to be there again
@@ -48,7 +49,7 @@ def happen(
 ) -> Outcome:
     """Has one event happen, and waits until all members are back."""
     (setup, event), (service, callers, raw) = what, parts
-    source = wait_ready(run, service, event)
+    source, mark = wait_ready(run, service, event), service.logged()
     callers.answers(0.0)
     raw_answers = raw.answers(0.0)
     before = callers.answers(CALM_SECONDS)
@@ -58,6 +59,8 @@ def happen(
     at = strike(event, victims)
     missing = wait_whole(service, run.args.ranks, BACK_SECONDS, victims)
     back = time.time()
+    if WAITS in service.log(mark):  # two may have been lost where the slots stand the loss of one
+        source = f"waits; of each alone: {source}"
     after = callers.answers(CALM_SECONDS)
     raw_answers += raw.answers(max(0.0, back + AFTER_SECONDS - time.time()))
     call, until = median_call(before), after[-1].ended if after else time.time()
