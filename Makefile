@@ -26,8 +26,9 @@ test: $(STAMP)
 # two cores. SGLang's own dependencies are for GPUs; it runs with vLLM's.
 # What it brings of torchvision, torchaudio and torchcodec is built for another torch, and stops its start.
 VLLM := .venv-vllm
+ENGINE_TESTS ?= tests/engines
 test-vllm: $(VLLM)/.installed
-	MOESERVE_VLLM_NEXT=$(CURDIR)/$(VLLM)/next $(VLLM)/bin/python -m pytest --timeout 1800 tests/engines
+	MOESERVE_VLLM_NEXT=$(CURDIR)/$(VLLM)/next $(VLLM)/bin/python -m pytest --timeout 1800 $(ENGINE_TESTS)
 
 $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)

@@ -6,55 +6,24 @@ bounds how far the service may be.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_checkpoint, quantize_fp8_block
-from engine_models import HIDDEN, Bound, apart, bound_by_float32, by_transformers, prompts
-from engine_quantized import assert_as_with_rounding, write_decoded, write_quantized
-from engine_runs import NEW_TOKENS, REQUESTS, answered, answered_behind, house_of
+from engine_models import HIDDEN
+from engine_quantized import assert_as_what_they_mean, assert_as_with_rounding, write_quantized
+from engine_runs import answered, house_of
 
 OPTIONS = {"dtype": "bfloat16", "disable_radix_cache": True}
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What SGLang answers behind a service of a quantized checkpoint, what is true, and the bound."""
-
-    found: list[dict[str, Any]]
-    exact: list[dict[str, Any]]
-    bound: Bound
-
-
-def answers_in(form: str, source: Path, folder: Path, run_sglang: Any) -> Answers:
-    """Writes `source` with its experts in `form`, and runs SGLang on it and on what it means."""
-    write_quantized(source, folder / form, form)
-    write_decoded(source, folder / form, folder / "decoded")
-    alone = answered(run_sglang, folder / "decoded", None, options=OPTIONS)["rounds"][0]
-    exact = answered(run_sglang, folder / "decoded", None, options=OPTIONS | {"dtype": "float32"})["rounds"][
-        0
-    ]
-    found = answered_behind(run_sglang, folder / form, options=OPTIONS)["rounds"][0]
-    return Answers(found, exact, bound_by_float32(apart(alone, exact)))
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4", "int4"])
 def test_quantized_experts_answer_as_sglang_alone_on_what_they_mean(
     engine_model: Any, run_sglang: Any, tmp_path: Path, form: str
 ) -> None:
-    source = engine_model("qwen3_moe", "bfloat16").path
-    answers = answers_in(form, source, tmp_path, run_sglang)
-    right = apart(answers.found, answers.exact)
-    unquantized = apart(by_transformers(source, prompts(REQUESTS), NEW_TOKENS), answers.exact)
-    print(
-        f"{form}: {right.most:.2g} ({right.mean:.2g}), bound {answers.bound.most:.2g} "
-        f"({answers.bound.mean:.2g}), not quantized {unquantized.most:.2g} ({unquantized.mean:.2g})"
-    )
-    assert right.within(answers.bound), right
-    assert not unquantized.within(answers.bound), "what the format does to weights would not be seen"
+    assert_as_what_they_mean(run_sglang, OPTIONS, engine_model("qwen3_moe", "bfloat16").path, tmp_path, form)
 
 
 def test_fp8_blocks_answer_as_transformers_with_their_rounding(

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 from checkpoints import make_checkpoint, quantize_fp8_block
 from engine_models import FLOAT32, HIDDEN, apart
-from engine_quantized import assert_as_with_rounding, write_decoded, write_quantized
+from engine_quantized import (
+    assert_as_what_they_mean,
+    assert_as_with_rounding,
+    write_decoded,
+    write_quantized,
+)
 from engine_runs import answered, answered_behind, house_of
 
 FORMATS = ("nvfp4", "mxfp4", "int4")
@@ -33,6 +38,14 @@ def test_quantized_experts_answer_as_vllm_alone_on_what_they_mean(
     assert told.within(FLOAT32) and not told.ties, told
     assert found["workers"][0]["experts"] == {}
     assert [name for name in found["read"] if ".experts." in name] == []
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_quantized_experts_beside_attention_in_bf16(
+    engine_model: Any, run_vllm: Any, tmp_path: Path, form: str
+) -> None:
+    source = engine_model("qwen3_moe", "bfloat16").path
+    assert_as_what_they_mean(run_vllm, OPTIONS | {"dtype": "bfloat16"}, source, tmp_path, form)
 
 
 def test_fp8_blocks_answer_as_transformers_with_their_rounding(

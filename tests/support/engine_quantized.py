@@ -7,8 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import rewrite
-from engine_models import NUDGE, Rounding, apart, bound_by_codes, by_transformers, prompts
-from engine_runs import NEW_TOKENS, REQUESTS
+from engine_models import (
+    NUDGE,
+    Rounding,
+    apart,
+    bound_by_codes,
+    bound_by_float32,
+    by_transformers,
+    prompts,
+)
+from engine_runs import NEW_TOKENS, REQUESTS, Run, answered, answered_behind
 from in_process import InProcess
 from torch import Tensor
 
@@ -43,6 +51,30 @@ def write_decoded(source: Path, quantized: Path, to: Path) -> None:
         return tensors | {name: tensor.float().clone() for name, tensor in own.items()}
 
     rewrite(to, replaced)
+
+
+def assert_as_what_they_mean(
+    run: Run, options: dict[str, Any], source: Path, folder: Path, form: str
+) -> None:
+    """Asserts that an engine in bf16 behind a service of `source` with its experts in `form` answers as the
+    engine alone, in float32, on what the weights mean.
+
+    How far bf16 brings the engine alone from that bounds how far it may be. The check must notice what it is
+    for: weights that are not quantized are beyond the bound. folder: where checkpoints are written to.
+    """
+    write_quantized(source, folder / form, form)
+    write_decoded(source, folder / form, folder / "decoded")
+    alone = answered(run, folder / "decoded", None, options=options)["rounds"][0]
+    exact = answered(run, folder / "decoded", None, options=options | {"dtype": "float32"})["rounds"][0]
+    found = answered_behind(run, folder / form, options=options)["rounds"][0]
+    bound, right = bound_by_float32(apart(alone, exact)), apart(found, exact)
+    unquantized = apart(by_transformers(source, prompts(REQUESTS), NEW_TOKENS), exact)
+    print(
+        f"{form}: {right.most:.2g} ({right.mean:.2g}), bound {bound.most:.2g} ({bound.mean:.2g}), "
+        f"not quantized {unquantized.most:.2g} ({unquantized.mean:.2g})"
+    )
+    assert right.within(bound), right
+    assert not unquantized.within(bound), "what the format does to weights would not be seen"
 
 
 def assert_as_with_rounding(found: dict[str, Any], source: Path, quantized: Path) -> None:

@@ -41,6 +41,7 @@ from moeserve.runtime.config import Config
 from moeserve.runtime.control import messages
 from moeserve.runtime.control.acceptor import Guest
 from moeserve.runtime.control.frames import LENGTH, decoded, encoded
+from moeserve.runtime.control.shadowed import addresses_from
 from moeserve.runtime.control.stream import Stream, StreamClosed
 from moeserve.runtime.doors.admin_door import AdminDoor
 from moeserve.runtime.doors.calls.framing import check_framing
@@ -484,6 +485,7 @@ def member_messages() -> list[dict[str, Any]]:
         {"kind": "joined", "plans": [[3, "kernel", "dispatcher", "bf16"]]},
         {"kind": "voted", "change": 1, "staged": [[0, 1, "ab", "stream", 10, 0.1, 0]], "refused": ""},
         {"kind": "adopted", "change": 1},
+        {"kind": "shadowed", "epoch": 1, "layers": [0, 1], "nbytes": 10},
         {"kind": "drained"},
         {"kind": "failed", "reason": "rank 0: a step failed"},
     ]
@@ -581,11 +583,13 @@ def head_says(folder: Path) -> Opened:
     (change, *_) = rebalance(epoch, epoch.placement.with_slots(slots), staging_slots=2)
     step = messages.header_message(Header(1, 1, 3, (2, 0), ((1, 2),)), 1)
     stage = messages.stage_message(1, change, 3, 0) | {"generation": 1, "peers": {"0": ["a:1", "here"]}}
-    seeds = [messages.epoch_message(epoch), step, stage, messages.commit_message(1, change, 1)]
+    peers = {"kind": "peers", "addresses": {"0": "a:1", "1": ""}}
+    seeds = [messages.epoch_message(epoch), step, stage, messages.commit_message(1, change, 1), peers]
     reads: dict[Any, Callable[[dict[str, Any]], object]] = {
         "epoch": messages.epoch_from,
         "step": messages.header_from,
         "stage": messages.order_from,
+        "peers": addresses_from,
         "commit": lambda message: messages.committed_epoch(message, epoch),
     }
 
@@ -618,11 +622,13 @@ def bank() -> Bank:
 def weights_asked(folder: Path) -> Opened:
     """What a rank hears of whoever wants its experts."""
     made = WeightsServer("127.0.0.1", Keys(KeysConfig(), TOKEN), "cpu", bank())
+    made.holds = lambda slot, which: which.expert == slot + 1
     hello = frame({"kind": "weights", "token": TOKEN})
     asked = {"kind": "slots", "layer": LAYER, "slots": [0], "how": "stream"}
     seeds = [
         hello + frame(asked),
         hello + frame(asked | {"layer": 9}),
+        hello + frame(asked | {"experts": [1], "version": 1}),
         frame({"kind": "weights", "token": "x"}),
     ]
 

@@ -15,6 +15,7 @@ import grpc
 import numpy as np
 
 from moeserve import __version__
+from moeserve.dispatch.members import Member
 from moeserve.experts.load import PHASES
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.credentials import Credentials
@@ -24,6 +25,7 @@ from moeserve.runtime.doors.forwarding import Caller, Forwarding, leave_out
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.errors import GroupUnavailable
 from moeserve.runtime.head.coordinator import Coordinator
+from moeserve.runtime.head.generations.ready import Cover
 from moeserve.runtime.head.reception import Seat
 from moeserve.runtime.served import Served
 
@@ -211,7 +213,14 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         """How the service is doing, with the load of every layer, and of every expert on request."""
         progress, seats = self._coordinator.progress(), self._coordinator.seats()
         epoch = self._coordinator.epoch
-        ranks = [_rank_status(member, seats.get(member.seat)) for member in _members(epoch, seats)]
+        covers = self._coordinator.covers()
+        ranks = [
+            _rank_status(member, seats.get(member.seat), covers.get(member.seat))
+            for member in _members(epoch, seats)
+        ]
+        ranks += [
+            _rank_status(_absent(member), seats.get(member.seat), None) for member in self._coordinator.away()
+        ]
         by_phase = self._coordinator.load_by_phase()
         tokens, prefill = by_phase.sum(axis=0), by_phase[PHASES.index("prefill")]
         balanced = 1 / epoch.placement.imbalance(tokens)
@@ -294,9 +303,15 @@ def _members(epoch: Epoch, seats: Mapping[int, Seat]) -> list[moe_pb2.Member]:
     ]
 
 
-def _rank_status(member: moe_pb2.Member, seat: Seat | None) -> moe_pb2.RankStatus:
+def _absent(member: Member) -> moe_pb2.Member:
+    """A member that is away: lost, or loading before it joins."""
+    return moe_pb2.Member(seat=member.seat, lane=member.lane, owner=member.owner)
+
+
+def _rank_status(member: moe_pb2.Member, seat: Seat | None, cover: Cover | None) -> moe_pb2.RankStatus:
+    covered = None if cover is None else _cover(cover)
     if seat is None:
-        return moe_pb2.RankStatus(rank=member.seat, up=False, member=member)
+        return moe_pb2.RankStatus(rank=member.seat, up=False, member=member, cover=covered)
     return moe_pb2.RankStatus(
         rank=member.seat,
         up=True,
@@ -307,4 +322,17 @@ def _rank_status(member: moe_pb2.Member, seat: Seat | None) -> moe_pb2.RankStatu
         bytes_read=seat.bytes_read,
         pid=seat.pid,
         member=member,
+        cover=covered,
+        shadow_bytes=seat.shadowed.nbytes,
+    )
+
+
+def _cover(cover: Cover) -> moe_pb2.Cover:
+    return moe_pb2.Cover(
+        replicas=cover.replicas,
+        shadows=cover.shadows,
+        disk=cover.disk,
+        waits=cover.waits,
+        bytes=cover.nbytes,
+        why_waits=cover.why_waits,
     )

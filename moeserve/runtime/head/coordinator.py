@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moeserve.dispatch.members import Member, Members
 from moeserve.experts.load import PHASES, Load
 from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.control.frames import encoded
@@ -209,6 +210,11 @@ class Coordinator:
                 why += f"; before: {group.aborted}"
             raise TimeoutError(f"the group did not serve within {timeout:.0f} s: {why}")
 
+    def wait_turned(self, timeout: float) -> None:
+        """Returns once no member joins between two steps; at the latest after `timeout` seconds."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self.generations.turning, timeout)
+
     def progress(self) -> Progress:
         """The group's state, the reason for it, and its counts."""
         with self._lock:
@@ -224,6 +230,19 @@ class Coordinator:
         epoch = self.epoch
         owners = [member.seat for member in epoch.members.present if member.owner is not None]
         return {seat: self.ready.covered(epoch, seat) for seat in owners}
+
+    def away(self) -> list[Member]:
+        """The members that the group serves without: lost, or loading before they join."""
+        with self._lock:
+            return self.generations.returning.members
+
+    def belonging(self) -> tuple[Members, list[int]]:
+        """All members, those that are away with them, and the seats of those that are there."""
+        with self._lock:
+            members = self._group.members
+            for member in self.generations.returning.members:
+                members = members.plus(member)
+            return members, list(self._seats)
 
     def load(self) -> Load:
         """Tokens by served layer and logical expert, as far as ranks have reported."""
@@ -435,6 +454,11 @@ class Coordinator:
         if self.keeps_shadows:
             addresses = {owner: address for owner, (address, _) in self._group.weights_of.items()}
             self._group.broadcast(peers_message(addresses))
+
+    def dispatchers(self) -> set[str]:
+        """The names of the dispatchers that members have planned, of all layers."""
+        plans = (plan for seat in self.seats().values() for plan in seat.plans.values())
+        return {name for _, dispatchers, _ in plans for name in dispatchers.split("+")}
 
     def _shadowed(self) -> dict[int, Shadowed]:
         """What members keep in host memory, by seat."""

@@ -30,7 +30,7 @@ from moeserve.runtime.head.scaling import ScaleSeconds, Scaling
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.keys.sockets import HeldPort
-from moeserve.runtime.planning.layers import first_epoch
+from moeserve.runtime.planning.layers import first_epoch, why_whole
 from moeserve.runtime.sections import OFF
 from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.telemetry import logs
@@ -90,10 +90,12 @@ class HeadProcess:
         self.coordinator.keeps_shadows = config.balance.shadows
         self.coordinator.ready.nbytes = expert_nbytes(served)
         self.coordinator.generations.serve_on = config.members.serve_on
+        self.coordinator.generations.why_whole = lambda: why_whole(self.coordinator.dispatchers())
         self.coordinator.generations.hold_seconds = config.members.hold_seconds
         self.rebalancer = Rebalancer(
             self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
         )
+        self.coordinator.generations.busy = lambda: self.rebalancer.leads
         self._telemetry = CoordinatorTelemetry(model_name(config), __version__, served.layers)
         self._telemetry.progress(self.coordinator.progress)
         self._telemetry.why_not = lambda: (
@@ -101,7 +103,7 @@ class HeadProcess:
         )
         self._drain_seconds = server.drain_seconds
         self._leaving_seconds = min(server.leaving_seconds, server.drain_seconds)
-        self._telemetry.members(lambda: self.coordinator.epoch.members, self.coordinator.seats)
+        self._telemetry.members(self.coordinator.belonging)
         self._telemetry.covers(self.coordinator.covers)
         self._telemetry.loads(lambda: (self.coordinator.epoch.placement, self.coordinator.load()))
         self._telemetry.weights_version(lambda: self.coordinator.epoch.weights_version)

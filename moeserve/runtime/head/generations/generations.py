@@ -68,13 +68,16 @@ class Generations:
         self.serve_on = False  # a lost member's experts are served by others, where these have the slots
         # the epoch without those seats; raises ValueError where the others cannot serve without them
         self.without: Callable[[Epoch, list[int]], Epoch] = lambda epoch, seats: epoch.without(seats)
+        self.why_whole: Callable[[], str] = lambda: ""  # why the group cannot go on without a member
         self.returning = Returning(self.patience.prepare)
         self.coming: dict[int, str] = {}  # seats of new members, and why one cannot start, once that is known
         self.leaving: frozenset[int] = frozenset()  # of members whose lanes callers find no more
         self.retiring: tuple[int, ...] = ()  # of members that the group goes on without, between two steps
         self.layers = OpenLayers()
         self.running: Callable[[], int] = lambda: 0  # steps that members have not finished
+        self.busy: Callable[[], bool] = lambda: False  # nobody joins now: experts move
         self._turning_since: float | None = None  # no step begins: a member is to join
+        self._joining = False  # the generation that forms is one that members have joined between two steps
         self.on_given_up: Callable[[RankProcess], None] = lambda process: None  # the launcher ends it
         # whether that process has ended, for a launcher to say; None: nobody knows, nor has to be waited for
         self.is_gone: Callable[[RankProcess], bool] | None = None
@@ -94,6 +97,11 @@ class Generations:
         none is about to join.
         """
         return self.state == "serving" and self._failing is None and self._turning_since is None
+
+    @property
+    def turning(self) -> bool:
+        """Whether members join between two steps: soon the group serves again."""
+        return self._turning_since is not None or (self._joining and self.state != "serving")
 
     @property
     def holds(self) -> bool:
@@ -169,8 +177,11 @@ class Generations:
         """Has a member load what it held, while the group serves without it."""
         if (other := self.returning.connected().get(rank)) is not None and other is not seat:
             self._part_with_returning(rank, f"pid {seat.pid} has taken its place", seat.process(rank))
-        self.returning.sit_down(rank, seat, time.monotonic())
         log.info("rank %d (pid %d) loads, and then joins", rank, seat.pid)
+        self._have_load(rank, seat)
+
+    def _have_load(self, rank: int, seat: Seat) -> None:
+        self.returning.sit_down(rank, seat, self._group.epoch, time.monotonic())
         epoch = self.returning.epoch_with(self._group.epoch, [rank])
         self._group.send(seat, {"kind": "load", "generation": 0, "epoch": epoch_message(epoch)})
         self._group.lock.notify_all()
@@ -318,6 +329,7 @@ class Generations:
         self.on_abort(reason)
         self.aborted = reason
         self._failing, self._inquiry, self._store, self._turning_since = None, None, KeyStore(), None
+        self._joining = joining
         self.layers.clear()
         aborted, self._group.generation = self._group.generation, self._group.generation + 1
         gone = {"kind": "abort", "generation": aborted, "reason": reason, "back": self._served}
@@ -351,6 +363,8 @@ class Generations:
             return False
         before = self._group.epoch
         try:
+            if why := self.why_whole():
+                raise ValueError(why)
             self._group.epoch = self.without(before, lost)
         except ValueError as error:
             log.warning("the group waits for ranks %s: %s", lost, error)
@@ -374,6 +388,13 @@ class Generations:
             or self._failing is not None
             or self.layers.closed
         ):
+            return
+        if self._turning_since is None and self.busy():
+            return
+        for rank in self.returning.stale(self._group.epoch):
+            log.info("rank %d loads again: the weights were reloaded meanwhile", rank)
+            self._have_load(rank, self.returning.connected()[rank])
+        if not (ready := self.returning.ready):
             return
         if self._turning_since is None:
             self._turning_since = now

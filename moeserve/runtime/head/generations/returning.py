@@ -22,6 +22,7 @@ class _Away:
     seat: Seat | None = None
     heard: float = 0.0  # when its process last said that it goes on
     loaded: bool = False
+    versions: tuple[int, ...] = ()  # of the weights that it was told to load, by layer
 
 
 def with_ranks(epoch: Epoch, seats: Collection[int]) -> Epoch:
@@ -49,6 +50,11 @@ class Returning:
         return sorted(self._away)
 
     @property
+    def members(self) -> list[Member]:
+        """Those that are away, or load, as they were."""
+        return [self._away[seat].member for seat in self.seats]
+
+    @property
     def ready(self) -> list[int]:
         """Those that have loaded, and may join between two steps."""
         return sorted(seat for seat, away in self._away.items() if away.loaded)
@@ -68,10 +74,15 @@ class Returning:
                 slots = epoch.placement.slots[:, first : first + width].copy()
             self._away[number] = _Away(member, slots)
 
-    def sit_down(self, number: int, seat: Seat, now: float) -> None:
-        """A process has come for a seat that is away. It is to load."""
+    def sit_down(self, number: int, seat: Seat, epoch: Epoch, now: float) -> None:
+        """A process has come for a seat that is away. It is to load what it had, in `epoch`'s weights."""
         away = self._away[number]
         away.seat, away.heard, away.loaded = seat, now, False
+        away.versions = _versions(epoch)
+
+    def stale(self, epoch: Epoch) -> list[int]:
+        """Those that have loaded, and other weights than `epoch` has: they are to load again."""
+        return [number for number in self.ready if self._away[number].versions != _versions(epoch)]
 
     def is_here(self, number: int, seat: Seat) -> bool:
         """Whether that very process waits to join."""
@@ -116,3 +127,7 @@ class Returning:
             away = self._away.pop(number)
             if away.seat is not None:
                 take(number, away.seat)
+
+
+def _versions(epoch: Epoch) -> tuple[int, ...]:
+    return tuple(epoch.version(at) for at in range(epoch.placement.layers))
