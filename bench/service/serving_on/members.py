@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 from bench.service.faults.callers import Callers
-from bench.service.faults.points import every_process
+from bench.service.faults.points import TELL_STACKS, every_process
 from bench.service.faults.service import Service
 from bench.service.serving_on.events import Event, Outcome, Setup, gaps
 from bench.service.serving_on.pages import drop, in_memory
@@ -20,6 +20,7 @@ CALM_SECONDS = 1.0  # of calls before an event, and after its end
 BACK_SECONDS = 90.0
 READY_SECONDS = 60.0  # for shadows to be there again
 AFTER_SECONDS = 1.0  # in which bare callers learn where a lane is that has come back
+STACKS_SECONDS = 1.0  # for ranks to write where they are
 SETTLE_SECONDS = 20.0  # for processes that end to be gone
 
 
@@ -37,7 +38,7 @@ def members(run: Run, setup: Setup, todo: list[Event]) -> Iterator[Outcome]:
                 outcome = happen(run, (setup, todo.pop(0)), (service, callers, raw), processes)
                 yield outcome
                 if "missing" in outcome.faults:
-                    print(service.log()[-6000:])
+                    print(service.log()[-40000:])
                     break
             wrong = len(callers.wrong)
         for late in callers.wrong[wrong:]:
@@ -58,6 +59,8 @@ def happen(
     resident = drop(run.files, alive) if setup.cold else in_memory(run.files)
     at = strike(event, victims)
     missing = wait_whole(service, run.args.ranks, BACK_SECONDS, victims)
+    if missing:
+        tell_stacks(service)
     back = time.time()
     if WAITS in service.log(mark):  # two may have been lost where the slots stand the loss of one
         source = f"waits; of each alone: {source}"
@@ -84,6 +87,14 @@ def happen(
         sum(not one.wrong for one in after) + rightly(raw_answers),
         {name: texts for name, texts in faults.items() if texts},
     )
+
+
+def tell_stacks(service: Service) -> None:
+    """Has the log say where each rank's threads are."""
+    for pids in service.living().values():
+        for pid in pids:
+            os.kill(pid, TELL_STACKS)
+    time.sleep(STACKS_SECONDS)
 
 
 def rightly(answers: list[RawAnswer]) -> int:
