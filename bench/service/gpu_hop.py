@@ -38,9 +38,9 @@ import numpy as np
 import torch
 
 from bench.lib.record import Result, write
-from bench.service.echo_server import METHOD, OPTIONS
 from bench.service.hop import Child
 from bench.service.hops.callers import Callers, Load
+from bench.service.hops.echo_server import METHOD, OPTIONS
 from bench.service.hops.in_process import InProcess
 from bench.service.hops.phases import Phases
 from bench.service.hops.sizes import Experts, Sizes, write_checkpoint
@@ -318,7 +318,7 @@ def over_the_service(
 ) -> None:
     """Starts the service and its callers, and runs the parts that are theirs."""
     sizes: Sizes = args.sizes
-    with Child([sys.executable, "-m", "bench.service.echo_server"], r"(\d+)") as echo:
+    with Child([sys.executable, "-m", "bench.service.hops.echo_server"], r"(\d+)") as echo:
         base |= peers(sizes, args.rows, echo.said[0])
     with LocalCluster(config) as cluster, MoeClient(cluster.address, timeout=120) as client:
         print(

@@ -39,8 +39,8 @@ import torch
 from bench.lib.checkpoint import Qwen3Moe, write_checkpoint
 from bench.lib.quiet import rounds
 from bench.lib.record import Result, write
-from bench.service.echo_server import METHOD, OPTIONS
 from bench.service.hop_step import BareStep
+from bench.service.hops.echo_server import METHOD, OPTIONS
 from moeserve.proto.client import MoeClient
 from moeserve.proto.heap import keep_freed_memory
 
@@ -121,7 +121,7 @@ def measure(rows: int, hidden: int, args: argparse.Namespace, folder: Path) -> C
     checkpoint = folder / f"hidden-{hidden}"
     make_checkpoint(checkpoint, hidden)
     serve = [sys.executable, *SERVE.split(), "--enable-expert-parallel", "--checkpoint", str(checkpoint)]
-    echo = [sys.executable, "-m", "bench.service.echo_server"]
+    echo = [sys.executable, "-m", "bench.service.hops.echo_server"]
     with ExitStack() as stack:
         service = stack.enter_context(Child(serve, r"metrics on \S+ (\S+)", r"serving on (\S+)"))
         port = stack.enter_context(Child(echo, r"(\d+)")).said[0]

@@ -49,8 +49,8 @@ import torch
 from bench.lib.cores import Cores, on, usual
 from bench.lib.quiet import rounds
 from bench.lib.record import ROOT, Result, write
-from bench.service.echo_server import METHOD, OPTIONS, Echo
 from bench.service.hop import TOP_K, Child, timed
+from bench.service.hops.echo_server import METHOD, OPTIONS, Echo
 from moeserve.proto import moe_pb2
 from moeserve.proto.credentials import KeyedChannel
 from moeserve.proto.heap import keep_freed_memory

@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "health": "ask a running service whether it serves; the exit code tells",
     "rebalance": "move experts of a running service so that its ranks' loads are even",
     "reload": "bring a running service to the weights of another checkpoint of the same shapes",
+    "scale": "add ranks to a running service, or take some away",
     "log-level": "set how much a running service logs, or show how much it does",
     "bench": "drive a running service and time its answers",
     "version": "show the versions of moeserve and of what it uses",

@@ -7,6 +7,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -78,9 +79,11 @@ def run(args: argparse.Namespace) -> int:
         if probes := cluster.probes_address():
             _say(f"probes on {probes}")
         _say(f"serving on {cluster.address}")
+        _tell_manager(f"READY=1\nSTATUS=serving on {cluster.address}")
         _watch(cluster, signals)
     finally:
         try:
+            _tell_manager("STOPPING=1")
             _say("stopping")
         finally:  # also where stdout is closed: what was started is ended all the same
             cluster.stop()
@@ -93,6 +96,18 @@ def _say(line: str) -> None:
     """
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
+
+
+def _tell_manager(state: str) -> None:
+    """Tells systemd how the service is, where that has started it and wants to know (sd_notify)."""
+    if not (address := os.environ.get("NOTIFY_SOCKET", "")):
+        return
+    name = f"\0{address[1:]}" if address.startswith("@") else address
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+            manager.sendto(state.encode(), name)
+    except OSError as error:
+        sys.stderr.write(f"moeserve serve: NOTIFY_SOCKET={address} takes nothing: {error}\n")
 
 
 class _Signals:

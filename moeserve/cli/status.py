@@ -53,6 +53,17 @@ def text(status: Any) -> str:
         )
         for r in status.ranks
     ]
+    losses: list[tuple[object, ...]] = [
+        ("if lost", "replicas", "shadows", "disk", "waits", "bring in MiB", "shadows MiB")
+    ]
+    losses += [
+        (
+            *(r.rank, r.cover.replicas, r.cover.shadows, r.cover.disk, r.cover.waits),
+            *(round(r.cover.bytes / MIB, 1), round(r.shadow_bytes / MIB, 1)),
+        )
+        for r in status.ranks
+        if r.HasField("cover")
+    ]
     layers: list[tuple[object, ...]] = [("layer", "balancedness")]
     layers += [(layer.layer, f"{layer.balancedness:.3f}") for layer in status.layers]
     experts = [
@@ -61,5 +72,9 @@ def text(status: Any) -> str:
         if layer.tokens
     ]
     return "\n\n".join(
-        ["\n".join(f"{name:<6} {value}" for name, value in head), table(ranks), table(layers), *experts]
+        [
+            "\n".join(f"{name:<6} {value}" for name, value in head),
+            *(table(each) for each in (ranks, losses, layers)),
+            *experts,
+        ]
     )

@@ -229,7 +229,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self, experts: _Optional[bool] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "up", "address", "steps", "tokens", "weight_bytes", "bytes_read", "pid", "member")
+    __slots__ = ("rank", "up", "address", "steps", "tokens", "weight_bytes", "bytes_read", "pid", "member", "cover", "shadow_bytes")
     RANK_FIELD_NUMBER: _ClassVar[int]
     UP_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -239,6 +239,8 @@ class RankStatus(_message.Message):
     BYTES_READ_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
+    COVER_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_BYTES_FIELD_NUMBER: _ClassVar[int]
     rank: int
     up: bool
     address: str
@@ -248,7 +250,25 @@ class RankStatus(_message.Message):
     bytes_read: int
     pid: int
     member: Member
-    def __init__(self, rank: _Optional[int] = ..., up: _Optional[bool] = ..., address: _Optional[str] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., bytes_read: _Optional[int] = ..., pid: _Optional[int] = ..., member: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
+    cover: Cover
+    shadow_bytes: int
+    def __init__(self, rank: _Optional[int] = ..., up: _Optional[bool] = ..., address: _Optional[str] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., bytes_read: _Optional[int] = ..., pid: _Optional[int] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., cover: _Optional[_Union[Cover, _Mapping]] = ..., shadow_bytes: _Optional[int] = ...) -> None: ...
+
+class Cover(_message.Message):
+    __slots__ = ("replicas", "shadows", "disk", "waits", "bytes", "why_waits")
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    SHADOWS_FIELD_NUMBER: _ClassVar[int]
+    DISK_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    WHY_WAITS_FIELD_NUMBER: _ClassVar[int]
+    replicas: int
+    shadows: int
+    disk: int
+    waits: int
+    bytes: int
+    why_waits: str
+    def __init__(self, replicas: _Optional[int] = ..., shadows: _Optional[int] = ..., disk: _Optional[int] = ..., waits: _Optional[int] = ..., bytes: _Optional[int] = ..., why_waits: _Optional[str] = ...) -> None: ...
 
 class LayerLoad(_message.Message):
     __slots__ = ("layer", "balancedness", "tokens", "prefill_tokens")
@@ -405,6 +425,38 @@ class SetLogLevelReply(_message.Message):
     LEVELS_FIELD_NUMBER: _ClassVar[int]
     levels: _containers.RepeatedCompositeFieldContainer[LogLevel]
     def __init__(self, levels: _Optional[_Iterable[_Union[LogLevel, _Mapping]]] = ...) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("ranks",)
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ranks: int
+    def __init__(self, ranks: _Optional[int] = ...) -> None: ...
+
+class ScaleReply(_message.Message):
+    __slots__ = ("outcome", "reason", "seats", "joined", "left", "moves", "nbytes", "epochs", "epoch", "generation", "seconds")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SEATS_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    outcome: str
+    reason: str
+    seats: _containers.RepeatedScalarFieldContainer[int]
+    joined: _containers.RepeatedScalarFieldContainer[int]
+    left: _containers.RepeatedScalarFieldContainer[int]
+    moves: int
+    nbytes: int
+    epochs: int
+    epoch: int
+    generation: int
+    seconds: float
+    def __init__(self, outcome: _Optional[str] = ..., reason: _Optional[str] = ..., seats: _Optional[_Iterable[int]] = ..., joined: _Optional[_Iterable[int]] = ..., left: _Optional[_Iterable[int]] = ..., moves: _Optional[int] = ..., nbytes: _Optional[int] = ..., epochs: _Optional[int] = ..., epoch: _Optional[int] = ..., generation: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class CreateRegionRequest(_message.Message):
     __slots__ = ("size",)

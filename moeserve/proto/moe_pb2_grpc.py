@@ -761,6 +761,11 @@ class AdminServiceStub:
                 request_serializer=moeserve_dot_proto_dot_moe__pb2.SetLogLevelRequest.SerializeToString,
                 response_deserializer=moeserve_dot_proto_dot_moe__pb2.SetLogLevelReply.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/moeserve.v1.AdminService/Scale',
+                request_serializer=moeserve_dot_proto_dot_moe__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=moeserve_dot_proto_dot_moe__pb2.ScaleReply.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -790,6 +795,14 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """Adds ranks to the running group, up to the places that it reserves, or takes the last ones away, while steps run.
+        Answers when it is done. A caller who leaves does not end it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -807,6 +820,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.SetLogLevel,
                     request_deserializer=moeserve_dot_proto_dot_moe__pb2.SetLogLevelRequest.FromString,
                     response_serializer=moeserve_dot_proto_dot_moe__pb2.SetLogLevelReply.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=moeserve_dot_proto_dot_moe__pb2.ScaleRequest.FromString,
+                    response_serializer=moeserve_dot_proto_dot_moe__pb2.ScaleReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -891,6 +909,33 @@ class AdminService:
             '/moeserve.v1.AdminService/SetLogLevel',
             moeserve_dot_proto_dot_moe__pb2.SetLogLevelRequest.SerializeToString,
             moeserve_dot_proto_dot_moe__pb2.SetLogLevelReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moeserve.v1.AdminService/Scale',
+            moeserve_dot_proto_dot_moe__pb2.ScaleRequest.SerializeToString,
+            moeserve_dot_proto_dot_moe__pb2.ScaleReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from moeserve.dispatch.members import Member, Members
 from moeserve.experts.balance.room import slots_a_rank
 from moeserve.experts.cover.replicas import covered
-from moeserve.experts.cover.takeover import NoRoom, heirs, taken_over
+from moeserve.experts.cover.takeover import NoRoom, heirs, row_without, taken_over
 from moeserve.experts.load import Load
 from moeserve.experts.placement import EMPTY, Move, Placement
 from moeserve.runtime.mesh import Mesh
@@ -192,12 +192,15 @@ def _rarest(placement: Placement, width: int) -> NDArray[np.int32]:
     return found
 
 
-def shadows_of(epoch: Epoch, owner: int) -> dict[int, tuple[int, ...]]:
+def shadows_of(
+    epoch: Epoch, owner: int, between: Callable[[], None] = lambda: None
+) -> dict[int, tuple[int, ...]]:
     """The experts that `owner` takes over when any one other owner is lost, and does not hold, ascending; by
     position of their layer, without layers that have none.
 
     A function of the epoch alone: every member finds for itself what to keep in host memory. Empty when
-    experts are sliced, and of a place without room.
+    experts are sliced, and of a place without room. `between` is called after every tenth of a millisecond or
+    so: where that is much, other threads are to have their turn.
     """
     placement = epoch.placement
     if epoch.mesh.sliced or not placement.room[owner]:
@@ -205,10 +208,13 @@ def shadows_of(epoch: Epoch, owner: int) -> dict[int, tuple[int, ...]]:
     others = [other for other, room in enumerate(placement.room) if room and other != owner]
     found: dict[int, tuple[int, ...]] = {}
     for position, row in enumerate(placement.slots):
-        slots = row.tobytes()
-        plans = (heirs(slots, placement.room, placement.experts, other) or {} for other in others)
-        if mine := sorted({expert for plan in plans for expert, heir in plan.items() if heir == owner}):
-            found[position] = tuple(mine)
+        mine = set[int]()
+        for other in others:
+            plan = heirs(row.tobytes(), placement.room, placement.experts, other) or {}
+            mine.update(expert for expert, heir in plan.items() if heir == owner)
+            between()
+        if mine:
+            found[position] = tuple(sorted(mine))
     return found
 
 
@@ -219,7 +225,12 @@ def _without(placement: Placement, lost: set[int], shadowed: Placement) -> Place
     room, rows = placement.room, []
     for layer, (row, before) in enumerate(zip(placement.slots, shadowed.slots, strict=True)):
         wish: dict[int, int] = {}
-        if len(lost) > 1 or shadowed is not placement:
+        if len(lost) == 1 and shadowed is placement:
+            alike = row_without(row.tobytes(), room, placement.experts, *lost)
+            if alike is not None:
+                rows.append(alike)
+                continue
+        else:
             for owner in sorted(lost):
                 alone = heirs(before.tobytes(), shadowed.room, placement.experts, owner) or {}
                 wish |= {expert: heir for expert, heir in alone.items() if heir not in lost}

@@ -182,6 +182,7 @@ class MembersConfig:
     held_multiprocessors: int = 0  # of each GPU: that waiting kernels of others may hold
     serve_on: bool = True  # without a lost member, where the others have slots for its experts
     hold_seconds: float = 30.0  # that lanes keep calls while the group comes together again; then they fail
+    scale_seconds: float = 600.0  # for ranks that `moeserve scale` adds to load and join, or others to leave
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ ASKING: dict[str, list[str]] = {
     "log-level": [NOBODY],
     "rebalance": [NOBODY],
     "reload": [NOBODY, "weights"],
+    "scale": [NOBODY, "3"],
     "bench": [NOBODY],
     "record": [NOBODY, "--out", "trace.jsonl"],
 }

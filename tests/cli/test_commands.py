@@ -10,7 +10,7 @@ import pytest
 from moeserve import __version__
 from moeserve.cli import COMMANDS, explain, main
 
-BASE = ("status", "health", "rebalance", "reload", "bench", "version", "record", "simulate")
+BASE = ("status", "health", "rebalance", "reload", "scale", "bench", "version", "record", "simulate")
 """Commands of the base install: numpy, grpcio, protobuf."""
 
 

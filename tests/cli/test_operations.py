@@ -1,4 +1,4 @@
-"""What `rebalance` and `reload` print of each reply, and their exit codes; the service is a fake one."""
+"""What `rebalance`, `reload` and `scale` print of each reply, and exit codes; the service is a fake one."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ class Saying(FakeService):
         self.asked_for = request
         if self.reply is None:
             context.abort(grpc.StatusCode.UNAVAILABLE, "waiting for ranks [1]")
+        return self.reply
+
+    def Scale(self, request: Any, context: Any) -> Any:
+        self.asked_for = request
         return self.reply
 
 
@@ -108,6 +112,43 @@ def test_reload(
     assert main(["reload", service.address, "new"]) == code
     assert capsys.readouterr().out == text
     assert service.asked_for.checkpoint == str(Path.cwd() / "new")
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "text"),
+    [
+        (
+            {"outcome": "scaled", "seats": [0, 1, 2, 3], "joined": [3]},
+            0,
+            "scaled: ranks 3 joined, 0 experts moved, 1.0 MiB in 2 epochs, 0.50 s; "
+            "ranks 0 1 2 3 serve; epoch 9, generation 4\n",
+        ),
+        (
+            {"outcome": "scaled", "seats": [0, 1], "left": [2, 3], "moves": 7},
+            0,
+            "scaled: ranks 2 3 left, 7 experts moved, 1.0 MiB in 2 epochs, 0.50 s; "
+            "ranks 0 1 serve; epoch 9, generation 4\n",
+        ),
+        (
+            {"outcome": "abandoned", "reason": "ranks [3] have not joined", "seats": [0]},
+            1,
+            "abandoned: ranks [3] have not joined: 0 experts moved, 1.0 MiB in 2 epochs, 0.50 s; "
+            "ranks 0 serve; epoch 9, generation 4\n",
+        ),
+    ],
+)
+def test_scale(
+    service: Saying, capsys: pytest.CaptureFixture[str], fields: dict[str, Any], code: int, text: str
+) -> None:
+    service.reply = moe_pb2.ScaleReply(nbytes=1 << 20, epochs=2, seconds=0.5, epoch=9, generation=4, **fields)
+    assert main(["scale", service.address, "4"]) == code
+    assert capsys.readouterr().out == text
+    assert service.asked_for.ranks == 4
+
+
+def test_a_service_is_not_scaled_to_nothing(service: Saying, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scale", service.address, "0"]) == 2
+    assert "to end the service, stop `moeserve serve`" in capsys.readouterr().err
 
 
 def test_a_repository_of_the_services_hub_cache_is_asked_for_by_its_name(

@@ -128,6 +128,7 @@ def test_bench_and_status(served: Served, capsys: pytest.CaptureFixture[str]) ->
     assert main(["status", served.address]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("state  serving\ngroup  generation 1, epoch 1")
+    assert re.search(r"^if lost +replicas +shadows +disk +waits ", shown, re.M)
     first = status["ranks"][0]
     assert re.search(
         rf"^ +0 +0 +0 +{first['member']['slots']} +yes +{re.escape(first['address'])} ", shown, re.M

@@ -234,3 +234,38 @@ def test_experts_stay_on_their_device_unless_another_is_named(named: str | None,
     bank, weights = Bank(), made(3)
     bank.load(0, Codes(), weights.to("meta") if named is None else weights, range(3), named)
     assert bank[0].per_slot["codes"].device.type == there
+
+
+def test_a_checksum_of_a_slot_that_was_written_meanwhile_is_not_kept(
+    bank: Bank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = kernel_of(GROUPED).prepare(made(1)).slot(0)
+    written = []
+
+    def slowly(slots: list[dict[str, Tensor]]) -> list[str]:
+        found = [slot_checksum(slot) for slot in slots]
+        if not written:  # between the reading and the keeping
+            written.append(bank.write(3, 1, new))
+        return found
+
+    monkeypatch.setattr("moeserve.experts.bank.slot_checksums", slowly)
+    old = slot_checksum(bank.slot(3, 1))
+    assert bank.checksums(3, [0, 1])[1] == old, "what it was when it was read"
+    assert bank.checksums(3, [1]) == [slot_checksum(new)] != [old]
+
+
+def test_what_is_copied_into_a_slot_is_there_when_write_returns(bank: Bank) -> None:
+    new, copied = kernel_of(GROUPED).prepare(made(1)).slot(0), []
+
+    def copy(pairs: list[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
+        for source, target in pairs:
+            for name, own in target.items():
+                own.copy_(source[name])
+            copied.append(True)
+
+    bank.write(3, 2, new, copy)
+    assert copied == [True]
+    assert bank.checksum(3, 2) == slot_checksum(new)
+    with pytest.raises(ValueError, match="slot 2 of layer 3"):
+        bank.write(3, 2, {"other": torch.zeros(1)}, copy)
+    assert copied == [True], "what does not fit is not copied"

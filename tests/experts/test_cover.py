@@ -7,6 +7,7 @@ import pytest
 
 from moeserve.experts.balance import BALANCERS, balancer_named
 from moeserve.experts.balance.incremental import UNLIMITED
+from moeserve.experts.cover.evening import evened
 from moeserve.experts.cover.replicas import Covering, covered, covered_experts
 from moeserve.experts.cover.slots import check_cover, redundant_for
 from moeserve.experts.cover.takeover import NoRoom, heirs, taken_over
@@ -90,6 +91,47 @@ def test_a_replica_that_is_there_stays_where_it_is() -> None:
     other = next(expert for expert in range(16) if not (slots[0].reshape(4, 8)[spare // 8] == expert).any())
     slots[0, spare] = other  # a third replica takes the place of a second
     assert covered(start.with_slots(slots), skewed(16, 2), start) == start
+
+
+def owners_and_copies(placement: Placement) -> np.ndarray:
+    """How many owners hold each expert, and in how many slots: `[L, 2, E]`."""
+    found = []
+    for row in placement.slots:
+        per_owner = [
+            np.bincount(part[part != EMPTY], minlength=placement.experts)
+            for part in row.reshape(placement.owners, -1)
+        ]
+        found.append([np.count_nonzero(per_owner, axis=0), np.sum(per_owner, axis=0)])
+    return np.array(found)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("most", [0, 1, 4, 100])
+def test_experts_that_change_places_even_the_load_and_keep_their_owners(
+    size: tuple[int, tuple[int, ...]], most: int
+) -> None:
+    experts, room = size
+    for seed in range(6):
+        start, load = random_placement(experts, room, seed), skewed(experts, seed)
+        found = evened(start, load, most)
+        assert np.count_nonzero(found.slots != start.slots, axis=1).max() <= 2 * most
+        before, after = owners_and_copies(start), owners_and_copies(found)
+        assert np.array_equal(after[:, 1], before[:, 1])
+        assert (after[:, 0] >= before[:, 0]).all(), "an owner that had one twice may give one away"
+        assert (found.imbalance(load.tokens) <= start.imbalance(load.tokens) + 1e-9).all()
+
+
+@pytest.mark.parametrize("redundant", [24, 64, 96])
+@pytest.mark.parametrize("name", [name for name in BALANCERS if name != "even"])
+def test_a_covered_placement_is_about_as_even_as_a_free_one(name: str, redundant: int) -> None:
+    room = (16 + redundant // 4,) * 4
+    start = covered(Placement.blocks(LAYERS, 64, room[0], room), Load(np.ones((LAYERS, 64))))
+    load = Load(np.random.default_rng(3).lognormal(3, 1.0, (LAYERS, 64)).round())
+    free = balancer_named("eplb")(start, load, UNLIMITED).imbalance(load.tokens)
+    found = Covering(balancer_named(name))(start, load, UNLIMITED).imbalance(load.tokens)
+    assert (found <= free + 0.02).all() and (start.imbalance(load.tokens) > 1.05).all()
+    few = Covering(balancer_named(name))(start, load, 8)
+    assert few.imbalance(load.tokens).sum() < start.imbalance(load.tokens).sum()
 
 
 @pytest.mark.parametrize("name", BALANCERS)

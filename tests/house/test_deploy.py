@@ -23,6 +23,7 @@ import torch
 import yaml
 from houses import Alone, house_config
 from prometheus_server import NoPrometheus, promtool
+from served import Waiting, served
 
 from moeserve.device.machine import machine_named
 from moeserve.proto.client import MoeClient
@@ -236,3 +237,70 @@ def test_its_start_commands_bring_the_service_up(hosts: Hosts, alone: Alone) -> 
     assert service.wait(30) == 0, "told to stop, it does not start again"
     with pytest.raises(MoeError), MoeClient(address, timeout=2) as client:
         client.forward(0, *batch)
+
+
+UNIT = DEPLOY / "moeserve.service"
+
+
+def unit() -> dict[str, list[str]]:
+    """The settings of the unit's service, by name: a name may stand several times."""
+    found: dict[str, list[str]] = {}
+    for line in UNIT.read_text().partition("[Service]")[2].partition("[Install]")[0].splitlines():
+        name, is_setting, value = line.partition("=")
+        if is_setting and not line.startswith("#"):
+            found.setdefault(name, []).append(value)
+    return found
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    copy = tmp_path / UNIT.name
+    copy.write_text(UNIT.read_text().replace("/opt/moeserve/bin/moeserve", sys.executable))
+    found = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(copy)], capture_output=True, text=True, check=False
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_the_unit_says_what_the_service_needs_of_systemd() -> None:
+    settings = unit()
+    assert settings["KillMode"] == ["mixed"], "else ranks get the signal to stop, which calls under way need"
+    assert settings["OOMPolicy"] == ["continue"], "else one rank's end is the service's"
+    assert settings["Type"] == ["notify"] and settings["TimeoutStartSec"] == ["infinity"]
+    server = Config().server
+    assert float(settings["TimeoutStopSec"][0]) >= server.drain_seconds + 40.0
+    assert settings["RestartPreventExitStatus"] == ["2"]
+
+
+def test_the_units_command_comes_up_outlives_its_head_and_stops_as_systemd_does_it(
+    tmp_path: Path, checkpoint_path: Path, alone: Alone
+) -> None:
+    """This test is systemd: it waits for the word that the service is up, and signals the main process alone.
+
+    It kills the head as the kernel would.
+    """
+    (command,) = unit()["ExecStart"]
+    words = command.split()
+    assert words[:2] == ["/opt/moeserve/bin/moeserve", "serve"]
+    (tmp_path / "service.toml").write_text(
+        "[parallel]\ndata_parallel_size = 2\nenable_expert_parallel = true\n"
+    )
+    flags = [str(tmp_path / Path(word).name) if word.endswith(".toml") else word for word in words[2:]]
+    manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    manager.bind(str(tmp_path / "notify"))
+    manager.settimeout(UP_SECONDS)
+    told = {"NOTIFY_SOCKET": str(tmp_path / "notify")}
+    with manager:
+        with served(tmp_path, checkpoint_path, *flags, environment=told) as service:
+            said = manager.recv(4096).decode()
+            assert said.splitlines() == ["READY=1", f"STATUS=serving on {service.address}"]
+            before, head = service.read(), service.head
+            with Waiting(service.address, alone, clients=2) as clients:
+                clients.after(time.monotonic(), UP_SECONDS)
+                os.kill(head, signal.SIGKILL)
+                clients.after(time.monotonic(), UP_SECONDS)
+            service.serves()
+            assert (clients.failed, clients.wrong, service.head != head) == ([], 0, True)
+            assert service.read() == before
+        assert manager.recv(4096) == b"STOPPING=1"
+    assert service.process.returncode == 0

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from failures import serve_again, stand_still
+from failures import stand_still
 from houses import Alone
 from processes import descendants_of, gone
-from served import Waiting, served
+from served import Service, Waiting, served
 
 from moeserve.proto.client import MoeClient
 
@@ -26,24 +26,39 @@ AGAIN_SECONDS = 30.0  # for a loaded host; what is wanted is measured by the ben
 def test_a_killed_head_comes_back_at_its_address_and_nothing_is_read_again(
     tmp_path: Path, checkpoint_path: Path, alone: Alone, launcher: str
 ) -> None:
-    with served(tmp_path, checkpoint_path, "--launcher", launcher, *EP4) as service:
-        before = service.read()
-        assert len(before) == 4 and all(before.values())
-        generation = serve_again(service.address)
+    spare = tmp_path / "service.toml"
+    spare.write_text("[balance]\nredundant_experts = 4\n")
+    with served(tmp_path, checkpoint_path, str(spare), "--launcher", launcher, *EP4) as service:
+        generation = service.serves()
         with Waiting(service.address, alone) as clients:
+            epoch = rebalanced(service)
+            before = service.read()
+            assert len(before) == 4 and all(before.values())
             for _ in range(KILLS):
                 clients.after(time.monotonic(), AGAIN_SECONDS)
                 head, killed = service.head, time.monotonic()
                 os.kill(head, signal.SIGKILL)
                 lasted = clients.after(killed, AGAIN_SECONDS)
-                later, generation = generation, serve_again(service.address)
-                assert generation > later
+                generation = service.serves(generation)
                 assert service.head != head
                 assert service.read() == before, "a rank was started again, or has read experts"
                 print(f"answers again after {lasted:.2f} s")
         assert (clients.failed, clients.wrong) == ([], 0)
         with MoeClient(service.address) as client:
-            assert client.status().epoch == 1
+            assert client.status().epoch == epoch
+
+
+def rebalanced(service: Service) -> int:
+    """Has experts moved, so that the group's epoch is not the one that it starts with; returns it."""
+    until, reply = time.monotonic() + AGAIN_SECONDS, None
+    with MoeClient(service.address) as client:
+        while time.monotonic() < until:  # ranks tell of their load about once a second
+            if (reply := client.rebalance(policy="eplb")).outcome == "moved":
+                epoch = int(client.status().epoch)
+                assert epoch > 1
+                return epoch
+            time.sleep(0.2)
+    raise AssertionError(reply)
 
 
 def test_a_stopped_head_is_killed_and_replaced(tmp_path: Path, checkpoint_path: Path, alone: Alone) -> None:
@@ -54,7 +69,7 @@ def test_a_stopped_head_is_killed_and_replaced(tmp_path: Path, checkpoint_path: 
             stand_still(head)
             assert gone([str(head)], AGAIN_SECONDS)
             clients.after(time.monotonic(), AGAIN_SECONDS)
-        serve_again(service.address)
+        service.serves()
         assert service.read() == before
         assert (clients.failed, clients.wrong) == ([], 0)
         assert f"the head (pid {head}) is killed: it is stopped (state T) for 1." in service.log.read_text()
@@ -71,7 +86,7 @@ def test_a_rank_that_dies_with_the_head_is_started_again_beside_those_that_come_
             for pid in (service.head, lost):
                 os.kill(pid, signal.SIGKILL)
             clients.after(time.monotonic(), AGAIN_SECONDS)
-        serve_again(service.address)
+        service.serves()
         assert (clients.failed, clients.wrong) == ([], 0)
         after = service.read()
         kept = next(pid for pid in before if pid != lost)
@@ -103,4 +118,4 @@ def test_nobody_else_gets_a_port_of_the_service(tmp_path: Path, checkpoint_path:
             pass
         key = "server.port" if kind == "front door" else "server.metrics_port"
         assert f"set {key}" in str(failed.value)
-        assert serve_again(service.address)
+        assert service.serves()

@@ -17,11 +17,13 @@ from checkpoints import make_checkpoint
 from failures import HEARD_SECONDS, Callers, break_connections, serve_again, stand_still
 from houses import DP2_TP2, EP4, Alone, house_config, request_of
 from listeners import beyond_loopback, listeners
+from patient import PatientCallers
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
 from moeserve.proto import moe_pb2_grpc
 from moeserve.proto.client import MoeClient
+from moeserve.proto.errors import MoeError
 from moeserve.runtime.launch.ray_cluster import RayCluster
 from moeserve.runtime.launch.watch import stat_of
 from moeserve.runtime.sections import ConfigError
@@ -47,6 +49,28 @@ def three_nodes() -> Iterator[Cluster]:
     yield cluster
     ray.shutdown()
     cluster.shutdown()
+
+
+def test_actors_come_and_go_and_no_call_fails(checkpoint_path: Path, alone: Alone) -> None:
+    room = {"members__max_lanes": 3, "members__max_owners": 3, "balance__redundant_experts": 8}
+    with (
+        RayCluster(house_config(checkpoint_path, **EP2, **room)) as house,
+        MoeClient(house.address) as client,
+        PatientCallers(house.address, alone, [None]) as callers,
+    ):
+        grown = client.scale(3)
+        assert (grown.outcome, list(grown.joined)) == ("scaled", [2]), grown.reason
+        pid = house.pid(2)
+        assert stat_of(pid) is not None and len(client.topology().lanes) == 3
+        shrunk = client.scale(2)
+        assert (shrunk.outcome, list(shrunk.left)) == ("scaled", [2]), shrunk.reason
+        until = time.monotonic() + 30.0
+        while stat_of(pid) is not None:
+            assert time.monotonic() < until, f"process {pid} of the rank that left runs on"
+            time.sleep(0.05)
+        with pytest.raises(MoeError, match="room for 3 lanes and 3 owners"):
+            client.scale(4)
+    assert callers.failed == [] and callers.answers[None] > 0
 
 
 def test_a_killed_actor_is_heard_of_restarted_and_serves_again(checkpoint_path: Path, alone: Alone) -> None:

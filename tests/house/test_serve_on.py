@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -35,7 +34,6 @@ class Raw:
         with MoeClient(house.address) as client:
             addresses = {lane.rank: lane.address for lane in client.topology().lanes}
         self.failed: list[str] = []
-        self.times: dict[int, list[tuple[float, float]]] = {lane: [] for lane in lanes}
         self._over = threading.Event()
         self._asking = [threading.Thread(target=self._ask, args=(lane, addresses[lane])) for lane in lanes]
 
@@ -43,7 +41,7 @@ class Raw:
         with grpc.insecure_channel(address) as channel:
             stub, turn = moe_pb2_grpc.LaneServiceStub(channel), 0
             while not self._over.is_set():
-                at, began = turn % len(self.requests), time.monotonic()
+                at = turn % len(self.requests)
                 turn += 1
                 try:
                     reply = stub.Forward(self.requests[at], timeout=SECONDS)
@@ -51,7 +49,6 @@ class Raw:
                     torch.testing.assert_close(found, self.right[at], **CLOSE)
                 except (grpc.RpcError, AssertionError) as failed:
                     self.failed.append(f"lane {lane}: {failed}")
-                self.times[lane].append((began, time.monotonic()))
 
     def __enter__(self) -> Raw:
         for one in self._asking:
@@ -64,17 +61,28 @@ class Raw:
             one.join(SECONDS)
             assert not one.is_alive()
 
-    def gap(self, lane: int, since: float) -> float:
-        """The longest time from one answer to the next, of answers after `since`."""
-        ends = [ended for _, ended in self.times[lane]]
-        return max(after - before for before, after in itertools.pairwise(ends) if after > since)
+
+def lost(house: LocalCluster, rank: int, how: str = "killed") -> None:
+    pid = house.pid(rank)
+    if how == "killed":
+        os.kill(pid, signal.SIGKILL)
+    else:
+        stand_still(pid)
 
 
-def until(true: object, what: str = "") -> None:
+def until(true: Callable[[], bool], what: str = "") -> None:
     limit = time.monotonic() + SECONDS
-    while not true():  # type: ignore[operator]
+    while not true():
         assert time.monotonic() < limit, what
         time.sleep(0.02)
+
+
+def seats(house: LocalCluster) -> tuple[int, ...]:
+    return house.head.coordinator.epoch.members.seats
+
+
+def whole(house: LocalCluster) -> None:
+    until(lambda: seats(house) == (0, 1, 2, 3) and house.state() == ("serving", ""), "all members are back")
 
 
 @pytest.fixture
@@ -89,15 +97,103 @@ def test_a_lost_member_costs_no_call_and_comes_back(house: LocalCluster, alone: 
     with Raw(house, alone, [0, 1, 3]) as raw:
         time.sleep(1.0)
         pid = house.pid(2)
-        began = time.monotonic()
-        os.kill(pid, signal.SIGKILL) if how == "killed" else stand_still(pid)
-        until(lambda: house.head.coordinator.epoch.members.seats == (0, 1, 3), "it goes on without rank 2")
+        lost(house, 2, how)
+        until(lambda: seats(house) == (0, 1, 3), "it goes on without rank 2")
         until(lambda: house.state() == ("serving", "ranks [2] are away, and others serve their experts"))
-        until(lambda: house.head.coordinator.epoch.members.seats == (0, 1, 2, 3), "rank 2 is back")
-        until(lambda: house.state() == ("serving", ""))
-        time.sleep(1.0)
+        whole(house)
+        time.sleep(0.5)
     assert raw.failed == []
-    print({lane: round(raw.gap(lane, began), 3) for lane in raw.times})
     assert house.pid(2) != pid
     with MoeClient(house.address) as client:
         assert [lane.rank for lane in client.topology().lanes] == [0, 1, 2, 3]
+
+
+def test_two_members_are_lost_at_once(checkpoint_path: Path, alone: Alone) -> None:
+    with LocalCluster(house_config(checkpoint_path, balance__redundant_experts=24, **EP4)) as house:
+        with Raw(house, alone, [0, 3]) as raw:
+            time.sleep(0.5)
+            lost(house, 1)
+            lost(house, 2)
+            until(lambda: seats(house) == (0, 3) and house.state()[0] == "serving", "it goes on without both")
+            whole(house)
+            time.sleep(0.5)
+        assert raw.failed == []
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_where_nobody_has_slots_calls_wait_until_the_member_is_back(
+    checkpoint_path: Path, alone: Alone, how: str
+) -> None:
+    with LocalCluster(house_config(checkpoint_path, **EP4)) as house:
+        with Raw(house, alone, [0, 1, 3]) as raw:
+            time.sleep(0.5)
+            generation = house.head.coordinator.progress().generation
+            lost(house, 2, how)
+            until(lambda: house.head.coordinator.progress().generation > generation)
+            whole(house)
+            time.sleep(0.5)
+        assert raw.failed == []
+        assert house.head.coordinator.epoch.number == 1
+
+
+def test_a_second_loss_for_which_nobody_has_slots_has_the_group_wait_for_both(
+    house: LocalCluster, alone: Alone
+) -> None:
+    with Raw(house, alone, [0, 3]) as raw:
+        time.sleep(0.5)
+        lost(house, 1)
+        until(lambda: seats(house) == (0, 2, 3))
+        lost(house, 2)
+        whole(house)
+        time.sleep(0.5)
+    assert raw.failed == []
+
+
+def test_the_last_but_one_is_lost(checkpoint_path: Path, alone: Alone) -> None:
+    two = {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}
+    with LocalCluster(house_config(checkpoint_path, balance__redundant_experts=8, **two)) as house:
+        with Raw(house, alone, [0]) as raw:
+            time.sleep(0.5)
+            lost(house, 1)
+            until(lambda: seats(house) == (0,) and house.state()[0] == "serving", "one serves alone")
+            until(lambda: seats(house) == (0, 1) and house.state() == ("serving", ""))
+            time.sleep(0.5)
+        assert raw.failed == []
+
+
+def test_experts_move_and_weights_are_reloaded_while_a_member_is_away(
+    house: LocalCluster, alone: Alone, checkpoint_path: Path
+) -> None:
+    with Raw(house, alone, [0, 1, 3]) as raw, MoeClient(house.address, timeout=SECONDS) as client:
+        lost(house, 2)
+        until(lambda: seats(house) == (0, 1, 3) and house.state()[0] == "serving")
+        client.reload(str(checkpoint_path))
+        client.rebalance()
+        whole(house)
+        client.rebalance()
+        time.sleep(0.5)
+    assert raw.failed == []
+    assert house.head.coordinator.epoch.weights_version == 2
+
+
+def test_calls_are_held_no_longer_than_configured(checkpoint_path: Path, alone: Alone) -> None:
+    held = {"members__hold_seconds": 1.0, "cluster__stopped_seconds": 0.0}
+    with (
+        LocalCluster(house_config(checkpoint_path, **EP4, **held)) as house,
+        MoeClient(house.address) as client,
+    ):
+        address = client.topology().lanes[0].address
+        still = house.pid(3)
+        stand_still(still)  # no group forms without it
+        lost(house, 2)
+        with grpc.insecure_channel(address) as channel:
+            began = time.monotonic()
+            with pytest.raises(grpc.RpcError) as failed:
+                request = request_of(1, alone.batch(2, seed=1))
+                moe_pb2_grpc.LaneServiceStub(channel).Forward(request, timeout=SECONDS)
+            assert failed.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert "members.hold_seconds = 1" in str(failed.value.details())
+            assert 0.2 < time.monotonic() - began < 10.0
+        assert not client.topology().serving
+        os.kill(still, signal.SIGCONT)
+        whole(house)

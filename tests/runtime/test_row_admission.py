@@ -71,6 +71,28 @@ def test_what_cannot_be_answered_in_time_is_refused_at_once() -> None:
     assert lane.ask("a", 10, 0.5) is None
 
 
+def test_what_a_standstill_took_tells_nothing_of_the_pace() -> None:
+    """A member is lost, and the group serves on without it 2.6 s later: no call is refused for that."""
+    lane = Lane()
+    lane.learn()
+    assert lane.ask("a", 10) is None
+    lane.now += 1.5  # until the group ends
+    lane.admission.stand_still()
+    assert lane.ask("b", 10) is None
+    lane.now += 9.0  # while it comes together, calls come and are kept
+    assert lane.ask("a", 20) is None
+    lane.admission.go_on()
+    lane.free_at = lane.now
+    assert lane.ask("b", 10) is None, "nobody is slow: all that waited have waited for the group"
+    lane.go_on(1.0)
+    assert lane.ask("a", 10, 0.5) is None
+    assert lane.ask("b", 10, 0.5) is None
+    lane.go_on(1.0)
+    for _ in range(2):
+        assert lane.ask("a", 10, 0.05) is None
+    assert lane.ask("a", 10, 0.05) is not None, "the pace is the one from before"
+
+
 def test_of_five_times_too_many_calls_those_let_in_are_answered_in_time_and_the_lane_is_busy() -> None:
     lane, answered = Lane(), []
     for _ in range(300):

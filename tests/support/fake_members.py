@@ -22,10 +22,10 @@ TOKEN, SECONDS = "a token", 5.0
 
 
 @contextlib.contextmanager
-def head_of(epoch: Epoch | None = None) -> Iterator[Coordinator]:
+def head_of(epoch: Epoch | None = None, layers: tuple[int, ...] = (0,)) -> Iterator[Coordinator]:
     """A head that has begun with `epoch`, or with one of two ranks, a layer and four experts."""
     first = epoch or Epoch.first(Mesh(2, 1, 2), layers=1, experts=4)
-    made = Coordinator(first, (0,), StepPace(8, 16), "127.0.0.1", TOKEN)
+    made = Coordinator(first, layers, StepPace(8, 16), "127.0.0.1", TOKEN)
     made.start()
     try:
         yield made

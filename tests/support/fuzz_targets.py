@@ -41,6 +41,7 @@ from moeserve.runtime.config import Config
 from moeserve.runtime.control import messages
 from moeserve.runtime.control.acceptor import Guest
 from moeserve.runtime.control.frames import LENGTH, decoded, encoded
+from moeserve.runtime.control.shadowed import addresses_from
 from moeserve.runtime.control.stream import Stream, StreamClosed
 from moeserve.runtime.doors.admin_door import AdminDoor
 from moeserve.runtime.doors.calls.framing import check_framing
@@ -484,6 +485,7 @@ def member_messages() -> list[dict[str, Any]]:
         {"kind": "joined", "plans": [[3, "kernel", "dispatcher", "bf16"]]},
         {"kind": "voted", "change": 1, "staged": [[0, 1, "ab", "stream", 10, 0.1, 0]], "refused": ""},
         {"kind": "adopted", "change": 1},
+        {"kind": "shadowed", "epoch": 1, "layers": [0, 1], "nbytes": 10},
         {"kind": "drained"},
         {"kind": "failed", "reason": "rank 0: a step failed"},
     ]
@@ -581,11 +583,13 @@ def head_says(folder: Path) -> Opened:
     (change, *_) = rebalance(epoch, epoch.placement.with_slots(slots), staging_slots=2)
     step = messages.header_message(Header(1, 1, 3, (2, 0), ((1, 2),)), 1)
     stage = messages.stage_message(1, change, 3, 0) | {"generation": 1, "peers": {"0": ["a:1", "here"]}}
-    seeds = [messages.epoch_message(epoch), step, stage, messages.commit_message(1, change, 1)]
+    peers = {"kind": "peers", "addresses": {"0": "a:1", "1": ""}}
+    seeds = [messages.epoch_message(epoch), step, stage, messages.commit_message(1, change, 1), peers]
     reads: dict[Any, Callable[[dict[str, Any]], object]] = {
         "epoch": messages.epoch_from,
         "step": messages.header_from,
         "stage": messages.order_from,
+        "peers": addresses_from,
         "commit": lambda message: messages.committed_epoch(message, epoch),
     }
 
@@ -618,11 +622,13 @@ def bank() -> Bank:
 def weights_asked(folder: Path) -> Opened:
     """What a rank hears of whoever wants its experts."""
     made = WeightsServer("127.0.0.1", Keys(KeysConfig(), TOKEN), "cpu", bank())
+    made.holds = lambda slot, which: which.expert == slot + 1
     hello = frame({"kind": "weights", "token": TOKEN})
     asked = {"kind": "slots", "layer": LAYER, "slots": [0], "how": "stream"}
     seeds = [
         hello + frame(asked),
         hello + frame(asked | {"layer": 9}),
+        hello + frame(asked | {"experts": [1], "version": 1}),
         frame({"kind": "weights", "token": "x"}),
     ]
 
@@ -819,7 +825,7 @@ class Context:
 
 @contextmanager
 def operations(folder: Path) -> Opened:
-    """Rebalance, Reload or SetLogLevel, as the first byte tells, at a group that does not serve."""
+    """Rebalance, Reload, SetLogLevel or Scale, as the first byte tells, at a group that does not serve."""
     served = served_from(house_config(model_in(folder), **EP4))
     progress = Progress("forming", "ranks are missing", 1, 0, 0, 0, 0)
     coordinator: Any = SimpleNamespace(progress=lambda: progress, set_log_levels=lambda levels: None)
@@ -830,10 +836,11 @@ def operations(folder: Path) -> Opened:
         (moe_pb2.RebalanceRequest, door.Rebalance),
         (moe_pb2.ReloadRequest, door.Reload),
         (moe_pb2.SetLogLevelRequest, door.SetLogLevel),
+        (moe_pb2.ScaleRequest, door.Scale),
     ]
 
     def run(data: bytes) -> None:
-        kind, answer = kinds[data[0] % 3 if data else 0]
+        kind, answer = kinds[data[0] % len(kinds) if data else 0]
         try:
             request = kind.FromString(data[1:])
         except Exception as error:
@@ -846,15 +853,19 @@ def operations(folder: Path) -> Opened:
         b"\x01" + moe_pb2.ReloadRequest(checkpoint=str(folder / "model")).SerializeToString(),
         b"\x01" + moe_pb2.ReloadRequest(checkpoint="/\x00").SerializeToString(),
         b"\x02" + moe_pb2.SetLogLevelRequest(level="info", logger="moeserve.runtime").SerializeToString(),
+        b"\x03" + moe_pb2.ScaleRequest(ranks=3).SerializeToString(),
     ]
     yield seeds, run
 
 
 def of_operation(mutations: Mutations, data: bytes, others: list[bytes]) -> bytes:
     """A variant of an operator's request, with its first byte."""
-    kinds = (moe_pb2.RebalanceRequest, moe_pb2.ReloadRequest, moe_pb2.SetLogLevelRequest)
+    kinds = (
+        *(moe_pb2.RebalanceRequest, moe_pb2.ReloadRequest),
+        *(moe_pb2.SetLogLevelRequest, moe_pb2.ScaleRequest),
+    )
     first = data[0] if data else 0
-    return bytes([first]) + mutations.of_message(kinds[first % 3](), data[1:])
+    return bytes([first]) + mutations.of_message(kinds[first % len(kinds)](), data[1:])
 
 
 @contextmanager

@@ -8,16 +8,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from houses import Alone
 from processes import descendants_of, gone
 
 from moeserve.proto.client import MoeClient
+from moeserve.proto.errors import Unavailable
 from moeserve.runtime.launch.watch import stat_of
 
 START_SECONDS = 120.0
@@ -45,6 +47,18 @@ class Service:
         """The head's process."""
         return self.named("moeserve-head")
 
+    def serves(self, after: int = 0) -> int:
+        """Waits until a generation after that one serves, also while nobody answers; returns it."""
+        until, status = time.monotonic() + START_SECONDS, None
+        with MoeClient(self.address) as client:
+            while time.monotonic() < until:
+                with suppress(Unavailable):
+                    status = client.status()
+                    if status.state == "serving" and status.generation > after:
+                        return int(status.generation)
+                time.sleep(0.02)
+        raise AssertionError(f"{status}\n{self.log.read_text()[-3000:]}")
+
     def read(self) -> dict[int, int]:
         """Bytes that ranks have read since they started, by process."""
         with MoeClient(self.address) as client:
@@ -60,14 +74,20 @@ def comm_of(pid: str) -> str:
 
 
 @contextmanager
-def served(folder: Path, checkpoint: Path, *flags: str) -> Iterator[Service]:
+def served(
+    folder: Path, checkpoint: Path, *flags: str, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Service]:
     """A service on the CPU with free ports; all of its processes have ended afterwards."""
     log = folder / "log"
     command = [sys.executable, "-m", "moeserve", "serve", "--checkpoint", str(checkpoint), "--device", "cpu"]
     command += ["--port", "0", "--metrics-port", "0", *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        )
     started: list[str] = []
     try:
         until = time.monotonic() + START_SECONDS
@@ -98,7 +118,7 @@ class Waiting:
     address: str
     alone: Alone
     clients: int = 4
-    ended: list[float] = field(default_factory=list)  # when each right answer came
+    times: list[tuple[float, float]] = field(default_factory=list)  # of right answers: asked, answered
     failed: list[str] = field(default_factory=list)
     wrong: int = 0
 
@@ -119,7 +139,7 @@ class Waiting:
         """Seconds from `when` until the first call that began later was answered."""
         limit = when + seconds
         while time.monotonic() < limit:
-            if late := [at for at in list(self.ended) if at > when + 0.05]:
+            if late := [ended for began, ended in list(self.times) if began > when]:
                 return min(late) - when
             time.sleep(0.01)
         raise AssertionError(f"no answer within {seconds:g} s; failed: {self.failed}")
@@ -130,13 +150,13 @@ class Waiting:
         with MoeClient(self.address) as client:
             turn = 0
             while not self._over.is_set():
-                layer, turn = turn % 2, turn + 1
+                layer, turn, began = turn % 2, turn + 1, time.monotonic()
                 try:
                     answer = client.forward(layer, *batch)
                 except Exception as error:
                     self.failed.append(f"{type(error).__name__}: {error}")
                     continue
                 if torch.allclose(answer, expected[layer], **CLOSE):
-                    self.ended.append(time.monotonic())
+                    self.times.append((began, time.monotonic()))
                 else:
                     self.wrong += 1

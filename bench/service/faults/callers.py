@@ -22,6 +22,16 @@ Call = tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Layer, batch and the reference's answer."""
 
 
+class Manner(NamedTuple):
+    """How a caller asks."""
+
+    patience: float = PATIENCE_SECONDS
+    between: float = 0.02  # seconds from an answer to the next call
+
+
+MANNER = Manner()
+
+
 class Answer(NamedTuple):
     """One call that has ended, on the clock of `time.time`."""
 
@@ -34,7 +44,9 @@ class Answer(NamedTuple):
 class Callers:
     """So many processes with a client each, whose calls are drawn by a seed of their own. A context."""
 
-    def __init__(self, address: str, calls: list[Call], count: int, seed: int) -> None:
+    def __init__(
+        self, address: str, calls: list[Call], count: int, seed: int, manner: Manner = MANNER
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._answers: Any = context.Queue()
         self._stop, self._asking = context.Event(), context.Event()
@@ -42,7 +54,7 @@ class Callers:
         self._processes = [
             context.Process(
                 target=_ask,
-                args=(address, calls, (seed, number), (self._stop, self._asking), self._answers),
+                args=((address, manner), calls, (seed, number), (self._stop, self._asking), self._answers),
                 daemon=True,
             )
             for number in range(count)
@@ -95,13 +107,18 @@ class Callers:
 
 
 def _ask(
-    address: str, calls: list[Call], seed: tuple[int, int], events: tuple[Event, Event], answers: Any
+    what: tuple[str, Manner],
+    calls: list[Call],
+    seed: tuple[int, int],
+    events: tuple[Event, Event],
+    answers: Any,
 ) -> None:
     """One caller's process."""
     torch.set_num_threads(1)
+    address, manner = what
     stop, asking = events
     draw = torch.Generator().manual_seed(seed[0] * 1000 + seed[1])
-    with MoeClient(address, timeout=PATIENCE_SECONDS) as client:
+    with MoeClient(address, timeout=manner.patience) as client:
         while not stop.is_set():
             asking.wait()
             if stop.is_set():
@@ -115,4 +132,4 @@ def _ask(
             except Exception as error:
                 wrong = f"a call failed: {type(error).__name__}: {error}"
             answers.put(Answer(seed[1], began, time.time(), wrong))
-            time.sleep(0.02)
+            time.sleep(manner.between)

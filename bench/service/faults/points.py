@@ -41,6 +41,11 @@ ENTERED = {
 }
 """Points by name: module, class and method; what is armed happens when the method is entered."""
 
+HEAD = ("moeserve.runtime.launch.head_process", "HeadProcess", "__init__")
+"""What a head's process runs once, as `ENTERED` names it."""
+
+STEPS = "steps"  # the file to which a head writes each step's end (`time.time`) and seconds, where it exists
+
 INSIDE = {"in dispatch": "dispatch", "in combine": "combine"}
 """Points by name: the dispatcher's method; it happens before the first collective in it."""
 
@@ -83,6 +88,27 @@ def rank_processes(folder: Path) -> dict[int, list[int]]:
         alive = found.setdefault(int(rank), [])
         if path.read_text() == _born(int(pid)):
             alive.append(int(pid))
+    return found
+
+
+def head_processes(folder: Path) -> list[int]:
+    """The ids of the processes that are heads now: one, where all is well."""
+    found = ((path, int(path.name.partition(".")[2])) for path in folder.glob("head.*"))
+    return [pid for path, pid in found if path.read_text() == _born(pid)]
+
+
+def every_process(folder: Path) -> dict[int, str]:
+    """All running processes of a service, by id, with what each was started as.
+
+    They are known by their environment, which a process gives to those that it starts.
+    """
+    found, mark = {}, f"{FOLDER}={folder}".encode()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (path / "environ").read_bytes().split(b"\0"):
+                found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
     return found
 
 
@@ -135,10 +161,29 @@ def _entered(point: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def _begin(rank: int) -> None:
     """This process is a rank's from now on."""
     HERE.rank = rank
-    part = HERE.folder / f".rank.{rank}.{os.getpid()}"
-    part.write_text(_born(os.getpid()))
-    part.rename(HERE.folder / f"rank.{rank}.{os.getpid()}")
+    _say(f"rank.{rank}")
     threading.Thread(target=_stall, name="stalls", daemon=True).start()
+
+
+def _say(what: str) -> None:
+    """Notes in the folder what this process is."""
+    part = HERE.folder / f".{what}.{os.getpid()}"
+    part.write_text(_born(os.getpid()))
+    part.rename(HERE.folder / f"{what}.{os.getpid()}")
+
+
+def _head(function: Callable[..., None]) -> Callable[..., None]:
+    """The `__init__` of a head, which says that it is there, and notes steps where that is wanted."""
+
+    @functools.wraps(function)
+    def wrapped(self: Any, *args: Any, **named: Any) -> None:
+        _say("head")
+        function(self, *args, **named)
+        if (steps := HERE.folder / STEPS).exists():
+            log = steps.open("a", buffering=1)
+            self.coordinator.observe_step = lambda layer, seconds: log.write(f"{time.time()} {seconds}\n")
+
+    return wrapped
 
 
 def _stall() -> None:
@@ -202,9 +247,12 @@ def _wrap(module: ModuleType) -> None:
         if name == module.__name__:
             found = getattr(module, owner)
             setattr(found, method, _entered(point, getattr(found, method)))
+    if module.__name__ == HEAD[0]:
+        head = getattr(module, HEAD[1])
+        setattr(head, HEAD[2], _head(getattr(head, HEAD[2])))
 
 
-WRAPPED = frozenset({"moeserve.runtime.rank.all2all", *(name for name, _, _ in ENTERED.values())})
+WRAPPED = frozenset({"moeserve.runtime.rank.all2all", HEAD[0], *(name for name, _, _ in ENTERED.values())})
 
 
 class _Finder(importlib.abc.MetaPathFinder):

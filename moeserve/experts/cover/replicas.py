@@ -8,10 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moeserve.experts.balance import Policy
-from moeserve.experts.balance.budget import layers_within
+from moeserve.experts.balance.budget import layers_within, moves_a_layer
+from moeserve.experts.cover.evening import evened
 from moeserve.experts.cover.takeover import repeated
 from moeserve.experts.load import Load
 from moeserve.experts.placement import EMPTY, Placement
+
+HARDLY = 0.01
+"""Of largest over mean load of an owner: a layer is not laid out anew for less."""
 
 Floats = NDArray[np.float64]
 
@@ -43,22 +47,33 @@ def covered(placement: Placement, load: Load, now: Placement | None = None) -> P
 class Covering:
     """A policy whose placements stand the loss of an owner as far as their slots do.
 
-    Layers that are as well covered before change only where that evens their load, and within the budget.
-    Others are mended beyond it.
+    What the policy wants is mended, and evened by experts that change places; where that is hardly better,
+    only places are changed from the placement as it is. Layers that are as well covered before change only
+    where that evens their load, and within the budget. Others are mended beyond it.
     """
 
     policy: Policy
 
     def __call__(self, placement: Placement, load: Load, budget: int) -> Placement:
         """The placement after at most `budget` moves, and those that mend layers."""
-        wanted = covered(self.policy(placement, load, budget), load, placement)
+        most = min(budget // 2, placement.slots.shape[1])
+        near = evened(covered(placement, load), load, most)
+        far = covered(self.policy(placement, load, budget), load, placement)
+        far = evened(far, load, placement.slots.shape[1])
+        better = far.imbalance(load.tokens) < near.imbalance(load.tokens) - HARDLY
+        wanted = placement.with_slots(np.where(better[:, None], far.slots, near.slots))
         kept = layers_within(budget, placement, wanted, load)
+        left = budget - int(moves_a_layer(placement.slots, kept.slots).sum())
+        same = (kept.slots == placement.slots).all(axis=1)  # too far for what is left of the budget
+        nearer = kept.with_slots(np.where(same[:, None], near.slots, kept.slots))
+        kept = layers_within(left, kept, nearer, load)
         mended = covered_experts(placement).sum(axis=1) < covered_experts(wanted).sum(axis=1)
         return placement.with_slots(np.where(mended[:, None], wanted.slots, kept.slots))
 
     def first(self, placement: Placement, load: Load) -> Placement:
         """The placement to load when nothing is loaded yet, of the size of `placement`."""
-        return covered(self.policy.first(placement, load), load)
+        found = covered(self.policy.first(placement, load), load)
+        return evened(found, load, placement.slots.shape[1])
 
 
 def _held(row: NDArray[np.int32], owners: int, experts: int) -> NDArray[np.bool_]:

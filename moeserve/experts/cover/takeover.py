@@ -12,7 +12,7 @@ from moeserve.experts.placement import EMPTY, slots_within
 
 Row = NDArray[np.int32]
 
-KEPT = 1 << 14
+KEPT = 1 << 13
 """Layers' takeovers that are kept: a change of the placement leaves all layers but one as they were."""
 
 
@@ -106,18 +106,28 @@ class _Filled:
 
 
 @lru_cache(maxsize=KEPT)
+def row_without(slots: bytes, room: tuple[int, ...], experts: int, lost: int) -> Row | None:
+    """`taken_over` for one lost owner, of the int32 bytes of one layer's slots; None where there is no room.
+
+    The answer is kept: it cannot be written to.
+    """
+    try:
+        row = taken_over(np.frombuffer(slots, dtype=np.int32), room, experts, {lost})
+    except NoRoom:
+        return None
+    row.setflags(write=False)
+    return row
+
+
 def heirs(slots: bytes, room: tuple[int, ...], experts: int, lost: int) -> dict[int, int] | None:
     """The owner that takes over each expert that only the owner `lost` holds, by expert.
 
-    `slots` are the int32 bytes of one layer's slots. None where the others have no room for all of them. The
-    answer is kept: it is not to be changed.
+    `slots` are the int32 bytes of one layer's slots. None where the others have no room for all of them.
     """
-    row = np.frombuffer(slots, dtype=np.int32)
-    try:
-        then = taken_over(row, room, experts, {lost})
-    except NoRoom:
+    then = row_without(slots, room, experts, lost)
+    if then is None:
         return None
+    row = np.frombuffer(slots, dtype=np.int32)
     stride = len(row) // len(room)
-    here = np.arange(len(row)) // stride != lost
-    taken = np.flatnonzero(here & (then != row))
+    taken = np.flatnonzero((then != row) & (then != EMPTY))
     return {int(then[slot]): int(slot) // stride for slot in taken.tolist()}

@@ -21,7 +21,7 @@ from moeserve.proto.client.batch import CallOptions, Choice, Logits, Reply, chec
 from moeserve.proto.client.call import ClientCall, PartCall
 from moeserve.proto.client.core import Core, Settings
 from moeserve.proto.client.lanes import check_serving
-from moeserve.proto.client.patience import OPERATION_SECONDS, Clock, Patience, Retries
+from moeserve.proto.client.patience import OPERATION_SECONDS, Clock, Patience, Retries, is_whole
 from moeserve.proto.client.payload import InlineRows, Payload
 from moeserve.proto.client.stream import ForwardStream
 from moeserve.proto.client.sync_link import Attempt, Link, Sent
@@ -163,6 +163,20 @@ class MoeClient:
         """
         request = moe_pb2.ReloadRequest(checkpoint=checkpoint)
         reply: moe_pb2.ReloadReply = self._door.unary(self._door.admin.Reload, request, timeout)
+        return reply
+
+    def scale(self, ranks: int, *, timeout: float = OPERATION_SECONDS) -> moe_pb2.ScaleReply:
+        """Has the service run with so many ranks, while it serves, and waits for it.
+
+        New ranks load their experts first, and join between two steps. Ranks that leave take no further call,
+        and their experts move before they go. The reply says how it ended. Raises InvalidArgument for more
+        ranks than the service has room for, or fewer than hold all experts, MoeError where ranks cannot come
+        or go at all, Unavailable where the service does not serve; nothing is tried again.
+        """
+        if not is_whole(ranks) or not 0 < ranks < 1 << 32:
+            raise ValueError(f"ranks={ranks!r} must be a whole number of 1 or more")
+        request = moe_pb2.ScaleRequest(ranks=ranks)
+        reply: moe_pb2.ScaleReply = self._door.unary(self._door.admin.Scale, request, timeout)
         return reply
 
     def set_log_level(self, level: str = "", logger: str = "") -> moe_pb2.SetLogLevelReply:

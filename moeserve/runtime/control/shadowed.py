@@ -36,5 +36,6 @@ def peers_message(addresses: dict[int, str]) -> Message:
 
 
 def addresses_from(message: Message) -> dict[int, str]:
-    """The addresses in a message, by owner; those without one are left out."""
-    return {int(owner): str(address) for owner, address in message["addresses"].items() if address}
+    """The addresses in a message, by owner; those without one are left out. Raises as `shadowed_from`."""
+    addresses = dict(message["addresses"])
+    return {int(owner): str(address) for owner, address in addresses.items() if address}

@@ -25,6 +25,10 @@ class AdminDoor(moe_pb2_grpc.AdminServiceServicer):
         """Serves the weights of another checkpoint."""
         return guarded(context, lambda: self._operations.reload(request))
 
+    def Scale(self, request: moe_pb2.ScaleRequest, context: grpc.ServicerContext) -> moe_pb2.ScaleReply:
+        """Adds ranks, or takes some away."""
+        return guarded(context, lambda: self._operations.scale(request))
+
     def SetLogLevel(
         self, request: moe_pb2.SetLogLevelRequest, context: grpc.ServicerContext
     ) -> moe_pb2.SetLogLevelReply:

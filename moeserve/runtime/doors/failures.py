@@ -27,6 +27,7 @@ from moeserve.runtime.errors import (
     LaneFull,
     WrongVersion,
 )
+from moeserve.runtime.head.scaling import CannotScale
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ _TABLE: tuple[tuple[type[Exception], str, str], ...] = (
     (StreamClosed, "UNAVAILABLE", "not_serving"),  # of the rank to its coordinator
     (WrongVersion, "FAILED_PRECONDITION", "wrong_version"),
     (NothingToBalance, "FAILED_PRECONDITION", "nothing_to_balance"),
+    (CannotScale, "FAILED_PRECONDITION", "cannot_scale"),
     (DeadlinePassed, "DEADLINE_EXCEEDED", "deadline"),
     (CallerLeft, "CANCELLED", "caller_left"),
 )

@@ -5,7 +5,7 @@ answers it puts together. What is cut, where it goes and how it is joined is the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from types import TracebackType
 
@@ -74,6 +74,14 @@ class Caller:
             call.cancel()
 
 
+def leave_out(topology: moe_pb2.GetTopologyReply, ranks: Collection[int]) -> None:
+    """Takes the lanes of these ranks out of `topology`."""
+    if ranks:
+        stay = [lane for lane in topology.lanes if lane.rank not in ranks]
+        del topology.lanes[:]
+        topology.lanes.extend(stay)
+
+
 class Forwarding:
     """Runs calls on the lanes for the callers of the front door. Safe from any thread.
 
@@ -85,6 +93,7 @@ class Forwarding:
         self, topology: Callable[[], moe_pb2.GetTopologyReply], credentials: Credentials | None = None
     ) -> None:
         self._topology = topology
+        self.leaving: Callable[[], Collection[int]] = tuple  # ranks whose lanes take no further call
         self._lanes: Lanes[Link] = Lanes(partial(Link, credentials=credentials))
 
     def forward(
@@ -98,6 +107,7 @@ class Forwarding:
         topology = check_serving(self._topology())
         for gone in self._lanes.found(topology):
             gone.close()
+        leave_out(topology, self.leaving())
         with _LaneCalls(caller, timeout) as calls:
             try:
                 return self._answer(request, topology, calls)

@@ -15,15 +15,17 @@ import grpc
 import numpy as np
 
 from moeserve import __version__
+from moeserve.dispatch.members import Member
 from moeserve.experts.load import PHASES
 from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.proto.credentials import Credentials
 from moeserve.runtime.doors.deadlines import Observe, seconds_left
 from moeserve.runtime.doors.failures import GrpcStatus, status_of
-from moeserve.runtime.doors.forwarding import Caller, Forwarding
+from moeserve.runtime.doors.forwarding import Caller, Forwarding, leave_out
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.errors import GroupUnavailable
 from moeserve.runtime.head.coordinator import Coordinator
+from moeserve.runtime.head.generations.ready import Cover
 from moeserve.runtime.head.reception import Seat
 from moeserve.runtime.served import Served
 
@@ -55,12 +57,21 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         self._coordinator = coordinator
         self._max_message_bytes = max_message_bytes
         self._observe = observe
-        self._forwarding = Forwarding(self._with_lanes)
+        self._forwarding = self._forwarding_with(None)
         self._stopping = ""  # why no further call is taken from streams
 
     def show_lanes(self, credentials: Credentials | None) -> None:
         """Has calls handed on with `credentials`; called before the first."""
-        self._forwarding = Forwarding(self._with_lanes, credentials)
+        self._forwarding = self._forwarding_with(credentials)
+
+    def _forwarding_with(self, credentials: Credentials | None) -> Forwarding:
+        made = Forwarding(self._with_lanes, credentials)
+        made.leaving = self._leaving
+        return made
+
+    def _leaving(self) -> frozenset[int]:
+        """Ranks whose lanes take no further call."""
+        return self._coordinator.generations.leaving
 
     def close(self) -> None:
         """Closes the connections to the lanes."""
@@ -114,17 +125,21 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         return self._topology()
 
     def _topology(self) -> moe_pb2.GetTopologyReply:
-        """What callers find: no lane once the service is to stop."""
+        """What callers find: no lane that is to leave, and none at all once the service is to stop."""
         found, draining = self._with_lanes(), self._coordinator.draining
+        leave_out(found, self._leaving())
         if draining:
             del found.lanes[:]
             found.serving, found.reason = False, draining
         return found
 
     def _with_lanes(self) -> moe_pb2.GetTopologyReply:
-        """The lanes as calls that have begun find them."""
+        """The lanes as calls that have begun find them; while calls are taken, only those that have joined a
+        generation.
+        """
         progress, seats = self._coordinator.progress(), self._coordinator.seats()
         epoch = self._coordinator.epoch
+        taken = progress.state == "serving" or progress.holds
         lanes = [
             moe_pb2.Lane(
                 rank=member.seat,
@@ -134,13 +149,15 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
                 lane=member.lane,
             )
             for member in epoch.members.present
-            if member.lane is not None and (seat := seats.get(member.seat))
+            if member.lane is not None
+            and (seat := seats.get(member.seat)) is not None
+            and (seat.generation or not taken)
         ]
         return moe_pb2.GetTopologyReply(
             lanes=lanes,
             generation=progress.generation,
             epoch=epoch.number,
-            serving=progress.state == "serving" or progress.holds,
+            serving=taken,
             reason=progress.reason,
             max_message_bytes=self._max_message_bytes,
             members=_members(epoch, seats),
@@ -196,7 +213,14 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         """How the service is doing, with the load of every layer, and of every expert on request."""
         progress, seats = self._coordinator.progress(), self._coordinator.seats()
         epoch = self._coordinator.epoch
-        ranks = [_rank_status(member, seats.get(member.seat)) for member in _members(epoch, seats)]
+        covers = self._coordinator.covers()
+        ranks = [
+            _rank_status(member, seats.get(member.seat), covers.get(member.seat))
+            for member in _members(epoch, seats)
+        ]
+        ranks += [
+            _rank_status(_absent(member), seats.get(member.seat), None) for member in self._coordinator.away()
+        ]
         by_phase = self._coordinator.load_by_phase()
         tokens, prefill = by_phase.sum(axis=0), by_phase[PHASES.index("prefill")]
         balanced = 1 / epoch.placement.imbalance(tokens)
@@ -279,9 +303,15 @@ def _members(epoch: Epoch, seats: Mapping[int, Seat]) -> list[moe_pb2.Member]:
     ]
 
 
-def _rank_status(member: moe_pb2.Member, seat: Seat | None) -> moe_pb2.RankStatus:
+def _absent(member: Member) -> moe_pb2.Member:
+    """A member that is away: lost, or loading before it joins."""
+    return moe_pb2.Member(seat=member.seat, lane=member.lane, owner=member.owner)
+
+
+def _rank_status(member: moe_pb2.Member, seat: Seat | None, cover: Cover | None) -> moe_pb2.RankStatus:
+    covered = None if cover is None else _cover(cover)
     if seat is None:
-        return moe_pb2.RankStatus(rank=member.seat, up=False, member=member)
+        return moe_pb2.RankStatus(rank=member.seat, up=False, member=member, cover=covered)
     return moe_pb2.RankStatus(
         rank=member.seat,
         up=True,
@@ -292,4 +322,17 @@ def _rank_status(member: moe_pb2.Member, seat: Seat | None) -> moe_pb2.RankStatu
         bytes_read=seat.bytes_read,
         pid=seat.pid,
         member=member,
+        cover=covered,
+        shadow_bytes=seat.shadowed.nbytes,
+    )
+
+
+def _cover(cover: Cover) -> moe_pb2.Cover:
+    return moe_pb2.Cover(
+        replicas=cover.replicas,
+        shadows=cover.shadows,
+        disk=cover.disk,
+        waits=cover.waits,
+        bytes=cover.nbytes,
+        why_waits=cover.why_waits,
     )

@@ -1,4 +1,4 @@
-"""`Operations`: checks and runs what an operator asks of the running group, a rebalance or a reload."""
+"""`Operations`: checks and runs what an operator asks of the running group: rebalance, reload, scale."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.errors import GroupUnavailable
 from moeserve.runtime.head.rebalancer import Cycle, RebalancePlan, Rebalancer
+from moeserve.runtime.head.scaling import CannotScale, Scaling
 from moeserve.runtime.served import Served
 
 
@@ -29,14 +30,15 @@ class NothingToBalance(RuntimeError):
 class Operations:
     """Checks requests and has the rebalancer carry them out; each call blocks until it is done.
 
-    Raises BadRequest, NothingToBalance, or GroupUnavailable where the group does not serve. What goes wrong
-    later is told in the reply: its outcome and reason.
+    Raises BadRequest, NothingToBalance, CannotScale, or GroupUnavailable where the group does not serve. What
+    goes wrong later is told in the reply: its outcome and reason.
     """
 
     def __init__(self, served: Served, rebalancer: Rebalancer, reload_root: str) -> None:
         self._served = served
         self._reload_root = reload_root  # below which checkpoints may be loaded
         self._rebalancer = rebalancer
+        self.scaling: Scaling | None = None  # None: ranks neither come nor go
         # sets a logger's level in every process, unless it is empty; returns all that were set. ValueError
         self.on_log_level: Callable[[str, str], Mapping[str, str]] = lambda logger, level: {}
 
@@ -82,6 +84,29 @@ class Operations:
             seconds=cycle.seconds,
             epoch=epoch.number,
             corrupted=cycle.corrupted,
+        )
+
+    def scale(self, request: moe_pb2.ScaleRequest) -> moe_pb2.ScaleReply:
+        """Has the group go on with as many ranks as asked for. Raises CannotScale where it cannot."""
+        if request.ranks < 1:
+            raise BadRequest("ranks: 0 must be 1 or more; a service without ranks is one that was stopped")
+        self._check_serving()
+        if self.scaling is None:
+            raise CannotScale("this service cannot be scaled")
+        done = self.scaling.scale(request.ranks)
+        coordinator = self._rebalancer.coordinator
+        return moe_pb2.ScaleReply(
+            outcome=done.outcome,
+            reason=done.reason,
+            seats=coordinator.epoch.members.seats,
+            joined=done.joined,
+            left=done.left,
+            moves=done.moved.moves,
+            nbytes=done.moved.nbytes,
+            epochs=done.moved.epochs,
+            epoch=coordinator.epoch.number,
+            generation=coordinator.generation,
+            seconds=done.seconds,
         )
 
     def set_log_level(self, request: moe_pb2.SetLogLevelRequest) -> moe_pb2.SetLogLevelReply:

@@ -11,11 +11,12 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from moeserve.dispatch.members import Member, Members
 from moeserve.experts.load import PHASES, Load
 from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.control.frames import encoded
@@ -33,6 +34,7 @@ from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.head.generations.generations import Generations
 from moeserve.runtime.head.generations.ready import Cover, ReadyPlans
 from moeserve.runtime.head.generations.recovery import Recovering
+from moeserve.runtime.head.generations.resizing import Resizing
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.in_flight import StepsInFlight
 from moeserve.runtime.head.placing.pending_change import Outcome
@@ -90,6 +92,7 @@ class Coordinator:
         self._pace_until = math.inf  # when the thread that keeps the pace looks again
         self.draining = ""  # why lanes take no further call, though the group serves
         self._drained = set[int]()  # seats whose calls have ended since
+        self.resizing = Resizing(self._group, self.generations, self._drained)
         self._log_levels: dict[str, str] = {}  # that every member sets, by logger
         self.on_change: Callable[[Progress], None] = lambda progress: None
         self.observe_step: Callable[[int, float], None] = lambda layer, seconds: None  # of the whole group
@@ -114,12 +117,25 @@ class Coordinator:
         """
         self._reception.ring_bytes, self._reception.ring_spin = nbytes, spin
 
-    def recover(self, seconds: float) -> None:
+    @property
+    def wanted_seats(self) -> frozenset[int] | None:
+        """The seats that are to have a process; None while a head that starts again hears who is there."""
+        with self._lock:
+            recovering = self._recovering is not None and self._recovering.under_way
+            return None if recovering else self.resizing.wanted
+
+    def no_room(self, rank: int, why: str) -> None:
+        """The launcher cannot start a rank that is to join."""
+        with self._lock:
+            if rank in self.generations.coming:
+                self.generations.refused(rank, Refusal(why, for_good=True))
+
+    def recover(self, seconds: float, wanted: Collection[int] | None = None) -> None:
         """Has members of the head before this one come back with what they hold, and waits so long for them;
-        called before `start`.
+        called before `start`. wanted: the seats that were to have a process; None: those of the first epoch.
         """
         with self._lock:
-            self._recovering = Recovering(self._group, self.generations, seconds)
+            self._recovering = Recovering(self._group, self.generations, seconds, wanted)
 
     def start(self) -> None:
         """Begins to accept members, and to order their steps."""
@@ -194,6 +210,11 @@ class Coordinator:
                 why += f"; before: {group.aborted}"
             raise TimeoutError(f"the group did not serve within {timeout:.0f} s: {why}")
 
+    def wait_turned(self, timeout: float) -> None:
+        """Returns once no member joins between two steps; at the latest after `timeout` seconds."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self.generations.turning, timeout)
+
     def progress(self) -> Progress:
         """The group's state, the reason for it, and its counts."""
         with self._lock:
@@ -209,6 +230,19 @@ class Coordinator:
         epoch = self.epoch
         owners = [member.seat for member in epoch.members.present if member.owner is not None]
         return {seat: self.ready.covered(epoch, seat) for seat in owners}
+
+    def away(self) -> list[Member]:
+        """The members that the group serves without: lost, or loading before they join."""
+        with self._lock:
+            return self.generations.returning.members
+
+    def belonging(self) -> tuple[Members, list[int]]:
+        """All members, those that are away with them, and the seats of those that are there."""
+        with self._lock:
+            members = self._group.members
+            for member in self.generations.returning.members:
+                members = members.plus(member)
+            return members, list(self._seats)
 
     def load(self) -> Load:
         """Tokens by served layer and logical expert, as far as ranks have reported."""
@@ -420,6 +454,11 @@ class Coordinator:
         if self.keeps_shadows:
             addresses = {owner: address for owner, (address, _) in self._group.weights_of.items()}
             self._group.broadcast(peers_message(addresses))
+
+    def dispatchers(self) -> set[str]:
+        """The names of the dispatchers that members have planned, of all layers."""
+        plans = (plan for seat in self.seats().values() for plan in seat.plans.values())
+        return {name for _, dispatchers, _ in plans for name in dispatchers.split("+")}
 
     def _shadowed(self) -> dict[int, Shadowed]:
         """What members keep in host memory, by seat."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,6 +27,9 @@ from moeserve.runtime.sections import OFF, BalanceConfig
 
 log = logging.getLogger(__name__)
 
+TURN_SECONDS = 10.0  # at most, for members that join between two steps; then changes are tried
+
+FIRST_LOOK_SECONDS = 0.2  # between looks whether the group serves at all
 NO_LIMIT = 1 << 60  # of moves
 OUTCOMES = ("moved", "even", "idle", "abandoned", "failed")
 """How a cycle ends: experts moved; none that pays; too little load to tell; a change abandoned; an error."""
@@ -71,7 +75,8 @@ class Rebalancer:
 
     `policy` is what it plans with, also by hand. `expert_nbytes` are the bytes of one expert of each layer.
     Where the loss of an owner is covered, every plan keeps to that, and each look gives experts that have
-    one owner a second one, as far as slots reach, whatever the load and the policy.
+    one owner a second one, as far as slots reach, whatever the load and the policy. Without a policy it
+    brings experts back to where they were before owners were lost, once those are there again.
     """
 
     def __init__(
@@ -85,12 +90,18 @@ class Rebalancer:
         self._nbytes = expert_nbytes
         self._leading = threading.Lock()  # one plan or reload at a time
         self._stopping = threading.Event()
+        self._home: Placement | None = None  # as the group first served, or moved to since
         self._seen: NDArray[np.float64] | None = None  # load at the last look
         self._last: tuple[Placement, Placement] | None = None  # before and after the last cycle that moved
         self._completed_at = time.monotonic()
         self.observe: Callable[[Cycle], None] = lambda cycle: None
         self.observe_gain: Callable[[float], None] = lambda real: None
         self.observe_reload: Callable[[Cycle], None] = lambda cycle: None
+
+    @property
+    def leads(self) -> bool:
+        """Whether experts move, or are about to: nobody should join meanwhile."""
+        return self._leading.locked()
 
     @property
     def coordinator(self) -> Coordinator:
@@ -146,9 +157,32 @@ class Rebalancer:
     ) -> tuple[RebalancePlan, Cycle]:
         """Plans as `plan` does and moves now, whatever the load; blocks. The plan, and what came of it."""
         with self._leading:
+            self._coordinator.wait_turned(TURN_SECONDS)
             plan = self.plan(policy, max_moves)
             self._seen = self._coordinator.load().tokens
             return plan, self._counted(self._moved(plan))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A context in which nobody else changes the placement or the weights."""
+        with self._leading:
+            yield
+
+    def move_to(self, target: Placement) -> Cycle:
+        """Moves experts until they lie as `target` says, whatever the load; within `alone`. Blocks."""
+        epoch, started = self._coordinator.epoch, time.monotonic()
+        return self._counted(self._led(rebalance(epoch, target, self._settings.staging_slots), started, 0.0))
+
+    def mend(self) -> Cycle:
+        """Gives as many experts as can a second owner, where the loss of one is covered; within `alone`."""
+        if not self._settings.cover_owners:
+            return Cycle("even")
+        return self._counted(self._moved(self._mended(self._coordinator.load().tokens)))
+
+    @property
+    def cover_owners(self) -> int:
+        """Of how many owners the slots have to stand the loss."""
+        return self._settings.cover_owners
 
     def reload(self, path: str) -> Cycle:
         """Brings every layer to the weights in `path`, layer by layer while steps run; blocks.
@@ -156,6 +190,7 @@ class Rebalancer:
         The cycle's outcome is one of RELOADED. Layers that were reloaded before one is abandoned stay so.
         """
         with self._leading:
+            self._coordinator.wait_turned(TURN_SECONDS)
             started = time.monotonic()
             changes = reload(self._coordinator.epoch, path)
             cycle = self._led(changes, started, expected=0.0)
@@ -164,12 +199,16 @@ class Rebalancer:
             return cycle
 
     def _run(self) -> None:
+        while self._home is None and not self._stopping.wait(FIRST_LOOK_SECONDS):
+            if self._coordinator.progress().state == "serving":
+                self._home = self._coordinator.epoch.placement
         while not self._stopping.wait(self._settings.interval_seconds):
             self.look()
 
     def look(self) -> Cycle:
         """One cycle: looks at the load since the last one, and moves what pays; blocks."""
         with self._leading:
+            self._coordinator.wait_turned(TURN_SECONDS)
             try:
                 return self._counted(self._cycle())
             except Exception as error:  # said and counted, and the next cycle comes
@@ -183,7 +222,7 @@ class Rebalancer:
         total = self._coordinator.load().tokens
         recent, self._seen = self._recent(total), total
         if self._settings.cover_owners and (mend := self._mended(total)).moves:
-            return self._moved(mend)
+            return self._moved(mend, home=False)
         if self._settings.policy == OFF:
             return Cycle("even", "as many experts have a second owner as can, and the policy is off")
         if recent.sum(axis=1).max(initial=0.0) < self._settings.min_tokens:
@@ -198,14 +237,21 @@ class Rebalancer:
         return self._moved(plan) if plan.moves else Cycle("even", "no move pays")
 
     def _mended(self, tokens: NDArray[np.float64]) -> RebalancePlan:
-        """The plan by which as many experts as can have two owners; members that came or went break that."""
+        """The plan back to where experts were before members came or went, or, where that cannot be, by which
+        as many experts as can have two owners.
+        """
         epoch, load = self._coordinator.epoch, Load(tokens)
-        return self._plan_to(covered(epoch.placement, load), epoch, load)
+        if self._home is None:
+            self._home = epoch.placement
+        back = self._settings.policy == OFF and self._home.room == epoch.placement.room
+        return self._plan_to(covered(self._home if back else epoch.placement, load), epoch, load)
 
-    def _moved(self, plan: RebalancePlan) -> Cycle:
+    def _moved(self, plan: RebalancePlan, *, home: bool = True) -> Cycle:
         started, before = time.monotonic(), self._coordinator.epoch.placement
         changes = rebalance(plan.epoch, plan.target, self._settings.staging_slots)
         cycle = self._led(changes, started, expected=plan.gain)
+        if home and cycle.outcome == "moved":
+            self._home = plan.target
         if cycle.moves:
             self._last = before, self._coordinator.epoch.placement
         return cycle

@@ -14,7 +14,7 @@ class Role(Enum):
 
     CALL = "call"  # run layers, on lanes and through the front door, and share memory with a lane
     OBSERVE = "observe"  # read status and metrics
-    OPERATE = "operate"  # change the running service: rebalance, reload
+    OPERATE = "operate"  # change the running service: rebalance, reload, scale
     MEMBER = "member"  # be a process of this service; shown by the run's token, which nobody can be granted
 
 
@@ -45,7 +45,7 @@ _FRONT = {
     "GetStatus": _OBSERVE,
 }
 _OLD_ADMIN = {"Rebalance": _OPERATE, "Reload": _OPERATE}
-_ADMIN = _OLD_ADMIN | {"SetLogLevel": _OPERATE}
+_ADMIN = _OLD_ADMIN | {"SetLogLevel": _OPERATE, "Scale": _OPERATE}
 
 RPCS: dict[str, frozenset[Role]] = {
     **{f"/moeserve.v1.LaneService/{name}": roles for name, roles in _LANE.items()},
@@ -101,8 +101,8 @@ _TO_HEAD = (
     "shadowed",
 )
 _TO_RANK = (
-    "load",
     "welcome",
+    "load",
     "prepare",
     "join",
     "step",

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.launch.environment import name_process, tune_process
-from moeserve.runtime.launch.head_process import HeadProcess, HeadStart
-from moeserve.runtime.launch.heads import HeadInside, Seated, seated
+from moeserve.runtime.launch.head_process import HeadInside, HeadProcess, HeadStart, Seated, seated
 from moeserve.runtime.telemetry import logs
 
 log = logging.getLogger(__name__)
@@ -53,6 +52,7 @@ class Now(NamedTuple):
     reason: str
     seats: dict[int, Seated]
     metrics: tuple[str, ...]  # host:port of every exporter that is up
+    wanted: frozenset[int] | None  # ranks that are to have a process; None while the head does not know
 
 
 class GiveUp(NamedTuple):
@@ -74,6 +74,13 @@ class Living(NamedTuple):
     processes: Mapping[int, RankProcess]
 
 
+class NoRoom(NamedTuple):
+    """A rank that is to have a process cannot have one."""
+
+    rank: int
+    why: str
+
+
 class Fail(NamedTuple):
     """The group is to end as failed."""
 
@@ -85,7 +92,7 @@ class Stop(NamedTuple):
 
 
 FromHead = Up | CannotStart | Now | GiveUp
-ToHead = GivenUp | Living | Fail | Stop
+ToHead = GivenUp | Living | NoRoom | Fail | Stop
 
 
 def run_head(spec: HeadSpec, launcher: Connection) -> None:
@@ -145,6 +152,8 @@ class _Child:
                     head.given_up(process, why)
                 case Living(processes):
                     head.living(processes)
+                case NoRoom(rank, why):
+                    head.refused(rank, why)
                 case Fail(reason):
                     head.fail(reason)
                 case Stop():
@@ -172,7 +181,8 @@ class _Child:
 def now_of(head: HeadProcess) -> Now:
     """How the group of `head` is."""
     progress = head.coordinator.progress()
-    return Now(progress.state, progress.reason, seated(head), tuple(head.metrics_targets()))
+    metrics, wanted = tuple(head.metrics_targets()), head.coordinator.wanted_seats
+    return Now(progress.state, progress.reason, seated(head), metrics, wanted)
 
 
 def _picklable(error: Exception) -> Exception:

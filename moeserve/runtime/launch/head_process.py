@@ -1,4 +1,6 @@
-"""What the head's process consists of: the coordinator, the front door, and their metrics."""
+"""What the head's process consists of: the coordinator, the front door, and their metrics; and `Head`, what
+whoever starts ranks knows of it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from moeserve import __version__
 from moeserve.checkpoints.hub import located
@@ -22,10 +25,12 @@ from moeserve.runtime.doors.operations import Operations
 from moeserve.runtime.head.coordinator import STOPPING, Coordinator, Progress
 from moeserve.runtime.head.generations.patience import Patience
 from moeserve.runtime.head.rebalancer import Rebalancer
+from moeserve.runtime.head.reception import RankProcess
+from moeserve.runtime.head.scaling import ScaleSeconds, Scaling
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.keys.sockets import HeldPort
-from moeserve.runtime.planning.layers import first_epoch
+from moeserve.runtime.planning.layers import first_epoch, why_whole
 from moeserve.runtime.sections import OFF
 from moeserve.runtime.served import Served, model_name, served_from
 from moeserve.runtime.telemetry import logs
@@ -38,6 +43,8 @@ LOOK_SECONDS = 0.01  # between looks for calls under way at the front door
 REPLY_SECONDS = 2.0  # for answers that are there to reach the front door's callers
 
 LEAVE_SECONDS = 5.0  # for a member to notice that its collective has ended, beside step.timeout_seconds
+
+ENDED = ("failed", "stopped")  # states of a group that serves no more
 
 EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 """Hosts to listen on that no client can be told."""
@@ -53,6 +60,7 @@ class HeadStart:
     metrics_port: int
     health_port: int
     again: bool = False  # there was a head before, whose members come back
+    wanted: frozenset[int] | None = None  # the ranks that were to have a process, as that one said last
 
 
 class HeadProcess:
@@ -82,10 +90,12 @@ class HeadProcess:
         self.coordinator.keeps_shadows = config.balance.shadows
         self.coordinator.ready.nbytes = expert_nbytes(served)
         self.coordinator.generations.serve_on = config.members.serve_on
+        self.coordinator.generations.why_whole = lambda: why_whole(self.coordinator.dispatchers())
         self.coordinator.generations.hold_seconds = config.members.hold_seconds
         self.rebalancer = Rebalancer(
             self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
         )
+        self.coordinator.generations.busy = lambda: self.rebalancer.leads
         self._telemetry = CoordinatorTelemetry(model_name(config), __version__, served.layers)
         self._telemetry.progress(self.coordinator.progress)
         self._telemetry.why_not = lambda: (
@@ -93,7 +103,7 @@ class HeadProcess:
         )
         self._drain_seconds = server.drain_seconds
         self._leaving_seconds = min(server.leaving_seconds, server.drain_seconds)
-        self._telemetry.members(lambda: self.coordinator.epoch.members, self.coordinator.seats)
+        self._telemetry.members(self.coordinator.belonging)
         self._telemetry.covers(self.coordinator.covers)
         self._telemetry.loads(lambda: (self.coordinator.epoch.placement, self.coordinator.load()))
         self._telemetry.weights_version(lambda: self.coordinator.epoch.weights_version)
@@ -107,6 +117,8 @@ class HeadProcess:
         self._front.show_lanes(keys.to_lanes())
         operations = Operations(served, self.rebalancer, reload_root_of(config))
         operations.on_log_level = log_levels.set
+        seconds = ScaleSeconds(config.members.scale_seconds, server.leaving_seconds, server.drain_seconds)
+        operations.scaling = Scaling(self.rebalancer, self.coordinator.resizing, seconds)
         self.on_change: Callable[[], None] = lambda: None  # of the group's state
         port, metrics_port, health_port = _ports(config, start)
         self._endpoint = (HeldEndpoint if isinstance(port, HeldPort) else Endpoint)(
@@ -136,7 +148,7 @@ class HeadProcess:
             )
             self.probes_address = f"{shown}:{self._probes.port}"
         if start is not None and start.again:
-            self.coordinator.recover(config.cluster.recover_seconds)
+            self.coordinator.recover(config.cluster.recover_seconds, start.wanted)
         self.coordinator.start()
         self.rebalancer.start()
 
@@ -262,3 +274,109 @@ def policy_of(config: Config) -> Policy:
 def expert_nbytes(served: Served) -> tuple[int, ...]:
     """Bytes of one expert of each served layer, as it lies in the checkpoint."""
     return tuple(served.checkpoint.expert_nbytes(layer) for layer in served.layers)
+
+
+class Seated(NamedTuple):
+    """A rank that is connected to the head."""
+
+    pid: int
+    generation: int  # the last that it joined; 0: none yet
+
+
+class Head(Protocol):
+    """The head, for who starts ranks. Its methods come back at once, and any thread may call them."""
+
+    on_given_up: Callable[[RankProcess], None]
+    """Called by a thread of the head's: that process is to be ended."""
+
+    @property
+    def token(self) -> str:
+        """What the service's processes show each other."""
+
+    @property
+    def streams(self) -> str:
+        """The address that ranks connect to, `host:port`."""
+
+    @property
+    def since(self) -> float:
+        """When its process was started, on the monotonic clock: it knows nobody who came before."""
+
+    def seats(self) -> Mapping[int, Seated]:
+        """The ranks that are connected now."""
+
+    def wanted(self) -> Collection[int] | None:
+        """The ranks that are to have a process; None while it does not know."""
+
+    def refused(self, rank: int, why: str) -> None:
+        """Tells it that a rank which is to have a process cannot have one."""
+
+    def state(self) -> tuple[str, str]:
+        """The group's state, and the reason for it."""
+
+    def given_up(self, process: RankProcess, why: str) -> None:
+        """Tells it of a process that does not run, as was seen from outside."""
+
+    def living(self, processes: Mapping[int, RankProcess]) -> None:
+        """Tells it the process of each rank; any other that a rank had has ended."""
+
+    def fail(self, reason: str) -> None:
+        """Has the group end as failed."""
+
+
+class HeadInside:
+    """A head in this very process: where it ends, all ends."""
+
+    def __init__(self, head: HeadProcess) -> None:
+        self._head, self.since = head, time.monotonic()
+        self._living: Mapping[int, RankProcess] = {}
+        self.on_given_up: Callable[[RankProcess], None] = lambda process: None
+        generations = head.coordinator.generations
+        generations.on_given_up = lambda process: self.on_given_up(process)
+        generations.is_gone = self._gone
+
+    @property
+    def token(self) -> str:
+        """What the service's processes show each other."""
+        return self._head.token
+
+    @property
+    def streams(self) -> str:
+        """The address that ranks connect to."""
+        return self._head.streams
+
+    def seats(self) -> Mapping[int, Seated]:
+        """The ranks that are connected now."""
+        return seated(self._head)
+
+    def wanted(self) -> Collection[int] | None:
+        """The ranks that are to have a process."""
+        return self._head.coordinator.wanted_seats
+
+    def refused(self, rank: int, why: str) -> None:
+        """Tells it that a rank cannot have a process."""
+        self._head.coordinator.no_room(rank, why)
+
+    def state(self) -> tuple[str, str]:
+        """The group's state, and the reason for it."""
+        progress = self._head.coordinator.progress()
+        return progress.state, progress.reason
+
+    def given_up(self, process: RankProcess, why: str) -> None:
+        """Tells it of a process that does not run."""
+        self._head.coordinator.given_up(process, why)
+
+    def living(self, processes: Mapping[int, RankProcess]) -> None:
+        """Tells it the process of each rank."""
+        self._living = dict(processes)
+
+    def fail(self, reason: str) -> None:
+        """Has the group end as failed."""
+        self._head.coordinator.fail(reason)
+
+    def _gone(self, process: RankProcess) -> bool:
+        return self._living.get(process.rank) != process
+
+
+def seated(head: HeadProcess) -> dict[int, Seated]:
+    """The ranks that are connected to `head`."""
+    return {rank: Seated(seat.pid, seat.generation) for rank, seat in head.coordinator.seats().items()}

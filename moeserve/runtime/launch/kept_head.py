@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -27,14 +27,14 @@ from moeserve.runtime.launch.head_child import (
     GiveUp,
     HeadSpec,
     Living,
+    NoRoom,
     Now,
     Stop,
     ToHead,
     Up,
     run_head,
 )
-from moeserve.runtime.launch.head_process import HeadStart
-from moeserve.runtime.launch.heads import ENDED, Seated
+from moeserve.runtime.launch.head_process import ENDED, HeadStart, Seated
 from moeserve.runtime.launch.watch import ProcessWatch
 from moeserve.runtime.telemetry import logs
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 0.1  # between two looks whether the head's process runs
 STOP_SECONDS = 15.0  # for the head to end, beside what calls under way have
 BACKLOG = 1024  # ranks that come between two heads
-AWAY = Now("forming", "the head has ended, and is started again", {}, ())
+AWAY = Now("forming", "the head has ended, and is started again", {}, (), None)
 
 
 def warm_processes(imported: Sequence[str]) -> ForkServerContext:
@@ -76,7 +76,8 @@ class KeptHead:
         self.on_given_up: Callable[[RankProcess], None] = lambda process: None
         self.since = 0.0
         self.address = self.probes = ""
-        self._now = Now("forming", "the head starts", {}, ())
+        self._now = Now("forming", "the head starts", {}, (), None)
+        self._wanted: frozenset[int] | None = None  # as it was last known
         self._told = threading.Condition()  # around what the head has said
         self._saying = threading.Lock()
         self._process: BaseProcess | None = None
@@ -92,6 +93,14 @@ class KeptHead:
     def seats(self) -> Mapping[int, Seated]:
         """The ranks that are connected now, as far as the head has told."""
         return self._now.seats
+
+    def wanted(self) -> Collection[int] | None:
+        """The ranks that are to have a process, as far as the head has told."""
+        return self._now.wanted
+
+    def refused(self, rank: int, why: str) -> None:
+        """Tells it that a rank cannot have a process."""
+        self._say(NoRoom(rank, why))
 
     def state(self) -> tuple[str, str]:
         """The group's state, and the reason for it."""
@@ -228,6 +237,7 @@ class KeptHead:
                 self.address, self.probes = said.address, said.probes
             elif isinstance(said, Now):
                 self._now = said
+                self._wanted = self._wanted if said.wanted is None else said.wanted
             self._told.notify_all()
 
     # -- the thread -----------------------------------------------------------------------------------------
@@ -268,8 +278,7 @@ class KeptHead:
         """Starts heads until one listens, for as long as ranks look for it; whether one does."""
         began, backoff = time.monotonic(), Backoff()
         seconds = self._config.cluster.head_seconds
-        if self._spec.start.again is False:
-            self._spec = replace(self._spec, start=replace(self._spec.start, again=True))
+        self._spec = replace(self._spec, start=replace(self._spec.start, again=True, wanted=self._wanted))
         why = f"it ended with {self._ended()}"
         while time.monotonic() - began < seconds and not self._stopping.is_set():
             log.warning("the head does not run: %s; it is started again", why)

@@ -14,19 +14,20 @@ import multiprocessing
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 
+import torch
+
 from moeserve.proto.host_id import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
-from moeserve.runtime.launch.environment import name_process
+from moeserve.runtime.launch.environment import machine_for, name_process
 from moeserve.runtime.launch.head_child import run_head
-from moeserve.runtime.launch.head_process import HeadProcess
-from moeserve.runtime.launch.heads import ENDED, Head, HeadInside
+from moeserve.runtime.launch.head_process import ENDED, Head, HeadInside, HeadProcess
 from moeserve.runtime.launch.kept_head import KeptHead, warm_processes
 from moeserve.runtime.launch.rank_process import RankSpec, run_rank
 from moeserve.runtime.launch.restarts import Restarts, why_given_up
@@ -54,6 +55,7 @@ class LocalRanks:
         self._restarts = Restarts()
         self._processes_watch = ProcessWatch()
         self._began: dict[int, float] = {}  # rank -> when its process was started
+        self._retiring: dict[int, float] = {}  # rank -> since when it has no seat any more and is to end
         self._stopping = threading.Event()  # nothing is started any more
         self._watched = threading.Event()  # until calls under way were answered: a rank may stop meanwhile
         self._watching = threading.Thread(target=self._watch, name="watch-ranks", daemon=True)
@@ -148,13 +150,45 @@ class LocalRanks:
         """Starts ended ranks again, and gives up those that do not run or do not come to the head."""
         self._tell_living()
         self._note_joined()
+        self._follow_seats(self._head.wanted())
         for rank, process in list(self._processes.items()):
-            if not process.is_alive() and not self._stopping.is_set():
+            if rank not in self._retiring and not process.is_alive() and not self._stopping.is_set():
                 self._start_again(rank, process)
         for rank, pid, why in self._standing():
             log.warning("rank %d (pid %d) is given up: %s", rank, pid, why)
             self._head.given_up(RankProcess(rank, pid, host_id()), why)
             self._kill(rank, pid)
+
+    def _follow_seats(self, wanted: Collection[int] | None) -> None:
+        """Starts ranks for seats that are new, and ends those whose seats are no more. None: nobody knows."""
+        if wanted is None or self._stopping.is_set():
+            return
+        for rank in self._retiring.keys() | self._processes.keys() - set(wanted):
+            if self._retired(rank):
+                self._restarts.forget(rank)
+                with self._lock:
+                    del self._processes[rank], self._began[rank], self._retiring[rank]
+                log.info("rank %d has left", rank)
+        for rank in sorted(set(wanted) - self._processes.keys()):
+            if why := self._why_not(rank):
+                self._head.refused(rank, why)
+            else:
+                self._spawn(rank)
+
+    def _retired(self, rank: int) -> bool:
+        """Whether the process of a rank that was told to stop has ended; it is killed if it does not."""
+        process, now = self._processes[rank], time.monotonic()
+        since = self._retiring.setdefault(rank, now)
+        if process.is_alive() and now > since + STOP_SECONDS:
+            log.warning("rank process %s does not stop; it is killed", process.pid)
+            process.kill()
+        return not process.is_alive()
+
+    def _why_not(self, rank: int) -> str:
+        """Why this machine has no room for one more rank; empty where it has."""
+        if machine_for(self._config).device != "cuda" or rank < torch.cuda.device_count():
+            return ""
+        return f"rank {rank} needs a GPU of its own, and this machine has {torch.cuda.device_count()}"
 
     def _standing(self) -> list[tuple[int, int, str]]:
         """Ranks whose process is alive and does not do what it is there for: rank, process id and why."""

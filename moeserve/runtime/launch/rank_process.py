@@ -269,6 +269,10 @@ class _RankProcess:
         """Called by the member when its group begins (generation > 0) or stops to serve."""
         with self._telling:
             self._endpoint.set_serving(serving=generation > 0 and not self._draining)
+        if generation > 0:
+            self._door.admission.go_on()
+        else:
+            self._door.admission.stand_still()
         self._telemetry.set_group(generation, epoch)
 
     def _drain(self, reason: str) -> None:

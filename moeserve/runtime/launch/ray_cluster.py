@@ -163,7 +163,9 @@ class RayCluster:
                 )
 
     def _needed_cpus(self) -> int:
-        return max(1, int(self._config.cluster.cpus_per_rank * self._config.parallel.mesh.ranks))
+        members = self._config.members  # also of ranks that may come later
+        ranks = max(self._config.parallel.mesh.ranks, min(members.max_lanes, members.max_owners))
+        return max(1, int(self._config.cluster.cpus_per_rank * ranks))
 
     def _on_gpu(self) -> bool:
         if self._config.plan.device == "auto":

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from moeserve.proto.texts import clipped
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
-from moeserve.runtime.launch.heads import Head
+from moeserve.runtime.launch.head_process import Head
 from moeserve.runtime.launch.ray_rank import ALL_GPUS, RankActor
 from moeserve.runtime.launch.restarts import Restarts, why_given_up
 from moeserve.runtime.launch.watch import ProcessWatch
@@ -75,6 +75,7 @@ class RankActors:
         self._actors: dict[int, _Actor | None] = {}  # by rank; None: it is to be started again
         self._watches: dict[str, _NodeWatch] = {}  # by node
         self._restarts = Restarts()
+        self._retiring: dict[int, float] = {}  # rank -> since when it has no seat any more and is to end
         self._given_up: deque[RankProcess] = deque()  # as the head says
         self._watching = threading.Thread(target=self._watch, name="watch-ranks", daemon=True)
         self._stopping, self._ended = threading.Event(), threading.Event()
@@ -129,7 +130,10 @@ class RankActors:
             self._head.living(living)
 
     def _create(self, rank: int) -> _Actor:
-        seat = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+        placed = rank < self._config.parallel.mesh.ranks  # others came later: they have no bundle
+        seat: Any = "DEFAULT"
+        if placed:
+            seat = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
         handle = (
             ray.remote(RankActor)
             .options(
@@ -160,10 +164,12 @@ class RankActors:
     def _look(self) -> None:
         """Takes what actors and watches have answered, and does what follows from it."""
         self._note_joined()
+        self._follow_seats(self._head.wanted())
         self._kill_given_up()
         for rank, actor in self._actors.items():
             if actor is None:
-                if not self._stopping.is_set() and self._restarts.due(rank, time.monotonic()):
+                again = not self._stopping.is_set() and rank not in self._retiring
+                if again and self._restarts.due(rank, time.monotonic()):
                     self._actors[rank] = self._create(rank)
             elif actor.ended is None and not actor.condemned:
                 self._take_place(rank, actor)
@@ -174,6 +180,37 @@ class RankActors:
             if actor is not None and actor.gone:
                 self._note_ended(rank, actor)
         self._tell_living()
+
+    def _follow_seats(self, wanted: Collection[int] | None) -> None:
+        """Creates actors for new seats, and ends those whose seats are no more. None: nobody knows."""
+        if wanted is None or self._stopping.is_set():
+            return
+        for rank in self._retiring.keys() | self._actors.keys() - set(wanted):
+            if self._retired(rank):
+                self._restarts.forget(rank)
+                del self._actors[rank], self._retiring[rank]
+                log.info("rank %d has left", rank)
+        for rank in sorted(set(wanted) - self._actors.keys()):
+            if why := self._why_not(rank):
+                self._head.refused(rank, why)
+            else:
+                self._actors[rank] = self._create(rank)
+
+    def _retired(self, rank: int) -> bool:
+        """Whether the process of a rank that was told to stop has ended; it is killed if it does not."""
+        actor, now = self._actors[rank], time.monotonic()
+        since = self._retiring.setdefault(rank, now)
+        if actor is not None and now > since + STOP_SECONDS:
+            self._condemn(rank, actor.pid, "it was told to stop, and does not")
+        return actor is None
+
+    def _why_not(self, rank: int) -> str:
+        """Why the Ray cluster has no room for one more rank; empty where it has."""
+        free = ray.available_resources()
+        for kind, each in self._resources.items():
+            if (found := free.get(kind, 0.0)) < each:
+                return f"rank {rank} needs {each:g} {kind}s, and the Ray cluster has {found:g} free"
+        return ""
 
     def _kill_given_up(self) -> None:
         """Has the processes killed that the head has given up; their heirs live on."""
@@ -229,7 +266,7 @@ class RankActors:
     def _note_ended(self, rank: int, actor: _Actor) -> None:
         """Notes that a process was seen dead: its rank is started again once its pause is over."""
         self._actors[rank] = None
-        if self._stopping.is_set():
+        if self._stopping.is_set() or rank in self._retiring:
             log.info("rank %d (pid %s) has ended", rank, actor.pid or "none")
             return
         pause = self._restarts.ended(rank, time.monotonic())

@@ -36,6 +36,12 @@ class Restarts:
         self._due[rank] = now + pause
         return pause
 
+    def forget(self, rank: int) -> None:
+        """Nobody starts this rank again."""
+        self._joined.discard(rank)
+        self._due.pop(rank, None)
+        self._backoffs.pop(rank, None)
+
     def due(self, rank: int, now: float) -> bool:
         """Whether the rank is to be started now; it then counts as started."""
         if self._due[rank] > now:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moeserve.device.machine import Machine
@@ -54,6 +55,12 @@ def first_epoch(served: Served) -> Epoch:
     experts = served.checkpoint.num_experts
     first = Epoch.first(served.mesh, len(served.layers), experts, served.redundant, served.members)
     return first.covered() if served.cover_owners else first
+
+
+def why_whole(dispatchers: Iterable[str]) -> str:
+    """Why a group that these dispatchers serve cannot go on without a member; empty where it can."""
+    equal = sorted(name for name in set(dispatchers) if name in DISPATCHERS and not DISPATCHERS[name].unequal)
+    return f"{', '.join(equal)} serves groups whose ranks are all there, and no others" if equal else ""
 
 
 def dispatch_spec(served: Served, plan: Plan, span: DispatchSpan, place: Place) -> DispatchSpec:

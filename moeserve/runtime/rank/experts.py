@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Literal
@@ -21,6 +23,8 @@ from moeserve.runtime.planning.plan import Plan
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.peers import HeldExpert
 from moeserve.runtime.served import Served
+
+log = logging.getLogger(__name__)
 
 LayerProgress = Callable[[Iterable[int]], Iterable[int]]
 
@@ -120,7 +124,15 @@ class RankExperts:
         for them; they are there when this returns. What was filled stays known when it ends early. Raises
         Abandoned once `by` is told so, and what reading a checkpoint raises.
         """
+        lacking, started = len(self.lacking(epoch, position)), time.perf_counter()
+        read, shadowed = self.bytes_read, self.bytes_from_shadows
         self._fill(epoch, position, by)
+        megabytes = (self.bytes_from_shadows - shadowed) / 1e6, (self.bytes_read - read) / 1e6
+        log.info(
+            "rank %d: layer %d has %d experts more, %.1f MB of host memory and %.1f MB of disk, in %.3f s",
+            *(self._index, self._served.layers[position], lacking, *megabytes),
+            time.perf_counter() - started,
+        )
         self.on_held(epoch)
 
     def adopt(self, epoch: Epoch, position: int) -> None:
@@ -192,15 +204,17 @@ class RankExperts:
         held = self._held.get(layer)
         if held is None or len(held[0]) != len(wanted[0]) or (by is None and held[1] != wanted[1]):
             self._held.pop(layer, None)
-            self._load_layer(layer, wanted)
+            with nullcontext() if by is None else by.stream():
+                self._load_layer(layer, wanted)
+            if by is not None:
+                by.wait()
             self._held[layer] = wanted
             return
         slots = _differing(held, wanted)
         if held[1] != wanted[1]:
             self._held[layer] = (EMPTY,) * len(wanted[0]), wanted[1]
         if by is not None:
-            unread = [e for slot in slots if self.shadow(layer, e := wanted[0][slot], wanted[1]) is None]
-            self._checkpoint(wanted[1]).read_ahead(layer, unread)
+            self._read_missing_ahead(epoch, position)
         for slot in slots:
             self._fill_slot(layer, slot, wanted[0][slot], by)
         self._keep(epoch, position)
@@ -233,6 +247,15 @@ class RankExperts:
         slots, version = self._held_in(epoch, position)
         layer = self._served.layers[position]
         self._checkpoint(version).read_ahead(layer, [expert for expert in slots if expert != EMPTY])
+
+    def _read_missing_ahead(self, epoch: Epoch, position: int) -> None:
+        """Asks for what has to be read for the layer at `position`, and for the next that lacks experts."""
+        following = [at for at in self.missing(epoch) if at != position]
+        for at in (position, *following[:1]):
+            layer, version = self._served.layers[at], epoch.version(at)
+            lacking = self.lacking(epoch, at)
+            unread = [expert for expert in lacking if self.shadow(layer, expert, version) is None]
+            self._checkpoint(version).read_ahead(layer, unread)
 
     def _load_layer(self, layer: int, wanted: Held) -> None:
         slots, version = wanted

@@ -71,7 +71,8 @@ class Member:
         self._generation = 0  # newest that was announced; entries of older ones are dropped
         self._newest = 0  # of all generations that were announced, aborted ones with them
         self._told_to_stop = False
-        self._epoch: Epoch | None = None
+        self._epoch: Epoch | None = None  # that it holds, or is to hold
+        self._adopted: Epoch | None = None  # the last one of a group that it had a part in
         self._group = MemberGroup(rank.index, group_settings, stream.send)
         self._steps = MemberSteps(rank, lane, self._tell, observe)
         self._restoring = Restoring(lambda: Copier(0.0, rank.device), self._restore, self._tell)
@@ -241,7 +242,7 @@ class Member:
                 self.on_serving(0, 0)
                 self._leave()
             case "held":  # by the thread that adopts epochs: none is adopted meanwhile
-                self._tell(held_message(self._newest, self._epoch))
+                self._tell(held_message(self._newest, self._adopted))
             case unknown:
                 raise ValueError(f"unknown entry {unknown!r}")
 
@@ -273,7 +274,7 @@ class Member:
             self._lacks = self._rank.take(epoch)
         elif self._epoch is None or _loaded(self._epoch) != _loaded(epoch):
             self._load(epoch, entry["generation"])
-        self._epoch = epoch
+        self._epoch = self._adopted = epoch
         lacks = {"lacks": list(self._lacks)}
         self._tell({"kind": "prepared", "generation": entry["generation"]} | self._held() | lacks)
 
@@ -352,8 +353,8 @@ class Member:
         self._tell({"kind": "drained", "generation": message["generation"]})
 
     def tell_shadows(self, shadowed: Shadowed) -> None:
-        """Tells the coordinator what this member keeps in host memory. Raises StreamClosed."""
-        self._stream.send(shadowed_message(shadowed))
+        """Tells the coordinator what this member keeps in host memory."""
+        self._tell(shadowed_message(shadowed))
 
     def send_vote(self, vote: Vote) -> None:
         """Sends the mover's vote to the coordinator."""
@@ -378,7 +379,7 @@ class Member:
             self._epoch = None
             raise
         self._rank.adopt(epoch, layer)
-        self._epoch = epoch
+        self._epoch = self._adopted = epoch
         self.on_epoch(entry["generation"], epoch.number)
         adopted = {"kind": "adopted", "generation": entry["generation"], "change": entry["change"]}
         self._tell(adopted)

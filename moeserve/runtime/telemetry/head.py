@@ -36,8 +36,7 @@ class CoordinatorTelemetry(Telemetry):
         self._states = {state: self._gauge("moe_service_state", state=state) for state in STATES}
         self._reforms = self._counter("moe_group_reforms_total")
         self._state, self._has_served = "", False
-        self._members: Callable[[], Members] = lambda: Members((), 0, 0)
-        self._up: Callable[[], Iterable[int]] = tuple
+        self._members: Callable[[], tuple[Members, Iterable[int]]] = lambda: (Members((), 0, 0), ())
         self._covers: Callable[[], Mapping[int, Cover]] = dict
         self._progress: Callable[[], Progress] | None = None
         self._loads: Callable[[], tuple[Placement, Load]] | None = None
@@ -68,9 +67,9 @@ class CoordinatorTelemetry(Telemetry):
         """Steps, jobs and queue are read when scraped."""
         self._progress = read
 
-    def members(self, read: Callable[[], Members], up: Callable[[], Iterable[int]]) -> None:
-        """The members of the group, and the seats of those that are connected, are read when scraped."""
-        self._members, self._up = read, up
+    def members(self, read: Callable[[], tuple[Members, Iterable[int]]]) -> None:
+        """The members of the group, and the seats of those that are there, are read when scraped."""
+        self._members = read
 
     def covers(self, read: Callable[[], Mapping[int, Cover]]) -> None:
         """Where each member's experts would come from, were it lost, is read when scraped."""
@@ -111,7 +110,8 @@ class CoordinatorTelemetry(Telemetry):
         self._corrupted.inc(cycle.corrupted)
 
     def _compute(self) -> Iterator[Family]:
-        up, members = set(self._up()), self._members()
+        members, there = self._members()
+        up = set(there)
         yield self._family("moe_rank_up", [((str(seat),), seat in up) for seat in members.seats])
         yield self._family("moe_members", _places(members, up))
         covers = self._covers().items()
@@ -132,7 +132,7 @@ class CoordinatorTelemetry(Telemetry):
         by_layer = [((layer,), float(value)) for layer, value, tokens in balance if tokens > 0]
         yield self._family("moe_balancedness", by_layer)
         rows = zip(self._layers, routed.tolist(), strict=True)
-        seats = self._members().seat_of_owner
+        seats = self._members()[0].seat_of_owner
         by_rank = [
             ((layer, str(seat)), count)
             for layer, row in rows

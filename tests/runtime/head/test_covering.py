@@ -64,6 +64,28 @@ def test_a_look_gives_every_expert_two_owners_again_though_nobody_calls() -> Non
     assert (made.look().outcome, group.epoch.number) == ("even", number), "once, and no more"
 
 
+@pytest.mark.parametrize("redundant", [8, 16])
+def test_experts_come_back_to_where_they_were_before_a_loss(redundant: int) -> None:
+    start = Epoch.first(Mesh(4, 1, 4), LAYERS, EXPERTS, redundant).covered()
+    group, width = Group(start), start.placement.slots_per_owner
+    made = rebalancer(group, cover_owners=1)
+    assert made.look().outcome == "even"
+    for lost in (2, 0, 3):
+        slots = group.epoch.placement.slots[:, lost * width : (lost + 1) * width].copy()
+        group.epoch = group.epoch.without({lost})
+        assert made.look().outcome == "even", "nothing is better while it is away"
+        group.epoch = group.epoch.joined(start.members.at(lost), slots=slots)
+        made.look()
+        assert group.epoch.placement == start.placement
+    group.tokens = np.random.default_rng(0).lognormal(3, 1.5, (LAYERS, EXPERTS))
+    assert made.rebalance()[1].outcome == "moved"
+    by_hand = group.epoch.placement
+    slots = by_hand.slots[:, :width].copy()
+    group.epoch = group.epoch.without({0}).joined(start.members.at(0), slots=slots)
+    made.look()
+    assert group.epoch.placement == by_hand != start.placement, "that is where they are at home now"
+
+
 @pytest.mark.parametrize("redundant", [8, 16, 20])
 @pytest.mark.parametrize("policy", ["eplb", "incremental", "flexible", "even"])
 def test_no_policy_breaks_the_cover(policy: str, redundant: int) -> None:

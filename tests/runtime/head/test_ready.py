@@ -91,6 +91,7 @@ def test_where_the_experts_of_a_lost_member_come_from() -> None:
     told: dict[int, Shadowed] = {}
     plans = ReadyPlans(lambda: told, NBYTES)
     assert plans.covered(start_epoch(16), 1) == Cover(replicas=LAYERS)
+    plans.renew(start_epoch(16))
     partly = start_epoch(8)
     gone = [
         set(row.tolist()) - set(np.delete(row.reshape(4, -1), 1, axis=0).ravel().tolist()) - {EMPTY}
@@ -99,11 +100,15 @@ def test_where_the_experts_of_a_lost_member_come_from() -> None:
     nbytes = sum(len(experts) * size for experts, size in zip(gone, NBYTES, strict=True))
     assert nbytes > 0
     assert plans.covered(partly, 1) == Cover(disk=LAYERS, nbytes=nbytes)
+    plans.renew(partly)
     for seat in (0, 2, 3):
         told[seat] = Shadowed(partly.number, frozenset(shadows_of(partly, seat)) - {1})
     assert plans.covered(partly, 1) == Cover(shadows=2, disk=1, nbytes=nbytes)
-    told[0] = Shadowed(partly.number + 1, frozenset(range(LAYERS)))
-    assert plans.covered(partly, 1) == Cover(disk=LAYERS, nbytes=nbytes), "of another epoch"
+    turned = partly.moved(2, partly.placement.slots[0][::-1].copy())
+    assert plans.covered(turned, 1).shadows == 1, "two layers are as they were, one of them has no shadows"
+    assert plans.covered(partly.with_weights("/new").reloaded(0, 2), 1).shadows == 1
+    told[0] = Shadowed(partly.number + 7, frozenset(range(LAYERS)))
+    assert plans.covered(partly, 1) == Cover(disk=LAYERS, nbytes=nbytes), "of an epoch that is not known"
     with_lane = Epoch.first(Mesh(4, 1, 4), LAYERS, EXPERTS, 8, Mesh(4, 1, 4).members(max_lanes=5)).joined(
         Member(6, lane=4)
     )

@@ -13,6 +13,7 @@ from checkpoints import make_checkpoint
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from houses import house_config
 
+from moeserve.runtime.doors.calls.rows import RowAdmission, RowLimits
 from moeserve.runtime.launch.head_process import HeadProcess
 from moeserve.runtime.launch.rank_process import _RankProcess
 
@@ -47,10 +48,11 @@ def test_a_head_that_drains_serves_nobody_when_the_group_forms_again(tmp_path: P
 
 
 def test_a_rank_that_drains_serves_nobody_when_the_group_forms_again() -> None:
-    told, nothing = list[bool](), SimpleNamespace(drain=lambda reason: None)
+    told = list[bool]()
+    door = SimpleNamespace(drain=lambda reason: None, admission=RowAdmission(RowLimits()))
     endpoint = SimpleNamespace(drain=lambda reason: None, set_serving=lambda *, serving: told.append(serving))
     process: Any = object.__new__(_RankProcess)
-    process._endpoint, process._door, process._draining = endpoint, nothing, False
+    process._endpoint, process._door, process._draining = endpoint, door, False
     process._telling, process._telemetry = threading.Lock(), SimpleNamespace(set_group=lambda *group: None)
     process._serving(1, 0)
     process._drain("the service is stopping")

@@ -18,7 +18,7 @@ SECONDS = 10.0
 def actors() -> Any:
     """Actors of a group without a rank; a test puts its own in their place."""
     told = list[dict[int, RankProcess]]()
-    head: Any = SimpleNamespace(on_given_up=None, seats=dict, told=told, living=told.append)
+    head: Any = SimpleNamespace(on_given_up=None, seats=dict, told=told, living=told.append, wanted=set)
     config: Any = SimpleNamespace(parallel=SimpleNamespace(mesh=SimpleNamespace(ranks=0)))
     nobody: Any = None
     return ray_ranks.RankActors(config, head, nobody, {})

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import queue
+import time
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from moeserve.runtime.control.stream import StreamClosed
-from moeserve.runtime.errors import CallerLeft, GroupUnavailable
+from moeserve.runtime.errors import CallerLeft, DeadlinePassed, GroupUnavailable
 from moeserve.runtime.rank.lane import Lane, LaneBatch
 from moeserve.runtime.rank.member import Member
 from moeserve.runtime.rank.member_group import ProcessGroupSettings
-from moeserve.runtime.step import NOT_YET, Announcement
+from moeserve.runtime.step import NOT_YET, Announcement, Upload
 
 
 def made() -> tuple[Lane, list[int], list[list[int]]]:
@@ -90,3 +92,95 @@ def test_a_member_says_what_is_withdrawn_and_bears_that_nobody_hears_it() -> Non
 
     wire.send = gone
     member.withdraw([4])
+
+
+def answered(lane: Lane, numbers: list[int]) -> None:
+    for job in lane.take(tuple((number, 1) for number in numbers)):
+        assert job is not None
+        job.finish(torch.ones(job.hidden.shape), NOT_YET)
+
+
+def test_a_held_lane_keeps_its_jobs_takes_more_and_announces_all_that_have_no_answer() -> None:
+    lane, announced, _ = made()
+    under_way, done = lane.submit(batch(6)), lane.submit(batch(1))
+    answered(lane, [1, 3])
+    lane.hold("rank 1 is lost")
+    later = lane.submit(batch(2))
+    assert announced == [1, 2, 3] and done.ended
+    lane.open(5)
+    assert announced == [1, 2, 3, 2, 4], "each once, in its order, but for those that were answered"
+    answered(lane, [2, 4])
+    assert under_way.result()[0].shape == (6, 1) and later.result()[0].shape == (2, 1)
+    assert lane.in_flight == 0
+
+
+def test_a_job_that_is_announced_while_its_lane_is_held_counts_once() -> None:
+    """Its announcement is of a generation that has ended by then, which the head does not count."""
+    lane, _, _ = made()
+    said: list[tuple[int, int]] = []
+
+    def announce(job: Announcement) -> None:
+        if not said:
+            said.append((job.job, job.generation))
+            lane.hold("rank 1 is lost")
+            lane.open(7)
+        else:
+            said.append((job.job, job.generation))
+
+    lane.announce = announce
+    lane.open(3)
+    lane.submit(batch(1))
+    assert said == [(1, 3), (1, 7)]
+
+
+def test_a_held_lane_fails_what_is_late_and_all_once_it_was_held_for_too_long() -> None:
+    lane, _, _ = made()
+    lane.hold_seconds = 0.5
+    short = replace(batch(1), deadline=time.monotonic() + 0.2)
+    lane.hold("rank 1 is lost")
+    late, kept = lane.submit(short), lane.submit(batch(1))
+    assert late.wait(5.0) and not kept.ended
+    with pytest.raises(DeadlinePassed):
+        late.result()
+    assert kept.wait(5.0)
+    with pytest.raises(GroupUnavailable, match=r"rank 1 is lost; .* members.hold_seconds = 0.5"):
+        kept.result()
+    with pytest.raises(GroupUnavailable):
+        lane.submit(batch(1))
+    lane.open(9)
+    lane.submit(batch(1))
+
+
+def test_a_drained_lane_that_is_held_finishes_what_it_has_and_takes_nothing() -> None:
+    lane, announced, _ = made()
+    call = lane.submit(batch(1))
+    lane.drain("the service is stopping")
+    lane.hold("rank 1 is lost")
+    with pytest.raises(GroupUnavailable, match="the service is stopping"):
+        lane.submit(batch(1))
+    lane.open(5)
+    assert announced == [1, 1]
+    answered(lane, [1])
+    assert call.ended
+
+
+def test_a_lane_that_holds_nothing_back_fails_its_jobs_at_once() -> None:
+    lane, _, _ = made()
+    lane.hold_seconds = 0.0
+    call = lane.submit(batch(1))
+    lane.hold("rank 1 is lost")
+    with pytest.raises(GroupUnavailable, match="rank 1 is lost"):
+        call.result()
+
+
+def test_rows_that_a_failed_step_had_taken_from_the_device_are_brought_there_again() -> None:
+    lane, _, _ = made()
+    lane.submit(batch(1))
+    (job,) = lane._jobs.values()
+    job.upload = Upload(torch.ones(1, 1), cast(Any, None), lambda: None)
+    (taken,) = lane.take(((1, 1),))
+    assert taken is job and job.upload.claimed
+    assert lane.take(((1, 1),)) == [None], "no other step may have them"
+    lane.hold("rank 1 is lost")
+    lane.open(5)
+    assert job.upload is None and lane.take(((1, 1),)) == [job]

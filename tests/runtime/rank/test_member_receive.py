@@ -7,11 +7,18 @@ import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 
+from moeserve.runtime.control.messages import epoch_message, held_from
+from moeserve.runtime.control.reached import Phase, Reached
+from moeserve.runtime.control.stream import StreamClosed
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.mesh import Mesh
 from moeserve.runtime.rank import member as member_module
 from moeserve.runtime.rank import member_group as group_module
-from moeserve.runtime.rank.lane import Lane
+from moeserve.runtime.rank.lane import Lane, LaneBatch
 from moeserve.runtime.rank.member import Member
 from moeserve.runtime.rank.member_group import ProcessGroupSettings
 
@@ -82,3 +89,89 @@ def test_a_group_that_takes_long_to_abort_keeps_nobody_waiting(monkeypatch: pyte
     came.put({"kind": "stop"})
     running.join(SECONDS)
     assert not running.is_alive()
+
+
+class Gone:
+    """The end of a head's stream, among what comes."""
+
+
+def coming_back(times: int) -> tuple[Member, queue.SimpleQueue[Any], queue.SimpleQueue[dict[str, Any]]]:
+    """A member that holds experts and finds its head again so often; what comes to it, and what it says."""
+    came: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    def receive() -> dict[str, Any]:
+        if isinstance(found := came.get(), Gone):
+            raise StreamClosed("the other end closed the stream")
+        return cast(dict[str, Any], found)
+
+    experts = SimpleNamespace(use_weights=lambda paths: None, bytes_read=9, bank=SimpleNamespace(nbytes=9))
+    progress = SimpleNamespace(join=lambda phase: None, reached=Reached(0, Phase.PREPARED))
+    rank: Any = SimpleNamespace(
+        index=0, loaded=True, take=lambda epoch: (), experts=experts, progress=progress
+    )
+    rank.interrupt = rank.leave = lambda: None
+    wire: Any = SimpleNamespace(receive=receive, send=said.put)
+    member = Member(rank, Lane(0, 4, 100), wire, ProcessGroupSettings("gloo", SECONDS), lambda record: None)
+    found = iter([True] * times + [False])
+    member.come_back = lambda: next(found)
+    return member, came, said
+
+
+def prepared(generation: int, epoch: Epoch) -> dict[str, Any]:
+    return {"kind": "prepare", "generation": generation, "epoch": epoch_message(epoch), "after": True}
+
+
+def until_said(said: queue.SimpleQueue[dict[str, Any]], kind: str) -> dict[str, Any]:
+    while (found := said.get(timeout=SECONDS))["kind"] != kind:
+        pass
+    return found
+
+
+def test_a_member_that_comes_back_says_what_its_group_adopted() -> None:
+    first = Epoch.first(Mesh(1, 1, 1), layers=1, experts=4)
+    moved = first.moved(0, np.array([1, 0, 2, 3], dtype=np.int32))
+    member, came, said = coming_back(2)
+    running = threading.Thread(target=member.run, daemon=True)
+    running.start()
+    came.put(Gone())
+    assert held_from(until_said(said, "held")) == (0, None), "it has been in no group yet"
+    came.put(prepared(7, moved))
+    until_said(said, "prepared")
+    came.put(Gone())
+    assert held_from(until_said(said, "held")) == (7, moved)
+    came.put({"kind": "stop"})
+    came.put(Gone())
+    running.join(SECONDS)
+    assert not running.is_alive(), "it was told to stop, and does not come back"
+
+
+def test_a_member_whose_head_does_not_come_back_stops() -> None:
+    member, came, _ = coming_back(0)
+    running = threading.Thread(target=member.run, daemon=True)
+    running.start()
+    came.put(Gone())
+    running.join(SECONDS)
+    assert not running.is_alive()
+
+
+def test_jobs_stay_in_the_lane_while_the_head_is_away() -> None:
+    member, came, said = coming_back(1)
+    lane = member._lane
+    assert lane is not None
+    lane.announce = member.announce
+    running = threading.Thread(target=member.run, daemon=True)
+    running.start()
+    lane.open(7)
+    one = torch.zeros(1, 1)
+    call = lane.submit(LaneBatch(0, one, torch.zeros(1, 1, dtype=torch.int32), one))
+    assert until_said(said, "announce")["generation"] == 7
+    came.put(Gone())
+    until_said(said, "held")
+    assert not call.ended and lane.in_flight == 1
+    lane.open(9)
+    assert until_said(said, "announce")["generation"] == 9
+    came.put({"kind": "stop"})
+    came.put(Gone())
+    running.join(SECONDS)
+    assert call.ended

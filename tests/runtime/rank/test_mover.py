@@ -153,6 +153,17 @@ def test_experts_come_whole_from_a_peer_and_are_served_after_the_commit(mine: Mi
     assert [one.checksum for one in vote.staged] == [wanted[0], wanted[2]]
 
 
+def test_slots_are_told_of_before_they_are_written(mine: Mine) -> None:
+    before, seen = [mine.bank.checksum(LAYER, slot) for slot in range(SLOTS)], []
+    mine.mover.before_commit = lambda layer, slots: seen.append(
+        (layer, list(slots), [mine.bank.checksum(LAYER, slot) for slot in range(SLOTS)])
+    )
+    mine.vote((ExpertCopy(0, 2, (1, 2)), ExpertCopy(2, 0, (1, 0))), mine.server.address)
+    assert seen == []
+    mine.mover.commit(2)
+    assert seen == [(LAYER, [0, 2], before)]
+
+
 def test_ranks_exchange_slots_of_their_own(mine: Mine) -> None:
     before = [mine.bank.checksum(LAYER, slot) for slot in range(SLOTS)]
     vote = mine.vote((ExpertCopy(0, 1, (0, 1)), ExpertCopy(1, 0, (0, 0))), mine.server.address)

@@ -87,7 +87,7 @@ def filled_coordinator() -> CoordinatorTelemetry:
     progress = Progress("serving", "", 2, 10, 30, 1, 2)
     telemetry.set_progress(progress)
     telemetry.progress(lambda: progress)
-    telemetry.members(lambda: Members.of_ranks(4, max_lanes=6), lambda: (0, 1, 3))
+    telemetry.members(lambda: (Members.of_ranks(4, max_lanes=6), (0, 1, 3)))
     load = np.zeros((2, 8))
     load[0] = [4, 0, 1, 1, 1, 1, 0, 0]
     telemetry.loads(lambda: (Placement.even(2, 8, 4), Load(load)))
@@ -189,7 +189,7 @@ def test_the_coordinator_shows_state_ranks_and_balance() -> None:
 def test_rows_are_told_by_the_seats_of_those_who_hold_the_experts() -> None:
     telemetry = filled_coordinator()
     members = Members((Member(0, lane=0), Member(3, owner=1), Member(5, owner=0)), 2, 4)
-    telemetry.members(lambda: members, lambda: (0, 3, 5))
+    telemetry.members(lambda: (members, (0, 3, 5)))
     load = np.zeros((2, 8))
     load[0] = [4, 0, 1, 1, 1, 1, 0, 0]
     telemetry.loads(lambda: (Placement.even(2, 8, 2, reserved=2), Load(load)))

@@ -82,7 +82,28 @@ class RowAdmission:
         self._held: dict[_Held, None] = {}  # the oldest first
         self._rows = 0
         self._short = -math.inf  # when a call was last refused that others left no room for
+        self._stands_still = False
         self._lock = threading.Lock()
+
+    def stand_still(self) -> None:
+        """The lane keeps its calls and serves none, until `go_on`. How long they wait meanwhile, and have
+        waited for whoever was lost, tells nothing of its pace.
+        """
+        with self._lock:
+            self._stands_still = True
+            self._begin_again()
+
+    def go_on(self) -> None:
+        """The lane serves the calls that it holds."""
+        with self._lock:
+            self._stands_still = False
+            self._begin_again()
+
+    def _begin_again(self) -> None:
+        """Counts what calls take, of those that are held, from now on."""
+        now = self._clock()
+        for held in self._held:
+            held.entered = now
 
     @property
     def rows(self) -> int:
@@ -176,7 +197,7 @@ class RowAdmission:
     def _oldest(self, now: float) -> tuple[float, int]:
         """How long the oldest call that is held has waited, and the rows ahead of it, with its own."""
         oldest = next(iter(self._held))
-        return now - oldest.entered, oldest.ahead
+        return 0.0 if self._stands_still else now - oldest.entered, oldest.ahead
 
     def _a_row(self, now: float) -> float:
         """Seconds a row, by both."""

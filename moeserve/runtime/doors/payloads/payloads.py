@@ -158,11 +158,9 @@ class Payloads:
                 hidden = self._lend(held, request.hidden, spec, "hidden")
             else:
                 hidden = Lent(as_torch(data, spec, "hidden"), nothing_to_close)
+            _check_apart(request.hidden.region, request.output)
             room = self._room(held, request, spec)
-            home = room.registered
-            if home is not None and _overlap(home, hidden.tensor):
-                home = None  # the rows would be written over
-            return _Placed(spec, hidden, room, home), held.pop_all()
+            return _Placed(spec, hidden, room, room.registered), held.pop_all()
 
     def _choice(self, choice: moe_pb2.Choice, hidden: Spec) -> tuple[Tensor, Tensor]:
         experts = self._copy(choice.ids, "choice.ids", INTEGERS, hidden)
@@ -198,7 +196,15 @@ class Payloads:
         return room
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two dense tensors of the host share memory."""
-    first, second = sorted((one, other), key=Tensor.data_ptr)
-    return second.data_ptr() < first.data_ptr() + first.nbytes
+def _check_apart(rows: moe_pb2.Region, answer: moe_pb2.Region) -> None:
+    """Raises TensorError where an answer is wanted over its own rows: a step may be run again, and they stay
+    as they are until the answer is there.
+    """
+    if rows.name and rows.name == answer.name:
+        first, second = sorted((rows, answer), key=lambda region: region.offset)
+        if second.offset < first.offset + first.size:
+            at = f"bytes {answer.offset} to {answer.offset + answer.size} of a region"
+            over = f"the rows' {rows.offset} to {rows.offset + rows.size}"
+            raise TensorError(
+                "output", f"{at} lie over {over}; the rows are needed until the answer is there"
+            )

@@ -22,7 +22,7 @@ from moeserve.runtime.head.generations.inquiry import Inquiry, Standstill
 from moeserve.runtime.head.generations.key_store import KeyStore
 from moeserve.runtime.head.generations.open_layers import OpenLayers
 from moeserve.runtime.head.generations.patience import Backoff, Formation, Patience
-from moeserve.runtime.head.generations.returning import Returning
+from moeserve.runtime.head.generations.returning import Returning, with_ranks
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.reception import RankProcess, Refusal, Seat
 
@@ -68,10 +68,16 @@ class Generations:
         self.serve_on = False  # a lost member's experts are served by others, where these have the slots
         # the epoch without those seats; raises ValueError where the others cannot serve without them
         self.without: Callable[[Epoch, list[int]], Epoch] = lambda epoch, seats: epoch.without(seats)
+        self.why_whole: Callable[[], str] = lambda: ""  # why the group cannot go on without a member
         self.returning = Returning(self.patience.prepare)
+        self.coming: dict[int, str] = {}  # seats of new members, and why one cannot start, once that is known
+        self.leaving: frozenset[int] = frozenset()  # of members whose lanes callers find no more
+        self.retiring: tuple[int, ...] = ()  # of members that the group goes on without, between two steps
         self.layers = OpenLayers()
         self.running: Callable[[], int] = lambda: 0  # steps that members have not finished
+        self.busy: Callable[[], bool] = lambda: False  # nobody joins now: experts move
         self._turning_since: float | None = None  # no step begins: a member is to join
+        self._joining = False  # the generation that forms is one that members have joined between two steps
         self.on_given_up: Callable[[RankProcess], None] = lambda process: None  # the launcher ends it
         # whether that process has ended, for a launcher to say; None: nobody knows, nor has to be waited for
         self.is_gone: Callable[[RankProcess], bool] | None = None
@@ -93,6 +99,11 @@ class Generations:
         return self.state == "serving" and self._failing is None and self._turning_since is None
 
     @property
+    def turning(self) -> bool:
+        """Whether members join between two steps: soon the group serves again."""
+        return self._turning_since is not None or (self._joining and self.state != "serving")
+
+    @property
     def holds(self) -> bool:
         """Whether lanes take calls: the group serves, or they keep them until it serves again."""
         if self._unserved_since is None:
@@ -102,8 +113,10 @@ class Generations:
     @property
     def degraded(self) -> str:
         """What a group that serves does without, in words; empty where it lacks nothing."""
-        away = self.returning.seats
+        coming = sorted(self.coming.keys() & set(self.returning.seats))
+        away = [seat for seat in self.returning.seats if seat not in coming]
         said = [f"ranks {away} are away, and others serve their experts"] if away else []
+        said += [f"ranks {coming} are to join"] if coming else []
         return "; ".join([*said, *filter(None, [self.layers.reason])])
 
     def set_state(self, state: str, reason: str) -> None:
@@ -141,12 +154,34 @@ class Generations:
             self._form_at = min(self._form_at, settled)
             self._group.lock.notify_all()
 
+    def recovered(self, first: Epoch, generation: int, wanted: Collection[int]) -> None:
+        """A head that has started again goes on with the group's epoch after `generation`, the newest that
+        members have heard of. Those of the seats `wanted` that it is without may return: to what they had in
+        `first`, the service's first epoch, or as new ranks.
+        """
+        self._group.generation = generation
+        if generation:
+            self._served, self._unserved_since = True, time.monotonic()
+        away, had = sorted(set(wanted) - set(self._group.members.seats)), set(first.members.seats)
+        self.returning.leave(first, [seat for seat in away if seat in had])
+        new = [seat for seat in away if seat not in had]
+        self.returning.leave(with_ranks(self._group.epoch, new), new)
+
+    def go_on(self, reason: str) -> None:
+        """Forms a generation without the members that are missing, where that can be."""
+        if self._go_on(self._group.missing):
+            self._form_at = time.monotonic()
+            self.set_state("forming", reason)
+
     def _seat_aside(self, rank: int, seat: Seat) -> None:
         """Has a member load what it held, while the group serves without it."""
         if (other := self.returning.connected().get(rank)) is not None and other is not seat:
             self._part_with_returning(rank, f"pid {seat.pid} has taken its place", seat.process(rank))
-        self.returning.sit_down(rank, seat, time.monotonic())
         log.info("rank %d (pid %d) loads, and then joins", rank, seat.pid)
+        self._have_load(rank, seat)
+
+    def _have_load(self, rank: int, seat: Seat) -> None:
+        self.returning.sit_down(rank, seat, self._group.epoch, time.monotonic())
         epoch = self.returning.epoch_with(self._group.epoch, [rank])
         self._group.send(seat, {"kind": "load", "generation": 0, "epoch": epoch_message(epoch)})
         self._group.lock.notify_all()
@@ -166,12 +201,6 @@ class Generations:
             case other:
                 raise ValueError(f"rank {rank} is to load, and says {quoted(other)}")
         self._group.lock.notify_all()
-
-    def recovered(self, generation: int) -> None:
-        """A head that has started again goes on after `generation`, the newest that members have heard of."""
-        self._group.generation = generation
-        if generation:
-            self._served, self._unserved_since = True, time.monotonic()
 
     def lost(self, rank: int, seat: Seat, why: str) -> None:
         """Ends the generation of a member whose stream ended. A failure keeps its own reason."""
@@ -209,6 +238,15 @@ class Generations:
             self.set_state(self.state, refusal.reason)
         elif rank in self.returning.seats:
             log.warning("rank %d cannot come back: %s", rank, refusal.reason)
+            if refusal.for_good and rank in self.coming:
+                self.coming[rank] = refusal.reason
+                self._group.lock.notify_all()
+
+    def forget(self, rank: int, why: str) -> None:
+        """Expects no member at a seat any more, and parts with the process that was to join there."""
+        if rank in self.returning.connected():
+            self._part_with_returning(rank, why)
+        self.returning.forget(rank)
 
     # -- what members say -----------------------------------------------------------------------------------
 
@@ -281,6 +319,7 @@ class Generations:
         `joining`: nothing has failed.
         """
         log.warning("generation %d aborts: %s", self._group.generation, reason)
+        self._take_leave()
         pause = 0.0 if self._go_on(self._group.missing) or joining else SETTLE_SECONDS
         if said and self.state in ("preparing", "joining"):
             pause = max(pause, self._retries.next())
@@ -290,6 +329,7 @@ class Generations:
         self.on_abort(reason)
         self.aborted = reason
         self._failing, self._inquiry, self._store, self._turning_since = None, None, KeyStore(), None
+        self._joining = joining
         self.layers.clear()
         aborted, self._group.generation = self._group.generation, self._group.generation + 1
         gone = {"kind": "abort", "generation": aborted, "reason": reason, "back": self._served}
@@ -297,6 +337,23 @@ class Generations:
         self.set_state("forming", reason)
         self._form_at = math.inf if self._group.missing else time.monotonic() + pause
         self._group.lock.notify_all()
+
+    def _take_leave(self) -> None:
+        """Members that are to go are none any more, and end; the others hold what they held."""
+        going = [seat for seat in self.retiring if seat in self._group.members.seats]
+        self.retiring = ()
+        try:
+            self._group.epoch = self.without(self._group.epoch, going) if going else self._group.epoch
+        except ValueError as error:
+            log.warning("ranks %s stay: %s", going, error)
+            return
+        for rank in going:
+            if (seat := self._seats.pop(rank, None)) is None:
+                continue
+            log.info("rank %d (pid %d) leaves the group", rank, seat.pid)
+            self._group.send(seat, {"kind": "stop"})
+            if self.running():  # it may still write to others' buffers
+                self._give_up(seat.process(rank))
 
     def _go_on(self, lost: list[int]) -> bool:
         """Leaves lost members out of the epoch, where the others can serve without them; else the group is to
@@ -306,10 +363,12 @@ class Generations:
             return False
         before = self._group.epoch
         try:
+            if why := self.why_whole():
+                raise ValueError(why)
             self._group.epoch = self.without(before, lost)
         except ValueError as error:
             log.warning("the group waits for ranks %s: %s", lost, error)
-            self._admit(self.returning.seats)
+            self._admit([seat for seat in self.returning.seats if seat not in self.coming])
             return False
         self.returning.leave(before, lost)
         log.warning("the group goes on without ranks %s, in epoch %d", lost, self._group.epoch.number)
@@ -321,16 +380,30 @@ class Generations:
         self.returning.join(seats, self._seats.__setitem__)
 
     def _turn(self, now: float) -> None:
-        """Has members that have loaded join, between two steps."""
+        """Has members that have loaded join, and those leave that are to go, between two steps."""
         ready = self.returning.ready
-        if not ready or self.state != "serving" or self._failing is not None or self.layers.closed:
+        if (
+            not (ready or self.retiring)
+            or self.state != "serving"
+            or self._failing is not None
+            or self.layers.closed
+        ):
+            return
+        if self._turning_since is None and self.busy():
+            return
+        for rank in self.returning.stale(self._group.epoch):
+            log.info("rank %d loads again: the weights were reloaded meanwhile", rank)
+            self._have_load(rank, self.returning.connected()[rank])
+        if not (ready := self.returning.ready):
             return
         if self._turning_since is None:
             self._turning_since = now
         if self.running() and now - self._turning_since < TURN_SECONDS:
             return
         self._admit(ready)
-        self.abort(f"ranks {ready} join", joining=True)
+        said = [f"ranks {ready} join"] if ready else []
+        said += [f"ranks {list(self.retiring)} leave"] if self.retiring else []
+        self.abort("; ".join(said), joining=True)
 
     # -- time passes ----------------------------------------------------------------------------------------
 

@@ -7,15 +7,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from moeserve.experts.cover.breather import Breather
 from moeserve.experts.cover.takeover import heirs
-from moeserve.runtime.control.shadowed import NO_SHADOWS, Shadowed
+from moeserve.runtime.control.shadowed import Shadowed
 from moeserve.runtime.epoch import Epoch
 
 log = logging.getLogger(__name__)
 
 SETTLED_SECONDS = 0.2  # without another epoch, before plans are made: a rebalance commits many
-REMEMBERED = 8  # epochs, of which members may still hold the shadows
+REMEMBERED = 64  # epochs, of which members may still hold the shadows
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,23 @@ class Cover:
     waits: int = 0
     nbytes: int = 0  # that are brought in, as they lie in the checkpoint
     why_waits: str = ""
+
+
+class _Told(NamedTuple):
+    """The epoch that a member has filled its shadows for, and the positions of the layers that have all."""
+
+    of: Epoch
+    positions: frozenset[int]
+
+    def holds(self, epoch: Epoch, position: int) -> bool:
+        """Whether those shadows are what `epoch` needs in one layer: nothing has changed there since."""
+        before, now = self.of.placement, epoch.placement
+        same = self.of is epoch or (
+            before.room == now.room
+            and self.of.version(position) == epoch.version(position)
+            and bool((before.slots[position] == now.slots[position]).all())
+        )
+        return same and position in self.positions
 
 
 class ReadyPlans:
@@ -100,7 +119,7 @@ class ReadyPlans:
         if epoch.mesh.sliced:
             why = "ranks hold slices of every expert; the group cannot serve without one"
             return Cover(waits=placement.layers, why_waits=why)
-        told, sources, nbytes, why = dict(self._shadowed()), dict.fromkeys(SOURCES, 0), 0, ""
+        told, sources, nbytes, why = self._told(), dict.fromkeys(SOURCES, 0), 0, ""
         for position, row in enumerate(placement.slots):
             found = heirs(row.tobytes(), placement.room, placement.experts, owner)
             source = self._source(epoch, position, found, told)
@@ -112,7 +131,7 @@ class ReadyPlans:
         return Cover(**sources, nbytes=nbytes, why_waits=why)
 
     def _source(
-        self, epoch: Epoch, position: int, found: dict[int, int] | None, told: Mapping[int, Shadowed]
+        self, epoch: Epoch, position: int, found: dict[int, int] | None, told: Mapping[int, _Told]
     ) -> str:
         """Where a layer's experts come from, of which each goes to the owner that `found` names."""
         if found is None:
@@ -120,9 +139,15 @@ class ReadyPlans:
         if not found:
             return "replicas"
         seats = {epoch.members.seat_of_owner[owner] for owner in found.values()}
-        said = [told.get(-1 if seat is None else seat, NO_SHADOWS) for seat in seats]
-        ready = all(each.epoch == epoch.number and position in each.positions for each in said)
-        return "shadows" if ready else "disk"
+        said = [told.get(-1 if seat is None else seat) for seat in seats]
+        return "shadows" if all(one is not None and one.holds(epoch, position) for one in said) else "disk"
+
+    def _told(self) -> dict[int, _Told]:
+        """What members have said of their shadows, with the epoch that they said it of, by seat."""
+        shadowed = dict(self._shadowed())
+        with self._news:
+            found = {seat: (self._epochs.get(said.epoch), said.positions) for seat, said in shadowed.items()}
+        return {seat: _Told(of, positions) for seat, (of, positions) in found.items() if of is not None}
 
     def _shadowed_epoch(self, epoch: Epoch, seats: Collection[int]) -> Epoch | None:
         """The earlier epoch whose shadows all survivors that have any still hold; None for this one's."""
@@ -162,11 +187,21 @@ class ReadyPlans:
             if self._newest is not epoch or self._closed:
                 return
             try:
+                self._warm(epoch, member.owner)
                 plans[member.seat] = epoch.without({member.seat})
             except ValueError as error:
                 plans[member.seat] = str(error)
         with self._news:
             self._planned, self._plans = epoch, plans
+
+    def _warm(self, epoch: Epoch, owner: int | None) -> None:
+        """Makes each layer of a plan by itself, and lets the head's other threads run between."""
+        if owner is None or epoch.mesh.sliced:
+            return
+        placement, breather = epoch.placement, Breather()
+        for row in placement.slots:
+            heirs(row.tobytes(), placement.room, placement.experts, owner)
+            breather.breathe()
 
 
 SOURCES = ("replicas", "shadows", "disk", "waits")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from moeserve.runtime.control.messages import held_from
@@ -132,11 +133,20 @@ class Recovering:
     holds the group's lock.
     """
 
-    def __init__(self, group: Group, generations: Generations, seconds: float) -> None:
+    def __init__(
+        self, group: Group, generations: Generations, seconds: float, wanted: Collection[int] | None = None
+    ) -> None:
+        """wanted: seats that were to have a process, as the head before this one said; None: it did not."""
         self._group, self._generations = group, generations
         self._first = group.epoch
+        self._wanted = self._first.members.seats if wanted is None else tuple(wanted)
         self._recovery: Recovery | None = Recovery(self._first, time.monotonic(), seconds)
         generations.set_state("forming", self._recovery.reason)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether it is not known yet what the members hold."""
+        return self._recovery is not None
 
     @property
     def due(self) -> float:
@@ -196,15 +206,17 @@ class Recovering:
             return
         self._recovery = None
         self._group.epoch = found.epoch
-        self._generations.recovered(found.generation)
-        away = set(self._first.members.seats) - set(found.epoch.members.seats)
-        self._generations.returning.leave(self._first, sorted(away))  # the dead head went on without them
+        self._generations.recovered(self._first, found.generation, self._wanted)
+        known = {*self._group.members.seats, *self._generations.returning.seats}
         for number, seat in found.seats.items():
-            if number in away or number in found.epoch.members.seats:
+            if number in known:
                 self._generations.seated(number, seat)
-            else:
-                self._group.send(seat, {"kind": "stop"})
-                seat.stream.close()
+                continue
+            log.info("rank %d (pid %d) is to leave: it has no seat any more", number, seat.pid)
+            self._group.send(seat, {"kind": "stop"})
+            seat.stream.close()
+        if missing := self._group.missing:
+            self._generations.go_on(f"ranks {missing} have not come back since the head has started again")
 
     def end(self) -> None:
         """Tells those who wait here to stop: the service ends."""

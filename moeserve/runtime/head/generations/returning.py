@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,16 @@ class _Away:
     seat: Seat | None = None
     heard: float = 0.0  # when its process last said that it goes on
     loaded: bool = False
+    versions: tuple[int, ...] = ()  # of the weights that it was told to load, by layer
+
+
+def with_ranks(epoch: Epoch, seats: Collection[int]) -> Epoch:
+    """`epoch` with new ranks in these seats: lane and owner's place have its number. They get replicas of
+    the experts that have fewest. Raises ValueError for seats that cannot be filled.
+    """
+    for seat in sorted(seats):
+        epoch = epoch.joined(Member(seat, lane=seat, owner=seat))
+    return epoch
 
 
 class Returning:
@@ -38,6 +48,11 @@ class Returning:
     def seats(self) -> list[int]:
         """Those that are away, or load."""
         return sorted(self._away)
+
+    @property
+    def members(self) -> list[Member]:
+        """Those that are away, or load, as they were."""
+        return [self._away[seat].member for seat in self.seats]
 
     @property
     def ready(self) -> list[int]:
@@ -59,10 +74,15 @@ class Returning:
                 slots = epoch.placement.slots[:, first : first + width].copy()
             self._away[number] = _Away(member, slots)
 
-    def sit_down(self, number: int, seat: Seat, now: float) -> None:
-        """A process has come for a seat that is away. It is to load."""
+    def sit_down(self, number: int, seat: Seat, epoch: Epoch, now: float) -> None:
+        """A process has come for a seat that is away. It is to load what it had, in `epoch`'s weights."""
         away = self._away[number]
         away.seat, away.heard, away.loaded = seat, now, False
+        away.versions = _versions(epoch)
+
+    def stale(self, epoch: Epoch) -> list[int]:
+        """Those that have loaded, and other weights than `epoch` has: they are to load again."""
+        return [number for number in self.ready if self._away[number].versions != _versions(epoch)]
 
     def is_here(self, number: int, seat: Seat) -> bool:
         """Whether that very process waits to join."""
@@ -71,6 +91,10 @@ class Returning:
     def lost(self, number: int) -> None:
         """Its process has gone again."""
         self._away[number].seat, self._away[number].loaded = None, False
+
+    def forget(self, number: int) -> None:
+        """Nobody is to come for this seat."""
+        del self._away[number]
 
     def heard(self, number: int, now: float, *, loaded: bool = False) -> None:
         """Its process goes on, or has loaded."""
@@ -103,3 +127,7 @@ class Returning:
             away = self._away.pop(number)
             if away.seat is not None:
                 take(number, away.seat)
+
+
+def _versions(epoch: Epoch) -> tuple[int, ...]:
+    return tuple(epoch.version(at) for at in range(epoch.placement.layers))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moeserve.experts.bank import Bank
 from moeserve.experts.checksum import Slot, slot_checksum
+from moeserve.experts.cover.breather import Breather
 from moeserve.proto.texts import clipped
 from moeserve.runtime.control.shadowed import Shadowed
 from moeserve.runtime.control.stream import StreamClosed
@@ -153,7 +154,7 @@ class Shadows:
     def _wanted(self, epoch: Epoch) -> dict[int, list[HeldExpert]]:
         """What shadows are to be of, by position."""
         owner = epoch.members.at(self._index).owner if self._index in epoch.members.seats else None
-        found = {} if owner is None else shadows_of(epoch, owner)
+        found = {} if owner is None else shadows_of(epoch, owner, Breather().breathe)
         layers = self._experts.layers
         return {
             at: [HeldExpert(layers[at], expert, epoch.version(at)) for expert in experts]

@@ -1,6 +1,6 @@
 """A bare Python gRPC echo: the least that a call with these bytes can cost. Prints its port.
 
-python -m bench.service.echo_server [CERTIFICATE KEY]
+python -m bench.service.hops.echo_server [CERTIFICATE KEY]
 
 With the files of a certificate and its key it speaks TLS.
 """

@@ -1,0 +1,1 @@
+"""What `bench/service/serve_on.py` consists of."""

@@ -1,0 +1,130 @@
+"""Members are killed and stopped under calls, one event after the other in one service."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+from bench.service.faults.callers import Callers
+from bench.service.faults.points import every_process
+from bench.service.faults.service import Service
+from bench.service.serving_on.events import Event, Outcome, Setup, gaps
+from bench.service.serving_on.pages import drop, in_memory
+from bench.service.serving_on.raw import RawAnswer, RawCalls, failed_on_living
+from bench.service.serving_on.run import Run, covered, median_call, right_times, wait_whole
+
+CALM_SECONDS = 1.0  # of calls before an event, and after its end
+BACK_SECONDS = 90.0
+READY_SECONDS = 60.0  # for shadows to be there again
+AFTER_SECONDS = 1.0  # in which bare callers learn where a lane is that has come back
+SETTLE_SECONDS = 20.0  # for processes that end to be gone
+
+
+def members(run: Run, setup: Setup, todo: list[Event]) -> Iterator[Outcome]:
+    """Has the events happen; a service that does not come back is followed by a fresh one."""
+    todo = list(todo)
+    while todo:
+        with (
+            run.service(setup) as service,
+            run.callers(service) as callers,
+            RawCalls(service.address, run.calls, run.args.raw_pause, run.args.ranks) as raw,
+        ):
+            processes = every_process(service.folder)
+            while todo:
+                outcome = happen(run, (setup, todo.pop(0)), (service, callers, raw), processes)
+                yield outcome
+                if "missing" in outcome.faults:
+                    print(service.log()[-6000:])
+                    break
+            wrong = len(callers.wrong)
+        for late in callers.wrong[wrong:]:
+            print(f"after the last event: {late}")
+
+
+def happen(
+    run: Run, what: tuple[Setup, Event], parts: tuple[Service, Callers, RawCalls], processes: dict[int, str]
+) -> Outcome:
+    """Has one event happen, and waits until all members are back."""
+    (setup, event), (service, callers, raw) = what, parts
+    source = wait_ready(run, service, event)
+    callers.answers(0.0)
+    raw_answers = raw.answers(0.0)
+    before = callers.answers(CALM_SECONDS)
+    victims = [service.living()[rank][0] for rank in event.ranks]
+    alive = [pid for pids in service.living().values() for pid in pids]
+    resident = drop(run.files, alive) if setup.cold else in_memory(run.files)
+    at = strike(event, victims)
+    missing = wait_whole(service, run.args.ranks, BACK_SECONDS, victims)
+    back = time.time()
+    after = callers.answers(CALM_SECONDS)
+    raw_answers += raw.answers(max(0.0, back + AFTER_SECONDS - time.time()))
+    call, until = median_call(before), after[-1].ended if after else time.time()
+    found = gaps(right_times(before + after), at, until)
+    longest = max(found)
+    where = found.index(longest)
+    dead = dict.fromkeys(event.ranks, (at, back + AFTER_SECONDS))
+    faults = {
+        "wrong": [one.wrong for one in after if "relative error" in one.wrong],
+        "failed": [one.wrong for one in after if one.wrong and "relative error" not in one.wrong],
+        "twice": [f"{one.kind} at lane {one.seat}" for one in raw_answers if one.twice],
+        "raw": failed_on_living(raw_answers, dead),
+        "missing": [missing] if missing else [],
+        "processes": [] if missing else leftover(service, setup, processes),
+    }
+    return Outcome(
+        *(setup, event),
+        max(0.0, longest - call),
+        max(0.0, max(found[where + 1 :], default=0.0) - call),
+        *(back - at, call, source, resident),
+        sum(not one.wrong for one in after) + rightly(raw_answers),
+        {name: texts for name, texts in faults.items() if texts},
+    )
+
+
+def rightly(answers: list[RawAnswer]) -> int:
+    """How many of them were right."""
+    return sum(not one.fault for one in answers)
+
+
+def wait_ready(run: Run, service: Service, event: Event) -> str:
+    """Waits until shadows are there, where the service has any; where the experts of the members are."""
+    until, found = time.monotonic() + READY_SECONDS, covered(service, event.ranks)
+    while run.args.wait_shadows and "disk" in found and time.monotonic() < until:
+        time.sleep(0.2)
+        found = covered(service, event.ranks)
+    return found
+
+
+def strike(event: Event, victims: list[int]) -> float:
+    """Does what the event says; when it began."""
+    at = time.time()
+    for number, pid in enumerate(victims):
+        if number:
+            time.sleep(event.apart)
+        os.kill(pid, signal.SIGSTOP if event.kind == "stop" else signal.SIGKILL)
+    return at
+
+
+def leftover(service: Service, setup: Setup, processes: dict[int, str]) -> list[str]:
+    """Processes beyond as many as there were, by what they were started as; Ray's idle workers excepted."""
+    until = time.monotonic() + SETTLE_SECONDS
+    while True:
+        now = every_process(service.folder)
+        more = len(now) - len(processes)
+        new = [f"{pid}: {now[pid][:120]}" for pid in now.keys() - processes.keys()]
+        if setup.launcher == "ray":
+            ours = [text for text in new if "ray::" in text and "ray::IDLE" not in text]
+            more = len(ours) - sum("ray::" in t and "ray::IDLE" not in t for t in gone(processes, now))
+            new = ours
+        if more <= 0:
+            return []
+        if time.monotonic() > until:
+            return [f"{more} more processes than before; new: {new}"]
+        time.sleep(0.2)
+
+
+def gone(before: dict[int, str], now: dict[int, str]) -> list[str]:
+    """What those were started as that have ended."""
+    return [text for pid, text in before.items() if pid not in now]

@@ -1,0 +1,186 @@
+"""A head whose members are lost while it serves: it goes on without them, and they join between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from fake_members import SECONDS, FakeMember, head_of, serving, until
+
+from moeserve.dispatch.members import Members
+from moeserve.runtime.control.messages import epoch_from
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.head.coordinator import Coordinator
+from moeserve.runtime.mesh import Mesh
+
+MEMBERS = Members.of_ranks(3)
+NOTHING = {"bytes_read": 0, "weight_bytes": 0}
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    # six experts in nine slots on three owners: any two hold all of them
+    first = Epoch.first(Mesh(3, 1, 3), layers=2, experts=6, redundant=3)
+    with head_of(first, layers=(0, 1)) as made:
+        made.generations.serve_on = True
+        yield made
+
+
+def formed(members: list[FakeMember], lacks: dict[int, list[int]] | None = None) -> Epoch:
+    """These prepare and join a generation; each lacks the layers that `lacks` says. Its epoch."""
+    for one in members:
+        epoch = epoch_from(one.entry("prepare")["epoch"])
+        one.say("prepared", **NOTHING, lacks=(lacks or {}).get(one.seat, []))
+    for at, one in enumerate(members):
+        joining = one.entry("join")
+        assert (joining["position"], joining["size"]) == (at, len(members))
+        one.say("joined")
+    return epoch
+
+
+def without_last(coordinator: Coordinator, lacks: dict[int, list[int]] | None = None) -> list[FakeMember]:
+    """The two members that are left of three, and serve."""
+    members = serving(coordinator, MEMBERS)
+    members[2].stream.close()
+    left = [members[0], members[1]]
+    for one in left:
+        assert one.entry("abort")["back"], "lanes hold their jobs"
+    epoch = formed(left, lacks)
+    assert epoch.members.seats == (0, 1) and epoch.number == 2
+    assert all(set(row.tolist()) >= set(range(6)) for row in epoch.placement.slots[:, :6])
+    coordinator.wait_serving(SECONDS)
+    return left
+
+
+def test_the_group_goes_on_and_the_lost_member_loads_before_it_joins(coordinator: Coordinator) -> None:
+    before = coordinator.epoch.placement.slots[:, 6:]
+    left = without_last(coordinator)
+    assert coordinator.progress().reason == "ranks [2] are away, and others serve their experts"
+    assert [member.seat for member in coordinator.away()] == [2]
+    assert coordinator.belonging() == (MEMBERS, [0, 1]), "a dashboard shows that one is missing"
+    back = FakeMember(coordinator, 2, pid=300)
+    load = epoch_from(back.entry("load")["epoch"])
+    assert load.members == MEMBERS and np.array_equal(load.placement.slots[:, 6:], before)
+    assert coordinator.progress().state == "serving" and 2 in coordinator.seats()
+    back.say("here", reached=[0, 0])
+    back.say("loaded", **NOTHING)
+    for one in (*left, back):
+        assert one.entry("abort")["reason"] == "ranks [2] join"
+    epoch = formed([*left, back])
+    assert epoch.members == MEMBERS and np.array_equal(epoch.placement.slots[:, 6:], before)
+    coordinator.wait_serving(SECONDS)
+    assert coordinator.progress().reason == "" and coordinator.away() == []
+
+
+def test_layers_of_which_a_member_lacks_experts_wait_and_others_are_served(coordinator: Coordinator) -> None:
+    left = without_last(coordinator, lacks={1: [1]})
+    assert "1 layers are being restored by ranks [1]" in coordinator.progress().reason
+    for job, layer in ((1, 1), (2, 0)):
+        left[0].say("announce", job=job, layer=layer, rows=1, left=None)
+    step = left[0].entry("step")
+    assert step["layer"] == 0, "layer 1 is not whole"
+    assert left[1].entry("step")["number"] == step["number"]
+    for one in left:
+        one.say("done", step=step["number"])
+    left[1].say("restored", layer=1, why_not="no such disk")
+    until(lambda: "rank 1, layer 1 in order: no such disk" in coordinator.progress().reason)
+    assert coordinator.progress().queued == 1
+    left[1].say("restored", layer=1, why_not="")
+    assert left[0].entry("step")["layer"] == 1
+    assert coordinator.progress().reason == "ranks [2] are away, and others serve their experts"
+
+
+def test_nobody_joins_while_layers_are_restored_or_experts_move(coordinator: Coordinator) -> None:
+    moving = [True]
+    coordinator.generations.busy = lambda: moving[0]
+    left = without_last(coordinator, lacks={1: [0, 1]})
+    back = FakeMember(coordinator, 2, pid=300)
+    back.entry("load")
+    back.say("loaded", **NOTHING)
+    until(lambda: coordinator.generations.returning.ready == [2])
+    for layer in (0, 1):
+        left[1].say("restored", layer=layer, why_not="")
+    until(lambda: not coordinator.generations.layers.closed)
+    generation = coordinator.progress().generation
+    with pytest.raises(AssertionError):
+        until(lambda: coordinator.progress().generation != generation)
+    moving[0] = False
+    for one in left:
+        assert one.entry("abort")["reason"] == "ranks [2] join"
+
+
+def test_a_step_under_way_ends_before_a_member_joins(coordinator: Coordinator) -> None:
+    left = without_last(coordinator)
+    left[0].say("announce", job=1, layer=0, rows=1, left=None)
+    number = left[0].entry("step")["number"]
+    left[1].entry("step")
+    back = FakeMember(coordinator, 2, pid=300)
+    back.entry("load")
+    back.say("loaded", **NOTHING)
+    until(lambda: coordinator.generations.turning)
+    left[0].say("announce", job=2, layer=0, rows=1, left=None)
+    assert left[0].entries.empty(), "no further step begins"
+    for one in left:
+        one.say("done", step=number)
+        assert one.entry("abort")["reason"] == "ranks [2] join"
+
+
+def test_who_loads_and_is_lost_again_or_silent_disturbs_nobody(coordinator: Coordinator) -> None:
+    coordinator.generations.returning.silent_seconds = 0.5
+    left = without_last(coordinator)
+    generation = coordinator.progress().generation
+    first = FakeMember(coordinator, 2, pid=300)
+    first.entry("load")
+    first.stream.close()
+    until(lambda: 2 not in coordinator.seats())
+    second = FakeMember(coordinator, 2, pid=301)
+    second.entry("load")
+    assert second.entry("stop") and second.entry("closed"), "it says nothing for too long"
+    third = FakeMember(coordinator, 2, pid=302)
+    third.entry("load")
+    fourth = FakeMember(coordinator, 2, pid=303)
+    assert third.entry("stop") and third.entry("closed")
+    fourth.entry("load")
+    fourth.say("failed", reason="rank 2: 'load' failed: no memory")
+    assert fourth.entry("stop") and fourth.entry("closed")
+    fifth = FakeMember(coordinator, 2, pid=304)
+    fifth.entry("load")
+    fifth.say("joined")
+    assert fifth.entry("closed"), "it has no right to say so"
+    assert coordinator.progress().generation == generation and left[0].entries.empty()
+
+
+def test_without_slots_the_group_waits_for_all_who_are_away(coordinator: Coordinator) -> None:
+    left = without_last(coordinator)
+    left[1].stream.close()
+    assert left[0].entry("abort")["back"]
+    assert coordinator.progress().state == "forming"
+    assert coordinator.epoch.members == MEMBERS, "it is to be whole again"
+    again = [FakeMember(coordinator, seat, pid=300 + seat) for seat in (1, 2)]
+    assert formed([left[0], *again]).members == MEMBERS
+    coordinator.wait_serving(SECONDS)
+
+
+def test_a_member_that_was_reloaded_past_loads_again(coordinator: Coordinator) -> None:
+    left = without_last(coordinator)
+    back = FakeMember(coordinator, 2, pid=300)
+    assert epoch_from(back.entry("load")["epoch"]).versions == ()
+    with coordinator._lock:  # as a reload's commits do
+        epoch = coordinator.epoch.with_weights("other")
+        coordinator._group.epoch = epoch.reloaded(0, 2).reloaded(1, 2)
+    back.say("loaded", **NOTHING)
+    assert epoch_from(back.entry("load")["epoch"]).versions == (2, 2)
+    back.say("loaded", **NOTHING)
+    assert left[0].entry("abort")["reason"] == "ranks [2] join"
+
+
+def test_a_dispatcher_that_serves_whole_groups_alone_has_the_group_wait(coordinator: Coordinator) -> None:
+    coordinator.generations.why_whole = lambda: "deepep_ll serves groups whose ranks are all there"
+    members = serving(coordinator, MEMBERS)
+    members[2].stream.close()
+    members[0].entry("abort")
+    until(lambda: coordinator.progress().state == "forming")
+    assert coordinator.epoch.members == MEMBERS
+    FakeMember(coordinator, 2, pid=300)
+    assert epoch_from(members[0].entry("prepare")["epoch"]).members == MEMBERS
