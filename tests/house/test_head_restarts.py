@@ -77,7 +77,7 @@ def test_a_pass_under_way_goes_on_to_its_end(tmp_path: Path, checkpoint_path: Pa
     """The head dies between its layers, and while a step of it waits to be ordered."""
     with served(tmp_path, checkpoint_path, *LOCAL, *EP2) as service:
         generation = service.serves()
-        wanted = Wanted("a pass", dtype="fp32", rows=8, stages=1, rank=0, timeout=60.0)
+        wanted = Wanted("a_pass", dtype="fp32", rows=8, stages=1, rank=0, timeout=60.0)
         batches = [alone.batch(5, seed=layer) for layer in (0, 1)]
         with AttachedLane.attach(service.address, wanted) as lane:
             for between in (True, False):
