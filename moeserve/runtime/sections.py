@@ -120,7 +120,7 @@ class BalanceConfig:
     cover_owners: int = 0  # whose loss the slots have to stand: 1: of any one owner; 0: nobody's
     shadows: bool = False  # copies in host memory of experts that an owner takes over when another is lost
     shadow_bytes: int = 0  # of them, on one owner; 0: no limit
-    shadow_bytes_per_second: float = 5e8  # that are copied into host memory; 0: as fast as they come
+    shadow_bytes_per_second: float = 2e8  # that are copied into host memory; 0: as fast as they come
 
 
 @dataclass(frozen=True)
