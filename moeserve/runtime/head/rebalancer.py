@@ -89,6 +89,7 @@ class Rebalancer:
         self._coordinator, self._settings, self._policy = coordinator, settings, policy
         self._nbytes = expert_nbytes
         self._leading = threading.Lock()  # one plan or reload at a time
+        self._lets_join = False  # whoever leads waits for members to join
         self._stopping = threading.Event()
         self._home: Placement | None = None  # as the group first served, or moved to since
         self._seen: NDArray[np.float64] | None = None  # load at the last look
@@ -101,7 +102,7 @@ class Rebalancer:
     @property
     def leads(self) -> bool:
         """Whether experts move, or are about to: nobody should join meanwhile."""
-        return self._leading.locked()
+        return self._leading.locked() and not self._lets_join
 
     @property
     def coordinator(self) -> Coordinator:
@@ -166,7 +167,18 @@ class Rebalancer:
     def alone(self) -> Iterator[None]:
         """A context in which nobody else changes the placement or the weights."""
         with self._leading:
+            self._coordinator.wait_turned(TURN_SECONDS)
             yield
+
+    @contextmanager
+    def letting_join(self) -> Iterator[None]:
+        """A context within `alone` in which nothing moves, and members may join and leave."""
+        self._lets_join = True
+        try:
+            yield
+        finally:
+            self._lets_join = False
+            self._coordinator.wait_turned(TURN_SECONDS)
 
     def move_to(self, target: Placement) -> Cycle:
         """Moves experts until they lie as `target` says, whatever the load; within `alone`. Blocks."""

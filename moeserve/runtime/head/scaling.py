@@ -80,7 +80,8 @@ class Scaling:
             self._resizing.expect(seats)
         except ValueError as error:
             raise CannotScale(str(error)) from error
-        why = self._resizing.wait_joined(seats, self._seconds.join)
+        with self._rebalancer.letting_join():
+            why = self._resizing.wait_joined(seats, self._seconds.join)
         joined = tuple(self._resizing.settle(seats))
         return Scaled("abandoned" if why else "scaled", why, joined)
 
@@ -102,7 +103,8 @@ class Scaling:
         self._resizing.leave(seats)
         time.sleep(self._seconds.leaving)
         self._resizing.drain(seats, self._seconds.drain, LEAVING)
-        why = self._resizing.retire(seats, self._seconds.join)
+        with self._rebalancer.letting_join():
+            why = self._resizing.retire(seats, self._seconds.join)
         left = tuple(seat for seat in seats if seat not in self._rebalancer.coordinator.epoch.members.seats)
         return Scaled("abandoned" if why else "scaled", why, left=left, moved=moved)
 
