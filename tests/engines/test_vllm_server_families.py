@@ -72,6 +72,8 @@ def test_the_server_answers_as_vllm_alone_and_damaged_experts_are_seen(
     model = engine_model(family, dtype)
     # in float32 a compiled vLLM answers as an eager one; in bf16 it rounds at other places
     options = {"dtype": dtype, "enforce_eager": eager or dtype == "float32", "enable_prefix_caching": False}
+    if way == "float32-tp2":  # with two ranks vLLM alone answers otherwise for some DeepSeek-V3 prompts
+        options["tensor_parallel_size"] = 2
     alone = answered(run_vllm, model.path, None, options=options)["rounds"][0]
     bound = bound_of(run_vllm, model, options)
     serving = house(model)

@@ -89,7 +89,7 @@ class Rebalancer:
         self._coordinator, self._settings, self._policy = coordinator, settings, policy
         self._nbytes = expert_nbytes
         self._leading = threading.Lock()  # one plan or reload at a time
-        self._lets_join = False  # whoever leads waits for members to join
+        self._moving = False
         self._stopping = threading.Event()
         self._home: Placement | None = None  # as the group first served, or moved to since
         self._seen: NDArray[np.float64] | None = None  # load at the last look
@@ -100,9 +100,9 @@ class Rebalancer:
         self.observe_reload: Callable[[Cycle], None] = lambda cycle: None
 
     @property
-    def leads(self) -> bool:
-        """Whether experts move, or are about to: nobody should join meanwhile."""
-        return self._leading.locked() and not self._lets_join
+    def moves(self) -> bool:
+        """Whether experts move: nobody should join meanwhile."""
+        return self._moving
 
     @property
     def coordinator(self) -> Coordinator:
@@ -169,16 +169,6 @@ class Rebalancer:
         with self._leading:
             self._coordinator.wait_turned(TURN_SECONDS)
             yield
-
-    @contextmanager
-    def letting_join(self) -> Iterator[None]:
-        """A context within `alone` in which nothing moves, and members may join and leave."""
-        self._lets_join = True
-        try:
-            yield
-        finally:
-            self._lets_join = False
-            self._coordinator.wait_turned(TURN_SECONDS)
 
     def move_to(self, target: Placement) -> Cycle:
         """Moves experts until they lie as `target` says, whatever the load; within `alone`. Blocks."""
@@ -272,6 +262,7 @@ class Rebalancer:
         """Carries out changes one after the other, until one is abandoned."""
         moves = nbytes = epochs = corrupted = 0
         name, reason = "even", ""
+        self._moving = True
         try:
             for change in changes:
                 outcome = self._coordinator.change(change, self._settings.prepare_timeout_seconds)
@@ -285,6 +276,8 @@ class Rebalancer:
                 nbytes += sum(one.nbytes for one in outcome.staged)
         except ValueError as error:  # no way there within the staging slots
             name, reason = "failed", str(error)
+        finally:
+            self._moving = False
         seconds = time.monotonic() - started
         log.info("experts %s: %d in %d epochs, %.2f s %s", name, moves, epochs, seconds, reason)
         return Cycle(name, reason, moves, nbytes, epochs, seconds, expected, corrupted)

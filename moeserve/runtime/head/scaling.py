@@ -80,8 +80,7 @@ class Scaling:
             self._resizing.expect(seats)
         except ValueError as error:
             raise CannotScale(str(error)) from error
-        with self._rebalancer.letting_join():
-            why = self._resizing.wait_joined(seats, self._seconds.join)
+        why = self._resizing.wait_joined(seats, self._seconds.join)
         joined = tuple(self._resizing.settle(seats))
         return Scaled("abandoned" if why else "scaled", why, joined)
 
@@ -103,8 +102,7 @@ class Scaling:
         self._resizing.leave(seats)
         time.sleep(self._seconds.leaving)
         self._resizing.drain(seats, self._seconds.drain, LEAVING)
-        with self._rebalancer.letting_join():
-            why = self._resizing.retire(seats, self._seconds.join)
+        why = self._resizing.retire(seats, self._seconds.join)
         left = tuple(seat for seat in seats if seat not in self._rebalancer.coordinator.epoch.members.seats)
         return Scaled("abandoned" if why else "scaled", why, left=left, moved=moved)
 
