@@ -167,6 +167,7 @@ class Rebalancer:
     def alone(self) -> Iterator[None]:
         """A context in which nobody else changes the placement or the weights."""
         with self._leading:
+            self._coordinator.wait_turned(TURN_SECONDS)
             yield
 
     def move_to(self, target: Placement) -> Cycle:
