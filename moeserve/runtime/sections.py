@@ -120,7 +120,7 @@ class BalanceConfig:
     cover_owners: int = 0  # whose loss the slots have to stand: 1: of any one owner; 0: nobody's
     shadows: bool = False  # copies in host memory of experts that an owner takes over when another is lost
     shadow_bytes: int = 0  # of them, on one owner; 0: no limit
-    shadow_bytes_per_second: float = 5e8  # that are copied into host memory; 0: as fast as they come
+    shadow_bytes_per_second: float = 2e8  # that are copied into host memory; 0: as fast as they come
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,7 @@ class ClusterConfig:
     spin_seconds: float = 0.0  # that a reader of a ring looks again and again; only with cores to spare
     head_seconds: float = 60.0  # for which ranks look for a head that has ended; then they stop
     recover_seconds: float = 5.0  # for which a head that starts again waits for the ranks of the one before
+    spares: int = 0  # actors under Ray that have imported all and hold no weights; one takes a lost seat
 
 
 @dataclass(frozen=True)

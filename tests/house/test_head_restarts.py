@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,14 @@ def test_a_killed_head_comes_back_at_its_address_and_nothing_is_read_again(
         assert (clients.failed, clients.wrong) == ([], 0)
         with MoeClient(service.address) as client:
             assert client.status().epoch == epoch
+        said = {line.split()[0]: line.split()[2] for line in service.printed() if " on " in line[:12]}
+        assert "moe_" in fetched(f"http://{said['metrics']}/metrics"), "at the address that was printed"
+        assert fetched(f"http://{said['probes']}/readyz").startswith("serving")
+
+
+def fetched(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=AGAIN_SECONDS) as answer:
+        return str(answer.read().decode())
 
 
 def rebalanced(service: Service) -> int:
@@ -111,8 +120,11 @@ def test_nobody_else_gets_a_port_of_the_service(tmp_path: Path, checkpoint_path:
     with served(first, checkpoint_path, *LOCAL, *EP2) as service:
         taken = service.address.rsplit(":", 1)[1]
         if kind == "metrics":
-            said = service.log.read_text().splitlines()
-            taken = next(one for one in said if one.startswith("metrics on")).split()[2].rsplit(":", 1)[1]
+            taken = (
+                next(one for one in service.printed() if one.startswith("metrics on"))
+                .split()[2]
+                .rsplit(":", 1)[1]
+            )
         flags = ("--port", taken) if kind == "front door" else ("--metrics-port", taken)
         with pytest.raises(AssertionError) as failed, served(second, checkpoint_path, *LOCAL, *EP2, *flags):
             pass

@@ -42,6 +42,10 @@ class Service:
         assert len(found) == 1, (name, found, self.log.read_text()[-2000:])
         return int(found[0])
 
+    def printed(self) -> list[str]:
+        """Lines of the service's output and log so far."""
+        return self.log.read_text().splitlines()
+
     @property
     def head(self) -> int:
         """The head's process."""

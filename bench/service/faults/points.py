@@ -9,6 +9,7 @@ does it.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import functools
 import importlib.abc
 import importlib.machinery
@@ -25,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 FOLDER = "MOESERVE_CHAOS_FOLDER"  # of the environment: where files arm points
+TELL_STACKS = signal.SIGUSR1  # has a rank's process write its threads' stacks to its stderr
 STALLS = "stalls"  # the file that has every rank's interpreter held up now and then
 STALL_SECONDS = 6.0
 BETWEEN_STALLS = (8.0, 24.0)  # seconds
@@ -161,6 +163,7 @@ def _entered(point: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def _begin(rank: int) -> None:
     """This process is a rank's from now on."""
     HERE.rank = rank
+    faulthandler.register(TELL_STACKS, all_threads=True)
     _say(f"rank.{rank}")
     threading.Thread(target=_stall, name="stalls", daemon=True).start()
 

@@ -8,17 +8,19 @@ import time
 from collections.abc import Iterator
 
 from bench.service.faults.callers import Callers
-from bench.service.faults.points import every_process
+from bench.service.faults.points import TELL_STACKS, every_process
 from bench.service.faults.service import Service
 from bench.service.serving_on.events import Event, Outcome, Setup, gaps
 from bench.service.serving_on.pages import drop, in_memory
 from bench.service.serving_on.raw import RawAnswer, RawCalls, failed_on_living
 from bench.service.serving_on.run import Run, covered, median_call, right_times, wait_whole
 
+WAITS = "the group waits for ranks"  # what the head logs where the others cannot serve without them
 CALM_SECONDS = 1.0  # of calls before an event, and after its end
 BACK_SECONDS = 90.0
 READY_SECONDS = 60.0  # for shadows to be there again
 AFTER_SECONDS = 1.0  # in which bare callers learn where a lane is that has come back
+STACKS_SECONDS = 1.0  # for ranks to write where they are
 SETTLE_SECONDS = 20.0  # for processes that end to be gone
 
 
@@ -36,7 +38,7 @@ def members(run: Run, setup: Setup, todo: list[Event]) -> Iterator[Outcome]:
                 outcome = happen(run, (setup, todo.pop(0)), (service, callers, raw), processes)
                 yield outcome
                 if "missing" in outcome.faults:
-                    print(service.log()[-6000:])
+                    print(service.log()[-40000:])
                     break
             wrong = len(callers.wrong)
         for late in callers.wrong[wrong:]:
@@ -48,7 +50,7 @@ def happen(
 ) -> Outcome:
     """Has one event happen, and waits until all members are back."""
     (setup, event), (service, callers, raw) = what, parts
-    source = wait_ready(run, service, event)
+    source, mark = wait_ready(run, service, event), service.logged()
     callers.answers(0.0)
     raw_answers = raw.answers(0.0)
     before = callers.answers(CALM_SECONDS)
@@ -57,7 +59,11 @@ def happen(
     resident = drop(run.files, alive) if setup.cold else in_memory(run.files)
     at = strike(event, victims)
     missing = wait_whole(service, run.args.ranks, BACK_SECONDS, victims)
+    if missing:
+        tell_stacks(service)
     back = time.time()
+    if WAITS in service.log(mark):  # two may have been lost where the slots stand the loss of one
+        source = f"waits; of each alone: {source}"
     after = callers.answers(CALM_SECONDS)
     raw_answers += raw.answers(max(0.0, back + AFTER_SECONDS - time.time()))
     call, until = median_call(before), after[-1].ended if after else time.time()
@@ -81,6 +87,14 @@ def happen(
         sum(not one.wrong for one in after) + rightly(raw_answers),
         {name: texts for name, texts in faults.items() if texts},
     )
+
+
+def tell_stacks(service: Service) -> None:
+    """Has the log say where each rank's threads are."""
+    for pids in service.living().values():
+        for pid in pids:
+            os.kill(pid, TELL_STACKS)
+    time.sleep(STACKS_SECONDS)
 
 
 def rightly(answers: list[RawAnswer]) -> int:

@@ -21,10 +21,11 @@ LEAST_PAUSE, MOST_PAUSE = 0.02, 1.0  # seconds between two attempts to reach the
 class ReachAgain:
     """How a member reaches a head whose stream has ended.
 
-    dial: a new stream to the head's address; raises StreamClosed. hello: what a member says of itself first.
+    dial: a new stream to the head's address, within so many seconds; raises StreamClosed. hello: what a
+    member says of itself first.
     """
 
-    dial: Callable[[], Stream]
+    dial: Callable[[float], Stream]
     hello: Callable[[], Message]
     seconds: float  # for which the head may be away; 0: a member whose stream ends does not come back
     given_up: threading.Event = field(default_factory=threading.Event)  # whoever starts heads has ended
@@ -83,7 +84,7 @@ class HeadStream:
 
     def _received(self, until: float) -> Stream:
         """A stream on which a head has taken this member's hello. Raises StreamClosed."""
-        stream = self._again.dial()
+        stream = self._again.dial(max(0.001, until - time.monotonic()))
         try:
             stream.send(self._again.hello() | {"again": True})
             if (answer := stream.receive_first(max(0.0, until - time.monotonic())))["kind"] != "welcome":

@@ -214,11 +214,14 @@ def plans_from(message: Message) -> dict[int, tuple[str, str, str]]:
     }
 
 
-def positions_from(message: Message) -> tuple[int, ...]:
-    """Positions of layers that the member which has sent `prepared` has yet to read. Raises TypeError or
-    ValueError.
+def positions_from(message: Message, layers: int) -> tuple[int, ...]:
+    """Positions of layers that the member which has sent `prepared` has yet to read. Raises KeyError,
+    TypeError or ValueError.
     """
-    return tuple(int(at) for at in message["lacks"])
+    found = tuple(int(at) for at in message["lacks"])
+    if found and not (min(found) >= 0 and max(found) < layers):
+        raise ValueError(f"lacks layers {min(found)} to {max(found)} in order, of {layers}")
+    return found
 
 
 def vote_message(vote: Vote) -> Message:

@@ -91,6 +91,7 @@ class Coordinator:
         self._recovering: Recovering | None = None  # of a head that has started again
         self._pace_until = math.inf  # when the thread that keeps the pace looks again
         self.draining = ""  # why lanes take no further call, though the group serves
+        self._told_to_drain: Message | None = None  # what members were told, also those that come later
         self._drained = set[int]()  # seats whose calls have ended since
         self.resizing = Resizing(self._group, self.generations, self._drained)
         self._log_levels: dict[str, str] = {}  # that every member sets, by logger
@@ -175,20 +176,18 @@ class Coordinator:
         Steps go on meanwhile. Returns whether all ended within `seconds`.
         """
         with self._lock:
-            if self.generations.state != "serving":
+            if not self.generations.holds:
                 return True
             log.info("lanes take no further call, and have %g s for those under way: %s", seconds, reason)
-            generation = self._group.generation
-            self._group.broadcast(
-                {"kind": "drain", "generation": generation, "reason": reason, "seconds": seconds}
-            )
-            self._lock.wait_for(
-                lambda: (
-                    self._group.generation != generation or self._drained >= set(self._group.members.seats)
-                ),
-                seconds,
-            )
-            return self._group.generation == generation and self._drained >= set(self._group.members.seats)
+            told = {"kind": "drain", "generation": self._group.generation, "reason": reason}
+            self._told_to_drain = told | {"seconds": seconds}
+            self._group.broadcast(self._told_to_drain)
+            self._lock.wait_for(lambda: self._all_drained or not self.generations.holds, seconds)
+            return self._all_drained
+
+    @property
+    def _all_drained(self) -> bool:
+        return self._drained >= set(self._group.members.seats)
 
     def set_log_levels(self, levels: Mapping[str, str]) -> None:
         """Has every member, also those that connect later, set its loggers' levels."""
@@ -242,7 +241,7 @@ class Coordinator:
             members = self._group.members
             for member in self.generations.returning.members:
                 members = members.plus(member)
-            return members, list(self._seats)
+            return members, sorted(self._seats)
 
     def load(self) -> Load:
         """Tokens by served layer and logical expert, as far as ranks have reported."""
@@ -287,6 +286,9 @@ class Coordinator:
                 self.generations.refused(rank, refusal)
                 raise ValueError(refusal.reason)
             self.generations.seated(rank, seat)
+            if self._told_to_drain is not None:
+                self._drained.discard(rank)  # it is another process
+                self._group.send(seat, self._told_to_drain)
             if self._log_levels:
                 self._group.send(seat, {"kind": "log_levels", "levels": self._log_levels})
 
@@ -314,6 +316,10 @@ class Coordinator:
                 if self._recovering is not None:
                     self._recovering.holds(rank, seat, message)
                 return
+            if message["kind"] == "drained":  # also where the group has formed again since
+                self._drained.add(rank)
+                self._lock.notify_all()
+                return
             if self.generations.returning.is_here(rank, seat):
                 self.generations.returning_says(rank, message)
                 return
@@ -338,7 +344,7 @@ class Coordinator:
                         int(message["bytes_read"]),
                         int(message["weight_bytes"]),
                     )
-                    self.generations.prepared(rank, positions_from(message))
+                    self.generations.prepared(rank, positions_from(message, len(self._layers)))
                 case "joined":
                     seat.plans, seat.generation = plans_from(message), self._group.generation
                     if self.generations.joined(rank):
@@ -348,9 +354,6 @@ class Coordinator:
                     self._restored(rank, message)
                 case "voted" | "adopted":
                     self._changes.message_received(rank, message)
-                case "drained":
-                    self._drained.add(rank)
-                    self._lock.notify_all()
                 case "failed":
                     self.generations.failed(rank, str(message["reason"]))
                 case unknown:
@@ -359,6 +362,8 @@ class Coordinator:
     def _restored(self, rank: int, message: Message) -> None:
         """Notes that a member holds one more layer, or why it cannot."""
         layers, at = self.generations.layers, int(message["layer"])
+        if not 0 <= at < len(self._layers):
+            raise ValueError(f"layer {at} in order, of {len(self._layers)}")
         if layers.restored(rank, at, clipped(str(message["why_not"]))):
             log.info("layer %d is served again", self._layers[at])
         if self.generations.state == "serving":

@@ -89,6 +89,7 @@ class Rebalancer:
         self._coordinator, self._settings, self._policy = coordinator, settings, policy
         self._nbytes = expert_nbytes
         self._leading = threading.Lock()  # one plan or reload at a time
+        self._moving = False
         self._stopping = threading.Event()
         self._home: Placement | None = None  # as the group first served, or moved to since
         self._seen: NDArray[np.float64] | None = None  # load at the last look
@@ -99,9 +100,9 @@ class Rebalancer:
         self.observe_reload: Callable[[Cycle], None] = lambda cycle: None
 
     @property
-    def leads(self) -> bool:
-        """Whether experts move, or are about to: nobody should join meanwhile."""
-        return self._leading.locked()
+    def moves(self) -> bool:
+        """Whether experts move: nobody should join meanwhile."""
+        return self._moving
 
     @property
     def coordinator(self) -> Coordinator:
@@ -260,6 +261,7 @@ class Rebalancer:
         """Carries out changes one after the other, until one is abandoned."""
         moves = nbytes = epochs = corrupted = 0
         name, reason = "even", ""
+        self._moving = True
         try:
             for change in changes:
                 outcome = self._coordinator.change(change, self._settings.prepare_timeout_seconds)
@@ -273,6 +275,8 @@ class Rebalancer:
                 nbytes += sum(one.nbytes for one in outcome.staged)
         except ValueError as error:  # no way there within the staging slots
             name, reason = "failed", str(error)
+        finally:
+            self._moving = False
         seconds = time.monotonic() - started
         log.info("experts %s: %d in %d epochs, %.2f s %s", name, moves, epochs, seconds, reason)
         return Cycle(name, reason, moves, nbytes, epochs, seconds, expected, corrupted)

@@ -95,7 +95,7 @@ class HeadProcess:
         self.rebalancer = Rebalancer(
             self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
         )
-        self.coordinator.generations.busy = lambda: self.rebalancer.leads
+        self.coordinator.generations.busy = lambda: self.rebalancer.moves or bool(self.coordinator.draining)
         self._telemetry = CoordinatorTelemetry(model_name(config), __version__, served.layers)
         self._telemetry.progress(self.coordinator.progress)
         self._telemetry.why_not = lambda: (

@@ -139,7 +139,10 @@ class KeptHead:
         limit, key = self._config.cluster.start_timeout_seconds, "cluster.start_timeout_seconds"
         deadline = time.monotonic() + limit
         while not self.address:
-            said = self._hear(min(LOOK_SECONDS, deadline - time.monotonic()))
+            try:
+                said = self._hear(min(LOOK_SECONDS, deadline - time.monotonic()))
+            except EOFError:
+                raise RuntimeError(f"the head ended with {self._ended()} before it listened") from None
             if isinstance(said, CannotStart):
                 raise said.error
             if said is not None:

@@ -96,7 +96,7 @@ def _run_rank(spec: RankSpec, launcher_ended: threading.Event) -> None:
     started = time.perf_counter()
     try:
         keys = Keys(spec.config.keys, spec.token)
-        stream = _dial(spec, keys)
+        stream = _dial(spec, keys, spec.config.cluster.connect_seconds)
     except StreamClosed as closed:
         log.warning("rank %d: no coordinator: %s", spec.rank, closed)
         return
@@ -109,7 +109,7 @@ def _run_rank(spec: RankSpec, launcher_ended: threading.Event) -> None:
     } | ring_wish(spec.config.cluster.ring_bytes)
     full = dict[str, Any]()  # what it says once it is ready
     seconds = spec.config.cluster.head_seconds
-    again = ReachAgain(lambda: _dial(spec, keys), lambda: full, seconds, launcher_ended)
+    again = ReachAgain(lambda within: _dial(spec, keys, within), lambda: full, seconds, launcher_ended)
     head = HeadStream(stream, again)
     try:
         process = _RankProcess(spec, head, keys)
@@ -135,10 +135,10 @@ def _run_rank(spec: RankSpec, launcher_ended: threading.Event) -> None:
         process.close()
 
 
-def _dial(spec: RankSpec, keys: Keys) -> Stream:
-    """A stream to the head. Raises StreamClosed."""
+def _dial(spec: RankSpec, keys: Keys, within: float) -> Stream:
+    """A stream to the head, which has so many seconds at most. Raises StreamClosed."""
     cluster = spec.config.cluster
-    stream = connect(spec.coordinator, cluster.connect_seconds, keys)
+    stream = connect(spec.coordinator, min(within, cluster.connect_seconds), keys)
     stream.bound_sends(cluster.send_seconds)
     stream.bound_silence(cluster.connect_seconds)
     spin = spin_of(cluster.spin_seconds, spec.config.parallel.mesh.ranks)

@@ -111,6 +111,10 @@ class RayCluster:
         """The process of a rank's actor; 0 while it has none."""
         return 0 if self._ranks is None else self._ranks.pid(rank)
 
+    def spares(self) -> list[int]:
+        """The processes of the spares that are warm."""
+        return [] if self._ranks is None else self._ranks.spares()
+
     def metrics_targets(self) -> list[str]:
         """`host:port` of every exporter that is up."""
         return self.head.metrics_targets()

@@ -5,8 +5,10 @@ Nothing heavy is imported here, so that its process can be watched before it imp
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import ray
 
@@ -19,26 +21,51 @@ ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """Actors see all of the host's GPUs and pick their own, or peer access between ranks cannot be probed."""
 
 
+NO_GPU = -1
+
+IMPORTED = (
+    "moeserve.runtime.launch.rank_process",
+    "triton",
+    "cuda.bindings.driver",
+    "cuda.bindings.nvrtc",
+)
+"""What a rank's process imports before anything else; what is not installed is left out."""
+
+
+class Placed(NamedTuple):
+    """Where an actor is."""
+
+    pid: int
+    node: str
+    host_id: str  # as it tells the head
+    gpu: int  # that Ray has reserved for it, or NO_GPU
+
+
 class RankActor:
-    """Owns one rank, in a process that ends with it: the head kills the actor once `run` has returned."""
+    """Owns one rank, in a process that ends with it: the launcher kills the actor once `run` has returned."""
 
-    def place(self) -> tuple[int, str, str]:
-        """The id of this actor's process, of its node, and the host id that it tells the head."""
-        return os.getpid(), ray.get_runtime_context().get_node_id(), host_id()
+    def place(self) -> Placed:
+        """Where this actor is."""
+        reserved = ray.get_gpu_ids()
+        gpu = int(reserved[0]) if reserved else NO_GPU
+        return Placed(os.getpid(), ray.get_runtime_context().get_node_id(), host_id(), gpu)
 
-    def run(self, config: Config, rank: int, streams: str, token: str) -> None:
-        """Runs the rank until its coordinator ends the stream. Raises what it cannot start for."""
+    def warm(self) -> None:
+        """Imports what a rank needs, and nothing more: it touches no device."""
+        for name in IMPORTED:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+
+    def run(self, config: Config, rank: int, streams: str, token: str, gpu: int) -> None:
+        """Runs the rank on a GPU of its node until its head ends the stream. Raises what it cannot start for.
+
+        Actors see all GPUs of the node; with NO_GPU the rank takes the one of its own number.
+        """
         from moeserve.runtime.launch.rank_process import RankSpec, run_rank
 
         host = "127.0.0.1" if streams.startswith("127.") else ray.util.get_node_ip_address()
         here = _ranks_on_host(config.parallel.mesh.ranks)
-        run_rank(RankSpec(config, rank, streams, token, host, here, _own_gpu(rank)))
-
-
-def _own_gpu(rank: int) -> int:
-    """The GPU that Ray reserved for this actor, though it sees all of them."""
-    reserved = ray.get_gpu_ids()
-    return int(reserved[0]) if reserved else rank
+        run_rank(RankSpec(config, rank, streams, token, host, here, rank if gpu == NO_GPU else gpu))
 
 
 def _ranks_on_host(ranks: int) -> int:

@@ -25,7 +25,8 @@ from moeserve.proto.texts import clipped
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.launch.head_process import Head
-from moeserve.runtime.launch.ray_rank import ALL_GPUS, RankActor
+from moeserve.runtime.launch.ray_rank import ALL_GPUS, NO_GPU, Placed, RankActor
+from moeserve.runtime.launch.ray_spares import Spares
 from moeserve.runtime.launch.restarts import Restarts, why_given_up
 from moeserve.runtime.launch.watch import ProcessWatch
 
@@ -49,6 +50,7 @@ class _Actor:
     pid: int = 0
     node: str = ""
     host_id: str = ""
+    gpu: int = NO_GPU
     condemned: str = ""  # why it is killed
     gone: bool = False
 
@@ -74,6 +76,9 @@ class RankActors:
         self._group, self._resources = group, resources
         self._actors: dict[int, _Actor | None] = {}  # by rank; None: it is to be started again
         self._watches: dict[str, _NodeWatch] = {}  # by node
+        self._last: dict[int, _Actor] = {}  # by rank: the one that ended last
+        ranks, begin = config.parallel.mesh.ranks, config.cluster.begin_seconds
+        self._spares = Spares(config.cluster.spares, ranks, begin, self._create_spare, self._end_spare)
         self._restarts = Restarts()
         self._retiring: dict[int, float] = {}  # rank -> since when it has no seat any more and is to end
         self._given_up: deque[RankProcess] = deque()  # as the head says
@@ -101,6 +106,7 @@ class RankActors:
         for actor in list(self._actors.values()):
             if actor is not None:
                 self._kill(actor)
+        self._spares.stop()
         for watch in list(self._watches.values()):
             ray.kill(watch.handle)
 
@@ -115,6 +121,10 @@ class RankActors:
         """The process of a rank's actor; 0 while it has none."""
         actor = self._actors.get(rank)
         return 0 if actor is None else actor.pid
+
+    def spares(self) -> list[int]:
+        """The processes of the spares that are warm."""
+        return self._spares.pids()
 
     def _tell_living(self) -> None:
         """Tells the head which processes there are, where that has changed. One that was not seen dead is
@@ -131,14 +141,21 @@ class RankActors:
 
     def _create(self, rank: int) -> _Actor:
         placed = rank < self._config.parallel.mesh.ranks  # others came later: they have no bundle
+        handle = self._actor_in(
+            rank if placed else None, self._resources["CPU"], self._resources.get("GPU", 0)
+        )
+        return _Actor(handle, handle.place.remote(), time.monotonic())
+
+    def _actor_in(self, bundle: int | None, cpus: float, gpus: float) -> Any:
+        """An actor in a bundle of the group; None: wherever Ray has room."""
         seat: Any = "DEFAULT"
-        if placed:
-            seat = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-        handle = (
+        if bundle is not None:
+            seat = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return (
             ray.remote(RankActor)
             .options(
-                num_cpus=self._resources["CPU"],
-                num_gpus=self._resources.get("GPU", 0),
+                num_cpus=cpus,
+                num_gpus=gpus,
                 scheduling_strategy=seat,
                 max_restarts=0,
                 max_task_retries=0,
@@ -146,7 +163,6 @@ class RankActors:
             )
             .remote()
         )
-        return _Actor(handle, handle.place.remote(), time.monotonic())
 
     # -- the thread -----------------------------------------------------------------------------------------
 
@@ -168,10 +184,8 @@ class RankActors:
         self._kill_given_up()
         for rank, actor in self._actors.items():
             if actor is None:
-                again = not self._stopping.is_set() and rank not in self._retiring
-                if again and self._restarts.due(rank, time.monotonic()):
-                    self._actors[rank] = self._create(rank)
-            elif actor.ended is None and not actor.condemned:
+                continue
+            if actor.ended is None and not actor.condemned:
                 self._take_place(rank, actor)
             elif _ready(actor.ended) and not actor.condemned:
                 self._condemn(rank, actor.pid, _end_of(actor.ended))
@@ -179,7 +193,37 @@ class RankActors:
         for rank, actor in self._actors.items():
             if actor is not None and actor.gone:
                 self._note_ended(rank, actor)
+        self._start_due()
         self._tell_living()
+        if self._head.state()[0] == "serving" and not self._stopping.is_set():
+            self._spares.keep()
+
+    def _start_due(self) -> None:
+        """Starts ranks that have ended and whose pause is over, in a spare where one is near."""
+        for rank, actor in self._actors.items():
+            again = actor is None and not self._stopping.is_set() and rank not in self._retiring
+            if again and self._restarts.due(rank, time.monotonic()):
+                self._actors[rank] = self._from_spare(rank) or self._create(rank)
+
+    def _from_spare(self, rank: int) -> _Actor | None:
+        """A rank in a warm spare of the node where it was, with the GPU that it had."""
+        last = self._last.get(rank)
+        if last is None or (spare := self._spares.take(last.node)) is None or spare.place is None:
+            return None
+        log.info("rank %d starts in a spare, pid %d", rank, spare.place.pid)
+        actor = _Actor(spare.handle, spare.placed, time.monotonic(), gpu=last.gpu)
+        self._begin(rank, actor, spare.place._replace(gpu=last.gpu))
+        return actor
+
+    def _create_spare(self, bundle: int) -> Any:
+        """An actor on the node of a bundle; it reserves nothing of it."""
+        return self._actor_in(bundle, 0.0, 0.0)
+
+    def _end_spare(self, handle: Any, place: Placed | None) -> None:
+        """Ends a spare's process."""
+        if place is not None and place.node in self._watches:
+            self._watches[place.node].handle.kill.remote(place.pid)
+        ray.kill(handle)
 
     def _follow_seats(self, wanted: Collection[int] | None) -> None:
         """Creates actors for new seats, and ends those whose seats are no more. None: nobody knows."""
@@ -236,14 +280,18 @@ class RankActors:
                 self._condemn(rank, 0, why)
             return
         try:
-            actor.pid, actor.node, actor.host_id = ray.get(actor.placed)
+            place = Placed(*ray.get(actor.placed))
         except RayError as error:
             self._condemn(rank, 0, _first_line(error))
             return
-        actor.since = time.monotonic()
+        self._begin(rank, actor, place)
         self._tell_living()
-        head = self._head
-        actor.ended = actor.handle.run.remote(self._config, rank, head.streams, head.token)
+
+    def _begin(self, rank: int, actor: _Actor, place: Placed) -> None:
+        """Has an actor that is placed run its rank."""
+        actor.pid, actor.node, actor.host_id, actor.gpu = place
+        actor.since, head = time.monotonic(), self._head
+        actor.ended = actor.handle.run.remote(self._config, rank, head.streams, head.token, actor.gpu)
         if actor.node not in self._watches:
             self._watches[actor.node] = _node_watch(actor.node)
 
@@ -266,6 +314,8 @@ class RankActors:
     def _note_ended(self, rank: int, actor: _Actor) -> None:
         """Notes that a process was seen dead: its rank is started again once its pause is over."""
         self._actors[rank] = None
+        if actor.node:
+            self._last[rank] = actor
         if self._stopping.is_set() or rank in self._retiring:
             log.info("rank %d (pid %s) has ended", rank, actor.pid or "none")
             return
@@ -285,7 +335,7 @@ class RankActors:
             }
             if watch.answer is None:
                 watch.asked_at = watch.late_at = time.monotonic()
-                watch.answer = watch.handle.look.remote(list(ranks))
+                watch.answer = watch.handle.look.remote([*ranks, *self._spares.pids(node)])
             elif _ready(watch.answer):
                 self._take_looks(node, watch, ranks)
             elif time.monotonic() - watch.late_at > WATCH_LATE_SECONDS:
@@ -310,6 +360,7 @@ class RankActors:
             else:
                 self._lose_node(node, ranks)
             return
+        self._spares.seen(looks, self._config.cluster.stopped_seconds)
         seats = self._head.seats()
         for pid, (rank, actor) in ranks.items():
             if pid not in looks:
@@ -335,6 +386,7 @@ class RankActors:
     def _lose_node(self, node: str, ranks: dict[int, tuple[int, _Actor]]) -> None:
         """Notes that a node is dead, and all that ran there."""
         del self._watches[node]
+        self._spares.lose_node(node)
         for pid, (rank, actor) in ranks.items():
             why = f"its node {node} is dead"
             log.warning("rank %d (pid %d) is given up: %s", rank, pid, why)

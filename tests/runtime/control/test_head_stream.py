@@ -43,7 +43,7 @@ def member(
     """A member's stream, and the first head's end of it."""
     first = connect(heads.address, SECONDS)
     again = ReachAgain(
-        lambda: connect(heads.address, SECONDS),
+        lambda within: connect(heads.address, min(within, SECONDS)),
         lambda: {"kind": "hello", "rank": 3},
         seconds,
         given_up or threading.Event(),

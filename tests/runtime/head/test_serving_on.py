@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from moeserve.dispatch.members import Members
 from moeserve.runtime.control.messages import epoch_from
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
+from moeserve.runtime.head.generations.returning import Returning
 from moeserve.runtime.mesh import Mesh
 
 MEMBERS = Members.of_ranks(3)
@@ -98,7 +102,7 @@ def test_nobody_joins_while_layers_are_restored_or_experts_move(coordinator: Coo
     back = FakeMember(coordinator, 2, pid=300)
     back.entry("load")
     back.say("loaded", **NOTHING)
-    until(lambda: coordinator.generations.returning.ready == [2])
+    until(lambda: coordinator.generations.returning.ready(time.monotonic()) == [2])
     for layer in (0, 1):
         left[1].say("restored", layer=layer, why_not="")
     until(lambda: not coordinator.generations.layers.closed)
@@ -184,3 +188,47 @@ def test_a_dispatcher_that_serves_whole_groups_alone_has_the_group_wait(coordina
     assert coordinator.epoch.members == MEMBERS
     FakeMember(coordinator, 2, pid=300)
     assert epoch_from(members[0].entry("prepare")["epoch"]).members == MEMBERS
+
+
+def test_who_ends_again_and_again_soon_after_it_joined_is_let_in_later_each_time() -> None:
+    """Whenever it joins, all others pause."""
+    returning, epoch = Returning(60.0), Epoch.first(Mesh(3, 1, 3), layers=2, experts=6, redundant=3)
+    now, waits = 1000.0, []
+    for _ in range(12):
+        returning.leave(epoch, [2], now)
+        returning.sit_down(2, cast(Any, object()), epoch, now)
+        returning.heard(2, now, loaded=True)
+        began = now
+        while not returning.ready(now):
+            now += 0.05
+        waits.append(now - began)
+        returning.join([2], lambda number, seat: None, now)
+        now += 1.0
+    assert waits[0] == 0.0, "the first loss is nobody's habit"
+    assert 0.1 <= waits[1] < 0.2 and waits[4] > 2 * waits[1] and 5.0 <= waits[-1] <= 10.1
+    now += 60.0
+    returning.leave(epoch, [2], now)
+    returning.sit_down(2, cast(Any, object()), epoch, now)
+    returning.heard(2, now, loaded=True)
+    assert returning.ready(now) == [2], "it had served for long"
+
+
+def test_a_service_that_is_told_to_stop_while_a_member_is_lost_finishes_its_calls(
+    coordinator: Coordinator,
+) -> None:
+    members = serving(coordinator, MEMBERS)
+    stopped: list[bool] = []
+    stopping = threading.Thread(target=lambda: stopped.append(coordinator.drain(30.0)))
+    stopping.start()
+    for one in members.values():
+        one.entry("drain")
+    members[0].say("drained")
+    members[2].stream.close()
+    left = [members[0], members[1]]
+    for one in left:
+        one.entry("abort")
+    formed(left)
+    assert stopping.is_alive(), "a call of lane 1 is still under way"
+    members[1].stream.send({"kind": "drained", "generation": 1})  # of the generation in which it was told
+    stopping.join(SECONDS)
+    assert stopped == [True]

@@ -19,7 +19,8 @@ def actors() -> Any:
     """Actors of a group without a rank; a test puts its own in their place."""
     told = list[dict[int, RankProcess]]()
     head: Any = SimpleNamespace(on_given_up=None, seats=dict, told=told, living=told.append, wanted=set)
-    config: Any = SimpleNamespace(parallel=SimpleNamespace(mesh=SimpleNamespace(ranks=0)))
+    cluster = SimpleNamespace(spares=0, begin_seconds=SECONDS)
+    config: Any = SimpleNamespace(parallel=SimpleNamespace(mesh=SimpleNamespace(ranks=0)), cluster=cluster)
     nobody: Any = None
     return ray_ranks.RankActors(config, head, nobody, {})
 

@@ -163,9 +163,9 @@ class Generations:
         if generation:
             self._served, self._unserved_since = True, time.monotonic()
         away, had = sorted(set(wanted) - set(self._group.members.seats)), set(first.members.seats)
-        self.returning.leave(first, [seat for seat in away if seat in had])
+        self.returning.leave(first, [seat for seat in away if seat in had], time.monotonic())
         new = [seat for seat in away if seat not in had]
-        self.returning.leave(with_ranks(self._group.epoch, new), new)
+        self.returning.leave(with_ranks(self._group.epoch, new), new, time.monotonic())
 
     def go_on(self, reason: str) -> None:
         """Forms a generation without the members that are missing, where that can be."""
@@ -370,18 +370,18 @@ class Generations:
             log.warning("the group waits for ranks %s: %s", lost, error)
             self._admit([seat for seat in self.returning.seats if seat not in self.coming])
             return False
-        self.returning.leave(before, lost)
+        self.returning.leave(before, lost, time.monotonic())
         log.warning("the group goes on without ranks %s, in epoch %d", lost, self._group.epoch.number)
         return True
 
     def _admit(self, seats: list[int]) -> None:
         """Makes members of those that were away; the present generation has to end."""
         self._group.epoch = self.returning.epoch_with(self._group.epoch, seats)
-        self.returning.join(seats, self._seats.__setitem__)
+        self.returning.join(seats, self._seats.__setitem__, time.monotonic())
 
     def _turn(self, now: float) -> None:
         """Has members that have loaded join, and those leave that are to go, between two steps."""
-        ready = self.returning.ready
+        ready = self.returning.ready(now)
         if (
             not (ready or self.retiring)
             or self.state != "serving"
@@ -394,7 +394,8 @@ class Generations:
         for rank in self.returning.stale(self._group.epoch):
             log.info("rank %d loads again: the weights were reloaded meanwhile", rank)
             self._have_load(rank, self.returning.connected()[rank])
-        if not (ready := self.returning.ready):
+        ready = self.returning.ready(now)
+        if not ready and not self.retiring:
             return
         if self._turning_since is None:
             self._turning_since = now

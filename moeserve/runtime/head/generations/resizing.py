@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection
 
 from moeserve.dispatch.members import Members
@@ -38,7 +39,7 @@ class Resizing:
             grown = with_ranks(self._group.epoch, seats)
             self._drained.difference_update(seats)
             self._generations.coming |= dict.fromkeys(seats, "")
-            self._generations.returning.leave(grown, sorted(seats))
+            self._generations.returning.leave(grown, sorted(seats), time.monotonic())
 
     def wait_joined(self, seats: Collection[int], seconds: float) -> str:
         """Waits until members have these seats and the group serves; why they do not, or nothing."""

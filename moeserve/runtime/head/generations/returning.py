@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -10,7 +12,10 @@ from numpy.typing import NDArray
 
 from moeserve.dispatch.members import Member
 from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.head.generations.patience import Backoff
 from moeserve.runtime.head.reception import Seat
+
+STEADY_SECONDS = 30.0  # a member that ends within so long of joining may join again later only
 
 
 @dataclass(eq=False)
@@ -22,6 +27,7 @@ class _Away:
     seat: Seat | None = None
     heard: float = 0.0  # when its process last said that it goes on
     loaded: bool = False
+    not_before: float = 0.0  # when it may join: later each time that it ended soon after it had joined
     versions: tuple[int, ...] = ()  # of the weights that it was told to load, by layer
 
 
@@ -43,6 +49,8 @@ class Returning:
     def __init__(self, silent_seconds: float) -> None:
         self.silent_seconds = silent_seconds
         self._away: dict[int, _Away] = {}
+        self._joined: dict[int, float] = {}  # seats that were away -> when they joined
+        self._backoffs: defaultdict[int, Backoff] = defaultdict(Backoff)
 
     @property
     def seats(self) -> list[int]:
@@ -54,17 +62,18 @@ class Returning:
         """Those that are away, or load, as they were."""
         return [self._away[seat].member for seat in self.seats]
 
-    @property
-    def ready(self) -> list[int]:
+    def ready(self, now: float) -> list[int]:
         """Those that have loaded, and may join between two steps."""
-        return sorted(seat for seat, away in self._away.items() if away.loaded)
+        return sorted(seat for seat, away in self._away.items() if away.loaded and away.not_before <= now)
 
     def connected(self) -> dict[int, Seat]:
         """Those whose process is there, and loads or has loaded."""
         return {number: away.seat for number, away in self._away.items() if away.seat is not None}
 
-    def leave(self, epoch: Epoch, seats: list[int]) -> None:
-        """The group goes on without these members of `epoch`; what they held is remembered."""
+    def leave(self, epoch: Epoch, seats: list[int], now: float) -> None:
+        """The group goes on without these members of `epoch`; what they held is remembered. One that ends
+        soon after it has joined, again and again, is let in later each time: all pause whenever it joins.
+        """
         width = epoch.placement.slots_per_owner
         for number in seats:
             member = epoch.members.at(number)
@@ -72,7 +81,11 @@ class Returning:
             if member.owner is not None:
                 first = member.owner * width
                 slots = epoch.placement.slots[:, first : first + width].copy()
-            self._away[number] = _Away(member, slots)
+            self._away[number] = away = _Away(member, slots)
+            if now - self._joined.pop(number, -math.inf) < STEADY_SECONDS:
+                away.not_before = now + self._backoffs[number].next()
+            else:
+                self._backoffs[number].reset()
 
     def sit_down(self, number: int, seat: Seat, epoch: Epoch, now: float) -> None:
         """A process has come for a seat that is away. It is to load what it had, in `epoch`'s weights."""
@@ -82,7 +95,8 @@ class Returning:
 
     def stale(self, epoch: Epoch) -> list[int]:
         """Those that have loaded, and other weights than `epoch` has: they are to load again."""
-        return [number for number in self.ready if self._away[number].versions != _versions(epoch)]
+        loaded = (number for number in self.seats if self._away[number].loaded)
+        return [number for number in loaded if self._away[number].versions != _versions(epoch)]
 
     def is_here(self, number: int, seat: Seat) -> bool:
         """Whether that very process waits to join."""
@@ -112,7 +126,7 @@ class Returning:
     def due(self) -> float:
         """When the first of those that load has been silent for too long; infinite where none loads."""
         heard = (a.heard for a in self._away.values() if a.seat is not None and not a.loaded)
-        return min(heard, default=float("inf")) + self.silent_seconds
+        return min(heard, default=math.inf) + self.silent_seconds
 
     def epoch_with(self, epoch: Epoch, numbers: list[int]) -> Epoch:
         """`epoch` once these have joined it, with what their places held before."""
@@ -121,10 +135,10 @@ class Returning:
             epoch = epoch.joined(away.member, slots=away.slots)
         return epoch
 
-    def join(self, numbers: list[int], take: Callable[[int, Seat], None]) -> None:
+    def join(self, numbers: list[int], take: Callable[[int, Seat], None], now: float) -> None:
         """These are members again; `take` gets those whose process is there."""
         for number in numbers:
-            away = self._away.pop(number)
+            away, self._joined[number] = self._away.pop(number), now
             if away.seat is not None:
                 take(number, away.seat)
 
