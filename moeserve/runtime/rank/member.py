@@ -83,6 +83,7 @@ class Member:
         self._steps.failed = self._report_failure
         self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
+        self.on_layers: Callable[[bool], None] = lambda all_open: None  # of layers, whether steps run of all
         self.on_epoch: Callable[[int, int], None] = lambda generation, epoch: None  # between two steps
         self.on_log_levels: Callable[[Mapping[str, str]], None] = lambda levels: None  # by logger
         # where each owner's process gives its experts, since the group serves
@@ -190,6 +191,10 @@ class Member:
                     continue
                 if message["kind"] == "peers":
                     self.on_peers(addresses_from(message))
+                    continue
+                if message["kind"] == "open_layers":
+                    if message["generation"] == self._generation:
+                        self.on_layers(bool(message["all"]))
                     continue
                 if message["kind"] == "ask":
                     self._say_here(message["generation"])
