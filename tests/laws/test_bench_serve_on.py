@@ -11,6 +11,7 @@ import pytest
 
 from bench.service.faults.points import FOLDER, every_process
 from bench.service.serving_on.events import Event, Outcome, Setup, drawn, gaps, outcomes_of
+from bench.service.serving_on.members import collateral
 from bench.service.serving_on.pages import drop, in_memory
 from bench.service.serving_on.raw import RawAnswer, failed_on_living
 from bench.service.serving_on.run import quantile
@@ -57,6 +58,12 @@ def test_what_fails_on_a_lane_that_lives_counts() -> None:
         "stream at lane 1, 0.500 s",
         "unary at lane 2, 0.500 s",
     ]
+
+
+def test_members_that_end_beside_those_that_were_killed_are_found() -> None:
+    lines = ["rank 2 (pid 77) ended with -9; it is started", "x rank 1 (pid 78) ended with -6; it is started"]
+    ray = "rank 3 (pid 79) has ended; it is started again"
+    assert collateral("\n".join([*lines, ray]), [77, 79]) == ["rank 1 (pid 78) ended too -6"]
 
 
 def test_the_table_counts_what_went_wrong(capsys: pytest.CaptureFixture[str]) -> None:

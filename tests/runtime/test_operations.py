@@ -112,9 +112,6 @@ class Group:
         self.outcomes = list(outcomes)
         self.state = state
 
-    def wait_turned(self, timeout: float) -> None:
-        """Returns at once: nobody joins here."""
-
     def load(self) -> Load:
         return Load(self.tokens)
 

@@ -40,6 +40,7 @@ class FakeMember:
         self.seat, self.generation = seat, 0
         self.runs = True  # and answers at once that it does
         self.reached = Reached(0, Phase.PREPARED)  # what it answers
+        self.open_layers: list[bool] = []  # whether steps run of all layers, as it was told
         self.entries: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.stream: Stream = connect(coordinator.address, SECONDS)
         hello = {"kind": "hello", "rank": seat, "token": TOKEN, "pid": 100 + seat, "host_id": "here"}
@@ -50,7 +51,9 @@ class FakeMember:
         try:
             while True:
                 entry = self.stream.receive()
-                if entry["kind"] != "ask":
+                if entry["kind"] == "open_layers":
+                    self.open_layers.append(entry["all"])
+                elif entry["kind"] != "ask":
                     self.entries.put(entry)
                 elif self.runs:
                     self.stream.send(here_message(entry["generation"], self.reached))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -77,7 +79,8 @@ def happen(
         "twice": [f"{one.kind} at lane {one.seat}" for one in raw_answers if one.twice],
         "raw": failed_on_living(raw_answers, dead),
         "missing": [missing] if missing else [],
-        "processes": [] if missing else leftover(service, setup, processes),
+        "processes": collateral(service.log(mark), victims)
+        + ([] if missing else leftover(service, setup, processes)),
     }
     return Outcome(
         *(setup, event),
@@ -117,8 +120,15 @@ def strike(event: Event, victims: list[int]) -> float:
     for number, pid in enumerate(victims):
         if number:
             time.sleep(event.apart)
-        os.kill(pid, signal.SIGSTOP if event.kind == "stop" else signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself, which `collateral` finds
+            os.kill(pid, signal.SIGSTOP if event.kind == "stop" else signal.SIGKILL)
     return at
+
+
+def collateral(log: str, victims: list[int]) -> list[str]:
+    """Members that ended though nothing was done to them."""
+    ended = re.findall(r"(rank \d+) \(pid (\d+)\) (?:ended with (\S+);|has ended;)", log)
+    return [f"{rank} (pid {pid}) ended too {how}" for rank, pid, how in ended if int(pid) not in victims]
 
 
 def leftover(service: Service, setup: Setup, processes: dict[int, str]) -> list[str]:

@@ -373,7 +373,11 @@ class Coordinator:
 
     def _open_layers(self) -> None:
         """Has steps of all layers that nobody lacks experts of."""
-        self._steps.closed = frozenset(self._layers[at] for at in self.generations.layers.closed)
+        closed = frozenset(self._layers[at] for at in self.generations.layers.closed)
+        if bool(closed) != bool(self._steps.closed):  # lanes do not take the wait for slowness
+            now = self._group.generation
+            self._group.broadcast({"kind": "open_layers", "generation": now, "all": not closed})
+        self._steps.closed = closed
         self._emit()
 
     # -- steps ----------------------------------------------------------------------------------------------
@@ -477,6 +481,7 @@ class Coordinator:
     def _aborted(self, reason: str) -> None:
         self._changes.abandon(reason)
         self._steps.clear()
+        self._steps.closed = frozenset()  # the next generation says which are
 
     def _progress(self) -> Progress:
         return Progress(

@@ -101,6 +101,7 @@ _TO_HEAD = (
     "shadowed",
 )
 _TO_RANK = (
+    "open_layers",
     "welcome",
     "load",
     "prepare",

@@ -203,6 +203,7 @@ class _RankProcess:
             keys,
         )
         self.member.on_serving = self._serving
+        self.member.on_layers = self._layers_open
         self.member.on_drain, self.member.doors_busy = self._drain, lambda: self._endpoint.busy
         self.member.on_epoch = self._telemetry.set_group
         self.member.on_log_levels = logs.set_levels
@@ -274,6 +275,13 @@ class _RankProcess:
         else:
             self._door.admission.stand_still()
         self._telemetry.set_group(generation, epoch)
+
+    def _layers_open(self, all_open: bool) -> None:  # noqa: FBT001  # a callback
+        """Calls of layers that members still read wait for them: that is not the lane's pace."""
+        if all_open:
+            self._door.admission.go_on()
+        else:
+            self._door.admission.stand_still()
 
     def _drain(self, reason: str) -> None:
         """Begins no further call, unary or another; health says so, also once the group forms again."""

@@ -70,6 +70,9 @@ class Member:
         self._entries: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._generation = 0  # newest that was announced; entries of older ones are dropped
         self._newest = 0  # of all generations that were announced, aborted ones with them
+        # a generation of which an entry failed: others may still be in that step, and gloo ends the process
+        # of one that gets the next step's rows in it, so that no further entry of it is executed
+        self._failed: int | None = None
         self._told_to_stop = False
         self._epoch: Epoch | None = None  # that it holds, or is to hold
         self._adopted: Epoch | None = None  # the last one of a group that it had a part in
@@ -80,6 +83,7 @@ class Member:
         self._steps.failed = self._report_failure
         self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
+        self.on_layers: Callable[[bool], None] = lambda all_open: None  # of layers, whether steps run of all
         self.on_epoch: Callable[[int, int], None] = lambda generation, epoch: None  # between two steps
         self.on_log_levels: Callable[[Mapping[str, str]], None] = lambda levels: None  # by logger
         # where each owner's process gives its experts, since the group serves
@@ -128,6 +132,8 @@ class Member:
             if entry.get("generation") != self._generation and entry["kind"] not in ALWAYS:
                 what, of = entry["kind"], entry.get("generation")
                 log.info("%r of generation %s does not count: it was aborted", what, of)
+                continue
+            if entry.get("generation") == self._failed and entry["kind"] not in ALWAYS:
                 continue
             try:
                 self._execute(entry)
@@ -185,6 +191,10 @@ class Member:
                     continue
                 if message["kind"] == "peers":
                     self.on_peers(addresses_from(message))
+                    continue
+                if message["kind"] == "open_layers":
+                    if message["generation"] == self._generation:
+                        self.on_layers(bool(message["all"]))
                     continue
                 if message["kind"] == "ask":
                     self._say_here(message["generation"])
@@ -254,6 +264,7 @@ class Member:
         if entry.get("generation") != self._generation:
             log.info("%s (its generation was aborted)", reason)
             return
+        self._failed = entry["generation"]
         log.error("%s", reason, exc_info=error)
         self._tell({"kind": "failed", "generation": entry["generation"], "reason": reason})
 

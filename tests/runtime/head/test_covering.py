@@ -25,9 +25,6 @@ class Group:
     def __init__(self, epoch: Epoch) -> None:
         self.epoch, self.tokens = epoch, np.zeros((LAYERS, EXPERTS))
 
-    def wait_turned(self, timeout: float) -> None:
-        """Returns at once: nobody joins here."""
-
     def load(self) -> Load:
         return Load(self.tokens)
 

@@ -90,7 +90,9 @@ def test_layers_of_which_a_member_lacks_experts_wait_and_others_are_served(coord
     left[1].say("restored", layer=1, why_not="no such disk")
     until(lambda: "rank 1, layer 1 in order: no such disk" in coordinator.progress().reason)
     assert coordinator.progress().queued == 1
+    until(lambda: all(one.open_layers == [False] for one in left))
     left[1].say("restored", layer=1, why_not="")
+    until(lambda: all(one.open_layers == [False, True] for one in left))
     assert left[0].entry("step")["layer"] == 1
     assert coordinator.progress().reason == "ranks [2] are away, and others serve their experts"
 

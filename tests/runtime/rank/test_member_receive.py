@@ -40,6 +40,33 @@ def test_an_entry_that_cannot_be_taken_ends_the_rank() -> None:
     assert lane.closed is not None
 
 
+def test_nothing_of_a_generation_is_executed_after_an_entry_that_failed() -> None:
+    """Others may still be in that step: gloo ends the process that gets the next one's rows in it."""
+    rank: Any = SimpleNamespace(index=0, interrupt=lambda: None, leave=lambda: None)
+    came: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    wire: Any = SimpleNamespace(receive=came.get, send=said.put)
+    member = Member(rank, None, wire, ProcessGroupSettings("gloo", SECONDS), lambda record: None)
+    executed: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+
+    def execute(entry: dict[str, Any]) -> None:
+        executed.put((entry["generation"], entry["number"]))
+        if entry["number"] == 1:
+            raise RuntimeError("Connection reset by peer")
+
+    member._execute, member._generation = execute, 4  # type: ignore[method-assign]
+    running = threading.Thread(target=member.run, daemon=True)
+    running.start()
+    for number in range(4):
+        came.put({"kind": "step", "generation": 4, "number": number})
+    assert (failed := said.get(timeout=SECONDS))["kind"] == "failed" and failed["generation"] == 4
+    came.put({"kind": "abort", "generation": 4, "reason": "rank 1 is lost", "back": True, "number": 9})
+    came.put({"kind": "stop"})
+    running.join(SECONDS)
+    assert [executed.get(timeout=SECONDS) for _ in range(3)] == [(4, 0), (4, 1), (4, 9)]
+    assert executed.empty() and said.empty()
+
+
 def test_an_abort_ends_the_forming_of_a_group_at_once() -> None:
     progress = SimpleNamespace(join=lambda phase: None)
     rank: Any = SimpleNamespace(index=0, device="cpu", progress=progress)
