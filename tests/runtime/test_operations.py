@@ -121,9 +121,6 @@ class Group:
     def progress(self) -> Progress:
         return Progress(self.state, "", 1, 0, 0, 0, 0)
 
-    def wait_turned(self, timeout: float) -> None:
-        """Nobody is about to join."""
-
     def change(self, change: Change, timeout: float) -> Outcome:
         if reason := self.outcomes.pop(0) if self.outcomes else "":
             return Outcome(reason)

@@ -34,9 +34,6 @@ class Group:
     def progress(self) -> Progress:
         return Progress("serving", "", 1, 0, 0, 0, 0)
 
-    def wait_turned(self, timeout: float) -> None:
-        """Nobody is about to join."""
-
     def change(self, change: Change, timeout: float) -> Outcome:
         self.epoch = change.epoch
         return Outcome("", 0.0, tuple(StagedCopy(0, m.expert, "", "stream", 7, 0.0, 0) for m in change.moves))
