@@ -63,7 +63,7 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, *, held_port: boo
         *_limits(max_message_bytes),
         ("grpc.max_concurrent_streams", MOST_STREAMS),
         ("grpc.so_reuseport", int(held_port)),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 4),
         ("grpc.keepalive_permit_without_calls", 1),
     ]
 

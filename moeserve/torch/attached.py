@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeserve.proto.errors import MoeError, Unavailable, WeightsChanged
+from moeserve.proto.errors import MoeError, NotFound, Unavailable, WeightsChanged
 from moeserve.proto.passes.attached import AttachedLane
 from moeserve.proto.passes.running import Pass, PassLate
 from moeserve.proto.tensors import as_torch
@@ -240,7 +240,10 @@ class Attached:
             self._unpin()
             gone.close()
         if self._lane is None:
-            self._lane = self._attach()
+            try:
+                self._lane = self._attach()
+            except NotFound as away:  # there was one: others serve its experts until it is back
+                raise Unavailable("UNAVAILABLE", "not_serving", away.message) from away
         return self._lane
 
     def _unpin(self) -> None:

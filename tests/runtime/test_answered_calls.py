@@ -93,9 +93,10 @@ class Ranked:
         return weakref.ref(answer.untyped_storage())
 
     def named(self, rows: int, region: str) -> moe_pb2.ForwardRequest:
-        """A request whose hidden states lie in `region`, as the answer will."""
+        """A request whose hidden states lie in `region`, and its answer after them."""
         made = self.request(rows, region)
         made.hidden.region.CopyFrom(made.output)
+        made.output.offset = made.output.size
         return made
 
     def request(self, rows: int, output: str = "") -> moe_pb2.ForwardRequest:
@@ -315,10 +316,10 @@ class Driver:
 def test_rows_that_the_host_copies_hold_up_no_other_lease(registered: bool) -> None:
     """Large rows go to the device as a call begins; the host copies those whose region is not registered."""
     rows = AHEAD_BYTES // (4 * HIDDEN)
-    regions = Regions(registrar=Registrar(Driver(), AHEAD_BYTES) if registered else None)
+    regions = Regions(registrar=Registrar(Driver(), 2 * AHEAD_BYTES) if registered else None)
     try:
         ranked, replies = Ranked(regions, capacity=rows), []
-        name, _ = regions.create(AHEAD_BYTES)
+        name, _ = regions.create(2 * AHEAD_BYTES)
         for ended, count in enumerate((rows, rows - 1), start=1):
             ranked.door.take_packet(ranked.named(count, name).SerializeToString(), replies.append)
             until = time.monotonic() + 5

@@ -115,6 +115,9 @@ class Group:
     def load(self) -> Load:
         return Load(self.tokens)
 
+    def wait_turned(self, timeout: float) -> None:
+        """Nobody is about to join."""
+
     def progress(self) -> Progress:
         return Progress(self.state, "", 1, 0, 0, 0, 0)
 
