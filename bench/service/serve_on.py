@@ -34,7 +34,7 @@ from bench.service.serving_on.cost import cost
 from bench.service.serving_on.events import Outcome, Setup, drawn, outcomes_of
 from bench.service.serving_on.head import heads
 from bench.service.serving_on.members import members
-from bench.service.serving_on.run import SWITCHES, Run, known
+from bench.service.serving_on.run import Run
 from bench.service.serving_on.scale import scales
 from bench.service.serving_on.tables import kinds_of, table
 
@@ -120,9 +120,6 @@ def main() -> None:
     if args.merge:
         found = [judged(outcomes_of(args.merge))]
     else:
-        for key in SWITCHES:
-            if not known(key):
-                print(f"this tree has no {key}")
         with tempfile.TemporaryDirectory(prefix="serve-on-") as temporary:
             folder = args.folder or Path(temporary)
             folder.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         slots = np.array(self.slots, dtype=np.int32)
-        if slots.ndim != 2 or slots.shape[1] % self.owners:
+        if slots.ndim != 2 or self.owners < 1 or slots.shape[1] % self.owners:
             raise ValueError(
                 f"slots {list(slots.shape)} must be [layers, slots], "
                 f"with slots a multiple of owners={self.owners}"

@@ -20,6 +20,7 @@ from moeserve.runtime.config_checks import (
     check_members,
     check_numbers,
     check_ports,
+    check_spares,
     one_of,
 )
 from moeserve.runtime.sections import (
@@ -128,6 +129,7 @@ class Config:
             raise ConfigError(str(error)) from error
         check_members(self.members, self.parallel.mesh)
         check_cover(self.balance, self.parallel.mesh)
+        check_spares(self.cluster)
         check_ports(self.server, self.parallel.mesh.ranks)
         check_load_as(self.model.load_as)
         check_keys(self.keys, self.server.host)

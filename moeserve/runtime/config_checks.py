@@ -14,7 +14,14 @@ from typing import Any
 from moeserve.checkpoints.load_as import scheme_to_load_as
 from moeserve.quant.formats import BF16
 from moeserve.runtime.mesh import Mesh
-from moeserve.runtime.sections import BalanceConfig, ConfigError, KeysConfig, MembersConfig, ServerConfig
+from moeserve.runtime.sections import (
+    BalanceConfig,
+    ClusterConfig,
+    ConfigError,
+    KeysConfig,
+    MembersConfig,
+    ServerConfig,
+)
 
 LAST_PORT = 65535
 
@@ -139,6 +146,15 @@ def check_cover(balance: BalanceConfig, mesh: Mesh) -> None:
         )
     if mesh.owners < 2:
         raise ConfigError(f"{asked}: there is one rank, and no other takes over its experts; have 2 or more")
+
+
+def check_spares(cluster: ClusterConfig) -> None:
+    """Spares are actors of Ray's."""
+    if cluster.spares and cluster.launcher != "ray":
+        raise ConfigError(
+            f"cluster.spares = {cluster.spares} needs cluster.launcher = 'ray'; the processes of "
+            "the local launcher come with all imported as it is"
+        )
 
 
 def check_ports(server: ServerConfig, ranks: int) -> None:

@@ -54,6 +54,14 @@ def asked(**more: Any) -> bytes:
     return frame({"kind": "weights", "token": TOKEN}) + frame({"kind": "slots", "how": "stream"} | more)
 
 
+def held(**more: Any) -> bytes:
+    """A member that comes back with an odd epoch."""
+    epoch = {"kind": "epoch", "number": 2, "mesh": [2, 1, 2], "versions": [], "weights": [""]}
+    epoch |= {"slots": [[0, 1, 2, 3], [1, 0, 2, 3]], "owners": 2, "experts": 4, "room": [2, 2]}
+    epoch |= {"members": [[0, 0, 0], [1, 1, 1]], "max_lanes": 2, "max_owners": 2}
+    return json.dumps({"kind": "held", "generation": 7, "epoch": epoch | more}).encode()
+
+
 LONG = "x" * 70_000
 
 FOUND: dict[str, tuple[str, bytes]] = {
@@ -87,6 +95,7 @@ FOUND: dict[str, tuple[str, bytes]] = {
         "operations",
         b"\x01" + moe_pb2.ReloadRequest(checkpoint="/\x00").SerializeToString(),
     ),
+    "an epoch of no owners": ("member_held", held(owners=0)),
 }
 """Inputs that once broke the law, by what they are: the target, and the bytes."""
 

@@ -9,12 +9,15 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
+from attached_callers import answer_of
 from failures import stand_still
 from houses import Alone
 from processes import descendants_of, gone
 from served import Service, Waiting, served
 
-from moeserve.proto.client import MoeClient
+from moeserve.proto.client import Choice, MoeClient
+from moeserve.proto.passes.attached import AttachedLane, Wanted
 
 EP4 = ("--data-parallel-size", "4", "--enable-expert-parallel")
 EP2 = ("--data-parallel-size", "2", "--enable-expert-parallel")
@@ -68,6 +71,26 @@ def rebalanced(service: Service) -> int:
                 return epoch
             time.sleep(0.2)
     raise AssertionError(reply)
+
+
+def test_a_pass_under_way_goes_on_to_its_end(tmp_path: Path, checkpoint_path: Path, alone: Alone) -> None:
+    """The head dies between its layers, and while a step of it waits to be ordered."""
+    with served(tmp_path, checkpoint_path, *LOCAL, *EP2) as service:
+        generation = service.serves()
+        wanted = Wanted("a_pass", dtype="fp32", rows=8, stages=1, rank=0, timeout=60.0)
+        batches = [alone.batch(5, seed=layer) for layer in (0, 1)]
+        with AttachedLane.attach(service.address, wanted) as lane:
+            for between in (True, False):
+                with lane.begin([0, 1]) as run:
+                    for layer, (hidden, ids, weights) in enumerate(batches):
+                        if layer == 1 and not between:
+                            os.kill(service.head, signal.SIGKILL)
+                        run.post(0, hidden, Choice(ids, weights))
+                        expected = alone.forward(layer, hidden, ids, weights)
+                        torch.testing.assert_close(answer_of(run, 0), expected, rtol=1e-4, atol=1e-4)
+                        if layer == 0 and between:
+                            os.kill(service.head, signal.SIGKILL)
+                generation = service.serves(generation)
 
 
 def test_a_stopped_head_is_killed_and_replaced(tmp_path: Path, checkpoint_path: Path, alone: Alone) -> None:

@@ -73,6 +73,11 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, message: str) -> None:
     [
         ({}, "model.checkpoint is not set"),
         ({"cluster.launcher": "slurm"}, "cluster.launcher = 'slurm'; known: ray, local"),
+        (
+            {"cluster.launcher": "local", "cluster.spares": 2},
+            "cluster.spares = 2 needs cluster.launcher = 'ray'",
+        ),
+        ({"cluster.recover_seconds": 0.0}, "cluster.recover_seconds = 0.0 must be positive"),
         ({"model.dtype": "fp8"}, "model.dtype = 'fp8'; known: auto, fp32, bf16, fp16"),
         (
             {"model.load_as": "fp9"},

@@ -112,11 +112,17 @@ class Group:
         self.outcomes = list(outcomes)
         self.state = state
 
+    def wait_turned(self, timeout: float) -> None:
+        """Returns at once: nobody joins here."""
+
     def load(self) -> Load:
         return Load(self.tokens)
 
     def progress(self) -> Progress:
         return Progress(self.state, "", 1, 0, 0, 0, 0)
+
+    def wait_turned(self, timeout: float) -> None:
+        """Nobody is about to join."""
 
     def change(self, change: Change, timeout: float) -> Outcome:
         if reason := self.outcomes.pop(0) if self.outcomes else "":

@@ -57,7 +57,7 @@ from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head import generations
 from moeserve.runtime.head.coordinator import Coordinator, Progress
 from moeserve.runtime.head.placing.changes import rebalance
-from moeserve.runtime.head.reception import refusal_of
+from moeserve.runtime.head.reception import Seat, refusal_of
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.mesh import Mesh
@@ -558,6 +558,53 @@ def member_says(folder: Path) -> Opened:
     yield [text_of(each) for each in member_messages()], run
 
 
+class HeadAgain:
+    """A head that has started again, and two members of the one before it, without threads."""
+
+    def __init__(self, first: Epoch) -> None:
+        self.coordinator = Coordinator(first, (3, 4), StepPace(8, 16), "127.0.0.1", "token")
+        self.coordinator._reception.close()
+        self.coordinator.recover(60.0)
+        hello = {"kind": "hello", "token": "token", "host_id": "here", "address": "door", "again": True}
+        self.seats = [self._introduced(hello | {"rank": rank, "pid": 100 + rank}) for rank in (0, 1)]
+
+    def _introduced(self, hello: dict[str, Any]) -> Seat:
+        rank, seat = self.coordinator._reception._introduced(hello, Told())  # type: ignore[arg-type]
+        self.coordinator.rank_connected(rank, seat, None)
+        return seat
+
+    def hear(self, rank: int, message: dict[str, Any]) -> None:
+        self.coordinator.message_received(rank, self.seats[rank], message)
+
+    def tick(self) -> None:
+        """What the thread that keeps the pace does; whatever it raises ends the service."""
+        try:
+            with self.coordinator._lock:
+                assert self.coordinator._recovering is not None
+                self.coordinator._recovering.advance(1e12)
+                self.coordinator.generations.advance(1e12)
+        except Exception as error:
+            raise Broken(f"the head's own thread ends: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def member_held(folder: Path) -> Opened:
+    """What a head that has started again hears of a member that comes back."""
+    first = Epoch.first(Mesh(2, 1, 2), layers=2, experts=4)
+    moved = first.moved(1, np.array([1, 0, 2, 3], dtype=np.int32))
+    seeds = [messages.held_message(7, moved), messages.held_message(0, None)]
+
+    def run(data: bytes) -> None:
+        head = HeadAgain(first)
+        try:
+            head.hear(0, message_of(data) | {"kind": "held"})
+        finally:
+            head.hear(1, messages.held_message(3, first))
+            head.tick()
+
+    yield [text_of(each) for each in seeds], run
+
+
 @contextmanager
 def hellos(folder: Path) -> Opened:
     """What the head hears first of whoever connects."""
@@ -905,6 +952,7 @@ TARGETS: dict[str, Target] = {
         Target("regions", regions, of_json, ()),
         Target("handover", handover, of_bytes, ()),
         Target("frames", frames, of_frames, (StreamClosed,)),
+        Target("member_held", member_held, of_json, (StreamClosed, *MALFORMED), texts=False),
         Target("hellos", hellos, of_json, (StreamClosed, *MALFORMED), texts=False),
         Target("member_says", member_says, of_json, (StreamClosed, *MALFORMED), texts=False),
         Target("head_says", head_says, of_json, (Exception,), texts=False),  # as a rank reports them

@@ -7,7 +7,7 @@ import statistics
 
 from bench.lib.record import Result
 from bench.service.serving_on.events import Setup
-from bench.service.serving_on.run import SWITCHES, Run, known, median_call
+from bench.service.serving_on.run import SWITCHES, Run, median_call
 
 WINDOW_SECONDS, SETTLE_SECONDS = 4.0, 0.5
 DRAWS = 4000  # of the pairs with replacement, for the interval
@@ -16,10 +16,8 @@ AIM = 1.03  # on a CPU
 
 def cost(run: Run, setup: Setup) -> tuple[list[Result], list[str]]:
     """`--pairs` windows of each service, one after the other; on over off, by the median call."""
-    off = {key.replace(".", "__"): value for key, value in SWITCHES.items() if known(key)}
+    off = {key.replace(".", "__"): value for key, value in SWITCHES.items()}
     named = ", ".join(SWITCHES)
-    if unknown := [key for key in SWITCHES if not known(key)]:
-        print(f"this tree has no {', '.join(unknown)}: that is off in both")
     ratios, calls = [], {True: list[float](), False: list[float]()}
     with (
         run.service(setup) as one,

@@ -53,11 +53,6 @@ class Run:
     def service(self, setup: Setup, **values: object) -> Service:
         """A service that is yet to be started; `values` override keys, with `__` for the dot."""
         self._services += 1
-        on = {
-            "members.serve_on": True,
-            "balance.cover_owners": int(setup.redundant > 0),
-            "balance.shadows": setup.shadows,
-        }
         keys = {
             "model.checkpoint": str(self.checkpoint),
             "parallel.data_parallel_size": self.args.ranks,
@@ -70,8 +65,10 @@ class Run:
             "cluster.launcher": setup.launcher,
             "cluster.threads_per_rank": 1,
             "cluster.cpus_per_rank": 0.1,
+            "members.serve_on": True,
+            "balance.cover_owners": int(setup.redundant > 0),
+            "balance.shadows": setup.shadows,
         }
-        keys |= {key: value for key, value in on.items() if known(key)}
         keys |= {key.replace("__", "."): value for key, value in values.items()}
         folder = self.folder / f"service {self._services}, {setup}, {time.strftime('%H%M%S')}"
         return Service(Config().with_values(keys), folder)
@@ -79,12 +76,6 @@ class Run:
     def callers(self, service: Service, count: int = 1) -> Callers:
         """Callers with default patience, each of whom makes one call at a time without a pause."""
         return Callers(service.address, self.calls, count, self.args.seed, Manner(60.0, 0.0))
-
-
-def known(key: str) -> bool:
-    """Whether this tree has the configuration key; what it has not is left out, and said."""
-    section, _, name = key.partition(".")
-    return hasattr(getattr(Config(), section, None), name)
 
 
 def whole(service: Service, ranks: int, gone: Collection[int] = ()) -> str:

@@ -112,7 +112,10 @@ def held_from(message: Message) -> tuple[int, Epoch | None]:
     epoch, generation = message["epoch"], int(message["generation"])
     if not 0 <= generation < MOST_GENERATIONS:
         raise ValueError(f"generation {quoted(generation)} is not one of a service")
-    return generation, None if epoch is None else epoch_from(epoch)
+    found = None if epoch is None else epoch_from(epoch)
+    if found is not None and not 0 < found.number < MOST_GENERATIONS:
+        raise ValueError(f"epoch {quoted(found.number)} is not one of a service")
+    return generation, found
 
 
 def stage_message(number: int, change: Change, decoder_layer: int, owner: int | None) -> Message:

@@ -167,6 +167,7 @@ class Rebalancer:
     def alone(self) -> Iterator[None]:
         """A context in which nobody else changes the placement or the weights."""
         with self._leading:
+            self._coordinator.wait_turned(TURN_SECONDS)
             yield
 
     def move_to(self, target: Placement) -> Cycle:
@@ -175,10 +176,15 @@ class Rebalancer:
         return self._counted(self._led(rebalance(epoch, target, self._settings.staging_slots), started, 0.0))
 
     def mend(self) -> Cycle:
-        """Gives as many experts as can a second owner, where the loss of one is covered; within `alone`."""
+        """Gives as many experts as can a second owner, where the loss of one is covered; within `alone`. They
+        are at home there from now on: owners have come or gone on purpose.
+        """
         if not self._settings.cover_owners:
             return Cycle("even")
-        return self._counted(self._moved(self._mended(self._coordinator.load().tokens)))
+        cycle = self._counted(self._moved(self._mended(self._coordinator.load().tokens)))
+        if cycle.outcome in COMPLETED:
+            self._home = self._coordinator.epoch.placement
+        return cycle
 
     @property
     def cover_owners(self) -> int:

@@ -10,9 +10,12 @@ from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
 
+from moeserve.dispatch.fence import close_to_strangers, listeners
 from moeserve.dispatch.group import GroupKind, abort_group, end_group, form_group
 from moeserve.runtime.control.store import StreamStore
 from moeserve.runtime.control.stream import Message
+
+LOOK_SECONDS = 0.02  # between looks whether a group that forms is wanted
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,45 @@ class Meeting(NamedTuple):
     generation: int
     position: int
     size: int  # members
+
+
+class Forming:
+    """One group that comes together, in a thread that may be left alone: a group that it forms too late is
+    ended by it.
+    """
+
+    def __init__(self, form: Callable[[], ProcessGroup]) -> None:
+        self._form = form
+        self._lock = threading.Lock()  # around those below
+        self._left = False
+        self._made: ProcessGroup | BaseException | None = None
+        self._over = threading.Event()
+        threading.Thread(target=self._run, name="forming", daemon=True).start()
+
+    def wait(self, live: Callable[[], bool]) -> ProcessGroup:
+        """The group. Raises what forming it does, and RuntimeError once `live` says that nobody wants it."""
+        while not self._over.wait(LOOK_SECONDS) and live():
+            pass
+        with self._lock:
+            self._left = self._made is None
+        if isinstance(self._made, BaseException):
+            raise self._made
+        if self._made is None:
+            raise RuntimeError("the generation was aborted while its process group formed")
+        return self._made
+
+    def _run(self) -> None:
+        try:
+            made: ProcessGroup | BaseException = self._form()
+        except BaseException as error:  # it is raised where the group is waited for
+            made = error
+        with self._lock:
+            self._made, left = made, self._left
+        self._over.set()
+        if left and not isinstance(made, BaseException):
+            end_group(made)
+        elif left:
+            log.info("a process group that nobody waits for any more does not form: %s", made)
 
 
 class MemberGroup:
@@ -60,11 +102,29 @@ class MemberGroup:
         settings = self._settings
         self._store = StreamStore(self._send, meeting.generation, settings.timeout)
         if live():  # else its abort has found no store to close
-            kind = GroupKind(settings.backend, settings.timeout, device, settings.own_process)
-            self._formed = form_group(self._store, meeting.name, meeting.position, meeting.size, kind)
+            self._formed = self._form(self._store, meeting, device, live)
         if self._formed is None or not live():  # its abort found no group yet
             raise RuntimeError("the generation was aborted while its process group formed")
         return self._formed
+
+    def _form(
+        self, store: StreamStore, meeting: Meeting, device: str, live: Callable[[], bool]
+    ) -> ProcessGroup:
+        """The group, formed. gloo does so in a thread of its own, which is left alone once the generation has
+        ended: it was seen to wait for ever for a member that died while they connected.
+        """
+        settings = self._settings
+        place = (meeting.name, meeting.position, meeting.size)
+        if settings.backend != "gloo":
+            kind = GroupKind(settings.backend, settings.timeout, device, settings.own_process)
+            return form_group(store, *place, kind)
+        before = listeners() if settings.own_process else None
+        kind = GroupKind(settings.backend, settings.timeout, device)
+        forming = Forming(lambda: form_group(store, *place, kind))
+        formed = forming.wait(live)
+        if before is not None:
+            close_to_strangers(but=before)  # all members are connected
+        return formed
 
     def answered(self, message: Message) -> None:
         """Takes the head's answer to what the store asked."""

@@ -25,11 +25,17 @@ class Group:
     def __init__(self, epoch: Epoch) -> None:
         self.epoch, self.tokens = epoch, np.zeros((LAYERS, EXPERTS))
 
+    def wait_turned(self, timeout: float) -> None:
+        """Returns at once: nobody joins here."""
+
     def load(self) -> Load:
         return Load(self.tokens)
 
     def progress(self) -> Progress:
         return Progress("serving", "", 1, 0, 0, 0, 0)
+
+    def wait_turned(self, timeout: float) -> None:
+        """Nobody is about to join."""
 
     def change(self, change: Change, timeout: float) -> Outcome:
         self.epoch = change.epoch
@@ -84,6 +90,22 @@ def test_experts_come_back_to_where_they_were_before_a_loss(redundant: int) -> N
     group.epoch = group.epoch.without({0}).joined(start.members.at(0), slots=slots)
     made.look()
     assert group.epoch.placement == by_hand != start.placement, "that is where they are at home now"
+
+
+def test_experts_are_at_home_where_a_change_of_members_has_brought_them() -> None:
+    start = Epoch.first(Mesh(4, 1, 4), LAYERS, EXPERTS, EXPERTS).covered()
+    group, width = Group(start), start.placement.slots_per_owner
+    made = rebalancer(group, cover_owners=1)
+    made.look()
+    group.epoch = group.epoch.without({3})  # on purpose: three are left
+    with made.alone():
+        assert made.mend().outcome == "even"
+    three = group.epoch.placement
+    slots = three.slots[:, :width].copy()
+    group.epoch = group.epoch.without({0}).joined(start.members.at(0), slots=slots)
+    assert group.epoch.placement != three
+    made.look()
+    assert group.epoch.placement == three
 
 
 @pytest.mark.parametrize("redundant", [8, 16, 20])

@@ -172,8 +172,9 @@ def test_a_rank_that_is_to_come_back_to_a_seat_is_drained_anew(coordinator: Coor
 def test_ranks_that_alone_hold_experts_stay_and_are_started_again(coordinator: Coordinator) -> None:
     members = serving(coordinator, RANKS)
     coordinator.generations.without = refusing
-    assert "have not left within 0.5 s" in beside(lambda: coordinator.resizing.retire([2], 0.5))()
-    members[2].entry("abort")
+    why = beside(lambda: coordinator.resizing.retire([2], SECONDS))()
+    assert why == "ranks [2] stay: layer 0: 1 experts lost their last replica"
+    members[2].entry("stop")
     assert coordinator.epoch.members == RANKS
     assert coordinator.generations.leaving == frozenset() and coordinator.generations.retiring == ()
 

@@ -214,12 +214,33 @@ def test_an_owner_that_gives_nothing_is_left_for_the_disk(
         meet(owners)
         assert owners[0].filled(1) == set(shadows_of(epoch, 0))
     assert owners[0].shadows.bytes_from_disk == owners[0].shadows.nbytes > 0
-    assert "gives no shadow of HeldExpert(layer=0" in caplog.text
+    assert "owner 1 gives no shadow of HeldExpert(layer=0" in caplog.text
+    assert caplog.text.count("owner 2 gives no shadows: ") >= 1, "it is not asked for each"
+    assert caplog.text.count("owner 2 gives no shadows: ") <= 2, "by two members, once each"
     after = epoch.without({1})
     owners[0].experts.use(after)
     for position in owners[0].experts.missing(after):
         owners[0].experts.restore(after, position)
     assert right(owners[0], after, 0, path)
+
+
+def test_an_owner_that_refuses_for_a_moment_is_asked_again(
+    path: Path, owners_of: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moeserve.runtime.rank.weights.shadows.NEWS_SECONDS", 0.05)
+    owners = owners_of(start_epoch())
+    holds, refused = owners[1].server.holds, list[HeldExpert]()
+
+    def at_last(slot: int, which: HeldExpert) -> bool:
+        if which in refused:
+            return holds(slot, which)
+        refused.append(which)
+        return False
+
+    owners[1].server.holds = at_last
+    meet(owners)
+    assert owners[0].filled(1) == set(shadows_of(start_epoch(), 0))
+    assert refused and owners[0].shadows.bytes_from_disk == 0
 
 
 def test_a_slot_that_holds_another_expert_is_not_given(path: Path, owners_of: Made) -> None:

@@ -73,6 +73,7 @@ class Generations:
         self.coming: dict[int, str] = {}  # seats of new members, and why one cannot start, once that is known
         self.leaving: frozenset[int] = frozenset()  # of members whose lanes callers find no more
         self.retiring: tuple[int, ...] = ()  # of members that the group goes on without, between two steps
+        self.why_stay = ""  # why those that were to go have stayed
         self.layers = OpenLayers()
         self.running: Callable[[], int] = lambda: 0  # steps that members have not finished
         self.busy: Callable[[], bool] = lambda: False  # nobody joins now: experts move
@@ -341,12 +342,10 @@ class Generations:
     def _take_leave(self) -> None:
         """Members that are to go are none any more, and end; the others hold what they held."""
         going = [seat for seat in self.retiring if seat in self._group.members.seats]
-        self.retiring = ()
-        try:
-            self._group.epoch = self.without(self._group.epoch, going) if going else self._group.epoch
-        except ValueError as error:
-            log.warning("ranks %s stay: %s", going, error)
+        if not going or not self._may_retire():
             return
+        self._group.epoch = self.without(self._group.epoch, going)
+        self.retiring = ()
         for rank in going:
             if (seat := self._seats.pop(rank, None)) is None:
                 continue
@@ -354,6 +353,19 @@ class Generations:
             self._group.send(seat, {"kind": "stop"})
             if self.running():  # it may still write to others' buffers
                 self._give_up(seat.process(rank))
+
+    def _may_retire(self) -> bool:
+        """Whether members are to go, and the others can serve without them; where these cannot, none goes."""
+        if not self.retiring:
+            return False
+        try:
+            self.without(self._group.epoch, list(self.retiring))
+        except ValueError as error:
+            log.warning("ranks %s stay: %s", self.retiring, error)
+            self.retiring, self.why_stay = (), str(error)
+            self._group.lock.notify_all()
+            return False
+        return True
 
     def _go_on(self, lost: list[int]) -> bool:
         """Leaves lost members out of the epoch, where the others can serve without them; else the group is to
@@ -395,7 +407,7 @@ class Generations:
             log.info("rank %d loads again: the weights were reloaded meanwhile", rank)
             self._have_load(rank, self.returning.connected()[rank])
         ready = self.returning.ready(now)
-        if not ready and not self.retiring:
+        if not ready and not self._may_retire():
             return
         if self._turning_since is None:
             self._turning_since = now

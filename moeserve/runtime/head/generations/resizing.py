@@ -96,22 +96,24 @@ class Resizing:
         One that stays though its lane was drained is started again: its lane takes no call any more.
         """
         with self._group.lock:
-            self._generations.retiring = tuple(seats)
+            self._generations.retiring, self._generations.why_stay = tuple(seats), ""
             self._group.lock.notify_all()
 
         def gone() -> bool:
             return not set(seats) & set(self._group.members.seats)
 
-        served = self._wait(lambda: self._generations.state == "serving" and gone(), seconds)
+        def served() -> bool:
+            return self._generations.state == "serving" and gone()
+
+        self._wait(lambda: served() or bool(self._generations.why_stay), seconds)
         with self._group.lock:
             self._generations.retiring, self._generations.leaving = (), frozenset()
             for seat in [] if gone() else seats:
                 if seat in self._group.seats:
                     process = self._group.seats[seat].process(seat)
                     self._generations.given_up(process, "its lane was drained, and it is to stay")
-            return (
-                "" if served else f"ranks {sorted(seats)} have not left within {seconds:g} s: {self._why()}"
-            )
+            late = f"they have not left within {seconds:g} s: {self._why()}"
+            return "" if served() else f"ranks {sorted(seats)} stay: {self._generations.why_stay or late}"
 
     def _are_members(self, seats: Collection[int]) -> bool:
         return self._generations.state == "serving" and set(seats) <= set(self._group.members.seats)

@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 
 NICENESS = 10  # of the thread that fills them: steps come first
 TRIES = 3  # copies of one expert from its owner whose checksum may be wrong, before the disk is read
-NEWS_SECONDS = 1.0  # after an owner gives nothing: for word of another epoch, before the disk is read
+ROUNDS = 3  # in which owners are asked for what they did not give; then the disk is read
+NEWS_SECONDS = 1.0  # between these, for word of another epoch
 
 PeerAddresses = Mapping[int, str]
 """By owner: the address at which its process gives its experts."""
@@ -144,11 +145,15 @@ class Shadows:
             return
         wanted = self._wanted(epoch)
         self._drop(set().union(*wanted.values()))
-        full: list[int] = []
-        for position, experts in wanted.items():
-            have = [each in self._kept or self._fill(epoch, position, each) for each in experts]
-            if all(have):
-                full.append(position)
+        left = [(at, each) for at, experts in wanted.items() for each in experts if each not in self._kept]
+        silent = set[int]()  # owners that gave nothing at all
+        for ask in (True,) * ROUNDS + (False,):
+            left = [one for one in left if not self._fill(epoch, one, silent if ask else None)]
+            if not left:
+                break
+            if ask:
+                self._wait_for_news()
+        full = [at for at, experts in wanted.items() if all(each in self._kept for each in experts)]
         self.tell(Shadowed(epoch.number, frozenset(full), self.nbytes))
 
     def _wanted(self, epoch: Epoch) -> dict[int, list[HeldExpert]]:
@@ -166,30 +171,40 @@ class Shadows:
         for each in [one for one in self._kept if one not in kept]:
             del self._kept[each]
 
-    def _fill(self, epoch: Epoch, position: int, which: HeldExpert) -> bool:
-        """Makes one shadow; whether there was room for it, and someone who gave it.
+    def _fill(self, epoch: Epoch, one: tuple[int, HeldExpert], silent: set[int] | None) -> bool:
+        """Makes one shadow, of a layer's position and an expert there: from an owner that is not `silent`,
+        or, for None, from disk. Whether it is done with: it is there, or there is no room for it.
 
         Raises Abandoned where another epoch is wanted by now.
         """
+        position, which = one
         with self._news:
             if self._changed or self._closed:
                 raise Abandoned
         like = self._experts.bank.slot(which.layer, 0)
         size = sum(tensor.nbytes for tensor in like.values())
         if self._limit and self.nbytes + size > self._limit:
-            return False
+            return True
         room = _host_memory(like)
-        if not self._from_owner(epoch, position, which, room) and not self._from_disk(which, room):
-            return False
-        self._kept[which] = room
-        return True
+        if silent is None:
+            made = self._from_disk(which, room)
+        else:
+            slots = epoch.placement.replicas(position, which.expert).tolist()
+            owners = [divmod(slot, epoch.placement.slots_per_owner) for slot in slots]
+            made = self._from_owner([each for each in owners if each[0] not in silent], which, room, silent)
+        if made:
+            self._kept[which] = room
+        return made
 
-    def _from_owner(self, epoch: Epoch, position: int, which: HeldExpert, room: dict[str, Tensor]) -> bool:
-        """Copies an expert from an owner that holds it; whether one gave it right."""
-        stride = epoch.placement.slots_per_owner
-        for slot in epoch.placement.replicas(position, which.expert).tolist():
-            owner, at = divmod(slot, stride)
+    def _from_owner(
+        self, owners: list[tuple[int, int]], which: HeldExpert, room: dict[str, Tensor], silent: set[int]
+    ) -> bool:
+        """Copies an expert from one of `owners` by the slot that holds it; whether one gave it right. Those
+        that are not reached become silent.
+        """
+        for owner, at in owners:
             if (address := self._addresses.get(owner)) is None:
+                silent.add(owner)
                 continue
             try:
                 for _ in range(TRIES):
@@ -198,15 +213,16 @@ class Shadows:
                         self.bytes_from_peers += sum(tensor.nbytes for tensor in room.values())
                         return True
                     log.error("a shadow of %s came from owner %d corrupted", which, owner)
-            except (StreamClosed, PeerRefused, OSError) as error:
-                log.info("owner %d gives no shadow of %s: %s", owner, which, clipped(str(error)))
-                self._wait_for_news()
+            except PeerRefused as error:  # it may be reading that layer: it is asked again later
+                log.info("owner %d gives no shadow of %s now: %s", owner, which, clipped(str(error)))
+            except (StreamClosed, OSError) as error:
+                log.info("owner %d gives no shadows: %s", owner, clipped(str(error)))
+                silent.add(owner)
         return False
 
     def _wait_for_news(self) -> None:
-        """An owner gives nothing when it is lost, or its slots change: then another epoch follows.
-
-        Raises Abandoned when one has.
+        """Waits for a moment: an owner gives nothing when it is lost, or its slots change, and another epoch
+        follows. Raises Abandoned when one has.
         """
         with self._news:
             if self._news.wait_for(lambda: self._changed or self._closed, NEWS_SECONDS):
