@@ -156,8 +156,8 @@ class Coordinator:
             if self._recovering is not None:
                 self._recovering.end()
             self.generations.set_state("stopped", reason)
-            self._group.broadcast({"kind": "stop"})
-            for seat in self._seats.values():
+            for seat in [*self._seats.values(), *self.generations.returning.connected().values()]:
+                self._group.send(seat, {"kind": "stop"})
                 seat.stream.close()
             self._seats.clear()
             self._lock.notify_all()

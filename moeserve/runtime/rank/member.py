@@ -261,10 +261,11 @@ class Member:
         first_line = (str(error).splitlines() or [""])[0]
         what = f"rank {self._rank.index}: {quoted(entry['kind'])} failed: {type(error).__name__}"
         reason = clipped(f"{what}: {first_line}")
-        if entry.get("generation") != self._generation:
+        if entry.get("generation") != self._generation and entry["kind"] != "load":
             log.info("%s (its generation was aborted)", reason)
             return
-        self._failed = entry["generation"]
+        if entry["kind"] != "load":  # of no generation yet
+            self._failed = entry["generation"]
         log.error("%s", reason, exc_info=error)
         self._tell({"kind": "failed", "generation": entry["generation"], "reason": reason})
 

@@ -234,3 +234,29 @@ def test_a_service_that_is_told_to_stop_while_a_member_is_lost_finishes_its_call
     members[1].stream.send({"kind": "drained", "generation": 1})  # of the generation in which it was told
     stopping.join(SECONDS)
     assert stopped == [True]
+
+
+def test_steps_go_on_where_the_member_that_was_to_join_is_lost_meanwhile(coordinator: Coordinator) -> None:
+    left = without_last(coordinator)
+    left[0].say("announce", job=1, layer=0, rows=1, left=None)
+    number = left[0].entry("step")["number"]
+    left[1].entry("step")
+    back = FakeMember(coordinator, 2, pid=300)
+    back.entry("load")
+    back.say("loaded", **NOTHING)
+    until(lambda: coordinator.generations.turning)
+    back.stream.close()
+    until(lambda: 2 not in coordinator.seats())
+    for one in left:
+        one.say("done", step=number)
+    left[0].say("announce", job=2, layer=0, rows=1, left=None)
+    assert left[0].entry("step")["number"] == number + 1
+    assert coordinator.progress().state == "serving"
+
+
+def test_a_process_that_loads_is_told_to_stop_with_the_service(coordinator: Coordinator) -> None:
+    without_last(coordinator)
+    back = FakeMember(coordinator, 2, pid=300)
+    back.entry("load")
+    coordinator.stop()
+    assert back.entry("stop") and back.entry("closed")

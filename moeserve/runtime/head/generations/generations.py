@@ -393,13 +393,7 @@ class Generations:
 
     def _turn(self, now: float) -> None:
         """Has members that have loaded join, and those leave that are to go, between two steps."""
-        ready = self.returning.ready(now)
-        if (
-            not (ready or self.retiring)
-            or self.state != "serving"
-            or self._failing is not None
-            or self.layers.closed
-        ):
+        if self.state != "serving" or self._failing is not None or self.layers.closed:
             return
         if self._turning_since is None and self.busy():
             return
@@ -408,6 +402,7 @@ class Generations:
             self._have_load(rank, self.returning.connected()[rank])
         ready = self.returning.ready(now)
         if not ready and not self._may_retire():
+            self._turning_since = None  # who was to join is lost again: steps go on
             return
         if self._turning_since is None:
             self._turning_since = now
