@@ -52,7 +52,7 @@ class FakeMember:
             while True:
                 entry = self.stream.receive()
                 if entry["kind"] == "open_layers":
-                    self.open_layers.append(entry["all"])
+                    self.open_layers.append(not entry["closed"])
                 elif entry["kind"] != "ask":
                     self.entries.put(entry)
                 elif self.runs:

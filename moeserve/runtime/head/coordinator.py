@@ -374,9 +374,9 @@ class Coordinator:
     def _open_layers(self) -> None:
         """Has steps of all layers that nobody lacks experts of."""
         closed = frozenset(self._layers[at] for at in self.generations.layers.closed)
-        if bool(closed) != bool(self._steps.closed):  # lanes do not take the wait for slowness
+        if closed != self._steps.closed:  # lanes do not take the wait for slowness, and bound it
             now = self._group.generation
-            self._group.broadcast({"kind": "open_layers", "generation": now, "all": not closed})
+            self._group.broadcast({"kind": "open_layers", "generation": now, "closed": sorted(closed)})
         self._steps.closed = closed
         self._emit()
 

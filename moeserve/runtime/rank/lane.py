@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -156,6 +156,7 @@ class Lane:
         self._lock = threading.Lock()
         self._generation: int | None = None  # that jobs are announced to; None: none serves now
         self._held = 0  # counts how often it was held or no more
+        self._unwhole: dict[int, float] = {}  # layers that no step takes yet -> since when
         self._closed: str | None = "the group is forming"
         self._draining: str | None = None  # why it never takes another job, whatever the group does
 
@@ -183,6 +184,7 @@ class Lane:
         with self._lock:
             self._closed, self._generation = self._draining, generation
             self._held += 1
+            self._unwhole = {}
             held = list(self._jobs.values())
         for job in held:
             if job.upload is not None and job.upload.claimed:
@@ -342,12 +344,30 @@ class Lane:
             jobs = [self._jobs.get(number) for number, _ in named]
         return [None if job is None or not _claimed(job) else job for job in jobs]
 
+    def wait_for_layers(self, layers: Collection[int]) -> None:
+        """Jobs of these layers (decoder indices) wait, as members still read experts of them: for at most
+        `hold_seconds`. Those of all others do not, or no more.
+        """
+        with self._lock:
+            now = time.monotonic()
+            self._unwhole = {layer: self._unwhole.get(layer, now) for layer in layers}
+
     def expire(self, now: float) -> None:
-        """Fails jobs whose deadline passed; the sequencer drops such jobs without a word."""
+        """Fails jobs whose deadline passed; the sequencer drops such jobs without a word. And those that have
+        waited for too long for their layer to be whole.
+        """
         with self._lock:
             late = [job for job in self._jobs.values() if job.deadline < now]
+            since = self._unwhole
+            waiting = [job for job in self._jobs.values() if job.layer in since and job not in late]
         for job in late:
             job.fail(DeadlinePassed(f"layer {job.layer}: no answer within the deadline"))
+        for job in waiting:
+            if now - max(job.created, since[job.layer]) > self.hold_seconds:
+                limit = f"members.hold_seconds = {self.hold_seconds:g}"
+                job.fail(
+                    GroupUnavailable(f"layer {job.layer} is being restored, and not whole within {limit}")
+                )
 
     def _forget(self, call: LaneCall) -> None:
         """Holds a call's jobs no more; withdraws those without an answer."""

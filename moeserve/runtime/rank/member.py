@@ -193,8 +193,7 @@ class Member:
                     self.on_peers(addresses_from(message))
                     continue
                 if message["kind"] == "open_layers":
-                    if message["generation"] == self._generation:
-                        self.on_layers(bool(message["all"]))
+                    self._open_layers(message)
                     continue
                 if message["kind"] == "ask":
                     self._say_here(message["generation"])
@@ -218,6 +217,15 @@ class Member:
                 self._entries.put(message)
         except StreamClosed as closed:
             return f"the coordinator is gone: {closed}"
+
+    def _open_layers(self, message: Message) -> None:
+        """Steps run of all layers but some, whose jobs wait."""
+        if message["generation"] != self._generation:
+            return
+        closed = [int(layer) for layer in message["closed"]]
+        if self._lane is not None:
+            self._lane.wait_for_layers(closed)
+        self.on_layers(not closed)
 
     def _end_generation(self, reason: str, *, back: bool) -> None:
         """Ends the waits of the generation, whatever thread is in them; where the group comes `back`, the

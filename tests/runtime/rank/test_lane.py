@@ -184,3 +184,24 @@ def test_rows_that_a_failed_step_had_taken_from_the_device_are_brought_there_aga
     lane.hold("rank 1 is lost")
     lane.open(5)
     assert job.upload is None and lane.take(((1, 1),)) == [job]
+
+
+def test_jobs_of_a_layer_that_is_being_restored_wait_no_longer_than_calls_are_held() -> None:
+    lane, _, _ = made()
+    lane.hold_seconds = 5.0
+    before = lane.submit(batch(1))
+    lane.wait_for_layers([0, 7])
+    after, other = lane.submit(batch(1)), lane.submit(replace(batch(1), layer=3))
+    now = time.monotonic()
+    lane.wait_for_layers([0])  # one more is whole; the others wait on
+    lane.expire(now + 4.0)
+    assert not (before.ended or after.ended or other.ended)
+    lane.expire(now + 6.0)
+    for call in (before, after):
+        with pytest.raises(GroupUnavailable, match=r"layer 0 is being restored, .* members.hold_seconds = 5"):
+            call.result()
+    assert not other.ended
+    lane.wait_for_layers([])
+    again = lane.submit(batch(1))
+    lane.expire(now + 60.0)
+    assert not again.ended

@@ -202,3 +202,20 @@ def test_jobs_stay_in_the_lane_while_the_head_is_away() -> None:
     came.put(Gone())
     running.join(SECONDS)
     assert call.ended
+
+
+def test_a_member_that_cannot_load_beforehand_says_so_whatever_it_was_before() -> None:
+    rank: Any = SimpleNamespace(index=2, interrupt=lambda: None, leave=lambda: None)
+    came: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    wire: Any = SimpleNamespace(receive=came.get, send=said.put)
+    member = Member(rank, None, wire, ProcessGroupSettings("gloo", SECONDS), lambda record: None)
+    running = threading.Thread(target=member.run, daemon=True)
+    running.start()
+    came.put({"kind": "abort", "generation": 4, "reason": "the stream broke", "back": True})
+    came.put({"kind": "load", "generation": 0, "epoch": {}})
+    failed = said.get(timeout=SECONDS)
+    assert failed["kind"] == "failed" and "rank 2: 'load' failed" in failed["reason"]
+    came.put({"kind": "stop"})
+    running.join(SECONDS)
+    assert not running.is_alive()
