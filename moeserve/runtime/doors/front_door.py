@@ -71,7 +71,7 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
 
     def _leaving(self) -> frozenset[int]:
         """Ranks whose lanes take no further call."""
-        return self._coordinator.generations.leaving
+        return self._coordinator.generations.turnover.leaving
 
     def close(self) -> None:
         """Closes the connections to the lanes."""

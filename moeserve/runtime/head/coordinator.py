@@ -81,10 +81,10 @@ class Coordinator:
         self.generations = Generations(self._group)
         self.generations.on_state, self.generations.on_abort = self._state_changed, self._aborted
         self.generations.standing_step = lambda: self._steps.standing
-        self.generations.running = lambda: self._steps.running
+        self.generations.turnover.running = lambda: self._steps.running
         self._layers = layers
         self.ready = ReadyPlans(self._shadowed)
-        self.generations.without, self._changes.on_epoch = self.ready.without, self.ready.renew
+        self.generations.turnover.without, self._changes.on_epoch = self.ready.without, self.ready.renew
         self.keeps_shadows = False  # members are told where they get them from
         self._reception = Reception(at, room.max_lanes + room.max_owners, token, self)
         self.address = self._reception.address
@@ -128,7 +128,7 @@ class Coordinator:
     def no_room(self, rank: int, why: str) -> None:
         """The launcher cannot start a rank that is to join."""
         with self._lock:
-            if rank in self.generations.coming:
+            if rank in self.generations.turnover.coming:
                 self.generations.refused(rank, Refusal(why, for_good=True))
 
     def recover(self, seconds: float, wanted: Collection[int] | None = None) -> None:
@@ -141,7 +141,7 @@ class Coordinator:
     def start(self) -> None:
         """Begins to accept members, and to order their steps."""
         patience = self.generations.patience
-        self.generations.returning.silent_seconds = patience.prepare
+        self.generations.turnover.returning.silent_seconds = patience.prepare
         self._reception.send_seconds, self._changes.adopt_seconds = patience.send, patience.adopt
         self._reception.reach_seconds = patience.reach
         self._reception.hello_seconds, self._changes.on_stuck = patience.hello, self.generations.stuck
@@ -156,7 +156,7 @@ class Coordinator:
             if self._recovering is not None:
                 self._recovering.end()
             self.generations.set_state("stopped", reason)
-            for seat in [*self._seats.values(), *self.generations.returning.connected().values()]:
+            for seat in [*self._seats.values(), *self.generations.turnover.returning.connected().values()]:
                 self._group.send(seat, {"kind": "stop"})
                 seat.stream.close()
             self._seats.clear()
@@ -222,7 +222,7 @@ class Coordinator:
     def seats(self) -> dict[int, Seat]:
         """The members that are connected now, by seat, and those that load before they join."""
         with self._lock:
-            return self._seats | self.generations.returning.connected()
+            return self._seats | self.generations.turnover.returning.connected()
 
     def covers(self) -> dict[int, Cover]:
         """Where the experts of each member that has any would come from, were it lost now; by seat."""
@@ -233,13 +233,13 @@ class Coordinator:
     def away(self) -> list[Member]:
         """The members that the group serves without: lost, or loading before they join."""
         with self._lock:
-            return self.generations.returning.members
+            return self.generations.turnover.returning.members
 
     def belonging(self) -> tuple[Members, list[int]]:
         """All members, those that are away with them, and the seats of those that are there."""
         with self._lock:
             members = self._group.members
-            for member in self.generations.returning.members:
+            for member in self.generations.turnover.returning.members:
                 members = members.plus(member)
             return members, sorted(self._seats)
 
@@ -278,7 +278,7 @@ class Coordinator:
         with self._lock:
             if self._recovering is not None and self._recovering.connected(rank, seat, refusal):
                 return
-            away = rank in self.generations.returning.seats
+            away = rank in self.generations.turnover.returning.seats
             if not away and rank not in self._group.members.seats:
                 taken = list(self._group.members.seats)
                 raise ValueError(f"seat {rank} is vacant: the members of this group have seats {taken}")
@@ -320,8 +320,8 @@ class Coordinator:
                 self._drained.add(rank)
                 self._lock.notify_all()
                 return
-            if self.generations.returning.is_here(rank, seat):
-                self.generations.returning_says(rank, message)
+            if self.generations.turnover.returning.is_here(rank, seat):
+                self.generations.turnover.heard(rank, message)
                 return
             if message.get("generation") != self._group.generation:  # from before an abort
                 said, now = quoted(message.get("generation")), self._group.generation

@@ -89,13 +89,14 @@ class HeadProcess:
         self.coordinator.generations.patience = patience_of(config)
         self.coordinator.keeps_shadows = config.balance.shadows
         self.coordinator.ready.nbytes = expert_nbytes(served)
-        self.coordinator.generations.serve_on = config.members.serve_on
-        self.coordinator.generations.why_whole = lambda: why_whole(self.coordinator.dispatchers())
+        turnover = self.coordinator.generations.turnover
+        turnover.serve_on = config.members.serve_on
+        turnover.why_whole = lambda: why_whole(self.coordinator.dispatchers())
         self.coordinator.generations.hold_seconds = config.members.hold_seconds
         self.rebalancer = Rebalancer(
             self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
         )
-        self.coordinator.generations.busy = lambda: self.rebalancer.moves or bool(self.coordinator.draining)
+        turnover.busy = lambda: self.rebalancer.moves or bool(self.coordinator.draining)
         self._telemetry = CoordinatorTelemetry(model_name(config), __version__, served.layers)
         self._telemetry.progress(self.coordinator.progress)
         self._telemetry.why_not = lambda: (

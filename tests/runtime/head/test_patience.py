@@ -15,7 +15,7 @@ from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import StreamClosed, connect
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
-from moeserve.runtime.head.generations import generations
+from moeserve.runtime.head.generations import blame, generations
 from moeserve.runtime.head.generations.patience import (
     LEAST_SECONDS,
     MOST_SECONDS,
@@ -35,7 +35,7 @@ MEMBERS = Members.of_ranks(2)
 @pytest.fixture
 def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
     monkeypatch.setattr(generations, "SETTLE_SECONDS", 0.01)
-    monkeypatch.setattr(generations, "BLAME_SECONDS", 0.01)
+    monkeypatch.setattr(blame, "BLAME_SECONDS", 0.01)
     made = Coordinator(
         Epoch.first(Mesh(2, 1, 2), layers=1, experts=4), (0,), StepPace(8, 16), "127.0.0.1", TOKEN
     )
@@ -191,7 +191,7 @@ def test_the_operators_limit_without_serving_ends_the_service(coordinator: Coord
 def test_who_does_not_answer_is_named_before_who_waited_for_it(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generations, "BLAME_SECONDS", 0.5)
+    monkeypatch.setattr(blame, "BLAME_SECONDS", 0.5)
     members = serving(coordinator, MEMBERS)
     members[1].runs = False
     members[0].say("failed", reason="rank 0: step failed: timed out")

@@ -32,7 +32,7 @@ def coordinator() -> Iterator[Coordinator]:
     """Each owner has four slots; there are six experts."""
     epoch = Epoch.first(Mesh(3, 1, 3), layers=1, experts=6, redundant=6, members=RANKS)
     with head_of(epoch) as made:
-        made.generations.serve_on = True
+        made.generations.turnover.serve_on = True
         yield made
 
 
@@ -171,12 +171,15 @@ def test_a_rank_that_is_to_come_back_to_a_seat_is_drained_anew(coordinator: Coor
 
 def test_ranks_that_alone_hold_experts_stay_and_are_started_again(coordinator: Coordinator) -> None:
     members = serving(coordinator, RANKS)
-    coordinator.generations.without = refusing
+    coordinator.generations.turnover.without = refusing
     why = beside(lambda: coordinator.resizing.retire([2], SECONDS))()
     assert why == "ranks [2] stay: layer 0: 1 experts lost their last replica"
     members[2].entry("stop")
     assert coordinator.epoch.members == RANKS
-    assert coordinator.generations.leaving == frozenset() and coordinator.generations.retiring == ()
+    assert (
+        coordinator.generations.turnover.leaving == frozenset()
+        and coordinator.generations.turnover.retiring == ()
+    )
 
 
 def refusing(epoch: Epoch, seats: list[int]) -> Epoch:

@@ -27,7 +27,7 @@ def coordinator() -> Iterator[Coordinator]:
     # six experts in nine slots on three owners: any two hold all of them
     first = Epoch.first(Mesh(3, 1, 3), layers=2, experts=6, redundant=3)
     with head_of(first, layers=(0, 1)) as made:
-        made.generations.serve_on = True
+        made.generations.turnover.serve_on = True
         yield made
 
 
@@ -99,12 +99,12 @@ def test_layers_of_which_a_member_lacks_experts_wait_and_others_are_served(coord
 
 def test_nobody_joins_while_layers_are_restored_or_experts_move(coordinator: Coordinator) -> None:
     moving = [True]
-    coordinator.generations.busy = lambda: moving[0]
+    coordinator.generations.turnover.busy = lambda: moving[0]
     left = without_last(coordinator, lacks={1: [0, 1]})
     back = FakeMember(coordinator, 2, pid=300)
     back.entry("load")
     back.say("loaded", **NOTHING)
-    until(lambda: coordinator.generations.returning.ready(time.monotonic()) == [2])
+    until(lambda: coordinator.generations.turnover.returning.ready(time.monotonic()) == [2])
     for layer in (0, 1):
         left[1].say("restored", layer=layer, why_not="")
     until(lambda: not coordinator.generations.layers.closed)
@@ -133,7 +133,7 @@ def test_a_step_under_way_ends_before_a_member_joins(coordinator: Coordinator) -
 
 
 def test_who_loads_and_is_lost_again_or_silent_disturbs_nobody(coordinator: Coordinator) -> None:
-    coordinator.generations.returning.silent_seconds = 0.5
+    coordinator.generations.turnover.returning.silent_seconds = 0.5
     left = without_last(coordinator)
     generation = coordinator.progress().generation
     first = FakeMember(coordinator, 2, pid=300)
@@ -182,7 +182,7 @@ def test_a_member_that_was_reloaded_past_loads_again(coordinator: Coordinator) -
 
 
 def test_a_dispatcher_that_serves_whole_groups_alone_has_the_group_wait(coordinator: Coordinator) -> None:
-    coordinator.generations.why_whole = lambda: "deepep_ll serves groups whose ranks are all there"
+    coordinator.generations.turnover.why_whole = lambda: "deepep_ll serves groups whose ranks are all there"
     members = serving(coordinator, MEMBERS)
     members[2].stream.close()
     members[0].entry("abort")

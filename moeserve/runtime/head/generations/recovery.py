@@ -207,7 +207,7 @@ class Recovering:
         self._recovery = None
         self._group.epoch = found.epoch
         self._generations.recovered(self._first, found.generation, self._wanted)
-        known = {*self._group.members.seats, *self._generations.returning.seats}
+        known = {*self._group.members.seats, *self._generations.turnover.returning.seats}
         for number, seat in found.seats.items():
             if number in known:
                 self._generations.seated(number, seat)

@@ -28,7 +28,7 @@ class Resizing:
     def wanted(self) -> frozenset[int]:
         """The seats that are to have a process: members', and those of others that are to join."""
         with self._group.lock:
-            return frozenset({*self._group.members.seats, *self._generations.returning.seats})
+            return frozenset({*self._group.members.seats, *self._generations.turnover.returning.seats})
 
     def expect(self, seats: Collection[int]) -> None:
         """Reserved seats are to be filled with ranks: whoever takes one loads first, and then joins.
@@ -38,12 +38,12 @@ class Resizing:
         with self._group.lock:
             grown = with_ranks(self._group.epoch, seats)
             self._drained.difference_update(seats)
-            self._generations.coming |= dict.fromkeys(seats, "")
-            self._generations.returning.leave(grown, sorted(seats), time.monotonic())
+            self._generations.turnover.coming |= dict.fromkeys(seats, "")
+            self._generations.turnover.returning.leave(grown, sorted(seats), time.monotonic())
 
     def wait_joined(self, seats: Collection[int], seconds: float) -> str:
         """Waits until members have these seats and the group serves; why they do not, or nothing."""
-        coming = self._generations.coming
+        coming = self._generations.turnover.coming
 
         def refused() -> list[str]:
             return [why for seat in seats if (why := coming.get(seat, ""))]
@@ -59,20 +59,20 @@ class Resizing:
         with self._group.lock:
             joined = [seat for seat in seats if seat in self._group.members.seats]
             for seat in seats:
-                self._generations.coming.pop(seat, None)
-                if seat in self._generations.returning.seats:
-                    self._generations.forget(seat, "it has not joined in time")
+                self._generations.turnover.coming.pop(seat, None)
+                if seat in self._generations.turnover.returning.seats:
+                    self._generations.turnover.forget(seat, "it has not joined in time")
             return joined
 
     def epoch_without(self, seats: Collection[int]) -> Epoch:
         """The epoch when these members are gone. Raises ValueError where the others cannot serve alone."""
         with self._group.lock:
-            return self._generations.without(self._group.epoch, list(seats))
+            return self._generations.turnover.without(self._group.epoch, list(seats))
 
     def leave(self, seats: Collection[int]) -> None:
         """Callers find the lanes of these members no more."""
         with self._group.lock:
-            self._generations.leaving = frozenset(seats)
+            self._generations.turnover.leaving = frozenset(seats)
 
     def drain(self, seats: Collection[int], seconds: float, reason: str) -> None:
         """Lanes of these members take no further call; waits for calls under way, and no longer than told."""
@@ -96,7 +96,7 @@ class Resizing:
         One that stays though its lane was drained is started again: its lane takes no call any more.
         """
         with self._group.lock:
-            self._generations.retiring, self._generations.why_stay = tuple(seats), ""
+            self._generations.turnover.retiring, self._generations.turnover.why_stay = tuple(seats), ""
             self._group.lock.notify_all()
 
         def gone() -> bool:
@@ -105,15 +105,19 @@ class Resizing:
         def served() -> bool:
             return self._generations.state == "serving" and gone()
 
-        self._wait(lambda: served() or bool(self._generations.why_stay), seconds)
+        self._wait(lambda: served() or bool(self._generations.turnover.why_stay), seconds)
         with self._group.lock:
-            self._generations.retiring, self._generations.leaving = (), frozenset()
+            self._generations.turnover.retiring, self._generations.turnover.leaving = (), frozenset()
             for seat in [] if gone() else seats:
                 if seat in self._group.seats:
                     process = self._group.seats[seat].process(seat)
                     self._generations.given_up(process, "its lane was drained, and it is to stay")
             late = f"they have not left within {seconds:g} s: {self._why()}"
-            return "" if served() else f"ranks {sorted(seats)} stay: {self._generations.why_stay or late}"
+            return (
+                ""
+                if served()
+                else f"ranks {sorted(seats)} stay: {self._generations.turnover.why_stay or late}"
+            )
 
     def _are_members(self, seats: Collection[int]) -> bool:
         return self._generations.state == "serving" and set(seats) <= set(self._group.members.seats)

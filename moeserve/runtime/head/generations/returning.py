@@ -46,7 +46,7 @@ class Returning:
     silent_seconds: a process that says nothing for so long while it loads is given up.
     """
 
-    def __init__(self, silent_seconds: float) -> None:
+    def __init__(self, silent_seconds: float = 120.0) -> None:
         self.silent_seconds = silent_seconds
         self._away: dict[int, _Away] = {}
         self._joined: dict[int, float] = {}  # seats that were away -> when they joined

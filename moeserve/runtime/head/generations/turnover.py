@@ -1,0 +1,210 @@
+"""`Turnover`: members that leave a group while it serves, and others that join it, between two steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from moeserve.proto.texts import quoted
+from moeserve.runtime.control.messages import epoch_message
+from moeserve.runtime.control.stream import Message
+from moeserve.runtime.epoch import Epoch
+from moeserve.runtime.head.generations.returning import Returning
+from moeserve.runtime.head.group import Group
+from moeserve.runtime.head.reception import RankProcess, Refusal, Seat
+
+log = logging.getLogger(__name__)
+
+TURN_SECONDS = 1.0  # at most, for steps under way when a member is to join between two
+
+GiveUp = Callable[[RankProcess], None]
+"""Has the launcher end a process."""
+
+
+class Turnover:
+    """Changes the epoch's members and seats processes; generations form of them elsewhere.
+
+    It has no thread, and the caller of any method holds the group's lock. `give_up` ends a process that no
+    generation may form before, `let_go` one that no generation has to do with.
+    """
+
+    def __init__(self, group: Group, give_up: GiveUp, let_go: GiveUp) -> None:
+        self._group, self._give_up, self._let_go = group, give_up, let_go
+        self.serve_on = False  # a lost member's experts are served by others, where these have the slots
+        # the epoch without those seats; raises ValueError where the others cannot serve without them
+        self.without: Callable[[Epoch, list[int]], Epoch] = lambda epoch, seats: epoch.without(seats)
+        self.why_whole: Callable[[], str] = lambda: ""  # why the group cannot go on without a member
+        self.returning = Returning()
+        self.coming: dict[int, str] = {}  # seats of new members, and why one cannot start, once that is known
+        self.leaving: frozenset[int] = frozenset()  # of members whose lanes callers find no more
+        self.retiring: tuple[int, ...] = ()  # of members that the group goes on without, between two steps
+        self.why_stay = ""  # why those that were to go have stayed
+        self.running: Callable[[], int] = lambda: 0  # steps that members have not finished
+        self.busy: Callable[[], bool] = lambda: False  # nobody joins now: experts move
+        self._turning_since: float | None = None
+
+    @property
+    def turning(self) -> bool:
+        """Whether no step begins, since members are about to join or to leave."""
+        return self._turning_since is not None
+
+    @property
+    def words(self) -> list[str]:
+        """Who is away, and who is to join, for those who ask how the group is."""
+        coming = sorted(self.coming.keys() & set(self.returning.seats))
+        away = [seat for seat in self.returning.seats if seat not in coming]
+        said = [f"ranks {away} are away, and others serve their experts"] if away else []
+        return said + ([f"ranks {coming} are to join"] if coming else [])
+
+    # -- processes that load before they join ---------------------------------------------------------------
+
+    def take_seat(self, rank: int, seat: Seat) -> None:
+        """Has a process load what its seat is to hold, while the group serves without it."""
+        if (other := self.returning.connected().get(rank)) is not None and other is not seat:
+            self.part_with(rank, f"pid {seat.pid} has taken its place", seat.process(rank))
+        log.info("rank %d (pid %d) loads, and then joins", rank, seat.pid)
+        self._have_load(rank, seat)
+
+    def _have_load(self, rank: int, seat: Seat) -> None:
+        self.returning.sit_down(rank, seat, self._group.epoch, time.monotonic())
+        epoch = self.returning.epoch_with(self._group.epoch, [rank])
+        self._group.send(seat, {"kind": "load", "generation": 0, "epoch": epoch_message(epoch)})
+        self._group.lock.notify_all()
+
+    def heard(self, rank: int, message: Message) -> None:
+        """Takes the message of a process that loads. Raises ValueError for one that it may not send."""
+        match message["kind"]:
+            case "here":
+                self.returning.heard(rank, time.monotonic())
+            case "loaded":
+                self.returning.heard(rank, time.monotonic(), loaded=True)
+                log.info("rank %d has loaded", rank)
+            case "failed":
+                self.part_with(rank, str(message["reason"]))
+            case "store" | "withdraw" | "announce" | "restored":
+                return  # of a generation that it had a part in
+            case other:
+                raise ValueError(f"rank {rank} is to load, and says {quoted(other)}")
+        self._group.lock.notify_all()
+
+    def refused(self, rank: int, refusal: Refusal) -> None:
+        """Notes that a process that was to load cannot start."""
+        log.warning("rank %d cannot come back: %s", rank, refusal.reason)
+        if refusal.for_good and rank in self.coming:
+            self.coming[rank] = refusal.reason
+            self._group.lock.notify_all()
+
+    def given_up(self, process: RankProcess, why: str) -> bool:
+        """Parts with a process that does not run; False where it is none of those that load."""
+        seat = self.returning.connected().get(process.rank)
+        if seat is None or seat.process(process.rank) != process:
+            return False
+        self.part_with(process.rank, why)
+        return True
+
+    def end_silent(self, now: float) -> None:
+        """Parts with processes that load and say nothing for too long."""
+        for rank in self.returning.silent(now):
+            limit = self.returning.silent_seconds
+            self.part_with(rank, f"it read no layer for cluster.prepare_seconds = {limit:g}")
+
+    def forget(self, rank: int, why: str) -> None:
+        """Expects no member at a seat any more, and parts with the process that was to join there."""
+        if rank in self.returning.connected():
+            self.part_with(rank, why)
+        self.returning.forget(rank)
+
+    def part_with(self, rank: int, why: str, heir: RankProcess | None = None) -> None:
+        """Parts with a process that was to load: it is told to stop, and the launcher ends it, unless it is
+        the one that takes the seat again, `heir`.
+        """
+        seat = self.returning.connected()[rank]
+        self.returning.lost(rank)
+        log.warning("rank %d (pid %d), which was to join, is given up: %s", rank, seat.pid, why)
+        self._group.send(seat, {"kind": "stop"})
+        seat.stream.close()
+        if (process := seat.process(rank)) != heir:
+            self._let_go(process)
+
+    # -- when a generation ends -----------------------------------------------------------------------------
+
+    def take_leave(self) -> None:
+        """Members that are to go are none any more, and end; the others hold what they held."""
+        going = [seat for seat in self.retiring if seat in self._group.members.seats]
+        if not going or not self._may_retire():
+            return
+        self._group.epoch = self.without(self._group.epoch, going)
+        self.retiring = ()
+        for rank in going:
+            if (seat := self._group.seats.pop(rank, None)) is None:
+                continue
+            log.info("rank %d (pid %d) leaves the group", rank, seat.pid)
+            self._group.send(seat, {"kind": "stop"})
+            if self.running():  # it may still write to others' buffers
+                self._give_up(seat.process(rank))
+
+    def go_on_without(self, lost: list[int]) -> bool:
+        """Leaves lost members out of the epoch, where the others can serve without them; else the group is to
+        be whole again, with those that it had left out before. Whether it goes on.
+        """
+        if not lost or not self.serve_on:
+            return False
+        before = self._group.epoch
+        try:
+            if why := self.why_whole():
+                raise ValueError(why)
+            self._group.epoch = self.without(before, lost)
+        except ValueError as error:
+            log.warning("the group waits for ranks %s: %s", lost, error)
+            self._admit([seat for seat in self.returning.seats if seat not in self.coming])
+            return False
+        self.returning.leave(before, lost, time.monotonic())
+        log.warning("the group goes on without ranks %s, in epoch %d", lost, self._group.epoch.number)
+        return True
+
+    def turned(self) -> None:
+        """The generation has ended: whoever was to join or to leave has."""
+        self._turning_since = None
+
+    # -- between two steps ----------------------------------------------------------------------------------
+
+    def turn(self, now: float) -> str:
+        """Has members that have loaded join, once no step is under way. Returns what is to end the
+        generation, who joins and who leaves; empty while nobody does.
+        """
+        if self._turning_since is None and self.busy():
+            return ""
+        for rank in self.returning.stale(self._group.epoch):
+            log.info("rank %d loads again: the weights were reloaded meanwhile", rank)
+            self._have_load(rank, self.returning.connected()[rank])
+        ready = self.returning.ready(now)
+        if not ready and not self._may_retire():
+            self._turning_since = None  # who was to join is lost again: steps go on
+            return ""
+        if self._turning_since is None:
+            self._turning_since = now
+        if self.running() and now - self._turning_since < TURN_SECONDS:
+            return ""
+        self._admit(ready)
+        said = [f"ranks {ready} join"] if ready else []
+        said += [f"ranks {list(self.retiring)} leave"] if self.retiring else []
+        return "; ".join(said)
+
+    def _may_retire(self) -> bool:
+        """Whether members are to go, and the others can serve without them; where these cannot, none goes."""
+        if not self.retiring:
+            return False
+        try:
+            self.without(self._group.epoch, list(self.retiring))
+        except ValueError as error:
+            log.warning("ranks %s stay: %s", self.retiring, error)
+            self.retiring, self.why_stay = (), str(error)
+            self._group.lock.notify_all()
+            return False
+        return True
+
+    def _admit(self, seats: list[int]) -> None:
+        """Makes members of those that were away; the present generation has to end."""
+        self._group.epoch = self.returning.epoch_with(self._group.epoch, seats)
+        self.returning.join(seats, self._group.seats.__setitem__, time.monotonic())
