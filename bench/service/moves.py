@@ -220,7 +220,7 @@ def run_windows(
 ) -> tuple[Watch, list[Cycle]]:
     """Windows with and without moves, one after the other."""
     watch, cycles = Watch(), []
-    house.head.coordinator.observe_step = watch.step
+    house.head.coordinator.observe_steps(watch.step)
     rebalancer, exchange = house.head.rebalancer, Exchange()
     started, window, before = time.monotonic(), 0, phases(house)
     while time.monotonic() - started < args.seconds:

@@ -63,7 +63,7 @@ def read_bytes(house: LocalCluster, seat: int) -> dict[str, float]:
 
 def sources(house: LocalCluster) -> dict[str, int]:
     """Layers of all members by where their experts would come from."""
-    covers = house.head.coordinator.covers().values()
+    covers = house.head.coordinator.view.covers().values()
     return {
         name: sum(getattr(one, name) for one in covers) for name in ("replicas", "shadows", "disk", "waits")
     }

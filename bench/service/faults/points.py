@@ -184,7 +184,7 @@ def _head(function: Callable[..., None]) -> Callable[..., None]:
         function(self, *args, **named)
         if (steps := HERE.folder / STEPS).exists():
             log = steps.open("a", buffering=1)
-            self.coordinator.observe_step = lambda layer, seconds: log.write(f"{time.time()} {seconds}\n")
+            self.coordinator.observe_steps(lambda layer, seconds: log.write(f"{time.time()} {seconds}\n"))
 
     return wrapped
 

@@ -213,15 +213,16 @@ class FrontDoor(moe_pb2_grpc.FrontServiceServicer):
         """How the service is doing, with the load of every layer, and of every expert on request."""
         progress, seats = self._coordinator.progress(), self._coordinator.seats()
         epoch = self._coordinator.epoch
-        covers = self._coordinator.covers()
+        covers = self._coordinator.view.covers()
         ranks = [
             _rank_status(member, seats.get(member.seat), covers.get(member.seat))
             for member in _members(epoch, seats)
         ]
         ranks += [
-            _rank_status(_absent(member), seats.get(member.seat), None) for member in self._coordinator.away()
+            _rank_status(_absent(member), seats.get(member.seat), None)
+            for member in self._coordinator.view.away()
         ]
-        by_phase = self._coordinator.load_by_phase()
+        by_phase = self._coordinator.view.load_by_phase()
         tokens, prefill = by_phase.sum(axis=0), by_phase[PHASES.index("prefill")]
         balanced = 1 / epoch.placement.imbalance(tokens)
         layers = [

@@ -14,33 +14,26 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
-from moeserve.dispatch.members import Member, Members
-from moeserve.experts.load import PHASES, Load
+from moeserve.experts.load import Load
 from moeserve.proto.texts import clipped, quoted
-from moeserve.runtime.control.frames import encoded
 from moeserve.runtime.control.messages import (
-    announcement_from,
-    header_message,
-    load_from,
     plans_from,
     positions_from,
     reached_from,
 )
-from moeserve.runtime.control.shadowed import Shadowed, peers_message, shadowed_from
+from moeserve.runtime.control.shadowed import peers_message, shadowed_from
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
 from moeserve.runtime.head.generations.generations import Generations
-from moeserve.runtime.head.generations.ready import Cover, ReadyPlans
 from moeserve.runtime.head.generations.recovery import Recovering
 from moeserve.runtime.head.generations.resizing import Resizing
 from moeserve.runtime.head.group import Group
-from moeserve.runtime.head.in_flight import StepsInFlight
+from moeserve.runtime.head.group_view import GroupView
 from moeserve.runtime.head.placing.pending_change import Outcome
 from moeserve.runtime.head.placing.two_phase_commit import TwoPhaseCommit
 from moeserve.runtime.head.reception import RankProcess, Reception, Refusal, Seat
 from moeserve.runtime.head.sequencer import StepPace
+from moeserve.runtime.head.step_order import StepOrder
 from moeserve.runtime.keys.keys import Keys
 
 log = logging.getLogger(__name__)
@@ -77,26 +70,25 @@ class Coordinator:
         self._group, room = Group(epoch), epoch.members
         self._lock, self._seats = self._group.lock, self._group.seats
         self._changes = TwoPhaseCommit(self._group, layers)
-        self._steps = StepsInFlight(room.max_lanes, pace)
         self.generations = Generations(self._group)
+        self._steps = StepOrder(self._group, pace, lambda: self.generations.steady)
         self.generations.on_state, self.generations.on_abort = self._state_changed, self._aborted
-        self.generations.standing_step = lambda: self._steps.standing
-        self.generations.turnover.running = lambda: self._steps.running
+        self.generations.standing_step = lambda: self._steps.in_flight.standing
+        self.generations.turnover.running = lambda: self._steps.in_flight.running
         self._layers = layers
-        self.ready = ReadyPlans(self._shadowed)
-        self.generations.turnover.without, self._changes.on_epoch = self.ready.without, self.ready.renew
+        self.view = GroupView(self._group, self.generations.turnover.returning)
+        ready = self.view.ready
+        self.generations.turnover.without, self._changes.on_epoch = ready.without, ready.renew
         self.keeps_shadows = False  # members are told where they get them from
         self._reception = Reception(at, room.max_lanes + room.max_owners, token, self)
         self.address = self._reception.address
         self._recovering: Recovering | None = None  # of a head that has started again
-        self._pace_until = math.inf  # when the thread that keeps the pace looks again
         self.draining = ""  # why lanes take no further call, though the group serves
         self._told_to_drain: Message | None = None  # what members were told, also those that come later
         self._drained = set[int]()  # seats whose calls have ended since
         self.resizing = Resizing(self._group, self.generations, self._drained)
         self._log_levels: dict[str, str] = {}  # that every member sets, by logger
         self.on_change: Callable[[Progress], None] = lambda progress: None
-        self.observe_step: Callable[[int, float], None] = lambda layer, seconds: None  # of the whole group
 
     @property
     def generation(self) -> int:
@@ -107,6 +99,10 @@ class Coordinator:
     def epoch(self) -> Epoch:
         """The epoch that is served, or forms."""
         return self._group.epoch
+
+    def observe_steps(self, observe: Callable[[int, float], None]) -> None:
+        """Has `observe` told the layer and the seconds of each step of the whole group."""
+        self._steps.observe = observe
 
     def secure(self, keys: Keys) -> None:
         """Has members' streams encrypted as `keys` says; called before `start`."""
@@ -146,7 +142,7 @@ class Coordinator:
         self._reception.reach_seconds = patience.reach
         self._reception.hello_seconds, self._changes.on_stuck = patience.hello, self.generations.stuck
         self._reception.start()
-        self.ready.start()
+        self.view.ready.start()
         threading.Thread(target=self._keep_pace, name="keep_pace", daemon=True).start()
 
     def stop(self, reason: str = STOPPING) -> None:
@@ -161,7 +157,7 @@ class Coordinator:
                 seat.stream.close()
             self._seats.clear()
             self._lock.notify_all()
-        self.ready.close()
+        self.view.ready.close()
         self._reception.close()
 
     def fail(self, reason: str) -> None:
@@ -221,41 +217,11 @@ class Coordinator:
 
     def seats(self) -> dict[int, Seat]:
         """The members that are connected now, by seat, and those that load before they join."""
-        with self._lock:
-            return self._seats | self.generations.turnover.returning.connected()
-
-    def covers(self) -> dict[int, Cover]:
-        """Where the experts of each member that has any would come from, were it lost now; by seat."""
-        epoch = self.epoch
-        owners = [member.seat for member in epoch.members.present if member.owner is not None]
-        return {seat: self.ready.covered(epoch, seat) for seat in owners}
-
-    def away(self) -> list[Member]:
-        """The members that the group serves without: lost, or loading before they join."""
-        with self._lock:
-            return self.generations.turnover.returning.members
-
-    def belonging(self) -> tuple[Members, list[int]]:
-        """All members, those that are away with them, and the seats of those that are there."""
-        with self._lock:
-            members = self._group.members
-            for member in self.generations.turnover.returning.members:
-                members = members.plus(member)
-            return members, sorted(self._seats)
+        return self.view.seats()
 
     def load(self) -> Load:
         """Tokens by served layer and logical expert, as far as ranks have reported."""
-        return Load(self.load_by_phase().sum(axis=0))
-
-    def load_by_phase(self) -> np.ndarray:
-        """The load of each of `PHASES`: `[phases, L, E]` float64."""
-        with self._lock:
-            loads = [seat.load for seat in self._seats.values() if seat.load is not None]
-        return np.asarray(np.sum(loads, axis=0) if loads else np.zeros(self._load_shape))
-
-    @property
-    def _load_shape(self) -> tuple[int, int, int]:
-        return len(PHASES), self.epoch.placement.layers, self.epoch.placement.experts
+        return self.view.load()
 
     def change(self, change: Change, timeout: float) -> Outcome:
         """Has every member prepare `change` while steps run, and commits it when all have; blocks until then.
@@ -306,7 +272,7 @@ class Coordinator:
     def message_received(self, rank: int, seat: Seat, message: Message) -> None:
         """Takes a member's message about its generation; one about an older generation does not count."""
         if message["kind"] == "report":
-            self._report(seat, message)
+            self.view.reported(seat, message)
             return
         if message["kind"] == "shadowed":
             seat.shadowed = shadowed_from(message)
@@ -330,11 +296,11 @@ class Coordinator:
             match message["kind"]:
                 case "announce":
                     if self.generations.state in ("serving", "joining"):
-                        self._announced(rank, message)
+                        self._steps.announced(rank, message)
                 case "withdraw":
-                    self._withdrawn(rank, message)
+                    self._steps.withdrawn(rank, message)
                 case "done":
-                    self._done(rank, message)
+                    self._steps.done(rank, message)
                 case "store":
                     self.generations.asked(rank, message)
                 case "here":
@@ -373,64 +339,7 @@ class Coordinator:
 
     def _open_layers(self) -> None:
         """Has steps of all layers that nobody lacks experts of."""
-        closed = frozenset(self._layers[at] for at in self.generations.layers.closed)
-        if closed != self._steps.closed:  # lanes do not take the wait for slowness, and bound it
-            now = self._group.generation
-            self._group.broadcast({"kind": "open_layers", "generation": now, "closed": sorted(closed)})
-        self._steps.closed = closed
-        self._emit()
-
-    # -- steps ----------------------------------------------------------------------------------------------
-
-    def _emit(self) -> float | None:
-        """Sends steps that are due to the members that take part; returns when the next one is, or None."""
-        while self.generations.steady:
-            now = time.monotonic()
-            due = self._steps.due(now)
-            if due is None or due > now:
-                if due is not None and due < self._pace_until:
-                    self._lock.notify_all()  # the thread that keeps the pace sleeps for longer
-                return due
-            members = self._group.members
-            step = self._steps.start(self.epoch.number, now, members)
-            if step is None:
-                continue  # those jobs were too late; others may wait
-            frames: dict[tuple[tuple[int, int], ...], bytes] = {}  # by a member's jobs: most have none
-            for number in step.seats(members):
-                header = step.header(members.at(number))
-                if header.jobs not in frames:
-                    frames[header.jobs] = encoded(header_message(header, self._group.generation))
-                self._group.send_frame(self._seats[number], frames[header.jobs])
-        return None
-
-    def _announced(self, rank: int, message: Message) -> None:
-        """Queues the job of a message. Raises ValueError for a member that has no lane."""
-        lane = self._group.members.at(rank).lane
-        if lane is None:
-            raise ValueError(f"seat {rank} has no lane, and announced job {message['job']}")
-        now = time.monotonic()
-        self._steps.announce(announcement_from(message, lane, now), now)
-        self._emit()
-
-    def _withdrawn(self, rank: int, message: Message) -> None:
-        """Forgets jobs that no step has taken yet."""
-        lane = self._group.members.at(rank).lane
-        if lane is not None:
-            self._steps.withdraw(lane, {int(job) for job in message["jobs"]})
-
-    def _done(self, rank: int, message: Message) -> None:
-        finished = self._steps.finish(rank, int(message["step"]), time.monotonic())
-        if finished is not None:
-            self.observe_step(*finished)
-            self._emit()
-
-    def _report(self, seat: Seat, message: Message) -> None:
-        """Takes what a member has counted. It is unpacked without the lock, for which steps wait."""
-        steps, expert_rows = int(message["steps"]), int(message["expert_rows"])
-        load = load_from(message, self._load_shape)
-        with self._lock:
-            if message["generation"] == self._group.generation:
-                seat.steps, seat.expert_rows, seat.load = steps, expert_rows, load
+        self._steps.close_layers([self._layers[at] for at in self.generations.layers.closed])
 
     def _keep_pace(self) -> None:
         """Runs the pace's thread; the group fails, with the reason, when it cannot go on."""
@@ -450,10 +359,10 @@ class Coordinator:
                 self.generations.advance(time.monotonic())
                 if self.generations.ended:
                     return
-                due = self._emit()
+                due = self._steps.begin()
                 back = math.inf if self._recovering is None else self._recovering.due
                 until = min(math.inf if due is None else due, self.generations.next_at(), back)
-                self._pace_until = until
+                self._steps.sleeps_until = until
                 self._lock.wait(min(LOOK_SECONDS, max(0.0, until - time.monotonic())))
 
     # -- what generations tell ------------------------------------------------------------------------------
@@ -464,33 +373,24 @@ class Coordinator:
             addresses = {owner: address for owner, (address, _) in self._group.weights_of.items()}
             self._group.broadcast(peers_message(addresses))
 
-    def dispatchers(self) -> set[str]:
-        """The names of the dispatchers that members have planned, of all layers."""
-        plans = (plan for seat in self.seats().values() for plan in seat.plans.values())
-        return {name for _, dispatchers, _ in plans for name in dispatchers.split("+")}
-
-    def _shadowed(self) -> dict[int, Shadowed]:
-        """What members keep in host memory, by seat."""
-        return {number: seat.shadowed for number, seat in self.seats().items()}
-
     def _state_changed(self) -> None:
-        self.ready.renew(self.epoch)
+        self.view.ready.renew(self.epoch)
         self._lock.notify_all()
         self.on_change(self._progress())
 
     def _aborted(self, reason: str) -> None:
         self._changes.abandon(reason)
         self._steps.clear()
-        self._steps.closed = frozenset()  # the next generation says which are
 
     def _progress(self) -> Progress:
+        steps = self._steps.in_flight
         return Progress(
             self.generations.state,
             self.generations.reason,
             self._group.generation,
-            self._steps.steps,
-            self._steps.jobs,
-            self._steps.queued,
-            self._steps.running,
+            steps.steps,
+            steps.jobs,
+            steps.queued,
+            steps.running,
             self.generations.holds,
         )

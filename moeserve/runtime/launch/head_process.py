@@ -88,10 +88,10 @@ class HeadProcess:
         log_levels = LogLevels(config.log.level, self.coordinator)
         self.coordinator.generations.patience = patience_of(config)
         self.coordinator.keeps_shadows = config.balance.shadows
-        self.coordinator.ready.nbytes = expert_nbytes(served)
+        self.coordinator.view.ready.nbytes = expert_nbytes(served)
         turnover = self.coordinator.generations.turnover
         turnover.serve_on = config.members.serve_on
-        turnover.why_whole = lambda: why_whole(self.coordinator.dispatchers())
+        turnover.why_whole = lambda: why_whole(self.coordinator.view.dispatchers())
         self.coordinator.generations.hold_seconds = config.members.hold_seconds
         self.rebalancer = Rebalancer(
             self.coordinator, config.balance, policy_of(config), expert_nbytes(served)
@@ -104,8 +104,8 @@ class HeadProcess:
         )
         self._drain_seconds = server.drain_seconds
         self._leaving_seconds = min(server.leaving_seconds, server.drain_seconds)
-        self._telemetry.members(self.coordinator.belonging)
-        self._telemetry.covers(self.coordinator.covers)
+        self._telemetry.members(self.coordinator.view.belonging)
+        self._telemetry.covers(self.coordinator.view.covers)
         self._telemetry.loads(lambda: (self.coordinator.epoch.placement, self.coordinator.load()))
         self._telemetry.weights_version(lambda: self.coordinator.epoch.weights_version)
         self._telemetry.watch(self.rebalancer.interval, self.rebalancer.age)

@@ -15,7 +15,7 @@ from moeserve.experts.placement import Placement
 from moeserve.runtime.control.messages import order_from
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.head import coordinator as head
+from moeserve.runtime.head import group_view
 from moeserve.runtime.head.coordinator import Coordinator
 from moeserve.runtime.head.placing.changes import rebalance
 from moeserve.runtime.head.placing.pending_change import Outcome
@@ -41,7 +41,7 @@ def nothing_came(*members: FakeMember) -> bool:
 def test_a_step_is_sent_to_owners_and_named_lanes_and_waits_for_them_only(coordinator: Coordinator) -> None:
     members = serving(coordinator, MEMBERS)
     timed: queue.SimpleQueue[int] = queue.SimpleQueue()
-    coordinator.observe_step = lambda layer, seconds: timed.put(layer)
+    coordinator.observe_steps(lambda layer, seconds: timed.put(layer))
     members[1].announce(job=7, rows=3)
     for seat in (1, *OWNERS):
         header = members[seat].entry("step")
@@ -177,14 +177,14 @@ def test_steps_do_not_wait_until_a_report_is_unpacked(
         assert may_go.wait(SECONDS)
         return np.full(shape, 2.0)
 
-    monkeypatch.setattr(head, "load_from", unpacked)
+    monkeypatch.setattr(group_view, "load_from", unpacked)
     members[0].say("report", steps=3, expert_rows=5, load="")
     assert begun.wait(SECONDS)
     members[1].announce(job=7, rows=3)
     assert members[1].entry("step")["jobs"] == [[7, 3]]
     may_go.set()
     until(lambda: coordinator.seats()[0].steps == 3)
-    assert coordinator.load_by_phase().max() == 2.0
+    assert coordinator.view.load_by_phase().max() == 2.0
     members[0].generation -= 1
     members[0].say("report", steps=99, expert_rows=5, load="")  # of an aborted one
     members[0].generation += 1

@@ -61,8 +61,8 @@ def test_the_group_goes_on_and_the_lost_member_loads_before_it_joins(coordinator
     before = coordinator.epoch.placement.slots[:, 6:]
     left = without_last(coordinator)
     assert coordinator.progress().reason == "ranks [2] are away, and others serve their experts"
-    assert [member.seat for member in coordinator.away()] == [2]
-    assert coordinator.belonging() == (MEMBERS, [0, 1]), "a dashboard shows that one is missing"
+    assert [member.seat for member in coordinator.view.away()] == [2]
+    assert coordinator.view.belonging() == (MEMBERS, [0, 1]), "a dashboard shows that one is missing"
     back = FakeMember(coordinator, 2, pid=300)
     load = epoch_from(back.entry("load")["epoch"])
     assert load.members == MEMBERS and np.array_equal(load.placement.slots[:, 6:], before)
@@ -74,7 +74,7 @@ def test_the_group_goes_on_and_the_lost_member_loads_before_it_joins(coordinator
     epoch = formed([*left, back])
     assert epoch.members == MEMBERS and np.array_equal(epoch.placement.slots[:, 6:], before)
     coordinator.wait_serving(SECONDS)
-    assert coordinator.progress().reason == "" and coordinator.away() == []
+    assert coordinator.progress().reason == "" and coordinator.view.away() == []
 
 
 def test_layers_of_which_a_member_lacks_experts_wait_and_others_are_served(coordinator: Coordinator) -> None:
