@@ -23,6 +23,7 @@ class Group:
     lock: threading.Condition = field(default_factory=threading.Condition)
     seats: dict[int, Seat] = field(default_factory=dict)  # those that are connected
     generation: int = 0
+    newest: int = 0  # generation that members of a head before this one have heard of
 
     @property
     def members(self) -> Members:

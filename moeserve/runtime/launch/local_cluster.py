@@ -215,7 +215,8 @@ class LocalRanks:
     def _note_joined(self) -> None:
         """Forgets the failed starts of ranks whose process has joined a generation."""
         for rank, seat in self._head.seats().items():
-            if seat.generation and seat.pid == self._processes[rank].pid:
+            process = self._processes.get(rank)  # none: it has left, which the head has yet to say
+            if process is not None and seat.generation and seat.pid == process.pid:
                 self._restarts.joined(rank)
 
     def _start_again(self, rank: int, process: BaseProcess) -> None:

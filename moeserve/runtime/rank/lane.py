@@ -156,6 +156,7 @@ class Lane:
         self._lock = threading.Lock()
         self._generation: int | None = None  # that jobs are announced to; None: none serves now
         self._held = 0  # counts how often it was held or no more
+        self._unserved_since: float | None = None  # while it is held, and until a step takes jobs again
         self._unwhole: dict[int, float] = {}  # layers that no step takes yet -> since when
         self._closed: str | None = "the group is forming"
         self._draining: str | None = None  # why it never takes another job, whatever the group does
@@ -194,7 +195,8 @@ class Lane:
 
     def hold(self, reason: str) -> None:
         """Keeps the jobs that have no answer, and takes more if it did, until the group serves again. After
-        `hold_seconds` it is closed instead, at once where they are 0.
+        `hold_seconds` it is closed instead, at once where they are 0. They count from the first time that it
+        was held since a step took jobs: a group that comes together again and again serves nobody.
         """
         if self.hold_seconds <= 0:
             self.close(reason)
@@ -203,13 +205,18 @@ class Lane:
             self._generation = None
             self._held += 1
             turn = self._held
+            since = self._unserved_since
+            if since is None or not self._jobs:
+                since = self._unserved_since = time.monotonic()
             nothing = self._closed is not None and not self._jobs
         if not nothing:
-            threading.Thread(target=self._keep, args=(turn, reason), name="held-lane", daemon=True).start()
+            until = since + self.hold_seconds
+            threading.Thread(
+                target=self._keep, args=(turn, until, reason), name="held-lane", daemon=True
+            ).start()
 
-    def _keep(self, turn: int, reason: str) -> None:
+    def _keep(self, turn: int, until: float, reason: str) -> None:
         """Fails jobs whose deadline passes while the lane is held, and all once that lasts too long."""
-        until = time.monotonic() + self.hold_seconds
         while self._held == turn:
             if time.monotonic() >= until:
                 limit = f"members.hold_seconds = {self.hold_seconds:g}"
@@ -278,6 +285,8 @@ class Lane:
                 self._refusals += 1
                 raise LaneFull(text, pushback(self._refusals))
             self._refusals = 0
+            if not self._jobs and self._generation is not None:
+                self._unserved_since = None  # nobody has waited since the group serves again
             self._jobs.update({job.number: job for job in call.jobs})
             generation = self._generation
         try:
@@ -341,6 +350,7 @@ class Lane:
         What was uploaded of them is the step's from now on.
         """
         with self._lock:
+            self._unserved_since = None
             jobs = [self._jobs.get(number) for number, _ in named]
         return [None if job is None or not _claimed(job) else job for job in jobs]
 

@@ -54,9 +54,11 @@ def test_members_that_have_yet_to_tell_are_waited_for_until_the_bound() -> None:
     made = recovery_of(m0=(3, SECOND))
     assert made.missing == [1] and made.found(104.9) is None
     made.connected(1, seat(again=True))
-    assert made.missing == [1] and made.found(104.9) is None, "it is here, and has not told"
-    found = made.found(105.0)
-    assert found is not None and (found.epoch, sorted(found.seats)) == (SECOND, [0, 1])
+    assert made.missing == [1] and made.found(105.0) is None, "it is here, and has not told"
+    assert made.due == 225.0 and made.found(224.9) is None
+    found = made.found(225.0)
+    assert found is not None and (found.epoch, list(found.seats)) == (SECOND, [0])
+    assert list(found.silent) == [1], "what it holds may be newer: it is not to serve"
 
 
 def test_a_member_that_was_started_meanwhile_is_not_waited_for() -> None:

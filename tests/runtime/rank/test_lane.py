@@ -205,3 +205,25 @@ def test_jobs_of_a_layer_that_is_being_restored_wait_no_longer_than_calls_are_he
     again = lane.submit(batch(1))
     lane.expire(now + 60.0)
     assert not again.ended
+
+
+def test_a_lane_that_is_held_again_and_again_holds_no_longer_for_it() -> None:
+    """Generations that form, serve no step and abort do not begin the time anew; a step does."""
+    lane, _, _ = made()
+    lane.hold_seconds = 0.6
+    call = lane.submit(batch(1))
+    began = time.monotonic()
+    while not call.ended and time.monotonic() - began < 5.0:
+        lane.hold("the generation cannot form")
+        time.sleep(0.2)
+        if not call.ended:
+            lane.open(3)
+    assert call.ended and time.monotonic() - began < 2.0
+    lane.open(4)
+    for generation in range(5, 10):
+        call = lane.submit(batch(1))
+        lane.hold("rank 1 is lost")
+        time.sleep(0.2)
+        lane.open(generation)
+        answered(lane, [call.jobs[0].number])
+        assert call.result()

@@ -21,6 +21,7 @@ class Ending(NamedTuple):
     reason: str
     guilty: Mapping[int, str]  # seats to part with, and why
     said: bool = False  # by a member that cannot go on; nobody is known to hold it up
+    failed: frozenset[int] = frozenset()  # seats that said so
 
 
 class Blame:
@@ -32,6 +33,7 @@ class Blame:
         self._group, self._has_ended = group, has_ended
         # when to end, unless a lost rank explains it before; why
         self._failing: tuple[float, str] | None = None
+        self._said = set[int]()  # seats that cannot go on
         self._unheard = set[int]()  # seats that have not answered since a member failed
         self._inquiry: Inquiry | None = None  # what members answer while nothing goes on
 
@@ -55,6 +57,7 @@ class Blame:
                 self._inquiry.asked(now)
             self._ask()
         self._unheard.discard(rank)
+        self._said.add(rank)
         if self._inquiry is not None:
             self._inquiry.failed(rank)
 
@@ -106,7 +109,7 @@ class Blame:
         silent = [who for rank, who in named.items() if rank in self._unheard and who not in ended]
         said = [f"{', '.join(ended)} has ended"] if ended else []
         said += [f"no answer from {', '.join(silent)}"] if silent else []
-        return Ending("; ".join([*said, reason]), {}, said=True)
+        return Ending("; ".join([*said, reason]), {}, said=True, failed=frozenset(self._said))
 
     def _ask(self) -> None:
         """Has members say that they run, and how far they are."""

@@ -64,7 +64,7 @@ class Generations:
         # who leaves while the group serves, and who joins
         self.turnover = Turnover(group, self._give_up, lambda process: self.on_given_up(process))
         self.layers = OpenLayers()
-        self._joining = False  # the generation that forms is one that members have joined between two steps
+        self._joined = frozenset[int]()  # who has joined between two steps, until that generation serves
         self.on_given_up: Callable[[RankProcess], None] = lambda process: None  # the launcher ends it
         # whether that process has ended, for a launcher to say; None: nobody knows, nor has to be waited for
         self.is_gone: Callable[[RankProcess], bool] | None = None
@@ -88,7 +88,7 @@ class Generations:
     @property
     def turning(self) -> bool:
         """Whether members join between two steps: soon the group serves again."""
-        return self.turnover.turning or (self._joining and self.state != "serving")
+        return self.turnover.turning or (bool(self._joined) and self.state != "serving")
 
     @property
     def holds(self) -> bool:
@@ -244,17 +244,17 @@ class Generations:
                     self._part_with(rank, f"it {why}")
         self.abort(f"ranks {seats} {why}")
 
-    def abort(self, reason: str, *, said: bool = False, joining: bool = False) -> None:
+    def abort(self, reason: str, *, said: bool = False, joining: Collection[int] | None = None) -> None:
         """Ends the generation: lanes hold their jobs if any ever served, and a fresh one forms when all
         members are there, or at once without those that are lost.
 
         `said`: a member says that it cannot go on. If this generation never served, the next one backs off.
-        `joining`: nothing has failed.
+        `joining`: nothing has failed; these join it, or members have left.
         """
         log.warning("generation %d aborts: %s", self._group.generation, reason)
         self.turnover.take_leave()
         goes_on = self._served and self.turnover.go_on_without(self._group.missing)
-        pause = 0.0 if goes_on or joining else SETTLE_SECONDS
+        pause = 0.0 if goes_on or joining is not None else SETTLE_SECONDS
         if said and self.state in ("preparing", "joining"):
             pause = max(pause, self._retries.next())
             log.warning("the next generation is tried in %.1f s", pause)
@@ -264,7 +264,7 @@ class Generations:
         self.aborted = reason
         self._blame, self._store = self._no_blame(), KeyStore()
         self.turnover.turned()
-        self._joining = joining
+        self._joined = frozenset(joining or ())
         self.layers.clear()
         aborted, self._group.generation = self._group.generation, self._group.generation + 1
         gone = {"kind": "abort", "generation": aborted, "reason": reason, "back": self._served}
@@ -306,8 +306,8 @@ class Generations:
         """Has members that have loaded join, and those leave that are to go, between two steps."""
         if self.state != "serving" or self._blame.failing or self.layers.closed:
             return
-        if said := self.turnover.turn(now):
-            self.abort(said, joining=True)
+        if (turned := self.turnover.turn(now)) is not None:
+            self.abort(turned.reason, joining=turned.joined)
 
     def _form(self, now: float) -> None:
         """Begins a fresh generation, now that all members are connected and those before them have ended."""
@@ -318,7 +318,7 @@ class Generations:
             return
         self._undead_at = math.inf
         self._form_at = math.inf
-        self._group.generation += 1
+        self._group.generation = max(self._group.generation, self._group.newest) + 1
         self._formation = Formation(self._group.members.seats, self.patience, now)
         number, epoch = self._group.generation, epoch_message(self._group.epoch)
         self.set_state("preparing", f"generation {number} is loading experts")
@@ -363,7 +363,10 @@ class Generations:
         """What all members do together now, and since when it has not gone on; None for nothing."""
         if self.state == "joining":
             what = f"joining generation {self._group.generation}"
-            return Standstill(what, self._formation.began, self.patience.join, "cluster.join_seconds")
+            bound, key = self.patience.join, "cluster.join_seconds"
+            if self._joined and self.hold_seconds:  # it served before: calls wait
+                bound, key = min((bound, key), (self.hold_seconds, "members.hold_seconds"))
+            return Standstill(what, self._formation.began, bound, key)
         if self.state != "serving" or (standing := self.standing_step()) is None:
             return None
         step, since = standing
@@ -371,7 +374,10 @@ class Generations:
 
     def _end(self, ending: Ending) -> None:
         """Parts with those who are to blame, and ends the generation."""
-        for rank, why in ending.guilty.items():
+        guilty = dict(ending.guilty)
+        if ending.said and self.state != "serving":  # the others served before these had joined
+            guilty |= {rank: ending.reason for rank in self._joined & ending.failed}
+        for rank, why in guilty.items():
             if rank in self._seats:
                 self._part_with(rank, why)
         self.abort(ending.reason, said=ending.said)

@@ -21,12 +21,13 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Found:
     """What the members have told: the epoch that is the group's, the newest generation that any of them has
-    heard of, and the members that are there.
+    heard of, and the members that are there. `silent` are those that never told: what they hold may be newer.
     """
 
     epoch: Epoch
     generation: int
     seats: dict[int, Seat]
+    silent: dict[int, Seat]
 
 
 class Recovery:
@@ -38,21 +39,25 @@ class Recovery:
     given under an epoch that all who adopted it have died with.
 
     first: the epoch that the service starts with, which is the group's where nobody holds any other. now,
-    seconds: from when and for how long members are waited for that have not come back.
+    seconds: from when, or from the first that comes later, and for how long members are waited for that have
+    not come back; tell: for how many seconds more those that have may be in a step, or read experts, before
+    they say what they hold.
     """
 
-    def __init__(self, first: Epoch, now: float, seconds: float) -> None:
-        self.due = now + seconds
+    def __init__(self, first: Epoch, now: float, seconds: float, tell: float = 120.0) -> None:
+        self._due, self._seconds, self._tell = now + seconds, seconds, tell
         self._first, self._highest = first, first
         self._generation = 0
         self._here: dict[int, Seat] = {}
         self._told = set[int]()  # seats whose process has said what it holds, or never held anything
         self._adopted = False  # whether anybody has adopted any epoch
 
-    def connected(self, number: int, seat: Seat) -> Seat | None:
+    def connected(self, number: int, seat: Seat, now: float = -math.inf) -> Seat | None:
         """A member is there; one that was started meanwhile holds nothing. Returns the process whose seat it
         takes, if any.
         """
+        if not self._here:
+            self._due = max(self._due, now + self._seconds)
         before = self._here.get(number)
         self._here[number] = seat
         self._told.discard(number)
@@ -79,9 +84,16 @@ class Recovery:
         self._told.add(number)
 
     @property
-    def over(self) -> bool:
-        """Whether time changes nothing any more: nobody is there."""
-        return not self._here
+    def due(self) -> float:
+        """When `found` may be another for the time that has passed; infinite while nobody is there."""
+        if not self._here:
+            return math.inf
+        return self._due + (self._tell if self._untold else 0.0)
+
+    @property
+    def _untold(self) -> set[int]:
+        """Seats of members that are there, and have not said what they hold."""
+        return set(self._here) - self._told
 
     @property
     def here(self) -> list[Seat]:
@@ -96,15 +108,19 @@ class Recovery:
     def found(self, now: float) -> Found | None:
         """What was found, once all members of the highest epoch have told, or the time is over; else None.
 
-        Nothing is found while nobody is there: members that come late hold what the first one would not.
+        Nothing is found while nobody is there: members that come late hold what the first one would not. Nor
+        while one that is there has yet to tell: without its word the group might go back to weights of before.
         """
-        if not self._here or (self.missing and now < self.due):
+        untold = self._untold
+        if not self._here or ((self.missing or untold) and now < self.due):
             return None
         log.info(
             "epoch %d is the highest that members hold, and generation %d the newest",
             *(self._highest.number, self._generation),
         )
-        return Found(self._highest, self._generation, dict(self._here))
+        here = {number: seat for number, seat in self._here.items() if number not in untold}
+        silent = {number: self._here[number] for number in untold}
+        return Found(self._highest, self._generation, here, silent)
 
     @property
     def reason(self) -> str:
@@ -140,7 +156,8 @@ class Recovering:
         self._group, self._generations = group, generations
         self._first = group.epoch
         self._wanted = self._first.members.seats if wanted is None else tuple(wanted)
-        self._recovery: Recovery | None = Recovery(self._first, time.monotonic(), seconds)
+        tell = generations.patience.prepare
+        self._recovery: Recovery | None = Recovery(self._first, time.monotonic(), seconds, tell)
         generations.set_state("forming", self._recovery.reason)
 
     @property
@@ -151,7 +168,7 @@ class Recovering:
     @property
     def due(self) -> float:
         """When `advance` is to be called at the latest; infinite once the group is recovered."""
-        return math.inf if self._recovery is None or self._recovery.over else self._recovery.due
+        return math.inf if self._recovery is None else self._recovery.due
 
     def connected(self, number: int, seat: Seat, refusal: Refusal | None) -> bool:
         """Takes a member that has come; False where members are seated at once, since all is known.
@@ -163,7 +180,7 @@ class Recovering:
         if refusal is not None:
             self._generations.refused(number, refusal)
             raise ValueError(refusal.reason)
-        before = self._recovery.connected(number, seat)
+        before = self._recovery.connected(number, seat, time.monotonic())
         if before is not None:
             before.stream.close()
             if before.process(number) != seat.process(number):
@@ -191,7 +208,7 @@ class Recovering:
                 self._recovery.holds(number, generation, epoch)
                 self._changed()
             return
-        self._group.generation = max(self._group.generation, generation)
+        self._group.newest = max(self._group.newest, generation)
         ours = self._group.epoch
         if epoch is not None and epoch.number > ours.number and epoch.members == ours.members:
             check_of(epoch, self._first)
@@ -206,6 +223,10 @@ class Recovering:
             return
         self._recovery = None
         self._group.epoch = found.epoch
+        for number, seat in found.silent.items():
+            log.warning("rank %d (pid %d) is given up: it does not say what it holds", number, seat.pid)
+            seat.stream.close()
+            self._generations.on_given_up(seat.process(number))
         self._generations.recovered(self._first, found.generation, self._wanted)
         known = {*self._group.members.seats, *self._generations.turnover.returning.seats}
         for number, seat in found.seats.items():

@@ -77,15 +77,15 @@ class Resizing:
     def drain(self, seats: Collection[int], seconds: float, reason: str) -> None:
         """Lanes of these members take no further call; waits for calls under way, and no longer than told."""
         with self._group.lock:
-            generation = self._group.generation
             self._drained.difference_update(seats)
-            message = {"kind": "drain", "generation": generation, "reason": reason, "seconds": seconds}
+            message = {"kind": "drain", "generation": self._group.generation, "reason": reason}
+            message |= {"seconds": seconds}
             for seat in seats:
                 if seat in self._group.seats:
                     self._group.send(self._group.seats[seat], message)
 
         def over() -> bool:
-            return self._group.generation != generation or self._drained >= set(seats)
+            return self._drained >= set(seats) & set(self._group.members.seats)
 
         if not self._wait(over, seconds):
             log.warning("calls were under way on ranks %s after %g s, and have no answer", seats, seconds)
@@ -112,6 +112,9 @@ class Resizing:
                 if seat in self._group.seats:
                     process = self._group.seats[seat].process(seat)
                     self._generations.given_up(process, "its lane was drained, and it is to stay")
+            for seat in seats:  # lost before it could leave: nobody comes back for it
+                if seat in self._generations.turnover.returning.seats:
+                    self._generations.turnover.forget(seat, "it was to leave")
             late = f"they have not left within {seconds:g} s: {self._why()}"
             return (
                 ""

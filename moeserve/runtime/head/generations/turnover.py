@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from moeserve.proto.texts import quoted
 from moeserve.runtime.control.messages import epoch_message
@@ -17,6 +18,14 @@ from moeserve.runtime.head.reception import RankProcess, Refusal, Seat
 log = logging.getLogger(__name__)
 
 TURN_SECONDS = 1.0  # at most, for steps under way when a member is to join between two
+
+
+class Turned(NamedTuple):
+    """Members have joined or left between two steps, and the generation ends."""
+
+    reason: str
+    joined: tuple[int, ...]
+
 
 GiveUp = Callable[[RankProcess], None]
 """Has the launcher end a process."""
@@ -169,27 +178,27 @@ class Turnover:
 
     # -- between two steps ----------------------------------------------------------------------------------
 
-    def turn(self, now: float) -> str:
-        """Has members that have loaded join, once no step is under way. Returns what is to end the
-        generation, who joins and who leaves; empty while nobody does.
+    def turn(self, now: float) -> Turned | None:
+        """Has members that have loaded join, once no step is under way; those that are to leave do so as the
+        generation ends. None while nobody does.
         """
         if self._turning_since is None and self.busy():
-            return ""
+            return None
         for rank in self.returning.stale(self._group.epoch):
             log.info("rank %d loads again: the weights were reloaded meanwhile", rank)
             self._have_load(rank, self.returning.connected()[rank])
         ready = self.returning.ready(now)
         if not ready and not self._may_retire():
             self._turning_since = None  # who was to join is lost again: steps go on
-            return ""
+            return None
         if self._turning_since is None:
             self._turning_since = now
         if self.running() and now - self._turning_since < TURN_SECONDS:
-            return ""
+            return None
         self._admit(ready)
         said = [f"ranks {ready} join"] if ready else []
         said += [f"ranks {list(self.retiring)} leave"] if self.retiring else []
-        return "; ".join(said)
+        return Turned("; ".join(said), tuple(ready))
 
     def _may_retire(self) -> bool:
         """Whether members are to go, and the others can serve without them; where these cannot, none goes."""
