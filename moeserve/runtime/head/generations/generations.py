@@ -376,7 +376,7 @@ class Generations:
         """Parts with those who are to blame, and ends the generation."""
         guilty = dict(ending.guilty)
         if ending.said and self.state != "serving":  # the others served before these had joined
-            guilty |= {rank: ending.reason for rank in self._joined & ending.failed}
+            guilty |= dict.fromkeys(self._joined & ending.failed, ending.reason)
         for rank, why in guilty.items():
             if rank in self._seats:
                 self._part_with(rank, why)

@@ -109,7 +109,7 @@ class Recovery:
         """What was found, once all members of the highest epoch have told, or the time is over; else None.
 
         Nothing is found while nobody is there: members that come late hold what the first one would not. Nor
-        while one that is there has yet to tell: without its word the group might go back to weights of before.
+        while one that is there has yet to tell: without its word the group might go back to older weights.
         """
         untold = self._untold
         if not self._here or ((self.missing or untold) and now < self.due):
