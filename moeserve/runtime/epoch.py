@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -166,6 +166,23 @@ class Epoch:
         rows[:, first : first + width] = _rarest(placement, width) if slots is None else slots
         rooms = (*placement.room[: member.owner], width, *placement.room[member.owner + 1 :])
         return self._next(members=members, placement=replace(placement, slots=rows, room=rooms))
+
+    def yielding(self, unread: Mapping[int, Collection[int]]) -> Epoch:
+        """This epoch when members give up, in layers that they cannot read all of, what others hold.
+
+        `unread`: by position of a layer, the seats of members that lack some of its experts. Their slots are
+        left empty where a member that lacks nothing there has the expert. Seats that are vacant count for
+        nothing.
+        """
+        rows, stride = self.placement.slots.copy(), self.placement.slots_per_owner
+        for at, seats in unread.items():
+            members = [self.members.at(seat) for seat in seats if seat in self.members.seats]
+            owners = [member.owner for member in members if member.owner is not None]
+            theirs = np.isin(np.arange(rows.shape[1]) // stride, owners)
+            rows[at, theirs & np.isin(rows[at], rows[at, ~theirs])] = EMPTY
+        if self.mesh.sliced or (rows == self.placement.slots).all():
+            return self
+        return self._next(placement=self.placement.with_slots(rows))
 
     def slots_of(self, member: Member) -> int:
         """How many slots of each layer `member` has; 0 without an owner's place."""

@@ -201,6 +201,20 @@ def covered_epoch(redundant: int) -> Epoch:
     return Epoch.first(Mesh(4, 1, 4), layers=3, experts=64, redundant=redundant).covered()
 
 
+def test_slots_that_cannot_be_read_are_given_up_where_others_hold_the_expert() -> None:
+    start = spare_epoch()  # 0 1 2 | 2 3 4 | 4 5 0
+    assert start.yielding({}) is start
+    assert start.yielding({0: [4]}) is start, "a lane that holds nothing, or nobody"
+    after = start.yielding({0: [1]})
+    assert after.number == 8 and after.members == start.members
+    assert after.placement.slots[0, :9].tolist() == [0, 1, 2, EMPTY, 3, EMPTY, 4, 5, 0]
+    both = start.yielding({0: [0, 1]}).placement.slots[0, :9].tolist()
+    assert both == [EMPTY, 1, 2, 2, 3, EMPTY, 4, 5, 0], "what two lack and nobody else holds, both keep"
+    assert start.yielding({0: [0, 1, 2]}) is start
+    sliced = Epoch.first(Mesh(2, 2, 1), layers=1, experts=5)
+    assert sliced.yielding({0: [0]}) is sliced
+
+
 def test_a_covered_first_load_loses_no_expert_with_any_owner() -> None:
     whole = covered_epoch(64)
     for lost in range(4):

@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from moeserve.dispatch.members import Members
@@ -67,6 +67,13 @@ class FakeMember:
         self.generation = found.get("generation", self.generation)
         return found
 
+    def until(self, kind: str) -> dict[str, Any]:
+        """The next entry of `kind`; those before it are passed over."""
+        while (found := self.entries.get(timeout=SECONDS))["kind"] != kind:
+            pass
+        self.generation = found.get("generation", self.generation)
+        return found
+
     def say(self, kind: str, **more: Any) -> None:
         self.stream.send({"kind": kind, "generation": self.generation} | more)
 
@@ -85,6 +92,17 @@ def until(true: Callable[[], bool]) -> None:
         if time.monotonic() > limit:
             raise AssertionError(f"not true within {SECONDS:g} s")
         time.sleep(0.01)
+
+
+def form_again(members: Iterable[FakeMember]) -> Epoch:
+    """These prepare and join the next generation, whatever they hear before; its epoch."""
+    for one in members:
+        epoch = epoch_from(one.until("prepare")["epoch"])
+        one.say("prepared", bytes_read=0, weight_bytes=0, lacks=[])
+    for one in members:
+        one.until("join")
+        one.say("joined")
+    return epoch
 
 
 def serving(coordinator: Coordinator, members: Members) -> dict[int, FakeMember]:

@@ -118,8 +118,12 @@ class Coordinator:
     def wanted_seats(self) -> frozenset[int] | None:
         """The seats that are to have a process; None while a head that starts again hears who is there."""
         with self._lock:
-            recovering = self._recovering is not None and self._recovering.under_way
-            return None if recovering else self.resizing.wanted
+            return None if self._recovers else self.resizing.wanted
+
+    @property
+    def _recovers(self) -> bool:
+        """Whether a head that has started again has yet to hear who is there."""
+        return self._recovering is not None and self._recovering.under_way
 
     def no_room(self, rank: int, why: str) -> None:
         """The launcher cannot start a rank that is to join."""
@@ -132,7 +136,7 @@ class Coordinator:
         called before `start`. wanted: the seats that were to have a process; None: those of the first epoch.
         """
         with self._lock:
-            self._recovering = Recovering(self._group, self.generations, seconds, wanted)
+            self._recovering = Recovering(self._group, self.generations, seconds, wanted, self._greet)
 
     def start(self) -> None:
         """Begins to accept members, and to order their steps."""
@@ -169,16 +173,21 @@ class Coordinator:
     def drain(self, seconds: float, reason: str = STOPPING) -> bool:
         """Has lanes begin no further call, and waits until those that have begun are over.
 
-        Steps go on meanwhile. Returns whether all ended within `seconds`.
+        Steps go on meanwhile. A head that recovers waits for the end of that first: lanes hold calls. Returns
+        whether all ended within `seconds`.
         """
+        until = time.monotonic() + seconds
         with self._lock:
+            self._lock.wait_for(lambda: not self._recovers or self.generations.ended, seconds)
             if not self.generations.holds:
                 return True
-            log.info("lanes take no further call, and have %g s for those under way: %s", seconds, reason)
+            left = max(0.0, until - time.monotonic())
+            log.info("lanes take no further call, and have %.3g s for those under way: %s", left, reason)
             told = {"kind": "drain", "generation": self._group.generation, "reason": reason}
-            self._told_to_drain = told | {"seconds": seconds}
+            self._told_to_drain = told | {"seconds": left}
+            self._drained.clear()  # what lanes said of an earlier scale does not count
             self._group.broadcast(self._told_to_drain)
-            self._lock.wait_for(lambda: self._all_drained or not self.generations.holds, seconds)
+            self._lock.wait_for(lambda: self._all_drained or not self.generations.holds, left)
             return self._all_drained
 
     @property
@@ -252,11 +261,15 @@ class Coordinator:
                 self.generations.refused(rank, refusal)
                 raise ValueError(refusal.reason)
             self.generations.seated(rank, seat)
-            if self._told_to_drain is not None:
-                self._drained.discard(rank)  # it is another process
-                self._group.send(seat, self._told_to_drain)
-            if self._log_levels:
-                self._group.send(seat, {"kind": "log_levels", "levels": self._log_levels})
+            self._greet(rank, seat)
+
+    def _greet(self, rank: int, seat: Seat) -> None:
+        """Tells a process that has taken a seat what all members were told before it came."""
+        self._drained.discard(rank)  # it is another process
+        if self._told_to_drain is not None:
+            self._group.send(seat, self._told_to_drain)
+        if self._log_levels:
+            self._group.send(seat, {"kind": "log_levels", "levels": self._log_levels})
 
     def rank_lost(self, rank: int, seat: Seat, why: str) -> None:
         """Ends the generation of a member whose stream ended. A failure keeps its own reason."""
@@ -333,7 +346,6 @@ class Coordinator:
         if layers.restored(rank, at, clipped(str(message["why_not"]))):
             log.info("layer %d is served again", self._layers[at])
         if self.generations.state == "serving":
-            self.generations.reason = self.generations.degraded
             self._open_layers()
             self.on_change(self._progress())
 

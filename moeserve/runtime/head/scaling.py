@@ -58,6 +58,7 @@ class Scaling:
         """Has the group go on with so many ranks. Raises CannotScale."""
         started = time.monotonic()
         with self._rebalancer.alone():
+            self._resizing.forget_orphans()
             members = self._rebalancer.coordinator.epoch.members
             if away := sorted(self._resizing.wanted - set(members.seats)):
                 raise CannotScale(f"ranks {away} are away; scale once they are back")

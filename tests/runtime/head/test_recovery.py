@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_members import SECONDS, TOKEN, FakeMember, until
+from fake_members import SECONDS, TOKEN, FakeMember, form_again, until
 
+from moeserve.dispatch.members import Members
 from moeserve.runtime.control.messages import epoch_from, held_message
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
@@ -110,9 +112,13 @@ def test_an_epoch_of_another_service_is_refused(other: Epoch) -> None:
 
 
 @contextlib.contextmanager
-def started_again(seconds: float = WAITS) -> Iterator[Coordinator]:
-    made = Coordinator(FIRST, (0,), StepPace(8, 16), "127.0.0.1", TOKEN)
-    made.recover(seconds)
+def started_again(
+    seconds: float = WAITS, first: Epoch = FIRST, wanted: Collection[int] | None = None
+) -> Iterator[Coordinator]:
+    layers = tuple(range(first.placement.layers))
+    made = Coordinator(first, layers, StepPace(8, 16), "127.0.0.1", TOKEN)
+    made.generations.turnover.serve_on = True
+    made.recover(seconds, wanted)
     made.start()
     try:
         yield made
@@ -178,6 +184,92 @@ def test_a_member_that_connects_twice_has_one_seat() -> None:
         first.entry("closed")
         members[1] = back(head, 1, 9, SECOND)
         serves(head, members, SECOND)
+
+
+@pytest.mark.parametrize("late", ["the members", "what they hold"])
+def test_the_group_does_not_go_back_to_its_first_epoch_where_all_are_late(late: str) -> None:
+    """Their last steps, or an expert that they read, took longer than the head waits for members."""
+    first = Epoch.first(Mesh(3, 1, 3), layers=2, experts=6, redundant=3)
+    held = first.with_weights("other").reloaded(0, 2).reloaded(1, 2).without([2])
+    with started_again(0.2, first) as head:
+        time.sleep(0.4 if late == "the members" else 0.0)
+        members = {number: FakeMember(head, number, again=True) for number in (0, 1)}
+        for one in members.values():
+            one.entry("welcome")
+        time.sleep(0.4 if late == "what they hold" else 0.05)
+        for one in members.values():
+            one.stream.send(held_message(9, held))
+        assert serves(head, members, held) > 9
+
+
+def test_who_comes_late_from_a_newer_generation_does_not_stop_a_group_that_serves() -> None:
+    first = Epoch.first(Mesh(3, 1, 3), layers=2, experts=6, redundant=3)
+    with started_again(0.2, first) as head:
+        members = {number: back(head, number, 5, first) for number in (0, 1)}
+        generation = serves(head, members, first.without([2]))
+        late = back(head, 2, 9, first)
+        late.entry("load")
+        members[0].announce(1, 1)
+        assert members[0].entry("step")["generation"] == generation
+        for one in members.values():
+            one.say("done", step=1)
+        late.say("loaded", bytes_read=0, weight_bytes=0)
+        assert form_again([*members.values(), late]).members == first.members
+        assert head.generation > 9, "no member hears a number again"
+
+
+@pytest.mark.parametrize("then", ["it cannot start", "somebody scales"])
+def test_a_rank_that_the_head_before_asked_for_and_nobody_waits_for_may_stay_away(then: str) -> None:
+    first = Epoch.first(Mesh(3, 1, 3), layers=1, experts=6, redundant=3, members=Members.of_ranks(3, 4, 4))
+    with started_again(0.2, first, {0, 1, 2, 3}) as head:
+        members = {number: back(head, number, 5, first) for number in range(3)}
+        form_again(members.values())
+        head.wait_serving(SECONDS)
+        assert head.progress().reason == "ranks [3] are to join"
+        if then == "it cannot start":
+            head.no_room(3, "no GPU is free")
+        else:
+            head.resizing.forget_orphans()
+        assert head.wanted_seats == {0, 1, 2}
+
+
+def test_a_group_does_not_wait_for_a_rank_that_has_never_had_a_process() -> None:
+    first = Epoch.first(Mesh(3, 1, 3), layers=1, experts=6, redundant=3, members=Members.of_ranks(3, 4, 4))
+    with started_again(0.2, first, {0, 1, 2, 3}) as head:
+        members = {number: back(head, number, 5, first) for number in range(3)}
+        form_again(members.values())
+        for number in (1, 2):  # the one that is left has no slots: it waits for both
+            members.pop(number).stream.close()
+        until(lambda: head.progress().state == "forming" and not head.seats().keys() & {1, 2})
+        members |= {number: FakeMember(head, number, pid=700 + number) for number in (1, 2)}
+        while form_again(members.values()).members.seats != (0, 1, 2):
+            pass
+        head.wait_serving(SECONDS)
+
+
+def test_told_to_stop_while_it_recovers_a_head_lets_held_calls_end() -> None:
+    with started_again() as head:
+        members = {0: back(head, 0, 9, SECOND)}
+        stopped: list[bool] = []
+        stopping = threading.Thread(target=lambda: stopped.append(head.drain(SECONDS)), daemon=True)
+        stopping.start()
+        members[1] = back(head, 1, 9, SECOND)
+        for one in members.values():
+            one.until("drain")
+        form_again(members.values())
+        assert not stopped
+        for one in members.values():
+            one.say("drained")
+        stopping.join(SECONDS)
+        assert stopped == [True]
+
+
+def test_members_that_come_back_hear_what_the_others_were_told() -> None:
+    with started_again() as head:
+        first = back(head, 0, 9, SECOND)
+        head.set_log_levels({"moeserve": "DEBUG"})
+        for one in (first, back(head, 1, 9, SECOND)):
+            assert one.until("log_levels")["levels"] == {"moeserve": "DEBUG"}
 
 
 def test_members_that_wait_are_told_to_stop_when_the_service_ends() -> None:

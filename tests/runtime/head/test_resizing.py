@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
-from fake_members import SECONDS, FakeMember, head_of, serving, until
+from fake_members import SECONDS, FakeMember, form_again, head_of, serving, until
 from houses import house_config
 
 from moeserve.dispatch.members import Member, Members
@@ -167,6 +167,80 @@ def test_a_rank_that_is_to_come_back_to_a_seat_is_drained_anew(coordinator: Coor
         leaving.stream.close()
         form(members)
         assert retired() == ""
+
+
+def test_a_rank_that_is_lost_while_it_drains_is_wanted_no_more(coordinator: Coordinator) -> None:
+    members = serving(coordinator, RANKS)
+    drained = beside(lambda: coordinator.resizing.drain([2], SECONDS, "why"))
+    members[2].entry("drain")
+    members.pop(2).stream.close()
+    drained()
+    retired = beside(lambda: coordinator.resizing.retire([2], SECONDS))
+    form_again(members.values())
+    assert retired() == ""
+    assert coordinator.resizing.wanted == {0, 1} and coordinator.progress().reason == ""
+
+
+def test_a_drain_lasts_though_another_member_is_lost(coordinator: Coordinator) -> None:
+    """Its lane holds the call under way, which has an answer in the next generation."""
+    members = serving(coordinator, RANKS)
+    members[2].announce(1, 1)
+    for one in members.values():
+        one.entry("step")
+    over: list[bool] = []
+    drained = beside(lambda: (coordinator.resizing.drain([2], SECONDS, "why"), over.append(True)))
+    members[2].entry("drain")
+    members.pop(0).stream.close()
+    form_again(members.values())
+    coordinator.wait_serving(SECONDS)
+    assert not over
+    members[2].say("drained")
+    drained()
+    assert over
+
+
+def test_the_epoch_without_those_who_go_is_made_once(coordinator: Coordinator) -> None:
+    """The head looks every two milliseconds whether a step is still under way."""
+    members, made = serving(coordinator, RANKS), []
+
+    def without(epoch: Epoch, seats: list[int]) -> Epoch:
+        made.append(seats)
+        return epoch.without(seats)
+
+    members[0].announce(1, 1)
+    for one in members.values():
+        one.entry("step")
+    coordinator.generations.turnover.without = without
+    retired = beside(lambda: coordinator.resizing.retire([2], SECONDS))
+    members[0].until("abort")  # that step has not ended within a second
+    members.pop(2)
+    form_again(members.values())
+    assert retired() == "" and made == [[2]]
+
+
+def test_what_a_lane_said_of_an_earlier_scale_does_not_count_when_the_service_stops(
+    coordinator: Coordinator,
+) -> None:
+    members = serving(coordinator, RANKS)
+    turnover = coordinator.generations.turnover
+    turnover.without = lambda epoch, seats: (refusing if turnover.retiring else Epoch.without)(epoch, seats)
+    drained = beside(lambda: coordinator.resizing.drain([2], SECONDS, "why"))
+    members[2].entry("drain")
+    members[2].say("drained")
+    drained()
+    assert coordinator.resizing.retire([2], SECONDS).startswith("ranks [2] stay")
+    members.pop(2).entry("stop")
+    form_again(members.values())
+    members[2] = FakeMember(coordinator, 2, pid=300)
+    members[2].entry("load")
+    members[2].say("loaded", bytes_read=0, weight_bytes=0)
+    form_again(members.values())
+    coordinator.wait_serving(SECONDS)
+    stopped = beside(lambda: coordinator.drain(1.0))
+    for seat in (0, 1):
+        members[seat].until("drain")
+        members[seat].say("drained")
+    assert stopped() is False, "lane 2 has not said that its calls are over"
 
 
 def test_ranks_that_alone_hold_experts_stay_and_are_started_again(coordinator: Coordinator) -> None:

@@ -51,6 +51,9 @@ class Group:
     def wanted(self) -> frozenset[int]:
         return frozenset({*self.epoch.members.seats, *self.away})
 
+    def forget_orphans(self) -> None:
+        """There are none."""
+
     def expect(self, seats: Collection[int]) -> None:
         self.done.append(f"expect {sorted(seats)}")
         self._coming = with_ranks(self.epoch, seats)

@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from fake_members import SECONDS, FakeMember, head_of, serving, until
+from fake_members import SECONDS, FakeMember, form_again, head_of, serving, until
 
 from moeserve.dispatch.members import Members
+from moeserve.experts.placement import EMPTY
 from moeserve.runtime.control.messages import epoch_from
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
@@ -114,6 +115,27 @@ def test_nobody_joins_while_layers_are_restored_or_experts_move(coordinator: Coo
     moving[0] = False
     for one in left:
         assert one.entry("abort")["reason"] == "ranks [2] join"
+
+
+def test_a_member_joins_whose_experts_another_cannot_read(coordinator: Coordinator) -> None:
+    """It alone can open their layer."""
+    left = without_last(coordinator, lacks={1: [0, 1]})
+    assert set(coordinator.epoch.placement.slots[1, 3:6].tolist()) & {4, 5}, "it took over some"
+    back = FakeMember(coordinator, 2, pid=300)
+    back.entry("load")
+    back.say("loaded", **NOTHING)
+    left[1].say("restored", layer=1, why_not="no such disk")
+    until(lambda: coordinator.generations.layers.unread == {1: [1]})
+    assert coordinator.progress().state == "serving", "layer 0 is still being read"
+    left[1].say("restored", layer=0, why_not="")
+    for one in (*left, back):
+        assert one.entry("abort")["reason"] == "ranks [2] join"
+    placement = formed([*left, back]).placement
+    read, unread = placement.slots[:, 3:6].tolist()
+    assert set(range(6)) <= set(placement.slots[1].tolist()) and EMPTY in unread
+    assert EMPTY not in read, "what it has read it keeps"
+    held_by_others = {*placement.slots[1, :3].tolist(), *placement.slots[1, 6:].tolist()}
+    assert not held_by_others & set(unread) - {EMPTY}
 
 
 def test_a_step_under_way_ends_before_a_member_joins(coordinator: Coordinator) -> None:
@@ -252,6 +274,22 @@ def test_steps_go_on_where_the_member_that_was_to_join_is_lost_meanwhile(coordin
     left[0].say("announce", job=2, layer=0, rows=1, left=None)
     assert left[0].entry("step")["number"] == number + 1
     assert coordinator.progress().state == "serving"
+
+
+def test_who_has_loaded_and_cannot_join_is_left_out_again(coordinator: Coordinator) -> None:
+    left = without_last(coordinator)
+    back = FakeMember(coordinator, 2, pid=300)
+    back.entry("load")
+    back.say("loaded", **NOTHING)
+    back.until("prepare")
+    back.say("failed", reason="rank 2: 'prepare' failed: out of memory")
+    back.entry("stop")
+    for one in left:
+        one.until("prepare")
+        assert "out of memory" in one.until("abort")["reason"]
+    assert form_again(left).members.seats == (0, 1)
+    coordinator.wait_serving(SECONDS)
+    assert [member.seat for member in coordinator.view.away()] == [2]
 
 
 def test_a_process_that_loads_is_told_to_stop_with_the_service(coordinator: Coordinator) -> None:

@@ -48,7 +48,7 @@ class Generations:
         self._group, self._seats = group, group.seats
         self.patience = Patience()
         self._formation = Formation((), self.patience, 0.0)
-        self.state, self.reason = "forming", "waiting for ranks"
+        self.state, self._reason = "forming", "waiting for ranks"
         self._retries = Backoff()  # of generations that members say cannot form; deaths do not count
         # when the group ceased to serve; None while it serves, and before it ever did
         self._unserved_since: float | None = None
@@ -64,6 +64,7 @@ class Generations:
         # who leaves while the group serves, and who joins
         self.turnover = Turnover(group, self._give_up, lambda process: self.on_given_up(process))
         self.layers = OpenLayers()
+        self.turnover.unread = lambda: self.layers.unread
         self._joined = frozenset[int]()  # who has joined between two steps, until that generation serves
         self.on_given_up: Callable[[RankProcess], None] = lambda process: None  # the launcher ends it
         # whether that process has ended, for a launcher to say; None: nobody knows, nor has to be waited for
@@ -98,13 +99,18 @@ class Generations:
         return not self.ended and time.monotonic() - self._unserved_since < self.hold_seconds
 
     @property
+    def reason(self) -> str:
+        """Why the group is in its state; of one that serves, what it does without now."""
+        return self.degraded if self.state == "serving" else self._reason
+
+    @property
     def degraded(self) -> str:
         """What a group that serves does without, in words; empty where it lacks nothing."""
         return "; ".join([*self.turnover.words, *filter(None, [self.layers.reason])])
 
     def set_state(self, state: str, reason: str) -> None:
         """Sets the group's state and why it is in it, and tells those who asked to hear."""
-        self.state, self.reason = state, reason
+        self.state, self._reason = state, reason
         log.info("the group is %s%s", state, f": {clipped(reason)}" if reason else "")
         self.on_state()
 
@@ -149,6 +155,8 @@ class Generations:
         self.turnover.returning.leave(first, [seat for seat in away if seat in had], time.monotonic())
         new = [seat for seat in away if seat not in had]
         self.turnover.returning.leave(with_ranks(self._group.epoch, new), new, time.monotonic())
+        self.turnover.orphans = set(new)
+        self.turnover.coming |= dict.fromkeys(new, "")
 
     def go_on(self, reason: str) -> None:
         """Forms a generation without the members that are missing, where that can be."""
@@ -216,7 +224,7 @@ class Generations:
             return False
         self._retries.reset()
         self._served, self._unserved_since, self.aborted = True, None, ""
-        self.set_state("serving", self.degraded)
+        self.set_state("serving", self.degraded)  # which is said anew whenever somebody asks
         number, epoch = self._group.generation, self._group.epoch.number
         log.info("generation %d serves epoch %d with %d members", number, epoch, len(self._group.members))
         return True
@@ -304,7 +312,7 @@ class Generations:
 
     def _turn(self, now: float) -> None:
         """Has members that have loaded join, and those leave that are to go, between two steps."""
-        if self.state != "serving" or self._blame.failing or self.layers.closed:
+        if self.state != "serving" or self._blame.failing or self.layers.reading:
             return
         if (turned := self.turnover.turn(now)) is not None:
             self.abort(turned.reason, joining=turned.joined)

@@ -18,6 +18,20 @@ class OpenLayers:
         return frozenset().union(*self._lacking.values())
 
     @property
+    def reading(self) -> bool:
+        """Whether some member may soon hold all of a layer that it lacks: it has not said that it cannot."""
+        lacking = {(seat, at) for seat, positions in self._lacking.items() for at in positions}
+        return bool(lacking - self._why_not.keys())
+
+    @property
+    def unread(self) -> dict[int, list[int]]:
+        """By position, the seats that lack experts of a layer and cannot read them."""
+        found: dict[int, list[int]] = {}
+        for seat, at in sorted(self._why_not):
+            found.setdefault(at, []).append(seat)
+        return found
+
+    @property
     def reason(self) -> str:
         """What is waited for, in words; empty where every layer is open."""
         if not (closed := sorted(self.closed)):

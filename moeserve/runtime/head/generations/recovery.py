@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from moeserve.runtime.control.messages import held_from
@@ -150,10 +150,17 @@ class Recovering:
     """
 
     def __init__(
-        self, group: Group, generations: Generations, seconds: float, wanted: Collection[int] | None = None
+        self,
+        group: Group,
+        generations: Generations,
+        seconds: float,
+        wanted: Collection[int] | None = None,
+        greet: Callable[[int, Seat], None] = lambda number, seat: None,
     ) -> None:
-        """wanted: seats that were to have a process, as the head before this one said; None: it did not."""
-        self._group, self._generations = group, generations
+        """wanted: seats that were to have a process, as the head before this one said; None: it did not.
+        greet: is called with each member that takes its seat.
+        """
+        self._group, self._generations, self._greet = group, generations, greet
         self._first = group.epoch
         self._wanted = self._first.members.seats if wanted is None else tuple(wanted)
         tell = generations.patience.prepare
@@ -232,6 +239,7 @@ class Recovering:
         for number, seat in found.seats.items():
             if number in known:
                 self._generations.seated(number, seat)
+                self._greet(number, seat)
                 continue
             log.info("rank %d (pid %d) is to leave: it has no seat any more", number, seat.pid)
             self._group.send(seat, {"kind": "stop"})

@@ -54,6 +54,12 @@ class Resizing:
             away = sorted(set(seats) - set(self._group.members.seats))
         return "; ".join(refused()) or f"ranks {away} have not joined within {seconds:g} s: {self._why()}"
 
+    def forget_orphans(self) -> None:
+        """Nobody comes for seats that a head before this one asked for, and that have not joined yet."""
+        with self._group.lock:
+            for seat in sorted(self._generations.turnover.orphans):
+                self._generations.turnover.forget(seat, "the head that asked for it is gone")
+
     def settle(self, seats: Collection[int]) -> list[int]:
         """Nobody comes for these seats any more, but for those who have joined; returns those who have."""
         with self._group.lock:
@@ -108,13 +114,13 @@ class Resizing:
         self._wait(lambda: served() or bool(self._generations.turnover.why_stay), seconds)
         with self._group.lock:
             self._generations.turnover.retiring, self._generations.turnover.leaving = (), frozenset()
+            for seat in seats:  # lost before it could leave: nobody comes back for it
+                if seat in self._generations.turnover.returning.seats:
+                    self._generations.turnover.forget(seat, "it was to leave")
             for seat in [] if gone() else seats:
                 if seat in self._group.seats:
                     process = self._group.seats[seat].process(seat)
                     self._generations.given_up(process, "its lane was drained, and it is to stay")
-            for seat in seats:  # lost before it could leave: nobody comes back for it
-                if seat in self._generations.turnover.returning.seats:
-                    self._generations.turnover.forget(seat, "it was to leave")
             late = f"they have not left within {seconds:g} s: {self._why()}"
             return (
                 ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from moeserve.proto.texts import quoted
@@ -46,12 +46,17 @@ class Turnover:
         self.why_whole: Callable[[], str] = lambda: ""  # why the group cannot go on without a member
         self.returning = Returning()
         self.coming: dict[int, str] = {}  # seats of new members, and why one cannot start, once that is known
+        self.orphans = set[int]()  # of these, those that the head before this one asked for: nobody waits
+        # by position of a layer, the seats that cannot read some of its experts
+        self.unread: Callable[[], Mapping[int, Collection[int]]] = dict
         self.leaving: frozenset[int] = frozenset()  # of members whose lanes callers find no more
         self.retiring: tuple[int, ...] = ()  # of members that the group goes on without, between two steps
         self.why_stay = ""  # why those that were to go have stayed
         self.running: Callable[[], int] = lambda: 0  # steps that members have not finished
         self.busy: Callable[[], bool] = lambda: False  # nobody joins now: experts move
         self._turning_since: float | None = None
+        # the epoch without those that go: of which epoch, without whom
+        self._retired: tuple[Epoch, list[int], Epoch] | None = None
 
     @property
     def turning(self) -> bool:
@@ -100,9 +105,11 @@ class Turnover:
     def refused(self, rank: int, refusal: Refusal) -> None:
         """Notes that a process that was to load cannot start."""
         log.warning("rank %d cannot come back: %s", rank, refusal.reason)
-        if refusal.for_good and rank in self.coming:
+        if refusal.for_good and rank in self.orphans:
+            self.forget(rank, refusal.reason)
+        elif refusal.for_good and rank in self.coming:
             self.coming[rank] = refusal.reason
-            self._group.lock.notify_all()
+        self._group.lock.notify_all()
 
     def given_up(self, process: RankProcess, why: str) -> bool:
         """Parts with a process that does not run; False where it is none of those that load."""
@@ -123,6 +130,8 @@ class Turnover:
         if rank in self.returning.connected():
             self.part_with(rank, why)
         self.returning.forget(rank)
+        self.coming.pop(rank, None)
+        self.orphans.discard(rank)
 
     def part_with(self, rank: int, why: str, heir: RankProcess | None = None) -> None:
         """Parts with a process that was to load: it is told to stop, and the launcher ends it, unless it is
@@ -140,11 +149,11 @@ class Turnover:
 
     def take_leave(self) -> None:
         """Members that are to go are none any more, and end; the others hold what they held."""
-        going = [seat for seat in self.retiring if seat in self._group.members.seats]
-        if not going or not self._may_retire():
+        if not self._may_retire():
             return
-        self._group.epoch = self.without(self._group.epoch, going)
-        self.retiring = ()
+        going = self._going
+        self._group.epoch = self._without_retiring()
+        self.retiring, self._retired = (), None
         for rank in going:
             if (seat := self._group.seats.pop(rank, None)) is None:
                 continue
@@ -202,10 +211,10 @@ class Turnover:
 
     def _may_retire(self) -> bool:
         """Whether members are to go, and the others can serve without them; where these cannot, none goes."""
-        if not self.retiring:
+        if not self._going:
             return False
         try:
-            self.without(self._group.epoch, list(self.retiring))
+            self._without_retiring()
         except ValueError as error:
             log.warning("ranks %s stay: %s", self.retiring, error)
             self.retiring, self.why_stay = (), str(error)
@@ -213,7 +222,25 @@ class Turnover:
             return False
         return True
 
+    def _without_retiring(self) -> Epoch:
+        """The epoch without those that are to go, made once. Raises ValueError as `without` does."""
+        now, going = self._group.epoch, self._going
+        if self._retired is None or self._retired[0] is not now or self._retired[1] != going:
+            self._retired = (now, going, self.without(now, going))
+        return self._retired[2]
+
+    @property
+    def _going(self) -> list[int]:
+        """Seats of members that are to go; others of `retiring` have been lost meanwhile."""
+        return [seat for seat in self.retiring if seat in self._group.members.seats]
+
     def _admit(self, seats: list[int]) -> None:
-        """Makes members of those that were away; the present generation has to end."""
-        self._group.epoch = self.returning.epoch_with(self._group.epoch, seats)
+        """Makes members of those that were away; the present generation has to end. Experts that others could
+        not read are given up by them, where those hold them now.
+        """
+        epoch = self.returning.epoch_with(self._group.epoch, seats)
+        self._group.epoch = epoch.yielding(self.unread())
+        for seat in seats:
+            self.coming.pop(seat, None)
+            self.orphans.discard(seat)
         self.returning.join(seats, self._group.seats.__setitem__, time.monotonic())
