@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checkpoints import make_checkpoint
@@ -61,3 +62,12 @@ def test_a_rank_that_is_just_being_started_again_is_ended_too(
     cluster.ranks._watching.join(SECONDS)
     assert not stopping.is_alive() and not cluster.ranks._watching.is_alive()
     assert [one.alive for one in made] == [False, False]
+
+
+def test_a_rank_that_has_left_is_no_matter_where_the_head_has_yet_to_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint("qwen3_moe", tmp_path)
+    ranks = local_cluster.LocalCluster(house_config(tmp_path)).ranks
+    monkeypatch.setattr(ranks._head, "seats", lambda: {7: SimpleNamespace(pid=os.getpid(), generation=3)})
+    ranks._note_joined()
