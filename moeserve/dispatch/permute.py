@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -57,23 +58,30 @@ def group_rows(
     where not here), `spec` is (e, row_align). Sizes are exact on the CPU; on a GPU nothing is read on
     the host and the batch has `row_capacity` rows.
     """
+    if kernels_serve(slots.device) and 0 < spec[0] <= MOST_SLOTS and slots.shape[0]:
+        return _grouped_by_kernels(tokens, slots, weights, spec)
+    grouped = _grouped_on_host if slots.is_cpu else _grouped_by_operations
+    return grouped(tokens, slots, weights, spec)
+
+
+def _grouped_by_operations(
+    tokens: Packed, slots: Tensor, weights: Tensor, spec: tuple[int, int]
+) -> tuple[ExpertBatch, Homes]:
+    """`group_rows` by torch's operations, on any device, without reading anything on the host."""
     experts, row_align = spec
     rows, top_k = slots.shape
-    if kernels_serve(slots.device) and 0 < experts <= MOST_SLOTS and rows:
-        return _grouped_by_kernels(tokens, slots, weights, spec)
     here = slots >= 0
     keys = torch.where(here, slots, experts).flatten().long()  # [R * K]; `experts`: not here
     ordered, order = torch.sort(keys, stable=True)
     counts = keys.new_zeros(experts + 1).scatter_add_(0, keys, torch.ones_like(keys))[:experts]
     offsets = keys.new_zeros(experts + 1)
     torch.cumsum((counts + row_align - 1) // row_align * row_align, 0, out=offsets[1:])
-    exact = slots.is_cpu
-    capacity = int(offsets[-1]) if exact else row_capacity(rows, top_k, experts, row_align)
+    capacity = row_capacity(rows, top_k, experts, row_align)
 
     shift = F.pad(offsets[:-1] - (counts.cumsum(0) - counts), (0, 1))
     place = torch.arange(rows * top_k, device=slots.device) + shift[ordered]
-    place = torch.where(ordered < experts, place, capacity if exact else capacity - 1)
-    source = keys.new_zeros(capacity + 1).scatter_(0, place, order // max(top_k, 1))[:capacity]
+    place = torch.where(ordered < experts, place, capacity - 1)
+    source = keys.new_zeros(capacity).scatter_(0, place, order // max(top_k, 1))
     places = torch.empty_like(place).scatter_(0, order, place).view(rows, top_k)
 
     batch = ExpertBatch(
@@ -82,10 +90,39 @@ def group_rows(
         counts.int(),
         offsets.int(),
     )
-    if not exact:
-        return batch, Homes(places, torch.where(here, weights, 0.0), None, rows, capacity)
-    taken = here.sum(dim=1)
-    return batch, Homes(places[here], weights[here], taken.cumsum(0) - taken, rows, capacity)
+    return batch, Homes(places, torch.where(here, weights, 0.0), None, rows, capacity)
+
+
+def _grouped_on_host(
+    tokens: Packed, slots: Tensor, weights: Tensor, spec: tuple[int, int]
+) -> tuple[ExpertBatch, Homes]:
+    """`group_rows` by NumPy, whose operations on few rows take a fraction of torch's time."""
+    experts, row_align = spec
+    rows, top_k = slots.shape
+    here = slots.numpy() >= 0
+    chosen = np.flatnonzero(here)
+    keys = slots.numpy().reshape(-1)[chosen]
+    order = np.argsort(keys.astype(np.uint16) if experts < 1 << 16 else keys, kind="stable")
+    counts = np.bincount(keys, minlength=experts)
+    offsets = np.zeros(experts + 1, dtype=np.int64)
+    np.cumsum((counts + row_align - 1) // row_align * row_align, out=offsets[1:])
+    place = np.arange(len(keys)) + np.repeat(offsets[:-1] - (counts.cumsum() - counts), counts)
+    capacity = int(offsets[-1])
+    source = np.zeros(capacity, dtype=np.int64)  # rows that only align a slot copy the first
+    source[place] = chosen[order] // max(top_k, 1)
+    places = np.empty_like(place)
+    places[order] = place
+    taken = here.sum(axis=1)
+
+    index = torch.from_numpy(source)
+    batch = ExpertBatch(
+        tokens.with_parts([take_rows(part, index) for part in tokens.parts]),
+        Grouping.RAGGED,
+        torch.from_numpy(counts.astype(np.int32)),
+        torch.from_numpy(offsets.astype(np.int32)),
+    )
+    kept, starts = torch.from_numpy(weights.numpy()[here]), torch.from_numpy(taken.cumsum() - taken)
+    return batch, Homes(torch.from_numpy(places), kept, starts, rows, capacity)
 
 
 def no_rows(spec: DispatchSpec) -> tuple[ExpertBatch, Homes]:

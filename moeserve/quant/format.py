@@ -37,7 +37,9 @@ class Part:
 
 
 def _extent(size: int, span: int | Fraction) -> int:
-    return 1 if span == WHOLE else ceil(size / Fraction(span))
+    if isinstance(span, int):
+        return 1 if span == WHOLE else -(-size // span)
+    return ceil(size / span)
 
 
 def _cut(what: str, axis: str, cut: tuple[int, int, int], span: int | Fraction) -> slice:

@@ -3,8 +3,15 @@
 import pytest
 import torch
 
-from moeserve.dispatch.permute import group_rows, row_capacity, take_rows, weigh_rows
-from moeserve.experts.batch import Grouping
+from moeserve.dispatch.permute import (
+    Homes,
+    _grouped_by_operations,
+    group_rows,
+    row_capacity,
+    take_rows,
+    weigh_rows,
+)
+from moeserve.experts.batch import ExpertBatch, Grouping
 from moeserve.quant.formats import FORMATS
 from moeserve.quant.formats.floats import FP32
 
@@ -63,6 +70,35 @@ def test_no_rows_and_no_slots() -> None:
     batch, homes = group_rows(FP32.quantize(ROWS), nowhere, WEIGHTS, (0, 1))
     assert batch.offsets.tolist() == [0]
     assert weigh_rows(torch.empty(0, 3), homes).tolist() == torch.zeros(4, 3).tolist()
+
+
+@pytest.mark.parametrize(
+    ("rows", "top_k", "slots", "row_align"),
+    [(1, 1, 1, 1), (7, 3, 5, 1), (13, 8, 6, 4), (40, 2, 64, 16), (5, 2, 9, 128), (3, 4, 70000, 1)],
+)
+def test_devices_without_kernels_of_ours_group_as_the_host_does(
+    rows: int, top_k: int, slots: int, row_align: int
+) -> None:
+    draw = torch.Generator().manual_seed(rows)
+    chosen = torch.rand(rows, max(slots, top_k) + 3, generator=draw).argsort(dim=1)[:, :top_k].int()
+    chosen = torch.where(chosen < slots, chosen, -1)
+    whole = torch.randint(1, 9, (rows, top_k + 8), generator=draw).float()  # their sums are exact
+    weights = torch.where(chosen < 0, float("nan"), whole[:, 8:])
+    packed, spec = FP32.quantize(whole[:, :8].contiguous()), (slots, row_align)
+    on_host, by_operations = (
+        made(packed, chosen, weights, spec) for made in (group_rows, _grouped_by_operations)
+    )
+    assert torch.equal(on_host[0].counts, by_operations[0].counts)
+    assert torch.equal(on_host[0].offsets, by_operations[0].offsets)
+    assert torch.equal(weighed(*on_host), weighed(*by_operations))
+
+
+def weighed(batch: ExpertBatch, homes: Homes) -> torch.Tensor:
+    """Each row by its own slots' numbers, as an expert's answer would be; rows of no slot are NaN."""
+    outputs = torch.full((homes.capacity, 8), float("nan"))
+    for slot, (first, count) in enumerate(zip(batch.offsets.tolist(), batch.counts.tolist(), strict=False)):
+        outputs[first : first + count] = batch.tokens.parts[0][first : first + count] * (slot + 1)
+    return weigh_rows(outputs, homes)
 
 
 def test_weighing_names_a_wrong_row_count() -> None:

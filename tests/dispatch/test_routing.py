@@ -1,8 +1,12 @@
-"""Repeated choices fold into the first, with their weights."""
+"""Repeated choices fold into the first, with their weights; ids become slots."""
 
+import numpy as np
+import pytest
 import torch
 
-from moeserve.experts.routing.choices import merge_duplicates
+from moeserve.experts.placement import Placement
+from moeserve.experts.routing.address_book import AddressBook
+from moeserve.experts.routing.choices import merge_by_operations, merge_duplicates
 
 NAN = float("nan")
 
@@ -34,3 +38,31 @@ def test_rows_that_are_not_valid_choose_none() -> None:
     )
     assert ids.tolist() == [[-1, -1], [1, 2]]
     assert summed.tolist() == [[0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_the_host_and_torch_merge_alike(repeated: bool, top_k: int) -> None:
+    draw = torch.Generator().manual_seed(top_k)
+    experts = torch.rand(50, 9, generator=draw).argsort(dim=1)[:, :top_k].int() - 1  # -1: none
+    if repeated and top_k > 1:
+        experts[::3, 2] = experts[::3, 0]
+    weights = torch.rand(50, top_k, generator=draw).to(torch.bfloat16)
+    weights[experts < 0] = NAN
+    valid = torch.rand(50, generator=draw) < 0.8
+    found = merge_duplicates(experts, weights, valid)
+    wanted = merge_by_operations(experts, weights, valid)
+    assert [one.dtype for one in found] == [torch.int32, torch.float32]
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_the_host_and_torch_hash_alike(copies: int) -> None:
+    slots = np.tile(np.arange(6, dtype=np.int32), copies)[None]
+    book = AddressBook(Placement(slots, copies, 6))
+    ids = torch.randint(-2, 9, (40, 3), generator=torch.Generator().manual_seed(0)).int()
+    valid = torch.arange(40) % 5 != 0
+    known = (ids >= 0) & (ids < 6) & valid[:, None]
+    wanted = book._hashed(0, torch.where(known, ids, 0).long(), known)
+    found = book.resolve(0, ids, valid)
+    assert found.dtype == torch.int32 and torch.equal(found, wanted)

@@ -79,14 +79,32 @@ class AddressBook:
         on_device = self.on_device(experts.shape)
         if on_device is not None:
             return on_device.choose(layer, experts, valid)
+        if experts.is_cpu and (self._splitter is None or experts.shape[0] < self._least_rows):
+            return self._hashed_on_host(layer, experts, valid)
         known = (experts >= 0) & (experts < self.experts) & valid[:, None]
         wanted = torch.where(known, experts, self.experts).long()  # E where there is none
         if self._splitter is not None and experts.shape[0] >= self._least_rows:
             slots = self._splitter.choose(layer, wanted.reshape(-1)).reshape(experts.shape)
             return torch.where(known, slots, EMPTY)
-        safe = torch.where(known, wanted, 0)
+        return self._hashed(layer, torch.where(known, wanted, 0), known)
+
+    def _hashed(self, layer: int, safe: Tensor, known: Tensor) -> Tensor:
+        """The slots of experts `safe [T, K]` by the row's index, EMPTY where the id is not `known [T, K]`."""
         copies = self._copies[layer][safe]
-        row = torch.arange(experts.shape[0], device=experts.device)[:, None]
+        row = torch.arange(safe.shape[0], device=safe.device)[:, None]
         replica = (row * _KNUTH & 0xFFFFFFFF) % copies
         slots = self._replicas[layer][safe, replica]
         return torch.where(known, slots, EMPTY)
+
+    def _hashed_on_host(self, layer: int, experts: Tensor, valid: Tensor) -> Tensor:
+        """`_hashed` by NumPy, whose operations on few rows take a fraction of torch's time."""
+        ids = experts.numpy()
+        known = (ids >= 0) & (ids < self.experts) & valid.numpy()[:, None]
+        safe = np.where(known, ids, 0)
+        table = self._replicas.numpy()[layer]
+        if table.shape[1] == 1:
+            found = table[safe, 0]
+        else:
+            row = np.arange(len(ids), dtype=np.int64)[:, None]
+            found = table[safe, (row * _KNUTH & 0xFFFFFFFF) % self._copies.numpy()[layer][safe]]
+        return torch.from_numpy(np.where(known, found, np.int32(EMPTY)))
