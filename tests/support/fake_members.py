@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from moeserve.dispatch.members import Members
@@ -95,14 +96,22 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def form_again(members: Iterable[FakeMember]) -> Epoch:
-    """These prepare and join the next generation, whatever they hear before; its epoch."""
-    for one in members:
-        epoch = epoch_from(one.until("prepare")["epoch"])
-        one.say("prepared", bytes_read=0, weight_bytes=0, lacks=[])
-    for one in members:
-        one.until("join")
-        one.say("joined")
-    return epoch
+    """These prepare and join the next generation that comes to its end, whatever they hear; its epoch."""
+
+    def formed(one: FakeMember) -> Epoch:
+        while True:
+            entry = one.entries.get(timeout=SECONDS)
+            one.generation = entry.get("generation", one.generation)
+            if entry["kind"] == "prepare":
+                epoch = epoch_from(entry["epoch"])
+                one.say("prepared", bytes_read=0, weight_bytes=0, lacks=[])
+            elif entry["kind"] == "join":
+                one.say("joined")
+                return epoch
+
+    with ThreadPoolExecutor() as threads:
+        *_, last = threads.map(formed, members)
+    return last
 
 
 def serving(coordinator: Coordinator, members: Members) -> dict[int, FakeMember]:

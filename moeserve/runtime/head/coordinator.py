@@ -225,8 +225,12 @@ class Coordinator:
             return self._progress()
 
     def seats(self) -> dict[int, Seat]:
-        """The members that are connected now, by seat, and those that load before they join."""
-        return self.view.seats()
+        """The members that are connected now, by seat; those that load before they join; and those that have
+        come back to a head that has yet to hear from all what they hold.
+        """
+        with self._lock:
+            back = {} if self._recovering is None else self._recovering.here
+        return back or self.view.seats()
 
     def load(self) -> Load:
         """Tokens by served layer and logical expert, as far as ranks have reported."""

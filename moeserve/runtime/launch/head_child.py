@@ -53,6 +53,7 @@ class Now(NamedTuple):
     seats: dict[int, Seated]
     metrics: tuple[str, ...]  # host:port of every exporter that is up
     wanted: frozenset[int] | None  # ranks that are to have a process; None while the head does not know
+    versions: int = 1  # of the weights that the group has served, or is about to
 
 
 class GiveUp(NamedTuple):
@@ -182,7 +183,8 @@ def now_of(head: HeadProcess) -> Now:
     """How the group of `head` is."""
     progress = head.coordinator.progress()
     metrics, wanted = tuple(head.metrics_targets()), head.coordinator.wanted_seats
-    return Now(progress.state, progress.reason, seated(head), metrics, wanted)
+    versions = len(head.coordinator.epoch.weights)
+    return Now(progress.state, progress.reason, seated(head), metrics, wanted, versions)
 
 
 def _picklable(error: Exception) -> Exception:

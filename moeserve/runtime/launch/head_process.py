@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from moeserve import __version__
@@ -61,6 +61,7 @@ class HeadStart:
     health_port: int
     again: bool = False  # there was a head before, whose members come back
     wanted: frozenset[int] | None = None  # the ranks that were to have a process, as that one said last
+    used: int = 1  # versions of the weights that were served: none of their numbers comes again
 
 
 class HeadProcess:
@@ -74,6 +75,8 @@ class HeadProcess:
         """start: what a launcher keeps for it; None: a fresh token, and ports as configured."""
         served = served_from(config)
         epoch = first_epoch(served)
+        if start is not None and start.used > 1:
+            epoch = replace(epoch, weights=("",) * start.used)
         step, server = config.step, config.server
         pace = StepPace(step.lane_rows, step.max_step_tokens, step.gather_seconds, step.due_seconds)
         self.token = secrets.token_hex(16) if start is None else start.token

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
 
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.generations.patience import Backoff
@@ -35,7 +34,7 @@ from moeserve.runtime.launch.head_child import (
     run_head,
 )
 from moeserve.runtime.launch.head_process import ENDED, HeadStart, Seated
-from moeserve.runtime.launch.watch import ProcessWatch
+from moeserve.runtime.launch.watch import Child, ProcessWatch
 from moeserve.runtime.telemetry import logs
 
 log = logging.getLogger(__name__)
@@ -78,12 +77,16 @@ class KeptHead:
         self.address = self.probes = ""
         self._now = Now("forming", "the head starts", {}, (), None)
         self._wanted: frozenset[int] | None = None  # as it was last known
+        self._used = 1  # versions of the weights that were ever served
         self._told = threading.Condition()  # around what the head has said
         self._saying = threading.Lock()
-        self._process: BaseProcess | None = None
+        self._process: Child | None = None
         self._pipe: Connection | None = None
         self._living: Mapping[int, RankProcess] = {}
         self._failed = ""  # why the service cannot go on
+        self._serves_since_start = False  # whether the head's process has said so
+        self._served_at = time.monotonic()  # when a head last said so, or this was made
+        self._pauses = Backoff()  # between heads that end before they serve
         self._stopping = threading.Event()
         self._watch = ProcessWatch()
         self._keeping = threading.Thread(target=self._keep, name="keep-head", daemon=True)
@@ -125,7 +128,7 @@ class KeptHead:
     @property
     def pid(self) -> int:
         """The head's process."""
-        return 0 if self._process is None else self._process.pid or 0
+        return 0 if self._process is None else self._process.pid
 
     def metrics_targets(self) -> list[str]:
         """`host:port` of every exporter that is up."""
@@ -169,11 +172,12 @@ class KeptHead:
             return
         self._stopping.set()
         self._say(Stop())
+        until = time.monotonic() + self._config.server.drain_seconds + STOP_SECONDS
         if self._keeping.is_alive():
-            self._keeping.join(LOOK_SECONDS + STOP_SECONDS)
+            self._keeping.join(until - time.monotonic())
         if (process := self._process) is not None:
-            process.join(self._config.server.drain_seconds + STOP_SECONDS)
-            if process.is_alive():
+            process.join(max(0.0, until - time.monotonic()))
+            if process.runs:
                 log.error("the head (pid %s) does not stop; it is killed", process.pid)
                 process.kill()
                 process.join(STOP_SECONDS)
@@ -197,7 +201,7 @@ class KeptHead:
         return held
 
     def _spawn(self) -> None:
-        """Starts a head's process."""
+        """Starts a head's process. Raises OSError or EOFError where this host starts none now."""
         mine, theirs = self._context.Pipe()
         spec = replace(self._spec, living=self._living)
         process = self._context.Process(target=run_head, args=(spec, theirs), name="head", daemon=True)
@@ -205,13 +209,21 @@ class KeptHead:
         theirs.close()
         log.info("the head is process %s", process.pid)
         with self._saying:
-            before, self._pipe, self._process = self._pipe, mine, process
+            before, self._pipe, self._process = self._pipe, mine, Child(process)
         if before is not None:
             before.close()
-        self.since = time.monotonic()
+        self.since, self._serves_since_start = time.monotonic(), False
+        if self._living != spec.living:  # it changed while the process was started
+            self._say(Living(self._living))
+        if self._failed:
+            self._say(Fail(self._failed))
+        if self._stopping.is_set():
+            self._say(Stop())
 
     def _say(self, message: ToHead) -> None:
-        """Tells the head. What one that has just ended does not hear the next one is told as it starts."""
+        """Tells the head. What one that has just ended does not hear the next one is told once it has
+        started: who lives, and whether it is to fail or to stop.
+        """
         try:
             with self._saying:
                 if self._pipe is not None:
@@ -240,6 +252,10 @@ class KeptHead:
                 self.address, self.probes = said.address, said.probes
             elif isinstance(said, Now):
                 self._now = said
+                if said.state == "serving":
+                    self._served_at, self._serves_since_start = time.monotonic(), True
+                    self._pauses.reset()
+                self._used = max(self._used, said.versions)
                 self._wanted = self._wanted if said.wanted is None else said.wanted
             self._told.notify_all()
 
@@ -279,25 +295,44 @@ class KeptHead:
 
     def _start_again(self) -> bool:
         """Starts heads until one listens, for as long as ranks look for it; whether one does."""
-        began, backoff = time.monotonic(), Backoff()
-        seconds = self._config.cluster.head_seconds
-        self._spec = replace(self._spec, start=replace(self._spec.start, again=True, wanted=self._wanted))
+        began, seconds = time.monotonic(), self._config.cluster.head_seconds
+        start = replace(self._spec.start, again=True, wanted=self._wanted, used=self._used)
+        self._spec = replace(self._spec, start=start)
         why = f"it ended with {self._ended()}"
+        if not self._serves_since_start:  # as the one before it, perhaps
+            self._stopping.wait(self._pauses.next())
         while time.monotonic() - began < seconds and not self._stopping.is_set():
+            if late := self._too_long_without():
+                self._failed = f"{late}: {why}"
+                break
             log.warning("the head does not run: %s; it is started again", why)
             with self._told:
                 self._now = AWAY
-            self._spawn()
-            why = self._wait_listening(began + seconds)
+            why = self._start_one(began + seconds)
             if not why:
                 log.info("the head listens again after %.2f s", time.monotonic() - began)
                 return True
-            self._stopping.wait(backoff.next())
+            self._stopping.wait(self._pauses.next())
         if not self._stopping.is_set():
             limit = f"cluster.head_seconds = {seconds:g}"
-            self._failed = f"the head did not start again within {limit}: {why}"
+            self._failed = self._failed or f"the head did not start again within {limit}: {why}"
             log.error("%s", self._failed)
         return False
+
+    def _too_long_without(self) -> str:
+        """Why the service ends though a head could start: none has served for too long; else nothing."""
+        limit = self._config.cluster.give_up_seconds
+        if not limit or time.monotonic() - self._served_at < limit:
+            return ""
+        return f"no head has served for cluster.give_up_seconds = {limit:g}"
+
+    def _start_one(self, deadline: float) -> str:
+        """Starts a head and waits for it to listen; returns why it does not, or nothing."""
+        try:
+            self._spawn()
+        except (OSError, EOFError) as error:  # this host has no more processes, or memory
+            return f"its process cannot be started: {error or type(error).__name__}"
+        return self._wait_listening(deadline)
 
     def _wait_listening(self, deadline: float) -> str:
         """Waits for the head that was started to listen; returns why it does not, or nothing."""
@@ -325,7 +360,7 @@ class KeptHead:
         if process is None:
             return None
         process.join(STOP_SECONDS)
-        if process.is_alive():
+        if process.runs:
             log.error("the head (pid %s) says nothing any more; it is killed", process.pid)
             process.kill()
             process.join(STOP_SECONDS)

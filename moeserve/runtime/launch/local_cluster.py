@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
 
 import torch
 
@@ -31,7 +30,7 @@ from moeserve.runtime.launch.head_process import ENDED, Head, HeadInside, HeadPr
 from moeserve.runtime.launch.kept_head import KeptHead, warm_processes
 from moeserve.runtime.launch.rank_process import RankSpec, run_rank
 from moeserve.runtime.launch.restarts import Restarts, why_given_up
-from moeserve.runtime.launch.watch import ProcessWatch
+from moeserve.runtime.launch.watch import Child, ProcessWatch
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class LocalRanks:
     def __init__(self, config: Config, head: Head, context: ForkServerContext) -> None:
         self._config, self._head, self._context = config, head, context
         self._ranks = config.parallel.mesh.ranks
-        self._processes: dict[int, BaseProcess] = {}
+        self._processes: dict[int, Child] = {}
         self._restarts = Restarts()
         self._processes_watch = ProcessWatch()
         self._began: dict[int, float] = {}  # rank -> when its process was started
@@ -80,14 +79,18 @@ class LocalRanks:
         self._end_watching()
         with self._lock:
             processes = list(self._processes.values())
+        until = time.monotonic() + STOP_SECONDS
         for process in processes:
-            process.join(STOP_SECONDS)
-            if process.is_alive():
-                log.warning("rank process %s does not stop; it is killed", process.pid)
-                process.kill()
-                process.join(STOP_SECONDS)
-                if process.is_alive():  # its kernel does not let it go: in a driver, or on a dead disk
-                    log.error("rank process %s is killed and has not ended", process.pid)
+            process.join(max(0.0, until - time.monotonic()))
+        late = [process for process in processes if process.runs]
+        for process in late:
+            log.warning("rank process %s does not stop; it is killed", process.pid)
+            process.kill()
+        until = time.monotonic() + STOP_SECONDS
+        for process in late:
+            process.join(max(0.0, until - time.monotonic()))
+            if process.runs:  # its kernel does not let it go: in a driver, or on a dead disk
+                log.error("rank process %s is killed and has not ended", process.pid)
 
     def _end_watching(self) -> None:
         """Waits for the watching thread, so that a rank that it has just started is ended like all others."""
@@ -97,20 +100,18 @@ class LocalRanks:
             log.error("watch-ranks is still at work after %g s: a rank that it starts is left", STOP_SECONDS)
 
     def pid(self, rank: int) -> int:
-        """The id of a rank's process. RuntimeError before it has started."""
-        pid = self._processes[rank].pid
-        if pid is None:
-            raise RuntimeError(f"rank {rank} has not started")
-        return pid
+        """The id of a rank's process. KeyError before it has started."""
+        return self._processes[rank].pid
 
     def _spawn(self, rank: int) -> None:
+        """Starts a rank's process. Raises OSError or EOFError where this host starts none now."""
         head = self._head
         spec = RankSpec(self._config, rank, head.streams, head.token, LANES_HOST, self._ranks, rank)
         process = self._context.Process(target=_run_rank, args=(spec,), name=f"rank-{rank}", daemon=True)
         process.start()
         log.info("rank %d is process %s", rank, process.pid)
         with self._lock:
-            self._processes[rank], self._began[rank] = process, time.monotonic()
+            self._processes[rank], self._began[rank] = Child(process), time.monotonic()
         self._tell_living()
 
     def _tell_living(self) -> None:
@@ -119,7 +120,7 @@ class LocalRanks:
             living = {
                 rank: RankProcess(rank, process.pid, host_id())
                 for rank, process in self._processes.items()
-                if process.pid is not None and process.is_alive()
+                if process.runs
             }
             if living == self._told:
                 return
@@ -141,9 +142,10 @@ class LocalRanks:
     def _wait(self) -> None:
         """Waits until it is time to look again, which it is as soon as a process ends."""
         with self._lock:
-            living = [process for process in self._processes.values() if process.is_alive()]
-        wait([process.sentinel for process in living], WATCH_SECONDS)
-        if not living:
+            living = [process for process in self._processes.values() if process.runs]
+        sentinels = [sentinel for process in living if (sentinel := process.sentinel) is not None]
+        wait(sentinels, WATCH_SECONDS)
+        if not sentinels:
             self._watched.wait(WATCH_SECONDS)
 
     def _look(self) -> None:
@@ -152,7 +154,7 @@ class LocalRanks:
         self._note_joined()
         self._follow_seats(self._head.wanted())
         for rank, process in list(self._processes.items()):
-            if rank not in self._retiring and not process.is_alive() and not self._stopping.is_set():
+            if rank not in self._retiring and not process.runs and not self._stopping.is_set():
                 self._start_again(rank, process)
         for rank, pid, why in self._standing():
             log.warning("rank %d (pid %d) is given up: %s", rank, pid, why)
@@ -170,19 +172,26 @@ class LocalRanks:
                     del self._processes[rank], self._began[rank], self._retiring[rank]
                 log.info("rank %d has left", rank)
         for rank in sorted(set(wanted) - self._processes.keys()):
-            if why := self._why_not(rank):
+            if why := self._why_not(rank) or self._spawned(rank):
                 self._head.refused(rank, why)
-            else:
-                self._spawn(rank)
+
+    def _spawned(self, rank: int) -> str:
+        """Starts a rank's process; why that cannot be now, or nothing."""
+        try:
+            self._spawn(rank)
+        except (OSError, EOFError) as error:  # no more processes, or memory
+            log.error("rank %d cannot be started now: %s", rank, error or type(error).__name__)
+            return f"rank {rank}: its process cannot be started: {error or type(error).__name__}"
+        return ""
 
     def _retired(self, rank: int) -> bool:
         """Whether the process of a rank that was told to stop has ended; it is killed if it does not."""
         process, now = self._processes[rank], time.monotonic()
         since = self._retiring.setdefault(rank, now)
-        if process.is_alive() and now > since + STOP_SECONDS:
+        if process.runs and now > since + STOP_SECONDS:
             log.warning("rank process %s does not stop; it is killed", process.pid)
             process.kill()
-        return not process.is_alive()
+        return not process.runs
 
     def _why_not(self, rank: int) -> str:
         """Why this machine has no room for one more rank; empty where it has."""
@@ -193,7 +202,7 @@ class LocalRanks:
     def _standing(self) -> list[tuple[int, int, str]]:
         """Ranks whose process is alive and does not do what it is there for: rank, process id and why."""
         cluster, now = self._config.cluster, time.monotonic()
-        living = {rank: pid for rank, one in self._processes.items() if (pid := one.pid) and one.is_alive()}
+        living = {rank: one.pid for rank, one in self._processes.items() if one.runs}
         stopped = self._processes_watch.look(living.values())
         seats = self._head.seats()
         found = []
@@ -208,7 +217,7 @@ class LocalRanks:
         """Kills a rank's process that the head has given up; it is started again once it is seen dead."""
         with self._lock:
             process = self._processes.get(rank)
-        if process is not None and process.pid == pid and process.is_alive():
+        if process is not None and process.pid == pid and process.runs:
             log.warning("rank %d (pid %d) is killed", rank, pid)
             process.kill()
 
@@ -219,8 +228,10 @@ class LocalRanks:
             if process is not None and seat.generation and seat.pid == process.pid:
                 self._restarts.joined(rank)
 
-    def _start_again(self, rank: int, process: BaseProcess) -> None:
-        """Starts a rank whose process has ended, once its pause is over."""
+    def _start_again(self, rank: int, process: Child) -> None:
+        """Starts a rank whose process has ended, once its pause is over; where that cannot be now, after the
+        next one.
+        """
         now = time.monotonic()
         if (pause := self._restarts.ended(rank, now)) is not None:
             log.warning(
@@ -232,7 +243,7 @@ class LocalRanks:
                 self._restarts.failures(rank),
             )
         if self._restarts.due(rank, now):
-            self._spawn(rank)
+            self._spawned(rank)
 
 
 class LocalCluster:

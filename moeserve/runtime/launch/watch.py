@@ -13,10 +13,13 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
 STOPPED = ("T", "t")  # by a signal, by a tracer
+LOOK_SECONDS = 0.02  # between looks whether a process has ended of which nobody else tells
+UNKNOWN = 255  # multiprocessing's exit code where the forkserver has not told
 ENDED = ("Z", "X", "x")  # nothing of it runs any more, and nothing can
 
 
@@ -35,6 +38,53 @@ def stat_of(pid: int, proc: Path = Path("/proc")) -> Stat | None:
         return None
     stat = Stat(told[0], int(told[19]))
     return None if stat.state in ENDED else stat
+
+
+class Child:
+    """A process that a forkserver has started. It may outlive the forkserver, which then says nothing of it
+    any more: multiprocessing calls it ended, with UNKNOWN, and what the kernel tells counts.
+    """
+
+    def __init__(self, process: BaseProcess) -> None:
+        """process: has been started."""
+        self._process, self.pid = process, process.pid or 0
+        self._born = stat_of(self.pid)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.is_alive() or self._untold
+
+    @property
+    def _untold(self) -> bool:
+        """Whether it is there, and its forkserver is not."""
+        if self._process.exitcode != UNKNOWN:
+            return False
+        now, before = stat_of(self.pid), self._born
+        return now is not None and before is not None and now.born == before.born
+
+    @property
+    def exitcode(self) -> int | None:
+        """How it has ended: less than 0 by that signal, UNKNOWN where its forkserver ended first."""
+        return self._process.exitcode
+
+    @property
+    def sentinel(self) -> int | None:
+        """What becomes ready when it ends; None where that cannot be told any more."""
+        return None if self._process.exitcode == UNKNOWN else self._process.sentinel
+
+    def kill(self) -> None:
+        """Kills it, and never one that took the same id later."""
+        self._process.kill()
+        if self._untold:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def join(self, seconds: float) -> None:
+        """Waits for its end, at most so many seconds."""
+        until = time.monotonic() + seconds
+        self._process.join(max(0.0, seconds))
+        while self._untold and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
 
 
 @dataclass

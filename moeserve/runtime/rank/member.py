@@ -74,6 +74,7 @@ class Member:
         # of one that gets the next step's rows in it, so that no further entry of it is executed
         self._failed: int | None = None
         self._told_to_stop = False
+        self._heads = 0  # that came after the first
         self._epoch: Epoch | None = None  # that it holds, or is to hold
         self._adopted: Epoch | None = None  # the last one of a group that it had a part in
         self._group = MemberGroup(rank.index, group_settings, stream.send)
@@ -166,7 +167,11 @@ class Member:
                 self._entries.put({"kind": "abort"})
                 if not self.come_back():
                     break
-                self._entries.put({"kind": "held"})
+                self._heads += 1
+                if self._adopted is None:  # it serves nobody yet, and may be reading experts for long
+                    self._tell(held_message(self._newest, None))
+                else:
+                    self._entries.put({"kind": "held"})
                 why = self._take_entries()
         except Exception as error:
             log.exception(
@@ -209,6 +214,8 @@ class Member:
                         "generation %d is aborted: %s", message["generation"], clipped(message["reason"])
                     )
                     self._end_generation(message["reason"], back=message["back"])
+                elif message["kind"] == "load":
+                    message = message | {"heads": self._heads}
                 elif message["kind"] == "prepare":
                     self._generation = self._newest = message["generation"]
                     self._say_here(self._generation)
@@ -299,12 +306,18 @@ class Member:
         self._tell({"kind": "prepared", "generation": entry["generation"]} | self._held() | lacks)
 
     def _load_beforehand(self, entry: Message) -> None:
-        """Loads the experts of the epoch that this member is to join, while the group serves without it."""
+        """Loads the experts of the epoch that this member is to join, while the group serves without it. What
+        a head asked for that is gone since counts for nothing, but it is held: the next one asks again.
+        """
+        if entry["heads"] != self._heads:
+            return
         epoch = epoch_from(entry["epoch"])
         self._check_lane(epoch)
         self._rank.experts.use_weights(epoch.weights)
         self._load(epoch, 0)
         self._epoch = epoch
+        if entry["heads"] != self._heads:
+            return
         self._tell({"kind": "loaded", "generation": 0} | self._held())
 
     def _held(self) -> Message:

@@ -168,7 +168,7 @@ def test_who_comes_late_with_a_higher_epoch_takes_the_group_there() -> None:
     """Everybody else had died with the head before it heard of the change."""
     with started_again(0.2) as head:
         members = {0: back(head, 0, 9, SECOND)}
-        until(lambda: 0 in head.seats())
+        until(lambda: head.wanted_seats is not None)
         members[1] = back(head, 1, 9, THIRD)
         until(lambda: head.epoch == THIRD)
         for one in members.values():
@@ -242,8 +242,7 @@ def test_a_group_does_not_wait_for_a_rank_that_has_never_had_a_process() -> None
             members.pop(number).stream.close()
         until(lambda: head.progress().state == "forming" and not head.seats().keys() & {1, 2})
         members |= {number: FakeMember(head, number, pid=700 + number) for number in (1, 2)}
-        while form_again(members.values()).members.seats != (0, 1, 2):
-            pass
+        assert form_again(members.values()).members.seats == (0, 1, 2)
         head.wait_serving(SECONDS)
 
 
@@ -262,6 +261,16 @@ def test_told_to_stop_while_it_recovers_a_head_lets_held_calls_end() -> None:
             one.say("drained")
         stopping.join(SECONDS)
         assert stopped == [True]
+
+
+def test_members_that_have_come_back_count_as_there_and_are_named_where_they_do_not_tell() -> None:
+    """Whoever starts ranks gives up those that do not reach the head."""
+    with started_again() as head:
+        member = FakeMember(head, 0, again=True)
+        member.entry("welcome")
+        until(lambda: head.seats().keys() == {0})
+        said = "waits for ranks [1] to come back and ranks [0] to say what they hold"
+        until(lambda: said in head.progress().reason)
 
 
 def test_members_that_come_back_hear_what_the_others_were_told() -> None:

@@ -256,6 +256,24 @@ def test_ranks_that_alone_hold_experts_stay_and_are_started_again(coordinator: C
     )
 
 
+def test_a_group_whose_dispatchers_serve_it_whole_alone_keeps_its_ranks(coordinator: Coordinator) -> None:
+    """Without one of them, no generation would ever form."""
+    members, why = serving(coordinator, RANKS), "deepep_ll serves groups whose ranks are all there"
+    coordinator.generations.turnover.why_whole = lambda: why
+    with pytest.raises(ValueError, match=why):
+        coordinator.resizing.epoch_without([2])
+    assert coordinator.resizing.retire([2], SECONDS) == f"ranks [2] stay: {why}"
+    assert coordinator.epoch.members == RANKS
+    members[2].entry("stop")
+
+
+def test_ranks_that_have_left_are_not_said_to_stay(coordinator: Coordinator) -> None:
+    members = serving(coordinator, RANKS)
+    retired = beside(lambda: coordinator.resizing.retire([2], 0.5))
+    members[2].entry("stop")
+    assert retired().startswith("ranks [2] have left, and the group does not serve yet")
+
+
 def refusing(epoch: Epoch, seats: list[int]) -> Epoch:
     """No other member has room."""
     raise ValueError("layer 0: 1 experts lost their last replica")

@@ -101,3 +101,41 @@ def test_a_name_with_brackets_and_blanks_is_read(tmp_path: Path) -> None:
     (tmp_path / "5" / "stat").write_text(f"5 (a ) S (b) {' '.join(fields)}")
     assert stat_of(5, tmp_path) == Stat("T", 99)
     assert stat_of(6, tmp_path) is None
+
+
+ORPHANED = """
+import multiprocessing, os, signal, time
+from multiprocessing import forkserver
+from moeserve.runtime.launch.watch import UNKNOWN, Child
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=time.sleep, args=(60,))
+    process.start()
+    child = Child(process)
+    assert child.runs and child.sentinel is not None
+    os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+    process.join(10)
+    assert not process.is_alive() and process.exitcode == UNKNOWN, "multiprocessing says that it has ended"
+    assert child.runs and child.sentinel is None
+    child.join(0.1)
+    assert child.runs
+    child.kill()
+    child.join(10)
+    assert not child.runs
+    print("ended")
+"""
+
+
+def test_a_process_outlives_its_forkserver(tmp_path: Path) -> None:
+    """In a process of its own: others of this one come from the same forkserver."""
+    (tmp_path / "orphaned.py").write_text(ORPHANED)
+    found = subprocess.run(
+        [sys.executable, str(tmp_path / "orphaned.py")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert found.stdout == "ended\n", found.stderr

@@ -219,3 +219,33 @@ def test_a_member_that_cannot_load_beforehand_says_so_whatever_it_was_before() -
     came.put({"kind": "stop"})
     running.join(SECONDS)
     assert not running.is_alive()
+
+
+def test_a_process_that_reads_experts_tells_the_next_head_at_once_and_loads_for_that_one() -> None:
+    """A group that comes together again does not wait for it."""
+    first = Epoch.first(Mesh(1, 1, 1), layers=1, experts=4)
+    member, came, said = coming_back(1)
+    reading, go_on, loads = threading.Event(), threading.Event(), list[Epoch]()
+
+    def load(epoch: Epoch, progress: Any) -> None:
+        loads.append(epoch)
+        reading.set()
+        assert go_on.wait(SECONDS)
+
+    cast(Any, member._rank).load = load
+    cast(Any, member._rank).served = SimpleNamespace(layers=(0,))
+    running = threading.Thread(target=member.run, daemon=True)
+    running.start()
+    came.put({"kind": "load", "generation": 0, "epoch": epoch_message(first)})
+    assert reading.wait(SECONDS)
+    came.put(Gone())
+    assert held_from(until_said(said, "held")) == (0, None), "it still reads"
+    second = first.moved(0, np.array([1, 0, 2, 3], dtype=np.int32))
+    came.put({"kind": "load", "generation": 0, "epoch": epoch_message(second)})
+    go_on.set()
+    until_said(said, "loaded")
+    assert loads == [first, second] and member._epoch == second, "what the first head asked for is not told"
+    came.put({"kind": "stop"})
+    came.put(Gone())
+    running.join(SECONDS)
+    assert said.empty()

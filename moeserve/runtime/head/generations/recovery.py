@@ -96,9 +96,9 @@ class Recovery:
         return set(self._here) - self._told
 
     @property
-    def here(self) -> list[Seat]:
-        """The members that are there."""
-        return list(self._here.values())
+    def here(self) -> dict[int, Seat]:
+        """The members that are there, by seat."""
+        return dict(self._here)
 
     @property
     def missing(self) -> list[int]:
@@ -125,7 +125,10 @@ class Recovery:
     @property
     def reason(self) -> str:
         """Why the group does not serve meanwhile."""
-        return f"the head has started again, and waits for ranks {self.missing} to come back"
+        away, untold = sorted(set(self.missing) - set(self._here)), sorted(self._untold)
+        waits = [f"ranks {away} to come back"] if away else []
+        waits += [f"ranks {untold} to say what they hold"] if untold else []
+        return f"the head has started again, and waits for {' and '.join(waits) or 'nobody'}"
 
 
 def check_of(epoch: Epoch, first: Epoch) -> None:
@@ -171,6 +174,11 @@ class Recovering:
     def under_way(self) -> bool:
         """Whether it is not known yet what the members hold."""
         return self._recovery is not None
+
+    @property
+    def here(self) -> dict[int, Seat]:
+        """Members that have come back and have no seat yet."""
+        return {} if self._recovery is None else self._recovery.here
 
     @property
     def due(self) -> float:
@@ -251,7 +259,7 @@ class Recovering:
         """Tells those who wait here to stop: the service ends."""
         recovery, self._recovery = self._recovery, None
         if recovery is not None:
-            for seat in recovery.here:
+            for seat in recovery.here.values():
                 self._group.send(seat, {"kind": "stop"})
                 seat.stream.close()
 

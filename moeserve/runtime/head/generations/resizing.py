@@ -52,7 +52,8 @@ class Resizing:
             return ""
         with self._group.lock:
             away = sorted(set(seats) - set(self._group.members.seats))
-        return "; ".join(refused()) or f"ranks {away} have not joined within {seconds:g} s: {self._why()}"
+            who = f"ranks {away} have not joined" if away else "the group does not serve"
+            return "; ".join(refused()) or f"{who} within {seconds:g} s: {self._why()}"
 
     def forget_orphans(self) -> None:
         """Nobody comes for seats that a head before this one asked for, and that have not joined yet."""
@@ -73,7 +74,7 @@ class Resizing:
     def epoch_without(self, seats: Collection[int]) -> Epoch:
         """The epoch when these members are gone. Raises ValueError where the others cannot serve alone."""
         with self._group.lock:
-            return self._generations.turnover.without(self._group.epoch, list(seats))
+            return self._generations.turnover.epoch_without(list(seats))
 
     def leave(self, seats: Collection[int]) -> None:
         """Callers find the lanes of these members no more."""
@@ -97,7 +98,7 @@ class Resizing:
             log.warning("calls were under way on ranks %s after %g s, and have no answer", seats, seconds)
 
     def retire(self, seats: Collection[int], seconds: float) -> str:
-        """The group goes on without these members, which end; why it does not, or nothing.
+        """The group goes on without these members, which end; why it does not yet, or nothing.
 
         One that stays though its lane was drained is started again: its lane takes no call any more.
         """
@@ -117,16 +118,17 @@ class Resizing:
             for seat in seats:  # lost before it could leave: nobody comes back for it
                 if seat in self._generations.turnover.returning.seats:
                     self._generations.turnover.forget(seat, "it was to leave")
-            for seat in [] if gone() else seats:
+            stay = sorted(set(seats) & set(self._group.members.seats))
+            for seat in stay:
                 if seat in self._group.seats:
                     process = self._group.seats[seat].process(seat)
                     self._generations.given_up(process, "its lane was drained, and it is to stay")
+            if served():
+                return ""
+            if not stay:
+                return f"ranks {sorted(seats)} have left, and the group does not serve yet: {self._why()}"
             late = f"they have not left within {seconds:g} s: {self._why()}"
-            return (
-                ""
-                if served()
-                else f"ranks {sorted(seats)} stay: {self._generations.turnover.why_stay or late}"
-            )
+            return f"ranks {stay} stay: {self._generations.turnover.why_stay or late}"
 
     def _are_members(self, seats: Collection[int]) -> bool:
         return self._generations.state == "serving" and set(seats) <= set(self._group.members.seats)

@@ -170,9 +170,7 @@ class Turnover:
             return False
         before = self._group.epoch
         try:
-            if why := self.why_whole():
-                raise ValueError(why)
-            self._group.epoch = self.without(before, lost)
+            self._group.epoch = self.epoch_without(lost)
         except ValueError as error:
             log.warning("the group waits for ranks %s: %s", lost, error)
             self._admit([seat for seat in self.returning.seats if seat not in self.coming])
@@ -180,6 +178,12 @@ class Turnover:
         self.returning.leave(before, lost, time.monotonic())
         log.warning("the group goes on without ranks %s, in epoch %d", lost, self._group.epoch.number)
         return True
+
+    def epoch_without(self, seats: list[int]) -> Epoch:
+        """The epoch when these members are gone. Raises ValueError where the others cannot serve alone."""
+        if why := self.why_whole():
+            raise ValueError(why)
+        return self.without(self._group.epoch, seats)
 
     def turned(self) -> None:
         """The generation has ended: whoever was to join or to leave has."""
@@ -226,7 +230,7 @@ class Turnover:
         """The epoch without those that are to go, made once. Raises ValueError as `without` does."""
         now, going = self._group.epoch, self._going
         if self._retired is None or self._retired[0] is not now or self._retired[1] != going:
-            self._retired = (now, going, self.without(now, going))
+            self._retired = (now, going, self.epoch_without(going))
         return self._retired[2]
 
     @property

@@ -1,0 +1,180 @@
+"""`KeptHead` beside heads that end at the worst moments. They are threads that speak a head's protocol."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moeserve.runtime.config import Config
+from moeserve.runtime.head.reception import RankProcess
+from moeserve.runtime.launch.head_child import HeadSpec, Living, Now, Stop, Up
+from moeserve.runtime.launch.kept_head import KeptHead
+from moeserve.runtime.sections import ClusterConfig, ModelConfig, ServerConfig
+
+SECONDS = 10.0
+RANKS = frozenset({0, 1})
+
+
+class Heads:
+    """Where heads come from. Each listens, and serves if `serving`; it ends by itself after `lasts` seconds.
+
+    `before_start` is called by whoever starts one.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[FakeHead] = []
+        self.before_start: Callable[[], None] = lambda: None
+        self.serving, self.lasts = True, SECONDS
+
+    Pipe = staticmethod(multiprocessing.Pipe)
+
+    def Process(self, *, args: tuple[HeadSpec, Connection], **named: object) -> FakeHead:
+        head = FakeHead(self, *args)
+        self.made.append(head)
+        return head
+
+
+class FakeHead:
+    """A head's process."""
+
+    def __init__(self, heads: Heads, spec: HeadSpec, pipe: Connection) -> None:
+        self._heads, self.spec, self._pipe = heads, spec, pipe
+        self.pid, self.sentinel, self.exitcode = os.getpid(), 0, None
+        self.living, self.said = dict(spec.living), list[type]()
+        self.killed, self._over = threading.Event(), threading.Event()
+
+    def start(self) -> None:
+        self._heads.before_start()
+        self._pipe = Connection(os.dup(self._pipe.fileno()))  # as a process has its own
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        self._pipe.send(Up("127.0.0.1:1", ""))
+        state = "serving" if self._heads.serving else "forming"
+        self._pipe.send(Now(state, "", {}, (), RANKS, versions=3))
+        until = time.monotonic() + self._heads.lasts
+        while not self.killed.is_set() and time.monotonic() < until:
+            if self._pipe.poll(0.01):
+                said = self._pipe.recv()
+                self.said.append(type(said))
+                if isinstance(said, Living):
+                    self.living = dict(said.processes)
+                if isinstance(said, Stop):
+                    break
+        self._pipe.close()
+        self._over.set()
+
+    def kill(self) -> None:
+        self.killed.set()
+        self._over.wait(SECONDS)
+
+    def join(self, seconds: float) -> None:
+        self._over.wait(seconds)
+
+    def is_alive(self) -> bool:
+        return not self._over.is_set()
+
+
+def kept_by(heads: Heads, **cluster: Any) -> KeptHead:
+    server = ServerConfig(port=0, metrics_port=-1, health_port=-1, drain_seconds=SECONDS)
+    config = Config(ModelConfig(checkpoint="/nowhere"), server=server, cluster=ClusterConfig(**cluster))
+    return KeptHead(config, "127.0.0.1", heads)  # type: ignore[arg-type]
+
+
+def until(true: Callable[[], bool]) -> None:
+    limit = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def slow() -> Any:
+    """What a host that takes long to start a process does: `begun` says when, `go_on` for how long."""
+    return SimpleNamespace(begun=threading.Event(), go_on=threading.Event())
+
+
+def hold_up(heads: Heads, slow: Any) -> None:
+    def wait() -> None:
+        slow.begun.set()
+        assert slow.go_on.wait(SECONDS)
+
+    heads.before_start = wait
+
+
+def test_a_rank_that_is_started_again_while_the_head_is_is_known_to_the_new_one(slow: Any) -> None:
+    """A host's end of memory takes both at once."""
+    heads = Heads()
+    kept = kept_by(heads)
+    kept.start()
+    kept.living({0: RankProcess(0, 100, "h"), 1: RankProcess(1, 101, "h")})
+    hold_up(heads, slow)
+    heads.made[0].kill()
+    assert slow.begun.wait(SECONDS)
+    kept.living({0: RankProcess(0, 100, "h"), 1: RankProcess(1, 201, "h")})
+    slow.go_on.set()
+    until(lambda: len(heads.made) == 2 and heads.made[1].living.get(1) == RankProcess(1, 201, "h"))
+    assert heads.made[1].spec.start.used == 3, "no version of the weights has a number of before"
+    kept.stop()
+
+
+def test_a_service_that_is_told_to_stop_while_its_head_starts_again_stops(slow: Any) -> None:
+    heads = Heads()
+    kept = kept_by(heads)
+    kept.start()
+    hold_up(heads, slow)
+    heads.made[0].kill()
+    assert slow.begun.wait(SECONDS)
+    stopping = threading.Thread(target=kept.stop, daemon=True)
+    stopping.start()
+    until(kept._stopping.is_set)
+    slow.go_on.set()
+    stopping.join(SECONDS / 2)
+    assert not stopping.is_alive() and Stop in heads.made[1].said
+    assert not heads.made[1].killed.is_set()
+
+
+def test_heads_that_end_before_they_serve_are_started_less_and_less_often() -> None:
+    heads = Heads()
+    heads.serving, heads.lasts = False, 0.01
+    kept = kept_by(heads)
+    kept.start()
+    time.sleep(2.0)
+    made = len(heads.made)
+    kept.stop()
+    assert 2 <= made <= 10
+    assert kept.state()[0] == "forming"
+
+
+def test_a_service_whose_heads_never_serve_ends_when_it_is_to_give_up() -> None:
+    heads = Heads()
+    heads.serving, heads.lasts = False, 0.01
+    kept = kept_by(heads, give_up_seconds=0.3)
+    kept.start()
+    until(lambda: kept.state()[0] == "failed")
+    assert "no head has served for cluster.give_up_seconds = 0.3" in kept.state()[1]
+    kept.stop()
+
+
+def test_a_host_that_starts_no_process_now_may_start_one_later() -> None:
+    heads, failures = Heads(), [OSError("Resource temporarily unavailable"), EOFError()]
+    kept = kept_by(heads)
+    kept.start()
+
+    def refuse() -> None:
+        if failures:
+            raise failures.pop()
+
+    heads.before_start = refuse
+    heads.made[0].kill()
+    until(lambda: len(heads.made) == 4 and heads.made[3].is_alive())
+    until(lambda: kept.state()[0] == "serving")
+    kept.stop()
