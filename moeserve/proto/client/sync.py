@@ -169,9 +169,9 @@ class MoeClient:
         """Has the service run with so many ranks, while it serves, and waits for it.
 
         New ranks load their experts first, and join between two steps. Ranks that leave take no further call,
-        and their experts move before they go. The reply says how it ended. Raises InvalidArgument for more
-        ranks than the service has room for, or fewer than hold all experts, MoeError where ranks cannot come
-        or go at all, Unavailable where the service does not serve; nothing is tried again.
+        and their experts move before they go. The reply says how it ended. Raises MoeError (`cannot_scale`)
+        for more ranks than the service has room for, fewer than hold all experts, or where ranks cannot come
+        or go at all; Unavailable where the service does not serve; nothing is tried again.
         """
         if not is_whole(ranks) or not 0 < ranks < 1 << 32:
             raise ValueError(f"ranks={ranks!r} must be a whole number of 1 or more")
