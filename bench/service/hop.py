@@ -2,13 +2,14 @@
 
     python -m bench.service.hop [--calls 400]
 
-A service of two ranks (a process each, and one for the head) serves one layer of four tiny experts, so that
-the step is short. A client calls rank 0's lane with all the rows; rank 1 brings none. In turns:
+A service of two ranks, and one of a single rank (a process each, and one for the head), serves one layer of
+tiny experts, so that the step is short; over gloo, two ranks' takes milliseconds all the same. A client calls
+rank 0's lane with all the rows; rank 1 brings none. In turns:
 
     echo      a bare Python gRPC server that returns the bytes it is sent, unparsed: as many as the tensors'
     inline    `MoeClient.forward`, tensors in the message
     shared    the same with hidden states already in the lane's shared memory, and the answer written there
-    step      the very same `Rank.step` in two other processes, back to back: no coordinator, lane or gRPC
+    step      the very same `Rank.step` in as many other processes, back to back: no coordinator, lane or gRPC
     spaced    the same a millisecond after the last one, about as far apart as the service's steps are: a
               small step is slower then
     copy      the two copies that a caller needs whose tensors do not live in shared memory
@@ -44,23 +45,49 @@ from bench.service.hops.echo_server import METHOD, OPTIONS
 from moeserve.proto.client import MoeClient
 from moeserve.proto.heap import keep_freed_memory
 
-CASES = ((8, 2048), (256, 7168))  # tokens, hidden
-EXPERTS, INNER, TOP_K = 4, 32, 2
 BLOCK = 10  # calls of one kind in a row
 WARM_UP_BLOCKS = 4
 PAUSE_SECONDS = 0.001
-SERVE = "-m moeserve serve --launcher local --device cpu --port 0 --metrics-port 0 --data-parallel-size 2"
+SERVE = "-m moeserve serve --launcher local --device cpu --port 0 --metrics-port 0 --enable-expert-parallel"
 PHASE_SUMS = re.compile(
     r'moe_step_phase_duration_seconds_(sum|count)\{.*phase="(?:dispatch|compute|combine)".*\} (\S+)'
 )
 
 
 @dataclass(frozen=True)
-class Case:
-    """One size, and the seconds of every call by kind."""
+class Setting:
+    """What is served, and what a call brings."""
 
     rows: int
     hidden: int
+    ranks: int = 2
+    experts: int = 4
+    inner: int = 32
+    top_k: int = 2
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the hidden states."""
+        return self.rows, self.hidden
+
+    def __str__(self) -> str:
+        size = f"{self.rows} tokens x {self.hidden} bf16"
+        return size if self.ranks == 2 else f"one rank, {size}"
+
+
+SETTINGS = (
+    Setting(8, 2048),
+    Setting(256, 7168),
+    Setting(8, 2048, ranks=1, experts=2, inner=8, top_k=1),
+    Setting(256, 7168, ranks=1, experts=2, inner=8, top_k=1),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting, and the seconds of every call by kind."""
+
+    setting: Setting
     seconds: dict[str, list[float]]
     reported: float  # the step's mean seconds, as rank 0 reports it
 
@@ -108,27 +135,29 @@ class Child:
         self._process.wait(30)
 
 
-def make_checkpoint(path: Path, hidden: int) -> None:
+def make_checkpoint(path: Path, setting: Setting) -> None:
     """One Qwen3-MoE layer with random experts in bfloat16."""
-    random, model = torch.Generator().manual_seed(0), Qwen3Moe(hidden, INNER, EXPERTS, TOP_K, layers=1)
+    random = torch.Generator().manual_seed(0)
+    model = Qwen3Moe(setting.hidden, setting.inner, setting.experts, setting.top_k, layers=1)
     tensors = {name: torch.randn(shape, generator=random).bfloat16() for name, shape in model.matrices()}
     path.mkdir()
     write_checkpoint(path, model.config(), tensors)
 
 
-def measure(rows: int, hidden: int, args: argparse.Namespace, folder: Path) -> Case:
-    """Starts service, echo and bare ranks for one size, and times them by turns."""
-    checkpoint = folder / f"hidden-{hidden}"
-    make_checkpoint(checkpoint, hidden)
-    serve = [sys.executable, *SERVE.split(), "--enable-expert-parallel", "--checkpoint", str(checkpoint)]
+def measure(setting: Setting, args: argparse.Namespace, folder: Path) -> Case:
+    """Starts service, echo and bare ranks for one setting, and times them by turns."""
+    checkpoint = folder / str(setting).replace(" ", "-")
+    make_checkpoint(checkpoint, setting)
+    serve = [sys.executable, *SERVE.split(), "--data-parallel-size", str(setting.ranks)]
+    serve += ["--checkpoint", str(checkpoint)]
     echo = [sys.executable, "-m", "bench.service.hops.echo_server"]
     with ExitStack() as stack:
         service = stack.enter_context(Child(serve, r"metrics on \S+ (\S+)", r"serving on (\S+)"))
         port = stack.enter_context(Child(echo, r"(\d+)")).said[0]
-        bare = BareStep(checkpoint, rows)
+        bare = BareStep(checkpoint, setting.rows, setting.ranks)
         stack.callback(bare.close)
         client = stack.enter_context(MoeClient(service.said[1], lane=0, transport="inline"))
-        kinds = kinds_of(client, f"127.0.0.1:{port}", rows, hidden)
+        kinds = kinds_of(client, f"127.0.0.1:{port}", setting)
         for call in kinds.values():
             timed(call, WARM_UP_BLOCKS * BLOCK)
         bare.run(WARM_UP_BLOCKS * BLOCK, 0.0)
@@ -138,7 +167,7 @@ def measure(rows: int, hidden: int, args: argparse.Namespace, folder: Path) -> C
             for kind, found in turn.items():
                 seconds[kind] += found
         took, steps = (after - start for after, start in zip(reported(service.said[0]), before, strict=True))
-        return Case(rows, hidden, seconds, took / steps)
+        return Case(setting, seconds, took / steps)
 
 
 def one_turn(kinds: dict[str, Callable[[], object]], bare: BareStep) -> dict[str, list[float]]:
@@ -149,12 +178,12 @@ def one_turn(kinds: dict[str, Callable[[], object]], bare: BareStep) -> dict[str
     return found
 
 
-def kinds_of(client: MoeClient, echo: str, rows: int, hidden: int) -> dict[str, Callable[[], object]]:
+def kinds_of(client: MoeClient, echo: str, setting: Setting) -> dict[str, Callable[[], object]]:
     """What is timed in this process, by name."""
-    random = torch.Generator().manual_seed(0)
+    random, (rows, hidden), top_k = torch.Generator().manual_seed(0), setting.shape, setting.top_k
     x = torch.randn(rows, hidden, generator=random).bfloat16()
-    experts = torch.rand(rows, EXPERTS, generator=random).argsort(dim=1)[:, :TOP_K].int().contiguous()
-    weights = torch.full((rows, TOP_K), 1 / TOP_K)
+    experts = torch.rand(rows, setting.experts, generator=random).argsort(dim=1)[:, :top_k].int().contiguous()
+    weights = torch.full((rows, top_k), 1 / top_k)
     body = bytes(x.nbytes + experts.nbytes + weights.nbytes)
     bounce = grpc.insecure_channel(echo, options=OPTIONS).unary_unary(METHOD)
     placed, answer = client.allocate(0, (rows, hidden)), client.allocate(0, (rows, hidden))
@@ -193,7 +222,7 @@ def reported(exporter: str) -> tuple[float, float]:
 def table(case: Case) -> str:
     """One case for people."""
     lines = [
-        f"{case.rows} tokens x {case.hidden} bf16; a step took {case.reported * 1e3:.2f} ms while serving",
+        f"{case.setting}; a step took {case.p('step', 50):.2f} ms, {case.reported * 1e3:.2f} while serving",
         "          call p50     p99    hop p50     p99   hop / echo",
     ]
     for kind in case.seconds:
@@ -208,7 +237,7 @@ def table(case: Case) -> str:
 
 def results(case: Case) -> list[Result]:
     """One case's hops for the record."""
-    size, found = f"{case.rows} tokens x {case.hidden} bf16", []
+    size, found = str(case.setting), list[Result]()
     for kind, (_, bound) in AIMS.items():
         for percent in (50, 99):
             peers = {f"echo p{percent}": case.p("echo", percent), f"call p{percent}": case.p(kind, percent)}
@@ -239,8 +268,8 @@ def main() -> None:
     keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
         cases = []
-        for rows, hidden in CASES:
-            cases.append(measure(rows, hidden, args, Path(folder)))
+        for setting in SETTINGS:
+            cases.append(measure(setting, args, Path(folder)))
             print(table(cases[-1]), flush=True)
     if not args.dry:
         write([result for case in cases for result in results(case)])

@@ -1,4 +1,4 @@
-"""The step of the hop without the service: `Rank.step` called in two processes that share a gloo group."""
+"""The step of the hop without the service: `Rank.step` called in processes that share a gloo group."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-RANKS = 2
-
 
 class BareStep:
-    """Two rank processes that step when they are told to."""
+    """Rank processes that step when they are told to."""
 
-    def __init__(self, checkpoint: Path, rows: int) -> None:
+    def __init__(self, checkpoint: Path, rows: int, ranks: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
-        pipes = [context.Pipe() for _ in range(RANKS)]
+        pipes = [context.Pipe() for _ in range(ranks)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [
-            context.Process(target=_rank, args=(rank, checkpoint, rows, store, theirs), daemon=True)
+            context.Process(target=_rank, args=((rank, ranks), checkpoint, rows, store, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process, (_, theirs) in zip(self._processes, pipes, strict=True):
@@ -32,7 +30,7 @@ class BareStep:
     def run(self, calls: int, pause: float) -> list[float]:
         """Seconds of each of `calls` steps on rank 0, which alone brings rows.
 
-        `pause` seconds lie between the end of a step and the start of the next, on both ranks at once.
+        `pause` seconds lie between the end of a step and the start of the next, on all ranks at once.
         """
         for pipe in self._pipes:
             pipe.send((calls, pause))
@@ -40,7 +38,7 @@ class BareStep:
         return list(seconds[0])
 
     def close(self) -> None:
-        """Ends both rank processes."""
+        """Ends the rank processes."""
         for pipe in self._pipes:
             pipe.send((0, 0.0))
         for process in self._processes:
@@ -49,7 +47,8 @@ class BareStep:
         self._folder.cleanup()
 
 
-def _rank(index: int, path: Path, rows: int, store: str, pipe: Connection) -> None:
+def _rank(place: tuple[int, int], path: Path, rows: int, store: str, pipe: Connection) -> None:
+    index, ranks = place
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
     import torch.distributed as dist
@@ -66,10 +65,10 @@ def _rank(index: int, path: Path, rows: int, store: str, pipe: Connection) -> No
     from moeserve.runtime.served import Served
     from moeserve.runtime.step import LaneInput, empty_input
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))  # as a rank of the service
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))  # as a rank of the service
     keep_freed_memory()
-    group = form_group(dist.FileStore(store, RANKS), "hop", index, RANKS, GroupKind("gloo", 60.0))
-    mesh, checkpoint = Mesh.flatten(RANKS, 1, expert_parallel=True), Checkpoint(path)
+    group = form_group(dist.FileStore(store, ranks), "hop", index, ranks, GroupKind("gloo", 60.0))
+    mesh, checkpoint = Mesh.flatten(ranks, 1, expert_parallel=True), Checkpoint(path)
     served = Served(checkpoint, checkpoint.layers, mesh, checkpoint.dtype, 4096)
     rank = Rank(index, served, plans_for(served, machine_named("cpu", ()), Wanted()), "cpu")
     rank.load(Epoch.first(mesh, len(served.layers), checkpoint.num_experts))
@@ -93,7 +92,7 @@ def _rank(index: int, path: Path, rows: int, store: str, pipe: Connection) -> No
                 dist.barrier(group=group)
                 time.sleep(pause)
             started = time.perf_counter()
-            rank.step(served.layers[0], lane, (rows, 0))
+            rank.step(served.layers[0], lane, (rows,) + (0,) * (ranks - 1))
             seconds.append(time.perf_counter() - started)
         pipe.send(seconds)
     rank.leave()

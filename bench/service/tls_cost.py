@@ -49,7 +49,7 @@ import torch
 from bench.lib.cores import Cores, on, usual
 from bench.lib.quiet import rounds
 from bench.lib.record import ROOT, Result, write
-from bench.service.hop import TOP_K, Child, timed
+from bench.service.hop import Child, timed
 from bench.service.hops.echo_server import METHOD, OPTIONS, Echo
 from moeserve.proto import moe_pb2
 from moeserve.proto.credentials import KeyedChannel
@@ -68,7 +68,7 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from keyed import Keyring
 
-HIDDEN = 2048
+HIDDEN, TOP_K = 2048, 2
 BLOCKS = {1: 40, 512: 8}  # calls of one kind in a row, by rows
 TRIPS = 200  # round trips on a stream in a row
 REST_SECONDS = 0.002  # before and after a block

@@ -44,7 +44,7 @@ from grpc_health.v1 import health_pb2
 from bench.lib.held import Held
 from bench.lib.mutations import Mutations
 from bench.lib.record import Result, write
-from bench.service.hop import EXPERTS, TOP_K, make_checkpoint
+from bench.service.hop import Setting, make_checkpoint
 from moeserve.checkpoints.checkpoint import Checkpoint
 from moeserve.proto import moe_pb2
 from moeserve.proto.client import MoeClient
@@ -53,6 +53,7 @@ from moeserve.proto.transports.shared_memory import socket_address
 from moeserve.runtime.control.frames import encoded
 
 HIDDEN, LAYER, ROWS = 64, 0, 8
+SERVED = Setting(ROWS, HIDDEN)
 THREADS = 4
 WARM_UP = 0.1  # of the messages, before resources are looked at for the first time
 SETTLE_SECONDS = 15.0  # regions that nobody fetched are given back after 10
@@ -232,7 +233,7 @@ def forward_requests() -> list[bytes]:
     hidden, ids, weights = batch(ROWS, 1)
     choice = moe_pb2.Choice(ids=encode(plain(ids, "ids")), weights=encode(plain(weights, "weights")))
     rows = encode(plain(hidden, "hidden"))
-    logits = encode(plain(torch.randn(ROWS, EXPERTS), "logits"))
+    logits = encode(plain(torch.randn(ROWS, SERVED.experts), "logits"))
     region = moe_pb2.Region(name=f"region-1-{'0' * 32}", size=hidden.nbytes)
     placed = moe_pb2.Tensor(dtype=rows.dtype, shape=rows.shape, region=region)
     made = (
@@ -358,7 +359,7 @@ def senders(service: Service, client: MoeClient, tally: Tally) -> tuple[list[Sen
 def batch(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states, chosen experts and weights."""
     generator = torch.Generator().manual_seed(seed)
-    weights, ids = torch.rand(rows, EXPERTS, generator=generator).topk(TOP_K)
+    weights, ids = torch.rand(rows, SERVED.experts, generator=generator).topk(SERVED.top_k)
     return torch.randn(rows, HIDDEN, generator=generator).bfloat16(), ids.int(), weights
 
 
@@ -366,7 +367,7 @@ class Good:
     """Good calls, and what one process computes of them."""
 
     def __init__(self, checkpoint: Path, client: MoeClient) -> None:
-        held = Checkpoint(checkpoint).experts(LAYER, range(EXPERTS))
+        held = Checkpoint(checkpoint).experts(LAYER, range(SERVED.experts))
         self._gate_up, self._down = held.gate_up.dequantize().float(), held.down.dequantize().float()
         self._client = client
         self.calls = 0
@@ -449,7 +450,7 @@ def running(folder: Path) -> Iterator[tuple[Service, MoeClient, Good]]:
     """A service, a client of it, and good calls."""
     torch.set_num_threads(1)
     checkpoint = folder / "checkpoint"
-    make_checkpoint(checkpoint, HIDDEN)
+    make_checkpoint(checkpoint, SERVED)
     service = Service(checkpoint, folder / "log")
     try:
         with MoeClient(service.address) as client:
