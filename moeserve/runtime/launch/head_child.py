@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import pickle
+import select
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -20,6 +22,7 @@ from moeserve.runtime.telemetry import logs
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1  # between two looks at who is seated
+BEAT_SECONDS = 1.0  # between two words to the launcher, though nothing has changed
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class CannotStart(NamedTuple):
 
 
 class Now(NamedTuple):
-    """How the group is, and who is seated; said whenever it changed."""
+    """How the group is, and who is seated; said whenever it changed, and every BEAT_SECONDS."""
 
     state: str
     reason: str
@@ -161,15 +164,21 @@ class _Child:
                     return
 
     def _tell(self, head: HeadProcess) -> None:
-        """Tells the launcher how the group is, whenever that has changed."""
-        told: Now | None = None
+        """Tells the launcher how the group is, whenever that has changed, and that the head is alive, which
+        takes the group's lock. A launcher that does not listen, since it is stopped, is told changes only.
+        """
+        told, told_at = None, 0.0
         while not self._over.is_set():
             now = now_of(head)
-            if now != told:
+            if now != told or (time.monotonic() - told_at > BEAT_SECONDS and self._listens()):
                 self._say(now)
-                told = now
+                told, told_at = now, time.monotonic()
             self._changed.wait(LOOK_SECONDS)
             self._changed.clear()
+
+    def _listens(self) -> bool:
+        """Whether there is room for one more word to the launcher."""
+        return bool(select.select([], [self._launcher], [], 0)[1])
 
     def _say(self, message: FromHead) -> None:
         try:

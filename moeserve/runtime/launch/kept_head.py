@@ -40,6 +40,7 @@ from moeserve.runtime.telemetry import logs
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1  # between two looks whether the head's process runs
+LEAST_SILENT_SECONDS = 5.0  # before a head that runs is killed, however short its probes' patience is
 STOP_SECONDS = 15.0  # for the head to end, beside what calls under way have
 BACKLOG = 1024  # ranks that come between two heads
 AWAY = Now("forming", "the head has ended, and is started again", {}, (), None)
@@ -87,6 +88,9 @@ class KeptHead:
         self._serves_since_start = False  # whether the head's process has said so
         self._served_at = time.monotonic()  # when a head last said so, or this was made
         self._pauses = Backoff()  # between heads that end before they serve
+        self._heard_at = self._looked_at = (
+            0.0  # when the head last said something, and when that was looked at
+        )
         self._stopping = threading.Event()
         self._watch = ProcessWatch()
         self._keeping = threading.Thread(target=self._keep, name="keep-head", daemon=True)
@@ -240,6 +244,8 @@ class KeptHead:
             said: FromHead | None = pipe.recv() if pipe.poll(max(0.0, seconds)) else None
         except OSError as error:
             raise EOFError from error
+        if said is not None:
+            self._heard_at = time.monotonic()
         return said
 
     def _take(self, said: FromHead) -> None:
@@ -279,6 +285,7 @@ class KeptHead:
                 if (said := self._hear(LOOK_SECONDS)) is not None:
                     self._take(said)
                 self._look_whether_it_runs()
+                self._look_whether_it_hangs()
         except EOFError:
             pass
         if self._stopping.is_set() or self._now.state == "stopped":
@@ -292,6 +299,18 @@ class KeptHead:
         if seen is not None and 0 < limit <= seen[0] and not self._stopping.is_set():
             log.warning("the head (pid %d) is killed: %s for %.1f s", pid, seen[1], seen[0])
             self._watch.kill(pid)
+
+    def _look_whether_it_hangs(self) -> None:
+        """Kills a head that runs and has said nothing for too long, though it says every second that it is
+        alive. Where this process itself stood still meanwhile, the head may have said it all the same.
+        """
+        limit, now = max(LEAST_SILENT_SECONDS, self._config.server.stalled_seconds), time.monotonic()
+        here, self._looked_at = now - self._looked_at < 1.0, now
+        if here and now - self._heard_at > limit and not self._stopping.is_set():
+            silent = f"it has said nothing for {limit:g} s (server.stalled_seconds)"
+            log.error("the head (pid %d) is killed: %s", self.pid, silent)
+            self._watch.kill(self.pid)
+            self._heard_at = now
 
     def _start_again(self) -> bool:
         """Starts heads until one listens, for as long as ranks look for it; whether one does."""

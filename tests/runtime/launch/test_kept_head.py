@@ -15,6 +15,7 @@ import pytest
 
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
+from moeserve.runtime.launch import kept_head
 from moeserve.runtime.launch.head_child import HeadSpec, Living, Now, Stop, Up
 from moeserve.runtime.launch.kept_head import KeptHead
 from moeserve.runtime.sections import ClusterConfig, ModelConfig, ServerConfig
@@ -33,6 +34,7 @@ class Heads:
         self.made: list[FakeHead] = []
         self.before_start: Callable[[], None] = lambda: None
         self.serving, self.lasts = True, SECONDS
+        self.beats = True  # it says all the time that it is alive
 
     Pipe = staticmethod(multiprocessing.Pipe)
 
@@ -59,9 +61,12 @@ class FakeHead:
     def _run(self) -> None:
         self._pipe.send(Up("127.0.0.1:1", ""))
         state = "serving" if self._heads.serving else "forming"
-        self._pipe.send(Now(state, "", {}, (), RANKS, versions=3))
+        now = Now(state, "", {}, (), RANKS, versions=3)
+        self._pipe.send(now)
         until = time.monotonic() + self._heads.lasts
         while not self.killed.is_set() and time.monotonic() < until:
+            if self._heads.beats:
+                self._pipe.send(now)
             if self._pipe.poll(0.01):
                 said = self._pipe.recv()
                 self.said.append(type(said))
@@ -83,8 +88,10 @@ class FakeHead:
         return not self._over.is_set()
 
 
-def kept_by(heads: Heads, **cluster: Any) -> KeptHead:
-    server = ServerConfig(port=0, metrics_port=-1, health_port=-1, drain_seconds=SECONDS)
+def kept_by(heads: Heads, stalled: float = SECONDS, **cluster: Any) -> KeptHead:
+    server = ServerConfig(
+        port=0, metrics_port=-1, health_port=-1, drain_seconds=SECONDS, stalled_seconds=stalled
+    )
     config = Config(ModelConfig(checkpoint="/nowhere"), server=server, cluster=ClusterConfig(**cluster))
     return KeptHead(config, "127.0.0.1", heads)  # type: ignore[arg-type]
 
@@ -161,6 +168,22 @@ def test_a_service_whose_heads_never_serve_ends_when_it_is_to_give_up() -> None:
     kept.start()
     until(lambda: kept.state()[0] == "failed")
     assert "no head has served for cluster.give_up_seconds = 0.3" in kept.state()[1]
+    kept.stop()
+
+
+def test_a_head_that_hangs_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = Heads()
+    kept = kept_by(heads, stalled=0.5)
+    monkeypatch.setattr(kept_head, "LEAST_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(kept._watch, "kill", lambda pid: heads.made[-1].killed.set())
+    kept.start()
+    time.sleep(1.0)
+    assert len(heads.made) == 1, "it says that it is alive"
+    heads.beats = False
+    until(lambda: len(heads.made) == 2)
+    assert heads.made[0].killed.is_set()
+    heads.beats = True
+    until(lambda: kept.state()[0] == "serving")
     kept.stop()
 
 
