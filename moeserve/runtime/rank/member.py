@@ -82,6 +82,19 @@ class Member:
         self._restoring = Restoring(lambda: Copier(0.0, rank.device), self._restore, self._tell)
         self._lacks: tuple[int, ...] = ()  # positions of layers that are to be read once it has joined
         self._steps.failed = self._report_failure
+        # by kind: what the receiving thread does, while a step runs
+        self._at_once: dict[str, Callable[[Message], None]] = {
+            "stage": self._prepare_change,
+            "abandon": self._prepare_change,
+            "log_levels": lambda message: self.on_log_levels(message["levels"]),
+            "peers": lambda message: self.on_peers(addresses_from(message)),
+            "open_layers": self._open_layers,
+            "ask": lambda message: self._say_here(message["generation"]),
+            "stored": self._group.answered,
+            "drain": lambda message: threading.Thread(
+                target=self._drain, args=(message,), name="drain", daemon=True
+            ).start(),
+        }
         self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
         self.on_layers: Callable[[bool], None] = lambda all_open: None  # of layers, whether steps run of all
@@ -183,31 +196,15 @@ class Member:
         self._entries.put({"kind": "stop"})
 
     def _take_entries(self) -> str:
-        """Sees aborts at once; hands every entry to the executing thread. Returns why the stream ended."""
+        """Sees aborts, and what is for this thread, at once; hands every other entry to the executing one.
+        Returns why the stream ended.
+        """
         try:
             while True:
                 message = self._stream.receive()
                 known_frame(Frames.TO_RANK, message["kind"])
-                if message["kind"] in ("stage", "abandon"):
-                    self._prepare_change(message)
-                    continue
-                if message["kind"] == "log_levels":
-                    self.on_log_levels(message["levels"])
-                    continue
-                if message["kind"] == "peers":
-                    self.on_peers(addresses_from(message))
-                    continue
-                if message["kind"] == "open_layers":
-                    self._open_layers(message)
-                    continue
-                if message["kind"] == "ask":
-                    self._say_here(message["generation"])
-                    continue
-                if message["kind"] == "stored":
-                    self._group.answered(message)
-                    continue
-                if message["kind"] == "drain":
-                    threading.Thread(target=self._drain, args=(message,), name="drain", daemon=True).start()
+                if (act := self._at_once.get(message["kind"])) is not None:
+                    act(message)
                     continue
                 if message["kind"] == "abort":
                     log.info(
