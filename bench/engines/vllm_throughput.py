@@ -59,6 +59,8 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=1, help="of all engines, one after the other")
     parser.add_argument("--record", action="store_true", help="write bench/results/vllm_throughput.jsonl")
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error(f"--rounds={options.rounds}: the first of 2 or more does not count")
     quiet, results = idle(sample=1.0), []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"

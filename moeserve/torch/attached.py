@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeserve.proto.errors import MoeError, NotFound, Unavailable, WeightsChanged
+from moeserve.proto.errors import MoeError, NotFound, Overloaded, Unavailable, WeightsChanged
 from moeserve.proto.passes.attached import AttachedLane
 from moeserve.proto.passes.running import Pass, PassLate
 from moeserve.proto.tensors import as_torch
@@ -242,7 +242,8 @@ class Attached:
         if self._lane is None:
             try:
                 self._lane = self._attach()
-            except NotFound as away:  # there was one: others serve its experts until it is back
+            except (NotFound, Overloaded) as away:
+                # there was one: others serve its experts until it is back, or their lanes are taken
                 raise Unavailable("UNAVAILABLE", "not_serving", away.message) from away
         return self._lane
 

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import vllm
 from checkpoints import edit_config
 from engine_runs import HERE, environment, house_of
 from torch import nn
@@ -20,7 +22,7 @@ from torch import nn
 from moeserve.proto.integrations.expert_names import EXPERT
 from moeserve.proto.integrations.remote_layers import RemoteLayers
 from moeserve.proto.integrations.settings import Settings
-from moeserve.proto.integrations.vllm import config, model, weights
+from moeserve.proto.integrations.vllm import caches, config, model, weights
 
 
 def vllm_config(**changed: Any) -> Any:
@@ -30,6 +32,8 @@ def vllm_config(**changed: Any) -> Any:
             "pipeline_parallel_size": 1,
             "prefill_context_parallel_size": 1,
             "enable_dbo": False,
+            "use_ubatching": False,
+            "ubatch_size": 0,
             "enable_elastic_ep": False,
             "enable_eplb": False,
             "eplb_config": SimpleNamespace(num_redundant_experts=0),
@@ -59,7 +63,7 @@ def draft(method: str, *, is_moe: bool) -> Any:
     [
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
-        ({"parallel_config__enable_dbo": True}, "enable_dbo"),
+        ({"parallel_config__use_ubatching": True, "parallel_config__ubatch_size": 2}, "ubatch_size=2"),
         ({"parallel_config__enable_elastic_ep": True}, "enable_elastic_ep"),
         ({"lora_config": object()}, "enable_lora"),
         ({"speculative_config": draft("mtp", is_moe=False)}, "speculative_config method 'mtp'"),
@@ -92,6 +96,52 @@ def test_what_can_be_served_reads_its_files_tensor_by_tensor(changed: dict[str, 
     made = vllm_config(**changed)
     config.check(made)
     assert made.load_config.safetensors_load_strategy == "lazy"
+
+
+def test_a_draft_model_is_told_from_the_engines_own_also_where_it_has_a_configuration_of_its_own() -> None:
+    """vLLM makes a dense draft model with a configuration whose model it is."""
+    own, other = (SimpleNamespace(runner_type=kind) for kind in ("generate", "draft"))
+    whole = SimpleNamespace(model_config=own)
+    assert not model.is_draft(whole, own)
+    assert model.is_draft(whole, other) and model.is_draft(SimpleNamespace(model_config=other), other)
+
+
+class Seeing(nn.Module):
+    """A model that keeps what an image adds to layers, and forgets it as vLLM's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added = torch.ones(2, 4)
+
+    def _clear_deepstack_input_embeds(self, num_tokens: int) -> None:
+        self.added[:num_tokens].zero_()
+
+
+def test_what_an_image_adds_to_layers_is_forgotten_when_the_pass_counts() -> None:
+    theirs = Path(vllm.__file__).parent / "model_executor" / "models" / "qwen3_vl.py"
+    assert f"def {model.CLEAR}(self, num_tokens: int)" in theirs.read_text(), "its imports need torchvision"
+    seeing = Seeing()
+    with model.inputs_kept(seeing, []):
+        seeing._clear_deepstack_input_embeds(1)
+        assert seeing.added.sum() == 8, "the pass may be run again"
+        seeing._clear_deepstack_input_embeds(1)
+    assert seeing.added.sum() == 4
+    seeing._clear_deepstack_input_embeds(2)
+    assert seeing.added.sum() == 0, "outside of a pass at once"
+
+
+def test_a_reload_is_followed_while_batches_are_under_way() -> None:
+    """With async scheduling there is always one; vLLM drops the answers of those that it preempts."""
+    done: list[dict[str, bool]] = []
+    engine = SimpleNamespace(
+        batch_queue=["a batch"],
+        scheduler=SimpleNamespace(reset_prefix_cache=lambda **how: done.append(how)),
+    )
+    ended = iter([False, True, False])
+    reloads: Any = SimpleNamespace(ended=lambda: next(ended))
+    step = caches._recomputing(lambda engine: "stepped", reloads)
+    assert [step(engine) for _ in range(3)] == ["stepped"] * 3
+    assert done == [{"reset_running_requests": True, "reset_connector": True}]
 
 
 def test_balancing_is_the_services(caplog: pytest.LogCaptureFixture) -> None:

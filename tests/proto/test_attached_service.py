@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import torch
 from checkpoints import make_checkpoint
 from houses import Alone, house_config
 
+from moeserve.proto import moe_pb2
 from moeserve.proto.client import Choice, MoeClient
-from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
+from moeserve.proto.errors import DeadlineExceeded, InvalidArgument, NotFound, Overloaded, Unavailable
 from moeserve.proto.integrations import attached_service
 from moeserve.proto.integrations.attached_service import AttachedService
 from moeserve.proto.integrations.remote_layers import RemoteLayers
@@ -102,6 +104,35 @@ def test_a_rank_that_is_lost_costs_waiting_and_nothing_else(
                 answered(service, alone, turn % 2, 3, turn)
         assert client.status().generation > generation
         service.close()
+
+
+def test_an_engine_takes_a_lane_wherever_one_is_free_and_waits_for_one(path: Path, alone: Alone) -> None:
+    """Which rank it asks first follows from its name, and all of a rank's may be taken."""
+    with LocalCluster(house_config(path, passes__lanes=1, **EP2)) as house:
+        settings = Settings(house.address, timeout=60, mode="attached")
+        services = [AttachedService(settings) for _ in range(2)]
+        for service in services:
+            answered(service, alone, 0, 3, 0)
+        late = AttachedService(Settings(house.address, timeout=1.0, mode="attached"))
+        with pytest.raises(Overloaded):
+            answered(late, alone, 0, 3, 0)
+        late.close()
+        waiting = AttachedService(settings)
+        leaving = threading.Timer(0.5, services[0].close)
+        leaving.start()
+        answered(waiting, alone, 0, 3, 0)
+        for service in (waiting, services[1]):
+            service.close()
+
+
+def test_a_start_waits_while_the_group_forms(
+    house: LocalCluster, service: AttachedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        service._client, "topology", lambda: moe_pb2.GetTopologyReply(reason="waiting for ranks")
+    )
+    with pytest.raises(Unavailable, match="waiting for ranks"):
+        service.model()
 
 
 def test_a_reload_is_seen_and_one_answer_has_one_version(

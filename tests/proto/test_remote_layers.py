@@ -18,7 +18,13 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.client import Choice, Reply
 from moeserve.proto.errors import MoeError, Unavailable
 from moeserve.proto.integrations import remote_layers
-from moeserve.proto.integrations.remote_layers import RemoteLayers, layer_of, of_one_version, share_of
+from moeserve.proto.integrations.remote_layers import (
+    NotServed,
+    RemoteLayers,
+    layer_of,
+    of_one_version,
+    share_of,
+)
 from moeserve.proto.integrations.settings import Settings
 
 ROOT = Path(__file__).parent.parent.parent
@@ -45,7 +51,7 @@ class Doubling:
         if self.failures:
             raise self.failures.pop()
         layers = [
-            moe_pb2.LayerInfo(layer=layer, experts=8, hidden=4, weights_version=version)
+            moe_pb2.LayerInfo(layer=layer, experts=8, hidden=4, top_k=2, weights_version=version)
             for layer, version in self.versions.items()
         ]
         return moe_pb2.GetModelReply(model="tiny", architecture="Qwen3MoeForCausalLM", layers=layers)
@@ -116,16 +122,16 @@ def test_a_layer_is_found_in_a_name_with_one_number() -> None:
 
 def test_layers_are_taken_once_and_only_those_that_are_served() -> None:
     layers = layers_of(Doubling())
-    layers.take(1, "model.layers.1.mlp", experts=8, hidden=4)
+    layers.take(1, "model.layers.1.mlp", experts=8, hidden=4, top_k=2)
     assert layers.missing() == [2]
     with pytest.raises(ValueError, match=r"draft.layers.1.mlp and model.layers.1.mlp are both layer 1"):
-        layers.take(1, "draft.layers.1.mlp", experts=8, hidden=4)
+        layers.take(1, "draft.layers.1.mlp", experts=8, hidden=4, top_k=2)
     with pytest.raises(
         ValueError, match=r"model.layers.5.mlp has experts, but tiny .* only the layers \[1, 2\]"
     ):
-        layers.take(5, "model.layers.5.mlp", experts=8, hidden=4)
+        layers.take(5, "model.layers.5.mlp", experts=8, hidden=4, top_k=2)
     with pytest.raises(ValueError, match=r"E, H = \(8, 64\) in the engine, \(8, 4\) in what tiny serves"):
-        layers.take(2, "model.layers.2.mlp", experts=8, hidden=64)
+        layers.take(2, "model.layers.2.mlp", experts=8, hidden=64, top_k=2)
     with pytest.raises(
         ValueError, match=r"model is MixtralForCausalLM, but 127.0.0.1:1 serves tiny, a Qwen3Moe"
     ):
@@ -203,6 +209,44 @@ def test_a_pass_that_saw_two_versions_is_run_again_with_one() -> None:
     assert seen == [{7, 8}, {8}]
     assert torch.equal(answer, torch.full((2, 4), 4.0))
     assert layers.counts.repeated == 1
+
+
+def test_a_pass_that_is_run_again_has_the_inputs_that_it_had() -> None:
+    """Engines add to embedded prompts in place."""
+    service = Doubling(l2=8)
+    layers = layers_of(service)
+
+    def forward(positions: Tensor, *, inputs_embeds: Tensor) -> Tensor:
+        inputs_embeds += 1.0
+        for layer in (1, 2):
+            hidden = layers.ask(layer, inputs_embeds, *batch(len(inputs_embeds))[1:])
+        return hidden
+
+    def is_mixed(versions: frozenset[int]) -> bool:
+        service.versions.update({1: 8})
+        return len(versions) > 1
+
+    whole = of_one_version(forward, layers, is_mixed)
+    answer = whole(torch.arange(2), inputs_embeds=torch.ones(2, 4))
+    assert layers.counts.repeated == 1 and torch.equal(answer, torch.full((2, 4), 4.0))
+
+
+def test_an_engine_may_choose_fewer_experts_than_the_model_and_not_more() -> None:
+    service = Doubling()
+    layers = layers_of(service)
+    layers.take(1, "model.layers.1.mlp", experts=8, hidden=4, top_k=1)
+    asked: list[Choice] = []
+    call = service.call
+
+    def heard(layer: int, hidden: Tensor, route: Choice) -> Reply:
+        asked.append(route)
+        return call(layer, hidden, route)
+
+    service.call = heard  # type: ignore[method-assign]
+    layers.ask(1, torch.ones(3, 4), torch.full((3, 1), 5), torch.full((3, 1), 0.5))
+    assert asked[0].experts.tolist() == [[5, -1]] * 3 and asked[0].weights.tolist() == [[0.5, 0.0]] * 3
+    with pytest.raises(NotServed, match="3 experts a row in the engine, at most 2 in what tiny serves"):
+        layers.take(2, "model.layers.2.mlp", experts=8, hidden=4, top_k=3)
 
 
 def test_tensor_parallel_ranks_share_the_rows_without_a_gap() -> None:

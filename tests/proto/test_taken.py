@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
+from moeserve.proto.integrations.expert_names import EXPERT
 from moeserve.proto.integrations.remote_layers import RemoteLayers
 from moeserve.proto.integrations.settings import Settings
 from moeserve.proto.integrations.taken import Engine, check_taken, differ_over
@@ -41,6 +42,22 @@ def check(missing: list[int], **modules: nn.Module) -> None:
         model.add_module(name, module)
     layers.missing = lambda: missing  # type: ignore[method-assign]
     check_taken(ENGINE, model, layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_expert"),
+    [
+        ("model.layers.0.mlp.experts.3.up_proj.weight", True),
+        ("model.layers.0.block_sparse_moe.input_linear.weight", True),
+        ("model.layers.0.block_sparse_moe.output_linear.weight", True),
+        ("model.layers.0.block_sparse_moe.router.layer.weight", False),
+        ("model.layers.0.shared_mlp.input_linear.weight", False),
+        ("model.layers.0.mlp.shared_experts.up_proj.weight", False),
+        ("model.layers.0.mlp.experts.e_score_correction_bias", False),
+    ],
+)
+def test_experts_are_known_by_their_names(name: str, is_expert: bool) -> None:
+    assert bool(EXPERT.search(name)) == is_expert
 
 
 def test_layers_that_ask_the_service_are_fine() -> None:

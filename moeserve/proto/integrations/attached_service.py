@@ -19,7 +19,8 @@ from torch import Tensor
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.client import Choice, MoeClient, Reply
-from moeserve.proto.errors import NotFound, Unavailable, WeightsChanged
+from moeserve.proto.client.lanes import check_serving
+from moeserve.proto.errors import NotFound, Overloaded, Unavailable, WeightsChanged
 from moeserve.proto.host_id import host_id
 from moeserve.proto.integrations.settings import MODE, Settings
 from moeserve.proto.passes.attached import AttachedLane, Wanted
@@ -40,8 +41,9 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 class AttachedService:
     """A service of which a rank is on this host. One thread at a time calls it.
 
-    The lane is attached at the first call, for rows of its dtype, and anew where its rank has gone. A step is
-    pure, so one that got no answer is run again, until the settings' timeout has passed.
+    The lane is attached at the first call, for rows of its dtype, at any rank of this host that has one free,
+    and anew where its rank has gone. A step is pure, so one that got no answer is run again, until the
+    settings' timeout has passed.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -93,7 +95,7 @@ class AttachedService:
                 run = self._pass_at(layer, hidden.dtype)
                 run.post(0, hidden[part], given)
                 found = run.arrived(0, max(0.0, until - time.monotonic()))
-            except (Unavailable, PassLate, NotFound) as failed:
+            except (Unavailable, PassLate, NotFound, Overloaded) as failed:
                 self._running = None
                 if time.monotonic() + AGAIN_SECONDS > until:
                     raise
@@ -105,10 +107,12 @@ class AttachedService:
                 return run.version(0)
 
     def _most_rows(self) -> int:
-        """Most rows of a step, asked for once. Raises NotFound where no rank is on this host."""
+        """Most rows of a step, asked for once. Raises NotFound where no rank is on this host, and Unavailable
+        where the service does not serve.
+        """
         if not self._rows:
-            here = host_id()
-            lanes = [lane for lane in self._client.topology().lanes if here and lane.host_id == here]
+            here, topology = host_id(), check_serving(self._client.topology())
+            lanes = [lane for lane in topology.lanes if here and lane.host_id == here]
             if not lanes:
                 raise NotFound(
                     "NOT_FOUND",
@@ -138,6 +142,7 @@ class AttachedService:
                 self._name,
                 self._most_rows(),
                 dtype=dtype,
+                any_rank=True,
                 timeout=settings.timeout,
                 credentials=settings.credentials,
             )

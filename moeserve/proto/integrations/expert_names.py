@@ -6,8 +6,11 @@ import re
 
 from torch.nn import Module
 
-EXPERT = re.compile(r"(?:^|\.)experts\.(?!e_score_correction_bias$)")
+EXPERT = re.compile(
+    r"(?:^|\.)(?:experts\.(?!e_score_correction_bias$)|block_sparse_moe\.(?:in|out)put_linear\.)"
+)
 """In names of experts' tensors; `shared_experts.` is another word, and the correction bias is the router's.
+GraniteMoE's experts are two tensors of a block.
 """
 
 _SMALL = ("_expert_map", "expert_mask", "e_score_correction_bias", "hash_indices_table")

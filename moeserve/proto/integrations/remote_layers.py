@@ -15,14 +15,16 @@ import functools
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.client import Choice, MoeClient, Reply
@@ -95,6 +97,7 @@ class RemoteLayers:
     taken: dict[int, str] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     _told: moe_pb2.GetModelReply | None = None
+    _top_k: dict[int, int] = field(default_factory=dict)  # by layer, of what is served
     _versions: set[int] = field(default_factory=set)
     _tickets: dict[int, Future[Tensor]] = field(default_factory=dict)
     _numbers: Any = field(default_factory=count)
@@ -110,6 +113,7 @@ class RemoteLayers:
     def begin(self) -> None:
         """Forgets what an earlier model of this process had taken, and asks anew what is served."""
         self.taken.clear()
+        self._top_k.clear()
         self._told = None
 
     def served(self) -> moe_pb2.GetModelReply:
@@ -118,8 +122,9 @@ class RemoteLayers:
             self._told = self._patiently()
         return self._told
 
-    def take(self, layer: int, name: str, *, experts: int, hidden: int) -> moe_pb2.LayerInfo:
-        """Puts the module `name` behind the service's layer; returns what is served there.
+    def take(self, layer: int, name: str, *, experts: int, hidden: int, top_k: int) -> moe_pb2.LayerInfo:
+        """Puts the module `name` behind the service's layer; returns what is served there. top_k: experts
+        that the engine chooses for a row, as many as the service's model does, or fewer.
 
         NotServed: no such layer is served, it has other sizes, or another module has it already.
         """
@@ -135,7 +140,12 @@ class RemoteLayers:
         ours, theirs = (experts, hidden), (found[layer].experts, found[layer].hidden)
         if ours != theirs:
             raise NotServed(f"{name}: E, H = {ours} in the engine, {theirs} in what {reply.model} serves")
-        self.taken[layer] = name
+        if top_k > found[layer].top_k:
+            raise NotServed(
+                f"{name}: {top_k} experts a row in the engine, at most {found[layer].top_k} in what "
+                f"{reply.model} serves"
+            )
+        self.taken[layer], self._top_k[layer] = name, found[layer].top_k
         return found[layer]
 
     def check_architecture(self, declared: list[str]) -> None:
@@ -159,9 +169,10 @@ class RemoteLayers:
         if not len(hidden):
             return torch.empty_like(hidden)
         begun = time.monotonic()
-        route = Choice(
-            experts.to("cpu", torch.int32).contiguous(), weights.to("cpu", torch.float32).contiguous()
-        )
+        ids, shares = experts.to("cpu", torch.int32), weights.to("cpu", torch.float32)
+        if (more := self._top_k.get(layer, 0) - ids.shape[1]) > 0:  # the engine chooses fewer
+            ids, shares = pad(ids, (0, more), value=-1), pad(shares, (0, more))
+        route = Choice(ids.contiguous(), shares.contiguous())
         try:
             reply = self.client.call(layer, hidden.to("cpu").contiguous(), route)
         except MoeError as failed:
@@ -244,25 +255,51 @@ def _service_of(settings: Settings) -> Service:
     return MoeClient(settings.address, timeout=settings.timeout, credentials=settings.credentials)
 
 
-def of_one_version(forward: Any, layers: RemoteLayers, is_mixed: Callable[[frozenset[int]], bool]) -> Any:
+@contextmanager
+def floats_kept(arguments: Iterable[Any]) -> Iterator[Callable[[], None]]:
+    """A context around a forward pass, which may write over its floating-point inputs (embedded prompts):
+    what it gives brings them back.
+    """
+    given = [one for one in arguments if isinstance(one, Tensor) and one.is_floating_point()]
+    before = [one.clone() for one in given]
+
+    def restore() -> None:
+        for one, was in zip(given, before, strict=True):
+            one.copy_(was)
+
+    yield restore
+
+
+Kept = Callable[[Iterable[Any]], AbstractContextManager[Callable[[], None]]]
+"""A context around a forward pass of these inputs; what it gives brings back what the pass has used up."""
+
+
+def of_one_version(
+    forward: Any,
+    layers: RemoteLayers,
+    is_mixed: Callable[[frozenset[int]], bool],
+    kept: Kept = floats_kept,
+) -> Any:
     """A model's forward pass that is run again where its layers saw different weights.
 
-    It can be: it writes the same key-value slots again. is_mixed: tells of the versions that this process
-    saw, and other tensor-parallel ranks, whether they were several; all of these ranks run the pass again, or
-    none.
+    It can be: it writes the same key-value slots again, and `kept` brings back its inputs. is_mixed: tells of
+    the versions that this process saw, and other tensor-parallel ranks, whether they were several; all of
+    these ranks run the pass again, or none.
     """
 
     @functools.wraps(forward)
     def whole(*arguments: Any, **options: Any) -> Any:
-        while True:
-            layers.start_forward()
-            answer = forward(*arguments, **options)
-            if not is_mixed(layers.versions()):
-                return answer
-            layers.counts.repeated += 1
-            version = layers.wait_one_version()
-            log.warning(
-                "a forward pass saw a reload between its layers; it is run again with version %d", version
-            )
+        with kept((*arguments, *options.values())) as restore:
+            while True:
+                layers.start_forward()
+                answer = forward(*arguments, **options)
+                if not is_mixed(layers.versions()):
+                    return answer
+                layers.counts.repeated += 1
+                version = layers.wait_one_version()
+                restore()
+                log.warning(
+                    "a forward pass saw a reload between its layers; it is run again with version %d", version
+                )
 
     return whole

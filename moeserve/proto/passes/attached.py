@@ -24,6 +24,7 @@ from moeserve.proto.errors import (
     InvalidArgument,
     MoeError,
     NotFound,
+    Overloaded,
 )
 from moeserve.proto.host_id import host_id
 from moeserve.proto.passes import mailbox as m
@@ -47,6 +48,7 @@ class Wanted:
     device: str = "cpu"  # that the rows come from
     model: str = ""
     rank: int | None = None
+    any_rank: bool = False  # or another of this host's, where all lanes of the first are taken
     timeout: float = 60.0  # seconds for attaching, and for an answer
     credentials: Credentials | None = field(default=None, repr=False)
 
@@ -73,13 +75,17 @@ class AttachedLane:
         Raises MoeError with reason `name_taken`, `lanes_taken`, `device_refused`; InvalidArgument for sizes
         that do not fit; NotFound where no rank is on this host; Unavailable where the service does not serve.
         """
-        lane = _lane_of(address, wanted)
-        link = Link(lane.address, MAX_MESSAGE_BYTES, wanted.credentials)
-        try:
-            return cls._attached(link, wanted)
-        except BaseException:
-            link.close()
-            raise
+        lanes = _lanes_of(address, wanted)
+        for lane in lanes:
+            link = Link(lane.address, MAX_MESSAGE_BYTES, wanted.credentials)
+            try:
+                return cls._attached(link, wanted)
+            except BaseException as failed:
+                link.close()
+                full = isinstance(failed, Overloaded) and wanted.any_rank
+                if not full or lane is lanes[-1]:
+                    raise
+        raise AssertionError("there is always a lane to try")
 
     @classmethod
     def _attached(cls, link: Link, wanted: Wanted) -> AttachedLane:
@@ -158,9 +164,9 @@ class AttachedLane:
         self.close()
 
 
-def _lane_of(address: str, wanted: Wanted) -> moe_pb2.Lane:
-    """The lane to attach to: the rank that is named, or one of this host's, by the caller's name. Callers of
-    one name so meet at one rank, which takes only one of them, and others are spread.
+def _lanes_of(address: str, wanted: Wanted) -> list[moe_pb2.Lane]:
+    """The lanes to attach to, the first first: the rank that is named, or those of this host, by the caller's
+    name. Callers of one name so meet at one rank, which takes only one of them, and others are spread.
     """
     door = Link(address, MAX_MESSAGE_BYTES, wanted.credentials)
     try:
@@ -174,7 +180,8 @@ def _lane_of(address: str, wanted: Wanted) -> moe_pb2.Lane:
     if wanted.rank is not None:
         lanes = [lane for lane in lanes if lane.rank == wanted.rank]
     if lanes:
-        return lanes[zlib.crc32(wanted.name.encode()) % len(lanes)]
+        first = zlib.crc32(wanted.name.encode()) % len(lanes)
+        return [*lanes[first:], *lanes[:first]]
     which = "no rank" if wanted.rank is None else f"not rank {wanted.rank}"
     raise NotFound(
         "NOT_FOUND", "no_lane", f"{which} of {address} shares memory with this process; call it by MoeClient"

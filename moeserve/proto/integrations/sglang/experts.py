@@ -67,7 +67,8 @@ def made_remote(make: Any, layer: Any, *arguments: Any, **options: Any) -> None:
     for reason, holds in refused.items():
         if holds:
             raise ValueError(f"{name} {reason}, which moeserve's plug-in for SGLang does not")
-    info = LAYERS[0].take(layer.layer_id, name, experts=layer.num_experts, hidden=layer.hidden_size)
+    sizes = {"experts": layer.num_experts, "hidden": layer.hidden_size, "top_k": layer.top_k}
+    info = LAYERS[0].take(layer.layer_id, name, **sizes)
     if config.apply_router_weight_on_input and info.routing != WEIGHTED_BY_SERVICE:
         raise ValueError(f"{name} weights its experts' input, and {info.routing} in the service does not")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from sglang.srt.runtime_context import get_server_args
 from torch.nn import Module
 
 from moeserve.proto.integrations import taken
-from moeserve.proto.integrations.remote_layers import RemoteLayers, of_one_version
+from moeserve.proto.integrations.remote_layers import RemoteLayers, floats_kept, of_one_version
 from moeserve.proto.integrations.sglang.experts import LAYERS, RemoteExpertsMethod
 from moeserve.proto.integrations.sglang.weights import PASSED_OVER
 
@@ -56,7 +58,7 @@ def load_model(load: Any, loader: Any, **options: Any) -> Any:
     model = load(loader, **options)
     check_taken(model, layers)
     check_rest(model, options["model_config"])
-    model.forward = of_one_version(model.forward, layers, is_mixed)
+    model.forward = of_one_version(model.forward, layers, is_mixed, inputs_kept)
     log.info(
         "%d MoE layers are behind moeserve at %s; %d tensors of experts were left in their files",
         len(layers.taken),
@@ -64,6 +66,21 @@ def load_model(load: Any, loader: Any, **options: Any) -> Any:
         len(PASSED_OVER),
     )
     return model
+
+
+@contextmanager
+def inputs_kept(arguments: Iterable[Any]) -> Iterator[Callable[[], None]]:
+    """`floats_kept`, and a batch's images, which the pass takes out of it."""
+    given = list(arguments)
+    batches = [(one, one.mm_inputs) for one in given if hasattr(one, "mm_inputs")]
+    with floats_kept(given) as restore_floats:
+
+        def restore() -> None:
+            restore_floats()
+            for batch, images in batches:
+                batch.mm_inputs = images
+
+        yield restore
 
 
 def refusals(arguments: Any) -> list[str]:

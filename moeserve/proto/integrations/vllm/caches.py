@@ -82,9 +82,9 @@ def install(settings: Settings) -> None:
 
 def _recomputing(step: Any, reloads: Reloads) -> Any:
     def stepped(self: Any) -> Any:
-        # not while batches are under way, whose answers it would still take
-        if not getattr(self, "batch_queue", None) and reloads.ended():
-            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        # vLLM drops the answers of batches under way to requests that it preempts so
+        if reloads.ended():
+            self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
             log.warning(
                 "the weights were reloaded: prefixes are forgotten, and running requests computed again"
             )

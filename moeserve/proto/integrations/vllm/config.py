@@ -59,8 +59,11 @@ def refusals(config: Any) -> list[str]:
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name) > 1:
             found.append(f"{name}={getattr(parallel, name)}: one forward pass must see all layers")
-    if parallel.enable_dbo:
-        found.append("enable_dbo: two half batches at once; moeserve overlaps shared experts alone")
+    if parallel.use_ubatching:
+        found.append(
+            f"enable_dbo={parallel.enable_dbo}, ubatch_size={parallel.ubatch_size}: parts of a batch at "
+            "once; moeserve overlaps shared experts alone"
+        )
     if getattr(parallel, "enable_elastic_ep", False):
         found.append("enable_elastic_ep: moeserve's own ranks come and go without vLLM")
     if config.lora_config is not None:

@@ -35,7 +35,8 @@ class RemoteExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def __init__(self, layers: RemoteLayers, layer: Any, name: str, moe: Any) -> None:
         super().__init__(moe)
         self.number = layer_of(name)
-        info = layers.take(self.number, name, experts=moe.num_logical_experts, hidden=moe.hidden_dim)
+        sizes = {"experts": moe.num_logical_experts, "hidden": moe.hidden_dim}
+        info = layers.take(self.number, name, **sizes, top_k=moe.experts_per_token)
         self.weights_input = bool(layer.apply_router_weight_on_input) and info.routing != WEIGHTED_BY_SERVICE
         if self.weights_input and moe.experts_per_token != 1:
             raise NotServed(

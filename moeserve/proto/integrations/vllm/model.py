@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch.nn import Module
@@ -12,7 +15,13 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from moeserve.proto.errors import MoeError
 from moeserve.proto.integrations import taken
-from moeserve.proto.integrations.remote_layers import NotServed, RemoteLayers, layer_of, of_one_version
+from moeserve.proto.integrations.remote_layers import (
+    NotServed,
+    RemoteLayers,
+    floats_kept,
+    layer_of,
+    of_one_version,
+)
 from moeserve.proto.integrations.vllm.experts import RemoteExpertsMethod
 
 log = logging.getLogger(__name__)
@@ -23,7 +32,7 @@ def install(layers: RemoteLayers) -> None:
     make = BaseModelLoader.create_model
 
     def create_model(self: Any, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
-        if model_config is not vllm_config.model_config:  # a draft model, which has no MoE layer
+        if is_draft(vllm_config, model_config):  # it has no MoE layer
             return make(self, vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         layers.begin()
         layers.check_architecture(list(model_config.hf_config.architectures or ()))
@@ -36,11 +45,36 @@ def install(layers: RemoteLayers) -> None:
                 raise
             raise ValueError(taken.unlike_experts("vLLM", model_config.quantization, failed)) from failed
         check_taken(model, layers)
-        model.forward = of_one_version(model.forward, layers, is_mixed)
+        model.forward = of_one_version(model.forward, layers, is_mixed, partial(inputs_kept, model))
         log.info("%d MoE layers are behind moeserve at %s", len(layers.taken), layers.settings.address)
         return model
 
     BaseModelLoader.create_model = create_model
+
+
+def is_draft(vllm_config: Any, model_config: Any) -> bool:
+    """Whether a model is made that guesses tokens for the engine's own."""
+    return model_config is not vllm_config.model_config or model_config.runner_type == "draft"
+
+
+CLEAR = "_clear_deepstack_input_embeds"
+"""The method by which models of images and texts forget what an image adds to layers, at a pass's end."""
+
+
+@contextmanager
+def inputs_kept(model: Any, arguments: Iterable[Any]) -> Iterator[Callable[[], None]]:
+    """`floats_kept`, and what images add to layers: it is forgotten when the pass counts."""
+    clear, asked = getattr(model, CLEAR, None), list[tuple[Any, ...]]()
+    if clear is not None:
+        setattr(model, CLEAR, lambda *rows: asked.append(rows))
+    try:
+        with floats_kept(arguments) as restore:
+            yield restore
+    finally:
+        if clear is not None:
+            delattr(model, CLEAR)
+            for rows in asked[-1:]:
+                clear(*rows)
 
 
 def check_taken(model: Module, layers: RemoteLayers) -> None:
