@@ -54,7 +54,6 @@ from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
 from moeserve.runtime.doors.payloads.errors import NamedRegionRefused, RegionLimit, UnknownRegion
 from moeserve.runtime.doors.request import RequestReader
 from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.head import generations
 from moeserve.runtime.head.coordinator import Coordinator, Progress
 from moeserve.runtime.head.placing.changes import rebalance
 from moeserve.runtime.head.reception import Seat, refusal_of
@@ -496,7 +495,6 @@ class Head:
     """A group of two members that serves, without threads: a new one where an input has ended it."""
 
     def __init__(self) -> None:
-        generations.TCPStore = lambda *_, **__: SimpleNamespace(port=1)  # torch's takes 5 s now and then
         self.coordinator = Coordinator(
             Epoch.first(Mesh(2, 1, 2), layers=2, experts=4), (3, 4), StepPace(8, 16), "127.0.0.1", "token"
         )
@@ -524,7 +522,7 @@ class Head:
         try:
             with self.coordinator._lock:
                 self.coordinator.generations.advance(1e12)
-                self.coordinator._emit()
+                self.coordinator._steps.begin()
         except Exception as error:
             raise Broken(f"the head's own thread ends: {type(error).__name__}: {error}") from error
 
