@@ -22,8 +22,8 @@ test: $(STAMP)
 	$(if $(NODE),-$(MAKE) typescript)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# Real vLLM and SGLang on a CPU, in an environment of their own: three minutes and 5 GB to install, hours to run on two
-# cores (42 of its cases start a server of a family in one way, two minutes each beside other work), or ENGINE_TESTS alone.
+# Real vLLM and SGLang on a CPU, in an environment of their own: three minutes and 5 GB to install, an hour and a half to
+# run on two cores (42 of its cases start a server of a family in one way, a minute each), or ENGINE_TESTS alone.
 # SGLang's own dependencies are for GPUs; it runs with vLLM's.
 # What it brings of torchvision, torchaudio and torchcodec is built for another torch, and stops its start.
 VLLM := .venv-vllm
