@@ -1,7 +1,8 @@
 """vLLM with its experts behind a service beside vLLM alone, on the same cores: tokens a second, and where
 time goes.
 
-    .venv-vllm/bin/python -m bench.engines.vllm_throughput [--tokens 64] [--rounds 5] [--turns 1] [--record]
+    .venv-vllm/bin/python -m bench.engines.vllm_throughput [--tokens 64] [--rounds 5] [--turns 1]
+        [--ranks 2] [--record]
 
 A small Qwen3-MoE in bf16, random weights, prompts of 32 tokens; 1 request, and 16 at once. vLLM alone, vLLM
 behind a service by messages, and by a device lane take `--turns` turns; in each an engine starts, generates
@@ -57,6 +58,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=64, help="that each request generates")
     parser.add_argument("--rounds", type=int, default=5, help="of the same prompts, in each engine")
     parser.add_argument("--turns", type=int, default=1, help="of all engines, one after the other")
+    parser.add_argument("--ranks", type=int, default=2, help="of the service; over gloo if more than one")
     parser.add_argument("--record", action="store_true", help="write bench/results/vllm_throughput.jsonl")
     options = parser.parse_args()
     if options.rounds < 2:
@@ -92,14 +94,14 @@ def of_requests(path: Path, requests: int, options: argparse.Namespace) -> list[
     for _ in range(options.turns):
         alone.append(rate(tokens, run(path, None, requests, options)))
         for mode in MODES:
-            with house_of(path) as house:
+            with house_of(path, options.ranks) as house:
                 found = run(path, house.address, requests, options, mode)
                 rates[mode].append(rate(tokens, found))
                 where[mode] = parts_of(found, of_a_call(house))
     results = [
         Result(
             "vllm_throughput",
-            f"{requests} requests, {mode}",
+            f"{requests} requests, {mode}, {options.ranks} rank{'s' * (options.ranks > 1)}",
             max(rates[mode]),
             "tokens/s",
             "higher",
