@@ -244,7 +244,7 @@ class Attached:
                 self._lane = self._attach()
             except (NotFound, Overloaded) as away:
                 # there was one: others serve its experts until it is back, or their lanes are taken
-                raise Unavailable("UNAVAILABLE", "not_serving", away.message) from away
+                raise Unavailable("UNAVAILABLE", away.reason, away.message) from away
         return self._lane
 
     def _unpin(self) -> None:

@@ -58,6 +58,14 @@ def without_last(coordinator: Coordinator, lacks: dict[int, list[int]] | None = 
     return left
 
 
+def loaded(coordinator: Coordinator) -> FakeMember:
+    """The last member's new process, which has loaded."""
+    back = FakeMember(coordinator, 2, pid=300)
+    back.entry("load")
+    back.say("loaded", **NOTHING)
+    return back
+
+
 def test_the_group_goes_on_and_the_lost_member_loads_before_it_joins(coordinator: Coordinator) -> None:
     before = coordinator.epoch.placement.slots[:, 6:]
     left = without_last(coordinator)
@@ -102,9 +110,7 @@ def test_nobody_joins_while_layers_are_restored_or_experts_move(coordinator: Coo
     moving = [True]
     coordinator.generations.turnover.busy = lambda: moving[0]
     left = without_last(coordinator, lacks={1: [0, 1]})
-    back = FakeMember(coordinator, 2, pid=300)
-    back.entry("load")
-    back.say("loaded", **NOTHING)
+    loaded(coordinator)
     until(lambda: coordinator.generations.turnover.returning.ready(time.monotonic()) == [2])
     for layer in (0, 1):
         left[1].say("restored", layer=layer, why_not="")
@@ -121,9 +127,7 @@ def test_a_member_joins_whose_experts_another_cannot_read(coordinator: Coordinat
     """It alone can open their layer."""
     left = without_last(coordinator, lacks={1: [0, 1]})
     assert set(coordinator.epoch.placement.slots[1, 3:6].tolist()) & {4, 5}, "it took over some"
-    back = FakeMember(coordinator, 2, pid=300)
-    back.entry("load")
-    back.say("loaded", **NOTHING)
+    back = loaded(coordinator)
     left[1].say("restored", layer=1, why_not="no such disk")
     until(lambda: coordinator.generations.layers.unread == {1: [1]})
     assert coordinator.progress().state == "serving", "layer 0 is still being read"
@@ -143,9 +147,7 @@ def test_a_step_under_way_ends_before_a_member_joins(coordinator: Coordinator) -
     left[0].say("announce", job=1, layer=0, rows=1, left=None)
     number = left[0].entry("step")["number"]
     left[1].entry("step")
-    back = FakeMember(coordinator, 2, pid=300)
-    back.entry("load")
-    back.say("loaded", **NOTHING)
+    loaded(coordinator)
     until(lambda: coordinator.generations.turning)
     left[0].say("announce", job=2, layer=0, rows=1, left=None)
     assert left[0].entries.empty(), "no further step begins"
@@ -263,9 +265,7 @@ def test_steps_go_on_where_the_member_that_was_to_join_is_lost_meanwhile(coordin
     left[0].say("announce", job=1, layer=0, rows=1, left=None)
     number = left[0].entry("step")["number"]
     left[1].entry("step")
-    back = FakeMember(coordinator, 2, pid=300)
-    back.entry("load")
-    back.say("loaded", **NOTHING)
+    back = loaded(coordinator)
     until(lambda: coordinator.generations.turning)
     back.stream.close()
     until(lambda: 2 not in coordinator.seats())
@@ -278,9 +278,7 @@ def test_steps_go_on_where_the_member_that_was_to_join_is_lost_meanwhile(coordin
 
 def test_who_has_loaded_and_cannot_join_is_left_out_again(coordinator: Coordinator) -> None:
     left = without_last(coordinator)
-    back = FakeMember(coordinator, 2, pid=300)
-    back.entry("load")
-    back.say("loaded", **NOTHING)
+    back = loaded(coordinator)
     back.until("prepare")
     back.say("failed", reason="rank 2: 'prepare' failed: out of memory")
     back.entry("stop")
