@@ -327,7 +327,7 @@ class RankActors:
         for pid, (rank, actor) in self._ranks_of(node).items():
             if pid not in looks:
                 continue
-            if looks[pid] is None:
+            if (look := looks[pid]) is None:
                 actor.gone = True
                 continue
             if actor.condemned:
@@ -335,7 +335,7 @@ class RankActors:
                 continue
             began = max(actor.since, self._head.since)
             waited = None if rank in seats or self._stopping.is_set() else time.monotonic() - began
-            if why := why_given_up(self._config.cluster, looks[pid], waited):
+            if why := why_given_up(self._config.cluster, look, waited):
                 log.warning("rank %d (pid %d) is given up: %s", rank, pid, why)
                 self._head.given_up(RankProcess(rank, pid, actor.host_id), why)
                 self._condemn(rank, pid, why)

@@ -21,23 +21,20 @@ from moeserve.runtime.control.messages import (
     header_from,
     held_message,
     here_message,
-    order_from,
     plans_message,
-    vote_message,
 )
-from moeserve.runtime.control.orders import StageOrder, Vote
 from moeserve.runtime.control.reached import Phase
 from moeserve.runtime.control.shadowed import Shadowed, addresses_from, shadowed_message
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 from moeserve.runtime.keys.access import Frames, known_frame
 from moeserve.runtime.rank.lanes.lane import Lane
+from moeserve.runtime.rank.member.changes import MemberChanges
 from moeserve.runtime.rank.member.held_epoch import HeldEpoch
 from moeserve.runtime.rank.member.member_group import Meeting, MemberGroup, ProcessGroupSettings
 from moeserve.runtime.rank.member.restoring import Restoring
 from moeserve.runtime.rank.member.steps import REPORT_SECONDS, MemberSteps
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.weights.copies import Copier
-from moeserve.runtime.rank.weights.mover import Mover
 from moeserve.runtime.step import Announcement, StepRecord
 
 log = logging.getLogger(__name__)
@@ -75,12 +72,13 @@ class Member:
         self._held = HeldEpoch(rank, None if lane is None else lane.number, self._say_here)
         self._group = MemberGroup(rank.index, group_settings, stream.send)
         self._steps = MemberSteps(rank, lane, self._tell, observe)
+        self.changes = MemberChanges(self._held, self._steps.drain, self._tell)
         self._restoring = Restoring(lambda: Copier(0.0, rank.device), self._held.restore, self._tell)
         self._steps.failed = self._report_failure
         # by kind: what the receiving thread does, while a step runs
         self._at_once: dict[str, Callable[[Message], None]] = {
-            "stage": self._prepare_change,
-            "abandon": self._prepare_change,
+            "stage": self.changes.prepare,
+            "abandon": self.changes.prepare,
             "log_levels": lambda message: self.on_log_levels(message["levels"]),
             "peers": lambda message: self.on_peers(addresses_from(message)),
             "open_layers": self._open_layers,
@@ -90,10 +88,8 @@ class Member:
                 target=self._drain, args=(message,), name="drain", daemon=True
             ).start(),
         }
-        self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
         self.on_layers: Callable[[bool], None] = lambda all_open: None  # of layers, whether steps run of all
-        self.on_epoch: Callable[[int, int], None] = lambda generation, epoch: None  # between two steps
         self.on_log_levels: Callable[[Mapping[str, str]], None] = lambda levels: None  # by logger
         # where each owner's process gives its experts, since the group serves
         self.on_peers: Callable[[Mapping[int, str]], None] = lambda addresses: None
@@ -240,8 +236,7 @@ class Member:
         # peer memory would do until its patience ends.
         self._rank.interrupt()
         self._group.interrupt()
-        if self.mover is not None:
-            self.mover.abandon()
+        self.changes.abandon()
 
     def _execute(self, entry: Message) -> None:
         match entry["kind"]:
@@ -254,7 +249,7 @@ class Member:
             case "join":
                 self._join_generation(entry)
             case "commit":
-                self._commit(entry)
+                self.changes.commit(entry)
             case "abort":
                 self.on_serving(0, 0)
                 self._leave()
@@ -281,8 +276,7 @@ class Member:
         self._rank.progress.join(Phase.PREPARED)
         self._say_here(entry["generation"])
         self._leave()
-        if self.mover is not None:
-            self.mover.release()
+        self.changes.release()
         self._held.prepare(epoch_from(entry["epoch"]), entry["generation"], after=entry["after"])
         lacks = {"lacks": list(self._held.lacks)}
         prepared = {"kind": "prepared", "generation": entry["generation"]}
@@ -330,17 +324,6 @@ class Member:
         self._tell(joined | {"plans": plans_message(self._rank.plans)})
         self._restoring.begin(entry["generation"], self._held.lacks)
 
-    def _prepare_change(self, message: Message) -> None:
-        """Has the mover prepare the next epoch, or abandon it; steps go on."""
-        if self.mover is None:
-            if message["kind"] == "stage":
-                vote = {"kind": "voted", "generation": message["generation"], "change": message["change"]}
-                self._tell(vote | {"staged": [], "refused": "this rank was started without a mover"})
-        elif message["kind"] == "stage":
-            self.mover.stage(order_from(message))
-        else:
-            self.mover.abandon()
-
     def _drain(self, message: Message) -> None:
         """Takes no further call, and says when those under way have ended. Steps go on meanwhile."""
         if self._lane is not None:
@@ -354,25 +337,6 @@ class Member:
     def tell_shadows(self, shadowed: Shadowed) -> None:
         """Tells the coordinator what this member keeps in host memory."""
         self._tell(shadowed_message(shadowed))
-
-    def send_vote(self, vote: Vote) -> None:
-        """Sends the mover's vote to the coordinator."""
-        self._tell(vote_message(vote))
-
-    def report_corruption(self, order: StageOrder, what: str) -> None:
-        """Reports a slot that does not hold what was staged; its layer is read from disk before it serves."""
-        self._held.invalidate(order.layer)
-        self._tell({"kind": "failed", "generation": order.generation, "reason": what})
-
-    def _commit(self, entry: Message) -> None:
-        """Commits what every member had voted for: it is served from the next step on."""
-        if self.mover is None:
-            raise RuntimeError("commit came before prepare")
-        self._steps.drain()
-        epoch = self._held.commit(entry, self.mover)
-        self.on_epoch(entry["generation"], epoch.number)
-        adopted = {"kind": "adopted", "generation": entry["generation"], "change": entry["change"]}
-        self._tell(adopted)
 
     def _say_here(self, generation: int) -> None:
         """Tells the head that this process runs, and goes on."""
