@@ -60,6 +60,7 @@ def config_of(folder: Path) -> Config:
             "model.checkpoint": str(folder),
             "plan.device": "cuda",
             "step.graph_rows": 1024,
+            "members.held_multiprocessors": 0 if torch.cuda.device_count() > 1 else 8,
             "server.port": 0,
             "server.metrics_port": 0,
         }
