@@ -12,7 +12,8 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from houses import Alone, house_config
-from torch import Tensor, nn
+from torch import Tensor
+from torch_blocks import Block, recorded
 
 from moeserve.dispatch.peers.memory import memory_on
 from moeserve.proto.client import MoeClient
@@ -156,35 +157,6 @@ def test_one_stage_runs_ahead_with_any_rows(house: LocalCluster, remote: object,
     with pytest.raises(WrongRows, match="hidden is on cpu"):
         layers[0](*[column.cpu() for column in given])
     way.close()
-
-
-class Block(nn.Module):
-    def __init__(self, way: object, alone: Alone) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.gate = nn.Linear(alone.checkpoint.hidden, alone.checkpoint.num_experts, bias=False)
-        self.layers = nn.ModuleList(MoeExperts(way, layer) for layer in (0, 1))
-        self.top_k = alone.checkpoint.top_k
-        self.to("cuda", torch.bfloat16)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        for experts in self.layers:
-            weights, ids = self.gate(hidden).float().softmax(-1).topk(self.top_k)
-            ticket = experts.submit(hidden, ids, weights)
-            shared = self.gate(hidden).sum(-1, keepdim=True).relu()
-            hidden = hidden + experts.wait(ticket) + shared
-        return hidden
-
-
-def recorded(block: Block, static: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side), torch.no_grad():
-        block(static)  # its kernels are loaded
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph, stream=side):
-        out = block(static)
-    return graph, out
 
 
 @pytest.mark.gpu(1)
