@@ -109,6 +109,7 @@ class MailLane(AnnouncedLane):
         with self._lock:
             run = None if self._concluded() else self._next_run(under_way, now)
             demanded = 0 if under_way.said.any_weights else under_way.version
+            self._concluded()  # the caller may be late
         if run is None:
             return False
         self._runs.begin(run, self, demanded)
@@ -136,14 +137,15 @@ class MailLane(AnnouncedLane):
         if not there:
             self._look_for_late(run, now)
             return None
-        if run.alike and len(there) < len(run.sent) and now - run.since < COMPANY_SECONDS:
+        alone = self.alone()
+        if alone and run.alike and len(there) < len(run.sent) and now - run.since < COMPANY_SECONDS:
             return None
         fence()
         headers = [self._header(stage) for stage in there]
         kinds = {kind for _, kind in headers}
         counts = [min(count, self._layout.rows) for count, _ in headers]
         rows = min(padded_rows(max(counts)), self._runs.most_rows)
-        if run.alike and len(there) == len(run.sent) and len(kinds) == 1 and self.alone():
+        if run.alike and len(there) == len(run.sent) and len(kinds) == 1 and alone:
             steps = run.ahead()
         else:
             steps, kinds = ((run.layer(there[0]), there[0]),), {headers[0][1]}

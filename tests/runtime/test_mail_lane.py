@@ -1,0 +1,265 @@
+"""The host's part of a lane of a GPU, beside runs that end by hand: what is launched, and how passes end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from moeserve.dispatch.mail.kernels import CHOICE, LOGITS, MISFIT, words
+from moeserve.dispatch.mail.layout import MailLayout
+from moeserve.proto.passes import mailbox as m
+from moeserve.proto.passes.mailbox import MailboxLayout, Status, tag_of
+from moeserve.runtime.doors.passes.announced import LaneMemory, LaneTerms
+from moeserve.runtime.doors.passes.mail_lane import COMPANY_SECONDS, MOST_FLYING, MailLane
+from moeserve.runtime.doors.payloads import RegionLimits, Regions
+from moeserve.runtime.rank.runs.member_runs import Mail
+from moeserve.runtime.rank.runs.runs import OwnerLane, Run, Told
+
+WORDS_ALONE = MailboxLayout.of((1, 2), (8, 4, 2), "bf16")
+LAYOUT = MailLayout(40, 2, 8, 4, 2, torch.bfloat16)
+PATIENCE = 5.0
+
+
+class Memory:
+    """Device memory that is none."""
+
+    closed = False
+
+    def handle(self) -> bytes:
+        return bytes(64)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Caller:
+    """A lane with the caller's words; runs are begun into `begun`."""
+
+    regions: Regions
+    begun: list[tuple[Run, int]] = field(default_factory=list)
+    detached: list[Mail] = field(default_factory=list)
+    number: int = 0
+    observed: list[str] = field(default_factory=list)
+    most_rows: int = 64
+
+    def __post_init__(self) -> None:
+        sizes = WORDS_ALONE.mailbox_bytes, WORDS_ALONE.answers_bytes
+        names = [self.regions.create(size)[0] for size in sizes]
+        box, out = (self.regions.hold(name, 0, size) for name, size in zip(names, sizes, strict=True))
+        self.box, self.out = box.memory.cast("B").cast("Q"), out.memory.cast("B").cast("Q")
+        terms = LaneTerms(frozenset({3, 5}), PATIENCE, 9.0, self.observed.append)
+        abort = torch.zeros(1, dtype=torch.int32)
+        owner = OwnerLane(LAYOUT, (0, 0), abort, PATIENCE, words(torch.device("cpu")))
+        self.mail = Mail(owner, Memory())  # type: ignore[arg-type]
+        memory = LaneMemory(*names, (box, out), WORDS_ALONE, lambda: True)
+        self.lane = MailLane(memory, terms, (LAYOUT, self.mail), self)  # type: ignore[arg-type]
+
+    # -- as the member's runs
+
+    def begin(self, run: Run, of: object, version: int) -> None:
+        self.begun.append((run, version))
+
+    def detach(self, mail: Mail) -> None:
+        self.detached.append(mail)
+
+    # -- as a caller
+
+    def announce(self, layers: list[int], stages: int = 1, flags: int = m.STANDING) -> None:
+        self.number += 1
+        said = {m.STEPS: len(layers), m.STAGES: stages, m.FLAGS: flags, m.WANTED_VERSION: 0}
+        said |= {m.LAYERS + at: layer for at, layer in enumerate(layers)} | {m.ANNOUNCED: self.number}
+        for at, value in said.items():
+            self.box[at] = value
+        self.look()
+
+    def bring(self, stage: int, step: int, count: int = 2, kind: int = CHOICE) -> None:
+        head = WORDS_ALONE.header(stage)
+        for at, value in ((m.COUNT, count), (m.KIND, kind), (m.TAG, tag_of(self.number, step))):
+            self.box[head + at] = value
+
+    def look(self, later: float = 0.0) -> bool:
+        return self.lane.look(time.monotonic() + later)
+
+    @property
+    def ended(self) -> tuple[Status, str] | None:
+        if self.out[m.ENDED] != self.number:
+            return None
+        text = self.out.cast("B")[m.TEXT : m.TEXT + self.out[m.TEXT_BYTES]]
+        return Status(self.out[m.STATUS]), bytes(text).decode()
+
+    @property
+    def aborted(self) -> bool:
+        return bool(self.mail.lane.abort[0])
+
+
+@pytest.fixture
+def caller() -> Iterator[Caller]:
+    regions = Regions(RegionLimits(max_bytes=1 << 20))
+    yield Caller(regions)
+    regions.close()
+
+
+def test_a_whole_forward_pass_is_launched_when_its_first_rows_are_there(caller: Caller) -> None:
+    caller.announce([3, 5])
+    assert not caller.look() and not caller.begun
+    caller.bring(0, 0, count=5)
+    assert caller.look()
+    run, version = caller.begun[0]
+    assert (run.steps, run.rows, run.kind, run.begins, version) == (((3, 0), (5, 0)), 8, CHOICE, 1, 0)
+    assert not caller.look(), "its second step waits on the device"
+    caller.bring(0, 1)
+    assert not caller.look()
+    caller.bring(0, 2, count=1, kind=LOGITS)
+    assert caller.look(), "the next forward pass, though the one before has not been told yet"
+    run, _ = caller.begun[1]
+    assert (run.steps, run.rows, run.kind, run.begins) == (((3, 0), (5, 0)), 1, LOGITS, 0)
+    caller.lane.ran(Told(0, (2, 0)), 7)
+    caller.lane.ran(Told(0, (4, 0)), 7)
+    assert caller.lane.counts.steps == 4 and caller.ended is None
+    caller.bring(0, 4)
+    caller.look()
+    assert caller.begun[2][1] == 7, "all of a pass have the weights of the first"
+
+
+def test_two_forward_passes_at_most_are_launched_ahead(caller: Caller) -> None:
+    caller.announce([3])
+    for step in range(MOST_FLYING):
+        caller.bring(0, step)
+        assert caller.look()
+    caller.bring(0, MOST_FLYING)
+    assert not caller.look()
+    caller.lane.ran(Told(0, (1, 0)), 1)
+    assert caller.look()
+
+
+def test_with_company_each_step_is_launched_when_its_rows_are_there(caller: Caller) -> None:
+    caller.lane.alone = lambda: False
+    caller.announce([3, 5], stages=2)
+    caller.bring(1, 0)
+    assert caller.look()
+    caller.bring(1, 1)
+    caller.bring(0, 0)
+    assert caller.look() and not caller.look()
+    caller.lane.ran(Told(0, (0, 1)), 1)
+    assert caller.look()
+    assert [run.steps for run, _ in caller.begun] == [((3, 1),), ((3, 0),), ((5, 1),)]
+
+
+def test_all_stages_of_a_pass_are_launched_layer_by_layer(caller: Caller) -> None:
+    caller.announce([3, 5], stages=2, flags=0)
+    caller.bring(0, 0, count=3)
+    assert not caller.look(), "for a moment the other stage's rows are waited for"
+    caller.bring(1, 0, count=9)
+    assert caller.look()
+    run, _ = caller.begun[0]
+    assert run.steps == ((3, 0), (3, 1), (5, 0), (5, 1)) and run.rows == 16
+    caller.lane.ran(Told(0, (2, 2)), 1)
+    assert caller.ended == (Status.OK, "") and caller.observed == ["ok"]
+
+
+def test_a_stage_whose_company_does_not_come_goes_on_alone(caller: Caller) -> None:
+    caller.announce([3, 5], stages=2)
+    caller.bring(1, 0)
+    assert caller.look(COMPANY_SECONDS * 2)
+    assert caller.begun[0][0].steps == ((3, 1),)
+
+
+def test_steps_whose_rows_do_not_fit_are_launched_anew(caller: Caller) -> None:
+    caller.announce([3, 5])
+    caller.bring(0, 0, count=2)
+    caller.look()
+    caller.bring(0, 1, count=30)
+    caller.lane.ran(Told(MISFIT, (1, 0)), 1)
+    assert caller.look()
+    run, _ = caller.begun[1]
+    assert (run.steps, run.rows, run.again, run.begins) == (((5, 0),), 32, True, 0)
+    caller.lane.ran(Told(0, (2, 0)), 1)
+    caller.bring(0, 2, count=1)
+    assert caller.look() and not caller.begun[2][0].again
+
+
+def test_no_run_follows_one_that_misfits_before_all_have_ended(caller: Caller) -> None:
+    caller.announce([3])
+    for step in range(2):
+        caller.bring(0, step)
+        caller.look()
+    caller.bring(0, 0, count=30)
+    caller.lane.ran(Told(MISFIT, (0, 0)), 1)
+    assert not caller.look()
+    caller.lane.ran(Told(MISFIT, (0, 0)), 1)
+    assert caller.look() and caller.begun[2][0].again
+
+
+@pytest.mark.parametrize(
+    ("ended", "status"), [(2, Status.LATE), (3, Status.LOST), (5, Status.REFUSED), (1 << 40, Status.LOST)]
+)
+def test_what_a_kernel_has_ended_is_told(caller: Caller, ended: int, status: Status) -> None:
+    caller.announce([3])
+    caller.bring(0, 0)
+    caller.look()
+    caller.lane.ran(Told(ended, (1, 0)), 1)
+    assert caller.ended is not None and caller.ended[0] is status
+    caller.announce([5])
+    caller.bring(0, 0)
+    assert caller.look() and caller.begun[1][0].begins == 2 and not caller.aborted
+
+
+def test_a_caller_is_late_within_a_forward_pass_and_may_rest_between_two(caller: Caller) -> None:
+    caller.lane.alone = lambda: False
+    caller.announce([3, 5])
+    caller.look(PATIENCE * 2)
+    assert caller.ended is None
+    caller.bring(0, 0)
+    caller.look()
+    caller.look(PATIENCE * 2)
+    assert caller.ended is None, "its run has not ended, and the device asks"
+    caller.lane.ran(Told(0, (1, 0)), 1)
+    caller.look(PATIENCE * 2)
+    assert caller.ended is not None and caller.ended[0] is Status.LATE
+    assert "stage 0 brought no rows of layer 5" in caller.ended[1]
+
+
+def test_a_pass_is_over_when_no_run_can_write_an_answer(caller: Caller) -> None:
+    caller.announce([3])
+    caller.bring(0, 0)
+    caller.look()
+    caller.box[m.GIVEN_UP] = caller.number
+    assert not caller.look() and caller.aborted and caller.ended is None and caller.lane.in_pass
+    caller.lane.ran(Told(3, (1, 0)), 1)
+    assert caller.ended == (Status.OK, "") and not caller.lane.in_pass
+
+
+def test_detached_in_a_pass(caller: Caller) -> None:
+    caller.announce([3])
+    caller.bring(0, 0)
+    caller.look()
+    caller.lane.detach("it was detached")
+    assert caller.aborted and caller.ended is None
+    caller.lane.lost("the group forms anew")
+    assert caller.ended == (Status.DETACHED, "it was detached")
+    caller.bring(0, 1)
+    assert not caller.look()
+    caller.lane.close()
+    assert caller.detached == [caller.mail]
+
+
+def test_other_weights_and_lost_runs_end_a_pass_by_name(caller: Caller) -> None:
+    caller.announce([3])
+    caller.bring(0, 0)
+    caller.look()
+    caller.lane.ran(Told(0, (1, 0)), 2)
+    caller.bring(0, 1)
+    caller.look()
+    caller.lane.other_weights(3)
+    assert caller.ended is not None and caller.ended[0] is Status.OTHER_WEIGHTS
+    assert "weights version 3, and this pass 2" in caller.ended[1]
+    caller.announce([3])
+    caller.bring(0, 0)
+    caller.look()
+    caller.lane.lost("the group forms anew")
+    assert caller.ended == (Status.LOST, "lost: the group forms anew")
