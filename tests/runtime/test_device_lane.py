@@ -20,7 +20,7 @@ from moeserve.runtime.doors.passes.device_lane import DeviceLane, LaneMemory, La
 from moeserve.runtime.doors.passes.device_lanes import DeviceLaneLimits, DeviceLanes, LaneModel
 from moeserve.runtime.doors.passes.service import begin_at
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
-from moeserve.runtime.rank.lane import LaneCall
+from moeserve.runtime.rank.lanes.lane_call import LaneCall
 
 LAYOUT = MailboxLayout.of((4, 2), (8, 4, 2), "fp32")
 PATIENCE = 5.0

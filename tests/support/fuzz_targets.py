@@ -60,7 +60,7 @@ from moeserve.runtime.head.reception import Seat, refusal_of
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.mesh import Mesh
-from moeserve.runtime.rank.lane import Lane
+from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.peers import PeerRefused, Peers, WeightsServer
 from moeserve.runtime.sections import ConfigError, KeysConfig

@@ -24,7 +24,8 @@ from moeserve.runtime.doors.operations import BadRequest
 from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.doors.request import CheckedRequest, RequestReader
 from moeserve.runtime.errors import CallerLeft, DeadlinePassed, GroupUnavailable, LaneFull, pushback
-from moeserve.runtime.rank.lane import Lane, LaneCall
+from moeserve.runtime.rank.lanes.lane import Lane
+from moeserve.runtime.rank.lanes.lane_call import LaneCall
 from moeserve.runtime.rank.transfers.transfers import AHEAD_BYTES
 from moeserve.runtime.step import Stamp
 

@@ -36,9 +36,9 @@ from moeserve.runtime.launch.environment import machine_for, own_device, set_env
 from moeserve.runtime.planning.costing import costing_of
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.planning.plan import NoPlan
-from moeserve.runtime.rank.lane import Lane
-from moeserve.runtime.rank.member import Member
-from moeserve.runtime.rank.member_group import ProcessGroupSettings
+from moeserve.runtime.rank.lanes.lane import Lane
+from moeserve.runtime.rank.member.member import Member
+from moeserve.runtime.rank.member.member_group import ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.transfers.transfers import transfers_of
 from moeserve.runtime.rank.weights.copies import Copier
@@ -184,7 +184,7 @@ class _RankProcess:
         self._weights = WeightsServer(spec.host, keys, device, rank.experts.bank, unread)
         self._weights.hello_seconds = config.cluster.hello_seconds
         self._mover = self._mover_of(spec, rank, device)
-        self.member.mover = self._mover
+        self.member.changes.mover = self._mover
         self._weights.holds, self._mover.before_commit = rank.experts.holds, rank.experts.overwrite
         self._shadows = self._shadows_of(spec, rank, device) if config.balance.shadows else None
         self._telemetry.shadows(lambda: 0 if self._shadows is None else self._shadows.nbytes)
@@ -205,7 +205,7 @@ class _RankProcess:
         self.member.on_serving = self._serving
         self.member.on_layers = self._layers_open
         self.member.on_drain, self.member.doors_busy = self._drain, lambda: self._endpoint.busy
-        self.member.on_epoch = self._telemetry.set_group
+        self.member.changes.on_epoch = self._telemetry.set_group
         self.member.on_log_levels = logs.set_levels
         logs.tell_where(lambda: self.member.where)
         self.metrics_address = self._serve_metrics(spec)
@@ -223,7 +223,7 @@ class _RankProcess:
             rank.experts.read,
         )
         copier = Copier(balance.move_bytes_per_second, device)
-        return Mover(sources, copier, self.member.send_vote, self.member.report_corruption)
+        return Mover(sources, copier, self.member.changes.send_vote, self.member.changes.report_corruption)
 
     def _shadows_of(self, spec: RankSpec, rank: Rank, device: str) -> Shadows:
         balance = spec.config.balance

@@ -11,10 +11,10 @@ from moeserve.runtime.control.stream import Message, StreamClosed
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.errors import WrongVersion
 from moeserve.runtime.rank.answers import InOrder, on_host
-from moeserve.runtime.rank.lane import Lane
+from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.measured import RowsReading, since
+from moeserve.runtime.rank.member.reports import Counted, Reports
 from moeserve.runtime.rank.rank import Rank
-from moeserve.runtime.rank.reports import Counted, Reports
 from moeserve.runtime.rank.transfers.transfers import ASIDE_BYTES, InFlight
 from moeserve.runtime.step import (
     Header,
