@@ -69,6 +69,11 @@ class HeadStream:
         return message
 
     @property
+    def ready(self) -> bool:
+        """Whether the next message over the ring is there, or begins to come."""
+        return self._stream.ready
+
+    @property
     def waits(self) -> bool:
         """Whether `receive` has something to tell that `take` has left to it."""
         return self._stream.waits

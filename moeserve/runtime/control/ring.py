@@ -246,6 +246,11 @@ class RingEnd:
         return self._wait(time.monotonic() + seconds)
 
     @property
+    def ready(self) -> bool:
+        """Whether bytes are there."""
+        return self._in_counters[0] != self._read
+
+    @property
     def over(self) -> bool:
         """Whether this end is closed or the other one is gone. Bytes that it wrote before may be there."""
         return self._closed or self._gone

@@ -164,6 +164,11 @@ class Stream:
         return None
 
     @property
+    def ready(self) -> bool:
+        """Whether the next message over the ring is there, or begins to come."""
+        return self._left is not None or (self._ring is not None and self._followed and self._ring.ready)
+
+    @property
     def waits(self) -> bool:
         """Whether `receive` has something to tell that `take` has left to it."""
         return self._left is not None or self._ring is None or not self._followed or self._ring.over
