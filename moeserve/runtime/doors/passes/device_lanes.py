@@ -15,7 +15,8 @@ from moeserve.proto.passes.mailbox import MOST_STAGES, MailboxLayout
 from moeserve.proto.tensors import FLOATS, TensorError
 from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.device_errors import DeviceRefused, LanesTaken, NameTaken, UnknownLane
-from moeserve.runtime.doors.passes.device_lane import Begin, DeviceLane, LaneMemory, LaneTerms
+from moeserve.runtime.doors.passes.announced import AnnouncedLane, LaneMemory, LaneTerms
+from moeserve.runtime.doors.passes.device_lane import Begin, DeviceLane
 from moeserve.runtime.doors.payloads import Regions
 from moeserve.runtime.doors.payloads.errors import UnknownRegion
 
@@ -63,7 +64,7 @@ class Attached:
 
     name: str
     device: str
-    lane: DeviceLane
+    lane: AnnouncedLane
 
 
 class DeviceLanes:
@@ -85,7 +86,7 @@ class DeviceLanes:
         self._begin_for = begin_for
         self.on_pass: Callable[[str], None] = lambda status: None  # is told how each pass ended
         self._lanes: dict[str, Attached] = {}  # by the whole name of the mailbox
-        self._leaving: list[DeviceLane] = []  # with steps under way
+        self._leaving: list[AnnouncedLane] = []  # with steps under way
         self._coming: set[str] = set()  # names of lanes whose memory is being made
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -120,7 +121,7 @@ class DeviceLanes:
         log.info("%s is attached: %d rows, %d stages", request.name, layout.rows, layout.stages)
         return reply
 
-    def _made(self, layout: MailboxLayout, peer: str) -> tuple[DeviceLane, moe_pb2.AttachLaneReply]:
+    def _made(self, layout: MailboxLayout, peer: str) -> tuple[AnnouncedLane, moe_pb2.AttachLaneReply]:
         """A lane with its memory, and what its caller is told."""
         model, limits, regions = self._model, self._limits, self._regions
         name, size = regions.create(layout.mailbox_bytes, peer)
@@ -257,7 +258,7 @@ class DeviceLanes:
                 self._sweep()
             time.sleep(min(LONGEST_LOOK, max(SHORTEST_LOOK, (now - busy) / 8)))
 
-    def _looked(self, lane: DeviceLane, now: float) -> bool:
+    def _looked(self, lane: AnnouncedLane, now: float) -> bool:
         """Whether there was anything at `lane`. What goes wrong with one lane ends it, and no other."""
         try:
             return lane.look(now)
@@ -281,14 +282,14 @@ class DeviceLanes:
     def _leased(self, memory: LaneMemory) -> bool:
         return memory.mailbox in self._regions and memory.answers in self._regions
 
-    def _forget_idle(self, lane: DeviceLane) -> None:
+    def _forget_idle(self, lane: AnnouncedLane) -> None:
         """Lets go of a lane that leaves, unless a pass of it has yet to end."""
         if not lane.in_pass:
             with self._lock:
                 self._leaving.remove(lane)
             self._forget(lane)
 
-    def _forget(self, lane: DeviceLane) -> None:
+    def _forget(self, lane: AnnouncedLane) -> None:
         """Gives its memory back, which its caller may have done at the same time."""
         lane.close()
         for name in (lane.memory.mailbox, lane.memory.answers):
@@ -301,9 +302,9 @@ def _info(attached: Attached) -> moe_pb2.DeviceLaneInfo:
     return moe_pb2.DeviceLaneInfo(
         name=attached.name,
         device=attached.device,
-        rows=layout.rows,
+        rows=lane.rows,
         stages=layout.stages,
-        bytes=layout.mailbox_bytes + layout.answers_bytes,
+        bytes=lane.nbytes,
         in_pass=lane.in_pass,
         passes=lane.counts.passes,
         steps=lane.counts.steps,
