@@ -12,11 +12,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.control.head_stream import HeadStream
 from moeserve.runtime.control.messages import (
-    announcement_message,
     epoch_from,
     header_from,
     held_message,
@@ -28,6 +28,7 @@ from moeserve.runtime.control.shadowed import Shadowed, addresses_from, shadowed
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 from moeserve.runtime.keys.access import Frames, known_frame
 from moeserve.runtime.rank.lanes.lane import Lane
+from moeserve.runtime.rank.member.announcing import Announcing
 from moeserve.runtime.rank.member.changes import MemberChanges
 from moeserve.runtime.rank.member.entries import Entries
 from moeserve.runtime.rank.member.held_epoch import HeldEpoch
@@ -62,6 +63,7 @@ class Member:
         self._rank = rank
         self._lane = lane
         self._stream = stream
+        self._announcing = Announcing(self._tell)
         self._entries = Entries(stream if isinstance(stream, HeadStream) else None)
         self._generation = 0  # newest that was announced; entries of older ones are dropped
         self._newest = 0  # of all generations that were announced, aborted ones with them
@@ -117,11 +119,15 @@ class Member:
 
     def announce(self, job: Announcement) -> None:
         """Tells the coordinator of a job; called by doors."""
-        self._tell(announcement_message(job))
+        self._announcing.announce(job)
+
+    def announce_together(self) -> AbstractContextManager[None]:
+        """Jobs that the calling thread announces meanwhile go in few messages, as `Announcing` has it."""
+        return self._announcing.together()
 
     def withdraw(self, jobs: list[int]) -> None:
         """Tells the coordinator of jobs whose callers have left; called by doors."""
-        self._tell({"kind": "withdraw", "generation": self._generation, "jobs": jobs})
+        self._announcing.withdraw(self._generation, jobs)
 
     def _tell(self, message: Message) -> None:
         """Says something to the head. Where the stream has ended, whoever receives sees to what follows: the
