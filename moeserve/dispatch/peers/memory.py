@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from moeserve.dispatch.members import Member
 
 SHARED_FOLDER = "/dev/shm"
+HANDLE_BYTES = 64  # of CUDA IPC
 
 
 class Mapped(Protocol):
@@ -55,6 +56,11 @@ class PeerOffer:
     refused: str = ""  # why it has no memory to offer
 
 
+def memory_on(device: str, nbytes: int) -> Mapped:
+    """Memory of `nbytes` on `device`, zeroed, of an allocation of its own. Raises OSError or RuntimeError."""
+    return _Shared(nbytes) if device == "cpu" else _Cuda(nbytes, torch.device(device))
+
+
 class PeerMemory:
     """This member's buffer of `nbytes`, zeroed, and its maps of others', which are of the same host.
 
@@ -64,7 +70,7 @@ class PeerMemory:
     def __init__(self, nbytes: int, device: str) -> None:
         self.nbytes = nbytes
         try:
-            memory = _Shared(nbytes) if device == "cpu" else _Cuda(nbytes, torch.device(device))
+            memory = memory_on(device, nbytes)
         except (OSError, RuntimeError) as error:
             raise RuntimeError(f"cannot allocate {nbytes} bytes: {error}") from error
         self._memory: Mapped | None = memory
@@ -257,19 +263,26 @@ class _Cuda:
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # the context is there
             self._address = self._call(driver.cuMemAlloc(nbytes))
-            self._call(driver.cuMemsetD8(self._address, 0, nbytes))
-            torch.cuda.synchronize(device)
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # others may wait for long
+            self._call(driver.cuMemsetD8Async(self._address, 0, nbytes, stream.cuda_stream))
+            stream.synchronize()
         self._mine = self._view(int(self._address), nbytes)
 
     def handle(self) -> bytes:
         return bytes(self._call(self._driver.cuIpcGetMemHandle(self._address)).reserved)
 
     def open(self, handle: bytes, nbytes: int) -> Tensor:
+        if len(handle) != HANDLE_BYTES:
+            raise RuntimeError(f"a handle of {len(handle)} bytes; CUDA's have {HANDLE_BYTES}")
         named = self._driver.CUipcMemHandle()
         named.reserved = handle
         lazily = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         with torch.cuda.device(self._device):
             address = self._call(self._driver.cuIpcOpenMemHandle(named, lazily))
+            _, there = self._call(self._driver.cuMemGetAddressRange(address))
+            if there < nbytes:
+                self._call(self._driver.cuIpcCloseMemHandle(address))
+                raise RuntimeError(f"it has {there} bytes, and {nbytes} are needed")
         self._opened[int(address)] = address
         return self._view(int(address), nbytes)
 
@@ -297,7 +310,7 @@ class _Cuda:
         if status != self._driver.CUresult.CUDA_SUCCESS:
             _, text = self._driver.cuGetErrorString(status)
             raise RuntimeError(text.decode() if isinstance(text, bytes) else str(text))
-        return result[0] if result else None
+        return result[0] if len(result) == 1 else result
 
 
 class _Bytes:

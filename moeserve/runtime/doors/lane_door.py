@@ -72,6 +72,10 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         self._aside = ThreadPoolExecutor(ASIDE_THREADS, "aside")  # holds no more than the lane holds calls
         regions.take_call = self.take_packet
 
+    def has_calls(self) -> bool:
+        """Whether calls wait for steps."""
+        return self._lane.in_flight > 0
+
     def drain(self, reason: str) -> None:
         """Refuses calls that come on streams and over leases from now on; those taken go on. Unary calls are
         for the endpoint to refuse, which knows when they began.

@@ -26,7 +26,9 @@ from moeserve.runtime.control.stream import Stream, StreamClosed, connect
 from moeserve.runtime.doors.calls.rows import RowAdmission, RowLimits
 from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR, LaneDoor
-from moeserve.runtime.doors.passes.device_lanes import DeviceLaneLimits, DeviceLanes, LaneModel
+from moeserve.runtime.doors.passes.announced import LaneModel
+from moeserve.runtime.doors.passes.device_lanes import DeviceLaneLimits, DeviceLanes
+from moeserve.runtime.doors.passes.mail_host import MailHost
 from moeserve.runtime.doors.passes.service import DeviceLaneDoor, begin_at
 from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
 from moeserve.runtime.doors.payloads.registration import registrar_of
@@ -40,6 +42,7 @@ from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.member.member import Member
 from moeserve.runtime.rank.member.member_group import ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.rank.runs.member_runs import MemberRuns
 from moeserve.runtime.rank.transfers.transfers import transfers_of
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopySources, Mover
@@ -195,6 +198,7 @@ class _RankProcess:
         door.admission = RowAdmission(rows)
         self._door = door
         self._draining, self._telling = False, threading.Lock()  # the lock is for what health says
+        self._runs = None if device == "cpu" else self._runs_of(rank)
         self._device_lanes = self._lanes_of(config, served, door)
         self._endpoint = Endpoint(
             {"LaneService": door, "DeviceLaneService": DeviceLaneDoor(self._device_lanes)},
@@ -206,7 +210,7 @@ class _RankProcess:
         self.member.on_serving = self._serving
         self.member.on_layers = self._layers_open
         self.member.on_drain, self.member.doors_busy = self._drain, lambda: self._endpoint.busy
-        self.member.changes.on_epoch = self._telemetry.set_group
+        self.member.changes.on_epoch = self._epoch_adopted
         self.member.on_log_levels = logs.set_levels
         logs.tell_where(lambda: self.member.where)
         self.metrics_address = self._serve_metrics(spec)
@@ -248,8 +252,23 @@ class _RankProcess:
         model = LaneModel(model_name(config), *sizes, tuple(served.layers))
         lanes = DeviceLanes(self._regions, model, limits, begin_at(door))
         lanes.on_pass = self._telemetry.observe_pass
+        if self._runs is not None:
+            lanes.mail = MailHost(self._runs, model, passes.lane_bytes, share_gpu=passes.share_gpu)
+            lanes.others = door.has_calls
         self._telemetry.device_lanes(lambda: len(lanes.attached()))
         return lanes
+
+    def _runs_of(self, rank: Rank) -> MemberRuns:
+        member = self.member
+        runs = MemberRuns(rank, member.between_steps, member.after_steps, lambda: member.joined)
+        member.on_end, member.on_leave = runs.interrupt, runs.drop
+        return runs
+
+    def _epoch_adopted(self, generation: int, epoch: int) -> None:
+        """Called by the member between two steps."""
+        if self._runs is not None:
+            self._runs.adopted()
+        self._telemetry.set_group(generation, epoch)
 
     @property
     def weights_address(self) -> str:

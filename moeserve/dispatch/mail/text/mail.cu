@@ -172,7 +172,7 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
     if (!*(volatile u64*)(words + ENDED) && await_tag(lines, tag, words, LATE)) {
       const u32 count = load_relaxed(&lines->count);
       const bool named = load_relaxed(&lines->first) == (u32)args.layer && load_relaxed(&lines->second) == (u32)args.kind;
-      if (!named || count < 1 || count > (u32)args.most) {
+      if (!named || count > (u32)args.most) {
         note_end(words, REFUSED);
       } else if (count > (u32)args.padded) {
         note_end(words, MISFIT);

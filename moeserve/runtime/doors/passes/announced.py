@@ -26,6 +26,17 @@ class LaneMemory:
     quiet: Callable[[], bool]  # whether nobody else uses the answers: no step can write one any more
 
 
+@dataclass(frozen=True)
+class LaneModel:
+    """What a rank serves, as far as a lane has to know it."""
+
+    name: str
+    hidden: int
+    experts: int
+    top_k: int
+    layers: tuple[int, ...]
+
+
 @dataclass
 class Counts:
     """What a device lane has done."""

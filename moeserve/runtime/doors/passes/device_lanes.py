@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 import time
@@ -15,8 +16,9 @@ from moeserve.proto.passes.mailbox import MOST_STAGES, MailboxLayout
 from moeserve.proto.tensors import FLOATS, TensorError
 from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.device_errors import DeviceRefused, LanesTaken, NameTaken, UnknownLane
-from moeserve.runtime.doors.passes.announced import AnnouncedLane, LaneMemory, LaneTerms
+from moeserve.runtime.doors.passes.announced import AnnouncedLane, LaneMemory, LaneModel, LaneTerms
 from moeserve.runtime.doors.passes.device_lane import Begin, DeviceLane
+from moeserve.runtime.doors.passes.mail_host import MailHost
 from moeserve.runtime.doors.payloads import Regions
 from moeserve.runtime.doors.payloads.errors import UnknownRegion
 
@@ -27,6 +29,11 @@ SHORTEST_LOOK, LONGEST_LOOK = 20e-6, 0.002
 
 SWEEP_SECONDS = 0.05
 """Between looks whether the callers' leases are still there."""
+
+COMPANY_SECONDS = 0.5
+"""After a call of others waited for a step, in which no forward pass is launched ahead: they would wait for
+its caller's attention.
+"""
 
 CLOSE_SECONDS = 5.0
 """Within which the thread has to end."""
@@ -45,17 +52,6 @@ class DeviceLaneLimits:
     rows: int = 4096  # of one step
     patience: float = 2.0  # seconds for the rows of a step that is next
     answer: float = 30.0  # seconds for an answer
-
-
-@dataclass(frozen=True)
-class LaneModel:
-    """What a rank serves, as far as a lane has to know it."""
-
-    name: str
-    hidden: int
-    experts: int
-    top_k: int
-    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -84,6 +80,9 @@ class DeviceLanes:
         """begin_for: how steps of the caller at a peer are begun."""
         self._regions, self._model, self._limits = regions, model, limits
         self._begin_for = begin_for
+        self.mail: MailHost | None = None  # makes lanes of callers' GPUs; None: there are none
+        self.others: Callable[[], bool] = lambda: False  # whether calls wait for steps
+        self._others_at = -math.inf  # when calls were last seen to wait
         self.on_pass: Callable[[str], None] = lambda status: None  # is told how each pass ended
         self._lanes: dict[str, Attached] = {}  # by the whole name of the mailbox
         self._leaving: list[AnnouncedLane] = []  # with steps under way
@@ -104,7 +103,7 @@ class DeviceLanes:
             self._room_for(request.name)
             self._coming.add(request.name)
         try:  # its memory takes long to make, and others are looked at meanwhile
-            lane, reply = self._made(layout, peer)
+            lane, reply = self._made(request, layout, peer)
         except BaseException:
             with self._lock:
                 self._coming.discard(request.name)
@@ -118,10 +117,12 @@ class DeviceLanes:
         if closing:
             self._forget(lane)
             raise LanesTaken(CLOSED)
-        log.info("%s is attached: %d rows, %d stages", request.name, layout.rows, layout.stages)
+        log.info("%s is attached: %d rows, %d stages", request.name, lane.rows, layout.stages)
         return reply
 
-    def _made(self, layout: MailboxLayout, peer: str) -> tuple[AnnouncedLane, moe_pb2.AttachLaneReply]:
+    def _made(
+        self, request: moe_pb2.AttachLaneRequest, layout: MailboxLayout, peer: str
+    ) -> tuple[AnnouncedLane, moe_pb2.AttachLaneReply]:
         """A lane with its memory, and what its caller is told."""
         model, limits, regions = self._model, self._limits, self._regions
         name, size = regions.create(layout.mailbox_bytes, peer)
@@ -136,6 +137,19 @@ class DeviceLanes:
             frozenset(model.layers), limits.patience, limits.answer, lambda status: self.on_pass(status)
         )
         memory = LaneMemory(name, answers, held, layout, lambda: regions.holds(answers) <= 1)
+        handle = b""
+        if self.mail is None or request.device == "cpu":
+            lane: AnnouncedLane = DeviceLane(memory, terms, self._begin_for(peer))
+        else:
+            try:
+                made, handle = self.mail.lane(request, memory, terms)
+            except BaseException:
+                for one in held:
+                    one.close()
+                for region in (name, answers):
+                    regions.release(region)
+                raise
+            made.alone, lane = (lambda: self._alone(made)), made
         reply = moe_pb2.AttachLaneReply(
             mailbox=name,
             answers=answers,
@@ -147,8 +161,9 @@ class DeviceLanes:
             top_k=model.top_k,
             layers=model.layers,
             patience_seconds=limits.patience,
+            mailbox_handle=handle,
         )
-        return DeviceLane(memory, terms, self._begin_for(peer)), reply
+        return lane, reply
 
     def detach(self, mailbox: str) -> None:
         """Ends the lane of this mailbox. Raises UnknownLane."""
@@ -188,11 +203,13 @@ class DeviceLanes:
             raise TensorError(
                 "name", f"{quoted(request.name)} must be 1 to 64 letters, digits, '_', '.' or '-'"
             )
-        if request.device != "cpu":
+        if request.device != "cpu" and self.mail is None:
             raise DeviceRefused(
                 f"device: rows of {quoted(request.device)} cannot be brought by a device lane, only those in "
-                "host memory (cpu); copy them to the host, or run in process"
+                "host memory (cpu): this rank computes on the CPU"
             )
+        if request.device != "cpu" and self.mail is not None:
+            self.mail.check(request.device)
         if not 0 < request.rows <= limits.rows:
             raise TensorError("rows", f"{request.rows} is not one of 1 to {limits.rows} (step.lane_rows)")
         if not 0 < request.stages <= MOST_STAGES:
@@ -201,6 +218,8 @@ class DeviceLanes:
         if (named := dtype.removeprefix("DTYPE_").lower()) not in FLOATS:
             raise TensorError("dtype", f"number {request.dtype} is not one of {', '.join(FLOATS)}")
         sizes = (model.hidden, model.experts, model.top_k)
+        if request.device != "cpu":
+            return MailboxLayout.of((1, request.stages), sizes, named)  # words alone
         layout = MailboxLayout.of((request.rows, request.stages), sizes, named)
         if (needed := layout.mailbox_bytes + layout.answers_bytes) > limits.bytes:
             raise TensorError(
@@ -209,6 +228,12 @@ class DeviceLanes:
                 f"passes.lane_bytes is {limits.bytes}",
             )
         return layout
+
+    def _alone(self, lane: AnnouncedLane) -> bool:
+        """Whether nobody but this lane's caller wants steps now."""
+        there = list(self._lanes.values())
+        company = time.monotonic() - self._others_at < COMPANY_SECONDS
+        return not company and not any(one.lane.in_pass for one in there if one.lane is not lane)
 
     def _room_for(self, name: str) -> None:
         """Raises where the lane cannot be attached beside the others; the lock is held."""
@@ -248,6 +273,8 @@ class DeviceLanes:
                     return
                 lanes, leaving = [one.lane for one in self._lanes.values()], list(self._leaving)
             now = time.monotonic()
+            if self.others():
+                self._others_at = now
             if sum(self._looked(lane, now) for lane in lanes):  # at each of them
                 busy = now
             for lane in leaving:

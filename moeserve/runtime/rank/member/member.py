@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 DRAIN_LOOK_SECONDS = 0.01  # between looks for calls under way, once no further one is taken
 ABORTED = -1  # as a member's generation: none is live
-ALWAYS = ("abort", "load", "held")  # entries that count in every generation
+ALWAYS = ("abort", "load", "held", "act")  # entries that count in every generation
 
 
 class Member:
@@ -97,6 +97,11 @@ class Member:
         self.on_log_levels: Callable[[Mapping[str, str]], None] = lambda levels: None  # by logger
         # where each owner's process gives its experts, since the group serves
         self.on_peers: Callable[[Mapping[int, str]], None] = lambda addresses: None
+        self.on_end: Callable[[], None] = lambda: None  # the generation has ended; from any thread
+        self.on_leave: Callable[[], None] = lambda: (
+            None
+        )  # dispatchers are about to be closed, and nothing runs
+        self.joined = False  # steps can be launched
         self.on_drain: Callable[[str], None] = lambda reason: None  # doors begin no further call
         self.doors_busy: Callable[[], bool] = lambda: False  # a call has begun there and is not over
         # once the head's stream has ended: whether a head is there again that has taken this member's hello
@@ -128,6 +133,16 @@ class Member:
     def withdraw(self, jobs: list[int]) -> None:
         """Tells the coordinator of jobs whose callers have left; called by doors."""
         self._announcing.withdraw(self._generation, jobs)
+
+    def between_steps(self, act: Callable[[], None]) -> None:
+        """Has `act` done by the thread that launches steps, between two of them. It raises nothing."""
+        self._entries.put({"kind": "act", "act": act})
+
+    def after_steps(self, act: Callable[[], None]) -> None:
+        """Has `act` done once the steps that were launched have ended, and before later ones are finished.
+        By the thread that launches steps. Raises TimeoutError where steps do not end.
+        """
+        self._steps.after(act)
 
     def _tell(self, message: Message) -> None:
         """Says something to the head. Where the stream has ended, whoever receives sees to what follows: the
@@ -243,6 +258,7 @@ class Member:
         # peer memory would do until its patience ends.
         self._rank.interrupt()
         self._group.interrupt()
+        self.on_end()
         self.changes.abandon()
 
     def _execute(self, entry: Message) -> None:
@@ -260,6 +276,8 @@ class Member:
             case "abort":
                 self.on_serving(0, 0)
                 self._leave()
+            case "act":
+                entry["act"]()
             case "held":  # by the thread that adopts epochs: none is adopted meanwhile
                 self._tell(held_message(self._newest, self._held.adopted))
             case unknown:
@@ -312,6 +330,7 @@ class Member:
         grouped = time.perf_counter()
         self._rank.progress.join(Phase.DISPATCHERS)
         self._rank.join(group)
+        self.joined = True
         log.info(
             "rank %d: joined generation %d, its process group in %.2f s, dispatchers in %.2f s",
             self._rank.index,
@@ -353,5 +372,7 @@ class Member:
         """Closes the dispatchers and ends the generation's group; no other group of the process changes."""
         self._restoring.stop()
         self._steps.drain()
+        self.joined = False
+        self.on_leave()
         self._rank.leave()
         self._group.leave()

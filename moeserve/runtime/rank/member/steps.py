@@ -244,6 +244,10 @@ class MemberSteps:
 
         self._finishing.beside(retire)
 
+    def after(self, act: Callable[[], None]) -> None:
+        """Has `act` done after all that was launched. Raises TimeoutError where that does not end."""
+        self._finishing.put(act)
+
     def drain(self) -> None:
         """Waits until every launched step has ended, and its callers have their answers.
 
