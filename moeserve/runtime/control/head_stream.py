@@ -68,6 +68,10 @@ class HeadStream:
             self._lost_at = None
         return message
 
+    def wake(self) -> None:
+        """Has the `take` under way return, or the next one; from any thread."""
+        self._stream.wake()
+
     @property
     def ready(self) -> bool:
         """Whether the next message over the ring is there, or begins to come."""

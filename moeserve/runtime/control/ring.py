@@ -111,7 +111,7 @@ class RingEnd:
         self._events.register(connection, select.EPOLLRDHUP)
         self._is_gone = select.poll()
         self._is_gone.register(connection, select.POLLRDHUP)
-        self._closed = self._gone = False
+        self._closed = self._gone = self._woken = False
         self._descriptors = descriptors
 
     # -- writing --------------------------------------------------------------------------------------------
@@ -242,8 +242,15 @@ class RingEnd:
         return data
 
     def await_bytes(self, seconds: float) -> bool:
-        """Whether bytes are there within `seconds`; False at once where none will come any more."""
+        """Whether bytes are there within `seconds`; False at once where none will come any more, and when
+        this end is woken.
+        """
         return self._wait(time.monotonic() + seconds)
+
+    def wake(self) -> None:
+        """Has the `await_bytes` under way return, or the next one; from any thread."""
+        self._woken = True
+        os.eventfd_write(self._own, 1)
 
     @property
     def ready(self) -> bool:
@@ -265,6 +272,9 @@ class RingEnd:
                 return False
             left: float | None = None
             if spins_until or until < math.inf:
+                if self._woken and until < math.inf:
+                    self._woken = False
+                    return False
                 now = time.monotonic()
                 left = 0.0 if now < spins_until else None if until == math.inf else until - now
                 if left is not None and left < 0.0:

@@ -147,8 +147,8 @@ class Stream:
     def take(self, kind: str, seconds: float) -> Message | None:
         """The next message over the ring, where it comes within `seconds` and is of this `kind`.
 
-        None where nothing came, and where it is for `receive`: another message, or the stream's end. `waits`
-        tells these apart.
+        None where nothing came or it was woken, and where it is for `receive`: another message, or the
+        stream's end. `waits` tells these apart.
         """
         ring = self._ring if self._followed else None
         if ring is None or self._left is not None or not ring.await_bytes(seconds):
@@ -162,6 +162,11 @@ class Stream:
             return message
         self._left = message
         return None
+
+    def wake(self) -> None:
+        """Has the `take` under way return, or the next one; from any thread."""
+        if self._ring is not None:
+            self._ring.wake()
 
     @property
     def ready(self) -> bool:

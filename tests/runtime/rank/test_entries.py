@@ -187,6 +187,47 @@ def test_who_executes_hears_that_another_entry_waits(
     assert seen == [False, True]
 
 
+@pytest.mark.timed
+@pytest.mark.parametrize("steps", [0, 3], ids=["receiving", "taking"])
+def test_what_is_added_beside_the_stream_is_executed_at_once_between_steps(
+    reading: Reading, steps: int
+) -> None:
+    for number in range(steps):
+        reading.send("step", number=number)
+        reading.until(number + 1)
+    took = []
+    for at in range(20):
+        time.sleep(0.003)  # whoever reads waits for the next message
+        done = threading.Event()
+        reading.steps[100 + at] = done.set
+        started = time.monotonic()
+        reading.entries.put_beside({"kind": "act", "number": 100 + at})
+        assert done.wait(SECONDS)
+        took.append(time.monotonic() - started)
+    assert sorted(took)[len(took) // 2] < 0.02  # `next` itself is asked for 0.05 s
+    reading.send("step", number=50)
+    reading.until(steps + 21)
+    assert [entry["number"] for entry in reading.executed] == [*range(steps), *range(100, 120), 50]
+
+
+def test_steps_and_what_is_added_from_many_threads_are_all_executed(reading: Reading) -> None:
+    def add(thread: int) -> None:
+        for at in range(100):
+            reading.entries.put_beside({"kind": "act", "number": 1000 * thread + at})
+
+    threads = [threading.Thread(target=add, args=(thread,)) for thread in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for number in range(200):
+        reading.send("step", number=number)
+    for thread in threads:
+        thread.join(SECONDS)
+    reading.until(500)
+    for first in (0, 1000, 2000, 3000):
+        numbers = [entry["number"] for entry in reading.executed if first <= entry["number"] < first + 1000]
+        assert numbers == list(range(first, first + (100 if first else 200)))
+
+
 def test_without_a_ring_the_receiving_thread_reads_all() -> None:
     entries = Entries(None)
     for number in range(3):

@@ -30,6 +30,9 @@ class StepSource(Protocol):
     def followed(self) -> bool:
         """Whether steps can be taken: what is received comes over a ring."""
 
+    def wake(self) -> None:
+        """Has the `take` under way return, or the next one."""
+
     @property
     def ready(self) -> bool:
         """Whether the next message is there, or begins to come."""
@@ -69,6 +72,14 @@ class Entries:
             if entry["kind"] == "step" and self._source is not None and self._source.followed:
                 self._receives = False
 
+    def put_beside(self, entry: Message) -> None:
+        """Adds an entry that did not come over the stream; from any thread."""
+        with self._lock:
+            self._queue.put(entry)
+            taking = self._taking
+        if taking and self._source is not None:
+            self._source.wake()
+
     def await_turn(self) -> None:
         """Returns when the receiving thread is to read: the other one executes what takes long, or has left
         something to it.
@@ -101,7 +112,8 @@ class Entries:
             self._receives = self._receives or left
         if left:
             self._wake.set()
-            entry = self._queued(seconds)
+        if entry is None:
+            entry = self._queued(seconds if left else 0.0)
         return self._given(entry)
 
     @property

@@ -136,7 +136,7 @@ class Member:
 
     def between_steps(self, act: Callable[[], None]) -> None:
         """Has `act` done by the thread that launches steps, between two of them. It raises nothing."""
-        self._entries.put({"kind": "act", "act": act})
+        self._entries.put_beside({"kind": "act", "act": act})
 
     def after_steps(self, act: Callable[[], None]) -> None:
         """Has `act` done once the steps that were launched have ended, and before later ones are finished.
