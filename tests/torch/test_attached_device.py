@@ -146,7 +146,10 @@ def test_one_stage_runs_ahead_with_any_rows(house: LocalCluster, remote: object,
     for turn, (both, answers) in enumerate(zip(given, found, strict=True)):
         for layer, (one, answer) in enumerate(zip(both, answers, strict=True)):
             assert answer.shape == one[0].shape
-            assert not len(answer) or torch.equal(answer, others[layer](*one)), (turn, layer)
+            if len(one) == 2:  # a call's logits are routed by the host, with other last bits
+                torch.testing.assert_close(answer, others[layer](*one), rtol=2e-2, atol=5e-2)
+            else:
+                assert not len(answer) or torch.equal(answer, others[layer](*one)), (turn, layer)
     given = batch(alone, 2, seed=3)
     with pytest.raises(WrongRows, match="65 rows, and the way was opened for 64"):
         layers[0](*batch(alone, 65, seed=1))
