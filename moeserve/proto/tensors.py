@@ -38,7 +38,7 @@ class TensorError(ValueError):
         self.field = field
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # there is one of each, and calls look for its specs
 class DType:
     """A number type of the contract: its short name, its torch name, the numpy type that holds its bytes."""
 
@@ -198,10 +198,10 @@ def spec_of(message: moe_pb2.Tensor, field: str, *, rank: int, dtypes: tuple[str
     if dtype is None or dtype.name not in dtypes:
         name = dtype.name if dtype else f"number {message.dtype}"
         raise TensorError(field, f"dtype {name} is not one of {', '.join(dtypes)}")
-    if len(message.shape) != rank:
-        found = f"shape {listed(message.shape)} has {len(message.shape)} dimensions"
-        raise TensorError(field, f"{found}, but {field} takes {rank}")
     shape = tuple(message.shape)
+    if len(shape) != rank:
+        found = f"shape {listed(message.shape)} has {len(shape)} dimensions"
+        raise TensorError(field, f"{found}, but {field} takes {rank}")
     if max(shape, default=0) > LARGEST_DIM:
         raise TensorError(field, f"shape {list(shape)} has a dimension over {LARGEST_DIM}")
     spec = _spec(dtype, shape)
@@ -245,7 +245,7 @@ def as_torch(data: Buffer, spec: Spec, field: str = "tensor") -> torch.Tensor:
 
 
 def _check_length(data: Buffer, spec: Spec, field: str) -> None:
-    length = memoryview(data).nbytes
+    length = len(data) if isinstance(data, bytes) else memoryview(data).nbytes
     if length != spec.nbytes:
         raise TensorError(field, f"{length} bytes of data, but {spec} takes {spec.nbytes}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
@@ -27,6 +28,7 @@ class Owner:
         self.asked = threading.Event()
         self.answer = threading.Event()
         self.take_call: Callable[..., Callable[[], None]] | None = None
+        self.together: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def grant(self, name: str) -> int:
         self.asked.set()
@@ -167,3 +169,39 @@ def test_a_call_that_cannot_be_taken_ends_its_own_connection_only(regions: Regio
         bad.calls.receive("a")
     assert good.alive
     RemoteRegion.open(make(regions)).close()
+
+
+def test_calls_that_come_at_once_are_taken_together(regions: Regions) -> None:
+    happened: list[str] = []
+    blocked, release = threading.Event(), threading.Event()
+    all_taken = threading.Event()
+
+    @contextlib.contextmanager
+    def together() -> Iterator[None]:
+        happened.append("[")
+        yield
+        happened.append("]")
+        all_taken.set()
+
+    def take_call(packet: bytes, answer: Callable[[bytes], None], peer: str) -> Callable[[], None]:
+        happened.append(moe_pb2.ForwardRequest.FromString(packet).job_id)
+        blocked.set()
+        assert release.wait(SECONDS)
+        return lambda: None
+
+    regions.take_call, regions.together = take_call, together
+    clients = [RemoteRegion.open(make(regions)) for _ in range(4)]
+    del happened[:]  # clients, too, may have come together
+
+    def send(client: RemoteRegion, job_id: str) -> None:
+        assert client.calls is not None and client.calls.send(moe_pb2.ForwardRequest(job_id=job_id), 5.0)
+
+    send(clients[0], "alone")
+    assert blocked.wait(SECONDS)
+    for at in range(1, 4):
+        send(clients[at], f"{at}")
+    release.set()
+    assert all_taken.wait(SECONDS)
+    assert (
+        happened[:2] == ["alone", "["] and happened[-1] == "]" and sorted(happened[2:-1]) == ["1", "2", "3"]
+    )

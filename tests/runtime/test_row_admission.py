@@ -208,3 +208,35 @@ def test_how_long_few_rows_have_waited_says_little_of_many() -> None:
     assert lane.ask("c", 400) is None, "8 rows have waited 0.3 s, and 408 need not wait 15 s for that"
     lane.now += 5.0
     assert lane.ask("d", 8) is not None, "but nothing ends here any more"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_ahead_is_the_same_however_it_is_summed(seed: int) -> None:
+    """Where nobody who is held comes later and the pace is known for all, nothing is summed anew."""
+    numbers, now = random.Random(seed), [0.0]
+    quick, slow = (RowAdmission(RowLimits(rows=4000), lambda: now[0]) for _ in range(2))
+    held: list[tuple[Leave, Leave]] = []
+    let_in = 0
+    for _ in range(3000):
+        now[0] += numbers.random() * 0.01
+        if held and numbers.random() < 0.5:
+            code = numbers.choice(["OK", "OK", "DEADLINE_EXCEEDED", "CANCELLED"])
+            for leave in held.pop(0 if seed % 2 else numbers.randrange(len(held))):
+                leave(code)
+        asked = f"unix:{numbers.randrange(5)}", numbers.choice([1, 16, 16, 16, 400 if seed > 2 else 32])
+        deadline = now[0] + numbers.choice([math.inf, math.inf, 30.0, 0.2 if seed > 1 else 2.0])
+        slow._latest = math.inf  # as if somebody came later
+        answers: list[Leave | str] = []
+        for admission in (quick, slow):
+            try:
+                answers.append(admission.enter(*asked, deadline))
+            except LaneFull as full:
+                answers.append(str(full))
+        first, second = answers
+        assert isinstance(first, str) == isinstance(second, str) and (first == second or callable(first))
+        if callable(first) and callable(second):
+            held.append((first, second))
+            let_in += 1
+        assert [one.ahead for one in quick._held] == [one.ahead for one in slow._held]
+        assert quick.rows == slow.rows and quick._latest < math.inf
+    assert let_in > 1000

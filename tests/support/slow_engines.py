@@ -29,7 +29,10 @@ class SlowEngines(HostEngines):
     def __init__(self) -> None:
         super().__init__()
         self.moments: list[Waiting] = []
+        self.passed = False  # whether copies have ended when they are asked for
 
     def event(self, *, sleeps: bool = False) -> Moment:
         self.moments.append(Waiting())
+        if self.passed:
+            self.moments[-1].passed.set()
         return self.moments[-1]

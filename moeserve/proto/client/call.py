@@ -6,9 +6,6 @@ it: they send what `PartCall.request` makes, wait for the reply, and say how it 
 
 from __future__ import annotations
 
-import itertools
-import os
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -16,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from numpy.typing import NDArray
 
 from moeserve.proto import moe_pb2
+from moeserve.proto.client.again import new_job_id
 from moeserve.proto.client.batch import BatchPart, ClientBatch, Reply, whole
 from moeserve.proto.client.lanes import Lanes, message_limit
 from moeserve.proto.client.payload import InlineRows, Payload, Placed, Pooled, shares
@@ -24,8 +22,6 @@ from moeserve.proto.host_id import host_id
 from moeserve.proto.transports.shared_memory import RegionPool, RemoteRegion
 
 L = TypeVar("L")
-
-_CALLER, _CALLS = uuid.uuid4().hex, itertools.count()  # a number costs a tenth of what an id of its own does
 
 NO_REGION = ("region_limit", "region_lost")
 """Why a lane has no region for a call that it could take inline."""
@@ -45,7 +41,7 @@ class ClientCall(Generic[L]):
     bound: int | None = None
     transport: str = "auto"
     turn: int = 0
-    job_id: str = field(default_factory=lambda: f"{_CALLER}.{os.getpid()}.{next(_CALLS)}")
+    job_id: str = field(default_factory=new_job_id)
 
     def parts(self, topology: moe_pb2.GetTopologyReply) -> tuple[PartCall[L], ...]:
         """The rows, spread over the lanes of `topology`; TensorError when one has no room in a message."""
@@ -64,6 +60,11 @@ class ClientCall(Generic[L]):
         if self.transport != "inline" and all(shares("auto", nbytes, lane, host) for lane in lanes):
             return self.batch.parts(1, limit, min(lane.capacity for lane in lanes))
         return self.batch.parts(len(lanes), limit)
+
+    def placed_request(self) -> moe_pb2.ForwardRequest:
+        """The request of a call whose rows and answer lie in regions: it is one part."""
+        part = BatchPart(0, 0, len(self.batch.hidden.storage))
+        return PartCall(self, part, None).request(Placed(self.batch))
 
     def reply(self, parts: Sequence[PartCall[L]]) -> Reply:
         """The answer that `parts`, all answered, make together.

@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from moeserve.proto.errors import DeadlineExceeded, MoeError, Overloaded, Unavailable
 from moeserve.proto.timeouts import bounded
 
+MOST_SPIN = 0.1  # seconds
 OPERATION_SECONDS = 3600.0  # a rebalance or reload may take, unless its caller says otherwise
 
 
@@ -24,16 +25,18 @@ class Patience:
 
     timeout: seconds in all, over every attempt; more than 2e6 (23 days) count as 2e6. attempts: at most so
     many, None = as many as fit into the timeout. first_wait, longest_wait: seconds between attempts, doubling
-    from the first to the longest.
+    from the first to the longest. spin: seconds for which a call whose rows and answer lie in shared memory
+    looks for its answer again and again before its thread sleeps: worth it only with a core to spare.
     """
 
     timeout: float = 60.0
     attempts: int | None = None
     first_wait: float = 0.02
     longest_wait: float = 1.0
+    spin: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("timeout", "first_wait", "longest_wait"):
+        for name in ("timeout", "first_wait", "longest_wait", "spin"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise TypeError(f"{name}={value!r} must be a number of seconds")
@@ -47,6 +50,9 @@ class Patience:
             raise ValueError(
                 f"0 < first_wait={self.first_wait} <= longest_wait={self.longest_wait} must hold"
             )
+
+        if not 0 <= self.spin <= MOST_SPIN:
+            raise ValueError(f"spin={self.spin} must be 0 to {MOST_SPIN} seconds")
 
     @classmethod
     def of(cls, timeout: float | Patience) -> Patience:

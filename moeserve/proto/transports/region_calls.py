@@ -49,11 +49,15 @@ class RegionCalls:
             raise _gone(str(failed)) from failed
         return True
 
-    def receive(self, job_id: str) -> moe_pb2.ForwardReply:
-        """The reply to `job_id`; one to an earlier call that was left is thrown away. Raises MoeError."""
+    def receive(self, job_id: str, spin: float = 0.0) -> moe_pb2.ForwardReply:
+        """The reply to `job_id`; one to an earlier call that was left is thrown away. Raises MoeError.
+
+        spin: seconds for which it looks again and again before it sleeps. Between two looks it gives the
+        interpreter up.
+        """
         try:
             while True:
-                reply = moe_pb2.ForwardStreamReply.FromString(self._packet())
+                reply = moe_pb2.ForwardStreamReply.FromString(self._packet(spin))
                 if reply.job_id == job_id:
                     return outcome(reply)
         finally:
@@ -63,8 +67,12 @@ class RegionCalls:
         """Gives the call up; its reply will be thrown away."""
         self._busy.release()
 
-    def _packet(self) -> bytes:
-        left = self._deadline - time.monotonic()
+    def _packet(self, spin: float) -> bytes:
+        now = time.monotonic()
+        until = min(self._deadline, now + spin)
+        while now < until and not self._readable.poll(0):
+            now = time.monotonic()
+        left = self._deadline - now
         if left <= 0 or not self._readable.poll(left * 1000):
             raise DeadlineExceeded("DEADLINE_EXCEEDED", "deadline", "the lane did not answer in time")
         try:

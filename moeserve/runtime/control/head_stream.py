@@ -56,6 +56,32 @@ class HeadStream:
         self._lost_at = None
         return message
 
+    @property
+    def followed(self) -> bool:
+        """Whether what is received comes over a ring."""
+        return self._stream.followed
+
+    def take(self, kind: str, seconds: float) -> Message | None:
+        """The next message, as `Stream.take` gives it; by who receives, or instead of it."""
+        message = self._stream.take(kind, seconds)
+        if message is not None:
+            self._lost_at = None
+        return message
+
+    def wake(self) -> None:
+        """Has the `take` under way return, or the next one; from any thread."""
+        self._stream.wake()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next message over the ring is there, or begins to come."""
+        return self._stream.ready
+
+    @property
+    def waits(self) -> bool:
+        """Whether `receive` has something to tell that `take` has left to it."""
+        return self._stream.waits
+
     def close(self) -> None:
         """Closes the present stream; a thread blocked in `receive` gets StreamClosed."""
         self._stream.close()

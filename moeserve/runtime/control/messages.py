@@ -45,26 +45,37 @@ def header_from(message: Message) -> Header:
     return Header(message["number"], message["epoch"], message["layer"], tuple(message["sizes"]), jobs)
 
 
-def announcement_message(job: Announcement) -> Message:
-    """The message that tells the sequencer of a job.
+def announcement_message(job: Announcement, *more: Announcement) -> Message:
+    """The message that tells the sequencer of jobs of one generation.
 
     The time left travels and not a date, since hosts' clocks differ.
     """
-    left = None if math.isinf(job.deadline) else job.deadline - time.monotonic()
-    return {
+    message: Message = {
         "kind": "announce",
         "generation": job.generation,
         "job": job.job,
         "layer": job.layer,
         "rows": job.rows,
-        "left": left,
+        "left": _left(job),
     }
+    if more:
+        message["more"] = [(other.job, other.layer, other.rows, _left(other)) for other in more]
+    return message
 
 
-def announcement_from(message: Message, lane: int, now: float) -> Announcement:
-    """The job in a message from the member of `lane`, its deadline on the clock that reads `now`."""
-    deadline = math.inf if message["left"] is None else now + float(message["left"])
-    return Announcement(lane, int(message["job"]), int(message["layer"]), int(message["rows"]), deadline)
+def _left(job: Announcement) -> float | None:
+    return None if math.isinf(job.deadline) else job.deadline - time.monotonic()
+
+
+def announcements_from(message: Message, lane: int, now: float) -> list[Announcement]:
+    """The jobs in a message from the member of `lane`, deadlines on the clock that reads `now`. Raises
+    KeyError, TypeError or ValueError.
+    """
+    jobs = [(message["job"], message["layer"], message["rows"], message["left"]), *message.get("more", ())]
+    return [
+        Announcement(lane, int(job), int(layer), int(rows), math.inf if left is None else now + float(left))
+        for job, layer, rows, left in jobs
+    ]
 
 
 def epoch_message(epoch: Epoch) -> Message:

@@ -11,6 +11,7 @@ That counters are seen after the bytes they count is a promise of x86's memory o
 from __future__ import annotations
 
 import fcntl
+import math
 import mmap
 import os
 import platform
@@ -82,7 +83,7 @@ class RingEnd:
 
     connection: the descriptor of a socket between the same two processes, which tells when the other one has
     gone; it has to stay open as long as the end is used. spin: seconds for which a reader looks again and
-    again before it sleeps, holding the interpreter meanwhile.
+    again before it sleeps; it gives the interpreter up between two looks.
     """
 
     def __init__(self, descriptors: Descriptors, connection: int, *, first: bool, spin: float = 0.0) -> None:
@@ -110,7 +111,7 @@ class RingEnd:
         self._events.register(connection, select.EPOLLRDHUP)
         self._is_gone = select.poll()
         self._is_gone.register(connection, select.POLLRDHUP)
-        self._closed = self._gone = False
+        self._closed = self._gone = self._woken = False
         self._descriptors = descriptors
 
     # -- writing --------------------------------------------------------------------------------------------
@@ -240,19 +241,45 @@ class RingEnd:
         self._in_counters[_READ] = self._read
         return data
 
-    def _wait(self) -> bool:
-        """Waits for bytes; False where none will come any more."""
-        if self._spin:
-            until = time.perf_counter() + self._spin
-            while time.perf_counter() < until:
-                if self._in_counters[0] != self._read:
-                    return True
+    def await_bytes(self, seconds: float) -> bool:
+        """Whether bytes are there within `seconds`; False at once where none will come any more, and when
+        this end is woken.
+        """
+        return self._wait(time.monotonic() + seconds)
+
+    def wake(self) -> None:
+        """Has the `await_bytes` under way return, or the next one; from any thread."""
+        self._woken = True
+        os.eventfd_write(self._own, 1)
+
+    @property
+    def ready(self) -> bool:
+        """Whether bytes are there."""
+        return self._in_counters[0] != self._read
+
+    @property
+    def over(self) -> bool:
+        """Whether this end is closed or the other one is gone. Bytes that it wrote before may be there."""
+        return self._closed or self._gone
+
+    def _wait(self, until: float = math.inf) -> bool:
+        """Waits for bytes, at most until then on the monotonic clock; False where none came, or will come."""
+        spins_until = min(until, time.monotonic() + self._spin) if self._spin else 0.0
         while not self._closed:
             if self._in_counters[0] != self._read:
                 return True
             if self._gone:
                 return False
-            for descriptor, event in self._events.poll():
+            left: float | None = None
+            if spins_until or until < math.inf:
+                if self._woken and until < math.inf:
+                    self._woken = False
+                    return False
+                now = time.monotonic()
+                left = 0.0 if now < spins_until else None if until == math.inf else until - now
+                if left is not None and left < 0.0:
+                    return False
+            for descriptor, event in self._events.poll(left):
                 if descriptor == self._connection and event & _GONE:
                     self._gone = True  # what it wrote before is read first
         return False

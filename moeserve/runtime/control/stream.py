@@ -47,6 +47,7 @@ class Stream:
         self._sends_within = 0.0  # seconds; 0: without a bound
         self._ring: RingEnd | None = None  # which either end may move to
         self._moved = self._followed = False  # whether this end sends over the ring, and the other one
+        self._left: Message | str | None = None  # what `take` left for `receive`; str: why the stream ends
         self.take_ring: Callable[[Message, Stream], None] | None = None  # takes an offer of the other end
         self.on_close: Callable[[], None] = _nothing
 
@@ -138,8 +139,52 @@ class Stream:
             else:
                 return message
 
+    @property
+    def followed(self) -> bool:
+        """Whether what is received comes over a ring."""
+        return self._followed
+
+    def take(self, kind: str, seconds: float) -> Message | None:
+        """The next message over the ring, where it comes within `seconds` and is of this `kind`.
+
+        None where nothing came or it was woken, and where it is for `receive`: another message, or the
+        stream's end. `waits` tells these apart.
+        """
+        ring = self._ring if self._followed else None
+        if ring is None or self._left is not None or not ring.await_bytes(seconds):
+            return None
+        try:
+            message = self._next()
+        except StreamClosed as closed:
+            self._left = str(closed)
+            return None
+        if message["kind"] == kind:
+            return message
+        self._left = message
+        return None
+
+    def wake(self) -> None:
+        """Has the `take` under way return, or the next one; from any thread."""
+        if self._ring is not None:
+            self._ring.wake()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next message over the ring is there, or begins to come."""
+        return self._left is not None or (self._ring is not None and self._followed and self._ring.ready)
+
+    @property
+    def waits(self) -> bool:
+        """Whether `receive` has something to tell that `take` has left to it."""
+        return self._left is not None or self._ring is None or not self._followed or self._ring.over
+
     def _next(self) -> Message:
         """The next message, also one that is for this stream itself."""
+        if (left := self._left) is not None:
+            self._left = None
+            if isinstance(left, str):
+                raise StreamClosed(left)
+            return left
         if self._followed and self._ring is not None and (body := self._ring.frame()) is not None:
             try:
                 return decoded(body)

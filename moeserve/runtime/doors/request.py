@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -141,9 +142,12 @@ class RequestReader:
             raise TensorError(field, f"rows of {tensor.shape[1]}, but {what} is {width}")
 
 
+_UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}  # by bytes
+
+
 def _out_of_range(ids: NDArray[Any], experts: int) -> list[int]:
     """One of `ids` that is neither -1 nor below `experts`; empty where all are right."""
-    if not ids.size or int(ids.view(f"u{ids.itemsize}").max()) < experts:
+    if not ids.size or ids.view(_UNSIGNED[ids.itemsize]).max() < experts:
         return []  # at one look: what is below 0 is large without a sign
     low, high = int(ids.min()), int(ids.max())
     return [low] if low < -1 else [high] if high >= experts else []

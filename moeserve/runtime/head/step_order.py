@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection
 
 from moeserve.runtime.control.frames import encoded
-from moeserve.runtime.control.messages import announcement_from, header_message
+from moeserve.runtime.control.messages import announcements_from, header_message
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.in_flight import StepsInFlight
@@ -46,12 +46,13 @@ class StepOrder:
         return None
 
     def announced(self, rank: int, message: Message) -> None:
-        """Queues the job of a message. Raises ValueError for a member that has no lane."""
+        """Queues the jobs of a message. Raises ValueError for a member that has no lane."""
         lane = self._group.members.at(rank).lane
         if lane is None:
             raise ValueError(f"seat {rank} has no lane, and announced job {message['job']}")
         now = time.monotonic()
-        self.in_flight.announce(announcement_from(message, lane, now), now)
+        for job in announcements_from(message, lane, now):
+            self.in_flight.announce(job, now)
         self.begin()
 
     def withdrawn(self, rank: int, message: Message) -> None:

@@ -183,6 +183,7 @@ class _RankProcess:
         self.member.come_back = stream.come_back
         self.member.observe_rows(self._telemetry.observe_rows)
         lane.announce, lane.withdraw = self.member.announce, self.member.withdraw
+        self._regions.together = self.member.announce_together
         unread = unread_seconds(config.balance.move_bytes_per_second)
         self._weights = WeightsServer(spec.host, keys, device, rank.experts.bank, unread)
         self._weights.hello_seconds = config.cluster.hello_seconds

@@ -57,6 +57,14 @@ def test_a_step_is_sent_to_owners_and_named_lanes_and_waits_for_them_only(coordi
     assert nothing_came(*members.values())
 
 
+def test_jobs_of_one_message_go_into_one_step(coordinator: Coordinator) -> None:
+    members = serving(coordinator, MEMBERS)
+    members[1].say("announce", job=7, layer=0, rows=3, left=None, more=[[8, 0, 1, None], [9, 0, 2, 60.0]])
+    header = members[1].entry("step")
+    assert header["sizes"] == [0, 6, 0, 0] and sorted(header["jobs"]) == [[7, 3], [8, 1], [9, 2]]
+    assert coordinator.progress().jobs == 3
+
+
 def test_a_withdrawn_job_is_in_no_step(coordinator: Coordinator) -> None:
     members = serving(coordinator, MEMBERS)
     members[0].announce(job=1, rows=1)

@@ -18,7 +18,7 @@ from moeserve.runtime.rank import answers
 from moeserve.runtime.rank.answers import MOST_UNFINISHED, InOrder
 from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.lanes.lane_call import LaneBatch, LaneCall
-from moeserve.runtime.rank.member.steps import MemberSteps
+from moeserve.runtime.rank.member.steps import APART_STEPS, MemberSteps
 from moeserve.runtime.rank.transfers import transfers
 from moeserve.runtime.rank.transfers.step_room import StepRoom
 from moeserve.runtime.rank.transfers.transfers import Transfers
@@ -73,7 +73,8 @@ class Running:
         self.said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.records: list[StepRecord] = []
         rank: Any = self.rank
-        self.steps = MemberSteps(rank, self.lane, self.said.put, self.records.append)
+        self.on_done: Callable[[], None] = lambda: None
+        self.steps = MemberSteps(rank, self.lane, self._done, self.records.append)
         self.failures: list[Exception] = []
         self.steps.failed = lambda entry, error: self.failures.append(error)
         self.epoch: Any = SimpleNamespace(number=1, version=lambda at: 1)
@@ -81,14 +82,27 @@ class Running:
 
     def call(self, number: int, rows: int = 2) -> LaneCall:
         """One caller's rows, and the step that takes them."""
+        call = self.submit(number, rows)
+        self.step(number, [call])
+        return call
+
+    def step(self, number: int, calls: list[LaneCall]) -> None:
+        """The step that takes these callers' rows."""
+        jobs = tuple((call.jobs[0].number, call.jobs[0].hidden.shape[0]) for call in calls)
+        header = Header(number, 1, 0, (sum(rows for _, rows in jobs),), jobs)
+        self.steps.run(header, GENERATION, self.epoch)
+
+    def _done(self, message: dict[str, Any]) -> None:
+        self.on_done()
+        self.said.put(message)
+
+    def submit(self, number: int, rows: int = 2) -> LaneCall:
+        """One caller's rows."""
         hidden = torch.full((rows, H), float(number))
         memory = CallerMemory(lambda: self.given_back.append(number))
         lent = Lent(memory, True, torch.zeros(rows, H))
         ids, weights = torch.zeros(rows, K, dtype=torch.int32), torch.ones(rows, K)
-        call = self.lane.submit(LaneBatch(0, hidden, ids, weights, lent=lent), lambda call: memory.done())
-        header = Header(number, 1, 0, (rows,), ((call.jobs[0].number, rows),))
-        self.steps.run(header, GENERATION, self.epoch)
-        return call
+        return self.lane.submit(LaneBatch(0, hidden, ids, weights, lent=lent), lambda call: memory.done())
 
 
 @pytest.fixture
@@ -114,6 +128,63 @@ def test_the_next_step_is_launched_before_the_last_answer_is_there(running: Runn
     running.steps.drain()
     assert [record.number for record in running.records] == [1, 2]
     assert running.given_back == [1, 2]
+
+
+def alone(running: Running) -> None:
+    """Has steps come that are over before the next one does, until callers are answered at once."""
+    running.steps.another = lambda: False
+    running.engines.passed = True
+    for number in range(1, APART_STEPS + 3):
+        call = running.call(number)
+        assert call.wait(SECONDS) and torch.equal(call.result()[0], torch.full((2, H), 2.0 * number))
+        running.steps.drain()
+
+
+def test_a_caller_who_is_alone_is_answered_by_the_thread_of_the_steps(running: Running) -> None:
+    answered: list[int] = []
+    running.on_done = lambda: answered.append(threading.get_ident())
+    alone(running)
+    me = threading.get_ident()
+    assert [ident == me for ident in answered] == [False] * (APART_STEPS - 1) + [True] * 3
+    assert [running.said.get(timeout=SECONDS)["step"] for _ in answered] == list(range(1, APART_STEPS + 3))
+    assert [record.number for record in running.records] == list(range(1, APART_STEPS + 3))
+
+
+@pytest.mark.parametrize("why", ["another entry", "another job", "two callers"])
+def test_who_is_not_alone_is_answered_by_the_other_thread(running: Running, why: str) -> None:
+    answered: list[int] = []
+    alone(running)
+    running.on_done = lambda: answered.append(threading.get_ident())
+    if why == "another entry":
+        running.steps.another = lambda: True
+    if why == "another job":
+        running.submit(99)
+    calls = [running.submit(20)]
+    if why == "two callers":
+        calls.append(running.submit(21))
+    running.step(20, calls)
+    assert all(call.wait(SECONDS) for call in calls)
+    running.steps.drain()
+    assert answered and threading.get_ident() not in answered
+
+
+def test_steps_that_come_before_the_last_one_is_over_are_launched_at_once_again(running: Running) -> None:
+    alone(running)
+    came = iter([False, True])  # none before it waits for the device, one afterwards
+    running.steps.another = lambda: next(came)
+    running.call(20)
+    running.steps.another = lambda: False
+    running.engines.passed = False
+    first, second = running.call(21), running.call(22)  # neither waits for the device here
+    assert running.rank.launched[-2:] == [21, 22] and not first.ended and not second.ended
+
+
+def test_a_bad_step_of_a_caller_who_is_alone_has_no_answer(running: Running) -> None:
+    alone(running)
+    running.rank.bad[running.rank.looked + 1] = RuntimeError("blocks waited in vain")
+    call = running.call(20)
+    assert [str(error) for error in running.failures] == ["blocks waited in vain"] and not call.ended
+    running.lane.close("the group forms again")
 
 
 def test_memory_of_a_caller_who_leaves_is_held_until_its_step_has_ended(running: Running) -> None:

@@ -81,6 +81,10 @@ class RowAdmission:
         self._callers = Callers()
         self._held: dict[_Held, None] = {}  # the oldest first
         self._rows = 0
+        self._latest, self._widest = (
+            -math.inf,
+            0,
+        )  # urgency and rows of those held since there was none, at most
         self._short = -math.inf  # when a call was last refused that others left no room for
         self._stands_still = False
         self._lock = threading.Lock()
@@ -120,17 +124,18 @@ class RowAdmission:
         with self._lock:
             caller = self._callers.of(peer)
             urgency = min(deadline, now + self.limits.due)
-            before = [held for held in self._held if held.urgency <= urgency]
-            ahead = rows + sum(held.rows for held in before)
-            own = rows + sum(held.rows for held in before if held.caller is caller)
+            ahead, own, known = self._before(caller, rows, urgency)
             seconds = HEADROOM * min(deadline - now, self.limits.seconds)
-            known = self._known(rows) + sum(self._known(held.rows) for held in before)
             why = self._why_not(caller, _Asked(rows, ahead, own, known, seconds))
             if why:
                 raise LaneFull(why, self._callers.refuse(caller, now))
-            for other in self._held:
-                if other.urgency > urgency:
-                    other.ahead += rows
+            if self._latest > urgency:
+                for other in self._held:
+                    if other.urgency > urgency:
+                        other.ahead += rows
+            if not self._held:
+                self._latest, self._widest = -math.inf, 0
+            self._latest, self._widest = max(self._latest, urgency), max(self._widest, rows)
             held = _Held(caller, rows, ahead, urgency, now, seconds)
             self._held[held] = None
             self._rows += rows
@@ -150,6 +155,17 @@ class RowAdmission:
                 self._callers.forget(MOST_CALLERS, now)
 
         return leave
+
+    def _before(self, caller: Caller, rows: int, urgency: float) -> tuple[int, int, float]:
+        """Rows that would be served before a call ends, its own with them; how many of these are its
+        caller's; and for how many the pace foretells something. Nearly always these are all that are held.
+        """
+        if self._latest <= urgency and self._widest <= FARTHEST * self._largest:
+            return rows + self._rows, rows + caller.held, self._known(rows) + self._rows
+        before = [held for held in self._held if held.urgency <= urgency]
+        ahead = rows + sum(held.rows for held in before)
+        own = rows + sum(held.rows for held in before if held.caller is caller)
+        return ahead, own, self._known(rows) + sum(self._known(held.rows) for held in before)
 
     def _why_not(self, caller: Caller, asked: _Asked) -> str:
         """Why a call is not let in now; empty where it is."""

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from moeserve.proto.transports.region_calls import PACKET_BYTES
@@ -51,6 +52,10 @@ class RegionOwner(Protocol):
     @property
     def take_call(self) -> TakeCall | None:
         """What takes calls over leases; None where no such call is taken."""
+
+    @property
+    def together(self) -> Callable[[], AbstractContextManager[None]]:
+        """Makes a context in which calls are taken that came at once."""
 
     def lease_ended(self, name: str) -> None:
         """One lease on region `name` is gone."""
@@ -137,13 +142,13 @@ class Handover:
     def _serve(self) -> None:
         swept = time.monotonic()
         while not self._closing:
-            for key, _ in self._selector.select(TICK_SECONDS):
-                if key.fileobj is self._wake:
-                    self._end_leases()
-                elif key.fileobj is self._listener:
-                    self._accept()
-                elif isinstance(key.fileobj, socket.socket):
-                    self._answer_or_drop(key.fileobj)
+            ready = self._selector.select(TICK_SECONDS)
+            if len(ready) == 1:
+                self._take(ready[0][0].fileobj)
+            elif ready:
+                with self._owner.together():
+                    for key, _ in ready:
+                        self._take(key.fileobj)
             now = time.monotonic()
             if now - swept >= TICK_SECONDS:
                 swept = now
@@ -152,6 +157,15 @@ class Handover:
                     logger.info("a client named no region within %g s and is left", SILENT_SECONDS)
                     self._drop(silent)
                 self._listen()
+
+    def _take(self, ready: object) -> None:
+        """Does what one of the selector's files is ready for."""
+        if ready is self._wake:
+            self._end_leases()
+        elif ready is self._listener:
+            self._accept()
+        elif isinstance(ready, socket.socket):
+            self._answer_or_drop(ready)
 
     def _end_leases(self) -> None:
         """Ends the leases asked for."""

@@ -117,9 +117,8 @@ class Payloads:
         Raises TensorError naming the field, its value and what it takes; UnknownRegion for a region that is
         not there. Whatever was held before the error is let go.
         """
-        with ExitStack() as closing:
-            placed, held = self._placed(request, data)
-            closing.callback(held.close)
+        placed, held = self._placed(request, data)
+        try:
             opened = OpenRequest(placed, held)
             route = request.WhichOneof("route")
             if route == "choice":
@@ -130,8 +129,10 @@ class Payloads:
                 raise TensorError(
                     "route", "neither choice nor logits is set; one of them says which experts to run"
                 )
-            closing.pop_all()
-            return opened
+        except BaseException:
+            held.close()
+            raise
+        return opened
 
     def _placed(self, request: moe_pb2.ForwardRequest, data: memoryview | None) -> tuple[_Placed, Closes]:
         """Where rows lie and where the answer goes. A caller who asks again from the same place of a region,

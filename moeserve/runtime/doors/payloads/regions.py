@@ -12,6 +12,8 @@ import re
 import secrets
 import threading
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -129,6 +131,9 @@ class Regions:
         self._made = 0
         self._closed = False
         self.take_call: TakeCall | None = None  # takes calls over leases; set before the first region is made
+        self.together: Callable[[], AbstractContextManager[None]] = (
+            nullcontext  # around calls that came at once
+        )
         self._handover = Handover(self)
 
     @property

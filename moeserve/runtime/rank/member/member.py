@@ -1,22 +1,22 @@
 """`Member`: one process's part in the group. It follows the coordinator's ordered stream and alone issues
 collectives. A member without a lane takes no calls; a step that it has no part in is not sent to it.
 
-Two threads: one receives (so that an abort is seen while a step runs), one executes entries in their order.
-Doors have threads of their own, and so has the mover, which prepares the next epoch beside them.
+Two threads: one receives (so that an abort is seen while a step runs), one executes entries in their order,
+and takes steps from the stream itself between two of them (`entries`). Doors have threads of their own, and
+so has the mover, which prepares the next epoch beside them.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.control.head_stream import HeadStream
 from moeserve.runtime.control.messages import (
-    announcement_message,
     epoch_from,
     header_from,
     held_message,
@@ -28,7 +28,9 @@ from moeserve.runtime.control.shadowed import Shadowed, addresses_from, shadowed
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
 from moeserve.runtime.keys.access import Frames, known_frame
 from moeserve.runtime.rank.lanes.lane import Lane
+from moeserve.runtime.rank.member.announcing import Announcing
 from moeserve.runtime.rank.member.changes import MemberChanges
+from moeserve.runtime.rank.member.entries import Entries
 from moeserve.runtime.rank.member.held_epoch import HeldEpoch
 from moeserve.runtime.rank.member.member_group import Meeting, MemberGroup, ProcessGroupSettings
 from moeserve.runtime.rank.member.restoring import Restoring
@@ -61,7 +63,8 @@ class Member:
         self._rank = rank
         self._lane = lane
         self._stream = stream
-        self._entries: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._announcing = Announcing(self._tell)
+        self._entries = Entries(stream if isinstance(stream, HeadStream) else None)
         self._generation = 0  # newest that was announced; entries of older ones are dropped
         self._newest = 0  # of all generations that were announced, aborted ones with them
         # a generation of which an entry failed: others may still be in that step, and gloo ends the process
@@ -75,6 +78,7 @@ class Member:
         self.changes = MemberChanges(self._held, self._steps.drain, self._tell)
         self._restoring = Restoring(lambda: Copier(0.0, rank.device), self._held.restore, self._tell)
         self._steps.failed = self._report_failure
+        self._steps.another = lambda: self._entries.another
         # by kind: what the receiving thread does, while a step runs
         self._at_once: dict[str, Callable[[Message], None]] = {
             "stage": self.changes.prepare,
@@ -120,15 +124,19 @@ class Member:
 
     def announce(self, job: Announcement) -> None:
         """Tells the coordinator of a job; called by doors."""
-        self._tell(announcement_message(job))
+        self._announcing.announce(job)
+
+    def announce_together(self) -> AbstractContextManager[None]:
+        """Jobs that the calling thread announces meanwhile go in few messages, as `Announcing` has it."""
+        return self._announcing.together()
 
     def withdraw(self, jobs: list[int]) -> None:
         """Tells the coordinator of jobs whose callers have left; called by doors."""
-        self._tell({"kind": "withdraw", "generation": self._generation, "jobs": jobs})
+        self._announcing.withdraw(self._generation, jobs)
 
     def between_steps(self, act: Callable[[], None]) -> None:
         """Has `act` done by the thread that launches steps, between two of them. It raises nothing."""
-        self._entries.put({"kind": "act", "act": act})
+        self._entries.put_beside({"kind": "act", "act": act})
 
     def after_steps(self, act: Callable[[], None]) -> None:
         """Has `act` done once the steps that were launched have ended, and before later ones are finished.
@@ -166,11 +174,9 @@ class Member:
 
     def _next(self) -> Message:
         """The next entry; while none comes, what was counted is reported."""
-        while True:
-            try:
-                return self._entries.get(timeout=REPORT_SECONDS)
-            except queue.Empty:
-                self._steps.look_after(None if self._generation == ABORTED else self._generation)
+        while (entry := self._entries.next(REPORT_SECONDS)) is None:
+            self._steps.look_after(None if self._generation == ABORTED else self._generation)
+        return entry
 
     def _close_lane(self, reason: str) -> None:
         if self._lane is not None:
@@ -207,6 +213,7 @@ class Member:
         """
         try:
             while True:
+                self._entries.await_turn()
                 message = self._stream.receive()
                 known_frame(Frames.TO_RANK, message["kind"])
                 if (act := self._at_once.get(message["kind"])) is not None:

@@ -29,6 +29,10 @@ from moeserve.runtime.step import (
 
 log = logging.getLogger(__name__)
 
+APART_STEPS = 8
+"""Steps in a row that each came when the one before it was over: then the next one's caller is likely alone.
+"""
+
 REPORT_SECONDS = 1.0  # between reports of load to the coordinator
 
 Parts = Sequence[tuple[int, "Job | None"]]
@@ -53,8 +57,9 @@ class MemberSteps:
     """Runs steps of `rank` on the jobs of `lane`, None where it has none.
 
     The thread of the steps launches them and waits for no answer. Another one finishes them in their order:
-    it waits for the device, looks who was late, and answers the callers. Where nothing is left to wait for,
-    on a CPU, a single caller is answered at once.
+    it waits for the device, looks who was late, and answers the callers. To wake it takes as long as many a
+    step, so the thread of the steps answers a single caller itself: on a CPU, where nothing is left to wait
+    for, and on a device while no step comes before the one before it is over.
     """
 
     def __init__(
@@ -67,6 +72,8 @@ class MemberSteps:
         self._rank, self._lane, self._send, self._observe = rank, lane, send, observe
         self.steps = self.expert_rows = 0  # since the start
         self.failed: Callable[[Message, Exception], None] = _nobody_hears  # of a step without an answer
+        self.another: Callable[[], bool] = _always  # whether an entry waits for the thread of the steps
+        self._apart = 0  # steps in a row that came when the one before was over
         self._broken = 0  # the generation in which a step failed: it gives out no further answer
         self.observe_rows: Callable[[int, int], None] = _nobody_counts  # by layer, as the device has counted
         self._computed: list[int] = []  # as last read
@@ -83,17 +90,29 @@ class MemberSteps:
         epoch, and TimeoutError where the steps before it do not end.
         """
         started = time.monotonic()
+        self._apart = self._apart + 1 if self._finishing.idle else 0
         version = self._version(header, epoch)
         parts = self._taken(header, version)
         flight, phases = self._launch(header, parts)
         stamp, lasted = Stamp(header.epoch, version), time.monotonic() - started
         launched = _Launched(header, generation, stamp, parts, flight, phases, started, lasted)
-        if self._rank.device == "cpu" and len(parts) <= 1 and self._finishing.idle:
+        if self._answers_itself(parts):
             self._finish(launched)
+            if self._rank.device != "cpu" and self.another():
+                self._apart = 0  # it came while this thread waited for the device
         else:
             self._put(launched)
         if time.monotonic() - self._reported_at > REPORT_SECONDS:
             self.look_after(generation)
+
+    def _answers_itself(self, parts: Parts) -> bool:
+        """Whether the thread of the steps finishes this one: nobody else's step waits for it meanwhile."""
+        if len(parts) > 1 or not self._finishing.idle:
+            return False
+        if self._rank.device == "cpu":
+            return True
+        others = self._lane is not None and self._lane.in_flight > len(parts)
+        return self._apart >= APART_STEPS and not others and not self.another()
 
     def _put(self, launched: _Launched) -> None:
         """Has the step finished after those before it. Raises TimeoutError where they do not end."""
@@ -288,6 +307,11 @@ def wanted_in(job: Job | None, version: int) -> Job | None:
         )
     )
     return None
+
+
+def _always() -> bool:
+    """Says that more is to be done, where nobody knows."""
+    return True
 
 
 def _nobody_counts(layer: int, rows: int) -> None:
