@@ -30,7 +30,7 @@ from moeserve.proto.tensors import TensorError
 from moeserve.runtime.launch.local_cluster import LocalCluster
 
 EP3 = {"parallel__data_parallel_size": 3, "parallel__enable_expert_parallel": True}
-PATIENCE = 0.6
+PATIENCE = 2.0  # the default: a caller that busy cores hold up brings its rows within it
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
