@@ -176,7 +176,7 @@ def test_repeated_lines_are_counted() -> None:
 
 
 def told(words: str, text: str) -> float:
-    """Over how many seconds lines were counted, as the log says after these words; 0 where it does not yet."""
+    """Over how many seconds lines were counted, as the log says after these words; 0 if it says nothing."""
     found = re.search(re.escape(words) + r"(\d+\.\d) s\)", text)
     return float(found[1]) if found else 0.0
 
