@@ -17,6 +17,7 @@ import pytest
 import torch
 from attached_callers import Steady, answer_of, one_pass, run_caller
 from houses import Alone, house_config
+from reported import until_reported
 from warm import WARM
 
 from moeserve.proto import moe_pb2, moe_pb2_grpc
@@ -355,6 +356,7 @@ def test_a_caller_that_is_killed_or_stopped_in_a_pass_hurts_nobody_else(
 def test_experts_move_while_passes_run(house: LocalCluster, alone: Alone, checkpoint_path: Path) -> None:
     with steady(house, checkpoint_path, rank=2) as other, MoeClient(house.address, timeout=30) as client:
         other.passes(more_than=5)
+        until_reported(client, [0, 1])
         moved = client.rebalance(policy="eplb", timeout=30)
         assert moved.outcome == "moved" and moved.committed_moves > 0
         other.passes(more_than=other.passes())
