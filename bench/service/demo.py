@@ -197,7 +197,7 @@ def launcher(name: str) -> Iterator[Any]:
         return
     import ray
 
-    from moeserve.runtime.launch.ray_cluster import RayCluster
+    from moeserve.runtime.launch.on_ray.ray_cluster import RayCluster
 
     cpus = max(RANKS, os.cpu_count() or 1)
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.WARNING}

@@ -156,7 +156,7 @@ def main() -> None:
 
             tune_process()  # the head lives in this process, as in that of `moeserve serve`
         else:
-            from moeserve.runtime.launch.ray_cluster import RayCluster as Cluster
+            from moeserve.runtime.launch.on_ray.ray_cluster import RayCluster as Cluster
         started = time.monotonic()
         with Cluster(config) as cluster, MoeClient(cluster.address, timeout=120) as client:
             print(f"serving after {time.monotonic() - started:.1f} s", flush=True)

@@ -181,7 +181,7 @@ def _cluster(config: Config) -> Cluster:
         from moeserve.runtime.launch.local_cluster import LocalService
 
         return LocalService(config)
-    from moeserve.runtime.launch.ray_cluster import RayCluster
+    from moeserve.runtime.launch.on_ray.ray_cluster import RayCluster
 
     return RayCluster(config)
 

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 
 LOOK_SECONDS = 0.25  # between looks whether a file has changed
+WRITTEN_SECONDS = 0.5  # at most, for a file that is being written when a client begins
 
 FILE_KEYS = ("ca", "certificate", "private_key", "token_file", "server_name")
 """What a file of credentials may say: no token itself."""
@@ -121,6 +122,7 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+Metadata = tuple[tuple[str, str], ...]
 Make = Callable[[grpc.ChannelCredentials | None], Any]
 """Makes a channel, of grpc or of grpc.aio, with TLS or without."""
 
@@ -136,9 +138,8 @@ class KeyedChannel:
         self._credentials, self._make = credentials, make
         self._lock = threading.Lock()
         self._looked = time.monotonic()
-        self._stamps = credentials.stamps()
-        self._metadata = credentials.metadata()
-        self._channel = make(credentials.grpc_channel())
+        self._stamps, self._metadata, tls = _settled(credentials)
+        self._channel = make(tls)
         self._before: Any = None
         self.closed = False
 
@@ -191,6 +192,27 @@ class KeyedChannel:
         self._stamps, self._metadata = stamps, metadata
         if tls is not None:
             self._before, self._channel = self._channel, self._make(tls)
+
+
+def _settled(credentials: Credentials) -> tuple[tuple[Stamps, Stamps], Metadata, Any]:
+    """The stamps of the files, and what a call carries and a channel shows. A file that is being written in
+    place may be read half or empty: then all are read again, for WRITTEN_SECONDS at most.
+
+    Raises OSError, and ValueError for a file that holds no token, or files that do not cease to change.
+    """
+    until = time.monotonic() + WRITTEN_SECONDS
+    while True:
+        stamps = credentials.stamps()
+        wrong = ValueError(f"files of {credentials} changed while they were read")
+        try:
+            metadata, tls = credentials.metadata(), credentials.grpc_channel()
+            if credentials.stamps() == stamps:
+                return stamps, metadata, tls
+        except ValueError as error:
+            wrong = error
+        if time.monotonic() > until:
+            raise wrong
+        time.sleep(0.01)
 
 
 class KeyedMethod:

@@ -523,23 +523,25 @@ class ReleaseRegionReply(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachLaneRequest(_message.Message):
-    __slots__ = ("model", "name", "device", "dtype", "rows", "stages")
+    __slots__ = ("model", "name", "device", "dtype", "rows", "stages", "answers_handle")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_HANDLE_FIELD_NUMBER: _ClassVar[int]
     model: str
     name: str
     device: str
     dtype: DType
     rows: int
     stages: int
-    def __init__(self, model: _Optional[str] = ..., name: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ..., rows: _Optional[int] = ..., stages: _Optional[int] = ...) -> None: ...
+    answers_handle: bytes
+    def __init__(self, model: _Optional[str] = ..., name: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ..., rows: _Optional[int] = ..., stages: _Optional[int] = ..., answers_handle: _Optional[bytes] = ...) -> None: ...
 
 class AttachLaneReply(_message.Message):
-    __slots__ = ("mailbox", "answers", "mailbox_bytes", "answers_bytes", "socket", "hidden", "experts", "top_k", "layers", "patience_seconds")
+    __slots__ = ("mailbox", "answers", "mailbox_bytes", "answers_bytes", "socket", "hidden", "experts", "top_k", "layers", "patience_seconds", "mailbox_handle")
     MAILBOX_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
     MAILBOX_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -550,6 +552,7 @@ class AttachLaneReply(_message.Message):
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     PATIENCE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MAILBOX_HANDLE_FIELD_NUMBER: _ClassVar[int]
     mailbox: str
     answers: str
     mailbox_bytes: int
@@ -560,7 +563,8 @@ class AttachLaneReply(_message.Message):
     top_k: int
     layers: _containers.RepeatedScalarFieldContainer[int]
     patience_seconds: float
-    def __init__(self, mailbox: _Optional[str] = ..., answers: _Optional[str] = ..., mailbox_bytes: _Optional[int] = ..., answers_bytes: _Optional[int] = ..., socket: _Optional[str] = ..., hidden: _Optional[int] = ..., experts: _Optional[int] = ..., top_k: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., patience_seconds: _Optional[float] = ...) -> None: ...
+    mailbox_handle: bytes
+    def __init__(self, mailbox: _Optional[str] = ..., answers: _Optional[str] = ..., mailbox_bytes: _Optional[int] = ..., answers_bytes: _Optional[int] = ..., socket: _Optional[str] = ..., hidden: _Optional[int] = ..., experts: _Optional[int] = ..., top_k: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., patience_seconds: _Optional[float] = ..., mailbox_handle: _Optional[bytes] = ...) -> None: ...
 
 class DetachLaneRequest(_message.Message):
     __slots__ = ("mailbox",)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moeserve.proto.credentials import Credentials
+from moeserve.proto.passes.attached import Wanted
 from moeserve.torch.ways import Way
 
 NEEDED = {"in_process": "config", "attached": "address", "remote": "address"}
@@ -31,7 +32,10 @@ class Settings:
     rows: int = 256  # attached: most rows of a call
     stages: int = 1  # attached: most calls under way at once
     dtype: str = "bf16"  # attached: of rows on their way: fp32, bf16, fp16
-    one_version: bool = False  # attached: layers of one forward pass, one at a time, have the same weights
+    device: str = "cpu"  # attached: where rows lie on their way: in host memory, or on a GPU (cuda, cuda:1)
+    one_version: bool = (
+        False  # attached, in host memory: layers of one forward pass, one at a time, have the same weights
+    )
 
     def __post_init__(self) -> None:
         if self.mode not in NEEDED:
@@ -39,6 +43,12 @@ class Settings:
         needed = NEEDED[self.mode]
         if not getattr(self, needed):
             raise ValueError(f"mode={self.mode!r} needs `{needed}`")
+        if self.device.partition(":")[0] not in ("cpu", "cuda"):
+            raise ValueError(f"device={self.device!r} is neither cpu nor cuda, with an index or without")
+        if self.device != "cpu" and self.mode != "attached":
+            raise ValueError(f"mode={self.mode!r} takes rows of any device; leave device={self.device!r} out")
+        if self.device != "cpu" and self.one_version:
+            raise ValueError("one_version is for rows in host memory: a GPU's calls wait for no answer")
 
 
 def connect(settings: Settings) -> Way:
@@ -48,7 +58,7 @@ def connect(settings: Settings) -> Way:
 
         return InProcess.of_file(settings.config)
     if settings.mode == "attached":
-        return _attached(settings)
+        return _attached(settings) if settings.device == "cpu" else _attached_device(settings)
     from moeserve.proto.client import MoeClient
     from moeserve.torch.remote import Remote
 
@@ -63,10 +73,19 @@ def connect(settings: Settings) -> Way:
 
 
 def _attached(settings: Settings) -> Way:
-    from moeserve.proto.passes.attached import AttachedLane, Wanted
+    from moeserve.proto.passes.attached import AttachedLane
     from moeserve.torch.attached import Attached
 
-    wanted = Wanted(
+    wanted = _wanted(settings)
+    return Attached(
+        lambda: AttachedLane.attach(settings.address, wanted),
+        settings.timeout,
+        one_version=settings.one_version,
+    )
+
+
+def _wanted(settings: Settings) -> Wanted:
+    return Wanted(
         settings.name,
         settings.rows,
         settings.stages,
@@ -76,8 +95,31 @@ def _attached(settings: Settings) -> Way:
         timeout=settings.timeout,
         credentials=settings.credentials,
     )
-    return Attached(
-        lambda: AttachedLane.attach(settings.address, wanted),
+
+
+def _attached_device(settings: Settings) -> Way:
+    import torch
+
+    from moeserve.dispatch.mail.layout import MailLayout
+    from moeserve.proto.client import MoeClient
+    from moeserve.proto.passes.attached import AttachedLane
+    from moeserve.torch.attached_device import AttachedDevice
+
+    device = torch.device(settings.device)
+    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    shown = settings.credentials
+    with MoeClient(
+        settings.address, model=settings.model, timeout=settings.timeout, credentials=shown
+    ) as client:
+        layer = client.model().layers[0]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[settings.dtype]
+    sizes = (settings.rows, settings.stages, layer.hidden, layer.experts, layer.top_k)
+    wanted = _wanted(settings)
+    return AttachedDevice(
+        lambda named, handle: AttachedLane.attach(
+            settings.address, replace(wanted, device=named, answers_handle=handle)
+        ),
+        MailLayout(*sizes, dtype),
+        device,
         settings.timeout,
-        one_version=settings.one_version,
     )

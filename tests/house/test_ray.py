@@ -24,7 +24,7 @@ from ray.util import placement_group_table
 from moeserve.proto import moe_pb2_grpc
 from moeserve.proto.client import MoeClient
 from moeserve.proto.errors import MoeError
-from moeserve.runtime.launch.ray_cluster import RayCluster
+from moeserve.runtime.launch.on_ray.ray_cluster import RayCluster
 from moeserve.runtime.launch.watch import stat_of
 from moeserve.runtime.sections import ConfigError
 

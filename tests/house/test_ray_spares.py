@@ -13,7 +13,7 @@ from failures import serve_again, stand_still
 from houses import Alone, house_config
 
 from moeserve.proto.client import MoeClient
-from moeserve.runtime.launch.ray_cluster import RayCluster
+from moeserve.runtime.launch.on_ray.ray_cluster import RayCluster
 from moeserve.runtime.launch.watch import stat_of
 
 pytestmark = pytest.mark.ray

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,16 @@ def test_a_file_without_one_token_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "token").write_text(text)
     with pytest.raises(ValueError, match="must hold one token"):
         MoeClient("127.0.0.1:1", credentials=Credentials(token_file=str(tmp_path / "token")))
+
+
+def test_a_client_that_begins_while_its_token_is_written_reads_it_whole(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("")
+    writer = threading.Timer(0.1, token.write_text, (TOKEN,))
+    writer.start()
+    keyed = KeyedChannel(Credentials(token_file=str(token)), lambda tls: Channel([]))
+    assert keyed.now()[1] == (("authorization", f"Bearer {TOKEN}"),)
+    writer.join()
 
 
 class Channel:

@@ -21,7 +21,8 @@ from moeserve.runtime.doors.payloads import Payloads, Regions
 from moeserve.runtime.doors.payloads.registration import Registrar
 from moeserve.runtime.doors.request import CheckedRequest
 from moeserve.runtime.errors import BatchTooLarge, GroupUnavailable, LaneFull
-from moeserve.runtime.rank.lane import Lane, LaneBatch
+from moeserve.runtime.rank.lanes.lane import Lane
+from moeserve.runtime.rank.lanes.lane_call import LaneBatch
 from moeserve.runtime.rank.transfers.transfers import AHEAD_BYTES
 from moeserve.runtime.step import Announcement, Job, Stamp
 

@@ -16,11 +16,12 @@ from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import MailboxLayout, Status, tag_of
 from moeserve.runtime.doors.device_errors import LanesTaken, NameTaken, UnknownLane
 from moeserve.runtime.doors.lane_door import LaneDoor
-from moeserve.runtime.doors.passes.device_lane import DeviceLane, LaneMemory, LaneTerms
-from moeserve.runtime.doors.passes.device_lanes import DeviceLaneLimits, DeviceLanes, LaneModel
+from moeserve.runtime.doors.passes.announced import LaneMemory, LaneModel, LaneTerms
+from moeserve.runtime.doors.passes.device_lane import DeviceLane
+from moeserve.runtime.doors.passes.device_lanes import DeviceLaneLimits, DeviceLanes
 from moeserve.runtime.doors.passes.service import begin_at
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
-from moeserve.runtime.rank.lane import LaneCall
+from moeserve.runtime.rank.lanes.lane_call import LaneCall
 
 LAYOUT = MailboxLayout.of((4, 2), (8, 4, 2), "fp32")
 PATIENCE = 5.0

@@ -10,7 +10,7 @@ import pytest
 
 from moeserve.proto import moe_pb2
 from moeserve.runtime.doors.calls.lane_stream import LaneStream
-from moeserve.runtime.rank.lane import LaneCall
+from moeserve.runtime.rank.lanes.lane_call import LaneCall
 
 Ended = Callable[[moe_pb2.ForwardStreamReply], None]
 

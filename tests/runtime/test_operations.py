@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -100,9 +101,12 @@ def test_a_pipe_in_a_checkpoint_is_refused_and_not_waited_for(
         made.reload(moe_pb2.ReloadRequest(checkpoint=str(tmp_path)))
 
 
+JOINED = "generation 1 is aborted: ranks [2] join"
+
+
 class Group:
     """A coordinator whose ranks prepare at once; `outcomes` are how its next changes end, committed when none
-    is left.
+    is left. With each of `JOINED` a member has joined, in an epoch and a generation of its own.
     """
 
     tokens = HOT
@@ -111,6 +115,8 @@ class Group:
         self.epoch = Epoch.first(Mesh(4, 1, 4), len(LAYERS), EXPERTS)
         self.outcomes = list(outcomes)
         self.state = state
+        self.generation = 1
+        self.back = True  # serves again after a generation has ended
 
     def load(self) -> Load:
         return Load(self.tokens)
@@ -118,11 +124,18 @@ class Group:
     def wait_turned(self, timeout: float) -> None:
         """Nobody is about to join."""
 
+    def wait_serving(self, timeout: float) -> None:
+        if (not self.back and self.generation > 1) or self.state != "serving":
+            raise TimeoutError("the group did not serve")
+
     def progress(self) -> Progress:
         return Progress(self.state, "", 1, 0, 0, 0, 0)
 
     def change(self, change: Change, timeout: float) -> Outcome:
         if reason := self.outcomes.pop(0) if self.outcomes else "":
+            if reason == JOINED:
+                self.epoch = replace(self.epoch, number=self.epoch.number + 1)
+                self.generation += 1
             return Outcome(reason)
         self.epoch = change.epoch
         staged = tuple(StagedCopy(0, move.expert, "", "stream", 7, 0.0, 1) for move in change.moves)
@@ -231,6 +244,25 @@ def test_a_reload_says_how_far_it_came(
     assert [cycle.outcome for cycle in seen] == [outcome]
     assert group.epoch.placement == Placement.even(len(LAYERS), EXPERTS, 4)
     assert EMPTY not in group.epoch.placement.slots
+
+
+@pytest.mark.parametrize("joins", [[JOINED], ["", JOINED], [JOINED, "", JOINED]])
+def test_a_reload_goes_on_where_members_join_meanwhile(checkpoint: Path, joins: list[str]) -> None:
+    group = Group(joins)
+    reply = operations(checkpoint, group).reload(moe_pb2.ReloadRequest(checkpoint=str(checkpoint)))
+    assert (reply.outcome, reply.reason, reply.weights_version) == ("reloaded", "", 2)
+    assert (reply.epochs, reply.nbytes) == (2, 7 * EXPERTS * 2), "each layer once"
+    assert group.epoch.weights == ("", str(checkpoint)) and group.epoch.versions == (2, 2)
+
+
+def test_a_reload_is_abandoned_where_the_group_is_not_back_or_never_stays(checkpoint: Path) -> None:
+    group = Group(["", JOINED])
+    group.back = False
+    reply = operations(checkpoint, group).reload(moe_pb2.ReloadRequest(checkpoint=str(checkpoint)))
+    assert (reply.outcome, reply.reason, reply.epochs) == ("abandoned", JOINED, 1)
+    group = Group([JOINED] * 100)
+    reply = operations(checkpoint, group).reload(moe_pb2.ReloadRequest(checkpoint=str(checkpoint)))
+    assert (reply.outcome, reply.reason, reply.epochs) == ("abandoned", JOINED, 0)
 
 
 def test_slices_are_nothing_to_move(checkpoint: Path) -> None:

@@ -11,7 +11,7 @@ from moeserve.proto import moe_pb2, moe_pb2_grpc
 from moeserve.runtime.doors.endpoint import DoorLimits, Endpoint
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR, LaneDoor
 from moeserve.runtime.doors.payloads import Regions
-from moeserve.runtime.rank.lane import Lane
+from moeserve.runtime.rank.lanes.lane import Lane
 
 
 @pytest.fixture

@@ -48,7 +48,8 @@ from moeserve.runtime.doors.calls.framing import check_framing
 from moeserve.runtime.doors.failures import status_of
 from moeserve.runtime.doors.lane_door import LaneDoor
 from moeserve.runtime.doors.operations import Operations
-from moeserve.runtime.doors.passes.device_lane import DeviceLane, LaneMemory, LaneTerms
+from moeserve.runtime.doors.passes.announced import LaneMemory, LaneTerms
+from moeserve.runtime.doors.passes.device_lane import DeviceLane
 from moeserve.runtime.doors.passes.service import begin_at
 from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
 from moeserve.runtime.doors.payloads.errors import NamedRegionRefused, RegionLimit, UnknownRegion
@@ -60,7 +61,7 @@ from moeserve.runtime.head.reception import Seat, refusal_of
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.mesh import Mesh
-from moeserve.runtime.rank.lane import Lane
+from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.peers import PeerRefused, Peers, WeightsServer
 from moeserve.runtime.sections import ConfigError, KeysConfig

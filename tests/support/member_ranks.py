@@ -24,9 +24,10 @@ from moeserve.runtime.head.placing.changes import rebalance
 from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.keys.keys import Keys
 from moeserve.runtime.planning.plan import Plan, make_plan
-from moeserve.runtime.rank.lane import Lane, LaneBatch
-from moeserve.runtime.rank.member import Member as MemberProcess
-from moeserve.runtime.rank.member_group import ProcessGroupSettings
+from moeserve.runtime.rank.lanes.lane import Lane
+from moeserve.runtime.rank.lanes.lane_call import LaneBatch
+from moeserve.runtime.rank.member.member import Member as MemberProcess
+from moeserve.runtime.rank.member.member_group import ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopySources, Mover
@@ -128,10 +129,10 @@ class Process:
         weights = WeightsServer("127.0.0.1", Keys(KeysConfig(), TOKEN), "cpu", self.rank.experts.bank)
         bank, use, read = self.rank.experts.bank, self.rank.experts.use_weights, self.rank.experts.read
         sources = CopySources("here", "cpu", bank, 2, Peers(Keys(KeysConfig(), TOKEN), "cpu"), use, read)
-        self.member.mover = Mover(
-            sources, Copier(0.0, "cpu"), self.member.send_vote, self.member.report_corruption
+        self.member.changes.mover = Mover(
+            sources, Copier(0.0, "cpu"), self.member.changes.send_vote, self.member.changes.report_corruption
         )
-        self._closes: tuple[Callable[[], None], ...] = (self.member.mover.close, weights.close)
+        self._closes: tuple[Callable[[], None], ...] = (self.member.changes.mover.close, weights.close)
         hello = {"kind": "hello", "rank": seat, "token": TOKEN, "pid": 1, "address": "", "host_id": "here"}
         stream.send(hello | {"weights": weights.address})
 

@@ -34,12 +34,12 @@ BETWEEN_STALLS = (8.0, 24.0)  # seconds
 COLLECTIVES = ("all_to_all_single", "all_to_all", "broadcast", "all_reduce", "batch_isend_irecv")
 ENTERED = {
     "forming": ("moeserve.runtime.launch.rank_process", "_RankProcess", "__init__"),
-    "preparing": ("moeserve.runtime.rank.member", "Member", "_prepare"),
+    "preparing": ("moeserve.runtime.rank.member.member", "Member", "_prepare"),
     "joining": ("moeserve.runtime.rank.rank", "Rank", "join"),
     "in a step": ("moeserve.runtime.rank.experts", "RankExperts", "compute"),
     "preparing a move": ("moeserve.runtime.rank.weights.mover", "Mover", "_copied_from"),
     "committing a move": ("moeserve.runtime.rank.weights.mover", "Mover", "commit"),
-    "draining": ("moeserve.runtime.rank.member", "Member", "_drain"),
+    "draining": ("moeserve.runtime.rank.member.member", "Member", "_drain"),
 }
 """Points by name: module, class and method; what is armed happens when the method is entered."""
 

@@ -55,6 +55,11 @@ class PeerOffer:
     refused: str = ""  # why it has no memory to offer
 
 
+def memory_on(device: str, nbytes: int) -> Mapped:
+    """Memory of `nbytes` on `device`, zeroed, of an allocation of its own. Raises OSError or RuntimeError."""
+    return _Shared(nbytes) if device == "cpu" else _Cuda(nbytes, torch.device(device))
+
+
 class PeerMemory:
     """This member's buffer of `nbytes`, zeroed, and its maps of others', which are of the same host.
 
@@ -64,7 +69,7 @@ class PeerMemory:
     def __init__(self, nbytes: int, device: str) -> None:
         self.nbytes = nbytes
         try:
-            memory = _Shared(nbytes) if device == "cpu" else _Cuda(nbytes, torch.device(device))
+            memory = memory_on(device, nbytes)
         except (OSError, RuntimeError) as error:
             raise RuntimeError(f"cannot allocate {nbytes} bytes: {error}") from error
         self._memory: Mapped | None = memory
@@ -257,8 +262,9 @@ class _Cuda:
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # the context is there
             self._address = self._call(driver.cuMemAlloc(nbytes))
-            self._call(driver.cuMemsetD8(self._address, 0, nbytes))
-            torch.cuda.synchronize(device)
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # others may wait for long
+            self._call(driver.cuMemsetD8Async(self._address, 0, nbytes, stream.cuda_stream))
+            stream.synchronize()
         self._mine = self._view(int(self._address), nbytes)
 
     def handle(self) -> bytes:

@@ -45,7 +45,8 @@ class Wanted:
     rows: int = 64  # most of a step
     stages: int = 1  # most steps under way at once
     dtype: str = "bf16"  # of hidden states and answers: fp32, bf16, fp16
-    device: str = "cpu"  # that the rows come from
+    device: str = "cpu"  # that the rows come from: `cpu`, or `cuda:` and a GPU's UUID
+    answers_handle: bytes = field(default=b"", repr=False)  # CUDA IPC, of a GPU's memory for answers
     model: str = ""
     rank: int | None = None
     any_rank: bool = False  # or another of this host's, where all lanes of the first are taken
@@ -60,9 +61,10 @@ class AttachedLane:
         self.wanted = wanted
         self.layers = tuple(made.layers)  # that passes may name
         self.patience = made.patience_seconds
-        self.layout = MailboxLayout.of(
-            (wanted.rows, wanted.stages), (made.hidden, made.experts, made.top_k), wanted.dtype
-        )
+        self.sizes = made.hidden, made.experts, made.top_k
+        self.mailbox_handle = made.mailbox_handle  # CUDA IPC, of the rank's memory for a GPU's rows
+        rows = wanted.rows if wanted.device == "cpu" else 1  # of a GPU's, only words lie in host memory
+        self.layout = MailboxLayout.of((rows, wanted.stages), self.sizes, wanted.dtype)
         self.memory = LaneMemory(self.layout, made)
         self._link, self._name = link, made.mailbox
         self.number = 0  # of the last pass
@@ -97,6 +99,7 @@ class AttachedLane:
             dtype=known("dtype", wanted.dtype).code,
             rows=wanted.rows,
             stages=wanted.stages,
+            answers_handle=wanted.answers_handle,
         )
         made = link.unary(stub.AttachLane, request, wanted.timeout)
         try:

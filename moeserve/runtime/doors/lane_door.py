@@ -24,7 +24,8 @@ from moeserve.runtime.doors.operations import BadRequest
 from moeserve.runtime.doors.payloads.regions import Regions
 from moeserve.runtime.doors.request import CheckedRequest, RequestReader
 from moeserve.runtime.errors import CallerLeft, DeadlinePassed, GroupUnavailable, LaneFull, pushback
-from moeserve.runtime.rank.lane import Lane, LaneCall
+from moeserve.runtime.rank.lanes.lane import Lane
+from moeserve.runtime.rank.lanes.lane_call import LaneCall
 from moeserve.runtime.rank.transfers.transfers import AHEAD_BYTES
 from moeserve.runtime.step import Stamp
 
@@ -70,6 +71,10 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
         self._leases: dict[Callable[[bytes], None], Started] = {}  # the call under way of each, by its answer
         self._aside = ThreadPoolExecutor(ASIDE_THREADS, "aside")  # holds no more than the lane holds calls
         regions.take_call = self.take_packet
+
+    def has_calls(self) -> bool:
+        """Whether calls wait for steps."""
+        return self._lane.in_flight > 0
 
     def drain(self, reason: str) -> None:
         """Refuses calls that come on streams and over leases from now on; those taken go on. Unary calls are

@@ -18,6 +18,8 @@ from moeserve.runtime.head.rebalancer import Cycle, RebalancePlan, Rebalancer
 from moeserve.runtime.head.scaling import CannotScale, Scaling
 from moeserve.runtime.served import Served
 
+JOIN_SECONDS = 2.0  # at most, until a group serves in which members join, before an operation is refused
+
 
 class BadRequest(ValueError):
     """A request that can never be carried out; names the field and the value."""
@@ -132,9 +134,13 @@ class Operations:
             raise BadRequest(f"{given} holds {quoted(odd)}, which is neither a file nor a folder")
 
     def _check_serving(self) -> None:
-        state = self._rebalancer.coordinator.progress()
-        if state.state != "serving":
-            raise GroupUnavailable(state.reason or f"the group is {state.state}")
+        """Waits while members join, at most JOIN_SECONDS. Raises GroupUnavailable where none serves then."""
+        coordinator = self._rebalancer.coordinator
+        try:
+            coordinator.wait_serving(JOIN_SECONDS)
+        except (TimeoutError, RuntimeError) as error:
+            state = coordinator.progress()
+            raise GroupUnavailable(state.reason or f"the group is {state.state}") from error
 
     def _rebalanced(self, plan: RebalancePlan, cycle: Cycle) -> moe_pb2.RebalanceReply:
         return moe_pb2.RebalanceReply(

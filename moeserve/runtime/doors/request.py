@@ -17,7 +17,7 @@ from moeserve.proto.tensors import TensorError, dtype_of
 from moeserve.proto.texts import quoted
 from moeserve.proto.transports.carried import Carried
 from moeserve.runtime.doors.payloads import OpenRequest, Payloads
-from moeserve.runtime.rank.lane import LaneBatch
+from moeserve.runtime.rank.lanes.lane_call import LaneBatch
 from moeserve.runtime.served import Served
 from moeserve.runtime.step import CallerMemory, Lent, Stamp
 

@@ -15,20 +15,16 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from moeserve.experts.load import Load
-from moeserve.proto.texts import clipped, quoted
-from moeserve.runtime.control.messages import (
-    plans_from,
-    positions_from,
-    reached_from,
-)
 from moeserve.runtime.control.shadowed import peers_message, shadowed_from
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Change, Epoch
+from moeserve.runtime.head.draining import Draining
 from moeserve.runtime.head.generations.generations import Generations
 from moeserve.runtime.head.generations.recovery import Recovering
 from moeserve.runtime.head.generations.resizing import Resizing
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.group_view import GroupView
+from moeserve.runtime.head.member_messages import MemberMessages
 from moeserve.runtime.head.placing.pending_change import Outcome
 from moeserve.runtime.head.placing.two_phase_commit import TwoPhaseCommit
 from moeserve.runtime.head.reception import RankProcess, Reception, Refusal, Seat
@@ -75,7 +71,9 @@ class Coordinator:
         self.generations.on_state, self.generations.on_abort = self._state_changed, self._aborted
         self.generations.standing_step = lambda: self._steps.in_flight.standing
         self.generations.turnover.running = lambda: self._steps.in_flight.running
-        self._layers = layers
+        self._messages = MemberMessages(self._group, layers, self.generations, self._steps, self._changes)
+        self._messages.on_serving = self._tell_peers
+        self._messages.on_restored = lambda: self.on_change(self._progress())
         self.view = GroupView(self._group, self.generations.turnover.returning)
         ready = self.view.ready
         self.generations.turnover.without, self._changes.on_epoch = ready.without, ready.renew
@@ -84,9 +82,8 @@ class Coordinator:
         self.address = self._reception.address
         self._recovering: Recovering | None = None  # of a head that has started again
         self.draining = ""  # why lanes take no further call, though the group serves
-        self._told_to_drain: Message | None = None  # what members were told, also those that come later
-        self._drained = set[int]()  # seats whose calls have ended since
-        self.resizing = Resizing(self._group, self.generations, self._drained)
+        self._draining = Draining(self._group)
+        self.resizing = Resizing(self._group, self.generations, self._draining.drained)
         self._log_levels: dict[str, str] = {}  # that every member sets, by logger
         self.on_change: Callable[[Progress], None] = lambda progress: None
 
@@ -183,16 +180,9 @@ class Coordinator:
                 return True
             left = max(0.0, until - time.monotonic())
             log.info("lanes take no further call, and have %.3g s for those under way: %s", left, reason)
-            told = {"kind": "drain", "generation": self._group.generation, "reason": reason}
-            self._told_to_drain = told | {"seconds": left}
-            self._drained.clear()  # what lanes said of an earlier scale does not count
-            self._group.broadcast(self._told_to_drain)
-            self._lock.wait_for(lambda: self._all_drained or not self.generations.holds, left)
-            return self._all_drained
-
-    @property
-    def _all_drained(self) -> bool:
-        return self._drained >= set(self._group.members.seats)
+            self._draining.begin(left, reason)
+            self._lock.wait_for(lambda: self._draining.over or not self.generations.holds, left)
+            return self._draining.over
 
     def set_log_levels(self, levels: Mapping[str, str]) -> None:
         """Has every member, also those that connect later, set its loggers' levels."""
@@ -269,9 +259,7 @@ class Coordinator:
 
     def _greet(self, rank: int, seat: Seat) -> None:
         """Tells a process that has taken a seat what all members were told before it came."""
-        self._drained.discard(rank)  # it is another process
-        if self._told_to_drain is not None:
-            self._group.send(seat, self._told_to_drain)
+        self._draining.greet(rank, seat)
         if self._log_levels:
             self._group.send(seat, {"kind": "log_levels", "levels": self._log_levels})
 
@@ -287,7 +275,7 @@ class Coordinator:
             self.generations.given_up(process, why)
 
     def message_received(self, rank: int, seat: Seat, message: Message) -> None:
-        """Takes a member's message about its generation; one about an older generation does not count."""
+        """Takes what a member says, whatever the group does; what it says of a generation is heard there."""
         if message["kind"] == "report":
             self.view.reported(seat, message)
             return
@@ -300,62 +288,12 @@ class Coordinator:
                     self._recovering.holds(rank, seat, message)
                 return
             if message["kind"] == "drained":  # also where the group has formed again since
-                self._drained.add(rank)
-                self._lock.notify_all()
+                self._draining.ended(rank)
                 return
             if self.generations.turnover.returning.is_here(rank, seat):
                 self.generations.turnover.heard(rank, message)
                 return
-            if message.get("generation") != self._group.generation:  # from before an abort
-                said, now = quoted(message.get("generation")), self._group.generation
-                log.info("rank %d spoke of generation %s, and it is %d: that does not count", rank, said, now)
-                return
-            match message["kind"]:
-                case "announce":
-                    if self.generations.state in ("serving", "joining"):
-                        self._steps.announced(rank, message)
-                case "withdraw":
-                    self._steps.withdrawn(rank, message)
-                case "done":
-                    self._steps.done(rank, message)
-                case "store":
-                    self.generations.asked(rank, message)
-                case "here":
-                    self.generations.heard(rank, reached_from(message))
-                case "prepared":
-                    seat.bytes_read, seat.weight_bytes = (
-                        int(message["bytes_read"]),
-                        int(message["weight_bytes"]),
-                    )
-                    self.generations.prepared(rank, positions_from(message, len(self._layers)))
-                case "joined":
-                    seat.plans, seat.generation = plans_from(message), self._group.generation
-                    if self.generations.joined(rank):
-                        self._tell_peers()
-                        self._open_layers()
-                case "restored":
-                    self._restored(rank, message)
-                case "voted" | "adopted":
-                    self._changes.message_received(rank, message)
-                case "failed":
-                    self.generations.failed(rank, str(message["reason"]))
-                case unknown:
-                    raise ValueError(f"unknown message {quoted(unknown)} from rank {rank}")
-
-    def _restored(self, rank: int, message: Message) -> None:
-        """Notes that a member holds one more layer, or why it cannot."""
-        layers, at = self.generations.layers, int(message["layer"])
-        if not 0 <= at < len(self._layers):
-            raise ValueError(f"layer {at} in order, of {len(self._layers)}")
-        if layers.restored(rank, at, clipped(str(message["why_not"]))):
-            log.info("layer %d is served again", self._layers[at])
-        if self.generations.state == "serving":
-            self._open_layers()
-            self.on_change(self._progress())
-
-    def _open_layers(self) -> None:
-        """Has steps of all layers that nobody lacks experts of."""
-        self._steps.close_layers([self._layers[at] for at in self.generations.layers.closed])
+            self._messages.take(rank, seat, message)
 
     def _keep_pace(self) -> None:
         """Runs the pace's thread; the group fails, with the reason, when it cannot go on."""

@@ -31,6 +31,7 @@ TURN_SECONDS = 10.0  # at most, for members that join between two steps; then ch
 
 FIRST_LOOK_SECONDS = 0.2  # between looks whether the group serves at all
 NO_LIMIT = 1 << 60  # of moves
+RELOAD_ATTEMPTS = 8  # at most, of one reload, where members come or go meanwhile
 OUTCOMES = ("moved", "even", "idle", "abandoned", "failed")
 """How a cycle ends: experts moved; none that pays; too little load to tell; a change abandoned; an error."""
 COMPLETED = frozenset({"moved", "even", "idle"})
@@ -68,6 +69,18 @@ class Cycle:
     seconds: float = 0.0
     expected: float = 0.0  # gain, by the load it was planned from
     corrupted: int = 0  # copies fetched again because their checksum was wrong
+
+
+def _both(before: Cycle, then: Cycle) -> Cycle:
+    """One reload of two attempts; it ended as the second one did."""
+    return replace(
+        then,
+        outcome=then.outcome if then.reason else "reloaded",
+        moves=before.moves + then.moves,
+        nbytes=before.nbytes + then.nbytes,
+        epochs=before.epochs + then.epochs,
+        corrupted=before.corrupted + then.corrupted,
+    )
 
 
 class Rebalancer:
@@ -194,16 +207,31 @@ class Rebalancer:
     def reload(self, path: str) -> Cycle:
         """Brings every layer to the weights in `path`, layer by layer while steps run; blocks.
 
-        The cycle's outcome is one of RELOADED. Layers that were reloaded before one is abandoned stay so.
+        Where members come or go meanwhile it goes on once the group serves again. The cycle's outcome is one
+        of RELOADED. Layers that were reloaded before one is abandoned stay so.
         """
         with self._leading:
-            self._coordinator.wait_turned(TURN_SECONDS)
-            started = time.monotonic()
-            changes = reload(self._coordinator.epoch, path)
-            cycle = self._led(changes, started, expected=0.0)
-            cycle = cycle if cycle.reason else replace(cycle, outcome="reloaded")
-            self.observe_reload(cycle)
-            return cycle
+            started, done = time.monotonic(), Cycle("reloaded")
+            version = len(self._coordinator.epoch.weights) + 1
+            for _ in range(RELOAD_ATTEMPTS):
+                self._coordinator.wait_turned(TURN_SECONDS)
+                generation = self._coordinator.generation
+                changes = reload(self._coordinator.epoch, path, version)
+                cycle = self._led(changes, started, expected=0.0)
+                done = _both(done, cycle)
+                if not cycle.reason or not self._formed_since(generation):
+                    break
+            self.observe_reload(done)
+            return done
+
+    def _formed_since(self, generation: int) -> bool:
+        """Whether the group serves in a later generation, for which it is waited where it forms."""
+        try:
+            self._coordinator.wait_serving(self._settings.prepare_timeout_seconds)
+        except (TimeoutError, RuntimeError) as error:
+            log.warning("a reload is not gone on with: %s", error)
+            return False
+        return self._coordinator.generation != generation
 
     def _run(self) -> None:
         while self._home is None and not self._stopping.wait(FIRST_LOOK_SECONDS):

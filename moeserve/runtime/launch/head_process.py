@@ -335,8 +335,8 @@ class HeadInside:
         self._living: Mapping[int, RankProcess] = {}
         self.on_given_up: Callable[[RankProcess], None] = lambda process: None
         generations = head.coordinator.generations
-        generations.on_given_up = lambda process: self.on_given_up(process)
-        generations.is_gone = self._gone
+        generations.parted.on_given_up = lambda process: self.on_given_up(process)
+        generations.parted.is_gone = self._gone
 
     @property
     def token(self) -> str:

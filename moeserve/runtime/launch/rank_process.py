@@ -26,7 +26,9 @@ from moeserve.runtime.control.stream import Stream, StreamClosed, connect
 from moeserve.runtime.doors.calls.rows import RowAdmission, RowLimits
 from moeserve.runtime.doors.endpoint import Endpoint, door_limits
 from moeserve.runtime.doors.lane_door import NOT_THE_FRONT_DOOR, LaneDoor
-from moeserve.runtime.doors.passes.device_lanes import DeviceLaneLimits, DeviceLanes, LaneModel
+from moeserve.runtime.doors.passes.announced import LaneModel
+from moeserve.runtime.doors.passes.device_lanes import DeviceLaneLimits, DeviceLanes
+from moeserve.runtime.doors.passes.mail_host import MailHost
 from moeserve.runtime.doors.passes.service import DeviceLaneDoor, begin_at
 from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
 from moeserve.runtime.doors.payloads.registration import registrar_of
@@ -36,10 +38,11 @@ from moeserve.runtime.launch.environment import machine_for, own_device, set_env
 from moeserve.runtime.planning.costing import costing_of
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.planning.plan import NoPlan
-from moeserve.runtime.rank.lane import Lane
-from moeserve.runtime.rank.member import Member
-from moeserve.runtime.rank.member_group import ProcessGroupSettings
+from moeserve.runtime.rank.lanes.lane import Lane
+from moeserve.runtime.rank.member.member import Member
+from moeserve.runtime.rank.member.member_group import ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.rank.runs.member_runs import MemberRuns
 from moeserve.runtime.rank.transfers.transfers import transfers_of
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopySources, Mover
@@ -184,7 +187,7 @@ class _RankProcess:
         self._weights = WeightsServer(spec.host, keys, device, rank.experts.bank, unread)
         self._weights.hello_seconds = config.cluster.hello_seconds
         self._mover = self._mover_of(spec, rank, device)
-        self.member.mover = self._mover
+        self.member.changes.mover = self._mover
         self._weights.holds, self._mover.before_commit = rank.experts.holds, rank.experts.overwrite
         self._shadows = self._shadows_of(spec, rank, device) if config.balance.shadows else None
         self._telemetry.shadows(lambda: 0 if self._shadows is None else self._shadows.nbytes)
@@ -194,6 +197,7 @@ class _RankProcess:
         door.admission = RowAdmission(rows)
         self._door = door
         self._draining, self._telling = False, threading.Lock()  # the lock is for what health says
+        self._runs = None if device == "cpu" else self._runs_of(rank)
         self._device_lanes = self._lanes_of(config, served, door)
         self._endpoint = Endpoint(
             {"LaneService": door, "DeviceLaneService": DeviceLaneDoor(self._device_lanes)},
@@ -205,7 +209,7 @@ class _RankProcess:
         self.member.on_serving = self._serving
         self.member.on_layers = self._layers_open
         self.member.on_drain, self.member.doors_busy = self._drain, lambda: self._endpoint.busy
-        self.member.on_epoch = self._telemetry.set_group
+        self.member.changes.on_epoch = self._epoch_adopted
         self.member.on_log_levels = logs.set_levels
         logs.tell_where(lambda: self.member.where)
         self.metrics_address = self._serve_metrics(spec)
@@ -223,7 +227,7 @@ class _RankProcess:
             rank.experts.read,
         )
         copier = Copier(balance.move_bytes_per_second, device)
-        return Mover(sources, copier, self.member.send_vote, self.member.report_corruption)
+        return Mover(sources, copier, self.member.changes.send_vote, self.member.changes.report_corruption)
 
     def _shadows_of(self, spec: RankSpec, rank: Rank, device: str) -> Shadows:
         balance = spec.config.balance
@@ -247,8 +251,23 @@ class _RankProcess:
         model = LaneModel(model_name(config), *sizes, tuple(served.layers))
         lanes = DeviceLanes(self._regions, model, limits, begin_at(door))
         lanes.on_pass = self._telemetry.observe_pass
+        if self._runs is not None:
+            lanes.mail = MailHost(self._runs, model, passes.lane_bytes, share_gpu=passes.share_gpu)
+            lanes.others = door.has_calls
         self._telemetry.device_lanes(lambda: len(lanes.attached()))
         return lanes
+
+    def _runs_of(self, rank: Rank) -> MemberRuns:
+        member = self.member
+        runs = MemberRuns(rank, member.between_steps, member.after_steps, lambda: member.joined)
+        member.on_end, member.on_leave = runs.interrupt, runs.drop
+        return runs
+
+    def _epoch_adopted(self, generation: int, epoch: int) -> None:
+        """Called by the member between two steps."""
+        if self._runs is not None:
+            self._runs.adopted()
+        self._telemetry.set_group(generation, epoch)
 
     @property
     def weights_address(self) -> str:

@@ -110,7 +110,7 @@ class StepGraphs:
     def __init__(self, most_rows: int, device: str, capture: Capture | None = None) -> None:
         self.most_rows = most_rows
         self._device = device
-        self._cuda = _CudaCapture()
+        self._cuda = CudaCapture()
         self._capture = capture or self._cuda
         self._inputs: dict[tuple[int, Hashable], LaneRows] = {}  # by rows and form
         self._rooms: dict[tuple[int, Hashable], StepRoom] = {}  # by rows and form: the inputs with choices
@@ -242,7 +242,7 @@ def _form(rows: LaneRows) -> Hashable:
     return (type(rows), *((column.dtype, column.shape[1:]) for column in rows.columns()))
 
 
-class _CudaCapture:
+class CudaCapture:
     """Graphs that share one memory pool: they run one after another, and answers are copied out at once."""
 
     def __init__(self) -> None:

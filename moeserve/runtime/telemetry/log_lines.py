@@ -1,6 +1,6 @@
 """How a line of the log looks: as text, or as one object of JSON.
 
-    2026-11-23T00:31:02.123Z WARNING rank 3 generation 4 epoch 12 rank.member: ...
+    2026-11-23T00:31:02.123Z WARNING rank 3 generation 4 epoch 12 rank.member.member: ...
 
 The second and further lines of a text are indented, so that no text that a caller chose can pass for a line.
 """

@@ -136,7 +136,7 @@ def test_a_step_that_stands_still_ends_and_who_holds_it_up_is_killed_and_replace
     coordinator: Coordinator,
 ) -> None:
     killed: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-    coordinator.generations.on_given_up = lambda process: killed.put(process[:2])
+    coordinator.generations.parted.on_given_up = lambda process: killed.put(process[:2])
     members, number = stepping(coordinator)
     for seat, one in members.items():
         one.reached = Reached(number, Phase.EXPERTS if seat == 2 else Phase.COMBINE)
@@ -199,7 +199,7 @@ def test_who_has_ended_is_named_before_who_noticed(
 ) -> None:
     """Its stream may be read later than what others say of it."""
     monkeypatch.setattr(blame, "BLAME_SECONDS", 1.0)  # in which members that run have said so
-    coordinator.generations.is_gone = lambda process: process.pid == 101
+    coordinator.generations.parted.is_gone = lambda process: process.pid == 101
     members = serving(coordinator, Members.of_ranks(3))
     members[0].say("failed", reason="rank 0: step failed: Connection closed by peer")
     told = members[0].entry("abort")["reason"]

@@ -15,7 +15,7 @@ from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import StreamClosed, connect
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.head.coordinator import Coordinator
-from moeserve.runtime.head.generations import blame, generations
+from moeserve.runtime.head.generations import blame, generations, parted
 from moeserve.runtime.head.generations.patience import (
     LEAST_SECONDS,
     MOST_SECONDS,
@@ -256,8 +256,8 @@ def test_a_silent_member_is_named_told_to_stop_and_seen_dead_before_the_next_gen
 ) -> None:
     coordinator.generations.patience = Patience(answer=1.5)
     killed, dead = queue.SimpleQueue[tuple[int, int]](), threading.Event()
-    coordinator.generations.on_given_up = lambda process: killed.put(process[:2])
-    coordinator.generations.is_gone = lambda process: dead.is_set() and process.pid == 101
+    coordinator.generations.parted.on_given_up = lambda process: killed.put(process[:2])
+    coordinator.generations.parted.is_gone = lambda process: dead.is_set() and process.pid == 101
     members = [FakeMember(coordinator, seat) for seat in (0, 1)]
     for one in members:
         one.entry("prepare")
@@ -277,8 +277,8 @@ def test_a_silent_member_is_named_told_to_stop_and_seen_dead_before_the_next_gen
 def test_a_killed_process_that_does_not_end_is_reported_and_waited_for(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generations, "GONE_REPORT_SECONDS", 0.1)
-    coordinator.generations.is_gone = lambda process: process.pid != 101
+    monkeypatch.setattr(parted, "GONE_REPORT_SECONDS", 0.1)
+    coordinator.generations.parted.is_gone = lambda process: process.pid != 101
     members = serving(coordinator, MEMBERS)
     members[1].stream.close()
     until(lambda: 1 not in coordinator.seats())
@@ -287,14 +287,14 @@ def test_a_killed_process_that_does_not_end_is_reported_and_waited_for(
     until(lambda: coordinator.progress().reason == why)
     assert coordinator.progress().state == "forming"
     members[0].entry("abort")
-    coordinator.generations.is_gone = lambda process: True
+    coordinator.generations.parted.is_gone = lambda process: True
     members[0].entry("prepare")
 
 
 def test_a_process_of_the_same_id_on_another_host_is_another_process(coordinator: Coordinator) -> None:
     """Pods count their processes each for itself: most ranks of a cluster may have the same id."""
     ran = set[RankProcess]()
-    coordinator.generations.is_gone = lambda process: process not in ran
+    coordinator.generations.parted.is_gone = lambda process: process not in ran
     hosts = {0: "host a", 1: "host b"}
     members = [FakeMember(coordinator, seat, pid=7, host_id=host) for seat, host in hosts.items()]
     ran |= {RankProcess(seat, 7, host) for seat, host in hosts.items()}
@@ -311,8 +311,8 @@ def test_an_heir_of_the_same_id_on_another_host_does_not_spare_who_was_before_it
     coordinator: Coordinator,
 ) -> None:
     killed = queue.SimpleQueue[RankProcess]()
-    coordinator.generations.on_given_up = killed.put
-    coordinator.generations.is_gone = lambda process: process.host_id == "here"
+    coordinator.generations.parted.on_given_up = killed.put
+    coordinator.generations.parted.is_gone = lambda process: process.host_id == "here"
     members = serving(coordinator, MEMBERS)
     heir = FakeMember(coordinator, 1, pid=101, host_id="another host")
     assert members[1].entry("stop")
@@ -325,7 +325,7 @@ def test_an_heir_of_the_same_id_on_another_host_does_not_spare_who_was_before_it
 def test_a_joining_that_hangs_ends_and_who_is_behind_is_given_up(coordinator: Coordinator) -> None:
     coordinator.generations.patience = Patience(join=0.2)
     killed: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-    coordinator.generations.on_given_up = lambda process: killed.put(process[:2])
+    coordinator.generations.parted.on_given_up = lambda process: killed.put(process[:2])
     members = [FakeMember(coordinator, seat) for seat in (0, 1)]
     for one in members:
         one.entry("prepare")
@@ -417,7 +417,7 @@ def test_the_configured_bound_of_a_hello_holds(caplog: pytest.LogCaptureFixture)
 
 def test_a_superseded_member_is_told_to_stop_and_killed(coordinator: Coordinator) -> None:
     killed: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-    coordinator.generations.on_given_up = lambda process: killed.put(process[:2])
+    coordinator.generations.parted.on_given_up = lambda process: killed.put(process[:2])
     members = serving(coordinator, MEMBERS)
     again = FakeMember(coordinator, 1, pid=201)
     assert members[1].entry("stop") and members[1].entry("closed")

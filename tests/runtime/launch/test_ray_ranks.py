@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moeserve.runtime.head.reception import RankProcess
-from moeserve.runtime.launch import ray_ranks
+from moeserve.runtime.launch.on_ray import node_watches, ray_ranks
 
 SECONDS = 10.0
 
@@ -64,7 +64,7 @@ def test_what_the_watching_thread_starts_while_it_is_told_to_stop_is_ended(
     def look() -> None:
         looks.set()
         assert go_on.wait(SECONDS)
-        actors._watches["a node"] = ray_ranks._NodeWatch("its watch", 0.0, 0.0)
+        actors._watches._watches["a node"] = node_watches.NodeWatch("its watch", 0.0, 0.0)
 
     monkeypatch.setattr(actors, "_look", look)
     monkeypatch.setattr(ray_ranks.ray, "kill", killed.append)

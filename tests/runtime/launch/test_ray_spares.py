@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from moeserve.runtime.launch import ray_spares
-from moeserve.runtime.launch.ray_rank import NO_GPU, Placed
+from moeserve.runtime.launch.on_ray import ray_spares
+from moeserve.runtime.launch.on_ray.ray_rank import NO_GPU, Placed
 
 
 class Call:

@@ -13,9 +13,10 @@ import torch
 
 from moeserve.runtime.control.stream import StreamClosed
 from moeserve.runtime.errors import CallerLeft, DeadlinePassed, GroupUnavailable
-from moeserve.runtime.rank.lane import Lane, LaneBatch
-from moeserve.runtime.rank.member import Member
-from moeserve.runtime.rank.member_group import ProcessGroupSettings
+from moeserve.runtime.rank.lanes.lane import Lane
+from moeserve.runtime.rank.lanes.lane_call import LaneBatch
+from moeserve.runtime.rank.member.member import Member
+from moeserve.runtime.rank.member.member_group import ProcessGroupSettings
 from moeserve.runtime.step import NOT_YET, Announcement, Upload
 
 

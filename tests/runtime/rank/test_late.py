@@ -25,9 +25,10 @@ from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.errors import GroupUnavailable
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.rank.all2all import PeersLate
-from moeserve.runtime.rank.lane import Lane, LaneBatch
-from moeserve.runtime.rank.member import Member
-from moeserve.runtime.rank.member_group import ProcessGroupSettings
+from moeserve.runtime.rank.lanes.lane import Lane
+from moeserve.runtime.rank.lanes.lane_call import LaneBatch
+from moeserve.runtime.rank.member.member import Member
+from moeserve.runtime.rank.member.member_group import ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.sections import Wanted
 from moeserve.runtime.served import served_from

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from moeserve.runtime.rank import member_group
-from moeserve.runtime.rank.member_group import Meeting, MemberGroup, ProcessGroupSettings
+from moeserve.runtime.rank.member import member_group
+from moeserve.runtime.rank.member.member_group import Meeting, MemberGroup, ProcessGroupSettings
 
 MEETING = Meeting("g", 3, 0, 2)
 SECONDS = 20.0

@@ -16,19 +16,35 @@ from moeserve.runtime.control.reached import Phase, Reached
 from moeserve.runtime.control.stream import StreamClosed
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.mesh import Mesh
-from moeserve.runtime.rank import member as member_module
-from moeserve.runtime.rank import member_group as group_module
-from moeserve.runtime.rank.lane import Lane, LaneBatch
-from moeserve.runtime.rank.member import Member
-from moeserve.runtime.rank.member_group import ProcessGroupSettings
+from moeserve.runtime.rank.lanes.lane import Lane
+from moeserve.runtime.rank.lanes.lane_call import LaneBatch
+from moeserve.runtime.rank.member import member as member_module
+from moeserve.runtime.rank.member import member_group as group_module
+from moeserve.runtime.rank.member.member import Member
+from moeserve.runtime.rank.member.member_group import ProcessGroupSettings
 
 SECONDS = 5.0
+
+Messages = queue.SimpleQueue[dict[str, Any]]
+
+
+def of_rank(rank: Any, settings: ProcessGroupSettings) -> tuple[Member, Messages, Messages]:
+    """A member without a lane; what comes to it from the head, and what it says."""
+    came, said = Messages(), Messages()
+    wire: Any = SimpleNamespace(receive=came.get, send=said.put)
+    return Member(rank, None, wire, settings, lambda record: None), came, said
+
+
+def without_a_lane(index: int) -> tuple[Member, Messages, Messages]:
+    """As `of_rank`, of a rank that does nothing where its group ends."""
+    rank: Any = SimpleNamespace(index=index, interrupt=lambda: None, leave=lambda: None)
+    return of_rank(rank, ProcessGroupSettings("gloo", SECONDS))
 
 
 def test_an_entry_that_cannot_be_taken_ends_the_rank() -> None:
     rank: Any = SimpleNamespace(index=3, interrupt=lambda: None, leave=lambda: None)
     lane = Lane(3, 4, 100)
-    came: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    came = Messages()
     wire: Any = SimpleNamespace(receive=came.get, send=lambda message: None)
     member = Member(rank, lane, wire, ProcessGroupSettings("gloo", SECONDS), lambda record: None)
     running = threading.Thread(target=member.run, daemon=True)
@@ -42,11 +58,7 @@ def test_an_entry_that_cannot_be_taken_ends_the_rank() -> None:
 
 def test_nothing_of_a_generation_is_executed_after_an_entry_that_failed() -> None:
     """Others may still be in that step: gloo ends the process that gets the next one's rows in it."""
-    rank: Any = SimpleNamespace(index=0, interrupt=lambda: None, leave=lambda: None)
-    came: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    wire: Any = SimpleNamespace(receive=came.get, send=said.put)
-    member = Member(rank, None, wire, ProcessGroupSettings("gloo", SECONDS), lambda record: None)
+    member, came, said = without_a_lane(0)
     executed: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
 
     def execute(entry: dict[str, Any]) -> None:
@@ -71,11 +83,8 @@ def test_an_abort_ends_the_forming_of_a_group_at_once() -> None:
     progress = SimpleNamespace(join=lambda phase: None)
     rank: Any = SimpleNamespace(index=0, device="cpu", progress=progress)
     rank.interrupt = rank.leave = lambda: None
-    came: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    wire: Any = SimpleNamespace(receive=came.get, send=said.put)
-    member = Member(rank, None, wire, ProcessGroupSettings("gloo", 60.0), lambda record: None)
-    member._epoch = cast(Any, "an epoch that was prepared")
+    member, came, said = of_rank(rank, ProcessGroupSettings("gloo", 60.0))
+    member._held.epoch = cast(Any, "an epoch that was prepared")
     member._generation = 4
     left = threading.Event()
     member.on_serving = lambda generation, epoch: left.set()
@@ -102,10 +111,7 @@ def test_a_group_that_takes_long_to_abort_keeps_nobody_waiting(monkeypatch: pyte
     monkeypatch.setattr(member_module, "here_message", lambda generation, found: {"kind": "here"})
     rank: Any = SimpleNamespace(index=0, progress=SimpleNamespace(reached=reached))
     rank.interrupt = rank.leave = lambda: None
-    came: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    wire: Any = SimpleNamespace(receive=came.get, send=said.put)
-    member = Member(rank, None, wire, ProcessGroupSettings("nccl", 60.0), lambda record: None)
+    member, came, said = of_rank(rank, ProcessGroupSettings("nccl", 60.0))
     member._generation, member._group._formed = 4, cast(Any, "a group")
     running = threading.Thread(target=member.run, daemon=True)
     running.start()
@@ -122,10 +128,10 @@ class Gone:
     """The end of a head's stream, among what comes."""
 
 
-def coming_back(times: int) -> tuple[Member, queue.SimpleQueue[Any], queue.SimpleQueue[dict[str, Any]]]:
+def coming_back(times: int) -> tuple[Member, queue.SimpleQueue[Any], Messages]:
     """A member that holds experts and finds its head again so often; what comes to it, and what it says."""
     came: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    said = Messages()
 
     def receive() -> dict[str, Any]:
         if isinstance(found := came.get(), Gone):
@@ -149,7 +155,7 @@ def prepared(generation: int, epoch: Epoch) -> dict[str, Any]:
     return {"kind": "prepare", "generation": generation, "epoch": epoch_message(epoch), "after": True}
 
 
-def until_said(said: queue.SimpleQueue[dict[str, Any]], kind: str) -> dict[str, Any]:
+def until_said(said: Messages, kind: str) -> dict[str, Any]:
     while (found := said.get(timeout=SECONDS))["kind"] != kind:
         pass
     return found
@@ -205,11 +211,7 @@ def test_jobs_stay_in_the_lane_while_the_head_is_away() -> None:
 
 
 def test_a_member_that_cannot_load_beforehand_says_so_whatever_it_was_before() -> None:
-    rank: Any = SimpleNamespace(index=2, interrupt=lambda: None, leave=lambda: None)
-    came: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    wire: Any = SimpleNamespace(receive=came.get, send=said.put)
-    member = Member(rank, None, wire, ProcessGroupSettings("gloo", SECONDS), lambda record: None)
+    member, came, said = without_a_lane(2)
     running = threading.Thread(target=member.run, daemon=True)
     running.start()
     came.put({"kind": "abort", "generation": 4, "reason": "the stream broke", "back": True})
@@ -244,7 +246,9 @@ def test_a_process_that_reads_experts_tells_the_next_head_at_once_and_loads_for_
     came.put({"kind": "load", "generation": 0, "epoch": epoch_message(second)})
     go_on.set()
     until_said(said, "loaded")
-    assert loads == [first, second] and member._epoch == second, "what the first head asked for is not told"
+    assert loads == [first, second] and member._held.epoch == second, (
+        "what the first head asked for is not told"
+    )
     came.put({"kind": "stop"})
     came.put(Gone())
     running.join(SECONDS)

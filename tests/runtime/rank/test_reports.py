@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from moeserve.runtime.control.messages import load_from, report_message
-from moeserve.runtime.rank.reports import Counted, Reports
-from moeserve.runtime.rank.steps import MemberSteps
+from moeserve.runtime.rank.member.reports import Counted, Reports
+from moeserve.runtime.rank.member.steps import MemberSteps
 
 SECONDS = 5.0
 TOKENS = np.arange(24, dtype=np.int64).reshape(2, 3, 4) << 40

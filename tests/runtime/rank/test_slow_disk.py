@@ -7,8 +7,6 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from checkpoints import make_checkpoint
@@ -18,7 +16,7 @@ from moeserve.device.machine import machine_named
 from moeserve.runtime.config import Config
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.planning.layers import plans_for
-from moeserve.runtime.rank.member import Member
+from moeserve.runtime.rank.member.held_epoch import HeldEpoch
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.sections import Wanted
 from moeserve.runtime.served import served_from
@@ -58,10 +56,10 @@ def load(
         disk.install(patched, advice=advice)
         served = served_from(Config().with_values({"model.checkpoint": str(path)}).checked())
         rank = Rank(0, served, plans_for(served, machine_named("cpu", ()), Wanted()), "cpu")
-        member = SimpleNamespace(_rank=rank, _say_here=lambda generation: None)
+        held = HeldEpoch(rank, None, lambda generation: None)
         epoch = Epoch.first(served.mesh, len(served.layers), served.checkpoint.num_experts)
         caplog.clear()
-        Member._load(cast(Any, member), epoch, 1)
+        held._load(epoch, 1)
     (told,) = [found for record in caplog.records if (found := SAID.fullmatch(record.getMessage()))]
     assert rank.experts.bytes_read == served.checkpoint.expert_nbytes(0) * 8 * LAYERS
     return Loaded(*(float(told[name]) for name in ("megabytes", "seconds", "rate")), disk)

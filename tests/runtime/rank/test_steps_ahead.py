@@ -16,8 +16,9 @@ from slow_engines import SECONDS, SlowEngines
 from moeserve.runtime.control.reached import Progress
 from moeserve.runtime.rank import answers
 from moeserve.runtime.rank.answers import MOST_UNFINISHED, InOrder
-from moeserve.runtime.rank.lane import Lane, LaneBatch, LaneCall
-from moeserve.runtime.rank.steps import MemberSteps
+from moeserve.runtime.rank.lanes.lane import Lane
+from moeserve.runtime.rank.lanes.lane_call import LaneBatch, LaneCall
+from moeserve.runtime.rank.member.steps import MemberSteps
 from moeserve.runtime.rank.transfers import transfers
 from moeserve.runtime.rank.transfers.step_room import StepRoom
 from moeserve.runtime.rank.transfers.transfers import Transfers

@@ -10,7 +10,8 @@ from slow_engines import SlowEngines
 from torch import Tensor
 
 from moeserve.runtime.errors import CallerLeft, GroupUnavailable
-from moeserve.runtime.rank.lane import Lane, LaneBatch
+from moeserve.runtime.rank.lanes.lane import Lane
+from moeserve.runtime.rank.lanes.lane_call import LaneBatch
 from moeserve.runtime.rank.transfers.engines import Engines, HostEngines
 from moeserve.runtime.rank.transfers.step_room import StepRoom
 from moeserve.runtime.rank.transfers.transfers import AHEAD_BYTES, DIRECT_BYTES, Transfers

@@ -97,7 +97,7 @@ def test_who_is_superseded_is_a_line(coordinator: Coordinator, said: Said) -> No
 def test_a_generation_that_waits_for_a_process_to_end_says_for_which(
     coordinator: Coordinator, said: Said
 ) -> None:
-    coordinator.generations.is_gone = lambda process: False
+    coordinator.generations.parted.is_gone = lambda process: False
     serving(coordinator, MEMBERS)
     FakeMember(coordinator, 1, pid=999)
     said("no generation forms before processes [101], given up, have ended")

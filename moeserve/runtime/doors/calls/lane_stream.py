@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from moeserve.proto import moe_pb2
-from moeserve.runtime.rank.lane import LaneCall
+from moeserve.runtime.rank.lanes.lane_call import LaneCall
 
 log = logging.getLogger(__name__)
 

@@ -6,22 +6,18 @@ gives on are places in regions, whose contents the door checks: the caller may w
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.passes import mailbox as m
-from moeserve.proto.passes.mailbox import MailboxLayout, Status, fence, tag_of
+from moeserve.proto.passes.mailbox import Status, fence, tag_of
 from moeserve.proto.tensors import Spec, describe_into
-from moeserve.proto.texts import clipped
-from moeserve.runtime.doors.payloads.regions import Hold
-
-log = logging.getLogger(__name__)
+from moeserve.runtime.doors.passes.announced import AnnouncedLane, LaneMemory, LaneTerms
 
 SOON_SECONDS = 0.0005
 """After which a step is tried again that the lane had no room for, where it does not say when."""
@@ -88,49 +84,13 @@ class _Pass:
         return not resting and now - stage.since > patience
 
 
-@dataclass(frozen=True, eq=False)
-class LaneMemory:
-    """The two regions of a device lane, by name, and a hold on each."""
-
-    mailbox: str
-    answers: str
-    held: tuple[Hold, Hold]
-    layout: MailboxLayout
-    quiet: Callable[[], bool]  # whether nobody else uses the answers: no step can write one any more
-
-
-@dataclass
-class Counts:
-    """What a device lane has done."""
-
-    passes: int = 0
-    steps: int = 0
-    ended: str = ""
-
-
-@dataclass(frozen=True)
-class LaneTerms:
-    """What passes of a lane may ask for."""
-
-    layers: frozenset[int]
-    patience: float  # seconds for rows
-    answer: float  # seconds for an answer
-    observe: Callable[[str], None]  # is told how each pass ended, by a status's name
-    counts: Counts = field(default_factory=Counts)
-
-
-class DeviceLane:
-    """A caller's lane. `look` is called by one thread, `detach` by any."""
+class DeviceLane(AnnouncedLane):
+    """A lane whose rows lie in host memory; each of its steps is begun as a call."""
 
     def __init__(self, memory: LaneMemory, terms: LaneTerms, begin: Begin) -> None:
-        self.memory, self.counts = memory, terms.counts
-        self.detached: str = ""  # why
-        self._terms, self._begin = terms, begin
-        box, answers = memory.held
-        self._box = _words(box.memory)
-        self._out, self._text = _words(answers.memory), answers.memory[m.TEXT : m.TEXT + m.MOST_TEXT]
+        super().__init__(memory, terms)
+        self._begin = begin
         self._pass: _Pass | None = None
-        self._last = 0  # the pass that was announced last
         self._lock = threading.Lock()
 
     @property
@@ -190,39 +150,17 @@ class DeviceLane:
         return None
 
     def _look_for_pass(self, now: float) -> bool:
-        number = self._box[m.ANNOUNCED]
-        if number == self._last:
-            return False
-        fence()
-        self._last = number
-        box = self._box
-        steps, stages, flags = box[m.STEPS], box[m.STAGES], box[m.FLAGS]
-        layers = tuple(box[m.LAYERS : m.LAYERS + min(steps, m.MOST_LAYERS)])
-        if wrong := "; ".join(self._wrong((number, steps, stages, flags), layers)):
-            self._tell(number, Status.REFUSED, f"bad_pass: {wrong}")
-            return True
-        made = [_Stage(now) for _ in range(stages)]
-        modes = bool(flags & m.STANDING), bool(flags & m.ANY_WEIGHTS)
+        before, said = self._last, self._announced()
+        if said is None:
+            return before != self._last
+        made = [_Stage(now) for _ in range(said.stages)]
         with self._lock:
-            run = self._pass = _Pass(number, layers, *modes, box[m.WANTED_VERSION], made)
+            run = self._pass = _Pass(
+                said.number, said.layers, said.standing, said.any_weights, said.version, made
+            )
         if self.detached:
             self._end(run, Status.DETACHED, self.detached)
         return True
-
-    def _wrong(self, said: tuple[int, int, int, int], layers: tuple[int, ...]) -> Iterator[str]:
-        """What is wrong with an announcement."""
-        number, steps, stages, flags = said
-        most = self.memory.layout.stages
-        if not 0 < number <= m.LAST_NUMBER:
-            yield f"number {number} is not one of 1 to {m.LAST_NUMBER}"
-        if not 0 < steps <= m.MOST_LAYERS:
-            yield f"{steps} layers; a pass has 1 to {m.MOST_LAYERS}"
-        if flags & ~(m.STANDING | m.ANY_WEIGHTS):
-            yield f"flags {flags} are unknown"
-        if not 0 < stages <= most:
-            yield f"{stages} stages; this lane was attached with {most}"
-        if unknown := [layer for layer in layers if layer not in self._terms.layers]:
-            yield f"layer {unknown[0]} has no experts served here"
 
     def _is_there(self, run: _Pass, at: int, stage: _Stage, now: float) -> bool:
         """Whether the rows of a stage's next step are there."""
@@ -341,28 +279,6 @@ class DeviceLane:
                 self._tell(run.number, *run.ends)
         for call in calls:
             call.give_up()
-
-    def _tell(self, number: int, status: Status, text: str) -> None:
-        self.counts.passes += 1
-        self.counts.ended = status.name.lower()
-        self._terms.observe(self.counts.ended)
-        if status is not Status.OK:
-            log.info("a pass ends with %s: %s", status.name, text, extra={"sort": f"pass {status.name}"})
-        data = clipped(text).encode()[: m.MOST_TEXT]
-        self._text[: len(data)] = data
-        self._out[m.STATUS], self._out[m.TEXT_BYTES] = int(status), len(data)
-        fence()
-        self._out[m.ENDED] = number
-
-    def close(self) -> None:
-        """Lets go of its memory; no pass runs any more."""
-        for held in self.memory.held:
-            held.close()
-
-
-def _words(memory: memoryview) -> memoryview:
-    """The same bytes as words of 64 bits, each read and written at once."""
-    return memory.cast("B").cast("Q")
 
 
 def _now() -> float:

@@ -15,7 +15,9 @@ from moeserve.proto.passes.mailbox import MOST_STAGES, MailboxLayout
 from moeserve.proto.tensors import FLOATS, TensorError
 from moeserve.proto.texts import quoted
 from moeserve.runtime.doors.device_errors import DeviceRefused, LanesTaken, NameTaken, UnknownLane
-from moeserve.runtime.doors.passes.device_lane import Begin, DeviceLane, LaneMemory, LaneTerms
+from moeserve.runtime.doors.passes.announced import AnnouncedLane, LaneMemory, LaneModel, LaneTerms
+from moeserve.runtime.doors.passes.device_lane import Begin, DeviceLane
+from moeserve.runtime.doors.passes.mail_host import MailHost
 from moeserve.runtime.doors.payloads import Regions
 from moeserve.runtime.doors.payloads.errors import UnknownRegion
 
@@ -47,23 +49,12 @@ class DeviceLaneLimits:
 
 
 @dataclass(frozen=True)
-class LaneModel:
-    """What a rank serves, as far as a lane has to know it."""
-
-    name: str
-    hidden: int
-    experts: int
-    top_k: int
-    layers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Attached:
     """A lane with its name and the caller's description."""
 
     name: str
     device: str
-    lane: DeviceLane
+    lane: AnnouncedLane
 
 
 class DeviceLanes:
@@ -83,9 +74,11 @@ class DeviceLanes:
         """begin_for: how steps of the caller at a peer are begun."""
         self._regions, self._model, self._limits = regions, model, limits
         self._begin_for = begin_for
+        self.mail: MailHost | None = None  # makes lanes of callers' GPUs; None: there are none
+        self.others: Callable[[], bool] = lambda: False  # whether calls wait for steps
         self.on_pass: Callable[[str], None] = lambda status: None  # is told how each pass ended
         self._lanes: dict[str, Attached] = {}  # by the whole name of the mailbox
-        self._leaving: list[DeviceLane] = []  # with steps under way
+        self._leaving: list[AnnouncedLane] = []  # with steps under way
         self._coming: set[str] = set()  # names of lanes whose memory is being made
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -103,7 +96,7 @@ class DeviceLanes:
             self._room_for(request.name)
             self._coming.add(request.name)
         try:  # its memory takes long to make, and others are looked at meanwhile
-            lane, reply = self._made(layout, peer)
+            lane, reply = self._made(request, layout, peer)
         except BaseException:
             with self._lock:
                 self._coming.discard(request.name)
@@ -120,7 +113,9 @@ class DeviceLanes:
         log.info("%s is attached: %d rows, %d stages", request.name, layout.rows, layout.stages)
         return reply
 
-    def _made(self, layout: MailboxLayout, peer: str) -> tuple[DeviceLane, moe_pb2.AttachLaneReply]:
+    def _made(
+        self, request: moe_pb2.AttachLaneRequest, layout: MailboxLayout, peer: str
+    ) -> tuple[AnnouncedLane, moe_pb2.AttachLaneReply]:
         """A lane with its memory, and what its caller is told."""
         model, limits, regions = self._model, self._limits, self._regions
         name, size = regions.create(layout.mailbox_bytes, peer)
@@ -135,6 +130,19 @@ class DeviceLanes:
             frozenset(model.layers), limits.patience, limits.answer, lambda status: self.on_pass(status)
         )
         memory = LaneMemory(name, answers, held, layout, lambda: regions.holds(answers) <= 1)
+        handle = b""
+        if self.mail is None or request.device == "cpu":
+            lane: AnnouncedLane = DeviceLane(memory, terms, self._begin_for(peer))
+        else:
+            try:
+                made, handle = self.mail.lane(request, memory, terms)
+            except BaseException:
+                for one in held:
+                    one.close()
+                for region in (name, answers):
+                    regions.release(region)
+                raise
+            made.alone, lane = (lambda: self._alone(made)), made
         reply = moe_pb2.AttachLaneReply(
             mailbox=name,
             answers=answers,
@@ -146,8 +154,9 @@ class DeviceLanes:
             top_k=model.top_k,
             layers=model.layers,
             patience_seconds=limits.patience,
+            mailbox_handle=handle,
         )
-        return DeviceLane(memory, terms, self._begin_for(peer)), reply
+        return lane, reply
 
     def detach(self, mailbox: str) -> None:
         """Ends the lane of this mailbox. Raises UnknownLane."""
@@ -187,11 +196,13 @@ class DeviceLanes:
             raise TensorError(
                 "name", f"{quoted(request.name)} must be 1 to 64 letters, digits, '_', '.' or '-'"
             )
-        if request.device != "cpu":
+        if request.device != "cpu" and self.mail is None:
             raise DeviceRefused(
                 f"device: rows of {quoted(request.device)} cannot be brought by a device lane, only those in "
-                "host memory (cpu); copy them to the host, or run in process"
+                "host memory (cpu): this rank computes on the CPU"
             )
+        if request.device != "cpu" and self.mail is not None:
+            self.mail.check(request.device)
         if not 0 < request.rows <= limits.rows:
             raise TensorError("rows", f"{request.rows} is not one of 1 to {limits.rows} (step.lane_rows)")
         if not 0 < request.stages <= MOST_STAGES:
@@ -200,6 +211,8 @@ class DeviceLanes:
         if (named := dtype.removeprefix("DTYPE_").lower()) not in FLOATS:
             raise TensorError("dtype", f"number {request.dtype} is not one of {', '.join(FLOATS)}")
         sizes = (model.hidden, model.experts, model.top_k)
+        if request.device != "cpu":
+            return MailboxLayout.of((1, request.stages), sizes, named)  # words alone
         layout = MailboxLayout.of((request.rows, request.stages), sizes, named)
         if (needed := layout.mailbox_bytes + layout.answers_bytes) > limits.bytes:
             raise TensorError(
@@ -208,6 +221,11 @@ class DeviceLanes:
                 f"passes.lane_bytes is {limits.bytes}",
             )
         return layout
+
+    def _alone(self, lane: AnnouncedLane) -> bool:
+        """Whether nobody but this lane's caller wants steps now."""
+        there = list(self._lanes.values())
+        return not self.others() and not any(one.lane.in_pass for one in there if one.lane is not lane)
 
     def _room_for(self, name: str) -> None:
         """Raises where the lane cannot be attached beside the others; the lock is held."""
@@ -257,7 +275,7 @@ class DeviceLanes:
                 self._sweep()
             time.sleep(min(LONGEST_LOOK, max(SHORTEST_LOOK, (now - busy) / 8)))
 
-    def _looked(self, lane: DeviceLane, now: float) -> bool:
+    def _looked(self, lane: AnnouncedLane, now: float) -> bool:
         """Whether there was anything at `lane`. What goes wrong with one lane ends it, and no other."""
         try:
             return lane.look(now)
@@ -281,14 +299,14 @@ class DeviceLanes:
     def _leased(self, memory: LaneMemory) -> bool:
         return memory.mailbox in self._regions and memory.answers in self._regions
 
-    def _forget_idle(self, lane: DeviceLane) -> None:
+    def _forget_idle(self, lane: AnnouncedLane) -> None:
         """Lets go of a lane that leaves, unless a pass of it has yet to end."""
         if not lane.in_pass:
             with self._lock:
                 self._leaving.remove(lane)
             self._forget(lane)
 
-    def _forget(self, lane: DeviceLane) -> None:
+    def _forget(self, lane: AnnouncedLane) -> None:
         """Gives its memory back, which its caller may have done at the same time."""
         lane.close()
         for name in (lane.memory.mailbox, lane.memory.answers):
@@ -301,9 +319,9 @@ def _info(attached: Attached) -> moe_pb2.DeviceLaneInfo:
     return moe_pb2.DeviceLaneInfo(
         name=attached.name,
         device=attached.device,
-        rows=layout.rows,
+        rows=lane.rows,
         stages=layout.stages,
-        bytes=layout.mailbox_bytes + layout.answers_bytes,
+        bytes=lane.nbytes,
         in_pass=lane.in_pass,
         passes=lane.counts.passes,
         steps=lane.counts.steps,

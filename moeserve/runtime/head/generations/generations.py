@@ -22,8 +22,8 @@ from moeserve.runtime.head.generations.blame import Blame, Ending
 from moeserve.runtime.head.generations.inquiry import Standstill
 from moeserve.runtime.head.generations.key_store import KeyStore
 from moeserve.runtime.head.generations.open_layers import OpenLayers
+from moeserve.runtime.head.generations.parted import GONE_LOOK_SECONDS, Parted
 from moeserve.runtime.head.generations.patience import Backoff, Formation, Patience
-from moeserve.runtime.head.generations.returning import with_ranks
 from moeserve.runtime.head.generations.turnover import Turnover
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.reception import RankProcess, Refusal, Seat
@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 SETTLE_SECONDS = 0.25  # after a failure that no lost rank explains: a killed rank's stream ends by then
 TURN_LOOK_SECONDS = 0.002  # between looks whether those steps have ended
 ENDED = ("failed", "stopped")  # states that no other follows, except "stopped" after "failed"
-GONE_LOOK_SECONDS = 0.01  # between looks whether a process that was given up has ended
-GONE_REPORT_SECONDS = 5.0  # between words on processes that were killed and do not end
 
 
 class Generations:
@@ -55,20 +53,16 @@ class Generations:
         self._served = False  # whether any generation ever did
         self.aborted = ""  # why the last generation ended, until one serves
         self._form_at = math.inf
-        self._given_up = set[RankProcess]()  # of members that were parted with; they may still run
-        self._undead_at = math.inf  # when it is said again that those have not ended
+        self.parted = Parted()
         self._store = KeyStore()
         self._name = f"moeserve-{secrets.token_hex(4)}"  # of process groups, beside those of other heads
         self._blame = self._no_blame()
         self.hold_seconds = 30.0  # for which lanes keep calls
         # who leaves while the group serves, and who joins
-        self.turnover = Turnover(group, self._give_up, lambda process: self.on_given_up(process))
+        self.turnover = Turnover(group, self.parted.give_up, lambda process: self.parted.on_given_up(process))
         self.layers = OpenLayers()
         self.turnover.unread = lambda: self.layers.unread
         self._joined = frozenset[int]()  # who has joined between two steps, until that generation serves
-        self.on_given_up: Callable[[RankProcess], None] = lambda process: None  # the launcher ends it
-        # whether that process has ended, for a launcher to say; None: nobody knows, nor has to be waited for
-        self.is_gone: Callable[[RankProcess], bool] | None = None
         # the step that has not gone on for longest, and since when; None: none is under way
         self.standing_step: Callable[[], tuple[int, float] | None] = lambda: None
         self.on_state: Callable[[], None] = lambda: None
@@ -124,7 +118,7 @@ class Generations:
         if self.ended:
             seat.stream.send({"kind": "stop"})
             raise ValueError(f"rank {rank} connected when the group had {self.state}")
-        if seat.process(rank) in self._given_up and self.is_gone is not None:
+        if self.parted.includes(seat.process(rank)):
             seat.stream.send({"kind": "stop"})
             raise ValueError(f"rank {rank} (pid {seat.pid}) comes back, and was given up")
         if rank in self._seats:
@@ -151,12 +145,7 @@ class Generations:
         self._group.generation = generation
         if generation:
             self._served, self._unserved_since = True, time.monotonic()
-        away, had = sorted(set(wanted) - set(self._group.members.seats)), set(first.members.seats)
-        self.turnover.returning.leave(first, [seat for seat in away if seat in had], time.monotonic())
-        new = [seat for seat in away if seat not in had]
-        self.turnover.returning.leave(with_ranks(self._group.epoch, new), new, time.monotonic())
-        self.turnover.orphans = set(new)
-        self.turnover.coming |= dict.fromkeys(new, "")
+        self.turnover.recovered(first, wanted)
 
     def go_on(self, reason: str) -> None:
         """Forms a generation without the members that are missing, where that can be."""
@@ -173,7 +162,7 @@ class Generations:
             return
         del self._seats[rank]
         if not self.ended:
-            self._give_up(seat.process(rank))
+            self.parted.give_up(seat.process(rank))
             self.abort(f"rank {rank} (pid {seat.pid}) is lost: {why}")
 
     def given_up(self, process: RankProcess, why: str) -> None:
@@ -319,12 +308,11 @@ class Generations:
 
     def _form(self, now: float) -> None:
         """Begins a fresh generation, now that all members are connected and those before them have ended."""
-        self._given_up = {one for one in self._given_up if not self._has_ended(one, unknown=True)}
-        if self._given_up:
+        if not self.parted.all_ended():
             self._form_at = now + GONE_LOOK_SECONDS
-            self._report_undead(now)
+            if undead := self.parted.report(now):
+                self.set_state("forming", undead)
             return
-        self._undead_at = math.inf
         self._form_at = math.inf
         self._group.generation = max(self._group.generation, self._group.newest) + 1
         self._formation = Formation(self._group.members.seats, self.patience, now)
@@ -332,18 +320,6 @@ class Generations:
         self.set_state("preparing", f"generation {number} is loading experts")
         prepare = {"kind": "prepare", "generation": number, "epoch": epoch, "after": self._served}
         self._group.broadcast(prepare)
-
-    def _report_undead(self, now: float) -> None:
-        """Says whom the next generation waits for; again and again where one that was killed does not end."""
-        processes = sorted(one.pid for one in self._given_up)
-        text = f"no generation forms before processes {processes}, given up, have ended"
-        if math.isinf(self._undead_at):
-            self._undead_at = now + GONE_REPORT_SECONDS
-            log.info("%s", text)
-        elif self._undead_at <= now:
-            self._undead_at = now + GONE_REPORT_SECONDS
-            log.error("%s", text)
-            self.set_state("forming", text)
 
     def _join(self) -> None:
         """Has the members form a process group; each is told its position, which is its rank there."""
@@ -391,7 +367,7 @@ class Generations:
         self.abort(ending.reason, said=ending.said)
 
     def _no_blame(self) -> Blame:
-        return Blame(self._group, lambda process: self._has_ended(process, unknown=False))
+        return Blame(self._group, lambda process: self.parted.has_ended(process, unknown=False))
 
     def _part_with(self, rank: int, why: str, heir: RankProcess | None = None) -> None:
         """Takes a member's seat: its process is told to stop, and the launcher ends it, unless it is the one
@@ -402,16 +378,7 @@ class Generations:
         self._group.send(seat, {"kind": "stop"})
         seat.stream.close()
         if (process := seat.process(rank)) != heir:
-            self._give_up(process)
-
-    def _give_up(self, process: RankProcess) -> None:
-        """Has the launcher end a process; no generation forms before it is seen dead."""
-        self._given_up.add(process)
-        self.on_given_up(process)
-
-    def _has_ended(self, process: RankProcess, *, unknown: bool) -> bool:
-        """Whether a process has ended; `unknown` where there is no launcher to ask."""
-        return unknown if self.is_gone is None else self.is_gone(process)
+            self.parted.give_up(process)
 
     def _give_up_at(self) -> float:
         """When the service ends because it has not served for so long."""

@@ -199,7 +199,7 @@ class Recovering:
         if before is not None:
             before.stream.close()
             if before.process(number) != seat.process(number):
-                self._generations.on_given_up(before.process(number))
+                self._generations.parted.on_given_up(before.process(number))
         self._changed()
         return True
 
@@ -241,7 +241,7 @@ class Recovering:
         for number, seat in found.silent.items():
             log.warning("rank %d (pid %d) is given up: it does not say what it holds", number, seat.pid)
             seat.stream.close()
-            self._generations.on_given_up(seat.process(number))
+            self._generations.parted.on_given_up(seat.process(number))
         self._generations.recovered(self._first, found.generation, self._wanted)
         known = {*self._group.members.seats, *self._generations.turnover.returning.seats}
         for number, seat in found.seats.items():

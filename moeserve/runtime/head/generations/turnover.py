@@ -11,7 +11,7 @@ from moeserve.proto.texts import quoted
 from moeserve.runtime.control.messages import epoch_message
 from moeserve.runtime.control.stream import Message
 from moeserve.runtime.epoch import Epoch
-from moeserve.runtime.head.generations.returning import Returning
+from moeserve.runtime.head.generations.returning import Returning, with_ranks
 from moeserve.runtime.head.group import Group
 from moeserve.runtime.head.reception import RankProcess, Refusal, Seat
 
@@ -70,6 +70,17 @@ class Turnover:
         away = [seat for seat in self.returning.seats if seat not in coming]
         said = [f"ranks {away} are away, and others serve their experts"] if away else []
         return said + ([f"ranks {coming} are to join"] if coming else [])
+
+    def recovered(self, first: Epoch, wanted: Collection[int]) -> None:
+        """A head that has started again goes on without some of the seats `wanted`. These may return: to what
+        they had in `first`, the service's first epoch, or as new ranks.
+        """
+        away, had = sorted(set(wanted) - set(self._group.members.seats)), set(first.members.seats)
+        self.returning.leave(first, [seat for seat in away if seat in had], time.monotonic())
+        new = [seat for seat in away if seat not in had]
+        self.returning.leave(with_ranks(self._group.epoch, new), new, time.monotonic())
+        self.orphans = set(new)
+        self.coming |= dict.fromkeys(new, "")
 
     # -- processes that load before they join ---------------------------------------------------------------
 

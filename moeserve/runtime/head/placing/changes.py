@@ -36,12 +36,18 @@ def rebalance(epoch: Epoch, target: Placement, staging_slots: int) -> Iterator[C
             epoch = moved
 
 
-def reload(epoch: Epoch, path: str) -> Iterator[Change]:
-    """The changes that bring every layer to the weights in `path`, each layer whole in one epoch."""
-    epoch = epoch.with_weights(path)
-    version = len(epoch.weights)
+def reload(epoch: Epoch, path: str, begun: int = 0) -> Iterator[Change]:
+    """The changes that bring every layer to the weights in `path`, each layer whole in one epoch.
+
+    begun: the version of the weights that an earlier attempt has brought some layers to; 0: none has.
+    """
+    if epoch.weights[begun - 1 : begun] != (path,):
+        epoch = epoch.with_weights(path)
+        begun = len(epoch.weights)
     for layer in range(epoch.placement.layers):
-        epoch = epoch.reloaded(layer, version)
+        if epoch.version(layer) == begun:
+            continue
+        epoch = epoch.reloaded(layer, begun)
         slots = enumerate(epoch.placement.slots[layer].tolist())
         moves = tuple(Move(layer, slot, expert, EMPTY) for slot, expert in slots if expert != EMPTY)
         yield Change(epoch, layer, moves)

@@ -21,7 +21,7 @@ from moeserve.runtime.config import Config
 from moeserve.runtime.launch.environment import machine_for
 from moeserve.runtime.launch.head_child import run_head
 from moeserve.runtime.launch.kept_head import KeptHead, warm_processes
-from moeserve.runtime.launch.ray_ranks import RankActors
+from moeserve.runtime.launch.on_ray.ray_ranks import RankActors
 from moeserve.runtime.sections import ConfigError
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from moeserve.runtime.launch.ray_rank import Placed
+from moeserve.runtime.launch.on_ray.ray_rank import Placed
 
 log = logging.getLogger(__name__)
 

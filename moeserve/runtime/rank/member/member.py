@@ -8,46 +8,40 @@ Doors have threads of their own, and so has the mover, which prepares the next e
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from moeserve.proto.texts import clipped, quoted
 from moeserve.runtime.control.head_stream import HeadStream
 from moeserve.runtime.control.messages import (
     announcement_message,
-    committed_epoch,
     epoch_from,
     header_from,
     held_message,
     here_message,
-    order_from,
     plans_message,
-    vote_message,
 )
-from moeserve.runtime.control.orders import StageOrder, Vote
 from moeserve.runtime.control.reached import Phase
 from moeserve.runtime.control.shadowed import Shadowed, addresses_from, shadowed_message
 from moeserve.runtime.control.stream import Message, Stream, StreamClosed
-from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.keys.access import Frames, known_frame
-from moeserve.runtime.rank.experts import LayerProgress
-from moeserve.runtime.rank.lane import Lane
-from moeserve.runtime.rank.member_group import Meeting, MemberGroup, ProcessGroupSettings
+from moeserve.runtime.rank.lanes.lane import Lane
+from moeserve.runtime.rank.member.changes import MemberChanges
+from moeserve.runtime.rank.member.held_epoch import HeldEpoch
+from moeserve.runtime.rank.member.member_group import Meeting, MemberGroup, ProcessGroupSettings
+from moeserve.runtime.rank.member.restoring import Restoring
+from moeserve.runtime.rank.member.steps import REPORT_SECONDS, MemberSteps
 from moeserve.runtime.rank.rank import Rank
-from moeserve.runtime.rank.restoring import Restoring
-from moeserve.runtime.rank.steps import REPORT_SECONDS, MemberSteps
-from moeserve.runtime.rank.weights.copies import Abandoned, Copier
-from moeserve.runtime.rank.weights.mover import Mover
+from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.step import Announcement, StepRecord
 
 log = logging.getLogger(__name__)
 
 DRAIN_LOOK_SECONDS = 0.01  # between looks for calls under way, once no further one is taken
 ABORTED = -1  # as a member's generation: none is live
-ALWAYS = ("abort", "load", "held")  # entries that count in every generation
+ALWAYS = ("abort", "load", "held", "act")  # entries that count in every generation
 
 
 class Member:
@@ -75,17 +69,16 @@ class Member:
         self._failed: int | None = None
         self._told_to_stop = False
         self._heads = 0  # that came after the first
-        self._epoch: Epoch | None = None  # that it holds, or is to hold
-        self._adopted: Epoch | None = None  # the last one of a group that it had a part in
+        self._held = HeldEpoch(rank, None if lane is None else lane.number, self._say_here)
         self._group = MemberGroup(rank.index, group_settings, stream.send)
         self._steps = MemberSteps(rank, lane, self._tell, observe)
-        self._restoring = Restoring(lambda: Copier(0.0, rank.device), self._restore, self._tell)
-        self._lacks: tuple[int, ...] = ()  # positions of layers that are to be read once it has joined
+        self.changes = MemberChanges(self._held, self._steps.drain, self._tell)
+        self._restoring = Restoring(lambda: Copier(0.0, rank.device), self._held.restore, self._tell)
         self._steps.failed = self._report_failure
         # by kind: what the receiving thread does, while a step runs
         self._at_once: dict[str, Callable[[Message], None]] = {
-            "stage": self._prepare_change,
-            "abandon": self._prepare_change,
+            "stage": self.changes.prepare,
+            "abandon": self.changes.prepare,
             "log_levels": lambda message: self.on_log_levels(message["levels"]),
             "peers": lambda message: self.on_peers(addresses_from(message)),
             "open_layers": self._open_layers,
@@ -95,13 +88,16 @@ class Member:
                 target=self._drain, args=(message,), name="drain", daemon=True
             ).start(),
         }
-        self.mover: Mover | None = None  # who prepares the next epoch; without one, every change is refused
         self.on_serving: Callable[[int, int], None] = lambda generation, epoch: None  # (0, epoch): it stopped
         self.on_layers: Callable[[bool], None] = lambda all_open: None  # of layers, whether steps run of all
-        self.on_epoch: Callable[[int, int], None] = lambda generation, epoch: None  # between two steps
         self.on_log_levels: Callable[[Mapping[str, str]], None] = lambda levels: None  # by logger
         # where each owner's process gives its experts, since the group serves
         self.on_peers: Callable[[Mapping[int, str]], None] = lambda addresses: None
+        self.on_end: Callable[[], None] = lambda: None  # the generation has ended; from any thread
+        self.on_leave: Callable[[], None] = lambda: (
+            None
+        )  # dispatchers are about to be closed, and nothing runs
+        self.joined = False  # steps can be launched
         self.on_drain: Callable[[str], None] = lambda reason: None  # doors begin no further call
         self.doors_busy: Callable[[], bool] = lambda: False  # a call has begun there and is not over
         # once the head's stream has ended: whether a head is there again that has taken this member's hello
@@ -110,7 +106,7 @@ class Member:
     @property
     def where(self) -> tuple[int | None, int | None]:
         """The generation and the epoch that this member is in, None for none; takes no lock."""
-        epoch = self._epoch
+        epoch = self._held.epoch
         generation = self._generation if self._generation > 0 else None
         return generation, None if epoch is None else epoch.number
 
@@ -120,7 +116,7 @@ class Member:
 
     def weights_version(self) -> int:
         """The version of the weights that this rank holds; 0 before they are loaded."""
-        return self._epoch.weights_version if self._epoch is not None else 0
+        return self._held.epoch.weights_version if self._held.epoch is not None else 0
 
     def announce(self, job: Announcement) -> None:
         """Tells the coordinator of a job; called by doors."""
@@ -129,6 +125,16 @@ class Member:
     def withdraw(self, jobs: list[int]) -> None:
         """Tells the coordinator of jobs whose callers have left; called by doors."""
         self._tell({"kind": "withdraw", "generation": self._generation, "jobs": jobs})
+
+    def between_steps(self, act: Callable[[], None]) -> None:
+        """Has `act` done by the thread that launches steps, between two of them. It raises nothing."""
+        self._entries.put({"kind": "act", "act": act})
+
+    def after_steps(self, act: Callable[[], None]) -> None:
+        """Has `act` done once the steps that were launched have ended, and before later ones are finished.
+        By the thread that launches steps. Raises TimeoutError where steps do not end.
+        """
+        self._steps.after(act)
 
     def _tell(self, message: Message) -> None:
         """Says something to the head. Where the stream has ended, whoever receives sees to what follows: the
@@ -181,7 +187,7 @@ class Member:
                 if not self.come_back():
                     break
                 self._heads += 1
-                if self._adopted is None:  # it serves nobody yet, and may be reading experts for long
+                if self._held.adopted is None:  # it serves nobody yet, and may be reading experts for long
                     self._tell(held_message(self._newest, None))
                 else:
                     self._entries.put({"kind": "held"})
@@ -245,13 +251,13 @@ class Member:
         # peer memory would do until its patience ends.
         self._rank.interrupt()
         self._group.interrupt()
-        if self.mover is not None:
-            self.mover.abandon()
+        self.on_end()
+        self.changes.abandon()
 
     def _execute(self, entry: Message) -> None:
         match entry["kind"]:
             case "step":
-                self._steps.run(header_from(entry), entry["generation"], self._epoch)
+                self._steps.run(header_from(entry), entry["generation"], self._held.epoch)
             case "prepare":
                 self._prepare(entry)
             case "load":
@@ -259,12 +265,14 @@ class Member:
             case "join":
                 self._join_generation(entry)
             case "commit":
-                self._commit(entry)
+                self.changes.commit(entry)
             case "abort":
                 self.on_serving(0, 0)
                 self._leave()
+            case "act":
+                entry["act"]()
             case "held":  # by the thread that adopts epochs: none is adopted meanwhile
-                self._tell(held_message(self._newest, self._adopted))
+                self._tell(held_message(self._newest, self._held.adopted))
             case unknown:
                 raise ValueError(f"unknown entry {unknown!r}")
 
@@ -282,25 +290,15 @@ class Member:
         self._tell({"kind": "failed", "generation": entry["generation"], "reason": reason})
 
     def _prepare(self, entry: Message) -> None:
-        """Loads what the epoch gives this member, unless it has it, and votes. Where the group has served and
-        this member holds experts, those that it lacks are read once it has joined: `after`.
-        """
+        """Leaves the generation before, loads what the epoch gives this member, and votes."""
         self._rank.progress.join(Phase.PREPARED)
         self._say_here(entry["generation"])
         self._leave()
-        if self.mover is not None:
-            self.mover.release()
-        epoch = epoch_from(entry["epoch"])
-        self._check_lane(epoch)
-        self._rank.experts.use_weights(epoch.weights)
-        self._lacks = ()
-        if entry["after"] and self._rank.loaded:
-            self._lacks = self._rank.take(epoch)
-        elif self._epoch is None or _loaded(self._epoch) != _loaded(epoch):
-            self._load(epoch, entry["generation"])
-        self._epoch = self._adopted = epoch
-        lacks = {"lacks": list(self._lacks)}
-        self._tell({"kind": "prepared", "generation": entry["generation"]} | self._held() | lacks)
+        self.changes.release()
+        self._held.prepare(epoch_from(entry["epoch"]), entry["generation"], after=entry["after"])
+        lacks = {"lacks": list(self._held.lacks)}
+        prepared = {"kind": "prepared", "generation": entry["generation"]}
+        self._tell(prepared | self._held.counts() | lacks)
 
     def _load_beforehand(self, entry: Message) -> None:
         """Loads the experts of the epoch that this member is to join, while the group serves without it. What
@@ -308,31 +306,14 @@ class Member:
         """
         if entry["heads"] != self._heads:
             return
-        epoch = epoch_from(entry["epoch"])
-        self._check_lane(epoch)
-        self._rank.experts.use_weights(epoch.weights)
-        self._load(epoch, 0)
-        self._epoch = epoch
+        self._held.load_beforehand(epoch_from(entry["epoch"]))
         if entry["heads"] != self._heads:
             return
-        self._tell({"kind": "loaded", "generation": 0} | self._held())
-
-    def _held(self) -> Message:
-        """What this member has read since its start, and the bytes that it holds."""
-        experts = self._rank.experts
-        return {"bytes_read": experts.bytes_read, "weight_bytes": experts.bank.nbytes}
-
-    def _check_lane(self, epoch: Epoch) -> None:
-        """Raises RuntimeError where this process was started with another lane than its seat has."""
-        own = None if self._lane is None else self._lane.number
-        if (given := epoch.members.at(self._rank.index).lane) != own:
-            raise RuntimeError(
-                f"seat {self._rank.index} has lane {given}; its process was started with {own}"
-            )
+        self._tell({"kind": "loaded", "generation": 0} | self._held.counts())
 
     def _join_generation(self, entry: Message) -> None:
         """Everyone is prepared: joins the generation's process group and takes jobs."""
-        if self._epoch is None:
+        if self._held.epoch is None:
             raise RuntimeError("join came before prepare")
         started = time.perf_counter()
         self._rank.progress.join(Phase.GROUP)
@@ -342,6 +323,7 @@ class Member:
         grouped = time.perf_counter()
         self._rank.progress.join(Phase.DISPATCHERS)
         self._rank.join(group)
+        self.joined = True
         log.info(
             "rank %d: joined generation %d, its process group in %.2f s, dispatchers in %.2f s",
             self._rank.index,
@@ -356,21 +338,10 @@ class Member:
             self._lane.open(entry["generation"])
         if entry["generation"] != self._generation and self._lane is not None:
             self._lane.hold("the group is forming again")  # its abort came before the lane was open
-        self.on_serving(entry["generation"], self._epoch.number)
+        self.on_serving(entry["generation"], self._held.epoch.number)
         joined = {"kind": "joined", "generation": entry["generation"]}
         self._tell(joined | {"plans": plans_message(self._rank.plans)})
-        self._restoring.begin(entry["generation"], self._lacks)
-
-    def _prepare_change(self, message: Message) -> None:
-        """Has the mover prepare the next epoch, or abandon it; steps go on."""
-        if self.mover is None:
-            if message["kind"] == "stage":
-                vote = {"kind": "voted", "generation": message["generation"], "change": message["change"]}
-                self._tell(vote | {"staged": [], "refused": "this rank was started without a mover"})
-        elif message["kind"] == "stage":
-            self.mover.stage(order_from(message))
-        else:
-            self.mover.abandon()
+        self._restoring.begin(entry["generation"], self._held.lacks)
 
     def _drain(self, message: Message) -> None:
         """Takes no further call, and says when those under way have ended. Steps go on meanwhile."""
@@ -386,76 +357,15 @@ class Member:
         """Tells the coordinator what this member keeps in host memory."""
         self._tell(shadowed_message(shadowed))
 
-    def send_vote(self, vote: Vote) -> None:
-        """Sends the mover's vote to the coordinator."""
-        self._tell(vote_message(vote))
-
-    def report_corruption(self, order: StageOrder, what: str) -> None:
-        """Reports a slot that does not hold what was staged; its layer is read from disk before it serves."""
-        self._rank.experts.invalidate(order.layer)
-        self._epoch = None
-        self._tell({"kind": "failed", "generation": order.generation, "reason": what})
-
-    def _commit(self, entry: Message) -> None:
-        """Commits what every member had voted for: it is served from the next step on."""
-        if self._epoch is None or self.mover is None:
-            raise RuntimeError("commit came before prepare")
-        self._steps.drain()
-        epoch, layer = committed_epoch(entry, self._epoch), int(entry["layer"])
-        try:
-            self.mover.commit(entry["change"])
-        except BaseException:
-            self._rank.experts.invalidate(self._rank.served.layers[layer])
-            self._epoch = None
-            raise
-        self._rank.adopt(epoch, layer)
-        self._epoch = self._adopted = epoch
-        self.on_epoch(entry["generation"], epoch.number)
-        adopted = {"kind": "adopted", "generation": entry["generation"], "change": entry["change"]}
-        self._tell(adopted)
-
     def _say_here(self, generation: int) -> None:
         """Tells the head that this process runs, and goes on."""
         self._tell(here_message(generation, self._rank.progress.reached))
-
-    def _load(self, epoch: Epoch, generation: int) -> None:
-        started, bar = time.perf_counter(), progress_bar(self._rank.index)
-
-        def told(layers: Iterable[int]) -> Iterator[int]:
-            for layer in bar(layers):
-                self._say_here(generation)
-                yield layer
-
-        before = self._rank.experts.bytes_read
-        self._rank.load(epoch, told)
-        seconds = max(1e-6, time.perf_counter() - started)
-        megabytes = (self._rank.experts.bytes_read - before) / 1e6
-        log.info(
-            "rank %d: read %.1f MB of expert weights for %d layers in %.2f s, %.1f MB/s",
-            *(self._rank.index, megabytes, len(self._rank.served.layers), seconds, megabytes / seconds),
-        )
-
-    def _restore(self, position: int, copier: Copier) -> None:
-        """Fills what this member lacks of one layer."""
-        if (epoch := self._epoch) is None:
-            raise Abandoned
-        self._rank.experts.restore(epoch, position, copier)
 
     def _leave(self) -> None:
         """Closes the dispatchers and ends the generation's group; no other group of the process changes."""
         self._restoring.stop()
         self._steps.drain()
+        self.joined = False
+        self.on_leave()
         self._rank.leave()
         self._group.leave()
-
-
-def _loaded(epoch: Epoch) -> tuple[object, ...]:
-    """What a member reads experts for: a change of anything else needs no load."""
-    return epoch.placement, epoch.versions, epoch.members
-
-
-def progress_bar(rank: int) -> LayerProgress:
-    """A bar over layers while experts are read, on the standard error of rank 0 only."""
-    from tqdm import tqdm
-
-    return lambda layers: tqdm(layers, desc="experts", unit="layer", disable=rank != 0 or not os.isatty(2))

@@ -11,10 +11,10 @@ from moeserve.runtime.control.stream import Message, StreamClosed
 from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.errors import WrongVersion
 from moeserve.runtime.rank.answers import InOrder, on_host
-from moeserve.runtime.rank.lane import Lane
+from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.measured import RowsReading, since
+from moeserve.runtime.rank.member.reports import Counted, Reports
 from moeserve.runtime.rank.rank import Rank
-from moeserve.runtime.rank.reports import Counted, Reports
 from moeserve.runtime.rank.transfers.transfers import ASIDE_BYTES, InFlight
 from moeserve.runtime.step import (
     Header,
@@ -224,6 +224,10 @@ class MemberSteps:
             upload.release()
 
         self._finishing.beside(retire)
+
+    def after(self, act: Callable[[], None]) -> None:
+        """Has `act` done after all that was launched. Raises TimeoutError where that does not end."""
+        self._finishing.put(act)
 
     def drain(self) -> None:
         """Waits until every launched step has ended, and its callers have their answers.

@@ -19,23 +19,19 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from moeserve.proto.texts import clipped
 from moeserve.runtime.config import Config
 from moeserve.runtime.head.reception import RankProcess
 from moeserve.runtime.launch.head_process import Head
-from moeserve.runtime.launch.ray_rank import ALL_GPUS, NO_GPU, Placed, RankActor
-from moeserve.runtime.launch.ray_spares import Spares
+from moeserve.runtime.launch.on_ray.node_watches import Looks, NodeWatches, first_line, is_ready
+from moeserve.runtime.launch.on_ray.ray_rank import ALL_GPUS, NO_GPU, Placed, RankActor
+from moeserve.runtime.launch.on_ray.ray_spares import Spares
 from moeserve.runtime.launch.restarts import Restarts, why_given_up
-from moeserve.runtime.launch.watch import ProcessWatch
 
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1  # between looks at what actors and watches have answered
-WATCH_LATE_SECONDS = (
-    5.0  # for a node's watch to answer; then Ray is asked for the node, or a new watch begins
-)
 STOP_SECONDS = 5.0  # for ranks that were told to stop
 
 
@@ -55,17 +51,6 @@ class _Actor:
     gone: bool = False
 
 
-@dataclass(eq=False)
-class _NodeWatch:
-    """The watch of one node, and what it is asked now."""
-
-    handle: Any
-    asked_at: float
-    late_at: float  # when it was asked, or Ray was asked for its node last
-    answer: Any = None
-    began: bool = False  # it has answered before
-
-
 class RankActors:
     """One thread, which alone talks to Ray. `resources` is what an actor takes of its bundle of `group`."""
 
@@ -75,10 +60,10 @@ class RankActors:
         self._config, self._head = config, head
         self._group, self._resources = group, resources
         self._actors: dict[int, _Actor | None] = {}  # by rank; None: it is to be started again
-        self._watches: dict[str, _NodeWatch] = {}  # by node
         self._last: dict[int, _Actor] = {}  # by rank: the one that ended last
         ranks, begin = config.parallel.mesh.ranks, config.cluster.begin_seconds
         self._spares = Spares(config.cluster.spares, ranks, begin, self._create_spare, self._end_spare)
+        self._watches = NodeWatches(begin, self._processes, self._take_looks, self._lose_node)
         self._restarts = Restarts()
         self._retiring: dict[int, float] = {}  # rank -> since when it has no seat any more and is to end
         self._given_up: deque[RankProcess] = deque()  # as the head says
@@ -107,8 +92,7 @@ class RankActors:
             if actor is not None:
                 self._kill(actor)
         self._spares.stop()
-        for watch in list(self._watches.values()):
-            ray.kill(watch.handle)
+        self._watches.stop()
 
     def _end_watching(self) -> None:
         """Waits for the watching thread, so that what it has just started is ended like all else."""
@@ -187,9 +171,9 @@ class RankActors:
                 continue
             if actor.ended is None and not actor.condemned:
                 self._take_place(rank, actor)
-            elif _ready(actor.ended) and not actor.condemned:
+            elif is_ready(actor.ended) and not actor.condemned:
                 self._condemn(rank, actor.pid, _end_of(actor.ended))
-        self._look_at_nodes()
+        self._watches.look()
         for rank, actor in self._actors.items():
             if actor is not None and actor.gone:
                 self._note_ended(rank, actor)
@@ -221,8 +205,8 @@ class RankActors:
 
     def _end_spare(self, handle: Any, place: Placed | None) -> None:
         """Ends a spare's process."""
-        if place is not None and place.node in self._watches:
-            self._watches[place.node].handle.kill.remote(place.pid)
+        if place is not None:
+            self._watches.kill(place.node, place.pid)
         ray.kill(handle)
 
     def _follow_seats(self, wanted: Collection[int] | None) -> None:
@@ -274,7 +258,7 @@ class RankActors:
     def _take_place(self, rank: int, actor: _Actor) -> None:
         """Starts the rank of an actor that Ray has placed; one that it does not place is created anew."""
         begin = self._config.cluster.begin_seconds
-        if not _ready(actor.placed):
+        if not is_ready(actor.placed):
             if time.monotonic() - actor.since > begin:
                 why = f"Ray has not started its actor within cluster.begin_seconds = {begin:g}"
                 self._condemn(rank, 0, why)
@@ -282,7 +266,7 @@ class RankActors:
         try:
             place = Placed(*ray.get(actor.placed))
         except RayError as error:
-            self._condemn(rank, 0, _first_line(error))
+            self._condemn(rank, 0, first_line(error))
             return
         self._begin(rank, actor, place)
         self._tell_living()
@@ -292,8 +276,7 @@ class RankActors:
         actor.pid, actor.node, actor.host_id, actor.gpu = place
         actor.since, head = time.monotonic(), self._head
         actor.ended = actor.handle.run.remote(self._config, rank, head.streams, head.token, actor.gpu)
-        if actor.node not in self._watches:
-            self._watches[actor.node] = _node_watch(actor.node)
+        self._watches.watch(actor.node)
 
     def _condemn(self, rank: int, pid: int, why: str) -> None:
         """Has a process killed; one that never told its id has done nothing yet, and counts as gone."""
@@ -307,8 +290,8 @@ class RankActors:
 
     def _kill(self, actor: _Actor) -> None:
         """Kills the process by its node's watch, which a stopped one does not survive; then tells Ray."""
-        if actor.pid and actor.node in self._watches:
-            self._watches[actor.node].handle.kill.remote(actor.pid)
+        if actor.pid:
+            self._watches.kill(actor.node, actor.pid)
         ray.kill(actor.handle)
 
     def _note_ended(self, rank: int, actor: _Actor) -> None:
@@ -325,92 +308,46 @@ class RankActors:
 
     # -- nodes ----------------------------------------------------------------------------------------------
 
-    def _look_at_nodes(self) -> None:
-        """Takes the watches' answers, and asks them again."""
-        for node, watch in list(self._watches.items()):
-            ranks = {
-                one.pid: (rank, one)
-                for rank, one in self._actors.items()
-                if one is not None and one.node == node and not one.gone
-            }
-            if watch.answer is None:
-                watch.asked_at = watch.late_at = time.monotonic()
-                watch.answer = watch.handle.look.remote([*ranks, *self._spares.pids(node)])
-            elif _ready(watch.answer):
-                self._take_looks(node, watch, ranks)
-            elif time.monotonic() - watch.late_at > WATCH_LATE_SECONDS:
-                self._ask_for_node(node, watch, ranks)
+    def _processes(self, node: str) -> list[int]:
+        """The processes of ranks and spares on a node."""
+        return [*self._ranks_of(node), *self._spares.pids(node)]
 
-    def _ask_for_node(self, node: str, watch: _NodeWatch, ranks: dict[int, tuple[int, _Actor]]) -> None:
-        """Asks Ray for a node whose watch does not answer. One that begins has longer to do so."""
-        watch.late_at = time.monotonic()
-        waited = watch.late_at - watch.asked_at
-        if not _lives(node):
-            self._lose_node(node, ranks)
-        elif watch.began or waited > self._config.cluster.begin_seconds:
-            self._replace_watch(node, watch, f"no answer for {waited:.0f} s")
+    def _ranks_of(self, node: str) -> dict[int, tuple[int, _Actor]]:
+        """The ranks that run on a node, by their processes."""
+        return {
+            one.pid: (rank, one)
+            for rank, one in self._actors.items()
+            if one is not None and one.node == node and not one.gone
+        }
 
-    def _take_looks(self, node: str, watch: _NodeWatch, ranks: dict[int, tuple[int, _Actor]]) -> None:
+    def _take_looks(self, node: str, looks: Looks) -> None:
         """What a node's watch has seen of the ranks there."""
-        try:
-            looks, watch.answer, watch.began = ray.get(watch.answer), None, True
-        except RayError as error:
-            if _lives(node):
-                self._replace_watch(node, watch, _first_line(error))
-            else:
-                self._lose_node(node, ranks)
-            return
         self._spares.seen(looks, self._config.cluster.stopped_seconds)
         seats = self._head.seats()
-        for pid, (rank, actor) in ranks.items():
+        for pid, (rank, actor) in self._ranks_of(node).items():
             if pid not in looks:
                 continue
-            if looks[pid] is None:
+            if (look := looks[pid]) is None:
                 actor.gone = True
                 continue
             if actor.condemned:
-                watch.handle.kill.remote(pid)
+                self._watches.kill(node, pid)
                 continue
             began = max(actor.since, self._head.since)
             waited = None if rank in seats or self._stopping.is_set() else time.monotonic() - began
-            if why := why_given_up(self._config.cluster, looks[pid], waited):
+            if why := why_given_up(self._config.cluster, look, waited):
                 log.warning("rank %d (pid %d) is given up: %s", rank, pid, why)
                 self._head.given_up(RankProcess(rank, pid, actor.host_id), why)
                 self._condemn(rank, pid, why)
 
-    def _replace_watch(self, node: str, watch: _NodeWatch, why: str) -> None:
-        log.warning("the watch of node %s is started again: %s", node, why)
-        ray.kill(watch.handle)
-        self._watches[node] = _node_watch(node)
-
-    def _lose_node(self, node: str, ranks: dict[int, tuple[int, _Actor]]) -> None:
+    def _lose_node(self, node: str) -> None:
         """Notes that a node is dead, and all that ran there."""
-        del self._watches[node]
         self._spares.lose_node(node)
-        for pid, (rank, actor) in ranks.items():
+        for pid, (rank, actor) in self._ranks_of(node).items():
             why = f"its node {node} is dead"
             log.warning("rank %d (pid %d) is given up: %s", rank, pid, why)
             actor.condemned, actor.gone = why, True
             self._head.given_up(RankProcess(rank, pid, actor.host_id), why)
-
-
-def _lives(node: str) -> bool:
-    """Whether Ray counts a node as alive."""
-    return any(one["NodeID"] == node and one["Alive"] for one in ray.nodes())
-
-
-def _node_watch(node: str) -> _NodeWatch:
-    """A watch in a process of its own on a node; it takes none of the node's CPUs."""
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
-    remote: Callable[..., Any] = (
-        ray.remote(ProcessWatch).options(num_cpus=0, scheduling_strategy=there, max_restarts=0).remote
-    )
-    return _NodeWatch(remote(), time.monotonic(), time.monotonic())
-
-
-def _ready(ref: Any) -> bool:
-    """Whether there is an answer, or a failure in its place."""
-    return ref is not None and bool(ray.wait([ref], timeout=0)[0])
 
 
 def _end_of(ended: Any) -> str:
@@ -418,10 +355,5 @@ def _end_of(ended: Any) -> str:
     try:
         ray.get(ended)
     except RayError as error:
-        return _first_line(error)
+        return first_line(error)
     return "its rank has returned"
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return clipped(f"{type(error).__name__}: {lines[-1]}")

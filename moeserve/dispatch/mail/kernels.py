@@ -1,0 +1,219 @@
+"""Kernels of a device lane of a GPU: a caller brings rows and fetches answers, an owner takes and posts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moeserve.device.arguments import Arguments
+from moeserve.device.nvrtc import Program
+from moeserve.device.source import source
+from moeserve.dispatch.mail.layout import WORDS, MailLayout
+
+THREADS = 512
+MISFIT = 64
+"""Beside a pass's statuses: a step has more rows than were launched for. It, and those behind it, are to be
+launched anew.
+"""
+
+CHOICE, LOGITS = 0, 1
+"""What comes with the rows: chosen experts and weights, or router logits."""
+
+BRING = Arguments(
+    "BringArguments",
+    table="u64*",
+    hidden="const uint4*",
+    route="const u32*",
+    weights="const u32*?",
+    lines_at="u64",
+    hidden_at="u64",
+    route_at="u64",
+    weights_at="u64",
+    header_at="u64",
+    stage="int",
+    count="int",
+    layer="int",
+    kind="int",
+    row_words="int",
+    route_words="int",
+)
+FETCH = Arguments(
+    "FetchArguments",
+    table="u64*",
+    out="uint4*",
+    lines_at="u64",
+    rows_at="u64",
+    stage="int",
+    count="int",
+    row_words="int",
+)
+TAKE = Arguments(
+    "TakeArguments",
+    state="u64*",
+    hidden="uint4*",
+    route="u32*",
+    weights="u32*?",
+    valid="u8*",
+    lines_at="u64",
+    hidden_at="u64",
+    route_at="u64",
+    weights_at="u64",
+    stage="int",
+    padded="int",
+    most="int",
+    layer="int",
+    kind="int",
+    row_words="int",
+    route_words="int",
+    experts="int",
+)
+POST = Arguments(
+    "PostArguments",
+    state="u64*",
+    answer="const uint4*",
+    lines_at="u64",
+    rows_at="u64",
+    stage="int",
+    row_words="int",
+)
+
+
+class Given(NamedTuple):
+    """Rows of a step in device memory, dense: hidden states `[T, H]` of the lane's dtype, and chosen experts
+    int32 `[T, K]` with weights float32 `[T, K]`, or logits float32 `[T, E]` without.
+    """
+
+    hidden: Tensor
+    route: Tensor
+    weights: Tensor | None
+
+
+def program() -> Program:
+    """The text of all four kernels."""
+    memory = source("moeserve.dispatch.peers", "memory.cu")
+    return Program("\n".join((memory, source("moeserve.dispatch.mail", BRING, FETCH, TAKE, POST, "mail.cu"))))
+
+
+def words(device: torch.device) -> Tensor:
+    """A table, or a state: zeros, int64 `[WORDS]`."""
+    return torch.zeros(WORDS, dtype=torch.int64, device=device)
+
+
+class CallerKernels:
+    """What a caller launches on its own GPU, the current device. Under capture it becomes part of the graph:
+    addresses, the pass and the step are read from `table` when it runs.
+    """
+
+    def __init__(self, layout: MailLayout, table: Tensor) -> None:
+        self._layout = layout
+        made = program()
+        self._bring = made.function("mail_bring", BRING).bound({"table": table})
+        self._fetch = made.function("mail_fetch", FETCH).bound({"table": table})
+
+    def bring(self, stage: int, layer: int, given: Given, header_at: int = 0) -> None:
+        """Stores the rows of the stage's next step in the mailbox. header_at: where the stage's header begins
+        in the mirror, in bytes.
+        """
+        layout = self._layout
+        lines, hidden, ids, weights, logits = layout.columns(stage)
+        chosen = given.weights is not None
+        self._bring.launch(
+            layout.blocks,
+            THREADS,
+            {
+                "hidden": given.hidden,
+                "route": as_words(given.route),
+                "weights": None if given.weights is None else as_words(given.weights),
+                "lines_at": lines,
+                "hidden_at": hidden,
+                "route_at": ids if chosen else logits,
+                "weights_at": weights,
+                "header_at": header_at,
+                "stage": stage,
+                "count": given.hidden.shape[0],
+                "layer": layer,
+                "kind": CHOICE if chosen else LOGITS,
+                "row_words": layout.row_words,
+                "route_words": given.route.shape[1],
+            },
+        )
+
+    def fetch(self, stage: int, out: Tensor) -> None:
+        """Waits on the device for the answer to the stage's rows, and stores it in `out [T, H]`, dense and of
+        as many rows as were brought.
+        """
+        lines, rows = self._layout.answer(stage)
+        self._fetch.launch(
+            self._layout.blocks,
+            THREADS,
+            {
+                "out": out,
+                "lines_at": lines,
+                "rows_at": rows,
+                "stage": stage,
+                "count": out.shape[0],
+                "row_words": self._layout.row_words,
+            },
+        )
+
+
+class OwnerKernels:
+    """What an owner launches on its GPU, the current device; `state` is that of the lane whose step it is."""
+
+    def __init__(self, layout: MailLayout, state: Tensor) -> None:
+        self._layout = layout
+        made = program()
+        self._take = made.function("mail_take", TAKE).bound({"state": state})
+        self._post = made.function("mail_post", POST).bound({"state": state})
+
+    def take(self, stage: int, layer: int, room: Given, valid: Tensor) -> None:
+        """Waits on the device for the rows of the stage's next step, and stores them in `room`; `valid` bool
+        `[R]` says which of its rows there are. More than it holds are left, and the state is ended by MISFIT.
+        """
+        layout = self._layout
+        lines, hidden, ids, weights, logits = layout.columns(stage)
+        chosen = room.weights is not None
+        self._take.launch(
+            layout.blocks,
+            THREADS,
+            {
+                "hidden": room.hidden,
+                "route": as_words(room.route),
+                "weights": None if room.weights is None else as_words(room.weights),
+                "valid": valid,
+                "lines_at": lines,
+                "hidden_at": hidden,
+                "route_at": ids if chosen else logits,
+                "weights_at": weights,
+                "stage": stage,
+                "padded": room.hidden.shape[0],
+                "most": layout.rows,
+                "layer": layer,
+                "kind": CHOICE if chosen else LOGITS,
+                "row_words": layout.row_words,
+                "route_words": room.route.shape[1],
+                "experts": layout.experts,
+            },
+        )
+
+    def post(self, stage: int, answer: Tensor) -> None:
+        """Stores the answer `[R, H]` to the rows that were taken last in the caller's memory."""
+        lines, rows = self._layout.answer(stage)
+        self._post.launch(
+            self._layout.blocks,
+            THREADS,
+            {
+                "answer": answer,
+                "lines_at": lines,
+                "rows_at": rows,
+                "stage": stage,
+                "row_words": self._layout.row_words,
+            },
+        )
+
+
+def as_words(column: Tensor) -> Tensor:
+    """A dense column of 32-bit elements as int32."""
+    return column.view(torch.int32)

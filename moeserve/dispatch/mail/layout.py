@@ -1,0 +1,109 @@
+"""`MailLayout`: what lies where in the memory of a device lane of a GPU, and in the words beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+LINE_BYTES = 32  # of a block's tag, and what is said with it
+ALIGNED = 256
+MOST_BLOCKS = 64  # of a kernel that brings, takes, posts or fetches
+SHARE_WORDS = 896  # 16-byte words of rows for which a block more pays; SHARE in mail.cu
+WORDS = 32
+"""64-bit words of a caller's table, and of an owner's state of a lane."""
+
+STEPS = 16
+"""The first of the words that count the steps of each stage; one word a stage."""
+
+
+class Word(IntEnum):
+    """Words of a table and of a state, by place."""
+
+    MAILBOX = 0  # address of the owner's memory, as this side has it mapped
+    ANSWERS = 1  # address of the caller's memory, likewise
+    NUMBER = 2  # of the pass
+    PATIENCE = 3  # nanoseconds that a kernel waits
+    ENDED = 4  # how the pass has ended, a status; 0 while it runs
+    ABORT = 5  # address of a word of the host's: not 0 ends all waits; 0: there is none
+    MIRROR = 6  # of a table: address of the host's mailbox, which the owner's host reads; 0: there is none
+    TAKEN = 7  # of a state: rows of the step that was taken last
+    EPOCH = 8  # of a state: of the answers
+    VERSION = 9  # of a state: of the weights
+
+
+@dataclass(frozen=True)
+class MailLayout:
+    """The sizes of a device lane of a GPU, and the places that follow from them, in bytes.
+
+    rows: of a step at most. A mailbox has for each stage a line of each block, hidden states `[rows, H]` of
+    `dtype`, ids int32 and weights float32 `[rows, K]`, and logits float32 `[rows, E]`; answers have lines,
+    and `[rows, H]`. Raises ValueError where a row is no multiple of 16 bytes.
+    """
+
+    rows: int
+    stages: int
+    hidden: int
+    experts: int
+    top_k: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.row_bytes % 16:
+            raise ValueError(
+                f"a row of {self.hidden} {self.dtype} has {self.row_bytes} bytes; device lanes of a GPU take "
+                "multiples of 16"
+            )
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row of hidden states, or of answers."""
+        return self.hidden * self.dtype.itemsize
+
+    @property
+    def row_words(self) -> int:
+        """16-byte words of one row."""
+        return self.row_bytes // 16
+
+    @property
+    def blocks(self) -> int:
+        """Of each kernel of this lane."""
+        return max(1, min(MOST_BLOCKS, self.rows * self.row_words // SHARE_WORDS))
+
+    @property
+    def _lines(self) -> int:
+        return _aligned(self.blocks * LINE_BYTES)
+
+    @property
+    def _columns(self) -> tuple[int, ...]:
+        """Bytes of a stage's lines, hidden states, ids, weights and logits."""
+        chosen = _aligned(self.rows * self.top_k * 4)
+        logits = _aligned(self.rows * self.experts * 4)
+        return self._lines, _aligned(self.rows * self.row_bytes), chosen, chosen, logits
+
+    @property
+    def mailbox_bytes(self) -> int:
+        """Of the owner's memory."""
+        return self.stages * sum(self._columns)
+
+    @property
+    def answers_bytes(self) -> int:
+        """Of the caller's memory."""
+        return self.stages * (self._lines + _aligned(self.rows * self.row_bytes))
+
+    def columns(self, stage: int) -> tuple[int, int, int, int, int]:
+        """Where a stage's lines, hidden states, ids, weights and logits begin in the mailbox."""
+        lines, hidden, ids, weights, logits = self._columns
+        at = stage * (lines + hidden + ids + weights + logits)
+        first = at + lines
+        return at, first, first + hidden, first + hidden + ids, first + hidden + ids + weights
+
+    def answer(self, stage: int) -> tuple[int, int]:
+        """Where a stage's lines and its answer begin in the answers."""
+        at = stage * (self._lines + _aligned(self.rows * self.row_bytes))
+        return at, at + self._lines
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNED) * ALIGNED

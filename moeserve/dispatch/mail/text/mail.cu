@@ -1,0 +1,224 @@
+// Rows from a caller's GPU to an owner's and answers home, over memory that both map. No host is between: whoever
+// reads waits, for a bounded time, for the tag of what it reads.
+//
+// A *line* of 32 bytes for each block says that the block's share is there. Both sides divide a step of `count` rows
+// among `blocks_of(count)` blocks alike, so that a block waits for one other alone. `memory.cu` and the structs of
+// arguments precede this text.
+
+struct __align__(32) Line {
+  u64 tag;  // written last
+  u32 count;
+  u32 first, second, third;  // of a mailbox: layer, kind; of answers: status, epoch, version
+  u32 unused[2];
+};
+
+// Words of a caller's table, and of an owner's state of a lane. Steps and tickets: one word a stage.
+enum { MAILBOX, ANSWERS, NUMBER, PATIENCE, ENDED, ABORT, MIRROR, TAKEN, EPOCH, VERSION, STEPS = 16, TICKETS = 24 };
+enum { LATE = 2, LOST = 3, REFUSED = 5 };  // statuses of a pass
+enum { MISFIT = 64 };                      // the step has more rows than were launched for: it is to be launched anew
+enum { HEADER_TAG, HEADER_LAYER, HEADER_STAGE, HEADER_COUNT, HEADER_KIND };
+
+#define SHARE 896  // 16-byte words of rows for which a block more pays
+
+DEVICE u64 load_acquire(const u64* at) {
+  u64 value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+  return value;
+}
+
+DEVICE void store_release(u64* at, u64 value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
+// Past the first cache, which does not see what other GPUs write.
+DEVICE uint4 load_fresh(const uint4* at) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+  return v;
+}
+
+DEVICE u32 load_fresh(const u32* at) {
+  u32 v;
+  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(at));
+  return v;
+}
+
+DEVICE int blocks_of(u32 count, int row_words, int most) {
+  long wanted = (long)count * row_words / SHARE;
+  return wanted < 1 ? 1 : wanted > most ? most : (int)wanted;
+}
+
+// The tag of a step of pass `number`, as `tag_of` in mailbox.py.
+DEVICE u64 tag_of(u64 number, u64 steps) { return number << 32 | (steps % 0xffffffffull + 1); }
+
+template <class Word>
+DEVICE void copy_share(const Word* from, Word* to, long words, int block, int blocks) {
+  const long first = words * block / blocks, last = words * (block + 1) / blocks;
+  for (long at = first + threadIdx.x; at < last; at += blockDim.x) to[at] = load_fresh(from + at);
+}
+
+// Notes how a pass has ended, where it had not.
+DEVICE void note_end(u64* words, u64 status) { atomicCAS(words + ENDED, 0ull, status); }
+
+// Waits for a line's tag, unless the pass has ended or is aborted by the host. One thread asks.
+DEVICE bool await_tag(const Line* line, u64 tag, u64* words, u64 late) {
+  const u64 began = nanoseconds();
+  const u32* abort = (const u32*)words[ABORT];
+  for (u32 polls = 1; load_acquire(&line->tag) != tag; ++polls) {
+    if (polls % 16) continue;
+    if (*(volatile u64*)(words + ENDED)) return false;
+    if (abort && load_relaxed(abort)) {
+      note_end(words, LOST);
+      return false;
+    }
+    if (nanoseconds() - began <= words[PATIENCE]) continue;
+    note_end(words, late);
+    return false;
+  }
+  return true;
+}
+
+// The last block that is done counts the step.
+DEVICE void count_step(u64* words, int stage) {
+  __syncthreads();
+  if (threadIdx.x) return;
+  __threadfence();
+  if (atomicAdd(words + TICKETS + stage, 1ull) != gridDim.x - 1) return;
+  words[TICKETS + stage] = 0;
+  words[STEPS + stage] += 1;
+}
+
+// As `copy_share`, of chosen experts. One that there is not ends the pass, and nobody computes it.
+DEVICE void copy_ids(const u32* from, u32* to, long words, int block, int blocks, int experts, u64* state) {
+  const long first = words * block / blocks, last = words * (block + 1) / blocks;
+  for (long at = first + threadIdx.x; at < last; at += blockDim.x) {
+    const u32 id = load_fresh(from + at);
+    const bool known = id + 1 <= (u32)experts;  // -1: none
+    if (!known) note_end(state, REFUSED);
+    to[at] = known ? id : 0xffffffffu;
+  }
+}
+
+// -- the caller's -------------------------------------------------------------------------------------------
+
+// Brings `count` rows of `layer` into the mailbox.
+extern "C" __global__ void mail_bring(const __grid_constant__ BringArguments args) {
+  u64* words = args.table;
+  const int block = blockIdx.x, blocks = blocks_of(args.count, args.row_words, gridDim.x);
+  if (block >= blocks || words[ENDED]) return;
+  u8* box = (u8*)words[MAILBOX];
+  copy_share(args.hidden, (uint4*)(box + args.hidden_at), (long)args.count * args.row_words, block, blocks);
+  copy_share(args.route, (u32*)(box + args.route_at), (long)args.count * args.route_words, block, blocks);
+  if (args.weights)
+    copy_share(args.weights, (u32*)(box + args.weights_at), (long)args.count * args.route_words, block, blocks);
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x) return;
+  const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]);
+  Line* line = (Line*)(box + args.lines_at) + block;
+  store_relaxed(&line->count, args.count);
+  store_relaxed(&line->first, args.layer);
+  store_relaxed(&line->second, args.kind);
+  store_release(&line->tag, tag);
+  if (block || !words[MIRROR]) return;
+  volatile u64* header = (volatile u64*)((u8*)words[MIRROR] + args.header_at);  // for the owner's host
+  header[HEADER_LAYER] = args.layer;
+  header[HEADER_STAGE] = args.stage;
+  header[HEADER_COUNT] = args.count;
+  header[HEADER_KIND] = args.kind;
+  store_release((u64*)header + HEADER_TAG, tag);
+}
+
+// Waits for the answer to the stage's rows. What has no answer is filled with zeros, and ENDED says why.
+extern "C" __global__ void mail_fetch(const __grid_constant__ FetchArguments args) {
+  u64* words = args.table;
+  const int block = blockIdx.x, blocks = blocks_of(args.count, args.row_words, gridDim.x);
+  const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]);
+  const u8* answers = (const u8*)words[ANSWERS];
+  __shared__ bool there;
+  if (block < blocks) {
+    if (threadIdx.x == 0) {
+      const Line* line = (const Line*)(answers + args.lines_at) + block;
+      there = !*(volatile u64*)(words + ENDED) && await_tag(line, tag, words, LOST);
+      if (there && load_relaxed(&line->first)) {
+        note_end(words, load_relaxed(&line->first));
+        there = false;
+      }
+    }
+    __syncthreads();
+    const long all = (long)args.count * args.row_words;
+    if (there) {
+      copy_share((const uint4*)(answers + args.rows_at), args.out, all, block, blocks);
+    } else {
+      const long first = all * block / blocks, last = all * (block + 1) / blocks;
+      for (long at = first + threadIdx.x; at < last; at += blockDim.x) args.out[at] = make_uint4(0, 0, 0, 0);
+    }
+  }
+  count_step(words, args.stage);
+}
+
+// -- the owner's --------------------------------------------------------------------------------------------
+
+// Takes the rows of a step of `layer` into a room of `padded` rows; those that are none are not valid.
+extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args) {
+  u64* words = args.state;
+  const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]);
+  const u8* box = (const u8*)words[MAILBOX];
+  const Line* lines = (const Line*)(box + args.lines_at);
+  __shared__ u32 rows;
+  const int block = blockIdx.x;
+  if (threadIdx.x == 0) {
+    rows = 0;
+    if (!*(volatile u64*)(words + ENDED) && await_tag(lines, tag, words, LATE)) {
+      const u32 count = load_relaxed(&lines->count);
+      const bool named = load_relaxed(&lines->first) == (u32)args.layer && load_relaxed(&lines->second) == (u32)args.kind;
+      if (!named || count > (u32)args.most) {
+        note_end(words, REFUSED);
+      } else if (count > (u32)args.padded) {
+        note_end(words, MISFIT);
+      } else if (block < blocks_of(count, args.row_words, gridDim.x)) {
+        if (block == 0 || await_tag(lines + block, tag, words, LATE)) rows = count;
+      }
+    }
+    if (block == 0) words[TAKEN] = rows;
+  }
+  __syncthreads();
+  const int blocks = blocks_of(rows, args.row_words, gridDim.x);
+  if (rows) {
+    copy_share((const uint4*)(box + args.hidden_at), args.hidden, (long)rows * args.row_words, block, blocks);
+    const u32* route = (const u32*)(box + args.route_at);
+    if (args.weights)
+      copy_ids(route, args.route, (long)rows * args.route_words, block, blocks, args.experts, words);
+    else
+      copy_share(route, args.route, (long)rows * args.route_words, block, blocks);
+    if (args.weights)
+      copy_share((const u32*)(box + args.weights_at), args.weights, (long)rows * args.route_words, block, blocks);
+  }
+  if (block == 0)
+    for (int at = threadIdx.x; at < args.padded; at += blockDim.x) args.valid[at] = at < rows;
+}
+
+// Gives the answer of the step that was taken last to its caller, and counts the step.
+extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args) {
+  u64* words = args.state;
+  const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]), ended = words[ENDED];
+  const u32 count = (u32)words[TAKEN];
+  const int block = blockIdx.x, blocks = ended ? gridDim.x : blocks_of(count, args.row_words, gridDim.x);
+  u8* answers = (u8*)words[ANSWERS];
+  if (ended == MISFIT) return;
+  if (block < blocks) {
+    if (!ended)
+      copy_share(args.answer, (uint4*)(answers + args.rows_at), (long)count * args.row_words, block, blocks);
+    __threadfence_system();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      Line* line = (Line*)(answers + args.lines_at) + block;
+      store_relaxed(&line->count, count);
+      store_relaxed(&line->first, (u32)ended);
+      store_relaxed(&line->second, (u32)words[EPOCH]);
+      store_relaxed(&line->third, (u32)words[VERSION]);
+      store_release(&line->tag, tag);
+    }
+  }
+  count_step(words, args.stage);
+}

@@ -1,0 +1,160 @@
+"""`AnnouncedLane`: one attached caller's memory, and the passes that are announced and told of in it."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from moeserve.proto.passes import mailbox as m
+from moeserve.proto.passes.mailbox import MailboxLayout, Status, fence
+from moeserve.proto.texts import clipped
+from moeserve.runtime.doors.payloads.regions import Hold
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class LaneMemory:
+    """The two regions of a device lane, by name, and a hold on each."""
+
+    mailbox: str
+    answers: str
+    held: tuple[Hold, Hold]
+    layout: MailboxLayout
+    quiet: Callable[[], bool]  # whether nobody else uses the answers: no step can write one any more
+
+
+@dataclass(frozen=True)
+class LaneModel:
+    """What a rank serves, as far as a lane has to know it."""
+
+    name: str
+    hidden: int
+    experts: int
+    top_k: int
+    layers: tuple[int, ...]
+
+
+@dataclass
+class Counts:
+    """What a device lane has done."""
+
+    passes: int = 0
+    steps: int = 0
+    ended: str = ""
+
+
+@dataclass(frozen=True)
+class LaneTerms:
+    """What passes of a lane may ask for."""
+
+    layers: frozenset[int]
+    patience: float  # seconds for rows
+    answer: float  # seconds for an answer
+    observe: Callable[[str], None]  # is told how each pass ended, by a status's name
+    counts: Counts = field(default_factory=Counts)
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a caller says of its next pass."""
+
+    number: int
+    layers: tuple[int, ...]
+    stages: int
+    standing: bool
+    any_weights: bool
+    version: int  # of the weights that its steps must have; 0: whichever comes first
+
+
+class AnnouncedLane(ABC):
+    """A caller's lane. `look` is called by one thread, `detach` by any."""
+
+    def __init__(self, memory: LaneMemory, terms: LaneTerms) -> None:
+        self.memory, self.counts = memory, terms.counts
+        self.detached: str = ""  # why
+        self._terms = terms
+        box, answers = memory.held
+        self._box = _words(box.memory)
+        self._out, self._text = _words(answers.memory), answers.memory[m.TEXT : m.TEXT + m.MOST_TEXT]
+        self._last = 0  # the pass that was announced last
+
+    @property
+    @abstractmethod
+    def in_pass(self) -> bool:
+        """Whether a pass runs."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of its memory."""
+        return self.memory.layout.mailbox_bytes + self.memory.layout.answers_bytes
+
+    @property
+    def rows(self) -> int:
+        """The most of a step."""
+        return self.memory.layout.rows
+
+    @abstractmethod
+    def detach(self, why: str) -> None:
+        """Ends the pass that runs, and begins no other. Steps under way are given up."""
+
+    @abstractmethod
+    def look(self, now: float) -> bool:
+        """Does what the caller's words ask for; whether there was anything."""
+
+    def _announced(self) -> Announcement | None:
+        """The pass that has been announced since the last look; a wrong one is refused. `_last` is its
+        number.
+        """
+        number = self._box[m.ANNOUNCED]
+        if number == self._last:
+            return None
+        fence()
+        self._last = number
+        box = self._box
+        steps, stages, flags = box[m.STEPS], box[m.STAGES], box[m.FLAGS]
+        layers = tuple(box[m.LAYERS : m.LAYERS + min(steps, m.MOST_LAYERS)])
+        if wrong := "; ".join(self._wrong((number, steps, stages, flags), layers)):
+            self._tell(number, Status.REFUSED, f"bad_pass: {wrong}")
+            return None
+        modes = bool(flags & m.STANDING), bool(flags & m.ANY_WEIGHTS)
+        return Announcement(number, layers, stages, *modes, box[m.WANTED_VERSION])
+
+    def _wrong(self, said: tuple[int, int, int, int], layers: tuple[int, ...]) -> Iterator[str]:
+        """What is wrong with an announcement."""
+        number, steps, stages, flags = said
+        most = self.memory.layout.stages
+        if not 0 < number <= m.LAST_NUMBER:
+            yield f"number {number} is not one of 1 to {m.LAST_NUMBER}"
+        if not 0 < steps <= m.MOST_LAYERS:
+            yield f"{steps} layers; a pass has 1 to {m.MOST_LAYERS}"
+        if flags & ~(m.STANDING | m.ANY_WEIGHTS):
+            yield f"flags {flags} are unknown"
+        if not 0 < stages <= most:
+            yield f"{stages} stages; this lane was attached with {most}"
+        if unknown := [layer for layer in layers if layer not in self._terms.layers]:
+            yield f"layer {unknown[0]} has no experts served here"
+
+    def _tell(self, number: int, status: Status, text: str) -> None:
+        self.counts.passes += 1
+        self.counts.ended = status.name.lower()
+        self._terms.observe(self.counts.ended)
+        if status is not Status.OK:
+            log.info("a pass ends with %s: %s", status.name, text, extra={"sort": f"pass {status.name}"})
+        data = clipped(text).encode()[: m.MOST_TEXT]
+        self._text[: len(data)] = data
+        self._out[m.STATUS], self._out[m.TEXT_BYTES] = int(status), len(data)
+        fence()
+        self._out[m.ENDED] = number
+
+    def close(self) -> None:
+        """Lets go of its memory; no pass runs any more."""
+        for held in self.memory.held:
+            held.close()
+
+
+def _words(memory: memoryview) -> memoryview:
+    """The same bytes as words of 64 bits, each read and written at once."""
+    return memory.cast("B").cast("Q")

@@ -1,0 +1,65 @@
+"""`MailHost`: makes the lanes of callers' GPUs at a rank that computes on one."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from moeserve.dispatch.mail.layout import MailLayout
+from moeserve.proto import moe_pb2
+from moeserve.proto.tensors import TensorError
+from moeserve.proto.texts import quoted
+from moeserve.runtime.doors.device_errors import DeviceRefused
+from moeserve.runtime.doors.passes.announced import LaneMemory, LaneModel, LaneTerms
+from moeserve.runtime.doors.passes.mail_lane import MailLane
+from moeserve.runtime.rank.runs.member_runs import CannotRun, MemberRuns
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+GPU = re.compile(r"cuda:[0-9a-fA-F-]{36}")
+
+
+class MailHost:
+    """Checks what callers with a GPU ask for, and makes their lanes.
+
+    lane_bytes: of device memory, of one lane at most. share_gpu: callers may share the rank's GPU, and both
+    then take turns of milliseconds.
+    """
+
+    def __init__(
+        self, runs: MemberRuns, model: LaneModel, lane_bytes: int, *, share_gpu: bool = False
+    ) -> None:
+        self._runs, self._model, self._lane_bytes, self._share_gpu = runs, model, lane_bytes, share_gpu
+
+    def check(self, device: str) -> None:
+        """Raises DeviceRefused where rows of this GPU cannot be taken here."""
+        if not GPU.fullmatch(device):
+            raise DeviceRefused(f"device: {quoted(device)} is neither cpu nor cuda: and the UUID of a GPU")
+        if self._runs.device_uuid == device.removeprefix("cuda:") and not self._share_gpu:
+            raise DeviceRefused(
+                f"device: {quoted(device)} computes this rank's experts, and two processes on one GPU take "
+                "turns of milliseconds; call from another GPU, or run in process (mode 'in_process')"
+            )
+
+    def lane(
+        self, request: moe_pb2.AttachLaneRequest, memory: LaneMemory, terms: LaneTerms
+    ) -> tuple[MailLane, bytes]:
+        """A lane, and the handle of its mailbox, which the caller maps. Raises DeviceRefused, TensorError."""
+        model, runs, name = self._model, self._runs, memory.layout.dtype.name
+        if DTYPES.get(name) != runs.dtype:
+            raise DeviceRefused(f"dtype: {name} is not {runs.dtype}, in which this rank computes")
+        sizes = (request.rows, request.stages, model.hidden, model.experts, model.top_k)
+        try:
+            layout = MailLayout(*sizes, runs.dtype)
+            if (needed := layout.mailbox_bytes + layout.answers_bytes) > self._lane_bytes:
+                raise TensorError(
+                    "rows",
+                    f"{request.rows} rows at {request.stages} stages take {needed} bytes of device memory, "
+                    f"and passes.lane_bytes is {self._lane_bytes}",
+                )
+            runs.check(request.rows)
+            mail = runs.attach(layout, request.answers_handle, terms.patience)
+        except CannotRun as error:
+            raise DeviceRefused(f"device: {error}") from error
+        return MailLane(memory, terms, (layout, mail), runs), mail.handle

@@ -1,0 +1,250 @@
+"""`MailLane`: the lane of a caller's GPU. Rows and answers are on devices; its host only sees that they come.
+
+Where the caller is alone, all steps of a forward pass are launched as soon as the rows of the first are
+there; each then waits on the device for its own, and no host is between two of them. Where others want the
+rank too, a step is launched when its rows are there, so that nobody waits for this caller's attention.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moeserve.dispatch.mail.kernels import CHOICE, MISFIT
+from moeserve.dispatch.mail.layout import MailLayout
+from moeserve.proto.passes import mailbox as m
+from moeserve.proto.passes.mailbox import Status, fence, tag_of
+from moeserve.runtime.doors.passes.announced import AnnouncedLane, Announcement, LaneMemory, LaneTerms
+from moeserve.runtime.rank.graphs import padded_rows
+from moeserve.runtime.rank.runs.member_runs import Mail, MemberRuns
+from moeserve.runtime.rank.runs.runs import Run, Told
+
+COMPANY_SECONDS = 0.0003
+"""For the rows of a pass's other stages, before those that are there are launched alone."""
+
+MOST_FLYING = 2
+"""Runs of one lane that were launched and have not ended."""
+
+
+@dataclass
+class _Pass:
+    said: Announcement
+    sent: list[int]  # steps of each stage that were launched
+    since: float  # when its next rows were first wanted
+    version: int
+    flying: int = 0  # runs that have not ended
+    begun: bool = False  # whether any was launched
+    answered: int = 0  # steps of all stages
+    told: tuple[int, ...] | None = None  # steps of each stage that were answered, fewer than were launched
+    again: bool = False  # the next run begins where one had to stop
+    ends: tuple[Status, str] | None = None
+
+    def layer(self, stage: int) -> int:
+        return self.said.layers[self.sent[stage] % len(self.said.layers)]
+
+    def wants(self, stage: int) -> bool:
+        return self.said.standing or self.sent[stage] < len(self.said.layers)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all stages are at the same step."""
+        return len(set(self.sent)) == 1
+
+    @property
+    def resting(self) -> bool:
+        """Whether it is between two forward passes, or before the first."""
+        return all(steps % len(self.said.layers) == 0 for steps in self.sent)
+
+    @property
+    def done(self) -> bool:
+        return not self.said.standing and all(steps == len(self.said.layers) for steps in self.sent)
+
+    def ahead(self) -> tuple[tuple[int, int], ...]:
+        """All steps that are left of this forward pass, layer by layer."""
+        layers, at = self.said.layers, self.sent[0] % len(self.said.layers)
+        return tuple((layer, stage) for layer in layers[at:] for stage in range(len(self.sent)))
+
+
+class MailLane(AnnouncedLane):
+    """A lane of a caller's GPU."""
+
+    def __init__(
+        self, memory: LaneMemory, terms: LaneTerms, mail: tuple[MailLayout, Mail], runs: MemberRuns
+    ) -> None:
+        super().__init__(memory, terms)
+        (self._layout, self._mail), self._runs = mail, runs
+        self.alone: Callable[[], bool] = lambda: True  # nobody else wants the rank's steps now
+        self._pass: _Pass | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a pass runs."""
+        return self._pass is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the memory of both on their devices."""
+        return self._layout.mailbox_bytes + self._layout.answers_bytes
+
+    @property
+    def rows(self) -> int:
+        """The most of a step."""
+        return self._layout.rows
+
+    def detach(self, why: str) -> None:
+        """Ends the pass that runs, and begins no other; waits on the device end at once."""
+        self.detached = self.detached or why
+        self._end(Status.DETACHED, why)
+
+    def look(self, now: float) -> bool:
+        """Does what the caller's words ask for; whether there was anything."""
+        under_way = self._pass
+        if under_way is None:
+            return not self.detached and self._look_for_pass(now)
+        if self._box[m.GIVEN_UP] == under_way.said.number:
+            self._end(Status.OK, "")
+        with self._lock:
+            run = None if self._concluded() else self._next_run(under_way, now)
+            demanded = 0 if under_way.said.any_weights else under_way.version
+        if run is None:
+            return False
+        self._runs.begin(run, self, demanded)
+        return True
+
+    def _look_for_pass(self, now: float) -> bool:
+        before, said = self._last, self._announced()
+        if said is None:
+            return before != self._last
+        self._mail.lane.abort[0] = 0
+        self._pass = _Pass(said, [0] * said.stages, now, said.version)
+        if self.detached:
+            self._end(Status.DETACHED, self.detached)
+        return True
+
+    def _next_run(self, run: _Pass, now: float) -> Run | None:
+        """What is to be launched now; the lock is held. It counts as launched."""
+        if run.told is not None:
+            if run.flying:
+                return None
+            run.sent, run.told, run.again = list(run.told), None, True
+        if run.flying >= MOST_FLYING:
+            return None
+        there = [stage for stage in range(len(run.sent)) if run.wants(stage) and self._has_tag(run, stage)]
+        if not there:
+            self._look_for_late(run, now)
+            return None
+        if run.alike and len(there) < len(run.sent) and now - run.since < COMPANY_SECONDS:
+            return None
+        fence()
+        headers = [self._header(stage) for stage in there]
+        kinds = {kind for _, kind in headers}
+        counts = [min(count, self._layout.rows) for count, _ in headers]
+        rows = min(padded_rows(max(counts)), self._layout.rows)
+        if run.alike and len(there) == len(run.sent) and len(kinds) == 1 and self.alone():
+            steps = run.ahead()
+        else:
+            steps, kinds = ((run.layer(there[0]), there[0]),), {headers[0][1]}
+        begins = 0 if run.begun else run.said.number
+        made = Run(self._mail.lane, steps, rows, kinds.pop(), begins, run.again)
+        for _, stage in steps:
+            run.sent[stage] += 1
+        run.flying, run.begun, run.again, run.since = run.flying + 1, True, False, now
+        return made
+
+    def _header(self, stage: int) -> tuple[int, int]:
+        """Rows and kind of a stage's step, as the caller says to this host; the device asks for itself."""
+        head = self.memory.layout.header(stage)
+        return self._box[head + m.COUNT], min(self._box[head + m.KIND], CHOICE + 1)
+
+    def _has_tag(self, run: _Pass, stage: int) -> bool:
+        tag = self._box[self.memory.layout.header(stage) + m.TAG]
+        return bool(tag == tag_of(run.said.number, run.sent[stage]))
+
+    def _look_for_late(self, run: _Pass, now: float) -> None:
+        """Ends a pass whose caller is late; a standing one may rest between two forward passes."""
+        if run.flying or (run.said.standing and run.resting):
+            run.since = now
+        elif now - run.since > self._terms.patience:
+            key = f"passes.patience_seconds = {self._terms.patience:g}"
+            stage = min(range(len(run.sent)), key=run.sent.__getitem__)
+            text = f"late: stage {stage} brought no rows of layer {run.layer(stage)} within {key}"
+            run.ends = run.ends or (Status.LATE, text)
+
+    # -- as a Pass of the runs ------------------------------------------------------------------------------
+
+    def ran(self, told: Told, version: int) -> None:
+        """A run has ended."""
+        with self._lock:
+            run = self._pass
+            assert run is not None
+            run.flying -= 1
+            self.counts.steps += sum(told.steps) - run.answered
+            run.answered = sum(told.steps)
+            run.version = run.version or version
+            run.since = time.monotonic()
+            stages = len(run.sent)
+            if told.ended == MISFIT or (not run.flying and told.steps[:stages] != tuple(run.sent)):
+                run.told = told.steps[:stages]
+            if told.ended not in (0, MISFIT):
+                run.ends = run.ends or self._told_end(told)
+            elif run.done and not run.flying and run.told is None:
+                run.ends = run.ends or (Status.OK, "")
+            self._concluded()
+
+    def lost(self, why: str) -> None:
+        """A run could not be launched, or failed."""
+        self._failed(Status.LOST, f"lost: {why}")
+
+    def other_weights(self, version: int) -> None:
+        """A run was not launched, since its layers have other weights than the pass."""
+        with self._lock:
+            had = 0 if self._pass is None else self._pass.version
+        text = f"wrong_version: the layer has weights version {version}, and this pass {had}"
+        self._failed(Status.OTHER_WEIGHTS, text)
+
+    def _failed(self, status: Status, text: str) -> None:
+        with self._lock:
+            run = self._pass
+            assert run is not None
+            run.flying -= 1
+            run.ends = run.ends or (status, text)
+            self._mail.lane.abort[0] = 1  # what was launched before has no use
+            self._concluded()
+
+    def _told_end(self, told: Told) -> tuple[Status, str]:
+        """How a pass has ended that a kernel has ended."""
+        key = f"passes.patience_seconds = {self._terms.patience:g}"
+        match told.ended:
+            case Status.LATE:
+                return Status.LATE, f"late: rows of a step did not come within {key}"
+            case Status.REFUSED:
+                text = "a header's layer, kind or rows are not the next step's, or an id is out of range"
+                return Status.REFUSED, f"bad_step: {text}"
+            case _:
+                return Status.LOST, "lost: its waits were ended"
+
+    def _end(self, status: Status, text: str) -> None:
+        """Ends the pass that runs, if any; its kernels wait no more."""
+        with self._lock:
+            if self._pass is not None:
+                self._pass.ends = self._pass.ends or (status, text)
+                self._mail.lane.abort[0] = 1
+                self._concluded()
+
+    def _concluded(self) -> bool:
+        """Whether the pass is over; it is told how once no run can write an answer. The lock is held."""
+        run = self._pass
+        if run is None or run.ends is None:
+            return run is None
+        if not run.flying:
+            self._pass = None
+            self._tell(run.said.number, *run.ends)
+        return True
+
+    def close(self) -> None:
+        """Lets go of its memory; no pass runs any more."""
+        super().close()
+        self._runs.detach(self._mail)

@@ -1,0 +1,39 @@
+"""`Draining`: lanes that begin no further call, and which of them have said that no call is under way."""
+
+from __future__ import annotations
+
+from moeserve.runtime.control.stream import Message
+from moeserve.runtime.head.group import Group
+from moeserve.runtime.head.reception import Seat
+
+
+class Draining:
+    """The caller of any method holds the group's lock."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._told: Message | None = None  # what members were told, also those that come later
+        self.drained = set[int]()  # seats whose calls have ended since
+
+    @property
+    def over(self) -> bool:
+        """Whether no call is under way on any member's lane."""
+        return self.drained >= set(self._group.members.seats)
+
+    def begin(self, seconds: float, reason: str) -> None:
+        """Tells every member's lane to begin no further call, and how long those under way have."""
+        told = {"kind": "drain", "generation": self._group.generation, "reason": reason}
+        self._told = told | {"seconds": seconds}
+        self.drained.clear()  # what lanes said of an earlier scale does not count
+        self._group.broadcast(self._told)
+
+    def greet(self, rank: int, seat: Seat) -> None:
+        """Tells a process that has taken a seat what the others were told before it came."""
+        self.drained.discard(rank)  # it is another process
+        if self._told is not None:
+            self._group.send(seat, self._told)
+
+    def ended(self, rank: int) -> None:
+        """A member says that the calls on its lane have ended."""
+        self.drained.add(rank)
+        self._group.lock.notify_all()

@@ -1,0 +1,1 @@
+"""Ranks, spares and the whole service on Ray."""

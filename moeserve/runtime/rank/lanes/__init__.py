@@ -1,0 +1,1 @@
+"""Lanes: jobs between the doors of a member and its step thread."""

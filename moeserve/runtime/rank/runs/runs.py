@@ -1,0 +1,220 @@
+"""`PassRuns`: several steps of a pass, launched at once. Each waits on the device for its rows.
+
+A run that was launched before is recorded as one CUDA graph, so that a model's whole forward pass is one
+launch. Graphs know no lane: the state of the lane whose run it is, with the addresses of its memory, is
+copied to one place before each launch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moeserve.dispatch.mail.kernels import CHOICE, Given, OwnerKernels, words
+from moeserve.dispatch.mail.layout import STEPS, WORDS, MailLayout, Word
+from moeserve.runtime.rank.graphs import CudaCapture, Replay
+from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.step import LaneInput, LaneLogits
+
+log = logging.getLogger(__name__)
+
+MOST_GRAPHS = 64
+"""Of runs, of one rank; the one that was launched longest ago is dropped for another."""
+
+
+@dataclass(eq=False)
+class OwnerLane:
+    """An owner's end of a caller's lane: where both have their memory, and how far its pass is.
+
+    addresses: of the owner's memory and of the caller's, as this process has them mapped. abort: int32 `[1]`
+    in pinned memory; not 0 ends the waits of its kernels. patience: seconds for the rows of a step.
+    """
+
+    layout: MailLayout
+    addresses: tuple[int, int]
+    abort: Tensor
+    patience: float
+    state: Tensor  # int64 [WORDS], on the device
+    free: deque[Tensor] = field(default_factory=deque)  # pinned, int64 [WORDS]
+
+    def begun(self, number: int) -> Tensor:
+        """The state in which pass `number` begins, pinned."""
+        made = self.take_pinned()
+        made.zero_()
+        made[Word.MAILBOX], made[Word.ANSWERS] = self.addresses
+        made[Word.NUMBER], made[Word.PATIENCE] = number, int(self.patience * 1e9)
+        made[Word.ABORT] = self.abort.data_ptr()
+        return made
+
+    def take_pinned(self) -> Tensor:
+        """Pinned memory for one copy of the state; it is given back to `free` when that is done."""
+        return self.free.popleft() if self.free else torch.zeros(WORDS, dtype=torch.int64, pin_memory=True)
+
+
+class Run(NamedTuple):
+    """Steps of a lane's pass, in the order in which they are computed."""
+
+    lane: OwnerLane
+    steps: tuple[tuple[int, int], ...]  # layer, and stage
+    rows: int  # room for each step's, padded
+    kind: int  # CHOICE or LOGITS
+    begins: int = 0  # the pass that begins with it; 0: it goes on with one
+    again: bool = False  # steps before it were left, since their rows did not fit
+
+
+class Told(NamedTuple):
+    """How far a run has come."""
+
+    ended: int  # a status, or MISFIT; 0: all its steps were answered
+    steps: tuple[int, ...]  # of each stage, since the pass began
+
+
+@dataclass(eq=False)
+class Flight:
+    """A run that was launched. `event` passes when it has ended; `read` may be called then, once."""
+
+    event: torch.cuda.Event
+    lane: OwnerLane
+    pinned: list[Tensor]  # the last one holds the state
+
+    def read(self) -> Told:
+        """What has become of it."""
+        there = self.pinned[-1].tolist()
+        self.lane.free.extend(self.pinned)
+        self.pinned = []
+        return Told(there[Word.ENDED], tuple(there[STEPS : STEPS + self.lane.layout.stages]))
+
+
+class _Key(NamedTuple):
+    layout: MailLayout
+    steps: tuple[tuple[int, int], ...]
+    rows: int
+    kind: int
+
+
+class PassRuns:
+    """Launches runs of one rank, which is the only member of its group; one thread uses it.
+
+    Runs follow one another on the stream that they are launched on, and the rank's other steps too.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank, self._device = rank, torch.device(rank.device)
+        self._now = words(self._device)  # the state of the lane whose run it is
+        self._rooms: dict[tuple[int, int], LaneInput | LaneLogits] = {}  # by rows and kind
+        self._kernels: dict[MailLayout, OwnerKernels] = {}
+        self._graphs: OrderedDict[_Key, Replay | None] = OrderedDict()  # None: it was launched once
+        self._refused = set[_Key]()  # that could not be recorded
+        self._capture = CudaCapture()
+        self._stamps: dict[OwnerLane, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        return sum(replay is not None for replay in self._graphs.values())
+
+    def drop(self) -> None:
+        """Drops all graphs: what they recorded is about to change."""
+        self._graphs.clear()
+        self._refused.clear()
+        self._capture = CudaCapture()
+
+    def lane(self, layout: MailLayout, addresses: tuple[int, int], patience: float) -> OwnerLane:
+        """An owner's end of a lane; see OwnerLane. Its kernels are loaded, which waits for the device."""
+        self._kernels_of(layout)
+        abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        return OwnerLane(layout, addresses, abort, patience, words(self._device))
+
+    @torch.no_grad()
+    def launch(self, run: Run, stamp: tuple[int, int]) -> Flight:
+        """Queues a run on the current stream. stamp: the epoch, and the version of all its layers' weights.
+
+        Raises ValueError where a layer's dispatcher reads a count on the host.
+        """
+        lane, pinned = run.lane, list[Tensor]()
+        if run.begins:
+            pinned.append(lane.begun(run.begins))
+            lane.state.copy_(pinned[0], non_blocking=True)
+        if run.again:
+            lane.state[Word.ENDED].zero_()
+        if run.begins or self._stamps.get(lane) != stamp:
+            lane.state[Word.EPOCH].fill_(stamp[0])
+            lane.state[Word.VERSION].fill_(stamp[1])
+            self._stamps[lane] = stamp
+        self._now.copy_(lane.state)
+        self._work(run)()
+        lane.state.copy_(self._now)
+        pinned.append(lane.take_pinned())
+        pinned[-1].copy_(lane.state, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        if (meter := self._rank.meter) is not None:
+            meter.tick(time.monotonic())
+        return Flight(event, lane, pinned)
+
+    def forget(self, lane: OwnerLane) -> None:
+        """No run of this lane comes any more."""
+        self._stamps.pop(lane, None)
+
+    def _work(self, run: Run) -> Callable[[], None]:
+        """What computes the run: a graph, where it was launched before."""
+        key = _Key(run.lane.layout, run.steps, run.rows, run.kind)
+
+        def steps() -> None:
+            self._steps(key)
+
+        if key in self._refused:
+            return steps
+        if key not in self._graphs:
+            if len(self._graphs) >= MOST_GRAPHS:
+                self._graphs.popitem(last=False)
+            self._graphs[key] = None
+            return steps
+        self._graphs.move_to_end(key)
+        replay = self._graphs[key]
+        if replay is None:
+            try:
+                replay = self._graphs[key] = self._capture(steps)
+            except RuntimeError as error:
+                log.warning("%d steps of %d rows: no CUDA graph: %s", len(run.steps), run.rows, error)
+                self._refused.add(key)
+                del self._graphs[key]
+                return steps
+        return replay
+
+    def _steps(self, key: _Key) -> None:
+        rank, kernels, room = self._rank, self._kernels_of(key.layout), self._room(key)
+        route, weights = (room.experts, room.weights) if isinstance(room, LaneInput) else (room.logits, None)
+        lane = rank.member.lane or 0
+        lane_rows = tuple(key.rows if at == lane else 0 for at in range(rank.epoch.members.max_lanes))
+        for layer, stage in key.steps:
+            kernels.take(stage, layer, Given(room.hidden, route, weights), room.valid)
+            kernels.post(stage, rank.record(layer, room, lane_rows))
+
+    def _kernels_of(self, layout: MailLayout) -> OwnerKernels:
+        found = self._kernels.get(layout)
+        if found is None:
+            found = self._kernels[layout] = OwnerKernels(layout, self._now)
+        return found
+
+    def _room(self, key: _Key) -> LaneInput | LaneLogits:
+        """Where the rows of one step after the other lie."""
+        room, layout, device = self._rooms.get((key.rows, key.kind)), key.layout, self._device
+        if room is None:
+            hidden = torch.zeros((key.rows, layout.hidden), dtype=layout.dtype, device=device)
+            valid = torch.zeros(key.rows, dtype=torch.bool, device=device)
+            if key.kind == CHOICE:
+                chosen = (key.rows, layout.top_k)
+                ids = torch.zeros(chosen, dtype=torch.int32, device=device)
+                weights = torch.zeros(chosen, dtype=torch.float32, device=device)
+                room = LaneInput(hidden, ids, weights, valid)
+            else:
+                logits = torch.zeros((key.rows, layout.experts), dtype=torch.float32, device=device)
+                room = LaneLogits(hidden, logits, valid)
+            self._rooms[key.rows, key.kind] = room
+        return room

@@ -1,0 +1,260 @@
+"""`AttachedDevice`: rows of this process's GPU go to a service's GPU on this host, and no host is between.
+
+A forward pass is a round of a standing pass over the layers of the service. Kernels count the steps on the
+device, so that a call can be a part of the caller's CUDA graph.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moeserve.dispatch.mail.kernels import CallerKernels, Given, words
+from moeserve.dispatch.mail.layout import WORDS, MailLayout, Word
+from moeserve.dispatch.peers.memory import Mapped, memory_on
+from moeserve.proto.errors import NotFound, Overloaded, Unavailable
+from moeserve.proto.passes.attached import AttachedLane
+from moeserve.proto.passes.mailbox import WORD
+from moeserve.proto.passes.running import Pass
+from moeserve.torch.attached import Pinned
+from moeserve.torch.ways import Rows, Sizes, WrongRows
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.02
+"""Between looks whether the rank of the lane is there, and the pass goes on; else nothing waits for it."""
+
+Attach = Callable[[str, bytes], AttachedLane]
+"""Attaches with a device's name and the handle of this side's memory."""
+
+
+class Lane:
+    """The lane, and this process's end of it: memory for answers, the rank's as it is mapped, and words."""
+
+    def __init__(self, attach: Attach, layout: MailLayout, device: torch.device) -> None:
+        self.answers: Mapped = memory_on(str(device), layout.answers_bytes)
+        uuid = torch.cuda.get_device_properties(device).uuid
+        try:
+            self.lane = attach(f"cuda:{uuid}", bytes(self.answers.handle()))
+        except BaseException:
+            self.answers.close()
+            raise
+        self.mailbox = self.answers.open(self.lane.mailbox_handle, layout.mailbox_bytes)
+        self.mirror = Pinned.of(self.lane.memory.bytes[:1])
+        box = torch.frombuffer(self.lane.memory.bytes[0], dtype=torch.uint8)
+        self.addresses = self.mailbox.data_ptr(), self.answers.mine.data_ptr(), box.data_ptr()
+
+    def close(self) -> None:
+        """Detaches it; nothing on the device uses it any more."""
+        self.mirror.end()
+        self.lane.close()
+        self.answers.close()
+
+
+class AttachedDevice:
+    """Experts behind a service on this host, reached from GPU `device` by a device lane.
+
+    Every forward pass calls all of the service's layers in their order, each with the rows of all stages; a
+    call out of that order begins another pass. A call waits for nothing on the host: `check` says whether the
+    answers since the last time are right, and what a pass that ended has answered is zeros until then.
+    """
+
+    def __init__(
+        self, attach: Attach, layout: MailLayout, device: torch.device, timeout: float = 60.0
+    ) -> None:
+        """layout: of the lane. timeout: seconds for an answer, and for a service that does not answer."""
+        self.order = torch.zeros(1, dtype=torch.int64, device=device)
+        self._attach, self._layout, self._device = attach, layout, device
+        self._timeout = timeout
+        self._sizes = Sizes(layout.hidden, layout.experts, layout.top_k)
+        with torch.cuda.device(device):
+            self._table = words(device)
+            self._abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+            self._words = torch.zeros(WORDS, dtype=torch.int64, pin_memory=True)
+            self._kernels = CallerKernels(layout, self._table)
+        self._lane: Lane | None = Lane(attach, layout, device)
+        self._pass: Pass | None = None
+        self._sent = [0] * layout.stages  # steps of each stage, without those of replayed graphs
+        self._recorded = [0] * layout.stages  # while a graph is recorded
+        self._calls: dict[int, tuple[int, Tensor]] = {}  # stage, and the rows, by number
+        self._numbers = 0
+        self._lock = threading.Lock()  # for which pass runs, and whether its kernels wait
+        self._closing = threading.Event()
+        threading.Thread(target=self._watch, name="device-lane", daemon=True).start()
+
+    def mixed(self, layer: int, rows: Rows) -> Tensor:
+        """As `Way.mixed`. Raises WrongRows, and MoeError where no pass can be begun."""
+        return self.wait(self.submit(layer, rows))
+
+    def submit(self, layer: int, rows: Rows) -> int:
+        """As `Way.submit`. Raises RuntimeError where all stages are busy."""
+        self._check(layer, rows)
+        busy = {stage for stage, _ in self._calls.values()}
+        free = [stage for stage in range(self._layout.stages) if stage not in busy]
+        if not free:
+            raise RuntimeError(
+                f"{self._layout.stages} calls are under way, as many as there are stages; wait for one, or "
+                "raise Settings.stages"
+            )
+        with torch.cuda.device(self._device):
+            stage = self._stage_at(layer, free)
+            self._kernels.bring(stage, layer, self._given(rows), self._header_at(stage))
+        self._numbers += 1
+        self._calls[self._numbers] = stage, rows.hidden
+        return self._numbers
+
+    def wait(self, number: int) -> Tensor:
+        """As `Way.wait`; only the current stream waits."""
+        if number not in self._calls:
+            raise KeyError(f"call {number} is not under way: each submitted call is waited for once")
+        stage, hidden = self._calls.pop(number)
+        with torch.cuda.device(self._device):
+            out = torch.empty(hidden.shape, dtype=self._layout.dtype, device=self._device)
+            self._kernels.fetch(stage, out)
+        return out.to(hidden.dtype)
+
+    def check(self) -> None:
+        """Waits for the calls on the current stream. Raises what their pass ended with: PassLate, Unavailable
+        where the service could not answer or its rank is gone, WeightsChanged, InvalidArgument. A graph that
+        was recorded stays true: `renew` and replay it.
+        """
+        ended = int(self._table[Word.ENDED].item())
+        run = self._pass
+        if not ended and (run is None or run.status is None):
+            return
+        self._pass, self._calls = None, {}
+        if run is not None and self._lane is not None and self._lane.lane.alive:
+            run.wait(self._timeout)  # raises what it ended with
+        raise Unavailable("UNAVAILABLE", "lane_lost", "the rank of this device lane is gone")
+
+    def renew(self) -> None:
+        """Makes the lane again where its rank has gone, and begins another pass where none runs. Calls do so
+        by themselves; a graph that is replayed cannot.
+        """
+        with torch.cuda.device(self._device):
+            lane = self._attached()
+            if self._pass is None or self._pass.status is not None:
+                self._begin(lane, lane.lane.layers[0])
+
+    def close(self) -> None:
+        """Detaches the lane."""
+        self._closing.set()
+        self._abort[0] = 1
+        torch.cuda.synchronize(self._device)
+        with self._lock:
+            lane, self._lane = self._lane, None
+        if lane is not None:
+            lane.close()
+
+    def _check(self, layer: int, rows: Rows) -> None:
+        self._sizes.check(layer, rows)
+        if rows.hidden.shape[0] > self._layout.rows:
+            raise WrongRows(
+                f"layer {layer}: {rows.hidden.shape[0]} rows, and the way was opened for "
+                f"{self._layout.rows}; raise Settings.rows"
+            )
+        for name, given in zip(("hidden", "the route", "weights"), rows, strict=True):
+            if given is not None and given.device != self._device:
+                raise WrongRows(f"layer {layer}: {name} is on {given.device}; this way is of {self._device}")
+
+    def _given(self, rows: Rows) -> Given:
+        hidden = rows.hidden.detach().to(self._layout.dtype).contiguous()
+        if hidden.data_ptr() % 16:
+            hidden = hidden.clone()
+        if rows.weights is None:
+            return Given(hidden, rows.route.detach().float().contiguous(), None)
+        ids = rows.ids(self._sizes.experts).contiguous()
+        return Given(hidden, ids, rows.weights.detach().float().contiguous())
+
+    def _header_at(self, stage: int) -> int:
+        assert self._lane is not None
+        return self._lane.lane.layout.header(stage) * WORD
+
+    def _stage_at(self, layer: int, free: list[int]) -> int:
+        """A free stage whose next layer this is; in another pass where there is none."""
+        if torch.cuda.is_current_stream_capturing():
+            return self._recorded_at(layer, free)
+        if any(steps % self._round for steps in self._recorded):
+            raise RuntimeError(
+                f"a recorded graph holds {self._recorded} steps of each stage; whole forward passes have "
+                f"multiples of {self._round}"
+            )
+        self._recorded = [0] * len(self._recorded)
+        lane = self._attached()
+        if self._pass is None or self._pass.status is not None or self._at(layer, free) is None:
+            self._begin(lane, layer)
+        stage = self._at(layer, free)
+        assert stage is not None
+        self._sent[stage] += 1
+        return stage
+
+    def _recorded_at(self, layer: int, free: list[int]) -> int:
+        run = self._pass
+        if run is None or any(steps % self._round for steps in self._sent):
+            raise RuntimeError(
+                "a CUDA graph is recorded in the middle of a forward pass, or before the first one: run one "
+                "before, and record a whole one"
+            )
+        for stage in free:
+            if run.layers[self._recorded[stage] % self._round] == layer:
+                self._recorded[stage] += 1
+                return stage
+        raise WrongRows(f"layer {layer} is not the next one; a recorded forward pass calls {run.layers}")
+
+    @property
+    def _round(self) -> int:
+        return 1 if self._pass is None else len(self._pass.layers)
+
+    def _at(self, layer: int, free: list[int]) -> int | None:
+        assert self._pass is not None
+        layers = self._pass.layers
+        return next((stage for stage in free if layers[self._sent[stage] % len(layers)] == layer), None)
+
+    def _begin(self, lane: Lane, layer: int) -> None:
+        """Announces a standing pass over all layers, from `layer` on, and has kernels count from there."""
+        layers = lane.lane.layers
+        if layer not in layers:
+            raise WrongRows(f"layer {layer} has no experts served there; layers {list(layers)} have")
+        at = layers.index(layer)
+        stages = self._layout.stages
+        self._abort[0] = 1  # nobody waits for what is left of the pass before
+        torch.cuda.current_stream(self._device).synchronize()
+        ordered = layers[at:] + layers[:at]
+        run = lane.lane.begin(ordered, stages=stages, standing=True, any_weights=True)
+        self._calls, self._sent = {}, [0] * stages
+        with self._lock:
+            self._pass, self._abort[0] = run, 0
+        told = self._words
+        told.zero_()
+        told[Word.MAILBOX], told[Word.ANSWERS], told[Word.MIRROR] = lane.addresses
+        told[Word.NUMBER], told[Word.PATIENCE] = run.number, int(self._timeout * 1e9)
+        told[Word.ABORT] = self._abort.data_ptr()
+        self._table.copy_(told, non_blocking=True)
+        torch.cuda.current_stream(self._device).synchronize()  # `told` is written again some time
+
+    def _attached(self) -> Lane:
+        """The lane, made anew where its rank has gone."""
+        if self._lane is not None and not self._lane.lane.alive:
+            self._abort[0] = 1
+            torch.cuda.synchronize(self._device)
+            with self._lock:
+                gone, self._lane, self._pass = self._lane, None, None
+            gone.close()
+        if self._lane is None:
+            try:
+                self._lane = Lane(self._attach, self._layout, self._device)
+            except (NotFound, Overloaded) as away:  # others serve its experts until it is back
+                raise Unavailable("UNAVAILABLE", away.reason, away.message) from away
+        return self._lane
+
+    def _watch(self) -> None:
+        """Has nothing on the device wait for a pass that has ended, or for a rank that is gone."""
+        while not self._closing.wait(LOOK_SECONDS):
+            with self._lock:
+                lane, run = self._lane, self._pass
+                if run is not None and (lane is None or not lane.lane.alive or run.status is not None):
+                    self._abort[0] = 1

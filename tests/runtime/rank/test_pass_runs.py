@@ -1,0 +1,253 @@
+"""Runs of a pass on one GPU: a caller's stream and an owner's, and nothing of the host between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from houses import Alone, house_config
+from torch import Tensor
+
+from moeserve.dispatch.mail.kernels import CHOICE, LOGITS, MISFIT, CallerKernels, Given, words
+from moeserve.dispatch.mail.layout import STEPS, MailLayout, Word
+from moeserve.runtime.launch.torchrun import HostedRank, join_torchrun, leave_torchrun
+from moeserve.runtime.rank.graphs import padded_rows
+from moeserve.runtime.rank.runs.runs import OwnerLane, PassRuns, Run, Told
+from moeserve.runtime.step import LaneInput, LaneLogits
+
+pytestmark = pytest.mark.gpu(1)
+LATE, LOST, REFUSED = 2, 3, 5
+LAYERS = (0, 1)
+MOST = 40
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    path = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint("qwen3_moe", path, dtype=torch.bfloat16, hidden=256, inner=256)
+    return Alone(path)
+
+
+@pytest.fixture(scope="module")
+def rank(alone: Alone) -> Iterator[HostedRank]:
+    made = join_torchrun(house_config(alone.checkpoint.path, plan__device="cuda"))
+    yield made
+    leave_torchrun(made)
+
+
+@pytest.fixture(scope="module")
+def runs(rank: HostedRank) -> PassRuns:
+    return PassRuns(rank)
+
+
+class Pair:
+    """A lane between two streams of one GPU."""
+
+    def __init__(self, runs: PassRuns, alone: Alone, stages: int = 2, patience: float = 5.0) -> None:
+        sizes = alone.checkpoint
+        self.layout = MailLayout(MOST, stages, sizes.hidden, sizes.num_experts, sizes.top_k, torch.bfloat16)
+        self.box, self.answers = (
+            torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+            for nbytes in (self.layout.mailbox_bytes, self.layout.answers_bytes)
+        )
+        self.mirror = torch.zeros(64, dtype=torch.int64).pin_memory()
+        self.table = words(torch.device("cuda"))
+        addresses = self.box.data_ptr(), self.answers.data_ptr()
+        self.table[Word.MAILBOX], self.table[Word.ANSWERS] = addresses
+        self.table[Word.PATIENCE] = int(patience * 1e9)
+        self.table[Word.MIRROR] = self.mirror.data_ptr()
+        self.caller = CallerKernels(self.layout, self.table)
+        self.owner: OwnerLane = runs.lane(self.layout, addresses, patience)
+        self.here, self.there = torch.cuda.Stream(), torch.cuda.Stream()
+        self.runs, self.number = runs, 0
+        torch.cuda.synchronize()
+
+    def begin(self) -> int:
+        """A pass of another number, on the caller's side."""
+        torch.cuda.synchronize()
+        self.number += 1
+        self.table[Word.NUMBER], self.table[Word.ENDED] = self.number, 0
+        self.table[STEPS:].zero_()
+        torch.cuda.synchronize()
+        return self.number
+
+    def launch(self, steps: tuple[tuple[int, int], ...], rows: int, **more: int | bool) -> object:
+        with torch.cuda.stream(self.there):
+            return self.runs.launch(Run(self.owner, steps, rows, more.pop("kind", CHOICE), **more), (7, 3))
+
+    def bring(self, stage: int, layer: int, given: Given) -> None:
+        with torch.cuda.stream(self.here):
+            self.caller.bring(stage, layer, given)
+
+    def fetch(self, stage: int, like: Tensor) -> Tensor:
+        with torch.cuda.stream(self.here):
+            out = torch.full_like(like, torch.nan)
+            self.caller.fetch(stage, out)
+        return out
+
+    def told(self, flight: object) -> Told:
+        flight.event.synchronize()
+        return flight.read()
+
+    @property
+    def ended(self) -> int:
+        torch.cuda.synchronize()
+        return int(self.table[Word.ENDED])
+
+
+def given(alone: Alone, rows: int, seed: int) -> Given:
+    hidden, ids, weights = alone.batch(rows, seed=seed)
+    return Given(hidden.bfloat16().cuda(), ids.int().cuda(), weights.float().cuda())
+
+
+def expected(rank: HostedRank, layer: int, of: Given) -> Tensor:
+    """The same rows by a step of the rank, as a graph of as many padded rows."""
+    valid = torch.ones(len(of.hidden), dtype=torch.bool, device="cuda")
+    rows = (
+        LaneLogits(of.hidden, of.route, valid)
+        if of.weights is None
+        else LaneInput(of.hidden, of.route, of.weights, valid)
+    )
+    for _ in range(3):
+        answer, _ = rank.step(layer, rows, (len(of.hidden),))
+    torch.cuda.synchronize()
+    return answer
+
+
+ROUND = tuple((layer, stage) for layer in LAYERS for stage in (0, 1))
+
+
+def test_answers_have_the_bits_of_a_step(runs: PassRuns, rank: HostedRank, alone: Alone) -> None:
+    pair = Pair(runs, alone)
+    for turn, rows in enumerate((1, 3, 16, 33, 40, 1)):
+        for again in range(4):  # launched, recorded, replayed
+            batches = [given(alone, rows, seed=100 * turn + 10 * again + stage) for stage in (0, 1)]
+            begins = pair.begin() if again < 3 else 0
+            flight = pair.launch(ROUND, padded_rows(rows), begins=begins)
+            found = {}
+            for layer in LAYERS:
+                for stage in (0, 1):
+                    pair.bring(stage, layer, batches[stage])
+                for stage in (0, 1):
+                    found[layer, stage] = pair.fetch(stage, batches[stage].hidden)
+            told = pair.told(flight)
+            assert told == Told(0, (4, 4) if again == 3 else (2, 2))
+            assert pair.ended == 0
+            for (layer, stage), answer in found.items():
+                assert torch.equal(answer, expected(rank, layer, batches[stage])), (rows, again, layer, stage)
+    assert len(runs) >= 4
+
+
+def test_logits_are_routed_by_the_layers_gate(runs: PassRuns, rank: HostedRank, alone: Alone) -> None:
+    pair = Pair(runs, alone, stages=1)
+    hidden = given(alone, 5, seed=3).hidden
+    logits = torch.randn(5, alone.checkpoint.num_experts, device="cuda")
+    batch = Given(hidden, logits, None)
+    for _ in range(3):
+        flight = pair.launch(((0, 0),), 8, begins=pair.begin(), kind=LOGITS)
+        pair.bring(0, 0, batch)
+        found = pair.fetch(0, hidden)
+        assert pair.told(flight) == Told(0, (1,))
+        assert torch.equal(found, expected(rank, 0, batch))
+
+
+def test_a_captured_caller_is_replayed_without_its_host(
+    runs: PassRuns, rank: HostedRank, alone: Alone
+) -> None:
+    pair = Pair(runs, alone, stages=1)
+    static = given(alone, 4, seed=1)
+    outs: list[Tensor] = []
+    graph = torch.cuda.CUDAGraph()
+    pair.begin()
+    with torch.cuda.graph(graph, stream=pair.here):
+        for layer in LAYERS:
+            pair.caller.bring(0, layer, static)
+            outs.append(torch.empty_like(static.hidden))
+            pair.caller.fetch(0, outs[-1])
+    number = pair.number
+    for turn in range(20):
+        fresh = given(alone, 4, seed=50 + turn)
+        for into, column in zip(static, fresh, strict=True):
+            into.copy_(column)
+        torch.cuda.synchronize()
+        flight = pair.launch(tuple((layer, 0) for layer in LAYERS), 4, begins=0 if turn else number)
+        with torch.cuda.stream(pair.here):
+            graph.replay()
+        assert pair.told(flight) == Told(0, (2 * turn + 2,))
+        for layer, out in zip(LAYERS, outs, strict=True):
+            assert torch.equal(out, expected(rank, layer, fresh)), (turn, layer)
+
+
+def test_a_caller_that_is_late_ends_its_pass_and_the_next_one_is_right(
+    runs: PassRuns, rank: HostedRank, alone: Alone
+) -> None:
+    pair = Pair(runs, alone, stages=1, patience=0.2)
+    batch = given(alone, 2, seed=1)
+    started = time.monotonic()
+    flight = pair.launch(((0, 0), (1, 0)), 2, begins=pair.begin())
+    pair.bring(0, 0, batch)
+    first = pair.fetch(0, batch.hidden)
+    assert pair.told(flight) == Told(LATE, (2,)), "both steps are counted, and the second has no answer"
+    assert time.monotonic() - started < 3.0
+    assert torch.equal(first, expected(rank, 0, batch))
+    pair.bring(0, 1, batch)
+    second = pair.fetch(0, batch.hidden)
+    assert pair.ended == LATE and not second.any()
+    flight = pair.launch(((0, 0),), 2, begins=pair.begin())
+    pair.bring(0, 0, batch)
+    again = pair.fetch(0, batch.hidden)
+    assert pair.told(flight) == Told(0, (1,)) and pair.ended == 0
+    assert torch.equal(again, first)
+
+
+def test_the_host_ends_all_waits_at_once(runs: PassRuns, alone: Alone) -> None:
+    pair = Pair(runs, alone, stages=1, patience=60.0)
+    flight = pair.launch(tuple((0, 0) for _ in range(5)), 2, begins=pair.begin())
+    time.sleep(0.1)
+    started = time.monotonic()
+    pair.owner.abort[0] = 1
+    assert pair.told(flight) == Told(LOST, (5,)) and time.monotonic() - started < 1.0
+    pair.owner.abort[0] = 0
+
+
+def test_rows_that_do_not_fit_are_left_and_launched_anew(
+    runs: PassRuns, rank: HostedRank, alone: Alone
+) -> None:
+    pair = Pair(runs, alone, stages=1)
+    batches = [given(alone, rows, seed=rows) for rows in (2, 9)]
+    flight = pair.launch(((0, 0), (1, 0)), 2, begins=pair.begin())
+    found = []
+    for layer, batch in zip(LAYERS, batches, strict=True):
+        pair.bring(0, layer, batch)
+        found.append(pair.fetch(0, batch.hidden))
+    assert pair.told(flight) == Told(MISFIT, (1,))
+    flight = pair.launch(((1, 0),), 16, again=True)
+    assert pair.told(flight) == Told(0, (2,))
+    for layer, batch, answer in zip(LAYERS, batches, found, strict=True):
+        assert torch.equal(answer, expected(rank, layer, batch))
+
+
+@pytest.mark.parametrize("wrong", ["layer", "kind", "id", "far id"])
+def test_what_a_pass_does_not_expect_ends_it(
+    runs: PassRuns, rank: HostedRank, alone: Alone, wrong: str
+) -> None:
+    pair = Pair(runs, alone, stages=1)
+    batch, layer = given(alone, 3, seed=1), 0
+    if wrong == "layer":
+        layer = 1
+    elif wrong == "kind":
+        batch = Given(batch.hidden, torch.zeros(3, alone.checkpoint.num_experts, device="cuda"), None)
+    else:
+        batch.route[1, 0] = alone.checkpoint.num_experts if wrong == "id" else -(2**31)
+    flight = pair.launch(((0, 0),), 4, begins=pair.begin())
+    pair.bring(0, layer, batch)
+    found = pair.fetch(0, batch.hidden)
+    assert pair.told(flight) == Told(REFUSED, (1,))
+    assert pair.ended == REFUSED and not found.any()
+    right = given(alone, 3, seed=2)
+    flight = pair.launch(((0, 0),), 4, begins=pair.begin())
+    pair.bring(0, 0, right)
+    assert torch.equal(pair.fetch(0, right.hidden), expected(rank, 0, right)) and pair.ended == 0

@@ -1,0 +1,290 @@
+"""Rows of a GPU over a device lane: a caller's process and a rank's share one GPU, for the trial."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from houses import Alone, house_config
+from torch import Tensor, nn
+
+from moeserve.proto.client import MoeClient
+from moeserve.proto.errors import MoeError, Unavailable
+from moeserve.proto.passes.attached import AttachedLane, Wanted
+from moeserve.proto.passes.running import PassLate
+from moeserve.runtime.launch.local_cluster import LocalCluster
+from moeserve.torch import MoeExperts, Settings, WrongRows, connect
+from moeserve.torch.attached_device import AttachedDevice
+
+NOBODY = "cuda:00000000-0000-0000-0000-000000000000"
+SHARED = {"plan__device": "cuda", "passes__share_gpu": True}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint("qwen3_moe", path, dtype=torch.bfloat16, hidden=256, inner=256)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(path: Path) -> Alone:
+    return Alone(path)
+
+
+@pytest.fixture(scope="module")
+def house(path: Path) -> Iterator[LocalCluster]:
+    with LocalCluster(house_config(path, **SHARED)) as house:
+        yield house
+
+
+def opened(house: LocalCluster, name: str = "torch", stages: int = 1) -> AttachedDevice:
+    return connect(
+        Settings(
+            "attached",
+            house.address,
+            timeout=30.0,
+            name=name,
+            rows=64,
+            stages=stages,
+            device="cuda",
+        )
+    )
+
+
+@pytest.fixture
+def way(house: LocalCluster) -> Iterator[AttachedDevice]:
+    way = opened(house, stages=2)
+    yield way
+    way.close()
+
+
+@pytest.fixture
+def remote(house: LocalCluster) -> Iterator[object]:
+    way = connect(Settings("remote", house.address, timeout=30.0))
+    yield way
+    way.close()
+
+
+def batch(alone: Alone, rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, ids, weights = alone.batch(rows, seed=seed)
+    return hidden.bfloat16().cuda(), ids.cuda(), weights.cuda()
+
+
+def test_a_rank_without_a_gpu_refuses_rows_of_one(tmp_path: Path) -> None:
+    make_checkpoint("qwen3_moe", tmp_path)
+    with LocalCluster(house_config(tmp_path)) as house:
+        for device, text in ((NOBODY, "this rank computes on the CPU"), ("tpu", "rows of 'tpu' cannot")):
+            with pytest.raises(MoeError, match=text) as refused:
+                AttachedLane.attach(house.address, Wanted("gpu", device=device, answers_handle=bytes(64)))
+            assert refused.value.reason == "device_refused"
+
+
+def test_settings_say_where_rows_lie() -> None:
+    with pytest.raises(ValueError, match="takes rows of any device"):
+        Settings("remote", "127.0.0.1:1", device="cuda")
+    with pytest.raises(ValueError, match="one_version is for rows in host memory"):
+        Settings("attached", "127.0.0.1:1", device="cuda", one_version=True)
+    with pytest.raises(ValueError, match="'tpu' is neither cpu nor cuda"):
+        Settings("attached", "127.0.0.1:1", device="tpu")
+
+
+@pytest.mark.gpu(1)
+def test_who_cannot_be_served_is_told(path: Path, house: LocalCluster) -> None:
+    device = f"cuda:{torch.cuda.get_device_properties(0).uuid}"
+    for wanted, text in (
+        (Wanted("bad", device="cuda:0", answers_handle=bytes(64)), "neither cpu nor cuda: and the UUID"),
+        (
+            Wanted("bad", device=device, answers_handle=bytes(64)),
+            "caller's memory for answers cannot be mapped",
+        ),
+        (Wanted("bad", device=device, answers_handle=b""), "caller's memory for answers cannot be mapped"),
+        (Wanted("bad", device=device, dtype="fp32", answers_handle=bytes(64)), "dtype: fp32 is not"),
+    ):
+        with pytest.raises(MoeError, match=text):
+            AttachedLane.attach(house.address, wanted)
+    with LocalCluster(house_config(path, plan__device="cuda")) as other:
+        wanted = Wanted("bad", device=device, answers_handle=bytes(64))
+        with pytest.raises(MoeError, match="two processes on one GPU take turns of milliseconds"):
+            AttachedLane.attach(other.address, wanted)
+
+
+@pytest.mark.gpu(1)
+def test_answers_have_the_bits_of_a_call(way: AttachedDevice, remote: object, alone: Alone) -> None:
+    for turn, rows in enumerate((1, 5, 16, 40, 64, 2, 2, 2)):
+        for layer in (0, 1):
+            given = [batch(alone, rows, seed=20 * turn + 2 * layer + stage) for stage in (0, 1)]
+            experts = MoeExperts(way, layer)
+            tickets = [experts.submit(*one) for one in given]
+            found = [experts.wait(ticket) for ticket in tickets]
+            for one, answer in zip(given, found, strict=True):
+                assert torch.equal(answer, MoeExperts(remote, layer)(*one)), (turn, layer)
+    way.check()
+
+
+@pytest.mark.gpu(1)
+def test_one_stage_runs_ahead_with_any_rows(house: LocalCluster, remote: object, alone: Alone) -> None:
+    way = opened(house, "one")
+    layers, others = ([MoeExperts(one, layer) for layer in (0, 1)] for one in (way, remote))
+    for turn in range(30):
+        for layer, rows in enumerate(((3, 3), (3, 60), (60, 1), (1, 1))[turn % 4]):
+            given = batch(alone, rows, seed=2 * turn + layer)
+            assert torch.equal(layers[layer](*given), others[layer](*given)), (turn, layer, rows)
+    logits = torch.randn(4, alone.checkpoint.num_experts, device="cuda")
+    hidden = batch(alone, 4, seed=9)[0]
+    assert torch.equal(layers[0](hidden, logits), others[0](hidden, logits))
+    assert torch.equal(layers[1](hidden, logits), others[1](hidden, logits))
+    none = [column[:0] for column in batch(alone, 1, seed=1)]
+    assert layers[0](*none).shape == (0, alone.checkpoint.hidden)
+    given = batch(alone, 2, seed=3)
+    assert torch.equal(layers[1](*given), others[1](*given))
+    way.check()
+    with pytest.raises(WrongRows, match="65 rows, and the way was opened for 64"):
+        layers[0](*batch(alone, 65, seed=1))
+    with pytest.raises(WrongRows, match="hidden is on cpu"):
+        layers[0](*[column.cpu() for column in given])
+    way.close()
+
+
+class Block(nn.Module):
+    def __init__(self, way: object, alone: Alone) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.gate = nn.Linear(alone.checkpoint.hidden, alone.checkpoint.num_experts, bias=False)
+        self.layers = nn.ModuleList(MoeExperts(way, layer) for layer in (0, 1))
+        self.top_k = alone.checkpoint.top_k
+        self.to("cuda", torch.bfloat16)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for experts in self.layers:
+            weights, ids = self.gate(hidden).float().softmax(-1).topk(self.top_k)
+            ticket = experts.submit(hidden, ids, weights)
+            shared = self.gate(hidden).sum(-1, keepdim=True).relu()
+            hidden = hidden + experts.wait(ticket) + shared
+        return hidden
+
+
+def recorded(block: Block, static: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side), torch.no_grad():
+        block(static)  # its kernels are loaded
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph, stream=side):
+        out = block(static)
+    return graph, out
+
+
+@pytest.mark.gpu(1)
+@torch.no_grad()
+def test_a_block_in_a_graph_has_the_bits_of_eager_and_compiled(house: LocalCluster, alone: Alone) -> None:
+    way = opened(house, "graph")
+    block = Block(way, alone)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    static = batch(alone, 6, seed=1)[0]
+    graph, out = recorded(block, static)
+    for turn in range(12):
+        fresh = batch(alone, 6, seed=30 + turn)[0]
+        static.copy_(fresh)
+        graph.replay()
+        way.check()
+        replayed = out.clone()
+        assert torch.equal(replayed, block(fresh)), turn
+        assert torch.equal(replayed, compiled(fresh)), turn
+    way.close()
+
+
+@pytest.mark.gpu(1)
+@torch.no_grad()
+def test_a_recorded_graph_stays_true_after_its_rank_was_killed(path: Path, alone: Alone) -> None:
+    with LocalCluster(house_config(path, **SHARED)) as house:
+        way = opened(house, "graph")
+        block, static = Block(way, alone), batch(alone, 6, seed=1)[0]
+        graph, out = recorded(block, static)
+        graph.replay()
+        way.check()
+        before = out.clone()
+        os.kill(house.pid(0), signal.SIGKILL)
+        started = time.monotonic()
+        graph.replay()
+        with pytest.raises(MoeError):
+            way.check()
+        assert time.monotonic() - started < 5.0, "nothing on the device waits for a rank that is gone"
+        until = time.monotonic() + 60
+        while True:
+            try:
+                way.renew()
+                break
+            except Unavailable:
+                assert time.monotonic() < until
+                time.sleep(0.2)
+        graph.replay()
+        way.check()
+        assert torch.equal(out, before)
+        way.close()
+
+
+@pytest.mark.gpu(1)
+def test_a_caller_that_withholds_rows_is_late_and_delays_nobody_for_long(
+    house: LocalCluster, remote: object, alone: Alone
+) -> None:
+    way, other = opened(house, "late"), MoeExperts(remote, 0)
+    given = batch(alone, 2, seed=1)
+    right = other(*given)
+    for _ in range(3):  # so that a whole forward pass is launched ahead
+        for layer in (0, 1):
+            MoeExperts(way, layer)(*given)
+    way.check()
+    MoeExperts(way, 0)(*given)  # and nothing of layer 1
+    began = time.monotonic()
+    second = opened(house, "beside")
+    second.close()
+    attached = time.monotonic() - began
+    assert torch.equal(other(*given), right)
+    assert time.monotonic() - began < 6.0 and attached < 4.0, attached
+    print(f"attached and detached beside a waiting kernel in {attached:.3f} s")
+    time.sleep(2.5)
+    with pytest.raises(PassLate, match=r"passes\.patience_seconds = 2"):
+        way.check()
+    assert torch.equal(MoeExperts(way, 0)(*given), right)
+    way.check()
+    way.close()
+
+
+@pytest.mark.gpu(1)
+def test_two_callers_and_host_calls_take_turns(house: LocalCluster, remote: object, alone: Alone) -> None:
+    ways = [opened(house, f"caller-{at}") for at in range(2)]
+    host = [MoeExperts(remote, layer) for layer in (0, 1)]
+    for turn in range(40):
+        for layer in (0, 1):
+            given = [batch(alone, 1 + turn % 3, seed=4 * turn + at) for at in range(2)]
+            modules = [MoeExperts(way, layer) for way in ways]
+            tickets = [module.submit(*one) for module, one in zip(modules, given, strict=True)]
+            found = [module.wait(ticket) for module, ticket in zip(modules, tickets, strict=True)]
+            for one, answer in zip(given, found, strict=True):
+                assert torch.equal(answer, host[layer](*one)), (turn, layer)
+    for way in ways:
+        way.check()
+        way.close()
+
+
+@pytest.mark.gpu(1)
+def test_experts_move_and_weights_are_reloaded_between_passes(
+    house: LocalCluster, remote: object, alone: Alone, path: Path
+) -> None:
+    way = opened(house, "moving")
+    given = batch(alone, 3, seed=1)
+    for turn in range(12):
+        for layer in (0, 1):
+            assert torch.equal(MoeExperts(way, layer)(*given), MoeExperts(remote, layer)(*given))
+        if turn % 4 == 1:
+            with MoeClient(house.address, timeout=60.0) as client:
+                assert client.reload(str(path)).outcome == "reloaded"
+    way.check()
+    way.close()
