@@ -320,7 +320,7 @@ os.wait()
 
 
 def test_last_words_are_written_and_a_forked_child_logs_too() -> None:
-    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "WARNING head generation - epoch - head: last words\n" in done.stderr
     assert "of a child" in done.stderr

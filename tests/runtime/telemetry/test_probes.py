@@ -132,6 +132,7 @@ def test_a_service_that_says_nothing_is_neither_ready_nor_alive() -> None:
     assert gone([made.child], SECONDS)
 
 
+@pytest.mark.timed
 def test_an_interpreter_that_is_held_holds_up_no_probe() -> None:
     """Another process asks while this one's interpreter does nothing else for two seconds."""
     made = Served()
