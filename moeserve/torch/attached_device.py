@@ -64,12 +64,19 @@ class AttachedDevice:
     """
 
     def __init__(
-        self, attach: Attach, layout: MailLayout, device: torch.device, timeout: float = 60.0
+        self,
+        attach: Attach,
+        layout: MailLayout,
+        device: torch.device,
+        timeout: float = 60.0,
+        layers: tuple[int, ...] = (),
     ) -> None:
-        """layout: of the lane. timeout: seconds for an answer, and for a service that does not answer."""
+        """layout: of the lane. timeout: seconds for an answer, and for a service that does not answer.
+        layers: those of a forward pass, in their order; (): the service's.
+        """
         self.order = torch.zeros(1, dtype=torch.int64, device=device)
         self._attach, self._layout, self._device = attach, layout, device
-        self._timeout = timeout
+        self._timeout, self._layers = timeout, layers
         self._sizes = Sizes(layout.hidden, layout.experts, layout.top_k)
         with torch.cuda.device(device):
             self._table = words(device)
@@ -138,7 +145,7 @@ class AttachedDevice:
         with torch.cuda.device(self._device):
             lane = self._attached()
             if self._pass is None or self._pass.status is not None:
-                self._begin(lane, lane.lane.layers[0])
+                self._begin(lane, (self._layers or lane.lane.layers)[0])
 
     def close(self) -> None:
         """Detaches the lane."""
@@ -216,7 +223,7 @@ class AttachedDevice:
 
     def _begin(self, lane: Lane, layer: int) -> None:
         """Announces a standing pass over all layers, from `layer` on, and has kernels count from there."""
-        layers = lane.lane.layers
+        layers = self._layers or lane.lane.layers
         if layer not in layers:
             raise WrongRows(f"layer {layer} has no experts served there; layers {list(layers)} have")
         at = layers.index(layer)

@@ -33,9 +33,8 @@ class Settings:
     stages: int = 1  # attached: most calls under way at once
     dtype: str = "bf16"  # attached: of rows on their way: fp32, bf16, fp16
     device: str = "cpu"  # attached: where rows lie on their way: in host memory, or on a GPU (cuda, cuda:1)
-    one_version: bool = (
-        False  # attached, in host memory: layers of one forward pass, one at a time, have the same weights
-    )
+    layers: tuple[int, ...] = ()  # attached, from a GPU: of a forward pass, in order; (): as served
+    one_version: bool = False  # attached, in host memory: layers of one forward pass have the same weights
 
     def __post_init__(self) -> None:
         if self.mode not in NEEDED:
@@ -122,4 +121,5 @@ def _attached_device(settings: Settings) -> Way:
         MailLayout(*sizes, dtype),
         device,
         settings.timeout,
+        settings.layers,
     )

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moeserve.device.arguments import Arguments
+from moeserve.device.arguments import Argument, Arguments
 from moeserve.device.nvrtc import Program
 from moeserve.device.source import source
-from moeserve.dispatch.mail.layout import WORDS, MailLayout
+from moeserve.dispatch.mail.layout import FEW_BLOCKS, MOST_BLOCKS, WORDS, MailLayout, Word
 
 THREADS = 512
 MISFIT = 64
@@ -68,6 +68,7 @@ TAKE = Arguments(
     row_words="int",
     route_words="int",
     experts="int",
+    blocks="int",
 )
 POST = Arguments(
     "PostArguments",
@@ -77,7 +78,20 @@ POST = Arguments(
     rows_at="u64",
     stage="int",
     row_words="int",
+    blocks="int",
 )
+AWAIT = Arguments(
+    "AwaitArguments",
+    words="u64*",
+    lines_at="u64",
+    late="u64",
+    box="int",
+    stage="int",
+    row_words="int",
+    blocks="int",
+)
+LATE, LOST = 2, 3
+"""Statuses of a pass whose rows, or whose answers, do not come."""
 
 
 class Given(NamedTuple):
@@ -91,9 +105,11 @@ class Given(NamedTuple):
 
 
 def program() -> Program:
-    """The text of all four kernels."""
+    """The text of all kernels."""
     memory = source("moeserve.dispatch.peers", "memory.cu")
-    return Program("\n".join((memory, source("moeserve.dispatch.mail", BRING, FETCH, TAKE, POST, "mail.cu"))))
+    return Program(
+        "\n".join((memory, source("moeserve.dispatch.mail", BRING, FETCH, TAKE, POST, AWAIT, "mail.cu")))
+    )
 
 
 def words(device: torch.device) -> Tensor:
@@ -111,6 +127,7 @@ class CallerKernels:
         made = program()
         self._bring = made.function("mail_bring", BRING).bound({"table": table})
         self._fetch = made.function("mail_fetch", FETCH).bound({"table": table})
+        self._await = made.function("mail_await", AWAIT).bound(_awaits(layout, table, Word.ANSWERS, LOST))
 
     def bring(self, stage: int, layer: int, given: Given, header_at: int = 0) -> None:
         """Stores the rows of the stage's next step in the mailbox. header_at: where the stage's header begins
@@ -120,7 +137,7 @@ class CallerKernels:
         lines, hidden, ids, weights, logits = layout.columns(stage)
         chosen = given.weights is not None
         self._bring.launch(
-            layout.blocks,
+            layout.blocks_of(given.hidden.shape[0]),
             THREADS,
             {
                 "hidden": given.hidden,
@@ -145,8 +162,11 @@ class CallerKernels:
         as many rows as were brought.
         """
         lines, rows = self._layout.answer(stage)
+        blocks = self._layout.blocks_of(out.shape[0])
+        if blocks > FEW_BLOCKS:
+            self._await.launch(1, MOST_BLOCKS, {"lines_at": lines, "stage": stage})
         self._fetch.launch(
-            self._layout.blocks,
+            blocks,
             THREADS,
             {
                 "out": out,
@@ -167,6 +187,7 @@ class OwnerKernels:
         made = program()
         self._take = made.function("mail_take", TAKE).bound({"state": state})
         self._post = made.function("mail_post", POST).bound({"state": state})
+        self._await = made.function("mail_await", AWAIT).bound(_awaits(layout, state, Word.MAILBOX, LATE))
 
     def take(self, stage: int, layer: int, room: Given, valid: Tensor) -> None:
         """Waits on the device for the rows of the stage's next step, and stores them in `room`; `valid` bool
@@ -175,8 +196,11 @@ class OwnerKernels:
         layout = self._layout
         lines, hidden, ids, weights, logits = layout.columns(stage)
         chosen = room.weights is not None
+        blocks = layout.blocks_of(room.hidden.shape[0])
+        if blocks > FEW_BLOCKS:
+            self._await.launch(1, MOST_BLOCKS, {"lines_at": lines, "stage": stage})
         self._take.launch(
-            layout.blocks,
+            blocks,
             THREADS,
             {
                 "hidden": room.hidden,
@@ -195,6 +219,7 @@ class OwnerKernels:
                 "row_words": layout.row_words,
                 "route_words": room.route.shape[1],
                 "experts": layout.experts,
+                "blocks": layout.blocks,
             },
         )
 
@@ -202,16 +227,23 @@ class OwnerKernels:
         """Stores the answer `[R, H]` to the rows that were taken last in the caller's memory."""
         lines, rows = self._layout.answer(stage)
         self._post.launch(
-            self._layout.blocks,
+            self._layout.blocks_of(answer.shape[0]),
             THREADS,
             {
                 "answer": answer,
+                "blocks": self._layout.blocks,
                 "lines_at": lines,
                 "rows_at": rows,
                 "stage": stage,
                 "row_words": self._layout.row_words,
             },
         )
+
+
+def _awaits(layout: MailLayout, words: Tensor, box: Word, late: int) -> dict[str, Argument]:
+    """What a kernel that waits takes each time."""
+    row_words, blocks = layout.row_words, layout.blocks
+    return {"words": words, "box": int(box), "late": late, "row_words": row_words, "blocks": blocks}
 
 
 def as_words(column: Tensor) -> Tensor:

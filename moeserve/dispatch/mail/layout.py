@@ -9,6 +9,9 @@ import torch
 
 LINE_BYTES = 32  # of a block's tag, and what is said with it
 ALIGNED = 256
+FEW_BLOCKS = 4
+"""Up to so many blocks wait by themselves; for more, one waits before they are launched."""
+
 MOST_BLOCKS = 64  # of a kernel that brings, takes, posts or fetches
 SHARE_WORDS = 896  # 16-byte words of rows for which a block more pays; SHARE in mail.cu
 WORDS = 32
@@ -68,8 +71,12 @@ class MailLayout:
 
     @property
     def blocks(self) -> int:
-        """Of each kernel of this lane."""
-        return max(1, min(MOST_BLOCKS, self.rows * self.row_words // SHARE_WORDS))
+        """Most blocks of a kernel of this lane, and lines of a stage."""
+        return min(MOST_BLOCKS, max(1, self.rows * self.row_words // SHARE_WORDS))
+
+    def blocks_of(self, rows: int) -> int:
+        """Among how many blocks `rows` rows are divided; `blocks_of` in mail.cu."""
+        return min(self.blocks, max(1, rows * self.row_words // SHARE_WORDS))
 
     @property
     def _lines(self) -> int:

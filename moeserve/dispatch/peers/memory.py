@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from moeserve.dispatch.members import Member
 
 SHARED_FOLDER = "/dev/shm"
+HANDLE_BYTES = 64  # of CUDA IPC
 
 
 class Mapped(Protocol):
@@ -271,11 +272,17 @@ class _Cuda:
         return bytes(self._call(self._driver.cuIpcGetMemHandle(self._address)).reserved)
 
     def open(self, handle: bytes, nbytes: int) -> Tensor:
+        if len(handle) != HANDLE_BYTES:
+            raise RuntimeError(f"a handle of {len(handle)} bytes; CUDA's have {HANDLE_BYTES}")
         named = self._driver.CUipcMemHandle()
         named.reserved = handle
         lazily = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         with torch.cuda.device(self._device):
             address = self._call(self._driver.cuIpcOpenMemHandle(named, lazily))
+            _, there = self._call(self._driver.cuMemGetAddressRange(address))
+            if there < nbytes:
+                self._call(self._driver.cuIpcCloseMemHandle(address))
+                raise RuntimeError(f"it has {there} bytes, and {nbytes} are needed")
         self._opened[int(address)] = address
         return self._view(int(address), nbytes)
 
@@ -303,7 +310,7 @@ class _Cuda:
         if status != self._driver.CUresult.CUDA_SUCCESS:
             _, text = self._driver.cuGetErrorString(status)
             raise RuntimeError(text.decode() if isinstance(text, bytes) else str(text))
-        return result[0] if result else None
+        return result[0] if len(result) == 1 else result
 
 
 class _Bytes:

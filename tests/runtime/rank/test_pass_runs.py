@@ -123,7 +123,7 @@ ROUND = tuple((layer, stage) for layer in LAYERS for stage in (0, 1))
 def test_answers_have_the_bits_of_a_step(runs: PassRuns, rank: HostedRank, alone: Alone) -> None:
     pair = Pair(runs, alone)
     for turn, rows in enumerate((1, 3, 16, 33, 40, 1)):
-        for again in range(4):  # launched, recorded, replayed
+        for again in range(4):  # recorded, and replayed
             batches = [given(alone, rows, seed=100 * turn + 10 * again + stage) for stage in (0, 1)]
             begins = pair.begin() if again < 3 else 0
             flight = pair.launch(ROUND, padded_rows(rows), begins=begins)

@@ -104,8 +104,8 @@ DEVICE void copy_ids(const u32* from, u32* to, long words, int block, int blocks
 // Brings `count` rows of `layer` into the mailbox.
 extern "C" __global__ void mail_bring(const __grid_constant__ BringArguments args) {
   u64* words = args.table;
-  const int block = blockIdx.x, blocks = blocks_of(args.count, args.row_words, gridDim.x);
-  if (block >= blocks || words[ENDED]) return;
+  const int block = blockIdx.x, blocks = gridDim.x;
+  if (words[ENDED]) return;
   u8* box = (u8*)words[MAILBOX];
   copy_share(args.hidden, (uint4*)(box + args.hidden_at), (long)args.count * args.row_words, block, blocks);
   copy_share(args.route, (u32*)(box + args.route_at), (long)args.count * args.route_words, block, blocks);
@@ -132,27 +132,25 @@ extern "C" __global__ void mail_bring(const __grid_constant__ BringArguments arg
 // Waits for the answer to the stage's rows. What has no answer is filled with zeros, and ENDED says why.
 extern "C" __global__ void mail_fetch(const __grid_constant__ FetchArguments args) {
   u64* words = args.table;
-  const int block = blockIdx.x, blocks = blocks_of(args.count, args.row_words, gridDim.x);
+  const int block = blockIdx.x, blocks = gridDim.x;
   const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]);
   const u8* answers = (const u8*)words[ANSWERS];
   __shared__ bool there;
-  if (block < blocks) {
-    if (threadIdx.x == 0) {
-      const Line* line = (const Line*)(answers + args.lines_at) + block;
-      there = !*(volatile u64*)(words + ENDED) && await_tag(line, tag, words, LOST);
-      if (there && load_relaxed(&line->first)) {
-        note_end(words, load_relaxed(&line->first));
-        there = false;
-      }
+  if (threadIdx.x == 0) {
+    const Line* line = (const Line*)(answers + args.lines_at) + block;
+    there = !*(volatile u64*)(words + ENDED) && await_tag(line, tag, words, LOST);
+    if (there && load_relaxed(&line->first)) {
+      note_end(words, load_relaxed(&line->first));
+      there = false;
     }
-    __syncthreads();
-    const long all = (long)args.count * args.row_words;
-    if (there) {
-      copy_share((const uint4*)(answers + args.rows_at), args.out, all, block, blocks);
-    } else {
-      const long first = all * block / blocks, last = all * (block + 1) / blocks;
-      for (long at = first + threadIdx.x; at < last; at += blockDim.x) args.out[at] = make_uint4(0, 0, 0, 0);
-    }
+  }
+  __syncthreads();
+  const long all = (long)args.count * args.row_words;
+  if (there) {
+    copy_share((const uint4*)(answers + args.rows_at), args.out, all, block, blocks);
+  } else {
+    const long first = all * block / blocks, last = all * (block + 1) / blocks;
+    for (long at = first + threadIdx.x; at < last; at += blockDim.x) args.out[at] = make_uint4(0, 0, 0, 0);
   }
   count_step(words, args.stage);
 }
@@ -176,14 +174,14 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
         note_end(words, REFUSED);
       } else if (count > (u32)args.padded) {
         note_end(words, MISFIT);
-      } else if (block < blocks_of(count, args.row_words, gridDim.x)) {
+      } else if (block < blocks_of(count, args.row_words, args.blocks)) {
         if (block == 0 || await_tag(lines + block, tag, words, LATE)) rows = count;
       }
     }
     if (block == 0) words[TAKEN] = rows;
   }
   __syncthreads();
-  const int blocks = blocks_of(rows, args.row_words, gridDim.x);
+  const int blocks = blocks_of(rows, args.row_words, args.blocks);
   if (rows) {
     copy_share((const uint4*)(box + args.hidden_at), args.hidden, (long)rows * args.row_words, block, blocks);
     const u32* route = (const u32*)(box + args.route_at);
@@ -203,22 +201,39 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
   u64* words = args.state;
   const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]), ended = words[ENDED];
   const u32 count = (u32)words[TAKEN];
-  const int block = blockIdx.x, blocks = ended ? gridDim.x : blocks_of(count, args.row_words, gridDim.x);
+  const int blocks = ended ? args.blocks : blocks_of(count, args.row_words, args.blocks);
   u8* answers = (u8*)words[ANSWERS];
   if (ended == MISFIT) return;
-  if (block < blocks) {
+  for (int block = blockIdx.x; block < blocks; block += gridDim.x) {  // more than once where the pass has ended
     if (!ended)
       copy_share(args.answer, (uint4*)(answers + args.rows_at), (long)count * args.row_words, block, blocks);
     __threadfence_system();
     __syncthreads();
-    if (threadIdx.x == 0) {
-      Line* line = (Line*)(answers + args.lines_at) + block;
-      store_relaxed(&line->count, count);
-      store_relaxed(&line->first, (u32)ended);
-      store_relaxed(&line->second, (u32)words[EPOCH]);
-      store_relaxed(&line->third, (u32)words[VERSION]);
-      store_release(&line->tag, tag);
-    }
+    if (threadIdx.x) continue;
+    Line* line = (Line*)(answers + args.lines_at) + block;
+    store_relaxed(&line->count, count);
+    store_relaxed(&line->first, (u32)ended);
+    store_relaxed(&line->second, (u32)words[EPOCH]);
+    store_relaxed(&line->third, (u32)words[VERSION]);
+    store_release(&line->tag, tag);
   }
   count_step(words, args.stage);
+}
+
+// -- both ---------------------------------------------------------------------------------------------------
+
+// One block waits for all lines of a step, before a kernel of many blocks is launched: waiting takes a stream and no
+// multiprocessors. `box`: MAILBOX or ANSWERS.
+extern "C" __global__ void mail_await(const __grid_constant__ AwaitArguments args) {
+  u64* words = args.words;
+  const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]);
+  const Line* lines = (const Line*)((const u8*)words[args.box] + args.lines_at);
+  __shared__ int blocks;
+  if (threadIdx.x == 0) {
+    blocks = 0;
+    if (!*(volatile u64*)(words + ENDED) && await_tag(lines, tag, words, args.late))
+      blocks = blocks_of(load_relaxed(&lines->count), args.row_words, args.blocks);
+  }
+  __syncthreads();
+  if (threadIdx.x && threadIdx.x < blocks) await_tag(lines + threadIdx.x, tag, words, args.late);
 }

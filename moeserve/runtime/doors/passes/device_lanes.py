@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 import time
@@ -28,6 +29,11 @@ SHORTEST_LOOK, LONGEST_LOOK = 20e-6, 0.002
 
 SWEEP_SECONDS = 0.05
 """Between looks whether the callers' leases are still there."""
+
+COMPANY_SECONDS = 0.5
+"""After a call of others waited for a step, in which no forward pass is launched ahead: they would wait for
+its caller's attention.
+"""
 
 CLOSE_SECONDS = 5.0
 """Within which the thread has to end."""
@@ -76,6 +82,7 @@ class DeviceLanes:
         self._begin_for = begin_for
         self.mail: MailHost | None = None  # makes lanes of callers' GPUs; None: there are none
         self.others: Callable[[], bool] = lambda: False  # whether calls wait for steps
+        self._others_at = -math.inf  # when calls were last seen to wait
         self.on_pass: Callable[[str], None] = lambda status: None  # is told how each pass ended
         self._lanes: dict[str, Attached] = {}  # by the whole name of the mailbox
         self._leaving: list[AnnouncedLane] = []  # with steps under way
@@ -110,7 +117,7 @@ class DeviceLanes:
         if closing:
             self._forget(lane)
             raise LanesTaken(CLOSED)
-        log.info("%s is attached: %d rows, %d stages", request.name, layout.rows, layout.stages)
+        log.info("%s is attached: %d rows, %d stages", request.name, lane.rows, layout.stages)
         return reply
 
     def _made(
@@ -225,7 +232,8 @@ class DeviceLanes:
     def _alone(self, lane: AnnouncedLane) -> bool:
         """Whether nobody but this lane's caller wants steps now."""
         there = list(self._lanes.values())
-        return not self.others() and not any(one.lane.in_pass for one in there if one.lane is not lane)
+        company = time.monotonic() - self._others_at < COMPANY_SECONDS
+        return not company and not any(one.lane.in_pass for one in there if one.lane is not lane)
 
     def _room_for(self, name: str) -> None:
         """Raises where the lane cannot be attached beside the others; the lock is held."""
@@ -265,6 +273,8 @@ class DeviceLanes:
                     return
                 lanes, leaving = [one.lane for one in self._lanes.values()], list(self._leaving)
             now = time.monotonic()
+            if self.others():
+                self._others_at = now
             if sum(self._looked(lane, now) for lane in lanes):  # at each of them
                 busy = now
             for lane in leaving:

@@ -142,7 +142,7 @@ class MailLane(AnnouncedLane):
         headers = [self._header(stage) for stage in there]
         kinds = {kind for _, kind in headers}
         counts = [min(count, self._layout.rows) for count, _ in headers]
-        rows = min(padded_rows(max(counts)), self._layout.rows)
+        rows = min(padded_rows(max(counts)), self._runs.most_rows)
         if run.alike and len(there) == len(run.sent) and len(kinds) == 1 and self.alone():
             steps = run.ahead()
         else:

@@ -79,6 +79,11 @@ class MemberRuns:
         return self._rank.served.dtype
 
     @property
+    def most_rows(self) -> int:
+        """Of one step."""
+        return min(plan.problem.lane_rows for plan in self._rank.plans.values())
+
+    @property
     def device_uuid(self) -> str:
         """Of the GPU that computes here."""
         return str(torch.cuda.get_device_properties(self._rank.device).uuid)

@@ -1,15 +1,15 @@
 """`PassRuns`: several steps of a pass, launched at once. Each waits on the device for its rows.
 
-A run that was launched before is recorded as one CUDA graph, so that a model's whole forward pass is one
-launch. Graphs know no lane: the state of the lane whose run it is, with the addresses of its memory, is
-copied to one place before each launch.
+A run is recorded as one CUDA graph, so that a model's whole forward pass is one launch: a device takes about
+a thousand launches at once, and whoever brings one more waits for the rows of the first. Graphs know no lane:
+the state of the lane whose run it is, with the addresses of its memory, is copied to one place before.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -25,8 +25,11 @@ from moeserve.runtime.step import LaneInput, LaneLogits
 
 log = logging.getLogger(__name__)
 
-MOST_GRAPHS = 64
-"""Of runs, of one rank; the one that was launched longest ago is dropped for another."""
+MOST_STEPS = 4096
+"""Of all recorded runs of one rank; those that were launched longest ago are dropped for others."""
+
+FEW_STEPS = 2
+"""Of a run that is not recorded: it is launched kernel by kernel, and the steps behind these are left."""
 
 
 @dataclass(eq=False)
@@ -110,23 +113,27 @@ class PassRuns:
         self._now = words(self._device)  # the state of the lane whose run it is
         self._rooms: dict[tuple[int, int], LaneInput | LaneLogits] = {}  # by rows and kind
         self._kernels: dict[MailLayout, OwnerKernels] = {}
-        self._graphs: OrderedDict[_Key, Replay | None] = OrderedDict()  # None: it was launched once
+        self._graphs: OrderedDict[_Key, Replay] = OrderedDict()
+        self._seen = set[_Key]()  # single steps that were launched
         self._refused = set[_Key]()  # that could not be recorded
         self._capture = CudaCapture()
         self._stamps: dict[OwnerLane, tuple[int, int]] = {}
+        self._lanes = Counter[MailLayout]()
 
     def __len__(self) -> int:
-        return sum(replay is not None for replay in self._graphs.values())
+        return len(self._graphs)
 
     def drop(self) -> None:
         """Drops all graphs: what they recorded is about to change."""
         self._graphs.clear()
         self._refused.clear()
+        self._seen.clear()
         self._capture = CudaCapture()
 
     def lane(self, layout: MailLayout, addresses: tuple[int, int], patience: float) -> OwnerLane:
         """An owner's end of a lane; see OwnerLane. Its kernels are loaded, which waits for the device."""
         self._kernels_of(layout)
+        self._lanes[layout] += 1
         abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         return OwnerLane(layout, addresses, abort, patience, words(self._device))
 
@@ -158,34 +165,49 @@ class PassRuns:
         return Flight(event, lane, pinned)
 
     def forget(self, lane: OwnerLane) -> None:
-        """No run of this lane comes any more."""
+        """No run of this lane comes any more, and none is under way: what was recorded for it alone goes."""
         self._stamps.pop(lane, None)
+        self._lanes[lane.layout] -= 1
+        if self._lanes[lane.layout]:
+            return
+        del self._lanes[lane.layout], self._kernels[lane.layout]
+        self._seen = {key for key in self._seen if key.layout != lane.layout}
+        self._refused = {key for key in self._refused if key.layout != lane.layout}
+        for key in [key for key in self._graphs if key.layout == lane.layout]:
+            del self._graphs[key]
 
     def _work(self, run: Run) -> Callable[[], None]:
-        """What computes the run: a graph, where it was launched before."""
+        """What computes the run, or its first steps: a graph, where it can be recorded."""
         key = _Key(run.lane.layout, run.steps, run.rows, run.kind)
+        replay = self._graphs.get(key)
+        if replay is not None:
+            self._graphs.move_to_end(key)
+            return replay
 
         def steps() -> None:
             self._steps(key)
 
-        if key in self._refused:
+        if len(run.steps) == 1 and key not in self._seen:  # it may come once only
+            self._seen.add(key)
             return steps
-        if key not in self._graphs:
-            if len(self._graphs) >= MOST_GRAPHS:
-                self._graphs.popitem(last=False)
-            self._graphs[key] = None
-            return steps
-        self._graphs.move_to_end(key)
-        replay = self._graphs[key]
-        if replay is None:
+        if key not in self._refused:
             try:
-                replay = self._graphs[key] = self._capture(steps)
+                replay = self._capture(steps)
             except RuntimeError as error:
                 log.warning("%d steps of %d rows: no CUDA graph: %s", len(run.steps), run.rows, error)
                 self._refused.add(key)
-                del self._graphs[key]
-                return steps
-        return replay
+            else:
+                self._keep(key, replay)
+                return replay
+        few = key._replace(steps=run.steps[:FEW_STEPS])
+        return lambda: self._steps(few)
+
+    def _keep(self, key: _Key, replay: Replay) -> None:
+        held = sum(len(known.steps) for known in self._graphs)
+        while self._graphs and held + len(key.steps) > MOST_STEPS:
+            known, _ = self._graphs.popitem(last=False)
+            held -= len(known.steps)
+        self._graphs[key] = replay
 
     def _steps(self, key: _Key) -> None:
         rank, kernels, room = self._rank, self._kernels_of(key.layout), self._room(key)
