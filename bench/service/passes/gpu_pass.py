@@ -39,6 +39,7 @@ from bench.service.hops.sizes import Sizes, write_checkpoint
 from moeserve.dispatch.mail.kernels import CHOICE, CallerKernels, Given, OwnerKernels, words
 from moeserve.dispatch.mail.layout import STEPS, MailLayout, Word
 from moeserve.runtime.config import Config
+from moeserve.runtime.launch.environment import set_environment
 from moeserve.runtime.launch.local_cluster import LocalCluster
 from moeserve.runtime.launch.torchrun import HostedRank, join_torchrun, leave_torchrun
 from moeserve.runtime.rank.runs.runs import PassRuns, Run
@@ -271,6 +272,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), choices=ROWS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    set_environment("127.0.0.1")  # streams of this process, too, must not share connections
     two = torch.cuda.device_count() > 1
     sizes = Sizes(7168, 2048, args.experts, 8, args.layers)
     owner, home = "cuda:0", "cuda:1" if two else "cuda:0"

@@ -63,6 +63,8 @@ def set_environment(host: str) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast hangs on some hosts
+    # streams that share a connection wait for one another, also for one that waits for a caller's rows
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     os.environ.setdefault(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
     )  # a timeout aborts the group, not the process
