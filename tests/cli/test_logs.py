@@ -135,6 +135,14 @@ def test_levels_change_in_every_process_and_in_those_that_start_later(
             rank="launcher", level="warning", message=f"rank 1 (pid {pid}) ended with -9; it is started again"
         )
         service.said(rank=0, level="info", message="is aborted: rank 1")
-        service.said(rank=1, generation=3, message="joined generation 3")
+        before = service.said(rank=1, generation=1, message="joined generation 1")
+        joined = {"rank": 1, "logger": before["logger"], "level": before["level"]}
+        until(
+            lambda: any(
+                joined.items() <= line.items() and line["generation"] > 1 and "joined" in line["message"]
+                for line in service.lines
+            ),
+            lambda: f"rank 1 joins again in {service.lines}",
+        )
     again = [line for line in service.lines if line["rank"] == 1 and text in line["message"]]
     assert len(again) == 2, "the rank that started later has the level too"

@@ -15,13 +15,15 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checkpoints import make_checkpoint
 from processes import descendants_of, gone, is_forkserver
 
-from moeserve.cli import main
+from moeserve.cli import main, record
 from moeserve.experts.load import read_trace
+from moeserve.proto.client import MoeClient
 from moeserve.runtime.config import Config, from_mapping
 
 SERVE = (
@@ -135,23 +137,49 @@ def test_bench_and_status(served: Served, capsys: pytest.CaptureFixture[str]) ->
     )
 
 
+def counted(address: str) -> tuple[int, int]:
+    """Pairs of a token and an expert that ranks have reported of layer 1: of prefill, and all."""
+    with MoeClient(address) as client:
+        layer = client.status(experts=True).layers[1]
+    return sum(layer.prefill_tokens), sum(layer.tokens)
+
+
 def test_load_is_recorded_by_phase(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The window begins before the calls, and ends when ranks have told of all: they report once a second."""
     out, codes = tmp_path / "trace.jsonl", []
+    begun, over, sleep = threading.Event(), threading.Event(), time.sleep
+    monkeypatch.setattr(
+        record,
+        "time",
+        SimpleNamespace(
+            time=time.time, sleep=lambda seconds: (begun.set(), sleep(seconds), over.wait(START_SECONDS))
+        ),
+    )
     words = ["record", served.address, "--out", str(out), "--window", "4", "--windows", "1"]
     recording = threading.Thread(target=lambda: codes.append(main(words)))
+    since = time.monotonic()
     recording.start()
-    for rows in ("400", "4"):  # 200 a lane: as in prefill
-        time.sleep(0.3)
-        assert main(["bench", served.address, "--layer", "1", "--rows", rows, "--duration", "0.3"]) == 0
-    recording.join(30)
+    try:
+        assert begun.wait(START_SECONDS)
+        prefill, all_of_it = counted(served.address)
+        for rows in ("400", "4"):  # 200 a lane: as in prefill
+            assert main(["bench", served.address, "--layer", "1", "--rows", rows, "--duration", "0.3"]) == 0
+        now, before = counted(served.address), (-1, -1)
+        while now != before or now[0] == prefill or now[1] - now[0] == all_of_it - prefill:
+            assert time.monotonic() - since < START_SECONDS
+            time.sleep(2.0)
+            now, before = counted(served.address), now
+    finally:
+        over.set()
+        recording.join(30)
     assert codes == [0]
     trace = read_trace(out)
     assert (trace.layers, [window.phase for window in trace.windows]) == ((0, 1), ["decode", "prefill"])
     for window in trace.windows:
         assert not window.load.tokens[0].any() and window.load.tokens[1].sum() > 0
-        assert 4 <= window.seconds < 8
+        assert 4 <= window.seconds <= time.monotonic() - since
     assert trace.windows[1].load.tokens.sum() % 800 == 0  # top-2 of 400 rows a call
     assert "2 windows in" in capsys.readouterr().out
 
@@ -214,7 +242,10 @@ def test_bench_of_a_layer_that_is_not_served(served: Served, capsys: pytest.Capt
 def test_a_port_in_use(served: Served, checkpoint: Path) -> None:
     port = served.address.rpartition(":")[2]
     done = subprocess.run(
-        [*SERVE, "--checkpoint", str(checkpoint), "--port", port], capture_output=True, text=True, timeout=60
+        [*SERVE, "--checkpoint", str(checkpoint), "--port", port],
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
     )
     assert done.returncode == 1
     assert f"moeserve serve: cannot listen on 127.0.0.1:{port}; set server.port (--port)" in done.stderr

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fuzz_targets import TARGETS, TOKEN, frame, model_in
-from fuzzing import Broken, Target, fuzz
+from fuzzing import LEAST_INPUTS, Broken, Target, fuzz
 
 from bench.lib.mutations import Mutations
 from moeserve.checkpoints.store import LENGTH_BYTES
@@ -40,7 +40,7 @@ def test_every_input_ends_with_a_result_or_a_named_error(name: str, folder: Path
     outcome = fuzz(TARGETS[name], folder, seed=16, inputs=INPUTS, seconds=SECONDS)
     broken = "\n\n".join(f"{data[:200]!r}\n{text}" for data, text in outcome.broken)
     assert not broken, broken[:20_000]
-    assert outcome.inputs >= 20
+    assert outcome.inputs >= LEAST_INPUTS
 
 
 def headed(**entry: Any) -> bytes:

@@ -30,7 +30,10 @@ def alone(checkpoint_path: Path) -> Alone:
 
 @pytest.fixture(scope="module")
 def house(checkpoint_path: Path) -> Iterator[LocalCluster]:
-    """Four ranks, whole experts, small lanes so that splitting is seen."""
-    config = house_config(checkpoint_path, step__lane_rows=LANE_ROWS, **EP4)
+    """Four ranks, whole experts, small lanes so that splitting is seen.
+
+    A test may stop a rank so that no step ends: it is not taken for lost, however long that test takes.
+    """
+    config = house_config(checkpoint_path, step__lane_rows=LANE_ROWS, cluster__stopped_seconds=0.0, **EP4)
     with LocalCluster(config) as cluster:
         yield cluster

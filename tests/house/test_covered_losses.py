@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from changes import Changes
 from checkpoints import make_checkpoint
 from houses import EP4, Alone, house_config
 from prometheus_client.parser import text_string_to_metric_families
@@ -84,8 +85,9 @@ def members(house: LocalCluster) -> tuple[int, ...]:
 
 def lose(house: LocalCluster, client: MoeClient, alone: Alone) -> None:
     """Kills rank 2, and has calls answered right while it is away and once it is back."""
+    changes = Changes(house)
     os.kill(house.pid(2), signal.SIGKILL)
-    until(lambda: members(house) == LIVING, "it goes on without rank 2")
+    changes.until(lambda was: was.seats == LIVING, "it goes on without rank 2")
     check(client, alone)
     until(lambda: members(house) == (0, 1, 2, 3) and house.state() == ("serving", ""), "rank 2 is back")
     check(client, alone)
@@ -127,9 +129,10 @@ def test_two_that_are_lost_at_once_come_back_and_the_cover_with_them(start: Star
     house = start(redundant_experts=8, shadows=True, interval_seconds=0.5)
     with MoeClient(house.address, timeout=SECONDS) as client:
         check(client, alone)
+        changes = Changes(house)
         for seat in (1, 2):
             os.kill(house.pid(seat), signal.SIGKILL)
-        until(lambda: members(house) == (0, 3), "two hold all experts")
+        changes.until(lambda was: was.seats == (0, 3), "two hold all experts")
         check(client, alone)
         until(lambda: members(house) == (0, 1, 2, 3) and house.state() == ("serving", ""), "both are back")
         check(client, alone)
@@ -161,8 +164,9 @@ def test_experts_that_move_all_the_time_are_right_whoever_is_killed(tmp_path: Pa
     for seat in (1, 3, 0):
         epoch = house.head.coordinator.epoch.number
         until(lambda epoch=epoch: house.head.coordinator.epoch.number > epoch + 4, "experts move")
+        changes = Changes(house)
         os.kill(house.pid(seat), signal.SIGKILL)
-        until(lambda seat=seat: seat not in members(house), "it goes on")
+        changes.until(lambda was, seat=seat: seat not in was.seats, "it goes on")
         until(lambda: members(house) == (0, 1, 2, 3) and house.state() == ("serving", ""), "it is back")
     over.set()
     for one in asking:

@@ -234,7 +234,7 @@ def test_its_start_commands_bring_the_service_up(hosts: Hosts, alone: Alone) -> 
         child for child in psutil.Process(service.pid).children(recursive=True) if "serve" in child.cmdline()
     ]
     serving.terminate()
-    assert service.wait(30) == 0, "told to stop, it does not start again"
+    assert service.wait(UP_SECONDS) == 0, "told to stop, it does not start again"
     with pytest.raises(MoeError), MoeClient(address, timeout=2) as client:
         client.forward(0, *batch)
 

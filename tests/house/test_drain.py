@@ -16,7 +16,7 @@ from failures import stand_still
 from houses import EP4, Alone, house_config, request_of
 
 from moeserve.proto import moe_pb2_grpc
-from moeserve.proto.client import MoeClient
+from moeserve.proto.client import MoeClient, Patience
 from moeserve.proto.errors import Unavailable
 from moeserve.proto.tensors import as_torch, spec_of
 from moeserve.runtime.launch.local_cluster import LocalCluster
@@ -25,7 +25,7 @@ SECONDS = 20.0
 
 
 def test_calls_under_way_are_answered_and_no_other_is_taken(checkpoint_path: Path, alone: Alone) -> None:
-    config = house_config(checkpoint_path, server__drain_seconds=SECONDS, **EP4)
+    config = house_config(checkpoint_path, server__drain_seconds=SECONDS, cluster__stopped_seconds=0.0, **EP4)
     batch = alone.batch(8, seed=3)
     with LocalCluster(config) as house, MoeClient(house.address) as client, ThreadPoolExecutor(8) as pool:
         lane = client.topology().lanes[0].address
@@ -44,7 +44,7 @@ def test_calls_under_way_are_answered_and_no_other_is_taken(checkpoint_path: Pat
             while not house.head.coordinator.draining and time.monotonic() < until:
                 time.sleep(0.01)
             with (
-                MoeClient(house.address, timeout=0.2) as late,
+                MoeClient(house.address, timeout=Patience(SECONDS, attempts=1)) as late,
                 pytest.raises(Unavailable, match="is stopping"),
             ):
                 late.forward(1, *batch)

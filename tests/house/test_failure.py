@@ -70,7 +70,10 @@ def test_new_calls_are_refused_with_the_reason_while_the_group_forms(
         survivor = house.pid(0)
         os.kill(survivor, signal.SIGSTOP)  # without it no group forms
         os.kill(house.pid(1), signal.SIGKILL)
-        time.sleep(0.3)
+        until = time.monotonic() + 20
+        while house.state()[0] == "serving":
+            assert time.monotonic() < until
+            time.sleep(0.01)
         with grpc.insecure_channel(house.address) as channel, pytest.raises(grpc.RpcError) as failed:
             moe_pb2_grpc.FrontServiceStub(channel).Forward(request_of(0, alone.batch(1, seed=1)), timeout=5)
         assert failed.value.code() == grpc.StatusCode.UNAVAILABLE

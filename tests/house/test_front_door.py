@@ -206,13 +206,25 @@ def _metrics(target: str) -> dict[str, float]:
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
-def _cancelled_at_lanes(house: LocalCluster) -> float:
+def _at_lanes(house: LocalCluster, metric: str, labels: str = "") -> float:
+    """Of the first three lanes together; the fourth rank stands still."""
     return sum(
         value
-        for target in house.metrics_targets()[1:4]  # the fourth rank stands still
+        for target in house.metrics_targets()[1:4]
         for name, value in _metrics(target).items()
-        if name.startswith("moe_requests_total") and 'code="CANCELLED",method="Forward"' in name
+        if name.startswith(metric) and labels in name
     )
+
+
+def _cancelled_at_lanes(house: LocalCluster) -> float:
+    return _at_lanes(house, "moe_requests_total", 'code="CANCELLED",method="Forward"')
+
+
+def _until(true: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + SECONDS / 2
+    while not true():
+        assert time.monotonic() < until, what
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("way", ["unary", "stream"])
@@ -229,12 +241,12 @@ def test_a_caller_that_leaves_takes_its_calls_along(
             stream = talk(timeout=None)
             stream.say(_named("doomed", 0, batch))
             doomed = stream.replies
-        time.sleep(0.5)
+        _until(lambda: _at_lanes(house, "moe_requests_in_flight") >= 3, "the lanes have the call")
         doomed.cancel()
-        until = time.monotonic() + 10
-        while _cancelled_at_lanes(house) < before + 3:
-            assert time.monotonic() < until, "lanes still wait for an answer that nobody takes"
-            time.sleep(0.05)
+        _until(
+            lambda: _cancelled_at_lanes(house) >= before + 3,
+            "lanes still wait for an answer that nobody takes",
+        )
     finally:
         os.kill(house.pid(3), signal.SIGCONT)
     after = doors.front.Forward.future(request_of(0, batch)).result(SECONDS)

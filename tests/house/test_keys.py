@@ -20,6 +20,7 @@ import pytest
 import torch
 from houses import Alone, house_config, request_of
 from keyed import CASES, MODES, SECONDS, Keyring, Shown, code_of, metadata
+from reported import until_reported
 
 from moeserve.cli import main
 from moeserve.proto import moe_pb2
@@ -375,7 +376,8 @@ def test_experts_move_over_streams_that_are_encrypted(service: Service, alone: A
     with service.client() as client, service.client(Role.OPERATE) as operator:
         for _ in range(20):
             client.forward(0, hidden, hot, weights)
-        time.sleep(1.2)  # until ranks have reported
+        with service.client(Role.OBSERVE) as observer:
+            until_reported(observer, [0], pairs=20 * hot.numel())
         moved = operator.rebalance(policy="eplb", timeout=60)
         assert moved.outcome in ("moved", "even"), moved.reason
         expected = alone.forward(0, hidden, experts, weights)
@@ -475,6 +477,10 @@ def test_a_rotation_under_load_loses_no_call(service: Service, alone: Alone) -> 
     ring.write_grants(fresh)  # the old one is taken out
     service.shown.clear()
     time.sleep(0.6)
+    until, then = time.monotonic() + SECONDS, list(answered)
+    while not failed and any(now <= max(20, was) for now, was in zip(answered, then, strict=True)):
+        assert time.monotonic() < until, answered  # calls go on, and each caller has made a client anew
+        time.sleep(0.01)
     stop.set()
     for thread in threads:
         thread.join(SECONDS)

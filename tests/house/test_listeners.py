@@ -23,7 +23,8 @@ from moeserve.proto.client import MoeClient
 from moeserve.runtime.keys.access import LISTENERS, Lets, Role
 
 SECONDS = 60.0
-WAIT_SECONDS = 3.0  # for a socket to answer, or not
+WAIT_SECONDS = 10.0  # for a socket to answer
+SILENT_SECONDS = 3.0  # after which one that has said nothing waits for a request; it does so for some seconds
 LISTENING = "0A"  # of TCP, in the kernel's tables
 ACCEPTS = 0x10000  # a flag of Unix sockets there
 
@@ -133,9 +134,11 @@ def lets_in(place: str, ring: Keyring) -> Lets:
             socket.create_connection((host, int(port)), WAIT_SECONDS) as plain,
             context.wrap_socket(plain, server_hostname="localhost") as made,
         ):
+            made.settimeout(SILENT_SECONDS)
             try:
                 return Lets.KEYED if made.recv(1) == b"" else pytest.fail(f"{place} begins to talk")
             except TimeoutError:
+                made.settimeout(WAIT_SECONDS)
                 made.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
                 return {b"401": Lets.KEYED, b"404": Lets.PROBES}[made.recv(100).split()[1]]
     except ssl.SSLError as refused:

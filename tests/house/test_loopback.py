@@ -15,6 +15,7 @@ import torch
 from houses import EP4, Alone, house_config
 from listeners import beyond_loopback, listeners
 from parallel import parallel_launch
+from ports import free_ports
 from torch.distributed import TCPStore
 from torchrun_store import met_on_loopback
 
@@ -92,7 +93,5 @@ def test_a_port_that_takes_keys_is_found() -> None:
 
 
 def test_ranks_that_the_environment_has_meet_on_loopback_listen_nowhere_else() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    for found in parallel_launch(2, met_on_loopback, port):
+    for found in parallel_launch(2, met_on_loopback, free_ports()):
         assert found and beyond_loopback(found) == set()

@@ -14,6 +14,7 @@ import pytest
 from checkpoints import make_checkpoint
 from failures import serve_again
 from houses import house_config
+from ports import free_ports
 
 from moeserve.proto.client import MoeClient
 from moeserve.runtime.launch.local_cluster import LocalCluster
@@ -51,9 +52,9 @@ def test_a_rank_that_cannot_start_at_first_is_started_again_until_it_can(
     """The port of its exporter is another's, until that one leaves."""
     caplog.set_level(logging.WARNING)
     make_checkpoint("qwen3_moe", tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        config = house_config(tmp_path, server__metrics_port=port - 2, **EP2)  # rank 1's is two more
+    first = free_ports(3)
+    with socket.create_server(("127.0.0.1", first + 2)) as other:  # rank 1's, behind those of head and rank 0
+        config = house_config(tmp_path, server__metrics_port=first, **EP2)
         cluster = LocalCluster(config)
         starting = threading.Thread(target=cluster.start)
         starting.start()

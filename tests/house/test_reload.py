@@ -17,6 +17,7 @@ import torch
 from checkpoints import make_checkpoint
 from failures import stand_still
 from houses import EP4, Alone, house_config
+from reported import until_reported
 from torch import Tensor
 
 from moeserve.proto.client import MoeClient
@@ -122,7 +123,8 @@ def served(checkpoint_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             answers = {path: model.forward(layer, *batch) for path, model in models.items()}
             questions.append(Question(layer, batch, answers))
     spare = {"balance__redundant_experts": 4, "step__lane_rows": 16}
-    with LocalCluster(house_config(checkpoint_path, members__serve_on=False, **EP4, **spare)) as house:
+    never = {"members__serve_on": False, "cluster__stopped_seconds": 0.0}  # those are stopped for a while
+    with LocalCluster(house_config(checkpoint_path, **never, **EP4, **spare)) as house:
         yield Served(house, *paths, tuple(questions))
 
 
@@ -140,7 +142,7 @@ def test_the_checkpoints_answer_differently(served: Served) -> None:
 def test_every_answer_is_of_the_version_it_names(served: Served, client: MoeClient) -> None:
     with Asking(served) as asking:
         asking.until_answered_with(1)
-        time.sleep(1.2)  # until ranks have reported their load
+        until_reported(client, LAYERS)
         assert client.rebalance(policy="eplb").outcome == "moved"
         placement = served.house.head.coordinator.epoch.placement
         replicas = [len(placement.replicas(layer, e)) for layer in LAYERS for e in range(placement.experts)]
@@ -237,12 +239,17 @@ def test_a_rank_killed_between_two_layers_comes_back_with_each_layers_version(
 def test_a_service_that_forms_again_is_not_changed(served: Served, client: MoeClient) -> None:
     coordinator = served.house.head.coordinator
     epoch, generation = coordinator.epoch, coordinator.progress().generation
-    os.kill(served.house.pid(1), signal.SIGKILL)
-    while coordinator.progress().generation == generation:
-        time.sleep(0.01)
-    for operation in (client.rebalance, lambda: client.reload(served.old)):
-        with pytest.raises(MoeError) as refused:
-            operation()
-        assert (refused.value.code, refused.value.reason) == ("UNAVAILABLE", "not_serving")
+    survivor = served.house.pid(0)
+    stand_still(survivor)  # without it no group forms
+    try:
+        os.kill(served.house.pid(1), signal.SIGKILL)
+        while coordinator.progress().generation == generation:
+            time.sleep(0.01)
+        for operation in (client.rebalance, lambda: client.reload(served.old)):
+            with pytest.raises(MoeError) as refused:
+                operation()
+            assert (refused.value.code, refused.value.reason) == ("UNAVAILABLE", "not_serving")
+    finally:
+        os.kill(survivor, signal.SIGCONT)
     coordinator.wait_serving(60)
     assert coordinator.epoch == epoch and len(set(served.versions())) == 1

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -159,24 +160,28 @@ def test_a_call_cancelled_while_it_waits_holds_no_thread(house: LocalCluster, al
     with MoeClient(house.address, timeout=30) as client:
         lane = client.topology().lanes[1].address
     left = re.compile(r'^moe_requests_total{code="CANCELLED",method="Forward",.*} (\S+)$', re.MULTILINE)
+    here = re.compile(r"^moe_requests_in_flight{.*} (\S+)$", re.MULTILINE)
 
-    def cancelled() -> float:
+    def total(metric: re.Pattern[str]) -> float:
         with urllib.request.urlopen(f"http://{house.metrics_targets()[2]}/metrics", timeout=10) as answer:
-            return sum(map(float, left.findall(answer.read().decode())))
+            return sum(map(float, metric.findall(answer.read().decode())))
 
-    before = cancelled()
+    def wait_for(true: Callable[[], bool], what: str) -> None:
+        until = time.monotonic() + 10
+        while not true():
+            assert time.monotonic() < until, what
+            time.sleep(0.05)
+
+    before = total(left)
     stand_still(house.pid(3))  # no step ends
     try:
         with grpc.insecure_channel(lane) as channel:
             doomed = moe_pb2_grpc.LaneServiceStub(channel).Forward.future(
                 request_of(0, alone.batch(2, seed=5))
             )
-            time.sleep(0.5)
+            wait_for(lambda: total(here) > 0, "the lane has the call")
             doomed.cancel()
-            until = time.monotonic() + 10
-            while cancelled() == before:
-                assert time.monotonic() < until, "its thread waits for an answer that nobody takes"
-                time.sleep(0.05)
+            wait_for(lambda: total(left) > before, "its thread waits for an answer that nobody takes")
     finally:
         os.kill(house.pid(3), signal.SIGCONT)
 

@@ -36,7 +36,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def house(path: Path) -> Iterator[LocalCluster]:
-    with LocalCluster(house_config(path, passes__patience_seconds=0.5, **EP2)) as cluster:
+    with LocalCluster(house_config(path, passes__patience_seconds=2.0, **EP2)) as cluster:
         yield cluster
 
 
@@ -113,7 +113,7 @@ def test_an_engine_takes_a_lane_wherever_one_is_free_and_waits_for_one(path: Pat
         services = [AttachedService(settings) for _ in range(2)]
         for service in services:
             answered(service, alone, 0, 3, 0)
-        late = AttachedService(Settings(house.address, timeout=1.0, mode="attached"))
+        late = AttachedService(Settings(house.address, timeout=3.0, mode="attached"))
         with pytest.raises(Overloaded):
             answered(late, alone, 0, 3, 0)
         late.close()

@@ -59,16 +59,19 @@ def test_many_tasks_share_an_async_client(host):
 
 
 def test_a_cancelled_task_gives_its_call_up():
-    service = FakeService(1)
-    service.lanes[0].scripts = [0.5]
+    service, held = FakeService(1), threading.Event()
+    service.lanes[0].scripts = [held]
 
     async def main() -> None:
         async with AsyncMoeClient(service.address) as client:
             task = asyncio.create_task(client.forward(3, *rows(8, 2048)))
-            await asyncio.sleep(0.2)
+            async with asyncio.timeout(10):
+                while not service.asked:
+                    await asyncio.sleep(0.01)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+            held.set()
             hidden, experts, weights = rows(8, 2048)
             assert torch.equal(await client.forward(3, hidden * 5, experts, weights), hidden * 10)
 

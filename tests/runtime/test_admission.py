@@ -352,7 +352,7 @@ def test_a_deadline_s_act_that_fails_is_not_the_last() -> None:
 
 
 def test_calls_whose_message_does_not_come_are_cancelled(serve: Callable[..., Service]) -> None:
-    service, ends = serve(calls=4, request_seconds=0.3), threading.Event()
+    service, ends = serve(calls=4, request_seconds=2.0), threading.Event()
     half_open = service.channel.stream_unary("/moeserve.v1.LaneService/Forward")
     calls = [half_open.future(silent(ends)) for _ in range(40)]  # more than there are threads
     assert service.healthy() == "SERVING" and service.list() == b""
@@ -384,7 +384,7 @@ def test_a_stream_that_nobody_reads_is_read_no_further_and_then_left(serve: Call
 
 
 def test_a_stream_that_is_read_goes_on_for_any_number_of_calls(serve: Callable[..., Service]) -> None:
-    service = serve(calls=4, nbytes=1 << 20, unread_seconds=1.0)
+    service = serve(calls=4, nbytes=1 << 20, unread_seconds=5.0)
     names = [str(at) for at in range(500)]
     asked = (moe_pb2.ForwardRequest(job_id=name).SerializeToString() for name in names)
     replies = [moe_pb2.ForwardStreamReply.FromString(reply).job_id for reply in service.stream(asked)]
@@ -439,7 +439,7 @@ def test_bytes_of_replies_count_where_the_hidden_states_lie_in_a_region(
 def test_replies_that_nobody_reads_hold_a_stream_whose_requests_are_small(
     serve: Callable[..., Service],
 ) -> None:
-    service = serve(calls=256, unread_seconds=2.0)
+    service = serve(calls=256, unread_seconds=4.0)
     service.reply_bytes = 20 << 20
     stream = service.stream(small_request(20 << 20) for _ in range(100))
     assert until(lambda: service.read == 3)
@@ -464,7 +464,7 @@ def test_a_reply_that_is_an_error_holds_no_more_than_its_own_bytes() -> None:
 
 
 def test_answers_that_nobody_takes_are_held_and_then_left(serve: Callable[..., Service]) -> None:
-    service = serve(calls=4, unread_seconds=1.0)
+    service = serve(calls=4, unread_seconds=3.0)
     service.answer = moe_pb2.ForwardReply(hidden=moe_pb2.Tensor(data=bytes(1 << 20)))
     service.go.set()
     raw = RawConnection(service.address, window=0)

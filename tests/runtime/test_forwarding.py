@@ -20,6 +20,8 @@ from moeserve.proto.tensors import encode, plain
 from moeserve.runtime.doors import forwarding
 from moeserve.runtime.errors import CallerLeft, DeadlinePassed
 
+SECONDS = 10.0
+
 
 class Context:
     """As much of a gRPC context as a caller needs."""
@@ -44,6 +46,7 @@ class Front:
         self.lanes = lanes
         self.links = links
         self.reason = ""
+        self.held = threading.Event()  # a lane with this in its script answers when the test is over
         self.forwarding = forwarding.Forwarding(self._topology)
 
     def _topology(self) -> moe_pb2.GetTopologyReply:
@@ -59,6 +62,13 @@ class Front:
         request.hidden.CopyFrom(encode(plain(hidden, "x")))
         made: Any = caller or Context()
         return self.forwarding.forward(request, timeout, forwarding.Caller(made))
+
+    def until_asked(self, *lanes: FakeLane) -> None:
+        """Waits until each of these lanes has a request."""
+        until = time.monotonic() + SECONDS
+        while not all(lane.asked for lane in lanes):
+            assert time.monotonic() < until, "a lane was not asked"
+            time.sleep(0.005)
 
     def open(self) -> list[str]:
         """Addresses to which there is a channel."""
@@ -77,6 +87,7 @@ def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[Front]:
     monkeypatch.setattr(forwarding, "Link", Counted)
     made = Front([FakeLane(0), FakeLane(1)], links)
     yield made
+    made.held.set()
     made.forwarding.close()
     for lane in made.lanes:
         lane.stop()
@@ -140,43 +151,42 @@ def test_channels_to_lanes_that_restarted_elsewhere_are_closed(front: Front) -> 
 def test_a_call_on_a_channel_that_is_closed_meanwhile_is_unavailable(front: Front) -> None:
     """Not cancelled: its caller did nothing, and may ask again."""
     gone = front.lanes[0]
-    gone.scripts = [1.0]
+    gone.scripts = [front.held]
     with ThreadPoolExecutor(1) as pool:
         doomed = pool.submit(front.forward, 2)
-        until = time.monotonic() + 5
-        while not gone.asked and time.monotonic() < until:
-            time.sleep(0.01)
+        front.until_asked(gone)
         front.lanes[0] = FakeLane(0)
         front.forward(2)
         with pytest.raises(Unavailable, match="left the group"):
-            doomed.result(5)
+            doomed.result(SECONDS)
+        front.held.set()
     gone.stop()
 
 
 def test_a_lane_that_dies_under_a_call_is_told_with_a_reason(front: Front) -> None:
     """Not with gRPC's words alone, which give a program nothing to go by."""
-    front.lanes[0].scripts = [1.0]
-    threading.Timer(0.2, front.lanes[0].stop).start()
-    with pytest.raises(Unavailable, match="layer 3: a lane is gone") as failed:
+    dies = front.lanes[0]
+    dies.scripts = [front.held]
+    with ThreadPoolExecutor(1) as pool, pytest.raises(Unavailable, match="layer 3: a lane is gone") as failed:
+        pool.submit(lambda: (front.until_asked(dies), dies.stop()))
         front.forward(2)
     assert failed.value.reason == "not_serving"
 
 
 def test_the_caller_s_deadline_is_told_as_such(front: Front) -> None:
-    front.lanes[0].scripts = [1.0]
+    front.lanes[0].scripts = [front.held]
     with pytest.raises(DeadlinePassed, match="layer 3: no answer within the deadline"):
         front.forward(2, timeout=0.2)
 
 
 def test_a_caller_that_leaves_ends_its_calls(front: Front) -> None:
     for lane in front.lanes:
-        lane.scripts = [1.0]
+        lane.scripts = [front.held]
     context = Context()
-    threading.Timer(0.2, lambda: context.leave()).start()
-    began = time.monotonic()
-    with pytest.raises(CallerLeft):
+    with ThreadPoolExecutor(1) as pool, pytest.raises(CallerLeft):
+        pool.submit(lambda: (front.until_asked(*front.lanes), context.leave()))
         front.forward(1600, caller=context)
-    assert time.monotonic() - began < 0.9
+    assert not front.held.is_set(), "no lane has answered"
 
 
 def test_a_caller_that_has_left_already_is_not_waited_for(front: Front) -> None:

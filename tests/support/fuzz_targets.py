@@ -874,7 +874,13 @@ def operations(folder: Path) -> Opened:
     """Rebalance, Reload, SetLogLevel or Scale, as the first byte tells, at a group that does not serve."""
     served = served_from(house_config(model_in(folder), **EP4))
     progress = Progress("forming", "ranks are missing", 1, 0, 0, 0, 0)
-    coordinator: Any = SimpleNamespace(progress=lambda: progress, set_log_levels=lambda levels: None)
+
+    def wait_serving(timeout: float) -> None:
+        raise TimeoutError(progress.reason)
+
+    coordinator: Any = SimpleNamespace(
+        progress=lambda: progress, set_log_levels=lambda levels: None, wait_serving=wait_serving
+    )
     made = Operations(served, SimpleNamespace(coordinator=coordinator), str(folder))  # type: ignore[arg-type]
     made.on_log_level = lambda logger, level: dict([checked_level(logger, level)])  # sets none here
     door, context = AdminDoor(made), Context()

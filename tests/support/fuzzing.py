@@ -24,6 +24,7 @@ LONGEST_TEXT = 1024  # bytes
 SECONDS = 5.0  # of one input, on a machine that does much else
 MEMORY_MIB = 256  # that a target's inputs may add to the process's largest size
 LONGEST_INPUT = 1 << 20
+LEAST_INPUTS = 20  # of a run, however busy the machine is
 
 Run = Callable[[bytes], None]
 
@@ -72,7 +73,9 @@ class Outcome:
 
 
 def fuzz(target: Target, folder: Path, seed: int, inputs: int, seconds: float) -> Outcome:
-    """Runs up to so many inputs, for so long. What breaks the law is collected: one input a kind."""
+    """Runs up to so many inputs, for so long, and a few at least. What breaks the law is collected: one input
+    a kind.
+    """
     mutations, outcome = Mutations(seed), Outcome(broken=[])
     reached: set[tuple[CodeType, int]] = set()
     kinds = set[str]()
@@ -81,7 +84,7 @@ def fuzz(target: Target, folder: Path, seed: int, inputs: int, seconds: float) -
         end = time.monotonic() + seconds
         corpus = list(corpus)
         waiting = list(corpus)
-        while outcome.inputs < inputs and time.monotonic() < end:
+        while outcome.inputs < inputs and (time.monotonic() < end or outcome.inputs < LEAST_INPUTS):
             seeds = mutations.random.choice(corpus)
             data = waiting.pop() if waiting else target.mutate(mutations, seeds, corpus)[:LONGEST_INPUT]
             outcome.inputs += 1

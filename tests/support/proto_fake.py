@@ -1,11 +1,13 @@
 """A service of fake lanes in this process, whose experts are `2 * hidden`.
 
 `scripts` is what a lane does to its next calls, one entry a call: a `(StatusCode, trailing metadata)` to
-fail with, or a number of seconds to wait before answering. Every Forward request is kept in `asked`.
+fail with, a number of seconds to wait before answering, or an event to wait for. Every Forward request is
+kept in `asked`.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent import futures
@@ -25,6 +27,9 @@ from moeserve.runtime.doors.payloads.errors import RegionError
 FAR = "another-host"
 """A host id that this process has not."""
 
+HELD_SECONDS = 60.0
+"""For which a lane waits at most for the event of a script: longer than any test asks."""
+
 Failure = tuple[grpc.StatusCode, dict[str, str]]
 
 
@@ -35,7 +40,7 @@ class FakeLane(moe_pb2_grpc.LaneServiceServicer):
         self.asked: list[moe_pb2.ForwardRequest] = []
         self.methods: list[str] = []
         self.streams = 0
-        self.scripts: list[Failure | float] = []
+        self.scripts: list[Failure | float | threading.Event] = []
         self.regions = Regions()
         self.payloads = Payloads(self.regions)
         self.server = grpc.server(futures.ThreadPoolExecutor(16), options=server_options())
@@ -55,7 +60,10 @@ class FakeLane(moe_pb2_grpc.LaneServiceServicer):
         script = self.scripts.pop(0) if self.scripts else 0.0
         if isinstance(script, tuple):
             return script
-        time.sleep(script)
+        if isinstance(script, threading.Event):
+            script.wait(HELD_SECONDS)
+        else:
+            time.sleep(script)
         try:
             opened = self.payloads.open(request)
         except (RegionError, TensorError) as wrong:

@@ -36,7 +36,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def house(path: Path) -> Iterator[LocalCluster]:
-    with LocalCluster(house_config(path, passes__patience_seconds=0.5, **EP2)) as cluster:
+    with LocalCluster(house_config(path, passes__patience_seconds=2.0, **EP2)) as cluster:
         yield cluster
 
 

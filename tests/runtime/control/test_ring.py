@@ -167,15 +167,15 @@ def test_a_reader_that_stops_is_given_up_within_the_bound(ends: tuple[Stream, St
 
 def test_a_reader_that_is_slow_is_not_given_up(ends: tuple[Stream, Stream]) -> None:
     one, other = ends
-    one.bound_sends(0.4)
+    one.bound_sends(2.0)
     one.send({"kind": "x"})
     assert other.receive() == {"kind": "x"}
     large = {"kind": "x", "data": bytes(3 * NBYTES)}
     sender = in_thread(lambda: one.send(large))
     into = bytearray(len(encoded(large)))
-    for at in range(0, len(into), 2048):  # takes 1.2 s in all, and never 0.4 s for a byte
-        time.sleep(0.2)
-        other.receive_bytes(memoryview(into)[at : at + 2048])
+    for at in range(0, len(into), 512):  # takes 2.4 s in all, and never 2 s for a byte
+        time.sleep(0.1)
+        other.receive_bytes(memoryview(into)[at : at + 512])
     sender.join(SECONDS)
     assert into == encoded(large)
 

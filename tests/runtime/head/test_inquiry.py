@@ -194,8 +194,11 @@ def test_a_process_that_is_given_up_from_outside_is_named_and_its_heir_left_alon
     assert told == "rank 1 (pid 101) is given up: it is stopped (state T) for 1.5 s"
 
 
-def test_who_has_ended_is_named_before_who_noticed(coordinator: Coordinator) -> None:
+def test_who_has_ended_is_named_before_who_noticed(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its stream may be read later than what others say of it."""
+    monkeypatch.setattr(blame, "BLAME_SECONDS", 1.0)  # in which members that run have said so
     coordinator.generations.parted.is_gone = lambda process: process.pid == 101
     members = serving(coordinator, Members.of_ranks(3))
     members[0].say("failed", reason="rank 0: step failed: Connection closed by peer")

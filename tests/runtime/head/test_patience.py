@@ -30,6 +30,7 @@ from moeserve.runtime.head.sequencer import StepPace
 from moeserve.runtime.mesh import Mesh
 
 MEMBERS = Members.of_ranks(2)
+ANSWERED_SECONDS = 0.5  # in which a member that runs has said so, or it would be named as well
 
 
 @pytest.fixture
@@ -80,6 +81,7 @@ def test_a_generation_that_cannot_form_is_tried_again_without_an_end(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generations.Backoff, "next", _counted)
+    monkeypatch.setattr(blame, "BLAME_SECONDS", ANSWERED_SECONDS)
     members = serving(coordinator, MEMBERS)
     members[0].say("failed", reason="rank 0: a step failed")
     for one in members.values():
@@ -176,14 +178,14 @@ def test_a_rank_that_cannot_start_again_is_reported_and_the_service_goes_on(
 
 
 def test_the_operators_limit_without_serving_ends_the_service(coordinator: Coordinator) -> None:
-    coordinator.generations.patience = Patience(give_up=0.2)
+    coordinator.generations.patience = Patience(give_up=1.5)
     members = serving(coordinator, MEMBERS)
     members[1].stream.close()
     with pytest.raises(RuntimeError) as ended:
         until(lambda: coordinator.progress().state != "serving")
         coordinator.wait_serving(SECONDS)
     assert (
-        "not served for cluster.give_up_seconds = 0.2: ranks [1] are missing; rank 1 (pid 101) is lost"
+        "not served for cluster.give_up_seconds = 1.5: ranks [1] are missing; rank 1 (pid 101) is lost"
         in str(ended.value)
     )
 
@@ -191,7 +193,7 @@ def test_the_operators_limit_without_serving_ends_the_service(coordinator: Coord
 def test_who_does_not_answer_is_named_before_who_waited_for_it(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blame, "BLAME_SECONDS", 0.5)
+    monkeypatch.setattr(blame, "BLAME_SECONDS", 2 * ANSWERED_SECONDS)
     members = serving(coordinator, MEMBERS)
     members[1].runs = False
     members[0].say("failed", reason="rank 0: step failed: timed out")
@@ -252,7 +254,7 @@ def test_joining_begins_when_all_have_prepared_and_is_no_bound_of_preparing() ->
 def test_a_silent_member_is_named_told_to_stop_and_seen_dead_before_the_next_generation(
     coordinator: Coordinator, caplog: pytest.LogCaptureFixture
 ) -> None:
-    coordinator.generations.patience = Patience(answer=0.2)
+    coordinator.generations.patience = Patience(answer=1.5)
     killed, dead = queue.SimpleQueue[tuple[int, int]](), threading.Event()
     coordinator.generations.parted.on_given_up = lambda process: killed.put(process[:2])
     coordinator.generations.parted.is_gone = lambda process: dead.is_set() and process.pid == 101
@@ -262,7 +264,7 @@ def test_a_silent_member_is_named_told_to_stop_and_seen_dead_before_the_next_gen
     members[0].answer()
     assert killed.get(timeout=SECONDS) == (1, 101)
     assert members[1].entry("stop") and members[1].entry("closed")
-    why = "rank 1 (pid 101): it did not answer within cluster.answer_seconds = 0.2"
+    why = "rank 1 (pid 101): it did not answer within cluster.answer_seconds = 1.5"
     assert members[0].entry("abort")["reason"] == why
     assert coordinator.progress().reason == why and "rank 1 (pid 101) is given up" in caplog.text
     FakeMember(coordinator, 1, pid=201)
@@ -346,7 +348,7 @@ def test_a_change_that_a_member_does_not_adopt_ends_the_generation() -> None:
     made = Coordinator(
         Epoch.first(Mesh(2, 1, 2), layers=1, experts=4), (0,), StepPace(8, 16), "127.0.0.1", TOKEN
     )
-    made.generations.patience = Patience(adopt=0.2)
+    made.generations.patience = Patience(adopt=1.5)
     made.start()
     try:
         members = serving(made, MEMBERS)
@@ -363,7 +365,7 @@ def test_a_change_that_a_member_does_not_adopt_ends_the_generation() -> None:
         members[0].say("adopted", change=commits[0]["change"])
         assert members[1].entry("stop") and members[1].entry("closed"), "who holds up the others is given up"
         reason = members[0].entry("abort")["reason"]
-        assert reason == "ranks [1] did not adopt epoch 2 within cluster.adopt_seconds = 0.2"
+        assert reason == "ranks [1] did not adopt epoch 2 within cluster.adopt_seconds = 1.5"
         assert ended.get(timeout=SECONDS).abandoned == "", "what was decided stands"
         assert made.epoch.number == 2
     finally:

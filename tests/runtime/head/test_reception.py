@@ -193,11 +193,11 @@ def test_a_stranger_that_says_nonsense_is_refused_without_a_traceback(
 def test_strangers_are_limited_and_ranks_come_in_again(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reception, "HELLO_SECONDS", 1.0)
+    monkeypatch.setattr(reception, "HELLO_SECONDS", 3.0)
     most = coordinator._reception._acceptor.most
     strangers = [connect(coordinator.address, SECONDS) for _ in range(most)]
     until(lambda: sum(thread.name.startswith("rank (") for thread in threading.enumerate()) == most)
-    assert closed_within(connect(coordinator.address, SECONDS), 0.5)
+    assert closed_within(connect(coordinator.address, SECONDS), 1.5)
     for stranger in strangers:
         assert closed_within(stranger, SECONDS)
     rank = introduced(coordinator, 0)

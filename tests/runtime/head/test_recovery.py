@@ -191,12 +191,12 @@ def test_the_group_does_not_go_back_to_its_first_epoch_where_all_are_late(late: 
     """Their last steps, or an expert that they read, took longer than the head waits for members."""
     first = Epoch.first(Mesh(3, 1, 3), layers=2, experts=6, redundant=3)
     held = first.with_weights("other").reloaded(0, 2).reloaded(1, 2).without([2])
-    with started_again(0.2, first) as head:
-        time.sleep(0.4 if late == "the members" else 0.0)
+    with started_again(1.0, first) as head:
+        time.sleep(1.5 if late == "the members" else 0.0)
         members = {number: FakeMember(head, number, again=True) for number in (0, 1)}
         for one in members.values():
             one.entry("welcome")
-        time.sleep(0.4 if late == "what they hold" else 0.05)
+        time.sleep(1.5 if late == "what they hold" else 0.05)
         for one in members.values():
             one.stream.send(held_message(9, held))
         assert serves(head, members, held) > 9
@@ -204,7 +204,7 @@ def test_the_group_does_not_go_back_to_its_first_epoch_where_all_are_late(late: 
 
 def test_who_comes_late_from_a_newer_generation_does_not_stop_a_group_that_serves() -> None:
     first = Epoch.first(Mesh(3, 1, 3), layers=2, experts=6, redundant=3)
-    with started_again(0.2, first) as head:
+    with started_again(1.5, first) as head:  # for members 0 and 1 to be there both, and then for a third
         members = {number: back(head, number, 5, first) for number in (0, 1)}
         generation = serves(head, members, first.without([2]))
         late = back(head, 2, 9, first)
@@ -221,7 +221,7 @@ def test_who_comes_late_from_a_newer_generation_does_not_stop_a_group_that_serve
 @pytest.mark.parametrize("then", ["it cannot start", "somebody scales"])
 def test_a_rank_that_the_head_before_asked_for_and_nobody_waits_for_may_stay_away(then: str) -> None:
     first = Epoch.first(Mesh(3, 1, 3), layers=1, experts=6, redundant=3, members=Members.of_ranks(3, 4, 4))
-    with started_again(0.2, first, {0, 1, 2, 3}) as head:
+    with started_again(WAITS, first, {0, 1, 2, 3}) as head:
         members = {number: back(head, number, 5, first) for number in range(3)}
         form_again(members.values())
         head.wait_serving(SECONDS)
@@ -235,7 +235,7 @@ def test_a_rank_that_the_head_before_asked_for_and_nobody_waits_for_may_stay_awa
 
 def test_a_group_does_not_wait_for_a_rank_that_has_never_had_a_process() -> None:
     first = Epoch.first(Mesh(3, 1, 3), layers=1, experts=6, redundant=3, members=Members.of_ranks(3, 4, 4))
-    with started_again(0.2, first, {0, 1, 2, 3}) as head:
+    with started_again(WAITS, first, {0, 1, 2, 3}) as head:
         members = {number: back(head, number, 5, first) for number in range(3)}
         form_again(members.values())
         for number in (1, 2):  # the one that is left has no slots: it waits for both

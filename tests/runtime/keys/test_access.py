@@ -28,6 +28,8 @@ from moeserve.runtime.telemetry import http
 TALKING = [Path(str(room.__file__)).parent for room in (control, head, rank, launch)]
 EMBEDDED = {"epoch"}
 """What is inside another frame."""
+OWN = {"act"}
+"""What a rank's own threads put among the entries that the head sends it: no stream brings it."""
 
 
 def methods(file: object, but: tuple[str, ...] = ()) -> set[str]:
@@ -78,7 +80,14 @@ def sent_kinds() -> Counter[str]:
 
 def test_every_frame_that_is_sent_has_its_row() -> None:
     rows = {kind for frames in FRAMES if frames is not Frames.LEASE for kind in FRAMES[frames]}
-    assert sent_kinds().keys() - EMBEDDED == rows
+    assert sent_kinds().keys() - EMBEDDED - OWN == rows
+
+
+@pytest.mark.parametrize("kind", sorted(OWN))
+@pytest.mark.parametrize("frames", Frames)
+def test_a_stream_brings_no_entry_of_a_rank_s_own(frames: Frames, kind: str) -> None:
+    with pytest.raises(ValueError, match=kind):
+        known_frame(frames, kind)
 
 
 def test_an_rpc_without_a_row_is_for_nobody() -> None:

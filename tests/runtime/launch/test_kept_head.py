@@ -173,11 +173,11 @@ def test_a_service_whose_heads_never_serve_ends_when_it_is_to_give_up() -> None:
 
 def test_a_head_that_hangs_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = Heads()
-    kept = kept_by(heads, stalled=0.5)
+    kept = kept_by(heads, stalled=1.5)
     monkeypatch.setattr(kept_head, "LEAST_SILENT_SECONDS", 0.1)
     monkeypatch.setattr(kept._watch, "kill", lambda pid: heads.made[-1].killed.set())
     kept.start()
-    time.sleep(1.0)
+    time.sleep(2.0)
     assert len(heads.made) == 1, "it says that it is alive"
     heads.beats = False
     until(lambda: len(heads.made) == 2)

@@ -213,7 +213,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_graph_that_cannot_be_recorded_does_not_keep_later_ones_from_it(pools: list[int]) -> None:
-    record = graphs._CudaCapture()
+    record = graphs.CudaCapture()
 
     def broken() -> None:
         raise RuntimeError("operation failed due to a previous error during capture")

@@ -22,6 +22,7 @@ from moeserve.experts.kernels import KERNELS
 from moeserve.experts.placement import EMPTY
 from moeserve.quant.format import Scheme
 from moeserve.quant.formats.fp8 import FP8_BLOCK, FP8_GROUP
+from moeserve.runtime.control.frames import LENGTH
 from moeserve.runtime.control.orders import ExpertCopy, StageOrder, Vote
 from moeserve.runtime.control.stream import StreamClosed, StreamSilent, connect
 from moeserve.runtime.keys.keys import Keys
@@ -44,10 +45,14 @@ def bank_of(seed: int) -> Bank:
 
 
 class Flipper:
-    """A wire that flips one bit of an answer, `from_end` bytes before its end, `times` times."""
+    """A wire that flips one bit of an answer, `from_end` bytes before its end, `times` times.
 
-    def __init__(self, target: str, from_end: int, times: int) -> None:
+    An answer is a frame, and the tensors of one expert behind it.
+    """
+
+    def __init__(self, target: str, expert: Slot, from_end: int, times: int) -> None:
         self._target, self._from_end, self.left = target, from_end, times
+        self._nbytes = sum(tensor.nbytes for tensor in expert.values())
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._run, daemon=True).start()
@@ -68,19 +73,17 @@ class Flipper:
             there.sendall(data)
 
     def _carry_back(self, there: socket.socket, here: socket.socket) -> None:
-        there.settimeout(0.2)  # an answer ends when nothing more comes
         answer = b""
-        while True:
-            try:
-                data = there.recv(1 << 20)
-                if not data:
-                    here.close()
-                    return
-                answer += data
-            except TimeoutError:
-                if answer:
-                    here.sendall(self._flipped(answer))
+        while data := there.recv(1 << 20):
+            answer += data
+            if len(answer) >= LENGTH.size + self._nbytes and len(answer) == self._whole(answer):
+                here.sendall(self._flipped(answer))
                 answer = b""
+        here.close()
+
+    def _whole(self, answer: bytes) -> int:
+        (frame,) = LENGTH.unpack_from(answer)
+        return LENGTH.size + int(frame) + self._nbytes
 
     def _flipped(self, answer: bytes) -> bytes:
         if not self.left:
@@ -180,7 +183,7 @@ def test_one_flipped_bit_of_a_scale_is_caught_reported_and_fetched_again(mine: M
     names = sorted(tensors)
     scale = next(name for name in names if "scale" in name) if part != "down" else names[-1]
     after = sum(tensors[name].nbytes for name in names[names.index(scale) :])
-    wire = Flipper(mine.server.address, after - 1, times=1)
+    wire = Flipper(mine.server.address, tensors, after - 1, times=1)
     before = mine.bank.checksum(LAYER, 0)
     vote = mine.vote((ExpertCopy(0, 1, (1, 1)),), wire.address)
     assert (vote.refused, wire.left) == ("", 0)
@@ -193,7 +196,7 @@ def test_one_flipped_bit_of_a_scale_is_caught_reported_and_fetched_again(mine: M
 
 
 def test_a_wire_that_always_corrupts_is_left_for_the_disk(mine: Mine) -> None:
-    wire = Flipper(mine.server.address, 1, times=100)
+    wire = Flipper(mine.server.address, mine.peer.slot(LAYER, 1), 1, times=100)
     vote = mine.vote((ExpertCopy(0, 1, (1, 1)),), wire.address)
     (one,) = vote.staged
     assert (one.path, one.corrupted, mine.read) == ("disk", 3, [(LAYER, 1, 1)])

@@ -322,7 +322,7 @@ def test_a_call_that_ends_after_its_rank_has_stopped_gives_its_rows_back(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "AHEAD_BYTES", 1)
-    monkeypatch.setattr(answers, "FINISH_SECONDS", 0.5)
+    monkeypatch.setattr(answers, "FINISH_SECONDS", SECONDS)
     memory = CallerMemory(lambda: running.given_back.append(1))
     ids, weights = torch.zeros(2, K, dtype=torch.int32), torch.ones(2, K)
     batch = LaneBatch(0, torch.ones(2, H), ids, weights, lent=Lent(memory, True))
@@ -338,7 +338,7 @@ def test_a_call_that_ends_after_its_rank_has_stopped_gives_its_rows_back(
 def test_what_comes_after_the_close_is_done_at_once(
     used: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(answers, "FINISH_SECONDS", 0.5)
+    monkeypatch.setattr(answers, "FINISH_SECONDS", SECONDS)
     finishing, done = InOrder("test"), list[int]()
 
     def slow() -> None:
