@@ -82,6 +82,8 @@ def test_a_generation_that_cannot_form_is_tried_again_without_an_end(
 ) -> None:
     monkeypatch.setattr(generations.Backoff, "next", _counted)
     monkeypatch.setattr(blame, "BLAME_SECONDS", ANSWERED_SECONDS)
+    told, why = list[str](), "rank 0: prepare failed: no memory"
+    coordinator.on_change = lambda progress: told.append(progress.reason)
     members = serving(coordinator, MEMBERS)
     members[0].say("failed", reason="rank 0: a step failed")
     for one in members.values():
@@ -89,10 +91,11 @@ def test_a_generation_that_cannot_form_is_tried_again_without_an_end(
     for _ in range(6):
         for one in members.values():
             one.entry("prepare")
-        members[0].say("failed", reason="rank 0: prepare failed: no memory")
+        told.clear()
+        members[0].say("failed", reason=why)
         for one in members.values():
-            one.entry("abort")
-        assert coordinator.progress().reason == "rank 0: prepare failed: no memory"
+            assert one.entry("abort")["reason"] == why
+        until(lambda: why in told)
     assert coordinator.generations._retries.failures == 6
     for one in members.values():
         one.entry("prepare")
