@@ -32,8 +32,9 @@ class Pinned:
     Where it cannot be, copies take a way of the driver's own, slower, and the reason is logged.
     """
 
-    def __init__(self, addresses: list[int]) -> None:
+    def __init__(self, addresses: list[int], *, whole: bool) -> None:
         self._addresses = addresses
+        self.whole = whole  # whether all of it is registered
 
     @classmethod
     def of(cls, memory: tuple[memoryview, ...]) -> Pinned:
@@ -46,7 +47,7 @@ class Pinned:
                 log.warning("a lane's %d bytes are not registered: CUDA error %d", one.nbytes, status)
             else:
                 registered.append(address)
-        return cls(registered)
+        return cls(registered, whole=len(registered) == len(memory))
 
     def end(self) -> None:
         """Waits for the GPU, and ends the registration."""

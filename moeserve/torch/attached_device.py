@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -16,12 +17,12 @@ from torch import Tensor
 from moeserve.dispatch.mail.kernels import CallerKernels, Given, words
 from moeserve.dispatch.mail.layout import WORDS, MailLayout, Word
 from moeserve.dispatch.peers.memory import Mapped, memory_on
-from moeserve.proto.errors import NotFound, Overloaded, Unavailable
+from moeserve.proto.errors import MoeError, NotFound, Overloaded, Unavailable
 from moeserve.proto.passes.attached import AttachedLane
-from moeserve.proto.passes.mailbox import WORD
+from moeserve.proto.passes.mailbox import WORD, Status
 from moeserve.proto.passes.running import Pass
 from moeserve.torch.attached import Pinned
-from moeserve.torch.ways import Rows, Sizes, WrongRows
+from moeserve.torch.ways import Rounds, Rows, Sizes, WrongRows
 
 log = logging.getLogger(__name__)
 
@@ -33,18 +34,27 @@ Attach = Callable[[str, bytes], AttachedLane]
 
 
 class Lane:
-    """The lane, and this process's end of it: memory for answers, the rank's as it is mapped, and words."""
+    """The lane, and this process's end of it: memory for answers, the rank's as it is mapped, and words.
+
+    Raises MoeError as `attach`, and RuntimeError for memory that cannot be had, mapped or registered.
+    """
 
     def __init__(self, attach: Attach, layout: MailLayout, device: torch.device) -> None:
-        self.answers: Mapped = memory_on(str(device), layout.answers_bytes)
         uuid = torch.cuda.get_device_properties(device).uuid
-        try:
+        with ExitStack() as undone:
+            self.answers: Mapped = memory_on(str(device), layout.answers_bytes)
+            undone.callback(self.answers.close)
             self.lane = attach(f"cuda:{uuid}", bytes(self.answers.handle()))
-        except BaseException:
-            self.answers.close()
-            raise
-        self.mailbox = self.answers.open(self.lane.mailbox_handle, layout.mailbox_bytes)
-        self.mirror = Pinned.of(self.lane.memory.bytes[:1])
+            undone.callback(self.lane.close)
+            found = self.lane.sizes
+            if found != (layout.hidden, layout.experts, layout.top_k):
+                raise RuntimeError(f"the service has hidden size, experts and top-k {found} now")
+            self.mailbox = self.answers.open(self.lane.mailbox_handle, layout.mailbox_bytes)
+            self.mirror = Pinned.of(self.lane.memory.bytes[:1])
+            undone.callback(self.mirror.end)
+            if not self.mirror.whole:
+                raise RuntimeError("the lane's words in host memory cannot be registered with this GPU")
+            undone.pop_all()
         box = torch.frombuffer(self.lane.memory.bytes[0], dtype=torch.uint8)
         self.addresses = self.mailbox.data_ptr(), self.answers.mine.data_ptr(), box.data_ptr()
 
@@ -60,7 +70,7 @@ class AttachedDevice:
 
     Every forward pass calls all of the service's layers in their order, each with the rows of all stages; a
     call out of that order begins another pass. A call waits for nothing on the host: `check` says whether the
-    answers since the last time are right, and what a pass that ended has answered is zeros until then.
+    answers since the last time are right; those of a pass that has ended are zeros.
     """
 
     def __init__(
@@ -87,8 +97,11 @@ class AttachedDevice:
         self._pass: Pass | None = None
         self._sent = [0] * layout.stages  # steps of each stage, without those of replayed graphs
         self._recorded = [0] * layout.stages  # while a graph is recorded
-        self._calls: dict[int, tuple[int, Tensor]] = {}  # stage, and the rows, by number
+        self._calls: dict[int, tuple[int, Tensor, int]] = {}  # stage, rows, and forward pass, by number
         self._numbers = 0
+        self._rounds = Rounds(layout.stages)
+        self._failed: MoeError | None = None  # what a pass ended with that was left since the last `check`
+        self._stream: torch.cuda.Stream | None = None  # of the last call
         self._lock = threading.Lock()  # for which pass runs, and whether its kernels wait
         self._closing = threading.Event()
         threading.Thread(target=self._watch, name="device-lane", daemon=True).start()
@@ -100,43 +113,59 @@ class AttachedDevice:
     def submit(self, layer: int, rows: Rows) -> int:
         """As `Way.submit`. Raises RuntimeError where all stages are busy."""
         self._check(layer, rows)
-        busy = {stage for stage, _ in self._calls.values()}
+        now = self._rounds.at(layer)
+        with torch.cuda.device(self._device):
+            self._follow_stream()
+            given = self._given(rows)
+            stage = self._stage_at(layer, self._free(now))
+            self._kernels.bring(stage, layer, given, self._header_at(stage))
+        self._numbers += 1
+        self._calls[self._numbers] = stage, rows.hidden, now
+        return self._numbers
+
+    def _free(self, now: int) -> list[int]:
+        """Stages without a call under way; where calls of earlier forward passes have all, these are left."""
+        if len(self._calls) >= self._layout.stages and any(of < now for _, _, of in self._calls.values()):
+            self._leave()  # nobody waits for them any more, and the device has not counted them
+        busy = {stage for stage, _, _ in self._calls.values()}
         free = [stage for stage in range(self._layout.stages) if stage not in busy]
         if not free:
             raise RuntimeError(
                 f"{self._layout.stages} calls are under way, as many as there are stages; wait for one, or "
                 "raise Settings.stages"
             )
-        with torch.cuda.device(self._device):
-            stage = self._stage_at(layer, free)
-            self._kernels.bring(stage, layer, self._given(rows), self._header_at(stage))
-        self._numbers += 1
-        self._calls[self._numbers] = stage, rows.hidden
-        return self._numbers
+        return free
+
+    def _follow_stream(self) -> None:
+        """Calls follow one another on the device, also from one stream to another."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        now = torch.cuda.current_stream(self._device)
+        if self._stream is not None and self._stream != now:
+            now.wait_stream(self._stream)
+        self._stream = now
 
     def wait(self, number: int) -> Tensor:
         """As `Way.wait`; only the current stream waits."""
         if number not in self._calls:
             raise KeyError(f"call {number} is not under way: each submitted call is waited for once")
-        stage, hidden = self._calls.pop(number)
+        stage, hidden, _ = self._calls.pop(number)
         with torch.cuda.device(self._device):
+            self._follow_stream()
             out = torch.empty(hidden.shape, dtype=self._layout.dtype, device=self._device)
             self._kernels.fetch(stage, out)
         return out.to(hidden.dtype)
 
     def check(self) -> None:
-        """Waits for the calls on the current stream. Raises what their pass ended with: PassLate, Unavailable
-        where the service could not answer or its rank is gone, WeightsChanged, InvalidArgument. A graph that
-        was recorded stays true: `renew` and replay it.
+        """Waits for the device. Raises what a pass has ended with since the last time: PassLate, Unavailable
+        where the service could not answer or its rank is gone, WeightsChanged, InvalidArgument; some answers
+        since then are zeros. A graph that was recorded stays true: `renew` and replay it.
         """
-        ended = int(self._table[Word.ENDED].item())
-        run = self._pass
-        if not ended and (run is None or run.status is None):
-            return
-        self._pass, self._calls = None, {}
-        if run is not None and self._lane is not None and self._lane.lane.alive:
-            run.wait(self._timeout)  # raises what it ended with
-        raise Unavailable("UNAVAILABLE", "lane_lost", "the rank of this device lane is gone")
+        torch.cuda.synchronize(self._device)
+        failed, self._failed = self._failed or self._ended(), None
+        if failed is not None:
+            self._forget()
+            raise failed
 
     def renew(self) -> None:
         """Makes the lane again where its rank has gone, and begins another pass where none runs. Calls do so
@@ -148,14 +177,50 @@ class AttachedDevice:
                 self._begin(lane, (self._layers or lane.lane.layers)[0])
 
     def close(self) -> None:
-        """Detaches the lane."""
-        self._closing.set()
-        self._abort[0] = 1
+        """Waits for calls under way, and detaches the lane. What is replayed later answers zeros."""
         torch.cuda.synchronize(self._device)
+        self._closing.set()
+        with torch.cuda.device(self._device):
+            self._end_on_device()
         with self._lock:
             lane, self._lane = self._lane, None
         if lane is not None:
             lane.close()
+
+    def _ended(self) -> MoeError | None:
+        """What the pass has ended with, for the device or for the rank; None while it runs. Nothing of it is
+        under way on the device.
+        """
+        run, lane = self._pass, self._lane
+        if run is None:
+            return None
+        try:
+            if run.status not in (None, Status.OK):
+                run.wait(0.0)
+        except MoeError as failed:
+            return failed
+        if lane is None or not lane.lane.alive:
+            return Unavailable("UNAVAILABLE", "lane_lost", "the rank of this device lane is gone")
+        if int(self._table[Word.ENDED].item()):
+            text = f"an answer did not come within {self._timeout:g} s, or its pass has ended"
+            return Unavailable("UNAVAILABLE", "lost", text)
+        return None
+
+    def _leave(self) -> None:
+        """Leaves the pass that runs, once what is under way has ended; `check` tells what it ended with."""
+        torch.cuda.synchronize(self._device)
+        self._failed = self._failed or self._ended()
+        self._forget()
+
+    def _forget(self) -> None:
+        with self._lock:
+            self._pass = None
+        self._calls, self._sent = {}, [0] * self._layout.stages
+
+    def _end_on_device(self) -> None:
+        """From now on no kernel of this way touches the lane's memory, also of graphs that are replayed."""
+        self._table[Word.ENDED].fill_(int(Status.LOST))
+        torch.cuda.synchronize(self._device)
 
     def _check(self, layer: int, rows: Rows) -> None:
         self._sizes.check(layer, rows)
@@ -185,15 +250,18 @@ class AttachedDevice:
         """A free stage whose next layer this is; in another pass where there is none."""
         if torch.cuda.is_current_stream_capturing():
             return self._recorded_at(layer, free)
-        if any(steps % self._round for steps in self._recorded):
+        recorded, self._recorded = self._recorded, [0] * len(self._recorded)
+        if any(steps % self._round for steps in recorded):
             raise RuntimeError(
-                f"a recorded graph holds {self._recorded} steps of each stage; whole forward passes have "
-                f"multiples of {self._round}"
+                f"a graph was recorded with {recorded} steps of each stage, or its recording failed; whole "
+                f"forward passes have multiples of {self._round}. Do not replay it; calls go on from here"
             )
-        self._recorded = [0] * len(self._recorded)
-        lane = self._attached()
-        if self._pass is None or self._pass.status is not None or self._at(layer, free) is None:
+        lane, first = self._attached(), (self._layers or (layer,))[0]
+        run = self._pass
+        fits = run is not None and run.status is None and self._at(layer, free) is not None
+        if not fits or (run is not None and layer == first != run.layers[0]):
             self._begin(lane, layer)
+            free = list(range(self._layout.stages))
         stage = self._at(layer, free)
         assert stage is not None
         self._sent[stage] += 1
@@ -228,11 +296,10 @@ class AttachedDevice:
             raise WrongRows(f"layer {layer} has no experts served there; layers {list(layers)} have")
         at = layers.index(layer)
         stages = self._layout.stages
-        self._abort[0] = 1  # nobody waits for what is left of the pass before
-        torch.cuda.current_stream(self._device).synchronize()
+        if self._pass is not None:
+            self._leave()
         ordered = layers[at:] + layers[:at]
         run = lane.lane.begin(ordered, stages=stages, standing=True, any_weights=True)
-        self._calls, self._sent = {}, [0] * stages
         with self._lock:
             self._pass, self._abort[0] = run, 0
         told = self._words
@@ -245,11 +312,15 @@ class AttachedDevice:
 
     def _attached(self) -> Lane:
         """The lane, made anew where its rank has gone."""
+        if self._closing.is_set():
+            raise RuntimeError("this way to the experts was closed")
         if self._lane is not None and not self._lane.lane.alive:
-            self._abort[0] = 1
-            torch.cuda.synchronize(self._device)
             with self._lock:
-                gone, self._lane, self._pass = self._lane, None, None
+                self._abort[0] = 1
+            self._leave()
+            self._end_on_device()
+            with self._lock:
+                gone, self._lane = self._lane, None
             gone.close()
         if self._lane is None:
             try:

@@ -23,6 +23,7 @@ from torch import Tensor
 from moeserve.proto.client import MoeClient
 from moeserve.proto.client.batch import Choice
 from moeserve.proto.errors import InvalidArgument, MoeError
+from moeserve.runtime.doors import operations
 from moeserve.runtime.epoch import Change
 from moeserve.runtime.head.placing.pending_change import Outcome
 from moeserve.runtime.launch.local_cluster import LocalCluster
@@ -236,7 +237,10 @@ def test_a_rank_killed_between_two_layers_comes_back_with_each_layers_version(
     assert served.versions() == [before + 2] * 2
 
 
-def test_a_service_that_forms_again_is_not_changed(served: Served, client: MoeClient) -> None:
+def test_a_service_that_forms_again_is_not_changed(
+    served: Served, client: MoeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "JOIN_SECONDS", 0.1)  # before the stopped one is replaced
     coordinator = served.house.head.coordinator
     epoch, generation = coordinator.epoch, coordinator.progress().generation
     survivor = served.house.pid(0)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from moeserve.dispatch.mail.kernels import CHOICE, LOGITS, MISFIT, words
+from moeserve.dispatch.mail.kernels import CHOICE, LOGITS, MISFIT, YIELD, words
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import MailboxLayout, Status, tag_of
@@ -193,6 +193,36 @@ def test_no_run_follows_one_that_misfits_before_all_have_ended(caller: Caller) -
     assert not caller.look()
     caller.lane.ran(Told(MISFIT, (0, 0)), 1)
     assert caller.look() and caller.begun[2][0].again
+
+
+def test_a_run_that_waits_is_left_where_others_want_steps(caller: Caller) -> None:
+    caller.announce([3, 5])
+    caller.lane.yield_steps()
+    assert not caller.aborted, "nothing waits"
+    caller.bring(0, 0)
+    caller.look()
+    caller.lane.alone = lambda: False
+    caller.lane.yield_steps()
+    assert caller.mail.lane.abort[0] == YIELD
+    caller.lane.ran(Told(MISFIT, (1, 0)), 1)
+    assert not caller.look() and not caller.aborted
+    caller.bring(0, 1)
+    assert caller.look() and caller.ended is None
+    run, _ = caller.begun[1]
+    assert run.steps == ((5, 0),) and run.again
+    caller.lane.yield_steps()
+    assert not caller.aborted, "its rows were there"
+
+
+def test_a_header_that_lies_about_rows_again_and_again_ends_its_pass(caller: Caller) -> None:
+    caller.announce([3])
+    for at in range(3):
+        caller.bring(0, 0, count=1)
+        assert caller.look()
+        assert caller.begun[-1][0].rows == (64 if at == 2 else 1)
+        caller.lane.ran(Told(MISFIT, (0, 0)), 1)
+    caller.look()
+    assert caller.ended is not None and caller.ended[0] is Status.REFUSED
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,13 @@ from moeserve.dispatch.mail.layout import FEW_BLOCKS, MOST_BLOCKS, WORDS, MailLa
 
 THREADS = 512
 MISFIT = 64
-"""Beside a pass's statuses: a step has more rows than were launched for. It, and those behind it, are to be
-launched anew.
+"""Beside a pass's statuses: a step has more rows than were launched for, or was to yield. It, and those
+behind it, are to be launched anew.
+"""
+
+ABORT, YIELD = 1, 2
+"""The host's word to kernels that wait: the pass is over; or others want the device, and steps that wait are
+to be launched anew, as MISFIT says.
 """
 
 CHOICE, LOGITS = 0, 1
@@ -110,6 +115,19 @@ def program() -> Program:
     return Program(
         "\n".join((memory, source("moeserve.dispatch.mail", BRING, FETCH, TAKE, POST, AWAIT, "mail.cu")))
     )
+
+
+def load() -> None:
+    """Loads all kernels on the current device, which waits for it."""
+    made = program()
+    for name, arguments in (
+        ("mail_bring", BRING),
+        ("mail_fetch", FETCH),
+        ("mail_take", TAKE),
+        ("mail_post", POST),
+        ("mail_await", AWAIT),
+    ):
+        made.function(name, arguments)
 
 
 def words(device: torch.device) -> Tensor:

@@ -22,6 +22,8 @@ from moeserve.dispatch.members import Member
 
 SHARED_FOLDER = "/dev/shm"
 HANDLE_BYTES = 64  # of CUDA IPC
+SHARED_BYTES = 2 << 20
+"""CUDA IPC shares whole blocks of so many bytes: less would be mapped with its neighbours."""
 
 
 class Mapped(Protocol):
@@ -262,7 +264,8 @@ class _Cuda:
         self._opened: dict[int, Any] = {}  # by address
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # the context is there
-            self._address = self._call(driver.cuMemAlloc(nbytes))
+            whole = -(-nbytes // SHARED_BYTES) * SHARED_BYTES
+            self._address = self._call(driver.cuMemAlloc(whole))
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # others may wait for long
             self._call(driver.cuMemsetD8Async(self._address, 0, nbytes, stream.cuda_stream))
             stream.synchronize()
@@ -279,8 +282,8 @@ class _Cuda:
         lazily = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         with torch.cuda.device(self._device):
             address = self._call(self._driver.cuIpcOpenMemHandle(named, lazily))
-            _, there = self._call(self._driver.cuMemGetAddressRange(address))
-            if there < nbytes:
+            base, whole = self._call(self._driver.cuMemGetAddressRange(address))
+            if (there := int(base) + int(whole) - int(address)) < nbytes:
                 self._call(self._driver.cuIpcCloseMemHandle(address))
                 raise RuntimeError(f"it has {there} bytes, and {nbytes} are needed")
         self._opened[int(address)] = address

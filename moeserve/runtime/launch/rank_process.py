@@ -262,6 +262,7 @@ class _RankProcess:
         member = self.member
         runs = MemberRuns(rank, member.between_steps, member.after_steps, lambda: member.joined)
         member.on_end, member.on_leave, runs.observe = runs.interrupt, runs.drop, member.ran
+        runs.closed = lambda: member.closed_layers
         return runs
 
     def _epoch_adopted(self, generation: int, epoch: int) -> None:
@@ -283,6 +284,8 @@ class _RankProcess:
         self._weights.close()
         self._endpoint.stop(grace=0.5)
         self._device_lanes.close()
+        if self._runs is not None:
+            self._runs.close()
         self._regions.close()
         self._telemetry.close()
 

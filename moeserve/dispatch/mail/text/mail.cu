@@ -16,6 +16,7 @@ struct __align__(32) Line {
 enum { MAILBOX, ANSWERS, NUMBER, PATIENCE, ENDED, ABORT, MIRROR, TAKEN, EPOCH, VERSION, STEPS = 16, TICKETS = 24 };
 enum { LATE = 2, LOST = 3, REFUSED = 5 };  // statuses of a pass
 enum { MISFIT = 64 };                      // the step has more rows than were launched for: it is to be launched anew
+enum { YIELD = 2 };  // of the host's word: others want the device, and what waits is launched anew
 enum { HEADER_TAG, HEADER_LAYER, HEADER_STAGE, HEADER_COUNT, HEADER_KIND };
 
 #define SHARE 896  // 16-byte words of rows for which a block more pays
@@ -67,8 +68,9 @@ DEVICE bool await_tag(const Line* line, u64 tag, u64* words, u64 late) {
   for (u32 polls = 1; load_acquire(&line->tag) != tag; ++polls) {
     if (polls % 16) continue;
     if (*(volatile u64*)(words + ENDED)) return false;
-    if (abort && load_relaxed(abort)) {
-      note_end(words, LOST);
+    const u32 word = abort ? load_relaxed(abort) : 0;
+    if (word) {
+      note_end(words, word == YIELD ? MISFIT : LOST);
       return false;
     }
     if (nanoseconds() - began <= words[PATIENCE]) continue;

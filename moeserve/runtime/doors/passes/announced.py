@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ class AnnouncedLane(ABC):
     def __init__(self, memory: LaneMemory, terms: LaneTerms) -> None:
         self.memory, self.counts = memory, terms.counts
         self.detached: str = ""  # why
+        self.active_at = -math.inf  # when its caller last wanted a step
         self._terms = terms
         box, answers = memory.held
         self._box = _words(box.memory)
@@ -99,6 +101,10 @@ class AnnouncedLane(ABC):
     @abstractmethod
     def detach(self, why: str) -> None:
         """Ends the pass that runs, and begins no other. Steps under way are given up."""
+
+    @abstractmethod
+    def yield_steps(self) -> None:
+        """Others want steps: what waits for this caller's rows waits no more."""
 
     @abstractmethod
     def look(self, now: float) -> bool:

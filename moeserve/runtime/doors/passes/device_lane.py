@@ -106,6 +106,9 @@ class DeviceLane(AnnouncedLane):
         if run is not None:
             self._end(run, Status.DETACHED, why)
 
+    def yield_steps(self) -> None:
+        """Nothing waits for rows: steps begin when these are there."""
+
     def look(self, now: float) -> bool:
         """Does what the caller's words ask for; whether there was anything."""
         run = self._pass

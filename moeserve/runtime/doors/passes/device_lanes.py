@@ -232,8 +232,8 @@ class DeviceLanes:
     def _alone(self, lane: AnnouncedLane) -> bool:
         """Whether nobody but this lane's caller wants steps now."""
         there = list(self._lanes.values())
-        company = time.monotonic() - self._others_at < COMPANY_SECONDS
-        return not company and not any(one.lane.in_pass for one in there if one.lane is not lane)
+        latest = max((one.lane.active_at for one in there if one.lane is not lane), default=-math.inf)
+        return time.monotonic() - max(latest, self._others_at) > COMPANY_SECONDS
 
     def _room_for(self, name: str) -> None:
         """Raises where the lane cannot be attached beside the others; the lock is held."""
@@ -241,8 +241,8 @@ class DeviceLanes:
             raise LanesTaken(CLOSED)
         if name in self._coming or any(attached.name == name for attached in self._lanes.values()):
             raise NameTaken(f"a device lane named {name!r} is attached here; detach it, or take another name")
-        most = self._limits.lanes
-        if len(self._lanes) + len(self._leaving) + len(self._coming) >= most:
+        most, retired = self._limits.lanes, 0 if self.mail is None else self.mail.retired
+        if len(self._lanes) + len(self._leaving) + len(self._coming) + retired >= most:
             raise LanesTaken(f"{len(self._lanes)} device lanes are attached, and passes.lanes is {most}")
 
     def _leave(self, attached: Attached, why: str) -> None:
@@ -277,6 +277,9 @@ class DeviceLanes:
                 self._others_at = now
             if sum(self._looked(lane, now) for lane in lanes):  # at each of them
                 busy = now
+            for lane in lanes:
+                if not self._alone(lane):
+                    lane.yield_steps()
             for lane in leaving:
                 self._looked(lane, now)
                 self._forget_idle(lane)
@@ -288,7 +291,9 @@ class DeviceLanes:
     def _looked(self, lane: AnnouncedLane, now: float) -> bool:
         """Whether there was anything at `lane`. What goes wrong with one lane ends it, and no other."""
         try:
-            return lane.look(now)
+            if found := lane.look(now):
+                lane.active_at = now
+            return found
         except Exception:
             log.exception("a device lane is detached")
             lane.detach("the rank could not read it")

@@ -32,6 +32,11 @@ class MailHost:
     ) -> None:
         self._runs, self._model, self._lane_bytes, self._share_gpu = runs, model, lane_bytes, share_gpu
 
+    @property
+    def retired(self) -> int:
+        """Lanes that were detached, and whose memory is not free yet."""
+        return self._runs.retired
+
     def check(self, device: str) -> None:
         """Raises DeviceRefused where rows of this GPU cannot be taken here."""
         if not GPU.fullmatch(device):
@@ -58,7 +63,7 @@ class MailHost:
                     f"{request.rows} rows at {request.stages} stages take {needed} bytes of device memory, "
                     f"and passes.lane_bytes is {self._lane_bytes}",
                 )
-            runs.check(request.rows)
+            runs.check()
             mail = runs.attach(layout, request.answers_handle, terms.patience)
         except CannotRun as error:
             raise DeviceRefused(f"device: {error}") from error

@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from moeserve.dispatch.mail.kernels import CHOICE, MISFIT
+from moeserve.dispatch.mail.kernels import ABORT, CHOICE, MISFIT, YIELD
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import Status, fence, tag_of
@@ -36,8 +36,11 @@ class _Pass:
     version: int
     flying: int = 0  # runs that have not ended
     begun: bool = False  # whether any was launched
+    waits: bool = False  # whether one of them was launched before all of its rows were there
     answered: int = 0  # steps of all stages
     told: tuple[int, ...] | None = None  # steps of each stage that were answered, fewer than were launched
+    misfits: int = 0  # runs in a row that were left where the one before was
+    fitted: list[int] = field(default_factory=list)  # steps of each stage when a run was left last
     again: bool = False  # the next run begins where one had to stop
     ends: tuple[Status, str] | None = None
 
@@ -115,6 +118,13 @@ class MailLane(AnnouncedLane):
         self._runs.begin(run, self, demanded)
         return True
 
+    def yield_steps(self) -> None:
+        """Others want steps: runs that wait for this caller's rows are left, and steps come one by one."""
+        with self._lock:
+            run = self._pass
+            if run is not None and run.ends is None and run.waits and not self._mail.lane.abort[0]:
+                self._mail.lane.abort[0] = YIELD
+
     def _look_for_pass(self, now: float) -> bool:
         before, said = self._last, self._announced()
         if said is None:
@@ -127,10 +137,18 @@ class MailLane(AnnouncedLane):
 
     def _next_run(self, run: _Pass, now: float) -> Run | None:
         """What is to be launched now; the lock is held. It counts as launched."""
+        if not run.flying:
+            run.waits = False
         if run.told is not None:
             if run.flying:
                 return None
+            run.misfits = run.misfits + 1 if list(run.told) == run.fitted else 0
+            run.fitted = list(run.told)
             run.sent, run.told, run.again = list(run.told), None, True
+            if self._mail.lane.abort[0] == YIELD:
+                run.misfits = 0
+        if not run.flying and self._mail.lane.abort[0] == YIELD:
+            self._mail.lane.abort[0] = 0
         if run.flying >= MOST_FLYING:
             return None
         there = [stage for stage in range(len(run.sent)) if run.wants(stage) and self._has_tag(run, stage)]
@@ -144,9 +162,13 @@ class MailLane(AnnouncedLane):
         headers = [self._header(stage) for stage in there]
         kinds = {kind for _, kind in headers}
         counts = [min(count, self._layout.rows) for count, _ in headers]
-        rows = min(padded_rows(max(counts)), self._runs.most_rows)
+        if run.misfits > 1:  # what is told to this host is not what comes to the device
+            run.ends = Status.REFUSED, "bad_step: a header's rows are not those of its step"
+            return None
+        most = self._layout.rows if run.misfits else max(counts)
+        rows = min(padded_rows(most), self._runs.most_rows)
         if run.alike and len(there) == len(run.sent) and len(kinds) == 1 and alone:
-            steps = run.ahead()
+            steps, run.waits = run.ahead(), True
         else:
             steps, kinds = ((run.layer(there[0]), there[0]),), {headers[0][1]}
         begins = 0 if run.begun else run.said.number
@@ -213,7 +235,7 @@ class MailLane(AnnouncedLane):
             assert run is not None
             run.flying -= 1
             run.ends = run.ends or (status, text)
-            self._mail.lane.abort[0] = 1  # what was launched before has no use
+            self._mail.lane.abort[0] = ABORT  # what was launched before has no use
             self._concluded()
 
     def _told_end(self, told: Told) -> tuple[Status, str]:
@@ -233,7 +255,7 @@ class MailLane(AnnouncedLane):
         with self._lock:
             if self._pass is not None:
                 self._pass.ends = self._pass.ends or (status, text)
-                self._mail.lane.abort[0] = 1
+                self._mail.lane.abort[0] = ABORT
                 self._concluded()
 
     def _concluded(self) -> bool:

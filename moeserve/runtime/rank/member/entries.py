@@ -123,6 +123,13 @@ class Entries:
             return True
         return not self._receives and self._source is not None and self._source.ready
 
+    def rest(self) -> list[Message]:
+        """What was added and has not been given out; the stream is not read for it."""
+        found = []
+        while (entry := self._queued(0.0)) is not None:
+            found.append(entry)
+        return found
+
     def _queued(self, seconds: float) -> Message | None:
         try:
             return self._queue.get(timeout=seconds)

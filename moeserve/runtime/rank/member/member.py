@@ -102,6 +102,7 @@ class Member:
             None
         )  # dispatchers are about to be closed, and nothing runs
         self.joined = False  # steps can be launched
+        self.closed_layers = frozenset[int]()  # decoder indices, that members still read
         self.on_drain: Callable[[str], None] = lambda reason: None  # doors begin no further call
         self.doors_busy: Callable[[], bool] = lambda: False  # a call has begun there and is not over
         # once the head's stream has ended: whether a head is there again that has taken this member's hello
@@ -173,8 +174,12 @@ class Member:
                 self._report_failure(entry, error)
         log.info("rank %d stops: the head says so, or is gone", self._rank.index)
         self._close_lane("the rank is stopping")
+        self.on_end()  # nothing on the device waits for rows any more
         self._steps.close()
         self._leave()
+        for left in self._entries.rest():
+            if left["kind"] == "act":  # it finds that no step can be launched
+                left["act"]()
 
     def _next(self) -> Message:
         """The next entry; while none comes, what was counted is reported."""
@@ -244,6 +249,7 @@ class Member:
         if message["generation"] != self._generation:
             return
         closed = [int(layer) for layer in message["closed"]]
+        self.closed_layers = frozenset(closed)
         if self._lane is not None:
             self._lane.wait_for_layers(closed)
         self.on_layers(not closed)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Protocol
@@ -19,6 +20,9 @@ from moeserve.runtime.rank.runs.runs import Flight, OwnerLane, PassRuns, Run, To
 log = logging.getLogger(__name__)
 
 Act = Callable[[], None]
+
+ALONE = "local"
+"""The dispatcher of a group of one."""
 
 
 class Pass(Protocol):
@@ -67,6 +71,7 @@ class MemberRuns:
     ) -> None:
         self._rank, self._between, self._finish, self._serving = rank, between, finish, serving
         self._runs = PassRuns(rank)
+        self.closed: Callable[[], Collection[int]] = lambda: ()  # layers that no step may take now
         self.observe: Callable[[int], None] = lambda steps: None  # is told of steps that have ended
         self._lock = threading.Lock()
         self._versions: tuple[int, ...] = ()
@@ -89,35 +94,46 @@ class MemberRuns:
         """Of the GPU that computes here."""
         return str(torch.cuda.get_device_properties(self._rank.device).uuid)
 
-    def check(self, rows: int) -> None:
-        """Raises CannotRun where steps of so many rows cannot be launched ahead."""
+    def check(self) -> None:
+        """Raises CannotRun where steps cannot be launched ahead."""
+        if not self._rank.loaded:
+            raise CannotRun("this rank has loaded no experts yet; attach again when the service serves")
         if (members := len(self._rank.epoch.members)) != 1:
             raise CannotRun(
                 f"this group has {members} members, whose steps the head orders one by one; device lanes "
                 "of a GPU are served by a group of one owner. Attach with rows in host memory (cpu)"
             )
         for layer, plan in self._rank.plans.items():
-            if plan.span(rows).dispatcher.host_sync:
-                name = plan.span(rows).dispatcher.name
-                raise CannotRun(f"layer {layer}: {name} reads a count on the host for {rows} rows")
+            if other := {span.dispatcher.name for span in plan.dispatchers} - {ALONE}:
+                raise CannotRun(
+                    f"layer {layer}: {', '.join(sorted(other))} carries rows, as in a group of several; "
+                    f"device lanes of a GPU are served where {ALONE} carries them"
+                )
 
     def attach(self, layout: MailLayout, answers: bytes, patience: float) -> Mail:
         """Memory for a lane whose caller's has the CUDA IPC handle `answers`. Raises CannotRun."""
-        device = str(torch.device(self._rank.device))
-        try:
-            memory = memory_on(device, layout.mailbox_bytes)
-        except RuntimeError as error:
-            raise CannotRun(f"{layout.mailbox_bytes} bytes on {device}: {error}") from error
-        try:
-            there = memory.open(answers, layout.answers_bytes)
-        except RuntimeError as error:
-            memory.close()
-            raise CannotRun(f"the caller's memory for answers cannot be mapped: {error}") from error
-        addresses = memory.mine.data_ptr(), there.data_ptr()
-        mail = Mail(self._runs.lane(layout, addresses, patience), memory)
+        device = torch.device(self._rank.device)
+        with torch.cuda.device(device), ExitStack() as undone:
+            try:
+                memory = memory_on(str(device), layout.mailbox_bytes)
+                undone.callback(memory.close)
+            except RuntimeError as error:
+                raise CannotRun(f"{layout.mailbox_bytes} bytes on {device}: {error}") from error
+            try:
+                there = memory.open(answers, layout.answers_bytes)
+            except RuntimeError as error:
+                raise CannotRun(f"the caller's memory for answers cannot be mapped: {error}") from error
+            addresses = memory.mine.data_ptr(), there.data_ptr()
+            mail = Mail(self._runs.lane(layout, addresses, patience), memory)
+            undone.pop_all()
         with self._lock:
             self._attached.add(mail)
         return mail
+
+    @property
+    def retired(self) -> int:
+        """Lanes that were detached, and whose memory is not free yet."""
+        return len(self._retired)
 
     def detach(self, mail: Mail) -> None:
         """Frees a lane's memory as soon as nothing runs on the device that could touch it."""
@@ -147,28 +163,46 @@ class MemberRuns:
                 mail.lane.abort[0] = 1
 
     def _launch(self, run: Run, of: Pass, version: int) -> None:
-        epoch, served = self._rank.epoch, self._rank.served
-        if not self._serving():
-            of.lost("the group forms anew")
-            return
-        if len(epoch.members) != 1:
-            of.lost(f"the group has {len(epoch.members)} members now, and launches no run ahead")
-            return
-        versions = {layer: epoch.version(at) for at, layer in enumerate(served.layers)}
-        first = versions[run.steps[0][0]]
-        if version not in (0, first):
-            of.other_weights(first)
-            return
-        alike = tuple(takewhile(lambda step: versions[step[0]] == first, run.steps))  # a reload is under way
+        """Launches a run, or says why not: whose run it is hears of it once, whatever happens."""
         try:
-            flight = self._runs.launch(run._replace(steps=alike), (epoch.number, first))
+            launched = self._launched(run, of, version)
         except Exception as error:
             log.exception("a run of a pass cannot be launched")
             of.lost(f"it cannot be launched: {type(error).__name__}: {error}")
             return
+        if launched is None:
+            return
+        flight, found = launched
         with self._lock:
             self._flying += 1
-        self._finish(lambda: self._ended(flight, of, first))
+        try:
+            self._finish(lambda: self._ended(flight, of, found))
+        except Exception as error:  # what was launched before does not end
+            log.exception("a run of a pass is not waited for")
+            why = f"{type(error).__name__}: {error}"
+            self._over(lambda: of.lost(why))
+
+    def _launched(self, run: Run, of: Pass, version: int) -> tuple[Flight, int] | None:
+        """The run that was launched, and its weights; None where `of` was told why it was not."""
+        if not self._serving():
+            of.lost("the group forms anew")
+            return None
+        try:
+            self.check()
+        except CannotRun as why:
+            of.lost(str(why))
+            return None
+        epoch, served, closed = self._rank.epoch, self._rank.served, self.closed()
+        if waits := [layer for layer, _ in run.steps if layer in closed]:
+            of.lost(f"layer {waits[0]} is being restored")
+            return None
+        versions = {layer: epoch.version(at) for at, layer in enumerate(served.layers)}
+        first = versions[run.steps[0][0]]
+        if version not in (0, first):
+            of.other_weights(first)
+            return None
+        alike = tuple(takewhile(lambda step: versions[step[0]] == first, run.steps))  # a reload is under way
+        return self._runs.launch(run._replace(steps=alike), (epoch.number, first)), first
 
     def _ended(self, flight: Flight, of: Pass, version: int) -> None:
         try:
@@ -177,15 +211,23 @@ class MemberRuns:
             told = flight.read()
         except Exception as error:
             log.exception("a run of a pass failed")
-            of.lost(f"it failed: {type(error).__name__}: {error}")
-        else:
+            why = f"it failed: {type(error).__name__}: {error}"
+            self._over(lambda: of.lost(why))
+            return
+        if not told.ended:
             self.observe(len(flight.steps))
-            of.ran(told, version)
-        with self._lock:
-            self._flying -= 1
-            free = not self._flying and bool(self._retired)
-        if free:
-            self._between(self._sweep)
+        self._over(lambda: of.ran(told, version))
+
+    def _over(self, tell: Act) -> None:
+        """A run is over: whose it was is told, and what was detached meanwhile is freed."""
+        try:
+            tell()
+        finally:
+            with self._lock:
+                self._flying -= 1
+                free = not self._flying and bool(self._retired)
+            if free:
+                self._between(self._sweep)
 
     def _sweep(self) -> None:
         """Frees what was detached, while nothing runs: to free memory waits for the device."""
@@ -193,8 +235,11 @@ class MemberRuns:
             free = [] if self._flying else self._retired
             self._retired = [] if not self._flying else self._retired
         for mail in free:
-            self._runs.forget(mail.lane)
-            mail.memory.close()
+            try:
+                self._runs.forget(mail.lane)
+                mail.memory.close()
+            except Exception:  # the others' memory is freed all the same
+                log.exception("the memory of a lane is not freed")
 
     def close(self) -> None:
         """Frees everything; nothing runs any more."""

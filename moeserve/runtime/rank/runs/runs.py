@@ -8,6 +8,7 @@ the state of the lane whose run it is, with the addresses of its memory, is copi
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moeserve.dispatch.mail.kernels import CHOICE, Given, OwnerKernels, words
+from moeserve.dispatch.mail.kernels import CHOICE, Given, OwnerKernels, load, words
 from moeserve.dispatch.mail.layout import STEPS, WORDS, MailLayout, Word
 from moeserve.runtime.rank.graphs import CudaCapture, Replay
 from moeserve.runtime.rank.rank import Rank
@@ -105,7 +106,7 @@ class _Key(NamedTuple):
 
 
 class PassRuns:
-    """Launches runs of one rank, which is the only member of its group; one thread uses it.
+    """Launches runs of one rank, which is the only member of its group; one thread uses it, but for `lane`.
 
     Runs follow one another on the stream that they are launched on, and the rank's other steps too.
     """
@@ -121,6 +122,9 @@ class PassRuns:
         self._capture = CudaCapture()
         self._stamps: dict[OwnerLane, tuple[int, int]] = {}
         self._lanes = Counter[MailLayout]()
+        self._lock = threading.Lock()  # for lanes and kernels: lanes are made by other threads
+        with torch.cuda.device(self._device):
+            load()
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -134,8 +138,9 @@ class PassRuns:
 
     def lane(self, layout: MailLayout, addresses: tuple[int, int], patience: float) -> OwnerLane:
         """An owner's end of a lane; see OwnerLane. Its kernels are loaded, which waits for the device."""
-        self._kernels_of(layout)
-        self._lanes[layout] += 1
+        with self._lock:
+            self._kernels_of(layout)
+            self._lanes[layout] += 1
         abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         return OwnerLane(layout, addresses, abort, patience, words(self._device))
 
@@ -169,10 +174,11 @@ class PassRuns:
     def forget(self, lane: OwnerLane) -> None:
         """No run of this lane comes any more, and none is under way: what was recorded for it alone goes."""
         self._stamps.pop(lane, None)
-        self._lanes[lane.layout] -= 1
-        if self._lanes[lane.layout]:
-            return
-        del self._lanes[lane.layout], self._kernels[lane.layout]
+        with self._lock:
+            self._lanes[lane.layout] -= 1
+            if self._lanes[lane.layout] > 0:
+                return
+            del self._lanes[lane.layout], self._kernels[lane.layout]
         self._seen = {key for key in self._seen if key.layout != lane.layout}
         self._refused = {key for key in self._refused if key.layout != lane.layout}
         for key in [key for key in self._graphs if key.layout == lane.layout]:
