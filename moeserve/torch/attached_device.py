@@ -90,8 +90,7 @@ class AttachedDevice:
         self._sizes = Sizes(layout.hidden, layout.experts, layout.top_k)
         with torch.cuda.device(device):
             self._table = words(device)
-            self._abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-            self._words = torch.zeros(WORDS, dtype=torch.int64, pin_memory=True)
+            self._abort, self._words = _pinned(1, torch.int32), _pinned(WORDS, torch.int64)
             self._kernels = CallerKernels(layout, self._table)
         self._lane: Lane | None = Lane(attach, layout, device)
         self._pass: Pass | None = None
@@ -256,8 +255,8 @@ class AttachedDevice:
                 f"a graph was recorded with {recorded} steps of each stage, or its recording failed; whole "
                 f"forward passes have multiples of {self._round}. Do not replay it; calls go on from here"
             )
-        lane, first = self._attached(), (self._layers or (layer,))[0]
-        run = self._pass
+        lane, run = self._attached(), self._pass
+        first = (self._layers or lane.lane.layers)[0]
         fits = run is not None and run.status is None and self._at(layer, free) is not None
         if not fits or (run is not None and layer == first != run.layers[0]):
             self._begin(lane, layer)
@@ -336,3 +335,8 @@ class AttachedDevice:
                 lane, run = self._lane, self._pass
                 if run is not None and (lane is None or not lane.lane.alive or run.status is not None):
                     self._abort[0] = 1
+
+
+def _pinned(count: int, dtype: torch.dtype) -> Tensor:
+    """Zeros in host memory that a GPU reads."""
+    return torch.zeros(count, dtype=dtype, pin_memory=torch.cuda.is_available())

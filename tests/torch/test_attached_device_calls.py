@@ -1,0 +1,216 @@
+"""What a way from a GPU does on its host: calls, passes and failures; kernels only note what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.dispatch.mail.layout import STEPS, MailLayout, Word
+from moeserve.proto.errors import MoeError, Unavailable
+from moeserve.proto.passes.mailbox import Status
+from moeserve.torch import attached_device
+from moeserve.torch.attached_device import AttachedDevice
+from moeserve.torch.ways import Rows, WrongRows
+
+LAYOUT = MailLayout(8, 1, 64, 8, 2, torch.bfloat16)
+LAYERS = (0, 1, 2)
+ROWS = Rows(torch.ones(2, 64, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.int32), torch.ones(2, 2))
+
+
+class There:
+    """A lane that the rank keeps, as long as the rank is there."""
+
+    layers = LAYERS
+    layout = SimpleNamespace(header=lambda at: 0)
+
+    def __init__(self, device: Device, number: int) -> None:
+        self._device, self._number = device, number
+        self.begin = device.begin
+
+    @property
+    def alive(self) -> bool:
+        return self._device.alive and self._number == self._device.attached
+
+
+class Device:
+    """The device and the rank, as far as the host can tell."""
+
+    def __init__(self) -> None:
+        self.ends: Status | None = None  # how the pass ends at the next fetch
+        self.recording = False
+        self.alive = True
+        self.attached = 0
+        self.closed = 0
+        self.passes: list[Any] = []
+        self.touched: list[str] = []  # memory of the lane, by kernels
+
+    # -- as torch.cuda
+
+    def synchronize(self, device: object = None) -> None:
+        """Nothing is under way."""
+
+    # -- as the rank's side of a lane
+
+    def begin(self, layers: tuple[int, ...], **options: object) -> Any:
+        run = SimpleNamespace(number=len(self.passes) + 1, layers=tuple(layers), status=None)
+
+        def wait(timeout: float) -> None:
+            raise Unavailable("UNAVAILABLE", run.status.name.lower(), f"pass {run.number}")
+
+        run.wait = wait
+        self.passes.append(run)
+        return run
+
+    def lane(self, *given: object) -> Any:
+        """As `attached_device.Lane`."""
+        if not self.alive:
+            raise Unavailable("UNAVAILABLE", "no_lane", "the rank is away")
+        self.attached += 1
+        there = self.attached
+        made = SimpleNamespace(lane=There(self, there), addresses=(there, there, there))
+
+        def close() -> None:
+            self.closed += 1
+
+        made.close = close
+        return made
+
+    # -- as the caller's kernels
+
+    def kernels(self, layout: MailLayout, table: Tensor) -> Any:
+        def bring(stage: int, layer: int, given: object, header_at: int) -> None:
+            if not table[Word.ENDED]:
+                self.touched.append(f"{int(table[Word.MAILBOX])}: layer {layer}")
+
+        def fetch(stage: int, out: Tensor) -> None:
+            if self.ends is not None and not table[Word.ENDED]:
+                table[Word.ENDED], self.passes[-1].status = int(self.ends), self.ends
+                self.ends = None
+            out.fill_(0.0 if table[Word.ENDED] else 1.0)
+            table[STEPS + stage] += 1
+
+        return SimpleNamespace(bring=bring, fetch=fetch)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    stream = SimpleNamespace(synchronize=made.synchronize, wait_stream=lambda other: None)
+    for name, act in (
+        ("synchronize", made.synchronize),
+        ("current_stream", lambda device=None: stream),
+        ("is_current_stream_capturing", lambda: made.recording),
+        ("device", lambda device: nullcontext()),
+    ):
+        monkeypatch.setattr(torch.cuda, name, act)
+    monkeypatch.setattr(attached_device, "Lane", made.lane)
+    monkeypatch.setattr(attached_device, "CallerKernels", made.kernels)
+    return made
+
+
+@pytest.fixture
+def way(device: Device) -> Iterator[AttachedDevice]:
+    made = AttachedDevice(lambda *given: None, LAYOUT, torch.device("cpu"))  # type: ignore[arg-type,return-value]
+    yield made
+    made.close()
+
+
+def forward(way: AttachedDevice) -> list[bool]:
+    """Whether the answer of each layer is there."""
+    return [bool(way.mixed(layer, ROWS).any()) for layer in LAYERS]
+
+
+def test_one_pass_is_announced_for_all_forward_passes(way: AttachedDevice, device: Device) -> None:
+    assert all(forward(way) + forward(way))
+    way.check()
+    assert [run.layers for run in device.passes] == [LAYERS]
+    assert device.touched == [f"1: layer {layer}" for layer in LAYERS * 2]
+
+
+def test_a_pass_that_ended_in_the_middle_is_told_though_another_came_after_it(
+    way: AttachedDevice, device: Device
+) -> None:
+    assert way.mixed(0, ROWS).any()
+    device.ends = Status.LATE
+    assert [bool(way.mixed(layer, ROWS).any()) for layer in (1, 2)] == [False, True]
+    with pytest.raises(MoeError, match="pass 1"):
+        way.check()
+    assert all(forward(way))
+    way.check()
+
+
+def test_a_call_out_of_order_begins_another_pass_and_the_next_one_is_in_order_again(
+    way: AttachedDevice, device: Device
+) -> None:
+    way.mixed(0, ROWS)
+    way.mixed(0, ROWS)
+    way.mixed(2, ROWS)
+    assert [run.layers for run in device.passes] == [LAYERS, LAYERS, (2, 0, 1)]
+    way.check()
+    assert all(forward(way))
+    assert [run.layers for run in device.passes[3:]] == [LAYERS]
+    with pytest.raises(WrongRows, match="layer 7 has no experts served there"):
+        way.mixed(7, ROWS)
+
+
+def test_a_ticket_that_nobody_waits_for_holds_up_no_later_forward_pass(
+    way: AttachedDevice, device: Device
+) -> None:
+    way.mixed(0, ROWS)
+    way.submit(1, ROWS)
+    with pytest.raises(RuntimeError, match="1 calls are under way"):
+        way.submit(2, ROWS)
+    for _ in range(2):
+        assert all(forward(way))
+    way.check()
+    assert len(device.passes) == 2
+
+
+def test_a_recording_that_failed_is_told_once_and_calls_go_on(way: AttachedDevice, device: Device) -> None:
+    assert all(forward(way))
+    device.recording = True
+    way.mixed(0, ROWS)
+    device.recording = False
+    with pytest.raises(RuntimeError, match="whole forward passes have multiples of 3"):
+        way.mixed(0, ROWS)
+    assert all(forward(way))
+    device.recording = True
+    assert all(forward(way))
+    device.recording = False
+    assert all(forward(way))
+    way.check()
+
+
+def test_nothing_touches_the_memory_of_a_rank_that_is_gone(way: AttachedDevice, device: Device) -> None:
+    assert all(forward(way))
+    device.alive = False
+    for act in (way.renew, lambda: way.mixed(0, ROWS)):
+        with pytest.raises(Unavailable):
+            act()
+    assert device.closed == 1
+    before = list(device.touched)
+    way._kernels.bring(0, 0, None, 0)  # as a graph that is replayed
+    assert device.touched == before
+    device.alive = True
+    with pytest.raises(Unavailable, match="the rank of this device lane is gone"):
+        way.check()
+    way.renew()
+    assert all(forward(way)) and device.touched[-1] == "2: layer 2"
+    way.check()
+
+
+def test_a_closed_way_takes_no_call(device: Device) -> None:
+    way = AttachedDevice(lambda *given: None, LAYOUT, torch.device("cpu"))  # type: ignore[arg-type,return-value]
+    forward(way)
+    way.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        way.mixed(0, ROWS)
+    before = list(device.touched)
+    way._kernels.bring(0, 0, None, 0)
+    assert device.touched == before and device.closed == 1
