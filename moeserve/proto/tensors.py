@@ -198,10 +198,10 @@ def spec_of(message: moe_pb2.Tensor, field: str, *, rank: int, dtypes: tuple[str
     if dtype is None or dtype.name not in dtypes:
         name = dtype.name if dtype else f"number {message.dtype}"
         raise TensorError(field, f"dtype {name} is not one of {', '.join(dtypes)}")
-    shape = tuple(message.shape)
-    if len(shape) != rank:
-        found = f"shape {listed(message.shape)} has {len(shape)} dimensions"
+    if (dimensions := len(message.shape)) != rank:  # before it is read: a caller may send millions
+        found = f"shape {listed(message.shape)} has {dimensions} dimensions"
         raise TensorError(field, f"{found}, but {field} takes {rank}")
+    shape = tuple(message.shape)
     if max(shape, default=0) > LARGEST_DIM:
         raise TensorError(field, f"shape {list(shape)} has a dimension over {LARGEST_DIM}")
     spec = _spec(dtype, shape)

@@ -56,7 +56,6 @@ def refusals(large: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.timed
 def test_a_refusal_of_large_input_is_short_and_quick() -> None:
     asked = refusals(4_000_000)
     close = asked.pop("close")
