@@ -1,7 +1,7 @@
 """The hop on GPUs: what a call costs beyond its step, by rows and way; many callers; layers in a loop.
 
     python -m bench.service.gpu_hop [--seconds 240] [--graph-rows 256] [--parts truth,alone,callers,layers]
-        [--out FILE]
+        [--spin 0.001] [--out FILE]
 
 Two ranks, 128 FP8 experts of 7168 x 2048, top-8. In one run:
 
@@ -102,6 +102,7 @@ def config_of(folder: Path, args: argparse.Namespace) -> Config:
             "plan.device": "cuda" if args.gpus else "cpu",
             "plan.all2all_backend": args.dispatcher,
             "step.graph_rows": args.graph_rows,
+            "cluster.spin_seconds": args.spin,
             "server.port": 0,
             "server.metrics_port": 0,
         }
@@ -327,7 +328,7 @@ def over_the_service(
         )
         check(client, sizes)
         phases = Phases(cluster.head.coordinator.seats()[0].metrics)
-        with Callers(cluster.address, sizes, PROCESSES if args.gpus else 2) as callers:
+        with Callers(cluster.address, sizes, PROCESSES if args.gpus else 2, args.spin) as callers:
             for at, part in enumerate(args.parts):
                 args.share = max(10.0, 0.85 * clock.left() / (len(args.parts) - at))
                 if part == "alone":
@@ -350,6 +351,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dispatcher", default="auto", help="by name; auto: by measured cost")
     parser.add_argument(
         "--parts", default=",".join(PARTS), help="which of truth, alone, callers, layers; all by default"
+    )
+    parser.add_argument(
+        "--spin",
+        type=float,
+        default=0.0,
+        help="seconds that callers and readers of rings look before they sleep",
     )
     parser.add_argument("--out", type=Path, help="where results go; by default into the record")
     args = parser.parse_args()

@@ -198,8 +198,8 @@ def spec_of(message: moe_pb2.Tensor, field: str, *, rank: int, dtypes: tuple[str
     if dtype is None or dtype.name not in dtypes:
         name = dtype.name if dtype else f"number {message.dtype}"
         raise TensorError(field, f"dtype {name} is not one of {', '.join(dtypes)}")
-    if (dimensions := len(message.shape)) != rank:  # before it is read: a caller may send millions
-        found = f"shape {listed(message.shape)} has {dimensions} dimensions"
+    if len(message.shape) != rank:
+        found = f"shape {listed(message.shape)} has {len(message.shape)} dimensions"
         raise TensorError(field, f"{found}, but {field} takes {rank}")
     shape = tuple(message.shape)
     if max(shape, default=0) > LARGEST_DIM:

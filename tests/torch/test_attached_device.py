@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from fake_members import until
 from houses import Alone, house_config
 from torch import Tensor
 from torch_blocks import Block, recorded
@@ -152,6 +153,13 @@ def test_one_stage_runs_ahead_with_any_rows(house: LocalCluster, remote: object,
             else:
                 assert not len(answer) or torch.equal(answer, others[layer](*one)), (turn, layer)
     given = batch(alone, 2, seed=3)
+    with MoeClient(house.address) as client:
+        before = client.status().ranks[0].tokens
+        for _ in range(5):
+            for layer in (0, 1):
+                layers[layer](*given)
+        way.check()
+        until(lambda: client.status().ranks[0].tokens >= before + 5 * 2 * given[1].numel())
     with pytest.raises(WrongRows, match="65 rows, and the way was opened for 64"):
         layers[0](*batch(alone, 65, seed=1))
     with pytest.raises(WrongRows, match="hidden is on cpu"):

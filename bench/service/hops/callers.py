@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bench.service.hops.sizes import Sizes
-from moeserve.proto.client import MoeClient
+from moeserve.proto.client import MoeClient, Patience
 from moeserve.proto.errors import MoeError
 from moeserve.proto.heap import keep_freed_memory
 
@@ -57,15 +57,15 @@ class Called:
 
 
 class Callers:
-    """Up to `most` processes that wait for orders; a context."""
+    """Up to `most` processes that wait for orders; a context. spin: as `Patience` has it."""
 
-    def __init__(self, address: str, sizes: Sizes, most: int) -> None:
+    def __init__(self, address: str, sizes: Sizes, most: int, spin: float = 0.0) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(most):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, address, sizes), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, address, sizes, spin), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -114,10 +114,10 @@ of each caller's copies and checks would spin for work on all cores, and hold up
 COPYING_BYTES = 1 << 20  # of a call's rows, from which its copies are worth them
 
 
-def _serve(pipe: Connection, address: str, sizes: Sizes) -> None:
+def _serve(pipe: Connection, address: str, sizes: Sizes, spin: float) -> None:
     keep_freed_memory()
     with (
-        MoeClient(address, timeout=60) as shared,
+        MoeClient(address, timeout=Patience(60.0, spin=spin)) as shared,
         MoeClient(address, timeout=60, transport="inline") as inline,
     ):
         while True:

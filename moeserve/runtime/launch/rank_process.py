@@ -261,7 +261,7 @@ class _RankProcess:
     def _runs_of(self, rank: Rank) -> MemberRuns:
         member = self.member
         runs = MemberRuns(rank, member.between_steps, member.after_steps, lambda: member.joined)
-        member.on_end, member.on_leave = runs.interrupt, runs.drop
+        member.on_end, member.on_leave, runs.observe = runs.interrupt, runs.drop, member.ran
         return runs
 
     def _epoch_adopted(self, generation: int, epoch: int) -> None:

@@ -99,6 +99,12 @@ class ExpertRows:
                 self._table[:, 0] = earlier
         self._of_layer[position].add_(counts if counts.dim() == 1 else counts.flatten())
 
+    def add(self, position: int, counts: Tensor) -> None:
+        """Counts the rows of a step that is recorded, at each replay. Raises RuntimeError before any step."""
+        if self._table is None:
+            raise RuntimeError("rows of a recorded step are counted where those of a step were before")
+        self._of_layer[position].add_(counts.flatten())
+
     def reading(self) -> RowsReading | None:
         """What was counted so far; None where nothing was."""
         self.count()

@@ -9,7 +9,7 @@ lane it brings no rows and gets none back.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -237,9 +237,17 @@ class Rank:
             self._rows.take(self._position[layer], made.counts)
         return answer, made.phases
 
-    def record(self, layer: int, rows: LaneRows, lane_rows: tuple[int, ...]) -> Tensor:
+    def record(
+        self,
+        layer: int,
+        rows: LaneRows,
+        lane_rows: tuple[int, ...],
+        then: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
         """One step as a part of a CUDA graph that the caller records: it runs when the graph is replayed,
         after `expect` has said so. Collective over the graph's replays.
+
+        then: queues what is done with the answer; behind it the step's rows are counted, as of a service.
 
         `lane_rows` are those of each replay, by lane and alike on all members; `rows` are on the device, and
         those that are none are not valid. Returns `[T, H]` in the graph's memory. Raises ValueError where
@@ -259,7 +267,11 @@ class Rank:
         addressing = StepAddressing(self._position[layer], self._book, self.meter, fullest)
         members = self.epoch.members
         launch = Launch(layer, lane_rows, addressing, members, brings=True, number=0, timed=False)
-        return self._runner.launch(launch, rows)[0]
+        answer, made = self._runner.launch(launch, rows)
+        if then is not None:
+            then(answer)
+            self._rows.add(self._position[layer], made.counts)
+        return answer
 
     def expect(self, steps: Sequence[tuple[int, int]]) -> None:
         """Says, right before, that a graph with these recorded steps is replayed next on the current stream:

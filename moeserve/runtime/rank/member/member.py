@@ -138,6 +138,10 @@ class Member:
         """Has `act` done by the thread that launches steps, between two of them. It raises nothing."""
         self._entries.put_beside({"kind": "act", "act": act})
 
+    def ran(self, steps: int) -> None:
+        """Counts steps that were launched ahead and have ended; in what is done by `after_steps`."""
+        self._steps.ran(steps)
+
     def after_steps(self, act: Callable[[], None]) -> None:
         """Has `act` done once the steps that were launched have ended, and before later ones are finished.
         By the thread that launches steps. Raises TimeoutError where steps do not end.
@@ -278,6 +282,7 @@ class Member:
                 self._leave()
             case "act":
                 entry["act"]()
+                self._steps.report_if_due(None if self._generation == ABORTED else self._generation)
             case "held":  # by the thread that adopts epochs: none is adopted meanwhile
                 self._tell(held_message(self._newest, self._held.adopted))
             case unknown:

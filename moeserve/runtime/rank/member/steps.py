@@ -102,8 +102,7 @@ class MemberSteps:
                 self._apart = 0  # it came while this thread waited for the device
         else:
             self._put(launched)
-        if time.monotonic() - self._reported_at > REPORT_SECONDS:
-            self.look_after(generation)
+        self.report_if_due(generation)
 
     def _answers_itself(self, parts: Parts) -> bool:
         """Whether the thread of the steps finishes this one: nobody else's step waits for it meanwhile."""
@@ -243,6 +242,15 @@ class MemberSteps:
             upload.release()
 
         self._finishing.beside(retire)
+
+    def report_if_due(self, generation: int | None) -> None:
+        """Does `look_after`, unless it was done lately."""
+        if time.monotonic() - self._reported_at > REPORT_SECONDS:
+            self.look_after(generation)
+
+    def ran(self, steps: int) -> None:
+        """Counts steps that were launched by others on this member's device. By the thread that finishes."""
+        self.steps += steps
 
     def after(self, act: Callable[[], None]) -> None:
         """Has `act` done after all that was launched. Raises TimeoutError where that does not end."""

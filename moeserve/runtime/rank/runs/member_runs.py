@@ -67,6 +67,7 @@ class MemberRuns:
     ) -> None:
         self._rank, self._between, self._finish, self._serving = rank, between, finish, serving
         self._runs = PassRuns(rank)
+        self.observe: Callable[[int], None] = lambda steps: None  # is told of steps that have ended
         self._lock = threading.Lock()
         self._versions: tuple[int, ...] = ()
         self._attached = set[Mail]()
@@ -178,6 +179,7 @@ class MemberRuns:
             log.exception("a run of a pass failed")
             of.lost(f"it failed: {type(error).__name__}: {error}")
         else:
+            self.observe(len(flight.steps))
             of.ran(told, version)
         with self._lock:
             self._flying -= 1

@@ -12,6 +12,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -85,6 +86,7 @@ class Flight:
 
     event: torch.cuda.Event
     lane: OwnerLane
+    steps: tuple[tuple[int, int], ...]
     pinned: list[Tensor]  # the last one holds the state
 
     def read(self) -> Told:
@@ -162,7 +164,7 @@ class PassRuns:
         event.record()
         if (meter := self._rank.meter) is not None:
             meter.tick(time.monotonic())
-        return Flight(event, lane, pinned)
+        return Flight(event, lane, run.steps, pinned)
 
     def forget(self, lane: OwnerLane) -> None:
         """No run of this lane comes any more, and none is under way: what was recorded for it alone goes."""
@@ -216,7 +218,7 @@ class PassRuns:
         lane_rows = tuple(key.rows if at == lane else 0 for at in range(rank.epoch.members.max_lanes))
         for layer, stage in key.steps:
             kernels.take(stage, layer, Given(room.hidden, route, weights), room.valid)
-            kernels.post(stage, rank.record(layer, room, lane_rows))
+            rank.record(layer, room, lane_rows, then=partial(kernels.post, stage))
 
     def _kernels_of(self, layout: MailLayout) -> OwnerKernels:
         found = self._kernels.get(layout)
