@@ -180,6 +180,7 @@ def test_who_comes_late_with_a_higher_epoch_takes_the_group_there() -> None:
 def test_a_member_that_connects_twice_has_one_seat() -> None:
     with started_again() as head:
         first = back(head, 0, 9, SECOND)
+        until(lambda: head.seats().keys() == {0})  # a thread for each stream: the first one has its seat
         members = {0: back(head, 0, 9, SECOND)}
         first.entry("closed")
         members[1] = back(head, 1, 9, SECOND)
