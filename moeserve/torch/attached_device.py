@@ -29,6 +29,12 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 0.02
 """Between looks whether the rank of the lane is there, and the pass goes on; else nothing waits for it."""
 
+REST_SECONDS = 10.0
+"""For a rank to end a pass before memory that it writes to is freed."""
+
+GONE_SECONDS = 0.5
+"""The same for one whose lane is gone: it may have detached it, and still run."""
+
 Attach = Callable[[str, bytes], AttachedLane]
 """Attaches with a device's name and the handle of this side's memory."""
 
@@ -59,10 +65,16 @@ class Lane:
         self.addresses = self.mailbox.data_ptr(), self.answers.mine.data_ptr(), box.data_ptr()
 
     def close(self) -> None:
-        """Detaches it; nothing on the device uses it any more."""
+        """Detaches it; nothing on this device uses it any more. Memory that the rank may still write to stays
+        allocated.
+        """
+        over = self.lane.rest(REST_SECONDS if self.lane.alive else GONE_SECONDS) or not self.lane.alive
         self.mirror.end()
         self.lane.close()
-        self.answers.close()
+        if over:
+            self.answers.close()
+        else:
+            log.error("a rank does not end its pass within %g s: memory for answers is kept", REST_SECONDS)
 
 
 class AttachedDevice:

@@ -10,13 +10,14 @@ from threading import Event, Thread, current_thread
 from typing import Any
 
 import pytest
+from lane_words import LaneWords
 
 from moeserve.proto import moe_pb2
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import MailboxLayout, Status, tag_of
 from moeserve.runtime.doors.device_errors import LanesTaken, NameTaken, UnknownLane
 from moeserve.runtime.doors.lane_door import LaneDoor
-from moeserve.runtime.doors.passes.announced import LaneMemory, LaneModel, LaneTerms
+from moeserve.runtime.doors.passes.announced import LaneModel, LaneTerms
 from moeserve.runtime.doors.passes.device_lane import DeviceLane
 from moeserve.runtime.doors.passes.device_lanes import DeviceLaneLimits, DeviceLanes
 from moeserve.runtime.doors.passes.service import begin_at
@@ -48,50 +49,27 @@ class Step:
 
 
 @dataclass
-class Caller:
+class Caller(LaneWords):
     """A lane with the caller's words."""
 
     regions: Regions
     steps: list[Step] = field(default_factory=list)
-    number: int = 0
     observed: list[str] = field(default_factory=list)
-    quiet: bool = True
 
     def __post_init__(self) -> None:
-        sizes = LAYOUT.mailbox_bytes, LAYOUT.answers_bytes
-        names = [self.regions.create(size)[0] for size in sizes]
-        box, out = (self.regions.hold(name, 0, size) for name, size in zip(names, sizes, strict=True))
-        self.box, self.out = box.memory.cast("B").cast("Q"), out.memory.cast("B").cast("Q")
+        memory = self.memory_of(self.regions, LAYOUT)
         terms = LaneTerms(frozenset({3, 5}), PATIENCE, 9.0, self.observed.append)
-        self.lane = DeviceLane(LaneMemory(*names, (box, out), LAYOUT, lambda: self.quiet), terms, self.begin)
+        self.lane: DeviceLane = DeviceLane(memory, terms, self.begin)
 
     def begin(self, request: moe_pb2.ForwardRequest, ended: Callable[..., None]) -> Step:
         self.steps.append(Step(request, ended))
         return self.steps[-1]
-
-    def announce(self, layers: list[int], stages: int = 1, flags: int = 0, version: int = 0) -> None:
-        self.number += 1
-        words = {m.STEPS: len(layers), m.STAGES: stages, m.FLAGS: flags, m.WANTED_VERSION: version}
-        words |= {m.LAYERS + at: layer for at, layer in enumerate(layers)} | {m.ANNOUNCED: self.number}
-        for at, value in words.items():
-            self.box[at] = value
-        self.lane.look(time.monotonic())
 
     def post(self, stage: int, step: int, layer: int, count: int = 2) -> None:
         head = LAYOUT.header(stage)
         values = {m.LAYER: layer, m.STAGE: stage, m.COUNT: count, m.KIND: m.CHOICE}
         for at, value in (values | {m.TAG: tag_of(self.number, step)}).items():
             self.box[head + at] = value
-
-    def look(self, later: float = 0.0) -> bool:
-        return self.lane.look(time.monotonic() + later)
-
-    @property
-    def ended(self) -> tuple[Status, str] | None:
-        if self.out[m.ENDED] != self.number:
-            return None
-        text = self.out.cast("B")[m.TEXT : m.TEXT + self.out[m.TEXT_BYTES]]
-        return Status(self.out[m.STATUS]), bytes(text).decode()
 
     def answered(self, stage: int, step: int) -> bool:
         return bool(self.out[LAYOUT.answer_header(stage)] == tag_of(self.number, step))

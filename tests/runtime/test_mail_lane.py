@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+from lane_words import LaneWords
 
 from moeserve.dispatch.mail.kernels import CHOICE, LOGITS, MISFIT, YIELD, words
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import MailboxLayout, Status, tag_of
-from moeserve.runtime.doors.passes.announced import LaneMemory, LaneTerms
+from moeserve.runtime.doors.passes.announced import LaneTerms
 from moeserve.runtime.doors.passes.mail_lane import COMPANY_SECONDS, MOST_FLYING, MailLane
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
 from moeserve.runtime.rank.runs.member_runs import Mail
@@ -37,27 +37,22 @@ class Memory:
 
 
 @dataclass
-class Caller:
+class Caller(LaneWords):
     """A lane with the caller's words; runs are begun into `begun`."""
 
     regions: Regions
     begun: list[tuple[Run, int]] = field(default_factory=list)
     detached: list[Mail] = field(default_factory=list)
-    number: int = 0
     observed: list[str] = field(default_factory=list)
     most_rows: int = 64
 
     def __post_init__(self) -> None:
-        sizes = WORDS_ALONE.mailbox_bytes, WORDS_ALONE.answers_bytes
-        names = [self.regions.create(size)[0] for size in sizes]
-        box, out = (self.regions.hold(name, 0, size) for name, size in zip(names, sizes, strict=True))
-        self.box, self.out = box.memory.cast("B").cast("Q"), out.memory.cast("B").cast("Q")
+        memory = self.memory_of(self.regions, WORDS_ALONE)
         terms = LaneTerms(frozenset({3, 5}), PATIENCE, 9.0, self.observed.append)
         abort = torch.zeros(1, dtype=torch.int32)
         owner = OwnerLane(LAYOUT, (0, 0), abort, PATIENCE, words(torch.device("cpu")))
         self.mail = Mail(owner, Memory())  # type: ignore[arg-type]
-        memory = LaneMemory(*names, (box, out), WORDS_ALONE, lambda: True)
-        self.lane = MailLane(memory, terms, (LAYOUT, self.mail), self)  # type: ignore[arg-type]
+        self.lane: MailLane = MailLane(memory, terms, (LAYOUT, self.mail), self)  # type: ignore[arg-type]
 
     # -- as the member's runs
 
@@ -69,28 +64,13 @@ class Caller:
 
     # -- as a caller
 
-    def announce(self, layers: list[int], stages: int = 1, flags: int = m.STANDING) -> None:
-        self.number += 1
-        said = {m.STEPS: len(layers), m.STAGES: stages, m.FLAGS: flags, m.WANTED_VERSION: 0}
-        said |= {m.LAYERS + at: layer for at, layer in enumerate(layers)} | {m.ANNOUNCED: self.number}
-        for at, value in said.items():
-            self.box[at] = value
-        self.look()
+    def standing(self, layers: list[int], stages: int = 1) -> None:
+        self.announce(layers, stages, m.STANDING)
 
     def bring(self, stage: int, step: int, count: int = 2, kind: int = CHOICE) -> None:
         head = WORDS_ALONE.header(stage)
         for at, value in ((m.COUNT, count), (m.KIND, kind), (m.TAG, tag_of(self.number, step))):
             self.box[head + at] = value
-
-    def look(self, later: float = 0.0) -> bool:
-        return self.lane.look(time.monotonic() + later)
-
-    @property
-    def ended(self) -> tuple[Status, str] | None:
-        if self.out[m.ENDED] != self.number:
-            return None
-        text = self.out.cast("B")[m.TEXT : m.TEXT + self.out[m.TEXT_BYTES]]
-        return Status(self.out[m.STATUS]), bytes(text).decode()
 
     @property
     def aborted(self) -> bool:
@@ -105,7 +85,7 @@ def caller() -> Iterator[Caller]:
 
 
 def test_a_whole_forward_pass_is_launched_when_its_first_rows_are_there(caller: Caller) -> None:
-    caller.announce([3, 5])
+    caller.standing([3, 5])
     assert not caller.look() and not caller.begun
     caller.bring(0, 0, count=5)
     assert caller.look()
@@ -127,7 +107,7 @@ def test_a_whole_forward_pass_is_launched_when_its_first_rows_are_there(caller: 
 
 
 def test_two_forward_passes_at_most_are_launched_ahead(caller: Caller) -> None:
-    caller.announce([3])
+    caller.standing([3])
     for step in range(MOST_FLYING):
         caller.bring(0, step)
         assert caller.look()
@@ -139,7 +119,7 @@ def test_two_forward_passes_at_most_are_launched_ahead(caller: Caller) -> None:
 
 def test_with_company_each_step_is_launched_when_its_rows_are_there(caller: Caller) -> None:
     caller.lane.alone = lambda: False
-    caller.announce([3, 5], stages=2)
+    caller.standing([3, 5], stages=2)
     caller.bring(1, 0)
     assert caller.look()
     caller.bring(1, 1)
@@ -151,7 +131,7 @@ def test_with_company_each_step_is_launched_when_its_rows_are_there(caller: Call
 
 
 def test_all_stages_of_a_pass_are_launched_layer_by_layer(caller: Caller) -> None:
-    caller.announce([3, 5], stages=2, flags=0)
+    caller.announce([3, 5], stages=2)
     caller.bring(0, 0, count=3)
     assert not caller.look(), "for a moment the other stage's rows are waited for"
     caller.bring(1, 0, count=9)
@@ -163,14 +143,14 @@ def test_all_stages_of_a_pass_are_launched_layer_by_layer(caller: Caller) -> Non
 
 
 def test_a_stage_whose_company_does_not_come_goes_on_alone(caller: Caller) -> None:
-    caller.announce([3, 5], stages=2)
+    caller.standing([3, 5], stages=2)
     caller.bring(1, 0)
     assert caller.look(COMPANY_SECONDS * 2)
     assert caller.begun[0][0].steps == ((3, 1),)
 
 
 def test_steps_whose_rows_do_not_fit_are_launched_anew(caller: Caller) -> None:
-    caller.announce([3, 5])
+    caller.standing([3, 5])
     caller.bring(0, 0, count=2)
     caller.look()
     caller.bring(0, 1, count=30)
@@ -184,7 +164,7 @@ def test_steps_whose_rows_do_not_fit_are_launched_anew(caller: Caller) -> None:
 
 
 def test_no_run_follows_one_that_misfits_before_all_have_ended(caller: Caller) -> None:
-    caller.announce([3])
+    caller.standing([3])
     for step in range(2):
         caller.bring(0, step)
         caller.look()
@@ -196,7 +176,7 @@ def test_no_run_follows_one_that_misfits_before_all_have_ended(caller: Caller) -
 
 
 def test_a_run_that_waits_is_left_where_others_want_steps(caller: Caller) -> None:
-    caller.announce([3, 5])
+    caller.standing([3, 5])
     caller.lane.yield_steps()
     assert not caller.aborted, "nothing waits"
     caller.bring(0, 0)
@@ -215,7 +195,7 @@ def test_a_run_that_waits_is_left_where_others_want_steps(caller: Caller) -> Non
 
 
 def test_a_header_that_lies_about_rows_again_and_again_ends_its_pass(caller: Caller) -> None:
-    caller.announce([3])
+    caller.standing([3])
     for at in range(3):
         caller.bring(0, 0, count=1)
         assert caller.look()
@@ -229,19 +209,19 @@ def test_a_header_that_lies_about_rows_again_and_again_ends_its_pass(caller: Cal
     ("ended", "status"), [(2, Status.LATE), (3, Status.LOST), (5, Status.REFUSED), (1 << 40, Status.LOST)]
 )
 def test_what_a_kernel_has_ended_is_told(caller: Caller, ended: int, status: Status) -> None:
-    caller.announce([3])
+    caller.standing([3])
     caller.bring(0, 0)
     caller.look()
     caller.lane.ran(Told(ended, (1, 0)), 1)
     assert caller.ended is not None and caller.ended[0] is status
-    caller.announce([5])
+    caller.standing([5])
     caller.bring(0, 0)
     assert caller.look() and caller.begun[1][0].begins == 2 and not caller.aborted
 
 
 def test_a_caller_is_late_within_a_forward_pass_and_may_rest_between_two(caller: Caller) -> None:
     caller.lane.alone = lambda: False
-    caller.announce([3, 5])
+    caller.standing([3, 5])
     caller.look(PATIENCE * 2)
     assert caller.ended is None
     caller.bring(0, 0)
@@ -255,7 +235,7 @@ def test_a_caller_is_late_within_a_forward_pass_and_may_rest_between_two(caller:
 
 
 def test_a_pass_is_over_when_no_run_can_write_an_answer(caller: Caller) -> None:
-    caller.announce([3])
+    caller.standing([3])
     caller.bring(0, 0)
     caller.look()
     caller.box[m.GIVEN_UP] = caller.number
@@ -265,7 +245,7 @@ def test_a_pass_is_over_when_no_run_can_write_an_answer(caller: Caller) -> None:
 
 
 def test_detached_in_a_pass(caller: Caller) -> None:
-    caller.announce([3])
+    caller.standing([3])
     caller.bring(0, 0)
     caller.look()
     caller.lane.detach("it was detached")
@@ -279,7 +259,7 @@ def test_detached_in_a_pass(caller: Caller) -> None:
 
 
 def test_other_weights_and_lost_runs_end_a_pass_by_name(caller: Caller) -> None:
-    caller.announce([3])
+    caller.standing([3])
     caller.bring(0, 0)
     caller.look()
     caller.lane.ran(Told(0, (1, 0)), 2)
@@ -288,7 +268,7 @@ def test_other_weights_and_lost_runs_end_a_pass_by_name(caller: Caller) -> None:
     caller.lane.other_weights(3)
     assert caller.ended is not None and caller.ended[0] is Status.OTHER_WEIGHTS
     assert "weights version 3, and this pass 2" in caller.ended[1]
-    caller.announce([3])
+    caller.standing([3])
     caller.bring(0, 0)
     caller.look()
     caller.lane.lost("the group forms anew")

@@ -12,7 +12,7 @@ import torch
 from checkpoints import make_checkpoint
 from houses import Alone, house_config
 
-from moeserve.proto.client import MoeClient
+from moeserve.proto.client import Choice, MoeClient
 from moeserve.proto.errors import InvalidArgument, MoeError, WeightsChanged
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.attached import AttachedLane, Wanted
@@ -256,3 +256,14 @@ def test_a_reload_between_layers_is_told_where_the_caller_asks_for_one_version(p
 
 def test_a_pass_that_was_never_announced_has_no_status(way: Attached) -> None:
     assert way._lane is not None and way._lane.memory.out[m.ENDED] == 0 and way._lane.number == 0
+
+
+def test_a_pass_that_is_left_at_rest_has_ended(house: LocalCluster, alone: Alone) -> None:
+    hidden, ids, weights = alone.batch(2, seed=1)
+    with AttachedLane.attach(house.address, Wanted("rest", rows=4, dtype="fp32", rank=0)) as lane:
+        assert lane.rest(0.0), "no pass runs"
+        run = lane.begin([0, 1], standing=True)
+        run.post(0, hidden, Choice(ids, weights))
+        run.take(0)
+        assert run.status is None
+        assert lane.rest(10.0) and run.status is Status.OK

@@ -9,6 +9,7 @@ with lane.begin([0, 1, 2]) as run:
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,6 +36,9 @@ from moeserve.proto.tensors import known
 
 DETACH_SECONDS = 5.0
 """For a rank to answer that a lane is detached."""
+
+REST_LOOK_SECONDS = 0.002
+"""Between looks whether a pass that was left has ended."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,18 @@ class AttachedLane:
         announced = Announced(number, tuple(layers), stages)
         self._running = Pass(self.memory, announced, self.wanted.timeout)
         return self._running
+
+    def rest(self, seconds: float) -> bool:
+        """Leaves the pass that runs, and waits for its end so long at most. Whether it has ended: the rank
+        writes no answer any more.
+        """
+        run, until = self._running, time.monotonic() + seconds
+        if run is None or run.status is not None:
+            return True
+        self.memory.box[m.GIVEN_UP] = run.number
+        while run.status is None and time.monotonic() < until:
+            time.sleep(REST_LOOK_SECONDS)
+        return run.status is not None
 
     def close(self) -> None:
         """Detaches the lane; a pass that runs ends. It never fails: a rank that is gone has no lane."""
