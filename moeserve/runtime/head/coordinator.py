@@ -38,6 +38,8 @@ LOOK_SECONDS = 0.25  # at most between looks whether a step stands still: nobody
 
 STOPPING = "the service is stopping"
 
+TURN_LOOK_SECONDS = 0.05  # between looks whether members have joined, and read what they lack
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -205,9 +207,13 @@ class Coordinator:
             raise TimeoutError(f"the group did not serve within {timeout:.0f} s: {why}")
 
     def wait_turned(self, timeout: float) -> None:
-        """Returns once no member joins between two steps; at the latest after `timeout` seconds."""
+        """Returns once no member joins between two steps, and none still reads experts of a layer, so that
+        experts can move; at the latest after `timeout` seconds.
+        """
+        group, until = self.generations, time.monotonic() + timeout
         with self._lock:
-            self._lock.wait_for(lambda: not self.generations.turning, timeout)
+            while (group.turning or group.layers.closed) and (left := until - time.monotonic()) > 0:
+                self._lock.wait(min(left, TURN_LOOK_SECONDS))
 
     def progress(self) -> Progress:
         """The group's state, the reason for it, and its counts."""

@@ -106,6 +106,20 @@ def test_layers_of_which_a_member_lacks_experts_wait_and_others_are_served(coord
     assert coordinator.progress().reason == "ranks [2] are away, and others serve their experts"
 
 
+def test_who_changes_experts_waits_until_layers_are_restored(coordinator: Coordinator) -> None:
+    left = without_last(coordinator, lacks={1: [0, 1]})
+    started = time.monotonic()
+    coordinator.wait_turned(0.2)
+    assert time.monotonic() - started >= 0.2 and coordinator.generations.layers.closed
+    waits = threading.Thread(target=coordinator.wait_turned, args=(SECONDS,))
+    waits.start()
+    for layer in (0, 1):
+        assert waits.is_alive()
+        left[1].say("restored", layer=layer, why_not="")
+    waits.join(SECONDS)
+    assert not waits.is_alive() and not coordinator.generations.layers.closed
+
+
 def test_nobody_joins_while_layers_are_restored_or_experts_move(coordinator: Coordinator) -> None:
     moving = [True]
     coordinator.generations.turnover.busy = lambda: moving[0]
