@@ -16,16 +16,6 @@ from moeserve.runtime.errors import LaneFull
 ROWS_A_SECOND = 1000.0
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    """Refused callers come back at random, by the same draws in every run.
-
-    With one seed of twenty a caller that asks without a pause and without a deadline leaves a polite one less
-    than half of its half: a lane that serves the former alone for a moment holds seconds of its rows.
-    """
-    random.seed(0)
-
-
 class Lane:
     """Serves the most urgent call first, so many rows a second, by a clock of its own."""
 
@@ -118,6 +108,18 @@ def test_of_five_times_too_many_calls_those_let_in_are_answered_in_time_and_the_
 
 @pytest.mark.parametrize("their_seconds", [0.5, 5.0, math.inf])
 def test_a_caller_that_asks_without_a_pause_leaves_a_polite_one_half(their_seconds: float) -> None:
+    _leaves_half(their_seconds)
+
+
+@pytest.mark.parametrize("seed", [5, 25, 33, 38, 64])
+def test_what_a_full_lane_took_does_not_keep_out_a_call_that_is_served_before_it(seed: int) -> None:
+    """With these draws the polite one pauses until even the quickest call has waited for too long."""
+    random.seed(seed)
+    _leaves_half(math.inf)
+
+
+def _leaves_half(their_seconds: float) -> None:
+    """A minute of a caller that asks without a pause, beside a polite one: that one gets half of its half."""
     lane, served, comes = Lane(), {"polite": 0, "rude": 0}, [0.0] * 8
     draw = random.Random(0)
     for _ in range(12000):

@@ -29,7 +29,8 @@ class Pace:
 
     def _forget(self) -> None:
         self._rows = self._seconds = self._off = 0.0  # sums, of earlier calls less and less
-        self._least = [math.inf, math.inf]  # the shortest time since `_since`, and in the time before
+        # the shortest time since `_since`, and in the time before, each with the rows of that call
+        self._least = [(math.inf, 0), (math.inf, 0)]
         self._since = -math.inf
 
     def note(self, rows: int, seconds: float, now: float, *, ended: bool = True) -> None:
@@ -44,8 +45,8 @@ class Pace:
         self._rows, self._seconds = KEPT * self._rows + rows, KEPT * self._seconds + seconds
         self._off = KEPT * self._off + off
         if now - self._since > LEAST_SECONDS:
-            self._since, self._least = now, [math.inf, self._least[0]]
-        self._least[0] = min(self._least[0], seconds)
+            self._since, self._least = now, [(math.inf, 0), self._least[0]]
+        self._least[0] = min(self._least[0], (seconds, rows))
         self._last = now
 
     def a_row(self, now: float) -> float:
@@ -54,16 +55,19 @@ class Pace:
             return 0.0
         return (self._seconds + DEVIATIONS * self._off) / self._rows
 
-    def least(self, now: float) -> float:
-        """Seconds that even the quickest call lately took; 0 where nothing is known."""
-        return min(self._least) if self.a_row(now) else 0.0
+    def least(self, rows: float, now: float) -> float:
+        """Seconds that even the quickest call lately took; less for fewer rows than it had, those ahead of it
+        included: what it waited for is not before them. 0 where nothing is known.
+        """
+        seconds, its = min(self._least)
+        return seconds * min(1.0, rows / its) if self.a_row(now) and its else 0.0
 
     def foretold(self, rows: float, now: float) -> float:
         """Seconds within which a call with so many rows, those ahead of it included, will have ended.
 
         0 where nothing is known: nobody is refused for a guess.
         """
-        return max(self.least(now), self.a_row(now) * rows)
+        return max(self.least(rows, now), self.a_row(now) * rows)
 
 
 class Slack:

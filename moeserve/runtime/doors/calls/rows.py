@@ -81,10 +81,8 @@ class RowAdmission:
         self._callers = Callers()
         self._held: dict[_Held, None] = {}  # the oldest first
         self._rows = 0
-        self._latest, self._widest = (
-            -math.inf,
-            0,
-        )  # urgency and rows of those held since there was none, at most
+        # urgency and rows of those held since there was none, at most
+        self._latest, self._widest = -math.inf, 0
         self._short = -math.inf  # when a call was last refused that others left no room for
         self._stands_still = False
         self._lock = threading.Lock()
@@ -177,7 +175,7 @@ class RowAdmission:
             return f"{asked.rows} rows do not fit: {held}"
         a_row = self._a_row(now)
         caller.room = room = asked.seconds / a_row if a_row else math.inf
-        foretold = max(self._pace.least(now), self._foretold(asked.known, now))
+        foretold = max(self._pace.least(asked.known, now), self._foretold(asked.known, now))
         if foretold > asked.seconds:
             self._refuse_for_time(now)
             return (
