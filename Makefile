@@ -64,7 +64,7 @@ lint: $(STAMP)
 NVRTC := .nvrtc
 kernels: $(STAMP) $(NVRTC)
 	PYTHONPATH=$(CURDIR)/$(NVRTC) LD_LIBRARY_PATH=$(CURDIR)/$(NVRTC)/nvidia/cu13/lib $(BIN)/python -m pytest \
-		--numprocesses $(WORKERS) tests/device tests/dispatch/test_peer_dispatchers.py \
+		--numprocesses $(WORKERS) tests/device tests/dispatch/test_mail.py tests/dispatch/test_peer_dispatchers.py \
 		tests/experts/test_cuda_kernels.py tests/experts/test_decode_codes.py tests/experts/test_few_kernel.py \
 		tests/experts/test_prefill_codes.py
 

@@ -136,7 +136,8 @@ class AttachedDevice:
 
     def _free(self, now: int) -> list[int]:
         """Stages without a call under way; where calls of earlier forward passes have all, these are left."""
-        if len(self._calls) >= self._layout.stages and any(of < now for _, _, of in self._calls.values()):
+        stale = any(of < now for _, _, of in self._calls.values())
+        if len(self._calls) >= self._layout.stages and stale and not torch.cuda.is_current_stream_capturing():
             self._leave()  # nobody waits for them any more, and the device has not counted them
         busy = {stage for stage, _, _ in self._calls.values()}
         free = [stage for stage in range(self._layout.stages) if stage not in busy]

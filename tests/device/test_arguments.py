@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moeserve.device.arguments import Argument, Arguments, TensorMap
+from moeserve.dispatch.mail import kernels as mail
 from moeserve.dispatch.peers.arguments import COMBINE, DISPATCH
 from moeserve.experts.kernels.cuda import (
     decode_codes,
@@ -36,6 +37,7 @@ ALL = {
         MADE,
         DISPATCH,
         COMBINE,
+        *(mail.BRING, mail.FETCH, mail.TAKE, mail.POST, mail.AWAIT),
         few.CODES,
         few.PANELS,
         steps.LIST,

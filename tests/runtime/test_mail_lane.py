@@ -98,8 +98,11 @@ def test_a_whole_forward_pass_is_launched_when_its_first_rows_are_there(caller: 
     assert caller.look(), "the next forward pass, though the one before has not been told yet"
     run, _ = caller.begun[1]
     assert (run.steps, run.rows, run.kind, run.begins) == (((3, 0), (5, 0)), 1, LOGITS, 0)
-    caller.lane.ran(Told(0, (2, 0)), 7)
-    caller.lane.ran(Told(0, (4, 0)), 7)
+    assert caller.lane.soon
+    caller.lane.ran(Told(0, (2, 0), 2), 7)
+    assert caller.lane.soon
+    caller.lane.ran(Told(0, (4, 0), 2), 7)
+    assert not caller.lane.soon
     assert caller.lane.counts.steps == 4 and caller.ended is None
     caller.bring(0, 4)
     caller.look()

@@ -89,6 +89,11 @@ class AnnouncedLane(ABC):
         """Whether a pass runs."""
 
     @property
+    def soon(self) -> bool:
+        """Whether its caller brings rows as soon as it has the answers that are on their way to it."""
+        return False
+
+    @property
     def nbytes(self) -> int:
         """Of its memory."""
         return self.memory.layout.mailbox_bytes + self.memory.layout.answers_bytes

@@ -275,7 +275,7 @@ class DeviceLanes:
             now = time.monotonic()
             if self.others():
                 self._others_at = now
-            if sum(self._looked(lane, now) for lane in lanes):  # at each of them
+            if sum(self._looked(lane, now) for lane in lanes) or any(lane.soon for lane in lanes):
                 busy = now
             for lane in lanes:
                 if not self._alone(lane):

@@ -37,7 +37,6 @@ class _Pass:
     flying: int = 0  # runs that have not ended
     begun: bool = False  # whether any was launched
     waits: bool = False  # whether one of them was launched before all of its rows were there
-    answered: int = 0  # steps of all stages
     told: tuple[int, ...] | None = None  # steps of each stage that were answered, fewer than were launched
     misfits: int = 0  # runs in a row that were left where the one before was
     fitted: list[int] = field(default_factory=list)  # steps of each stage when a run was left last
@@ -86,6 +85,14 @@ class MailLane(AnnouncedLane):
     def in_pass(self) -> bool:
         """Whether a pass runs."""
         return self._pass is not None
+
+    @property
+    def soon(self) -> bool:
+        """Whether a run is under way: the next forward pass begins when the caller has its last answer, and
+        this host is not told of that.
+        """
+        run = self._pass
+        return run is not None and run.flying > 0
 
     @property
     def nbytes(self) -> int:
@@ -205,8 +212,7 @@ class MailLane(AnnouncedLane):
             run = self._pass
             assert run is not None
             run.flying -= 1
-            self.counts.steps += sum(told.steps) - run.answered
-            run.answered = sum(told.steps)
+            self.counts.steps += told.answered
             run.version = run.version or version
             run.since = time.monotonic()
             stages = len(run.sent)

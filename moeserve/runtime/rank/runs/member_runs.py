@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from moeserve.dispatch.mail.kernels import ABORT
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.dispatch.peers.memory import Mapped, memory_on
 from moeserve.runtime.rank.rank import Rank
@@ -160,7 +161,7 @@ class MemberRuns:
         """Ends the waits of all runs under way: the group has ended. From any thread."""
         with self._lock:
             for mail in self._attached:
-                mail.lane.abort[0] = 1
+                mail.lane.abort[0] = ABORT
 
     def _launch(self, run: Run, of: Pass, version: int) -> None:
         """Launches a run, or says why not: whose run it is hears of it once, whatever happens."""
@@ -214,8 +215,7 @@ class MemberRuns:
             why = f"it failed: {type(error).__name__}: {error}"
             self._over(lambda: of.lost(why))
             return
-        if not told.ended:
-            self.observe(len(flight.steps))
+        self.observe(told.answered)
         self._over(lambda: of.ran(told, version))
 
     def _over(self, tell: Act) -> None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moeserve.dispatch.mail.kernels import CHOICE, Given, OwnerKernels, load, words
+from moeserve.dispatch.mail.kernels import CHOICE, MISFIT, Given, OwnerKernels, load, words
 from moeserve.dispatch.mail.layout import STEPS, WORDS, MailLayout, Word
 from moeserve.runtime.rank.graphs import CudaCapture, Replay
 from moeserve.runtime.rank.rank import Rank
@@ -48,6 +48,7 @@ class OwnerLane:
     patience: float
     state: Tensor  # int64 [WORDS], on the device
     free: deque[Tensor] = field(default_factory=deque)  # pinned, int64 [WORDS]
+    counted: int = 0  # steps of all stages of the pass, as the last run that was read left them
 
     def begun(self, number: int) -> Tensor:
         """The state in which pass `number` begins, pinned."""
@@ -79,6 +80,7 @@ class Told(NamedTuple):
 
     ended: int  # a status, or MISFIT; 0: all its steps were answered
     steps: tuple[int, ...]  # of each stage, since the pass began
+    answered: int = 0  # by this run, steps of all stages; none where the pass has ended
 
 
 @dataclass(eq=False)
@@ -87,15 +89,17 @@ class Flight:
 
     event: torch.cuda.Event
     lane: OwnerLane
-    steps: tuple[tuple[int, int], ...]
+    begins: bool  # a pass
     pinned: list[Tensor]  # the last one holds the state
 
     def read(self) -> Told:
-        """What has become of it."""
-        there = self.pinned[-1].tolist()
-        self.lane.free.extend(self.pinned)
+        """What has become of it. Flights of a lane are read in their order."""
+        there, lane = self.pinned[-1].tolist(), self.lane
+        lane.free.extend(self.pinned)
         self.pinned = []
-        return Told(there[Word.ENDED], tuple(there[STEPS : STEPS + self.lane.layout.stages]))
+        ended, steps = there[Word.ENDED], tuple(there[STEPS : STEPS + lane.layout.stages])
+        before, lane.counted = 0 if self.begins else lane.counted, sum(steps)
+        return Told(ended, steps, lane.counted - before if ended in (0, MISFIT) else 0)
 
 
 class _Key(NamedTuple):
@@ -169,7 +173,7 @@ class PassRuns:
         event.record()
         if (meter := self._rank.meter) is not None:
             meter.tick(time.monotonic())
-        return Flight(event, lane, run.steps, pinned)
+        return Flight(event, lane, bool(run.begins), pinned)
 
     def forget(self, lane: OwnerLane) -> None:
         """No run of this lane comes any more, and none is under way: what was recorded for it alone goes."""

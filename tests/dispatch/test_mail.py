@@ -1,0 +1,88 @@
+"""Memory and kernels of a device lane of a GPU, as far as they can be looked at without one."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeserve.dispatch.mail import kernels
+from moeserve.dispatch.mail.layout import LINE_BYTES, MOST_BLOCKS, SHARE_WORDS, STEPS, WORDS, MailLayout, Word
+from moeserve.proto.passes.mailbox import MOST_STAGES, Status
+
+TEXT = (files("moeserve.dispatch.mail") / "text" / "mail.cu").read_text()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64, 4096])
+@pytest.mark.parametrize("stages", [1, 3, MOST_STAGES])
+def test_nothing_lies_over_anything_else(rows: int, stages: int) -> None:
+    made = MailLayout(rows, stages, 7168, 256, 8, torch.bfloat16)
+    sizes = made.blocks * LINE_BYTES, rows * 7168 * 2, rows * 8 * 4, rows * 8 * 4, rows * 256 * 4
+    spans = [
+        (at, at + size)
+        for stage in range(stages)
+        for at, size in zip(made.columns(stage), sizes, strict=True)
+    ]
+    spans.append((made.mailbox_bytes, made.mailbox_bytes))
+    answers = [
+        (at, at + size)
+        for stage in range(stages)
+        for at, size in zip(made.answer(stage), (sizes[0], sizes[1]), strict=True)
+    ]
+    answers.append((made.answers_bytes, made.answers_bytes))
+    for found in (spans, answers):
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(found))
+        assert all(begin % 16 == 0 for begin, _ in found)
+
+
+def test_rows_are_divided_alike_and_never_among_more_blocks_than_have_lines() -> None:
+    made = MailLayout(1024, 1, 7168, 256, 8, torch.bfloat16)
+    counts = [made.blocks_of(rows) for rows in range(made.rows + 1)]
+    assert (
+        counts == sorted(counts) and counts[0] == counts[1] == 1 and counts[-1] == made.blocks == MOST_BLOCKS
+    )
+    assert MailLayout(1, 1, 64, 8, 2, torch.bfloat16).blocks == 1
+
+
+def test_a_row_that_is_no_multiple_of_16_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a row of 60 torch\.bfloat16 has 120 bytes"):
+        MailLayout(4, 1, 60, 8, 2, torch.bfloat16)
+
+
+def test_the_text_counts_as_the_host_does() -> None:
+    """Words, statuses and shares have numbers on both sides."""
+    words = re.search(r"enum \{ (MAILBOX.*?) \};", TEXT)
+    assert words is not None
+    at, found = -1, {}
+    for part in words[1].split(","):
+        name, _, given = part.partition("=")
+        at = int(given) if given else at + 1
+        found[name.strip()] = at
+    steps, tickets = found.pop("STEPS"), found.pop("TICKETS")
+    assert found == {word.name: int(word) for word in Word}
+    assert steps == STEPS and tickets - steps == MOST_STAGES and tickets + MOST_STAGES == WORDS
+    named = dict(re.findall(r"(LATE|LOST|REFUSED|MISFIT|YIELD) = (\d+)", TEXT))
+    assert named == {
+        "LATE": str(int(Status.LATE)),
+        "LOST": str(int(Status.LOST)),
+        "REFUSED": str(int(Status.REFUSED)),
+        "MISFIT": str(kernels.MISFIT),
+        "YIELD": str(kernels.YIELD),
+    }
+    assert (kernels.LATE, kernels.LOST) == (Status.LATE, Status.LOST)
+    assert kernels.MISFIT not in set(Status) and kernels.ABORT not in (0, kernels.YIELD)
+    assert f"#define SHARE {SHARE_WORDS} " in TEXT
+
+
+def test_all_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None or find_spec("nvidia") is None:
+        pytest.skip("needs cuda-bindings and nvidia-cuda-nvrtc: make kernels has them")
+    from moeserve.device import nvrtc
+
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
+    assert nvrtc.compiled(kernels.program().source, "sm_90a")
