@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from importlib.resources import files
 from importlib.util import find_spec
 from itertools import pairwise
@@ -11,8 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from moeserve.device.arguments import Argument, Arguments
+from moeserve.device.nvrtc import Program
 from moeserve.dispatch.mail import kernels
-from moeserve.dispatch.mail.layout import LINE_BYTES, MOST_BLOCKS, SHARE_WORDS, STEPS, WORDS, MailLayout, Word
+from moeserve.dispatch.mail.layout import (
+    FEW_BLOCKS,
+    LINE_BYTES,
+    MOST_BLOCKS,
+    SHARE_WORDS,
+    STEPS,
+    WORDS,
+    MailLayout,
+    Word,
+)
 from moeserve.proto.passes.mailbox import MOST_STAGES, Status
 
 TEXT = (files("moeserve.dispatch.mail") / "text" / "mail.cu").read_text()
@@ -77,6 +89,48 @@ def test_the_text_counts_as_the_host_does() -> None:
     assert (kernels.LATE, kernels.LOST) == (Status.LATE, Status.LOST)
     assert kernels.MISFIT not in set(Status) and kernels.ABORT not in (0, kernels.YIELD)
     assert f"#define SHARE {SHARE_WORDS} " in TEXT
+
+
+class Packed:
+    """A kernel whose launches are packed, and noted."""
+
+    def __init__(self, name: str, arguments: Arguments, launches: list[tuple[str, int]]) -> None:
+        self._name, self._arguments, self._launches = name, arguments, launches
+
+    def bound(self, given: Mapping[str, Argument]) -> Packed:
+        return Packed(self._name, self._arguments.bound(given), self._launches)
+
+    def launch(self, grid: int, block: int, given: Mapping[str, Argument]) -> None:
+        assert len(bytes(self._arguments.pack(given))) == self._arguments.nbytes
+        assert 1 <= grid <= MOST_BLOCKS and block <= 1024
+        self._launches.append((self._name, grid))
+
+
+@pytest.mark.parametrize("logits", [False, True])
+@pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (4, 4), (5, 5), (1024, MOST_BLOCKS)])
+def test_every_launch_has_its_arguments_and_one_block_waits_for_many(
+    monkeypatch: pytest.MonkeyPatch, rows: int, blocks: int, logits: bool
+) -> None:
+    launches: list[tuple[str, int]] = []
+
+    def function(program: Program, name: str, arguments: Arguments) -> Packed:
+        return Packed(name, arguments, launches)
+
+    monkeypatch.setattr(Program, "function", function)
+    made = MailLayout(1024, 2, 7168, 256, 8, torch.bfloat16)
+    words = kernels.words(torch.device("cpu"))
+    caller, owner = kernels.CallerKernels(made, words), kernels.OwnerKernels(made, words)
+    hidden = torch.zeros(rows, 7168, dtype=torch.bfloat16)
+    chosen = torch.zeros(rows, 8, dtype=torch.int32), torch.zeros(rows, 8)
+    given = kernels.Given(hidden, *((torch.zeros(rows, 256), None) if logits else chosen))
+    caller.bring(1, 3, given, 64)
+    owner.take(1, 3, given, torch.zeros(rows, dtype=torch.bool))
+    owner.post(1, hidden)
+    caller.fetch(1, hidden)
+    waits = [("mail_await", 1)] if blocks > FEW_BLOCKS else []
+    first, last = [("mail_bring", blocks)], [("mail_fetch", blocks)]
+    taken = [("mail_take", blocks), ("mail_post", blocks)]
+    assert launches == first + waits + taken + waits + last
 
 
 def test_all_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

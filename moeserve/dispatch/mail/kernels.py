@@ -26,23 +26,28 @@ to be launched anew, as MISFIT says.
 CHOICE, LOGITS = 0, 1
 """What comes with the rows: chosen experts and weights, or router logits."""
 
+_ROWS = {
+    "lines_at": "u64",
+    "hidden_at": "u64",
+    "route_at": "u64",
+    "weights_at": "u64",
+    "stage": "int",
+    "layer": "int",
+    "kind": "int",
+    "row_words": "int",
+    "route_words": "int",
+}
+"""Where the rows of a stage's step lie in the mailbox, and what they are."""
+
 BRING = Arguments(
     "BringArguments",
     table="u64*",
     hidden="const uint4*",
     route="const u32*",
     weights="const u32*?",
-    lines_at="u64",
-    hidden_at="u64",
-    route_at="u64",
-    weights_at="u64",
     header_at="u64",
-    stage="int",
     count="int",
-    layer="int",
-    kind="int",
-    row_words="int",
-    route_words="int",
+    **_ROWS,
 )
 FETCH = Arguments(
     "FetchArguments",
@@ -61,19 +66,11 @@ TAKE = Arguments(
     route="u32*",
     weights="u32*?",
     valid="u8*",
-    lines_at="u64",
-    hidden_at="u64",
-    route_at="u64",
-    weights_at="u64",
-    stage="int",
     padded="int",
     most="int",
-    layer="int",
-    kind="int",
-    row_words="int",
-    route_words="int",
     experts="int",
     blocks="int",
+    **_ROWS,
 )
 POST = Arguments(
     "PostArguments",
@@ -151,28 +148,10 @@ class CallerKernels:
         """Stores the rows of the stage's next step in the mailbox. header_at: where the stage's header begins
         in the mirror, in bytes.
         """
-        layout = self._layout
-        lines, hidden, ids, weights, logits = layout.columns(stage)
-        chosen = given.weights is not None
+        count = given.hidden.shape[0]
+        rows = _rows(self._layout, (stage, layer), given)
         self._bring.launch(
-            layout.blocks_of(given.hidden.shape[0]),
-            THREADS,
-            {
-                "hidden": given.hidden,
-                "route": as_words(given.route),
-                "weights": None if given.weights is None else as_words(given.weights),
-                "lines_at": lines,
-                "hidden_at": hidden,
-                "route_at": ids if chosen else logits,
-                "weights_at": weights,
-                "header_at": header_at,
-                "stage": stage,
-                "count": given.hidden.shape[0],
-                "layer": layer,
-                "kind": CHOICE if chosen else LOGITS,
-                "row_words": layout.row_words,
-                "route_words": given.route.shape[1],
-            },
+            self._layout.blocks_of(count), THREADS, rows | {"header_at": header_at, "count": count}
         )
 
     def fetch(self, stage: int, out: Tensor) -> None:
@@ -211,35 +190,12 @@ class OwnerKernels:
         """Waits on the device for the rows of the stage's next step, and stores them in `room`; `valid` bool
         `[R]` says which of its rows there are. More than it holds are left, and the state is ended by MISFIT.
         """
-        layout = self._layout
-        lines, hidden, ids, weights, logits = layout.columns(stage)
-        chosen = room.weights is not None
-        blocks = layout.blocks_of(room.hidden.shape[0])
+        layout, padded = self._layout, room.hidden.shape[0]
+        rows, blocks = _rows(layout, (stage, layer), room), layout.blocks_of(padded)
         if blocks > FEW_BLOCKS:
-            self._await.launch(1, MOST_BLOCKS, {"lines_at": lines, "stage": stage})
-        self._take.launch(
-            blocks,
-            THREADS,
-            {
-                "hidden": room.hidden,
-                "route": as_words(room.route),
-                "weights": None if room.weights is None else as_words(room.weights),
-                "valid": valid,
-                "lines_at": lines,
-                "hidden_at": hidden,
-                "route_at": ids if chosen else logits,
-                "weights_at": weights,
-                "stage": stage,
-                "padded": room.hidden.shape[0],
-                "most": layout.rows,
-                "layer": layer,
-                "kind": CHOICE if chosen else LOGITS,
-                "row_words": layout.row_words,
-                "route_words": room.route.shape[1],
-                "experts": layout.experts,
-                "blocks": layout.blocks,
-            },
-        )
+            self._await.launch(1, MOST_BLOCKS, {"lines_at": rows["lines_at"], "stage": stage})
+        more = {"padded": padded, "most": layout.rows, "experts": layout.experts, "blocks": layout.blocks}
+        self._take.launch(blocks, THREADS, rows | more | {"valid": valid})
 
     def post(self, stage: int, answer: Tensor) -> None:
         """Stores the answer `[R, H]` to the rows that were taken last in the caller's memory."""
@@ -256,6 +212,27 @@ class OwnerKernels:
                 "row_words": self._layout.row_words,
             },
         )
+
+
+def _rows(layout: MailLayout, step: tuple[int, int], given: Given) -> dict[str, Argument]:
+    """What `_ROWS` names, and the columns. step: stage and layer."""
+    stage, layer = step
+    lines, hidden, ids, weights, logits = layout.columns(stage)
+    chosen = given.weights is not None
+    return {
+        "hidden": given.hidden,
+        "route": as_words(given.route),
+        "weights": None if given.weights is None else as_words(given.weights),
+        "lines_at": lines,
+        "hidden_at": hidden,
+        "route_at": ids if chosen else logits,
+        "weights_at": weights,
+        "stage": stage,
+        "layer": layer,
+        "kind": CHOICE if chosen else LOGITS,
+        "row_words": layout.row_words,
+        "route_words": given.route.shape[1],
+    }
 
 
 def _awaits(layout: MailLayout, words: Tensor, box: Word, late: int) -> dict[str, Argument]:
