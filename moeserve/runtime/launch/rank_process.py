@@ -17,6 +17,8 @@ import torch
 
 from moeserve import __version__
 from moeserve.checkpoints.store import CheckpointError, NotThere
+from moeserve.device.machine import Machine
+from moeserve.device.nvrtc import CompileError, LaunchError
 from moeserve.proto.host_id import host_id
 from moeserve.runtime.config import Config
 from moeserve.runtime.control.head_stream import HeadStream, ReachAgain
@@ -42,7 +44,7 @@ from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.member.member import Member
 from moeserve.runtime.rank.member.member_group import ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
-from moeserve.runtime.rank.runs.member_runs import MemberRuns
+from moeserve.runtime.rank.runs.member_runs import MemberRuns, why_not
 from moeserve.runtime.rank.transfers.transfers import transfers_of
 from moeserve.runtime.rank.weights.copies import Copier
 from moeserve.runtime.rank.weights.mover import CopySources, Mover
@@ -198,8 +200,9 @@ class _RankProcess:
         door.admission = RowAdmission(rows)
         self._door = door
         self._draining, self._telling = False, threading.Lock()  # the lock is for what health says
-        self._runs = None if device == "cpu" else self._runs_of(rank)
+        self._runs, why_no_runs = self._runs_of(rank, machine)
         self._device_lanes = self._lanes_of(config, served, door)
+        self._device_lanes.why_no_mail = why_no_runs
         self._endpoint = Endpoint(
             {"LaneService": door, "DeviceLaneService": DeviceLaneDoor(self._device_lanes)},
             NOT_THE_FRONT_DOOR,
@@ -258,12 +261,19 @@ class _RankProcess:
         self._telemetry.device_lanes(lambda: len(lanes.attached()))
         return lanes
 
-    def _runs_of(self, rank: Rank) -> MemberRuns:
+    def _runs_of(self, rank: Rank, machine: Machine) -> tuple[MemberRuns | None, str]:
+        """What launches steps of callers' GPUs; without it, why there is nothing that does."""
+        if why := why_not(machine):
+            return None, why
         member = self.member
-        runs = MemberRuns(rank, member.between_steps, member.after_steps, lambda: member.joined)
+        try:
+            runs = MemberRuns(rank, member.between_steps, member.after_steps, lambda: member.joined)
+        except (CompileError, LaunchError) as error:  # the rank serves all other callers
+            log.warning("rank %d takes no rows of callers' GPUs: %s", rank.index, error)
+            return None, f"the kernels that wait for rows cannot be loaded at this rank: {error}"
         member.on_end, member.on_leave, runs.observe = runs.interrupt, runs.drop, member.ran
         runs.closed = lambda: member.closed_layers
-        return runs
+        return runs, ""
 
     def _epoch_adopted(self, generation: int, epoch: int) -> None:
         """Called by the member between two steps."""

@@ -81,6 +81,7 @@ class DeviceLanes:
         self._regions, self._model, self._limits = regions, model, limits
         self._begin_for = begin_for
         self.mail: MailHost | None = None  # makes lanes of callers' GPUs; None: there are none
+        self.why_no_mail = "this rank computes on the CPU"
         self.others: Callable[[], bool] = lambda: False  # whether calls wait for steps
         self._others_at = -math.inf  # when calls were last seen to wait
         self.on_pass: Callable[[str], None] = lambda status: None  # is told how each pass ended
@@ -206,7 +207,7 @@ class DeviceLanes:
         if request.device != "cpu" and self.mail is None:
             raise DeviceRefused(
                 f"device: rows of {quoted(request.device)} cannot be brought by a device lane, only those in "
-                "host memory (cpu): this rank computes on the CPU"
+                f"host memory (cpu): {self.why_no_mail}"
             )
         if request.device != "cpu" and self.mail is not None:
             self.mail.check(request.device)

@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from moeserve.device.machine import Machine
+from moeserve.device.nvrtc import NEEDED_MODULE
 from moeserve.dispatch.mail.kernels import ABORT
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.dispatch.peers.memory import Mapped, memory_on
@@ -24,6 +26,17 @@ Act = Callable[[], None]
 
 ALONE = "local"
 """The dispatcher of a group of one."""
+
+
+def why_not(machine: Machine) -> str:
+    """Why no run is launched on such a machine; empty where runs are."""
+    if machine.device == "cpu":
+        return "this rank computes on the CPU"
+    if not machine.arch.startswith("sm"):
+        return f"the kernels that wait for rows are CUDA's, and this rank's GPU is of {machine.arch}"
+    if NEEDED_MODULE not in machine.modules:
+        return f"{NEEDED_MODULE} is not installed at this rank, which compiles the kernels that wait for rows"
+    return ""
 
 
 class Pass(Protocol):

@@ -1,0 +1,214 @@
+"""When a member launches runs: acts by hand in place of its threads, and no device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moeserve.device.machine import machine_named
+from moeserve.dispatch.mail.layout import MailLayout
+from moeserve.runtime.rank.runs import member_runs
+from moeserve.runtime.rank.runs.member_runs import Mail, MemberRuns, why_not
+from moeserve.runtime.rank.runs.runs import OwnerLane, Run, Told
+
+LAYOUT = MailLayout(8, 1, 64, 8, 2, torch.bfloat16)
+LANE = OwnerLane(LAYOUT, (0, 0), torch.zeros(1, dtype=torch.int32), 1.0, torch.zeros(32, dtype=torch.int64))
+RUN = Run(LANE, ((3, 0), (5, 0)), 8, 0, begins=1)
+
+
+class Device:
+    """In place of PassRuns: what was launched, and how it ends."""
+
+    def __init__(self, rank: object = None) -> None:
+        self.launched: list[tuple[Run, tuple[int, int]]] = []
+        self.ends: Exception | None = None
+        self.fails: Exception | None = None
+        self.dropped = 0
+        self.forgotten: list[OwnerLane] = []
+
+    def launch(self, run: Run, stamp: tuple[int, int]) -> Any:
+        if self.fails is not None:
+            raise self.fails
+        self.launched.append((run, stamp))
+
+        def synchronize() -> None:
+            if self.ends is not None:
+                raise self.ends
+
+        told = Told(0, (len(run.steps),), len(run.steps))
+        return SimpleNamespace(event=SimpleNamespace(synchronize=synchronize), read=lambda: told)
+
+    def drop(self) -> None:
+        self.dropped += 1
+
+    def forget(self, lane: OwnerLane) -> None:
+        self.forgotten.append(lane)
+
+
+class Caller:
+    """Whose runs they are."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[object, ...]] = []
+
+    def ran(self, told: Told, version: int) -> None:
+        self.heard.append(("ran", told.steps, version))
+
+    def lost(self, why: str) -> None:
+        self.heard.append(("lost", why))
+
+    def other_weights(self, version: int) -> None:
+        self.heard.append(("other", version))
+
+
+class Memory:
+    """A lane's memory, which may not go twice."""
+
+    freed = 0
+
+    def close(self) -> None:
+        self.freed += 1
+
+
+class House:
+    """A member whose threads do what they are given when the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(member_runs, "PassRuns", Device)
+        self.versions = {0: 1, 1: 1}
+        span = SimpleNamespace(dispatcher=SimpleNamespace(name="local"))
+        plan = SimpleNamespace(dispatchers=[span], problem=SimpleNamespace(lane_rows=16))
+        self.span = span
+        self.epoch = SimpleNamespace(number=9, members=[1], versions=(), version=self.versions.__getitem__)
+        rank = SimpleNamespace(
+            loaded=True,
+            epoch=self.epoch,
+            plans={3: plan, 5: plan},
+            served=SimpleNamespace(layers=(3, 5)),
+            late=lambda layer: (),
+        )
+        self.between: list[Callable[[], None]] = []
+        self.after: list[Callable[[], None]] = []
+        self.serves, self.full = True, False
+        self.counted: list[int] = []
+        made = MemberRuns(rank, self.between.append, self.finish, lambda: self.serves)  # type: ignore[arg-type]
+        made.observe = self.counted.append
+        self.runs, self.device, self.caller = made, made._runs, Caller()
+
+    def finish(self, act: Callable[[], None]) -> None:
+        if self.full:
+            raise TimeoutError("4 launched steps have not ended")
+        self.after.append(act)
+
+    def step(self) -> None:
+        """What is to be done between two steps is done."""
+        while self.between:
+            self.between.pop(0)()
+
+    def end(self) -> None:
+        """What was launched ends."""
+        while self.after:
+            self.after.pop(0)()
+
+    def asked(self, version: int = 0) -> list[tuple[object, ...]]:
+        """A run is begun, launched, and ends; what its caller hears."""
+        self.caller.heard = []
+        self.runs.begin(RUN, self.caller, version)
+        self.step()
+        self.end()
+        return self.caller.heard
+
+
+@pytest.fixture
+def house(monkeypatch: pytest.MonkeyPatch) -> House:
+    return House(monkeypatch)
+
+
+def test_a_run_is_launched_between_two_steps_and_told_of_when_it_ends(house: House) -> None:
+    house.runs.begin(RUN, house.caller, 0)
+    assert not house.device.launched
+    house.step()
+    assert house.device.launched == [(RUN, (9, 1))] and not house.caller.heard
+    house.end()
+    assert house.caller.heard == [("ran", (2,), 1)] and house.counted == [2]
+
+
+def test_of_layers_with_other_weights_only_the_first_are_launched(house: House) -> None:
+    house.versions[1] = 2
+    assert house.asked() == [("ran", (1,), 1)]
+    assert house.device.launched[0][0].steps == ((3, 0),)
+    assert house.asked(version=1) == [("ran", (1,), 1)]
+    assert house.asked(version=2) == [("other", 1)]
+
+
+def test_what_cannot_be_launched_is_told_by_name(house: House) -> None:
+    house.serves = False
+    assert house.asked() == [("lost", "the group forms anew")]
+    house.serves = True
+    house.runs.closed = lambda: {5}
+    assert house.asked() == [("lost", "layer 5 is being restored")]
+    house.runs.closed = lambda: ()
+    house.epoch.members = [1, 2]
+    assert "this group has 2 members" in str(house.asked())
+    house.epoch.members = [1]
+    house.span.dispatcher.name = "nvlink_ll"
+    assert "layer 3: nvlink_ll carries rows" in str(house.asked())
+    house.span.dispatcher.name = "local"
+    house.device.fails = ValueError("layer 3 reads a count on the host")
+    assert "it cannot be launched: ValueError: layer 3 reads" in str(house.asked())
+    house.device.fails = None
+    assert house.asked() == [("ran", (2,), 1)]
+
+
+def test_whoever_began_a_run_hears_of_it_once_however_it_ends(house: House) -> None:
+    house.device.ends = RuntimeError("an illegal memory access")
+    assert len(heard := house.asked()) == 1 and "an illegal memory access" in str(heard)
+    house.device.ends, house.full = None, True
+    assert len(heard := house.asked()) == 1 and "launched steps have not ended" in str(heard)
+    house.full = False
+    assert house.asked() == [("ran", (2,), 1)]
+    assert house.runs._flying == 0
+
+
+def test_memory_is_freed_when_nothing_runs_that_could_touch_it(house: House) -> None:
+    mail = Mail(LANE, Memory())  # type: ignore[arg-type]
+    house.runs.begin(RUN, house.caller, 0)
+    house.step()
+    house.runs.detach(mail)
+    house.step()
+    assert mail.memory.freed == 0 and house.runs.retired == 1
+    house.end()
+    house.step()
+    assert mail.memory.freed == 1 and house.runs.retired == 0 and house.device.forgotten == [LANE]
+
+
+def test_what_was_recorded_goes_when_weights_are_reloaded(house: House) -> None:
+    house.runs.adopted()
+    assert house.device.dropped == 0, "experts moved"
+    house.epoch.versions = (2, 1)
+    house.runs.adopted()
+    assert house.device.dropped == 1
+
+
+def test_an_interrupted_run_waits_no_more(house: House) -> None:
+    house.runs._attached.add(Mail(LANE, Memory()))  # type: ignore[arg-type]
+    house.runs.interrupt()
+    assert int(LANE.abort[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("machine", "modules", "why"),
+    [
+        ("cpu", (), "this rank computes on the CPU"),
+        ("mi300x", ("triton",), "this rank's GPU is of gfx942"),
+        ("h100", ("triton",), "cuda.bindings is not installed at this rank"),
+        ("h100", ("triton", "cuda.bindings"), ""),
+    ],
+)
+def test_where_no_run_is_launched(machine: str, modules: tuple[str, ...], why: str) -> None:
+    found = why_not(machine_named(machine, modules))
+    assert found == why or (why and why in found)
