@@ -1,12 +1,12 @@
 """The hop on GPUs: what a call costs beyond its step, by rows and way; many callers; layers in a loop.
 
     python -m bench.service.gpu_hop [--seconds 240] [--graph-rows 256] [--parts truth,alone,callers,layers]
-        [--spin 0.001] [--out FILE]
+        [--ranks 1] [--spin 0.001] [--out FILE]
 
-Two ranks, 128 FP8 experts of 7168 x 2048, top-8. In one run:
+Two ranks with 128 FP8 experts of 7168 x 2048, top-8, or one with 64. In one run:
 
     step      the same step in process, rank 0's lane alone brings the rows; wall clock, launch to end
-    rate      steps in process to which both lanes bring rows, one launched after another
+    rate      steps in process to which all lanes bring rows, one launched after another
     dma       the rows' bytes from pinned memory to the GPU and back, by its engines
     copy      the rows' bytes there and back on the host, by all cores
     echo      a bare Python gRPC server that returns the bytes it is sent
@@ -16,7 +16,7 @@ Two ranks, 128 FP8 experts of 7168 x 2048, top-8. In one run:
     truth     what the device tells of a step's phases and rows, beside what is known of them otherwise
 
 Callers run in processes of their own; each of their answers is compared, and those of a few rows with float32
-from the same weights. On a machine without two GPUs the sizes are tiny: that tries the program, no more.
+from the same weights. With fewer GPUs than ranks the sizes are tiny: that tries the program, no more.
 Prints a JSON line a case; writes bench/results/gpu_hop.jsonl, or FILE.
 """
 
@@ -54,7 +54,11 @@ CALLS = 2000
 PROCESSES = 8
 ERROR_BOUND = 6e-2  # of an answer against float32 with rows that are not rounded
 PARTS = ("truth", "alone", "callers", "layers")
-LARGE, TINY = Sizes(7168, 2048, 128, 8, 4), Sizes(256, 128, 16, 2, 2)
+LARGE, ALONE, TINY = (
+    Sizes(7168, 2048, 128, 8, 4),
+    Sizes(7168, 2048, 64, 8, 4),
+    Sizes(256, 128, 16, 2, 2),
+)
 
 
 class Clock:
@@ -72,18 +76,23 @@ class Clock:
 class Told:
     """Results so far: each is printed as it comes."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: str) -> None:
+        """`group`: which ranks, where it is not two; the first word of each case."""
         self.results: list[Result] = []
         self.wrong = 0
+        self._group = group
 
     def add(self, case: str, ours: float, unit: str, better: str, **peers: float) -> None:
         """One number of ours and what stands beside it; `aim` among the peers is what it is aimed at."""
         aim = peers.pop("aim", None)
         rounded = {name: round(value, 4) for name, value in peers.items()}
-        made = Result("gpu_hop", case, round(ours, 4), unit, better, aim and round(aim, 4), rounded)
+        made = Result(
+            "gpu_hop", self._group + case, round(ours, 4), unit, better, aim and round(aim, 4), rounded
+        )
         self.results.append(made)
         print(
-            json.dumps({"case": case, "ours": made.ours, "unit": unit, "aim": made.aim} | rounded), flush=True
+            json.dumps({"case": made.case, "ours": made.ours, "unit": unit, "aim": made.aim} | rounded),
+            flush=True,
         )
 
 
@@ -97,8 +106,8 @@ def config_of(folder: Path, args: argparse.Namespace) -> Config:
     return Config().with_values(
         {
             "model.checkpoint": str(folder),
-            "parallel.data_parallel_size": 2,
-            "parallel.enable_expert_parallel": True,
+            "parallel.data_parallel_size": args.ranks,
+            "parallel.enable_expert_parallel": args.ranks > 1,
             "plan.device": "cuda" if args.gpus else "cpu",
             "plan.all2all_backend": args.dispatcher,
             "step.graph_rows": args.graph_rows,
@@ -125,7 +134,7 @@ def in_process(
     """Medians in process: `step` and `dma` in ms by rows, `rate` in rows a second by rows of a step."""
     sizes, rows = args.sizes, args.rows
     found: dict[str, dict[int, float]] = {"step": {}, "step p99": {}, "dma": {}, "rate": {}}
-    with InProcess(config, sizes) as ranks:
+    with InProcess(config, sizes, args.ranks) as ranks:
         for count in rows:
             few = p(ranks.ask("time", count, 10), 50) / 1e3
             seconds = ranks.ask("time", count, steps_within(few, 0.01 * clock.whole))
@@ -264,11 +273,11 @@ def many(
     args: argparse.Namespace,
     told: Told,
 ) -> None:
-    """16 and 64 callers on both lanes, beside steps in process with as many rows."""
+    """16 and 64 callers on all lanes, beside steps in process with as many rows."""
     cases = [(kind, count, rows) for kind in ("placed", "plain") for count, rows in args.callers]
     for kind, count, rows in cases:
         before = client.status()
-        found = callers.run(Load(kind, rows, lanes=2, seconds=args.share / len(cases)), count)
+        found = callers.run(Load(kind, rows, lanes=args.ranks, seconds=args.share / len(cases)), count)
         after = client.status()
         told.wrong += found.wrong + len(found.failed)
         steps = max(1, after.steps - before.steps)
@@ -295,7 +304,7 @@ def loops(callers: Callers, sizes: Sizes, args: argparse.Namespace, told: Told) 
     """All layers in a loop, as a model calls them."""
     cases = [(count, rows) for count in (1, 4, 16) for rows in args.loop_rows]
     for count, rows in cases:
-        load = Load("placed", rows, sizes.layers, 2, seconds=args.share / len(cases))
+        load = Load("placed", rows, sizes.layers, args.ranks, seconds=args.share / len(cases))
         found = callers.run(load, count)
         told.wrong += found.wrong + len(found.failed)
         told.add(
@@ -358,10 +367,11 @@ def arguments() -> argparse.Namespace:
         default=0.0,
         help="seconds that callers and readers of rings look before they sleep",
     )
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=2, help="of the service")
     parser.add_argument("--out", type=Path, help="where results go; by default into the record")
     args = parser.parse_args()
-    args.gpus = torch.cuda.device_count() >= 2
-    args.sizes = LARGE if args.gpus else TINY
+    args.gpus = torch.cuda.device_count() >= args.ranks
+    args.sizes = TINY if not args.gpus else LARGE if args.ranks == 2 else ALONE
     args.rows = ROWS if args.gpus else (1, 16, 128)
     args.callers = ((16, 16), (16, 256), (64, 16), (64, 256)) if args.gpus else ((4, 4), (8, 16))
     args.loop_rows = (1, 16, 128) if args.gpus else (4,)
@@ -371,7 +381,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Runs what was asked for, prints it and writes the record."""
-    args, told = arguments(), Told()
+    args = arguments()
+    told = Told("one rank, " if args.ranks == 1 else "")
     clock = Clock(args.seconds)
     sizes: Sizes = args.sizes
     tune_process()  # the head lives in this process

@@ -27,23 +27,22 @@ from moeserve.runtime.served import served_from
 from moeserve.runtime.step import FIRST_NUMBER, LaneInput, Phases
 
 WARM_UP_STEPS = 8
-RANKS = 2
 ORDER_SECONDS = 300.0
 NEVER = 1 << 40  # steps of which one is timed, where none is to be
 BUSY_CYCLES = 2_000_000  # of the GPU's clock, about 1 ms
 
 
 class InProcess:
-    """Two ranks that step when they are told to; a context."""
+    """One or two ranks that step when they are told to; a context."""
 
-    def __init__(self, config: Config, sizes: Sizes) -> None:
+    def __init__(self, config: Config, sizes: Sizes, ranks: int = 2) -> None:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
-        pairs = [context.Pipe() for _ in range(RANKS)]
+        pairs = [context.Pipe() for _ in range(ranks)]
         self._pipes = [ours for ours, _ in pairs]
         self._processes = [
-            context.Process(target=_rank, args=(index, config, sizes, store, theirs), daemon=True)
+            context.Process(target=_rank, args=(index, ranks, config, sizes, store, theirs), daemon=True)
             for index, (_, theirs) in enumerate(pairs)
         ]
         for process, (_, theirs) in zip(self._processes, pairs, strict=True):
@@ -51,7 +50,7 @@ class InProcess:
             theirs.close()
 
     def ask(self, what: str, *given: object) -> Any:
-        """What rank 0 answers to an order that both get. Raises RuntimeError where one fails."""
+        """What rank 0 answers to an order that all get. Raises RuntimeError where one fails."""
         for pipe in self._pipes:
             pipe.send((what, given))
         answers = []
@@ -81,8 +80,8 @@ class InProcess:
 class _Stepper:
     """One rank and what it is asked to do. Every order is collective."""
 
-    def __init__(self, index: int, config: Config, sizes: Sizes, store: str) -> None:
-        self._index, self._sizes = index, sizes
+    def __init__(self, index: int, ranks: int, config: Config, sizes: Sizes, store: str) -> None:
+        self._index, self._ranks, self._sizes = index, ranks, sizes
         machine = machine_for(config)
         self._device = own_device(config, machine, index)
         served = served_from(config)
@@ -92,7 +91,7 @@ class _Stepper:
         backend = "gloo" if self._device == "cpu" else "nccl"
         kind = GroupKind(backend, 60.0, self._device)
         self._number = FIRST_NUMBER  # of the steps of `truth`, the last orders
-        self._group = form_group(dist.FileStore(store, RANKS), "in-process", index, RANKS, kind)
+        self._group = form_group(dist.FileStore(store, ranks), "in-process", index, ranks, kind)
         self._rank.join(self._group)
 
     def _synchronize(self) -> None:
@@ -115,7 +114,7 @@ class _Stepper:
 
     def time(self, rows: int, steps: int) -> list[float]:
         """Seconds of each of `steps` steps to which lane 0 alone brings `rows`, launch to end."""
-        step, found = self._steps((rows, 0)), []
+        step, found = self._steps((rows, 0)[: self._ranks]), []
         for at in range(steps):
             started = time.perf_counter()
             step(at)
@@ -124,8 +123,8 @@ class _Stepper:
         return found
 
     def rate(self, rows: int, steps: int) -> float:
-        """Rows a second of steps to which both lanes bring half of `rows`, one launched after another."""
-        step = self._steps((rows // 2, rows - rows // 2))
+        """Rows a second of steps to which all lanes bring `rows` together, one launched after another."""
+        step = self._steps(self._shared(rows))
         started = time.perf_counter()
         for at in range(steps):
             step(at)
@@ -135,14 +134,14 @@ class _Stepper:
     def truth(self, rows: int, steps: int, rounds: int) -> dict[str, float]:
         """What the device tells of its steps, beside what is known of them otherwise; empty on a CPU.
 
-        Both lanes bring half of `rows`. told: seconds of a step's phases by the device's timestamps, over
+        All lanes bring `rows` together. told: seconds of a step's phases by the device's timestamps, over
         those between one timestamp before the step and one behind it. cost: seconds of a step where every
         n-th is timed, as in a service, over those where none is. Both are medians. counted: rows that this
         rank's device counted, over those that were chosen of its experts.
         """
         if self._device == "cpu":
             return {}
-        lane_rows, usual = (rows // 2, rows - rows // 2), self._rank.timed_every
+        lane_rows, usual = self._shared(rows), self._rank.timed_every
         hidden, experts, weights = self._sizes.batch(lane_rows[self._index], 7 + self._index)
         lane = LaneInput(hidden, experts, weights, torch.ones(len(hidden), dtype=torch.bool)).to(self._device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -174,9 +173,13 @@ class _Stepper:
         counted = (self._counted() - before) / (ran * self._chosen(lane_rows))
         return {"told": median(told), "cost": median(costs), "counted": counted}
 
+    def _shared(self, rows: int) -> tuple[int, ...]:
+        """`rows` of a step, divided among the lanes."""
+        return (rows,) if self._ranks == 1 else (rows // 2, rows - rows // 2)
+
     def _chosen(self, lane_rows: tuple[int, ...]) -> int:
         """(token, expert) rows of a step of `truth` that this rank computes; experts lie in order."""
-        share = self._sizes.experts // RANKS
+        share = self._sizes.experts // self._ranks
         own, chosen = range(self._index * share, (self._index + 1) * share), 0
         for lane, rows in enumerate(lane_rows):
             _, experts, _ = self._sizes.batch(rows, 7 + lane)
@@ -210,12 +213,12 @@ class _Stepper:
         end_group(self._group)
 
 
-def _rank(index: int, config: Config, sizes: Sizes, store: str, pipe: Connection) -> None:
+def _rank(index: int, ranks: int, config: Config, sizes: Sizes, store: str, pipe: Connection) -> None:
     set_environment("127.0.0.1")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     tune_process()
     try:
-        stepper = _Stepper(index, config, sizes, store)
+        stepper = _Stepper(index, ranks, config, sizes, store)
     except Exception as error:
         pipe.send(f"rank {index}: {type(error).__name__}: {error}")
         raise
