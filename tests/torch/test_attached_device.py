@@ -304,9 +304,9 @@ def test_a_caller_that_is_killed_or_stopped_in_a_pass_costs_others_little(
 
 @pytest.mark.gpu(1)
 def test_memory_that_is_too_small_is_refused(house: LocalCluster, alone: Alone) -> None:
-    small = memory_on("cuda:0", 4096)
+    small = memory_on("cuda:0", 4096)  # of which a device makes 2 MiB
     device = f"cuda:{torch.cuda.get_device_properties(0).uuid}"
-    wanted = Wanted("small", rows=64, stages=8, device=device, answers_handle=bytes(small.handle()))
+    wanted = Wanted("small", rows=1024, stages=8, device=device, answers_handle=bytes(small.handle()))
     with pytest.raises(MoeError, match=r"it has [0-9]+ bytes, and [0-9]+ are needed"):
         AttachedLane.attach(house.address, wanted)
     small.close()

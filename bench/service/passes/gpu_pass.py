@@ -158,7 +158,10 @@ class TwoStreams:
     def ended(self) -> tuple[int, int]:
         """How the pass has ended for the caller and for the owner; zeros: it has not."""
         torch.cuda.synchronize()
-        return int(self.table[Word.ENDED]), int(self.lane.state[Word.ENDED])
+        told = int(self.table[Word.ENDED]), int(self.lane.state[Word.ENDED])
+        if any(told):
+            print(json.dumps({"steps": [int(side[STEPS]) for side in (self.table, self.lane.state)]}))
+        return told
 
 
 def check(rows: int, ended: tuple[int, int], found: list[Tensor], right: list[Tensor]) -> None:

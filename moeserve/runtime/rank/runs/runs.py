@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 MOST_STEPS = 4096
 """Of all recorded runs of one rank; those that were launched longest ago are dropped for others."""
 
+READY_COPIES = 6
+"""Of a lane's state, pinned, made with the lane: to pin memory may wait for what waits on the device."""
+
 FEW_STEPS = 2
 """Of a run that is not recorded: it is launched kernel by kernel, and the steps behind these are left."""
 
@@ -146,7 +149,9 @@ class PassRuns:
             self._kernels_of(layout)
             self._lanes[layout] += 1
         abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        return OwnerLane(layout, addresses, abort, patience, words(self._device))
+        made = OwnerLane(layout, addresses, abort, patience, words(self._device))
+        made.free.extend([made.take_pinned() for _ in range(READY_COPIES)])
+        return made
 
     @torch.no_grad()
     def launch(self, run: Run, stamp: tuple[int, int]) -> Flight:
@@ -158,6 +163,7 @@ class PassRuns:
         if run.begins:
             pinned.append(lane.begun(run.begins))
             lane.state.copy_(pinned[0], non_blocking=True)
+        pinned.append(lane.take_pinned())  # now: more of it is had only when nothing waits on the device
         if run.again:
             lane.state[Word.ENDED].zero_()
         if run.begins or self._stamps.get(lane) != stamp:
@@ -167,7 +173,6 @@ class PassRuns:
         self._now.copy_(lane.state)
         self._work(run)()
         lane.state.copy_(self._now)
-        pinned.append(lane.take_pinned())
         pinned[-1].copy_(lane.state, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
