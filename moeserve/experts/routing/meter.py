@@ -15,6 +15,8 @@ from moeserve.experts.load import PHASES, Load
 
 Counts = NDArray[np.int64]
 
+_SMALL = (2, 8, 8)  # sizes of a meter that is made to run its kernels
+
 
 @dataclass(frozen=True)
 class Metering:
@@ -110,9 +112,19 @@ class LoadMeter:
         self._closed = table(len(PHASES), layers, experts)
         self._recent = table(len(PHASES), layers, experts, dtype=torch.float64)
         self._slots = table(len(PHASES), layers, slots)
-        self._windows = table(self.metering.windows, len(PHASES), layers, experts)
+        self._windows = table(self.metering.windows, len(PHASES), layers, experts)  # the oldest at `_oldest`
+        self._oldest = 0
         self._seconds: deque[float] = deque(maxlen=self.metering.windows)
         self._opened: float | None = None
+        if self._open.is_cuda and sizes != _SMALL:  # a kernel's first launch waits for whatever waits there
+            LoadMeter(_SMALL, device, self.metering)._run_all()
+
+    def _run_all(self) -> None:
+        """Runs everything but `count` once."""
+        for now in (0.0, self.metering.window_seconds):
+            self.tick(now)
+        self.moved(0)
+        self.snapshot(self.metering.window_seconds).read()
 
     def count(self, layer: int, experts: Tensor, slots: Tensor, rows: int) -> None:
         """Adds one step of this lane: the chosen `experts [T, K]` and the `slots [T, K]` they resolved to.
@@ -146,7 +158,8 @@ class LoadMeter:
             return
         self._recent.mul_(self.metering.weight(seconds)).add_(self._open)
         self._closed.add_(self._open)
-        self._windows.copy_(torch.cat([self._windows[1:], self._open[None]]))
+        self._windows[self._oldest].copy_(self._open)
+        self._oldest = (self._oldest + 1) % self.metering.windows
         self._open.zero_()
         self._seconds.append(seconds)
         self._opened = now
@@ -155,7 +168,7 @@ class LoadMeter:
         """What is held at `now`, on its way to the host."""
         weight = 1.0 if self._opened is None else self.metering.weight(now - self._opened)
         recent, closed = self._recent * weight + self._open, len(self._seconds)
-        kept = self._windows[self.metering.windows - closed :]
+        kept = self._windows.roll(-self._oldest, 0)[self.metering.windows - closed :]
         return Snapshot((self._closed + self._open, recent, self._slots, kept), tuple(self._seconds))
 
 

@@ -132,6 +132,8 @@ class PassRuns:
         self._lock = threading.Lock()  # for lanes and kernels: lanes are made by other threads
         with torch.cuda.device(self._device):
             load()
+        self._now[Word.ENDED].zero_()  # a kernel's first launch waits for whatever waits on the device
+        self._now[Word.EPOCH].fill_(0)
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -160,6 +162,8 @@ class PassRuns:
         Raises ValueError where a layer's dispatcher reads a count on the host.
         """
         lane, pinned = run.lane, list[Tensor]()
+        if (meter := self._rank.meter) is not None:
+            meter.tick(time.monotonic())  # before what waits
         if run.begins:
             pinned.append(lane.begun(run.begins))
             lane.state.copy_(pinned[0], non_blocking=True)
@@ -176,8 +180,6 @@ class PassRuns:
         pinned[-1].copy_(lane.state, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        if (meter := self._rank.meter) is not None:
-            meter.tick(time.monotonic())
         return Flight(event, lane, bool(run.begins), pinned)
 
     def forget(self, lane: OwnerLane) -> None:
