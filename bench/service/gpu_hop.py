@@ -1,7 +1,7 @@
 """The hop on GPUs: what a call costs beyond its step, by rows and way; many callers; layers in a loop.
 
     python -m bench.service.gpu_hop [--seconds 240] [--graph-rows 256] [--parts truth,alone,callers,layers]
-        [--ranks 1] [--spin 0.001] [--out FILE]
+        [--ranks 1] [--rows 1 16] [--spin 0.001] [--client-spin 0 0.001] [--out FILE]
 
 Two ranks with 128 FP8 experts of 7168 x 2048, top-8, or one with 64. In one run:
 
@@ -81,14 +81,15 @@ class Told:
         self.results: list[Result] = []
         self.wrong = 0
         self._group = group
+        self.spins = 0.0  # seconds that callers look for an answer before they sleep
 
     def add(self, case: str, ours: float, unit: str, better: str, **peers: float) -> None:
         """One number of ours and what stands beside it; `aim` among the peers is what it is aimed at."""
         aim = peers.pop("aim", None)
         rounded = {name: round(value, 4) for name, value in peers.items()}
-        made = Result(
-            "gpu_hop", self._group + case, round(ours, 4), unit, better, aim and round(aim, 4), rounded
-        )
+        spin = f", callers spin {self.spins * 1e3:g} ms" if self.spins else ""
+        case = f"{self._group}{case}{spin}"
+        made = Result("gpu_hop", case, round(ours, 4), unit, better, aim and round(aim, 4), rounded)
         self.results.append(made)
         print(
             json.dumps({"case": made.case, "ours": made.ours, "unit": unit, "aim": made.aim} | rounded),
@@ -337,9 +338,11 @@ def over_the_service(
         )
         check(client, sizes)
         phases = Phases(cluster.head.coordinator.seats()[0].metrics)
-        with Callers(cluster.address, sizes, PROCESSES if args.gpus else 2, args.spin) as callers:
-            for at, part in enumerate(args.parts):
-                args.share = max(10.0, 0.85 * clock.left() / (len(args.parts) - at))
+        runs = [(spin, part) for spin in args.client_spin for part in args.parts]
+        for at, (spin, part) in enumerate(runs):
+            args.share = max(10.0, 0.85 * clock.left() / (len(runs) - at))
+            told.spins = spin
+            with Callers(cluster.address, sizes, PROCESSES if args.gpus else 2, spin) as callers:
                 if part == "alone":
                     alone(callers, base, phases, args, told)
                 elif part == "callers":
@@ -364,15 +367,23 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--spin",
         type=float,
-        default=0.0,
-        help="seconds that callers and readers of rings look before they sleep",
+        default=Config().cluster.spin_seconds,
+        help="seconds that readers of rings look before they sleep; cluster.spin_seconds",
     )
+    parser.add_argument(
+        "--client-spin",
+        type=float,
+        nargs="+",
+        default=[0.0],
+        help="seconds that callers look for their answers; the parts run once for each",
+    )
+    parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, help="of a lone caller")
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=2, help="of the service")
     parser.add_argument("--out", type=Path, help="where results go; by default into the record")
     args = parser.parse_args()
     args.gpus = torch.cuda.device_count() >= args.ranks
     args.sizes = TINY if not args.gpus else LARGE if args.ranks == 2 else ALONE
-    args.rows = ROWS if args.gpus else (1, 16, 128)
+    args.rows = tuple(args.rows or (ROWS if args.gpus else (1, 16, 128)))
     args.callers = ((16, 16), (16, 256), (64, 16), (64, 256)) if args.gpus else ((4, 4), (8, 16))
     args.loop_rows = (1, 16, 128) if args.gpus else (4,)
     args.parts = [part for part in PARTS if part in args.parts.split(",")]
