@@ -109,6 +109,7 @@ class StepGraphs:
 
     def __init__(self, most_rows: int, device: str, capture: Capture | None = None) -> None:
         self.most_rows = most_rows
+        self.recording = False  # what is computed now becomes part of a graph
         self._device = device
         self._cuda = CudaCapture()
         self._capture = capture or self._cuda
@@ -206,7 +207,11 @@ class StepGraphs:
         output = self._answers[key]
 
         def step() -> None:
-            answer = compute(inputs, lanes)
+            self.recording = True
+            try:
+                answer = compute(inputs, lanes)
+            finally:
+                self.recording = False
             if output is None:
                 self._answers[key] = answer
             else:

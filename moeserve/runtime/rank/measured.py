@@ -77,8 +77,7 @@ class ExpertRows:
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
-        self._table: Tensor | None = None  # [L, slots] int64
-        self._of_layer: list[Tensor] = []  # its rows
+        self._tables: dict[int, tuple[Tensor, ...]] = {}  # by slots: a row `[slots]` int64 for each layer
         self._pending: tuple[int, Tensor] | None = None
 
     def take(self, position: int, counts: Tensor) -> None:
@@ -91,24 +90,25 @@ class ExpertRows:
         if self._pending is None:
             return
         (position, counts), self._pending = self._pending, None
-        if self._table is None or self._table.shape[1] != counts.numel():
-            earlier = None if self._table is None else self._table.sum(dim=1)
-            self._table = torch.zeros((self._layers, counts.numel()), dtype=torch.int64, device=counts.device)
-            self._of_layer = list(self._table.unbind())
-            if earlier is not None and counts.numel():
-                self._table[:, 0] = earlier
-        self._of_layer[position].add_(counts if counts.dim() == 1 else counts.flatten())
+        slots = counts.numel()
+        if slots not in self._tables:
+            table = torch.zeros((self._layers, slots), dtype=torch.int64, device=counts.device)
+            self._tables[slots] = table.unbind()
+        self._tables[slots][position].add_(counts.flatten())
 
     def add(self, position: int, counts: Tensor) -> None:
-        """Counts the rows of a step that is recorded, at each replay. Raises RuntimeError before any step."""
-        if self._table is None:
+        """Counts the rows of a step that is recorded, at each replay. Raises RuntimeError where no step with
+        as many slots was counted before: there is no memory for them, and a graph can have none of its own.
+        """
+        if (table := self._tables.get(counts.numel())) is None:
             raise RuntimeError("rows of a recorded step are counted where those of a step were before")
-        self._of_layer[position].add_(counts.flatten())
+        table[position].add_(counts.flatten())
 
     def reading(self) -> RowsReading | None:
         """What was counted so far; None where nothing was."""
         self.count()
-        return None if self._table is None else RowsReading(self._table.sum(dim=1))
+        sums = [torch.stack(table).sum(dim=1) for table in self._tables.values()]
+        return RowsReading(torch.stack(sums).sum(dim=0)) if sums else None
 
 
 def since(now: Sequence[int], before: Sequence[int]) -> list[int]:

@@ -56,13 +56,13 @@ class Rank:
         self.meter: LoadMeter | None = None
         self._position = {layer: at for at, layer in enumerate(served.layers)}
         self._dispatchers = RankDispatchers(CostBook(costing), self._dispatch_spec)
-        self._runner = StepRunner(served, device, self.experts, self._dispatchers, self.progress)
+        self._rows = ExpertRows(len(served.layers))
+        self._runner = StepRunner(served, device, self.experts, self._dispatchers, self.progress, self._rows)
         self._warming = Warming(index, served, device, self.experts, self._runner.gate)
         self._book: AddressBook | None = None
         self._epoch: Epoch | None = None  # as it was loaded last
         self._number = 0  # of the last step since the dispatchers were built
         self.timed_every = TIMED_EVERY  # of so many steps of a service a device times one
-        self._rows = ExpertRows(len(served.layers))
 
     @property
     def epoch(self) -> Epoch:
@@ -233,7 +233,7 @@ class Rank:
         else:
             answer, made = self._runner.launch(launch, rows.to(self.device))
         self.progress.enter(Phase.DEVICE)
-        if self.device != "cpu":
+        if self.device != "cpu" and made.counts is not None:
             self._rows.take(self._position[layer], made.counts)
         return answer, made.phases
 
@@ -270,6 +270,7 @@ class Rank:
         answer, made = self._runner.launch(launch, rows)
         if then is not None:
             then(answer)
+            assert made.counts is not None
             self._rows.add(self._position[layer], made.counts)
         return answer
 
@@ -285,8 +286,8 @@ class Rank:
         self.meter.tick(time.monotonic())
 
     def count(self) -> None:
-        """Counts the rows of the last step's experts on the device. Best called when its answer is on its
-        way; the next step does it otherwise.
+        """Counts the rows of the last step's experts on the device, where its graph has not. Best called when
+        its answer is on its way; the next step does it otherwise.
         """
         self._rows.count()
 
@@ -301,12 +302,19 @@ class Rank:
 
         `lane_rows` as in `step`. It has padded rows more where the step is a graph.
         """
+        room = self._runner.room(layer, lane_rows, lambda: self._graphs_room(layer, max(lane_rows)))
+        if room is not None:
+            return room
         lane, top_k = self.member.lane, self.plans[layer].problem.top_k
-        own, fullest = 0 if lane is None else lane_rows[lane], max(lane_rows)
         hidden, dtype = self.served.checkpoint.hidden, self.served.dtype
-        if self._recordable(layer, fullest):
-            return self._runner.graphs.room(padded_rows(fullest), (hidden, top_k), dtype)
+        own = 0 if lane is None else lane_rows[lane]
         return StepRoom.of(torch.empty((own, hidden), dtype=dtype, device=self.device), top_k)
+
+    def _graphs_room(self, layer: int, fullest: int) -> StepRoom | None:
+        if not self._recordable(layer, fullest):
+            return None
+        widths = self.served.checkpoint.hidden, self.plans[layer].problem.top_k
+        return self._runner.graphs.room(padded_rows(fullest), widths, self.served.dtype)
 
     def _numbered(self, number: int | None) -> int:
         """The number of the next step. Raises ValueError where it does not rise."""

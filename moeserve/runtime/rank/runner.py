@@ -18,7 +18,8 @@ from moeserve.runtime.control.reached import Phase, Progress
 from moeserve.runtime.rank.all2all import RankDispatchers
 from moeserve.runtime.rank.experts import RankExperts
 from moeserve.runtime.rank.graphs import GraphStep, Recorded, StepGraphs, absent_lanes
-from moeserve.runtime.rank.measured import DeviceTimes
+from moeserve.runtime.rank.measured import DeviceTimes, ExpertRows
+from moeserve.runtime.rank.transfers.step_room import StepRoom
 from moeserve.runtime.served import Served
 from moeserve.runtime.step import LaneLogits, LaneRows, Phases
 
@@ -39,10 +40,10 @@ class Made(NamedTuple):
     """What a step that was launched tells, or one that was recorded whenever it is replayed."""
 
     phases: Phases
-    counts: Tensor  # [slots] rows of this member's experts
+    counts: Tensor | None  # [slots] rows of this member's experts; None: the graph counts them itself
 
 
-MOST_READY = 4096  # rows of all lanes, in their order, whose graphs are found at one look
+MOST_READY = 4096  # rows of all lanes, in their order, whose graphs and rooms are found at one look
 
 
 class _Ready(NamedTuple):
@@ -68,7 +69,9 @@ class StepRunner:
         experts: RankExperts,
         dispatchers: RankDispatchers,
         progress: Progress,
+        expert_rows: ExpertRows,
     ) -> None:
+        self._expert_rows = expert_rows
         self._served = served
         self._device = device
         self._experts = experts
@@ -82,6 +85,7 @@ class StepRunner:
         self.graphs = StepGraphs(self._served.graph_rows, self._device)
         self._recorded: dict[Hashable, Made] = {}  # by graph
         self._ready: dict[Hashable, _Ready] = {}  # by rows of all lanes, and the memory that holds them
+        self._rooms: dict[Hashable, StepRoom] = {}  # of graphs, by layer and rows of all lanes
 
     def gate(self, layer: int) -> Gate:
         """The gate of `layer`, its bias on the device; graphs that hold one of other weights are dropped."""
@@ -94,6 +98,17 @@ class StepRunner:
             here = replace(stored, bias=None if stored.bias is None else stored.bias.to(self._device))
             self._gates[layer] = stored, here
         return here
+
+    def room(
+        self, layer: int, lane_rows: tuple[int, ...], make: Callable[[], StepRoom | None]
+    ) -> StepRoom | None:
+        """The room of the graph of a step of these rows, looked for once; None where there is none."""
+        room = self._rooms.get((layer, lane_rows))
+        if room is None and (room := make()) is not None:
+            if len(self._rooms) >= MOST_READY:
+                self._rooms = {}
+            self._rooms[layer, lane_rows] = room
+        return room
 
     def replay(self, launch: Launch, rows: LaneRows, *, lent: bool = False) -> tuple[Tensor, Made]:
         """One step from its graph. The host's seconds are told as one phase, and the bytes as recorded.
@@ -124,12 +139,17 @@ class StepRunner:
 
         def launched(inputs: LaneRows, lanes: tuple[int, ...]) -> Tensor:
             answer, one = self.launch(launch._replace(lane_rows=lanes), inputs)
+            if self.graphs.recording and self._device != "cpu":
+                assert one.counts is not None
+                self._expert_rows.add(launch.addressing.layer, one.counts)
+                one = one._replace(counts=None)
             made.append(one)
             return answer
 
         def before_replay() -> None:
             self._dispatchers.expect(step.layer, step.padded, (launch.number, step.absent))
 
+        self._expert_rows.count()  # of the step before, which makes the memory that a graph counts in
         answer = self.graphs.run(step, rows, launched, before_replay)
         graph = (step.layer, step.padded, step.kind, type(rows), rows.hidden.dtype)
         if made:

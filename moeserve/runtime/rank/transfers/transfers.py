@@ -134,7 +134,8 @@ class Transfers:
                 kept.append(self._shared(room.rows.hidden, begin, waiting))
                 waiting = []
             if job is not None:
-                kept.append(self._brought(room.rows.hidden[here], job))
+                into = room.rows.hidden[here] if here.start else room.first(rows).hidden
+                kept.append(self._brought(into, job))
         if waiting:
             kept.append(self._shared(room.rows.hidden, begin, waiting))
         return kept
@@ -232,7 +233,7 @@ class Transfers:
                 yield None
             elif home is not None and (large or len(parts) == 1) and job.lent.memory.use():  # type: ignore[union-attr]
                 self._uses.append(job.lent.memory.done)  # type: ignore[union-attr]
-                home.copy_(answer[here], non_blocking=True)
+                home.copy_(answer if len(parts) == 1 else answer[here], non_blocking=True)
                 yield home
             elif large:
                 alone = self.engines.pinned(answer[here].shape, answer.dtype)
