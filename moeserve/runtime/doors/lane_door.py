@@ -40,7 +40,9 @@ NOT_THE_FRONT_DOOR = GrpcStatus(
 
 
 ASIDE_BYTES = 1 << 20
-"""Answers of this size on are copied by threads of their own: to wake one takes as long as to copy 0.5 MB."""
+"""Answers of this size on are copied by threads of their own while other calls are under way: to wake one
+takes as long as to copy 0.5 MB.
+"""
 
 ASIDE_THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))
 
@@ -283,7 +285,7 @@ class LaneDoor(moe_pb2_grpc.LaneServiceServicer):
             asked.close()
 
         def answer(call: LaneCall) -> None:
-            if asked.copied_bytes < ASIDE_BYTES:
+            if asked.copied_bytes < ASIDE_BYTES or not self._lane.in_flight:
                 reply(call)
             else:  # other callers' answers do not wait until it is copied
                 self._aside.submit(reply, call)
