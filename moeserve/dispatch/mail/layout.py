@@ -34,6 +34,7 @@ class Word(IntEnum):
     TAKEN = 7  # of a state: rows of the step that was taken last
     EPOCH = 8  # of a state: of the answers
     VERSION = 9  # of a state: of the weights
+    AGREED = 10  # of a state: rows of the step that is being taken, and 1; 0: nobody has read them yet
 
 
 @dataclass(frozen=True)

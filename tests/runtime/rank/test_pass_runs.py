@@ -12,7 +12,7 @@ from houses import Alone, house_config
 from torch import Tensor
 
 from moeserve.dispatch.mail.kernels import CHOICE, LOGITS, MISFIT, CallerKernels, Given, words
-from moeserve.dispatch.mail.layout import STEPS, MailLayout, Word
+from moeserve.dispatch.mail.layout import FEW_BLOCKS, LINE_BYTES, STEPS, MailLayout, Word
 from moeserve.runtime.launch.torchrun import HostedRank, join_torchrun, leave_torchrun
 from moeserve.runtime.rank.graphs import padded_rows
 from moeserve.runtime.rank.runs.runs import OwnerLane, PassRuns, Run, Told
@@ -46,9 +46,11 @@ def runs(rank: HostedRank) -> PassRuns:
 class Pair:
     """A lane between two streams of one GPU."""
 
-    def __init__(self, runs: PassRuns, alone: Alone, stages: int = 2, patience: float = 5.0) -> None:
+    def __init__(
+        self, runs: PassRuns, alone: Alone, stages: int = 2, patience: float = 5.0, rows: int = MOST
+    ) -> None:
         sizes = alone.checkpoint
-        self.layout = MailLayout(MOST, stages, sizes.hidden, sizes.num_experts, sizes.top_k, torch.bfloat16)
+        self.layout = MailLayout(rows, stages, sizes.hidden, sizes.num_experts, sizes.top_k, torch.bfloat16)
         self.box, self.answers = (
             torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
             for nbytes in (self.layout.mailbox_bytes, self.layout.answers_bytes)
@@ -100,6 +102,33 @@ class Pair:
     def ended(self) -> int:
         torch.cuda.synchronize()
         return int(self.table[Word.ENDED])
+
+    @property
+    def lines(self) -> Tensor:
+        """The lines of the first stage in the mailbox, int32 `[blocks, 8]`; two words of each are its tag."""
+        at, blocks = self.layout.columns(0)[0], self.layout.blocks
+        return self.box[at : at + blocks * LINE_BYTES].view(torch.int32).view(blocks, 8)
+
+    @property
+    def taken(self) -> int:
+        """Rows of the last step, as the owner has agreed upon them."""
+        torch.cuda.synchronize()
+        return int(self.owner.state[Word.TAKEN])
+
+    @property
+    def answer(self) -> Tensor:
+        """The answer to these rows of the first stage, as it lies in the caller's memory."""
+        (_, at), rows = self.layout.answer(0), self.taken
+        found = self.answers[at : at + rows * self.layout.row_bytes].view(torch.bfloat16)
+        return found.view(rows, self.layout.hidden).clone()
+
+    def answered(self, batch: Given, padded: int) -> Tensor:
+        """A pass of one step, at whose end its rows lie in the room of so many."""
+        flight = self.launch(((0, 0),), padded, begins=self.begin())
+        self.bring(0, 0, batch)
+        found = self.fetch(0, batch.hidden)
+        assert self.told(flight) == Told(0, (1,))
+        return found
 
 
 def given(alone: Alone, rows: int, seed: int) -> Given:
@@ -255,3 +284,80 @@ def test_what_a_pass_does_not_expect_ends_it(
     flight = pair.launch(((0, 0),), 4, begins=pair.begin())
     pair.bring(0, 0, right)
     assert torch.equal(pair.fetch(0, right.hidden), expected(rank, 0, right)) and pair.ended == 0
+
+
+COUNT = 2  # word of a line
+
+
+def off(found: Tensor, right: Tensor) -> float:
+    """How far the worst row is from what it has to be, of the row; another caller's is 1 or more."""
+    return float(((found - right).float().norm(dim=1) / right.float().norm(dim=1)).max())
+
+
+@pytest.mark.parametrize(("few", "many"), [(28, 112), (56, 448)])
+def test_a_count_that_changes_all_the_time_brings_no_rows_of_others(
+    runs: PassRuns, rank: HostedRank, alone: Alone, few: int, many: int
+) -> None:
+    """Blocks of one take read it at different moments, by themselves or after one that waited for them."""
+    pair, other = (Pair(runs, alone, stages=1, rows=many) for _ in range(2))
+    assert pair.layout.blocks_of(few) < pair.layout.blocks_of(many)
+    assert (pair.layout.blocks_of(padded_rows(many)) > FEW_BLOCKS) == (many > 112)
+    batch, theirs = given(alone, many, seed=1), given(alone, many, seed=2)
+    right, count = other.answered(batch, padded_rows(many)), pair.lines[0, COUNT]
+    flips, stream, seen = torch.cuda.CUDAGraph(), torch.cuda.Stream(), set[int]()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(flips, stream=stream):
+        for _ in range(2000):
+            count.fill_(few)
+            count.fill_(many)
+    for _ in range(100):
+        other.answered(theirs, padded_rows(many))  # these are what is left in the room
+        number = pair.begin()
+        pair.bring(0, 0, batch)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # some 15 ms
+                flips.replay()
+        time.sleep(0.001)
+        flight = pair.launch(((0, 0),), padded_rows(many), begins=number)
+        assert pair.told(flight) == Told(0, (1,))
+        seen.add(pair.taken)
+        assert off(pair.answer, right[: pair.taken]) < 0.1, pair.taken
+    assert seen == {few, many}
+
+
+def test_a_count_that_grows_while_lines_are_waited_for_is_not_read_again(
+    runs: PassRuns, rank: HostedRank, alone: Alone
+) -> None:
+    pair, other = (Pair(runs, alone, stages=1, rows=448) for _ in range(2))
+    batch = given(alone, 448, seed=1)
+    right = other.answered(batch, 512)
+    other.answered(given(alone, 448, seed=2), 512)
+    number = pair.begin()
+    pair.bring(0, 0, batch)
+    torch.cuda.synchronize()
+    lines, tags = pair.lines, pair.lines[:, :2].clone()
+    lines[0, COUNT], lines[1:, COUNT] = 224, 7  # what other lines say of it has no say
+    lines[4:, :2] = 0
+    torch.cuda.synchronize()
+    flight = pair.launch(((0, 0),), 512, begins=number)
+    time.sleep(0.1)
+    with torch.cuda.stream(pair.here):
+        lines[0, COUNT] = 448
+        lines[4:, :2] = tags[4:]
+    assert pair.told(flight) == Told(0, (1,))
+    assert pair.taken == 224 and off(pair.answer, right[:224]) < 0.1
+
+
+def test_more_rows_than_the_lane_has_end_the_pass(runs: PassRuns, alone: Alone) -> None:
+    pair = Pair(runs, alone, stages=1)
+    batch = given(alone, 3, seed=1)
+    for count in (MOST + 1, -1):
+        number = pair.begin()
+        pair.bring(0, 0, batch)
+        torch.cuda.synchronize()
+        pair.lines[0, COUNT] = count
+        torch.cuda.synchronize()
+        flight = pair.launch(((0, 0),), 64, begins=number)
+        assert pair.told(flight) == Told(REFUSED, (1,))
+        assert pair.taken == 0
