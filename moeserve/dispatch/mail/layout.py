@@ -8,6 +8,7 @@ from enum import IntEnum
 import torch
 
 LINE_BYTES = 32  # of a block's tag, and what is said with it
+VERSION_AT = 20  # in a line of answers: the version of the weights, 32 bits
 ALIGNED = 256
 FEW_BLOCKS = 4
 """Up to so many blocks wait by themselves; for more, one waits before they are launched."""
