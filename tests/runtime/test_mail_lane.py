@@ -13,6 +13,7 @@ from moeserve.dispatch.mail.kernels import CHOICE, LOGITS, MISFIT, YIELD, words
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import MailboxLayout, Status, tag_of
+from moeserve.runtime.doors.passes import mail_lane
 from moeserve.runtime.doors.passes.announced import LaneTerms
 from moeserve.runtime.doors.passes.mail_lane import COMPANY_SECONDS, MOST_FLYING, MailLane
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
@@ -160,7 +161,10 @@ def test_with_company_each_step_is_launched_when_its_rows_are_there(caller: Call
     assert [run.steps for run, _ in caller.begun] == [((3, 1),), ((3, 0),), ((5, 1),)]
 
 
-def test_all_stages_of_a_pass_are_launched_layer_by_layer(caller: Caller) -> None:
+def test_all_stages_of_a_pass_are_launched_layer_by_layer(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mail_lane, "COMPANY_SECONDS", 5.0)  # a test may be slow
     caller.announce([3, 5], stages=2)
     caller.bring(0, 0, count=3)
     assert not caller.look(), "for a moment the other stage's rows are waited for"
