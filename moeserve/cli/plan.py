@@ -159,8 +159,8 @@ def _planned(args: argparse.Namespace, config: Config) -> Planned:
     if not (args.machine or args.measure):
         plans = recalled(plans, costing_of(config))
     if not config.model.load_as:
-        return Planned(served, machine, plans, balance=config.balance)
+        return Planned(served, machine, plans, balance=config.balance, passes=config.passes)
     shown = partial(tqdm, desc="reading experts of each layer", unit="layer", disable=None, leave=False)
     stored = Checkpoint(config.model.checkpoint)
     changed = requantization(stored, served.checkpoint, served.layers, shown)
-    return Planned(served, machine, plans, config.model.load_as, changed, config.balance)
+    return Planned(served, machine, plans, config.model.load_as, changed, config.balance, config.passes)

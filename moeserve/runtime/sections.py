@@ -193,6 +193,7 @@ class PassesConfig:
     lanes: int = 8  # attached to one rank at once; 0: none
     lane_bytes: int = 256 << 20  # of shared memory, of one lane
     patience_seconds: float = 2.0  # for the rows of a step that is next; then the pass ends
+    graph_steps: int = 4096  # that a GPU rank keeps recorded, over all runs of passes; 0: none is recorded
     share_gpu: bool = False  # a caller's process may share the rank's GPU; both take turns of milliseconds
 
 

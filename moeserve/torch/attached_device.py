@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moeserve.dispatch.mail.kernels import CallerKernels, Given, words
-from moeserve.dispatch.mail.layout import WORDS, MailLayout, Word
+from moeserve.dispatch.mail.layout import VERSION_AT, WORDS, MailLayout, Word
 from moeserve.dispatch.peers.memory import Mapped, memory_on
 from moeserve.proto.errors import MoeError, NotFound, Overloaded, Unavailable
 from moeserve.proto.passes.attached import AttachedLane
@@ -92,13 +92,17 @@ class AttachedDevice:
         device: torch.device,
         timeout: float = 60.0,
         layers: tuple[int, ...] = (),
+        *,
+        one_version: bool = False,
     ) -> None:
         """layout: of the lane. timeout: seconds for an answer, and for a service that does not answer.
-        layers: those of a forward pass, in their order; (): the service's.
+        layers: those of a forward pass, in their order; (): the service's. one_version: all steps of a pass
+        must have the same weights; after a reload `check` raises WeightsChanged.
         """
         self.order = torch.zeros(1, dtype=torch.int64, device=device)
         self._attach, self._layout, self._device = attach, layout, device
         self._timeout, self._layers = timeout, layers
+        self._one_version, self._demanded = one_version, 0
         self._sizes = Sizes(layout.hidden, layout.experts, layout.top_k)
         with torch.cuda.device(device):
             self._table = words(device)
@@ -187,6 +191,26 @@ class AttachedDevice:
             lane = self._attached()
             if self._pass is None or self._pass.status is not None:
                 self._begin(lane, (self._layers or lane.lane.layers)[0])
+
+    def demand(self, version: int) -> None:
+        """Says between two forward passes that from now on layers must have this version of the weights;
+        where they do not, their answers are zeros and `check` raises WeightsChanged. 0: they need not. It
+        begins another pass; before a recorded graph is replayed, call `renew`.
+        """
+        if version != self._demanded:
+            self._demanded = version
+            if self._pass is not None:
+                self._leave()
+
+    def version(self, stage: int = 0) -> int:
+        """Waits for the device. The version of the weights that made the last answer of a stage; 0: there is
+        none, or its lane is gone.
+        """
+        torch.cuda.synchronize(self._device)
+        if self._lane is None:
+            return 0
+        at = self._layout.answer(stage)[0] + VERSION_AT
+        return int(self._lane.answers.mine[at : at + 4].view(torch.int32).item())
 
     def close(self) -> None:
         """Waits for calls under way, and detaches the lane. What is replayed later answers zeros."""
@@ -311,7 +335,13 @@ class AttachedDevice:
         if self._pass is not None:
             self._leave()
         ordered = layers[at:] + layers[:at]
-        run = lane.lane.begin(ordered, stages=stages, standing=True, any_weights=True)
+        run = lane.lane.begin(
+            ordered,
+            stages=stages,
+            standing=True,
+            any_weights=not self._one_version,
+            weights_version=self._demanded,
+        )
         with self._lock:
             self._pass, self._abort[0] = run, 0
         told = self._words

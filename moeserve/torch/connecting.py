@@ -34,7 +34,7 @@ class Settings:
     dtype: str = "bf16"  # attached: of rows on their way: fp32, bf16, fp16
     device: str = "cpu"  # attached: where rows lie on their way: in host memory, or on a GPU (cuda, cuda:1)
     layers: tuple[int, ...] = ()  # attached, from a GPU: of a forward pass, in order; (): as served
-    one_version: bool = False  # attached, in host memory: layers of one forward pass have the same weights
+    one_version: bool = False  # attached: all layers of one forward pass have the same weights
 
     def __post_init__(self) -> None:
         if self.mode not in NEEDED:
@@ -46,8 +46,6 @@ class Settings:
             raise ValueError(f"device={self.device!r} is neither cpu nor cuda, with an index or without")
         if self.device != "cpu" and self.mode != "attached":
             raise ValueError(f"mode={self.mode!r} takes rows of any device; leave device={self.device!r} out")
-        if self.device != "cpu" and self.one_version:
-            raise ValueError("one_version is for rows in host memory: a GPU's calls wait for no answer")
 
 
 def connect(settings: Settings) -> Way:
@@ -122,4 +120,5 @@ def _attached_device(settings: Settings) -> Way:
         device,
         settings.timeout,
         settings.layers,
+        one_version=settings.one_version,
     )

@@ -16,6 +16,7 @@ from moeserve.cli.shown.tables import table
 from moeserve.cli.shown.units import human
 from moeserve.dispatch.backends import DISPATCHERS
 from moeserve.experts.kernels import KERNELS
+from moeserve.runtime.planning.passes import GRAPH_STEP_BYTES
 
 EP4 = ("--data-parallel-size", "4", "--enable-expert-parallel")
 
@@ -305,3 +306,26 @@ def test_slots_that_do_not_stand_a_loss_are_refused_with_how_many_are_missing(
         capsys.readouterr().out
     )
     assert planned([*words, "--tensor-parallel-size", "4"], capsys)["cover"] is None
+
+
+def test_what_callers_gpus_may_take_is_bounded_by_keys(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--checkpoint", checkpoint, "--machine", "h200"]
+    taken = planned(words, capsys)["passes"]
+    assert taken["mailboxes"] == 8 * (256 << 20)
+    assert taken["graphs"] == 4096 * GRAPH_STEP_BYTES
+    assert taken["rooms"] == 2 * 4096 * (64 * 2 + 2 * 8 + 8 * 4 + 1)
+    assert main(["plan", *words]) == 0
+    shown = capsys.readouterr().out
+    whole = human(taken["pool"] + taken["graphs"])
+    assert "up to 2 GiB of mailboxes (passes.lanes = 8 of passes.lane_bytes = 256 MiB)" in shown
+    assert f"{human(taken['rooms'])} of rows, {whole} of graphs (passes.graph_steps = 4096)" in shown
+    fewer = tmp_path / "fewer.toml"
+    fewer.write_text("[passes]\ngraph_steps = 0\nlane_bytes = 65536\n[step]\nlane_rows = 100\n")
+    less = planned([str(fewer), *words], capsys)["passes"]
+    assert (less["graphs"], less["pool"]) == (0, 0)
+    assert less["rooms"] == taken["rooms"] * 128 // 4096
+    fewer.write_text("[passes]\nlanes = 0\n")
+    assert planned([str(fewer), *words], capsys)["passes"] is None
+    assert planned(["--checkpoint", checkpoint, "--device", "cpu"], capsys)["passes"] is None

@@ -21,6 +21,7 @@ from moeserve.dispatch.mail.layout import (
     MOST_BLOCKS,
     SHARE_WORDS,
     STEPS,
+    VERSION_AT,
     WORDS,
     MailLayout,
     Word,
@@ -89,6 +90,13 @@ def test_the_text_counts_as_the_host_does() -> None:
     assert (kernels.LATE, kernels.LOST) == (Status.LATE, Status.LOST)
     assert kernels.MISFIT not in set(Status) and kernels.ABORT not in (0, kernels.YIELD)
     assert f"#define SHARE {SHARE_WORDS} " in TEXT
+    line = re.search(r"struct __align__\(32\) Line \{(.*?)\};", TEXT, re.DOTALL)
+    assert line is not None and "of answers: status, epoch, version" in line[1]
+    places, at = {}, 0
+    for kind, names in re.findall(r"u(32|64) ([\w, ]+)[;\[]", line[1]):
+        for name in names.split(", "):
+            places[name], at = at, at + int(kind) // 8
+    assert places["third"] == VERSION_AT and places["unused"] + 8 == LINE_BYTES
 
 
 class Packed:

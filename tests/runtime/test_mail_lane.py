@@ -13,6 +13,7 @@ from moeserve.dispatch.mail.kernels import CHOICE, LOGITS, MISFIT, YIELD, words
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.proto.passes import mailbox as m
 from moeserve.proto.passes.mailbox import MailboxLayout, Status, tag_of
+from moeserve.runtime.doors.passes import mail_lane
 from moeserve.runtime.doors.passes.announced import LaneTerms
 from moeserve.runtime.doors.passes.mail_lane import COMPANY_SECONDS, MOST_FLYING, MailLane
 from moeserve.runtime.doors.payloads import RegionLimits, Regions
@@ -64,8 +65,8 @@ class Caller(LaneWords):
 
     # -- as a caller
 
-    def standing(self, layers: list[int], stages: int = 1) -> None:
-        self.announce(layers, stages, m.STANDING)
+    def standing(self, layers: list[int], stages: int = 1, version: int = 0, flags: int = 0) -> None:
+        self.announce(layers, stages, m.STANDING | flags, version)
 
     def bring(self, stage: int, step: int, count: int = 2, kind: int = CHOICE) -> None:
         head = WORDS_ALONE.header(stage)
@@ -85,7 +86,7 @@ def caller() -> Iterator[Caller]:
 
 
 def test_a_whole_forward_pass_is_launched_when_its_first_rows_are_there(caller: Caller) -> None:
-    caller.standing([3, 5])
+    caller.standing([3, 5], flags=m.ANY_WEIGHTS)
     assert not caller.look() and not caller.begun
     caller.bring(0, 0, count=5)
     assert caller.look()
@@ -106,11 +107,38 @@ def test_a_whole_forward_pass_is_launched_when_its_first_rows_are_there(caller: 
     assert caller.lane.counts.steps == 4 and caller.ended is None
     caller.bring(0, 4)
     caller.look()
-    assert caller.begun[2][1] == 7, "all of a pass have the weights of the first"
+    assert caller.begun[2][1] == 0, "any weights"
+
+
+def test_all_runs_of_a_pass_have_the_weights_of_the_first(caller: Caller) -> None:
+    caller.standing([3, 5])
+    for step in (0, 2):
+        caller.bring(0, step)
+        caller.look()
+    assert [version for _, version in caller.begun] == [0], "which weights it has is not known yet"
+    caller.lane.ran(Told(0, (2, 0), 2), 7)
+    for step in (2, 4):
+        caller.bring(0, step)
+        assert caller.look()
+    assert [version for _, version in caller.begun] == [0, 7, 7]
+
+
+@pytest.mark.parametrize("flags", [0, m.ANY_WEIGHTS])
+def test_weights_that_a_caller_demands_are_demanded_of_each_run(caller: Caller, flags: int) -> None:
+    caller.standing([3], version=4, flags=flags)
+    for step in (0, 1):
+        caller.bring(0, step)
+        assert caller.look()
+    assert [version for _, version in caller.begun] == [4, 4]
+    caller.lane.other_weights(5)
+    assert caller.aborted and caller.ended is None, "one of them is under way"
+    caller.lane.ran(Told(3, (2, 0)), 4)
+    assert caller.ended is not None and caller.ended[0] is Status.OTHER_WEIGHTS
+    assert "weights version 5, and this pass 4" in caller.ended[1]
 
 
 def test_two_forward_passes_at_most_are_launched_ahead(caller: Caller) -> None:
-    caller.standing([3])
+    caller.standing([3], flags=m.ANY_WEIGHTS)
     for step in range(MOST_FLYING):
         caller.bring(0, step)
         assert caller.look()
@@ -122,7 +150,7 @@ def test_two_forward_passes_at_most_are_launched_ahead(caller: Caller) -> None:
 
 def test_with_company_each_step_is_launched_when_its_rows_are_there(caller: Caller) -> None:
     caller.lane.alone = lambda: False
-    caller.standing([3, 5], stages=2)
+    caller.standing([3, 5], stages=2, flags=m.ANY_WEIGHTS)
     caller.bring(1, 0)
     assert caller.look()
     caller.bring(1, 1)
@@ -133,7 +161,10 @@ def test_with_company_each_step_is_launched_when_its_rows_are_there(caller: Call
     assert [run.steps for run, _ in caller.begun] == [((3, 1),), ((3, 0),), ((5, 1),)]
 
 
-def test_all_stages_of_a_pass_are_launched_layer_by_layer(caller: Caller) -> None:
+def test_all_stages_of_a_pass_are_launched_layer_by_layer(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mail_lane, "COMPANY_SECONDS", 5.0)  # a test may be slow
     caller.announce([3, 5], stages=2)
     caller.bring(0, 0, count=3)
     assert not caller.look(), "for a moment the other stage's rows are waited for"
@@ -167,7 +198,7 @@ def test_steps_whose_rows_do_not_fit_are_launched_anew(caller: Caller) -> None:
 
 
 def test_no_run_follows_one_that_misfits_before_all_have_ended(caller: Caller) -> None:
-    caller.standing([3])
+    caller.standing([3], flags=m.ANY_WEIGHTS)
     for step in range(2):
         caller.bring(0, step)
         caller.look()

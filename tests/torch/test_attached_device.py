@@ -18,7 +18,7 @@ from torch_blocks import Block, recorded
 
 from moeserve.dispatch.peers.memory import memory_on
 from moeserve.proto.client import MoeClient
-from moeserve.proto.errors import MoeError, Unavailable
+from moeserve.proto.errors import MoeError, Unavailable, WeightsChanged
 from moeserve.proto.passes.attached import AttachedLane, Wanted
 from moeserve.proto.passes.running import PassLate
 from moeserve.runtime.launch.local_cluster import LocalCluster
@@ -47,7 +47,9 @@ def house(path: Path) -> Iterator[LocalCluster]:
         yield house
 
 
-def opened(house: LocalCluster, name: str = "torch", stages: int = 1) -> AttachedDevice:
+def opened(
+    house: LocalCluster, name: str = "torch", stages: int = 1, *, one_version: bool = False
+) -> AttachedDevice:
     return connect(
         Settings(
             "attached",
@@ -57,6 +59,7 @@ def opened(house: LocalCluster, name: str = "torch", stages: int = 1) -> Attache
             rows=64,
             stages=stages,
             device="cuda",
+            one_version=one_version,
         )
     )
 
@@ -92,8 +95,6 @@ def test_a_rank_without_a_gpu_refuses_rows_of_one(tmp_path: Path) -> None:
 def test_settings_say_where_rows_lie() -> None:
     with pytest.raises(ValueError, match="takes rows of any device"):
         Settings("remote", "127.0.0.1:1", device="cuda")
-    with pytest.raises(ValueError, match="one_version is for rows in host memory"):
-        Settings("attached", "127.0.0.1:1", device="cuda", one_version=True)
     with pytest.raises(ValueError, match="'tpu' is neither cpu nor cuda"):
         Settings("attached", "127.0.0.1:1", device="tpu")
 
@@ -327,4 +328,33 @@ def test_experts_move_and_weights_are_reloaded_between_passes(
             with MoeClient(house.address, timeout=60.0) as client:
                 assert client.reload(str(path)).outcome == "reloaded"
     way.check()
+    way.close()
+
+
+@pytest.mark.gpu(1)
+def test_a_caller_gets_the_weights_that_it_demands_or_is_told(
+    house: LocalCluster, remote: object, alone: Alone, path: Path
+) -> None:
+    way, given = opened(house, "strict", one_version=True), batch(alone, 3, seed=1)
+    right = [MoeExperts(remote, layer)(*given) for layer in (0, 1)]
+
+    def answers() -> list[Tensor]:
+        found = [MoeExperts(way, layer)(*given) for layer in (0, 1)]
+        way.check()
+        return found
+
+    assert all(map(torch.equal, answers(), right))
+    before = way.version()
+    with MoeClient(house.address, timeout=60.0) as client:
+        now = client.reload(str(path)).weights_version
+    assert before < now
+    with pytest.raises(WeightsChanged, match=f"weights version {now}, and this pass {before}"):
+        answers()
+    assert all(map(torch.equal, answers(), right)) and way.version() == now
+    way.demand(before)
+    with pytest.raises(WeightsChanged, match=f"weights version {now}, and this pass {before}"):
+        answers()
+    for version in (now, 0):
+        way.demand(version)
+        assert all(map(torch.equal, answers(), right)) and way.version() == now
     way.close()

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from moeserve.dispatch.mail.layout import STEPS, MailLayout, Word
-from moeserve.proto.errors import MoeError, Unavailable
+from moeserve.proto.errors import MoeError, Unavailable, WeightsChanged
 from moeserve.proto.passes.mailbox import Status
+from moeserve.proto.passes.running import _failure
 from moeserve.torch import attached_device
 from moeserve.torch.attached_device import AttachedDevice
 from moeserve.torch.ways import Rows, WrongRows
@@ -48,7 +49,9 @@ class Device:
         self.attached = 0
         self.closed = 0
         self.passes: list[Any] = []
+        self.asked: list[tuple[bool, int]] = []  # any_weights and weights_version of each pass
         self.touched: list[str] = []  # memory of the lane, by kernels
+        self.answers = torch.zeros(LAYOUT.answers_bytes, dtype=torch.uint8)
 
     # -- as torch.cuda
 
@@ -57,11 +60,12 @@ class Device:
 
     # -- as the rank's side of a lane
 
-    def begin(self, layers: tuple[int, ...], **options: object) -> Any:
+    def begin(self, layers: tuple[int, ...], **options: Any) -> Any:
         run = SimpleNamespace(number=len(self.passes) + 1, layers=tuple(layers), status=None)
+        self.asked.append((options["any_weights"], options["weights_version"]))
 
         def wait(timeout: float) -> None:
-            raise Unavailable("UNAVAILABLE", run.status.name.lower(), f"pass {run.number}")
+            raise _failure(run.status, f"{run.status.name.lower()}: pass {run.number}")
 
         run.wait = wait
         self.passes.append(run)
@@ -73,7 +77,8 @@ class Device:
             raise Unavailable("UNAVAILABLE", "no_lane", "the rank is away")
         self.attached += 1
         there = self.attached
-        made = SimpleNamespace(lane=There(self, there), addresses=(there, there, there))
+        answers = SimpleNamespace(mine=self.answers)
+        made = SimpleNamespace(lane=There(self, there), addresses=(there, there, there), answers=answers)
 
         def close() -> None:
             self.closed += 1
@@ -203,6 +208,39 @@ def test_nothing_touches_the_memory_of_a_rank_that_is_gone(way: AttachedDevice, 
     way.renew()
     assert all(forward(way)) and device.touched[-1] == "2: layer 2"
     way.check()
+
+
+def test_other_weights_are_told_by_name_and_the_next_pass_is_begun(device: Device) -> None:
+    given = lambda *_: None, LAYOUT, torch.device("cpu")
+    way = AttachedDevice(*given, one_version=True)  # type: ignore[arg-type,return-value]
+    assert all(forward(way))
+    way.check()
+    device.ends = Status.OTHER_WEIGHTS
+    assert not way.mixed(0, ROWS).any()
+    with pytest.raises(WeightsChanged, match="pass 1"):
+        way.check()
+    assert all(forward(way))
+    way.check()
+    assert device.asked == [(False, 0)] * 2
+    way.close()
+
+
+def test_weights_are_demanded_from_the_next_pass_on(way: AttachedDevice, device: Device) -> None:
+    assert way.version() == 0
+    way.demand(7)
+    assert all(forward(way) + forward(way))
+    way.demand(7)
+    assert all(forward(way))
+    way.demand(8)
+    way.renew()
+    assert all(forward(way))
+    way.demand(0)
+    assert all(forward(way))
+    way.check()
+    assert device.asked == [(True, 7), (True, 8), (True, 0)]
+    line = LAYOUT.answer(0)[0]
+    device.answers[line : line + 32].view(torch.int32)[5] = 8
+    assert way.version() == 8
 
 
 def test_a_closed_way_takes_no_call(device: Device) -> None:

@@ -13,8 +13,9 @@ from moeserve.dispatch.costs.costs import Costs, table
 from moeserve.runtime.doors.request import runs
 from moeserve.runtime.planning.cover import CoverBytes, CoverPlan, cover_plan
 from moeserve.runtime.planning.memory import DISPATCH, WORKSPACE, planned_bytes, reserved_bytes
+from moeserve.runtime.planning.passes import PassBytes, pass_bytes
 from moeserve.runtime.planning.plan import Plan
-from moeserve.runtime.sections import BalanceConfig
+from moeserve.runtime.sections import BalanceConfig, PassesConfig
 from moeserve.runtime.served import Served
 
 GIB = 1 << 30
@@ -30,6 +31,7 @@ class Planned:
     load_as: str = ""
     changed: Requantization | None = None  # where there is a `load_as`
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    passes: PassesConfig = field(default_factory=PassesConfig)
 
     def by_costs(self, costs_of: Callable[[Plan], Costs | None]) -> Planned:
         """Returns a copy whose plans follow their measured costs, where they have some."""
@@ -50,7 +52,7 @@ class Planned:
         ]
         held_bytes = planned_bytes(self.served, self.plans, self.balance).items()
         head.append(f"memory   a rank: {', '.join(f'{what} {human(size)}' for what, size in held_bytes)}")
-        head += self._reserved() + self._covered()
+        head += self._passing() + self._reserved() + self._covered()
         if self.changed:
             head += _changed(self.load_as, self.changed)
         sections = ["\n".join(head)]
@@ -76,11 +78,26 @@ class Planned:
             },
             "mesh": {"dp": mesh.dp, "tp": mesh.tp, "ep": mesh.ep},
             "memory": planned_bytes(self.served, self.plans, self.balance),
+            "passes": None if (taken := self._pass_bytes()) is None else asdict(taken),
             "reserved": self._reserve(),
             "cover": None if (cover := self._cover()) is None else asdict(cover),
             "load_as": {"name": self.load_as} | asdict(self.changed) if self.changed else None,
             "plans": [_plan(layers, plan) for layers, plan in self._alike()],
         }
+
+    def _pass_bytes(self) -> PassBytes | None:
+        return pass_bytes(self.served, self.plans, self.machine, self.balance, self.passes)
+
+    def _passing(self) -> list[str]:
+        """The line of what callers' GPUs may take, beside the line of memory."""
+        if (taken := self._pass_bytes()) is None:
+            return []
+        lanes, each, steps = self.passes.lanes, self.passes.lane_bytes, self.passes.graph_steps
+        return [
+            f"passes   of callers' GPUs, a rank: up to {human(taken.mailboxes)} of mailboxes (passes.lanes = "
+            f"{lanes} of passes.lane_bytes = {human(each)}), {human(taken.rooms)} of rows, "
+            f"{human(taken.pool + taken.graphs)} of graphs (passes.graph_steps = {steps})"
+        ]
 
     def _reserve(self) -> dict[str, Any]:
         """Places that no rank has, and what they cost a rank in bytes."""

@@ -70,6 +70,7 @@ TAKE = Arguments(
     most="int",
     experts="int",
     blocks="int",
+    awaited="int",
     **_ROWS,
 )
 POST = Arguments(
@@ -192,10 +193,11 @@ class OwnerKernels:
         """
         layout, padded = self._layout, room.hidden.shape[0]
         rows, blocks = _rows(layout, (stage, layer), room), layout.blocks_of(padded)
-        if blocks > FEW_BLOCKS:
+        awaited = blocks > FEW_BLOCKS
+        if awaited:
             self._await.launch(1, MOST_BLOCKS, {"lines_at": rows["lines_at"], "stage": stage})
         more = {"padded": padded, "most": layout.rows, "experts": layout.experts, "blocks": layout.blocks}
-        self._take.launch(blocks, THREADS, rows | more | {"valid": valid})
+        self._take.launch(blocks, THREADS, rows | more | {"valid": valid, "awaited": int(awaited)})
 
     def post(self, stage: int, answer: Tensor) -> None:
         """Stores the answer `[R, H]` to the rows that were taken last in the caller's memory."""

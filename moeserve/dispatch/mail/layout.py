@@ -8,6 +8,7 @@ from enum import IntEnum
 import torch
 
 LINE_BYTES = 32  # of a block's tag, and what is said with it
+VERSION_AT = 20  # in a line of answers: the version of the weights, 32 bits
 ALIGNED = 256
 FEW_BLOCKS = 4
 """Up to so many blocks wait by themselves; for more, one waits before they are launched."""
@@ -34,6 +35,7 @@ class Word(IntEnum):
     TAKEN = 7  # of a state: rows of the step that was taken last
     EPOCH = 8  # of a state: of the answers
     VERSION = 9  # of a state: of the weights
+    AGREED = 10  # of a state: rows of the step that is being taken, and 1; 0: nobody has read them yet
 
 
 @dataclass(frozen=True)

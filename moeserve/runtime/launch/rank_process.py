@@ -200,7 +200,7 @@ class _RankProcess:
         door.admission = RowAdmission(rows)
         self._door = door
         self._draining, self._telling = False, threading.Lock()  # the lock is for what health says
-        self._runs, why_no_runs = self._runs_of(rank, machine)
+        self._runs, why_no_runs = self._runs_of(rank, machine, config.passes.graph_steps)
         self._device_lanes = self._lanes_of(config, served, door)
         self._device_lanes.why_no_mail = why_no_runs
         self._endpoint = Endpoint(
@@ -261,18 +261,25 @@ class _RankProcess:
         self._telemetry.device_lanes(lambda: len(lanes.attached()))
         return lanes
 
-    def _runs_of(self, rank: Rank, machine: Machine) -> tuple[MemberRuns | None, str]:
+    def _runs_of(self, rank: Rank, machine: Machine, graph_steps: int) -> tuple[MemberRuns | None, str]:
         """What launches steps of callers' GPUs; without it, why there is nothing that does."""
         if why := why_not(machine):
             return None, why
         member = self.member
         try:
-            runs = MemberRuns(rank, member.between_steps, member.after_steps, lambda: member.joined)
+            runs = MemberRuns(
+                rank,
+                member.between_steps,
+                member.after_steps,
+                lambda: member.joined,
+                graph_steps,
+            )
         except (CompileError, LaunchError) as error:  # the rank serves all other callers
             log.warning("rank %d takes no rows of callers' GPUs: %s", rank.index, error)
             return None, f"the kernels that wait for rows cannot be loaded at this rank: {error}"
         member.on_end, member.on_leave, runs.observe = runs.interrupt, runs.drop, member.ran
         runs.closed = lambda: member.closed_layers
+        rank.runs_held = lambda: runs.held
         return runs, ""
 
     def _epoch_adopted(self, generation: int, epoch: int) -> None:

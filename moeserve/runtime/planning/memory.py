@@ -14,13 +14,14 @@ from moeserve.runtime.sections import BalanceConfig
 from moeserve.runtime.served import Served
 
 WEIGHTS, STAGING, DISPATCH, GRAPHS = "weights", "staging", "dispatch", "graphs"
-WORKSPACE, CACHED = "workspace", "cached"
+WORKSPACE, CACHED, PASSES = "workspace", "cached", "passes"
 
 PURPOSES = {
     WEIGHTS: "prepared experts in this rank's slots",
     STAGING: "experts that are being copied in for the next epoch",
     DISPATCH: "dispatchers' own buffers, as far as they are known without their libraries",
-    GRAPHS: "memory pools of recorded steps",
+    GRAPHS: "memory pools of recorded steps, those of passes too",
+    PASSES: "mailboxes of callers' GPUs, and where the rows of their steps lie",
     WORKSPACE: "what a step works in, and tables of routing and load",
     CACHED: "blocks that torch keeps for its next allocation",
 }

@@ -30,7 +30,7 @@ from moeserve.runtime.rank.all2all import RankDispatchers
 from moeserve.runtime.rank.experts import LayerProgress, RankExperts
 from moeserve.runtime.rank.graphs import padded_rows
 from moeserve.runtime.rank.measured import TIMED_EVERY, ExpertRows, RowsReading
-from moeserve.runtime.rank.memory import held_bytes, release_cached
+from moeserve.runtime.rank.memory import RunsHeld, held_bytes, release_cached
 from moeserve.runtime.rank.runner import Launch, StepRunner
 from moeserve.runtime.rank.transfers.step_room import StepRoom
 from moeserve.runtime.rank.warm.warming import Warming
@@ -63,6 +63,7 @@ class Rank:
         self._epoch: Epoch | None = None  # as it was loaded last
         self._number = 0  # of the last step since the dispatchers were built
         self.timed_every = TIMED_EVERY  # of so many steps of a service a device times one
+        self.runs_held: Callable[[], RunsHeld] = RunsHeld  # what runs of callers' GPUs hold of its device
 
     @property
     def epoch(self) -> Epoch:
@@ -342,7 +343,11 @@ class Rank:
     def held_bytes(self) -> dict[str, int]:
         """Bytes of its device by each of `PURPOSES`; from any thread."""
         return held_bytes(
-            self.experts.bank, self._dispatchers.buffer_bytes, self.device, self._runner.graphs.pool
+            self.experts.bank,
+            self._dispatchers.buffer_bytes,
+            self.device,
+            self._runner.graphs.pool,
+            self.runs_held(),
         )
 
     def load_reading(self) -> Reading:

@@ -11,6 +11,7 @@ import torch
 
 from moeserve.device.machine import machine_named
 from moeserve.dispatch.mail.layout import MailLayout
+from moeserve.runtime.rank.memory import RunsHeld
 from moeserve.runtime.rank.runs import member_runs
 from moeserve.runtime.rank.runs.member_runs import Mail, MemberRuns, why_not
 from moeserve.runtime.rank.runs.runs import OwnerLane, Run, Told
@@ -23,7 +24,10 @@ RUN = Run(LANE, ((3, 0), (5, 0)), 8, 0, begins=1)
 class Device:
     """In place of PassRuns: what was launched, and how it ends."""
 
-    def __init__(self, rank: object = None) -> None:
+    held = RunsHeld("pool", rooms=100)
+
+    def __init__(self, rank: object, graph_steps: int) -> None:
+        self.graph_steps = graph_steps
         self.launched: list[tuple[Run, tuple[int, int]]] = []
         self.ends: Exception | None = None
         self.fails: Exception | None = None
@@ -69,6 +73,7 @@ class Memory:
     """A lane's memory, which may not go twice."""
 
     freed = 0
+    mine = torch.zeros(30, dtype=torch.uint8)
 
     def close(self) -> None:
         self.freed += 1
@@ -181,8 +186,10 @@ def test_memory_is_freed_when_nothing_runs_that_could_touch_it(house: House) -> 
     house.runs.detach(mail)
     house.step()
     assert mail.memory.freed == 0 and house.runs.retired == 1
+    assert house.runs.held == RunsHeld("pool", 100, 30)
     house.end()
     house.step()
+    assert house.runs.held == RunsHeld("pool", 100, 0)
     assert mail.memory.freed == 1 and house.runs.retired == 0 and house.device.forgotten == [LANE]
 
 

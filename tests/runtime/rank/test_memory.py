@@ -19,6 +19,7 @@ from moeserve.runtime.epoch import Epoch
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.planning.memory import PURPOSES, planned_bytes
 from moeserve.runtime.rank import rank as rank_room
+from moeserve.runtime.rank.memory import RunsHeld, held_bytes
 from moeserve.runtime.rank.rank import Rank
 from moeserve.runtime.sections import BalanceConfig, Wanted
 from moeserve.runtime.served import Served, served_from
@@ -99,6 +100,25 @@ def test_the_metric_tells_every_purpose(served: Served) -> None:
     found = {line.split('what="')[1].split('"')[0]: line for line in lines}
     assert found.keys() == PURPOSES.keys()
     assert float(found["weights"].rsplit(" ", 1)[1]) == rank.experts.bank.nbytes
+
+
+def test_what_runs_of_callers_gpus_hold_is_told_apart(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = rank_of(served)
+    rank.load(first(served))
+    weights = rank.experts.bank.slots_nbytes
+    pools = {
+        "steps": [{"total_size": 70, "allocated_size": 50}],
+        "runs": [{"total_size": 9, "allocated_size": 4}],
+    }
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", pools.__getitem__)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: weights + 54 + 30 + 1000)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: weights + 79 + 30 + 1000 + 200)
+    held = held_bytes(rank.experts.bank, 0, "cuda", "steps", RunsHeld("runs", rooms=30, mailboxes=500))
+    assert (held["graphs"], held["passes"], held["workspace"], held["cached"]) == (79, 530, 1000, 200)
+    rank.runs_held = lambda: RunsHeld(None, 30, 500)
+    assert rank.held_bytes()["passes"] == 0, "there is none on a CPU"
 
 
 @pytest.mark.gpu(1)

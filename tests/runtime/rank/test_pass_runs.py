@@ -9,19 +9,18 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from houses import Alone, house_config
+from pass_pairs import MOST, Pair, expected, given
 from torch import Tensor
 
-from moeserve.dispatch.mail.kernels import CHOICE, LOGITS, MISFIT, CallerKernels, Given, words
-from moeserve.dispatch.mail.layout import STEPS, MailLayout, Word
+from moeserve.dispatch.mail.kernels import LOGITS, MISFIT, Given
+from moeserve.dispatch.mail.layout import FEW_BLOCKS
 from moeserve.runtime.launch.torchrun import HostedRank, join_torchrun, leave_torchrun
 from moeserve.runtime.rank.graphs import padded_rows
-from moeserve.runtime.rank.runs.runs import OwnerLane, PassRuns, Run, Told
-from moeserve.runtime.step import LaneInput, LaneLogits
+from moeserve.runtime.rank.runs.runs import PassRuns, Told
 
 pytestmark = pytest.mark.gpu(1)
 LATE, LOST, REFUSED = 2, 3, 5
 LAYERS = (0, 1)
-MOST = 40
 
 
 @pytest.fixture(scope="module")
@@ -41,84 +40,6 @@ def rank(alone: Alone) -> Iterator[HostedRank]:
 @pytest.fixture(scope="module")
 def runs(rank: HostedRank) -> PassRuns:
     return PassRuns(rank)
-
-
-class Pair:
-    """A lane between two streams of one GPU."""
-
-    def __init__(self, runs: PassRuns, alone: Alone, stages: int = 2, patience: float = 5.0) -> None:
-        sizes = alone.checkpoint
-        self.layout = MailLayout(MOST, stages, sizes.hidden, sizes.num_experts, sizes.top_k, torch.bfloat16)
-        self.box, self.answers = (
-            torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
-            for nbytes in (self.layout.mailbox_bytes, self.layout.answers_bytes)
-        )
-        self.mirror = torch.zeros(64, dtype=torch.int64).pin_memory()
-        self.table = words(torch.device("cuda"))
-        addresses = self.box.data_ptr(), self.answers.data_ptr()
-        self.table[Word.MAILBOX], self.table[Word.ANSWERS] = addresses
-        self.table[Word.PATIENCE] = int(patience * 1e9)
-        self.table[Word.MIRROR] = self.mirror.data_ptr()
-        self.caller = CallerKernels(self.layout, self.table)
-        self.owner: OwnerLane = runs.lane(self.layout, addresses, patience)
-        self.here, self.there = torch.cuda.Stream(), torch.cuda.Stream()
-        self.runs, self.number = runs, 0
-        torch.cuda.synchronize()
-
-    def begin(self) -> int:
-        """A pass of another number, on the caller's side."""
-        torch.cuda.synchronize()
-        self.number += 1
-        self.table[Word.NUMBER], self.table[Word.ENDED] = self.number, 0
-        self.table[STEPS:].zero_()
-        torch.cuda.synchronize()
-        return self.number
-
-    def launch(self, steps: tuple[tuple[int, int], ...], rows: int, **more: int | bool) -> object:
-        with torch.cuda.stream(self.there):
-            return self.runs.launch(Run(self.owner, steps, rows, more.pop("kind", CHOICE), **more), (7, 3))
-
-    def bring(self, stage: int, layer: int, given: Given) -> None:
-        with torch.cuda.stream(self.here):
-            self.caller.bring(stage, layer, given)
-
-    def fetch(self, stage: int, like: Tensor) -> Tensor:
-        with torch.cuda.stream(self.here):
-            out = torch.full_like(like, torch.nan)
-            self.caller.fetch(stage, out)
-        return out
-
-    def told(self, flight: object) -> Told:
-        """How far it came; what it has answered itself is compared with that."""
-        flight.event.synchronize()
-        before = 0 if flight.begins else self.owner.counted
-        told = flight.read()
-        assert told.answered == (sum(told.steps) - before if told.ended in (0, MISFIT) else 0)
-        return told._replace(answered=0)
-
-    @property
-    def ended(self) -> int:
-        torch.cuda.synchronize()
-        return int(self.table[Word.ENDED])
-
-
-def given(alone: Alone, rows: int, seed: int) -> Given:
-    hidden, ids, weights = alone.batch(rows, seed=seed)
-    return Given(hidden.bfloat16().cuda(), ids.int().cuda(), weights.float().cuda())
-
-
-def expected(rank: HostedRank, layer: int, of: Given) -> Tensor:
-    """The same rows by a step of the rank, as a graph of as many padded rows."""
-    valid = torch.ones(len(of.hidden), dtype=torch.bool, device="cuda")
-    rows = (
-        LaneLogits(of.hidden, of.route, valid)
-        if of.weights is None
-        else LaneInput(of.hidden, of.route, of.weights, valid)
-    )
-    for _ in range(3):
-        answer, _ = rank.step(layer, rows, (len(of.hidden),))
-    torch.cuda.synchronize()
-    return answer
 
 
 ROUND = tuple((layer, stage) for layer in LAYERS for stage in (0, 1))
@@ -255,3 +176,80 @@ def test_what_a_pass_does_not_expect_ends_it(
     flight = pair.launch(((0, 0),), 4, begins=pair.begin())
     pair.bring(0, 0, right)
     assert torch.equal(pair.fetch(0, right.hidden), expected(rank, 0, right)) and pair.ended == 0
+
+
+COUNT = 2  # word of a line
+
+
+def off(found: Tensor, right: Tensor) -> float:
+    """How far the worst row is from what it has to be, of the row; another caller's is 1 or more."""
+    return float(((found - right).float().norm(dim=1) / right.float().norm(dim=1)).max())
+
+
+@pytest.mark.parametrize(("few", "many"), [(28, 112), (56, 448)])
+def test_a_count_that_changes_all_the_time_brings_no_rows_of_others(
+    runs: PassRuns, rank: HostedRank, alone: Alone, few: int, many: int
+) -> None:
+    """Blocks of one take read it at different moments, by themselves or after one that waited for them."""
+    pair, other = (Pair(runs, alone, stages=1, rows=many) for _ in range(2))
+    assert pair.layout.blocks_of(few) < pair.layout.blocks_of(many)
+    assert (pair.layout.blocks_of(padded_rows(many)) > FEW_BLOCKS) == (many > 112)
+    batch, theirs = given(alone, many, seed=1), given(alone, many, seed=2)
+    right, count = other.answered(batch, padded_rows(many)), pair.lines[0, COUNT]
+    flips, stream, seen = torch.cuda.CUDAGraph(), torch.cuda.Stream(), set[int]()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(flips, stream=stream):
+        for _ in range(2000):
+            count.fill_(few)
+            count.fill_(many)
+    for _ in range(100):
+        other.answered(theirs, padded_rows(many))  # these are what is left in the room
+        number = pair.begin()
+        pair.bring(0, 0, batch)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # some 15 ms
+                flips.replay()
+        time.sleep(0.001)
+        flight = pair.launch(((0, 0),), padded_rows(many), begins=number)
+        assert pair.told(flight) == Told(0, (1,))
+        seen.add(pair.taken)
+        assert off(pair.answer, right[: pair.taken]) < 0.1, pair.taken
+    assert seen == {few, many}
+
+
+def test_a_count_that_grows_while_lines_are_waited_for_is_not_read_again(
+    runs: PassRuns, rank: HostedRank, alone: Alone
+) -> None:
+    pair, other = (Pair(runs, alone, stages=1, rows=448) for _ in range(2))
+    batch = given(alone, 448, seed=1)
+    right = other.answered(batch, 512)
+    other.answered(given(alone, 448, seed=2), 512)
+    number = pair.begin()
+    pair.bring(0, 0, batch)
+    torch.cuda.synchronize()
+    lines, tags = pair.lines, pair.lines[:, :2].clone()
+    lines[0, COUNT], lines[1:, COUNT] = 224, 7  # what other lines say of it has no say
+    lines[4:, :2] = 0
+    torch.cuda.synchronize()
+    flight = pair.launch(((0, 0),), 512, begins=number)
+    time.sleep(0.1)
+    with torch.cuda.stream(pair.here):
+        lines[0, COUNT] = 448
+        lines[4:, :2] = tags[4:]
+    assert pair.told(flight) == Told(0, (1,))
+    assert pair.taken == 224 and off(pair.answer, right[:224]) < 0.1
+
+
+def test_more_rows_than_the_lane_has_end_the_pass(runs: PassRuns, alone: Alone) -> None:
+    pair = Pair(runs, alone, stages=1)
+    batch = given(alone, 3, seed=1)
+    for count in (MOST + 1, -1):
+        number = pair.begin()
+        pair.bring(0, 0, batch)
+        torch.cuda.synchronize()
+        pair.lines[0, COUNT] = count
+        torch.cuda.synchronize()
+        flight = pair.launch(((0, 0),), 64, begins=number)
+        assert pair.told(flight) == Told(REFUSED, (1,))
+        assert pair.taken == 0

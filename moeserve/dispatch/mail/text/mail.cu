@@ -13,7 +13,7 @@ struct __align__(32) Line {
 };
 
 // Words of a caller's table, and of an owner's state of a lane. Steps and tickets: one word a stage.
-enum { MAILBOX, ANSWERS, NUMBER, PATIENCE, ENDED, ABORT, MIRROR, TAKEN, EPOCH, VERSION, STEPS = 16, TICKETS = 24 };
+enum { MAILBOX, ANSWERS, NUMBER, PATIENCE, ENDED, ABORT, MIRROR, TAKEN, EPOCH, VERSION, AGREED, STEPS = 16, TICKETS = 24 };
 enum { LATE = 2, LOST = 3, REFUSED = 5 };  // statuses of a pass
 enum { MISFIT = 64 };                      // the step has more rows than were launched for: it is to be launched anew
 enum { YIELD = 2 };  // of the host's word: others want the device, and what waits is launched anew
@@ -159,7 +159,21 @@ extern "C" __global__ void mail_fetch(const __grid_constant__ FetchArguments arg
 
 // -- the owner's --------------------------------------------------------------------------------------------
 
+// How many rows a step has, for all blocks of a take alike: as many as the first of them has read. The word is in
+// memory that the caller has not mapped; `mail_post` clears it.
+DEVICE u32 agree(u64* words, u32 count) {
+  const u64 before = atomicCAS(words + AGREED, 0ull, (u64)count + 1);
+  return before ? (u32)(before - 1) : count;
+}
+
 // Takes the rows of a step of `layer` into a room of `padded` rows; those that are none are not valid.
+//
+// The room still holds what another caller's step left there, and the caller may write its lines anew at any time, so
+// that two reads of a count may differ. It is therefore agreed upon once: by the kernel that waits before many blocks,
+// or by the first block that has read it. From it alone follow which rows are valid, how they are divided, and how many
+// are posted. So each valid row has been written by this step; where a block has not come to its share, it has noted
+// that the pass has ended, and nothing is posted. Rows, ids, weights and logits may change under a reader, too, but
+// each is read once, and whatever is read is the caller's own.
 extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args) {
   u64* words = args.state;
   const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]);
@@ -169,15 +183,15 @@ extern "C" __global__ void mail_take(const __grid_constant__ TakeArguments args)
   const int block = blockIdx.x;
   if (threadIdx.x == 0) {
     rows = 0;
-    if (!*(volatile u64*)(words + ENDED) && await_tag(lines, tag, words, LATE)) {
-      const u32 count = load_relaxed(&lines->count);
+    if (!*(volatile u64*)(words + ENDED) && (args.awaited || await_tag(lines, tag, words, LATE))) {
+      const u32 count = args.awaited ? (u32)(words[AGREED] - 1) : agree(words, load_relaxed(&lines->count));
       const bool named = load_relaxed(&lines->first) == (u32)args.layer && load_relaxed(&lines->second) == (u32)args.kind;
       if (!named || count > (u32)args.most) {
         note_end(words, REFUSED);
       } else if (count > (u32)args.padded) {
         note_end(words, MISFIT);
       } else if (block < blocks_of(count, args.row_words, args.blocks)) {
-        if (block == 0 || await_tag(lines + block, tag, words, LATE)) rows = count;
+        if (block == 0 || args.awaited || await_tag(lines + block, tag, words, LATE)) rows = count;
       }
     }
     if (block == 0) words[TAKEN] = rows;
@@ -205,6 +219,7 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
   const u32 count = (u32)words[TAKEN];
   const int blocks = ended ? args.blocks : blocks_of(count, args.row_words, args.blocks);
   u8* answers = (u8*)words[ANSWERS];
+  if (blockIdx.x == 0 && threadIdx.x == 0) words[AGREED] = 0;  // of the next step
   if (ended == MISFIT) return;
   for (int block = blockIdx.x; block < blocks; block += gridDim.x) {  // more than once where the pass has ended
     if (!ended)
@@ -225,7 +240,7 @@ extern "C" __global__ void mail_post(const __grid_constant__ PostArguments args)
 // -- both ---------------------------------------------------------------------------------------------------
 
 // One block waits for all lines of a step, before a kernel of many blocks is launched: waiting takes a stream and no
-// multiprocessors. `box`: MAILBOX or ANSWERS.
+// multiprocessors. `box`: MAILBOX or ANSWERS. Before a take it says how many rows the step has, as `agree` does.
 extern "C" __global__ void mail_await(const __grid_constant__ AwaitArguments args) {
   u64* words = args.words;
   const u64 tag = tag_of(words[NUMBER], words[STEPS + args.stage]);
@@ -233,8 +248,11 @@ extern "C" __global__ void mail_await(const __grid_constant__ AwaitArguments arg
   __shared__ int blocks;
   if (threadIdx.x == 0) {
     blocks = 0;
-    if (!*(volatile u64*)(words + ENDED) && await_tag(lines, tag, words, args.late))
-      blocks = blocks_of(load_relaxed(&lines->count), args.row_words, args.blocks);
+    if (!*(volatile u64*)(words + ENDED) && await_tag(lines, tag, words, args.late)) {
+      const u32 count = load_relaxed(&lines->count);
+      if (args.box == MAILBOX) words[AGREED] = (u64)count + 1;
+      blocks = blocks_of(count, args.row_words, args.blocks);
+    }
   }
   __syncthreads();
   if (threadIdx.x && threadIdx.x < blocks) await_tag(lines + threadIdx.x, tag, words, args.late);

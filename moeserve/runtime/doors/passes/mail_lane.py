@@ -25,7 +25,9 @@ COMPANY_SECONDS = 0.0003
 """For the rows of a pass's other stages, before those that are there are launched alone."""
 
 MOST_FLYING = 2
-"""Runs of one lane that were launched and have not ended."""
+"""Runs of one lane that were launched and have not ended; one, as long as nobody knows the weights of a pass
+whose steps must have the same.
+"""
 
 
 @dataclass
@@ -48,6 +50,16 @@ class _Pass:
 
     def wants(self, stage: int) -> bool:
         return self.said.standing or self.sent[stage] < len(self.said.layers)
+
+    @property
+    def demanded(self) -> int:
+        """The version of the weights that its next run must have; 0: any."""
+        return self.said.version if self.said.any_weights else self.version
+
+    @property
+    def full(self) -> bool:
+        """Whether no run may be launched before one has ended."""
+        return self.flying >= (MOST_FLYING if self.said.any_weights or self.version else 1)
 
     @property
     def alike(self) -> bool:
@@ -118,7 +130,7 @@ class MailLane(AnnouncedLane):
             self._end(Status.OK, "")
         with self._lock:
             run = None if self._concluded() else self._next_run(under_way, now)
-            demanded = 0 if under_way.said.any_weights else under_way.version
+            demanded = under_way.demanded
             self._concluded()  # the caller may be late
         if run is None:
             return False
@@ -156,7 +168,7 @@ class MailLane(AnnouncedLane):
                 run.misfits = 0
         if not run.flying and self._mail.lane.abort[0] == YIELD:
             self._mail.lane.abort[0] = 0
-        if run.flying >= MOST_FLYING:
+        if run.full:
             return None
         there = [stage for stage in range(len(run.sent)) if run.wants(stage) and self._has_tag(run, stage)]
         if not there:
@@ -231,7 +243,7 @@ class MailLane(AnnouncedLane):
     def other_weights(self, version: int) -> None:
         """A run was not launched, since its layers have other weights than the pass."""
         with self._lock:
-            had = 0 if self._pass is None else self._pass.version
+            had = 0 if self._pass is None else self._pass.demanded
         text = f"wrong_version: the layer has weights version {version}, and this pass {had}"
         self._failed(Status.OTHER_WEIGHTS, text)
 

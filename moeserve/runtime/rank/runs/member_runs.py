@@ -17,8 +17,9 @@ from moeserve.device.nvrtc import NEEDED_MODULE
 from moeserve.dispatch.mail.kernels import ABORT
 from moeserve.dispatch.mail.layout import MailLayout
 from moeserve.dispatch.peers.memory import Mapped, memory_on
+from moeserve.runtime.rank.memory import RunsHeld
 from moeserve.runtime.rank.rank import Rank
-from moeserve.runtime.rank.runs.runs import Flight, OwnerLane, PassRuns, Run, Told
+from moeserve.runtime.rank.runs.runs import MOST_STEPS, Flight, OwnerLane, PassRuns, Run, Told
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,8 @@ class MemberRuns:
     """Runs of one member, which is alone in its group. Attach and detach from any thread.
 
     between: has an act done by the thread that launches steps, between two of them. finish: has one done
-    after the steps that were launched before. serving: whether the group serves.
+    after the steps that were launched before. serving: whether the group serves. graph_steps: of all recorded
+    runs.
     """
 
     def __init__(
@@ -82,9 +84,10 @@ class MemberRuns:
         between: Callable[[Act], None],
         finish: Callable[[Act], None],
         serving: Callable[[], bool],
+        graph_steps: int = MOST_STEPS,
     ) -> None:
         self._rank, self._between, self._finish, self._serving = rank, between, finish, serving
-        self._runs = PassRuns(rank)
+        self._runs = PassRuns(rank, graph_steps)
         self.closed: Callable[[], Collection[int]] = lambda: ()  # layers that no step may take now
         self.observe: Callable[[int], None] = lambda steps: None  # is told of steps that have ended
         self._lock = threading.Lock()
@@ -143,6 +146,13 @@ class MemberRuns:
         with self._lock:
             self._attached.add(mail)
         return mail
+
+    @property
+    def held(self) -> RunsHeld:
+        """Device memory that is held for lanes and their runs, by any thread."""
+        with self._lock:
+            mails = [*self._attached, *self._retired]
+        return self._runs.held._replace(mailboxes=sum(mail.memory.mine.nbytes for mail in mails))
 
     @property
     def retired(self) -> int:

@@ -19,15 +19,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moeserve.dispatch.mail.kernels import CHOICE, MISFIT, Given, OwnerKernels, load, words
+from moeserve.dispatch.mail.kernels import MISFIT, Given, OwnerKernels, load, words
 from moeserve.dispatch.mail.layout import STEPS, WORDS, MailLayout, Word
 from moeserve.runtime.rank.graphs import CudaCapture, Replay
+from moeserve.runtime.rank.memory import RunsHeld
 from moeserve.runtime.rank.rank import Rank
-from moeserve.runtime.step import LaneInput, LaneLogits
+from moeserve.runtime.rank.runs.rooms import Rooms
+from moeserve.runtime.sections import PassesConfig
+from moeserve.runtime.step import LaneInput
 
 log = logging.getLogger(__name__)
 
-MOST_STEPS = 4096
+MOST_STEPS = PassesConfig.graph_steps
 """Of all recorded runs of one rank; those that were launched longest ago are dropped for others."""
 
 READY_COPIES = 6
@@ -118,10 +121,12 @@ class PassRuns:
     Runs follow one another on the stream that they are launched on, and the rank's other steps too.
     """
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, graph_steps: int = MOST_STEPS) -> None:
+        """graph_steps: of all recorded runs together."""
         self._rank, self._device = rank, torch.device(rank.device)
+        self._graph_steps = graph_steps
         self._now = words(self._device)  # the state of the lane whose run it is
-        self._rooms: dict[tuple[int, int], LaneInput | LaneLogits] = {}  # by rows and kind
+        self._rooms = Rooms(self._device)
         self._kernels: dict[MailLayout, OwnerKernels] = {}
         self._graphs: OrderedDict[_Key, Replay] = OrderedDict()
         self._seen = set[_Key]()  # single steps that were launched
@@ -138,6 +143,16 @@ class PassRuns:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    @property
+    def recorded_steps(self) -> int:
+        """Of all recorded runs."""
+        return sum(len(known.steps) for known in self._graphs)
+
+    @property
+    def held(self) -> RunsHeld:
+        """Device memory that is held for runs, by any thread."""
+        return RunsHeld(self._capture.pool, self._rooms.nbytes)
+
     def drop(self) -> None:
         """Drops all graphs: what they recorded is about to change."""
         self._graphs.clear()
@@ -150,6 +165,7 @@ class PassRuns:
         with self._lock:
             self._kernels_of(layout)
             self._lanes[layout] += 1
+            self._rooms.grow(layout, layout.rows)  # now: to allocate may wait for what waits on the device
         abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         made = OwnerLane(layout, addresses, abort, patience, words(self._device))
         made.free.extend([made.take_pinned() for _ in range(READY_COPIES)])
@@ -194,6 +210,9 @@ class PassRuns:
         self._refused = {key for key in self._refused if key.layout != lane.layout}
         for key in [key for key in self._graphs if key.layout == lane.layout]:
             del self._graphs[key]
+        with self._lock:
+            if not self._lanes:
+                self._rooms.clear()
 
     def _work(self, run: Run) -> Callable[[], None]:
         """What computes the run, or its first steps: a graph, where it can be recorded."""
@@ -209,7 +228,7 @@ class PassRuns:
         if len(run.steps) == 1 and key not in self._seen:  # it may come once only
             self._seen.add(key)
             return steps
-        if key not in self._refused:
+        if key not in self._refused and len(key.steps) <= self._graph_steps:
             try:
                 replay = self._capture(steps)
             except RuntimeError as error:
@@ -222,14 +241,15 @@ class PassRuns:
         return lambda: self._steps(few)
 
     def _keep(self, key: _Key, replay: Replay) -> None:
-        held = sum(len(known.steps) for known in self._graphs)
-        while self._graphs and held + len(key.steps) > MOST_STEPS:
+        held = self.recorded_steps
+        while self._graphs and held + len(key.steps) > self._graph_steps:
             known, _ = self._graphs.popitem(last=False)
             held -= len(known.steps)
         self._graphs[key] = replay
 
     def _steps(self, key: _Key) -> None:
-        rank, kernels, room = self._rank, self._kernels_of(key.layout), self._room(key)
+        rank, kernels = self._rank, self._kernels_of(key.layout)
+        room = self._rooms.of(key.layout, key.rows, key.kind)
         route, weights = (room.experts, room.weights) if isinstance(room, LaneInput) else (room.logits, None)
         lane = rank.member.lane or 0
         lane_rows = tuple(key.rows if at == lane else 0 for at in range(rank.epoch.members.max_lanes))
@@ -242,20 +262,3 @@ class PassRuns:
         if found is None:
             found = self._kernels[layout] = OwnerKernels(layout, self._now)
         return found
-
-    def _room(self, key: _Key) -> LaneInput | LaneLogits:
-        """Where the rows of one step after the other lie."""
-        room, layout, device = self._rooms.get((key.rows, key.kind)), key.layout, self._device
-        if room is None:
-            hidden = torch.zeros((key.rows, layout.hidden), dtype=layout.dtype, device=device)
-            valid = torch.zeros(key.rows, dtype=torch.bool, device=device)
-            if key.kind == CHOICE:
-                chosen = (key.rows, layout.top_k)
-                ids = torch.zeros(chosen, dtype=torch.int32, device=device)
-                weights = torch.zeros(chosen, dtype=torch.float32, device=device)
-                room = LaneInput(hidden, ids, weights, valid)
-            else:
-                logits = torch.zeros((key.rows, layout.experts), dtype=torch.float32, device=device)
-                room = LaneLogits(hidden, logits, valid)
-            self._rooms[key.rows, key.kind] = room
-        return room

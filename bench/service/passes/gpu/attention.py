@@ -1,0 +1,69 @@
+"""`Attention`: a kernel in place of attention, which fills the GPU and reads its memory for so long."""
+
+from __future__ import annotations
+
+import torch
+
+ELEMENTS = 1 << 29  # of float32: 2 GiB, far more than a GPU's caches hold
+ROUNDS = 6  # of calibrating
+LAUNCHES, REPLAYS = 20, 4  # of one measurement
+FIRST_RATE = 2.5e6 / 4  # elements a microsecond
+CLOSE = 0.01
+
+
+class Attention:
+    """Sums of as much memory as takes the time that is asked for; each launch reads another part."""
+
+    def __init__(self, device: str) -> None:
+        self._memory = torch.zeros(ELEMENTS, device=device)
+        self._sum = torch.zeros((), device=device)
+        self._device = device
+        self._known: dict[float, tuple[int, float]] = {0.0: (0, 0.0)}  # elements and time, by the wanted time
+        self._elements, self._at = 0, 0
+
+    def set(self, wanted: float) -> float:
+        """Has `run` take so many microseconds; how many they are, measured."""
+        wanted = round(wanted, 1)
+        if wanted not in self._known:
+            self._known[wanted] = self._calibrated(wanted)
+        self._elements, took = self._known[wanted]
+        return took
+
+    def run(self) -> None:
+        """Launches it on the current stream; nothing where no time was asked for."""
+        if not self._elements:
+            return
+        if self._at + self._elements > ELEMENTS:
+            self._at = 0
+        torch.sum(self._memory[self._at : self._at + self._elements], dim=0, out=self._sum)
+        self._at += self._elements
+
+    def _calibrated(self, wanted: float) -> tuple[int, float]:
+        elements, took = int(wanted * FIRST_RATE), 0.0
+        for _ in range(ROUNDS):
+            self._elements = min(ELEMENTS, max(1024, elements // 4 * 4))
+            took = self._measured()
+            if abs(took - wanted) < CLOSE * wanted:
+                break
+            elements = int(self._elements * wanted / took)
+        return self._elements, took
+
+    def _measured(self) -> float:
+        """Microseconds of one launch."""
+        with torch.cuda.device(self._device):
+            stream, graph = torch.cuda.Stream(self._device), torch.cuda.CUDAGraph()
+            with torch.cuda.stream(stream):
+                self.run()
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.graph(graph, stream=stream):
+                for _ in range(LAUNCHES):
+                    self.run()
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with torch.cuda.stream(stream):
+                graph.replay()
+                first.record()
+                for _ in range(REPLAYS):
+                    graph.replay()
+                last.record()
+            last.synchronize()
+        return first.elapsed_time(last) * 1e3 / LAUNCHES / REPLAYS

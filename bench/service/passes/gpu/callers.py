@@ -1,0 +1,158 @@
+"""Two callers of one rank: how long a small one's step takes while a big one has its own.
+
+Both are on one GPU, so that their attention is time alone: a kernel of one thread that spins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.lib.record import Result
+from bench.service.hops.sizes import Sizes
+from bench.service.passes.gpu.clock import Clock
+from bench.service.passes.gpu.steps import batches, check
+from bench.service.passes.gpu.through_service import HOME, Opened
+from moeserve.torch.ways import Rows
+
+DEPTH = 58
+SMALL, BIG = 4, 512  # rows
+ATTENTION = (0.0, 300.0)  # microseconds of both
+AHEAD = 3  # passes of the big caller that are queued when the small one begins one
+LEAD = 2000.0  # microseconds, in which a host launches a pass
+SPUN = 1_000_000  # cycles that are timed
+
+
+class Alone(NamedTuple):
+    """Steps of so many rows in process."""
+
+    microseconds: float
+    right: list[Tensor]  # answers, by step
+
+
+class Side:
+    """One caller: a graph for each step of a forward pass, so that each can be timed."""
+
+    def __init__(self, opened: Opened, sizes: Sizes, rows: int) -> None:
+        order = tuple(at % sizes.layers for at in range(DEPTH))
+        self.way = opened(f"rows-{rows}", rows, 1, order)
+        self.stream = torch.cuda.Stream(HOME)
+        given = [Rows(*one) for one in batches(sizes, rows, HOME, DEPTH, seed=rows)]
+        self._graphs = [torch.cuda.CUDAGraph() for _ in given]
+        self.answers = list[Tensor]()
+        with torch.cuda.stream(self.stream):
+            for _ in range(3):
+                for at, one in enumerate(given):
+                    self.way.mixed(order[at], one)
+        self.way.check()
+        for at, (graph, one) in enumerate(zip(self._graphs, given, strict=True)):
+            with torch.cuda.graph(graph, stream=self.stream):
+                self.answers.append(self.way.mixed(order[at], one))
+
+    def launch(self, spin: int, lead: int = 0) -> list[tuple[torch.cuda.Event, torch.cuda.Event]]:
+        """A forward pass with attention of `spin` cycles; the moments around each step. lead: cycles
+        before it, in which the host launches all of it.
+        """
+        marks = []
+        with torch.cuda.stream(self.stream):
+            if lead:
+                torch.cuda._sleep(lead)
+            for graph in self._graphs:
+                pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                if spin:
+                    torch.cuda._sleep(spin)
+                pair[0].record()
+                graph.replay()
+                pair[1].record()
+                marks.append(pair)
+        return marks
+
+
+class Big:
+    """The other caller, whose passes are kept coming."""
+
+    def __init__(self, side: Side, spin: int) -> None:
+        self._side, self._spin = side, spin
+        self._queued = deque[torch.cuda.Event]()
+
+    def feed(self) -> None:
+        """Queues passes until there are `AHEAD`."""
+        while self._queued and self._queued[0].query():
+            self._queued.popleft()
+        while len(self._queued) < AHEAD:
+            self._queued.append(self._side.launch(self._spin)[-1][1])
+
+
+def spun(wanted: float) -> int:
+    """Cycles of a kernel that spins for so many microseconds."""
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(SPUN)
+    first.record()
+    torch.cuda._sleep(SPUN)
+    last.record()
+    last.synchronize()
+    return int(SPUN * wanted / (first.elapsed_time(last) * 1e3))
+
+
+def microseconds(small: Side, spin: int, passes: int, big: Big | None = None) -> list[float]:
+    """Of each step of the small caller, alone or beside the big one."""
+    marks, lead = list[tuple[torch.cuda.Event, torch.cuda.Event]](), spun(LEAD)
+    for _ in range(passes):
+        if big is not None:
+            big.feed()
+        marks += small.launch(spin, lead)
+        marks[-1][1].synchronize()
+    return [begin.elapsed_time(end) * 1e3 for begin, end in marks][DEPTH:]
+
+
+def compared(
+    opened: Opened, sizes: Sizes, steps: dict[int, Alone], clock: Clock, wanted: int
+) -> list[Result]:
+    """The small caller alone and beside the big one. steps: by rows."""
+    results = []
+    with torch.cuda.device(HOME):
+        small, big = (Side(opened, sizes, rows) for rows in (SMALL, BIG))
+        for at, attention in enumerate(ATTENTION):
+            spin = spun(attention) if attention else 0
+            first = microseconds(small, spin, 4)
+            seconds = (float(np.mean(first)) + attention) * DEPTH / 1e6
+            passes = clock.passes(wanted, 6 * seconds, len(ATTENTION) - at)
+            if not passes:
+                print(json.dumps({"left out, its time is over": f"callers, attention {attention:g} us"}))
+                continue
+            alone = microseconds(small, spin, passes)
+            beside = microseconds(small, spin, passes, Big(big, spin))
+            for side, rows in ((small, SMALL), (big, BIG)):
+                side.way.check()
+                right = [one.to(HOME) for one in steps[rows].right]
+                check(f"callers, {rows} rows", (0, 0), side.answers, right)
+            results.append(_told(attention, alone, beside, steps))
+        for side in (small, big):
+            side.way.close()
+    return results
+
+
+def _told(attention: float, alone: list[float], beside: list[float], steps: dict[int, Alone]) -> Result:
+    p50, p99 = float(np.median(alone)), float(np.percentile(beside, 99))
+    peers = {
+        "alone p50": p50,
+        "beside p50": float(np.median(beside)),
+        "big step": steps[BIG].microseconds,
+        "small step": steps[SMALL].microseconds,
+    }
+    made = Result(
+        "gpu_pass",
+        f"a caller of {SMALL} rows beside one of {BIG}, attention {attention:g} us, p99 of a step",
+        round(p99, 2),
+        "us",
+        "lower",
+        round(p50 + steps[BIG].microseconds, 2),
+        {name: round(value, 2) for name, value in peers.items()},
+    )
+    print(json.dumps({"case": made.case, "p99": made.ours, "aim": made.aim} | dict(made.peers)), flush=True)
+    return made

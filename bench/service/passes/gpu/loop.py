@@ -1,0 +1,267 @@
+"""A decode loop: passes of 58 steps with attention between them, in one, two and three stages.
+
+A layer of s stages takes s times the longer of attention and experts, if all else is hidden behind them; a
+case says what a layer took of wall clock, over passes that follow one another, each with other routes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.lib.record import Result
+from bench.service.hops.sizes import Sizes
+from bench.service.passes.gpu.attention import Attention
+from bench.service.passes.gpu.clock import Clock
+from bench.service.passes.gpu.steps import batches, check, steps_alone
+from bench.service.passes.gpu.through_service import HOME, Opened
+from bench.service.passes.gpu.two_streams import TwoStreams
+from moeserve.runtime.launch.torchrun import HostedRank
+from moeserve.runtime.rank.runs.runs import PassRuns
+from moeserve.torch.attached_device import AttachedDevice
+from moeserve.torch.ways import Rows
+
+LOOP = 58  # steps of a pass
+ROWS = (1, 16, 128)  # of a stage
+STAGES = (1, 2, 3)
+EQUAL = -1.0  # attention takes as long as a stage's experts
+ATTENTION = (0.0, 100.0, 300.0, EQUAL)  # microseconds
+AIMS = {2: 1.15, 3: 1.05}  # of a layer, over what its stages take
+ESTIMATED, ANNOUNCED = 8, 200  # passes: to see how long one takes; that are announced one by one
+
+
+class Case(NamedTuple):
+    """What is measured."""
+
+    rows: int  # of a stage
+    attention: float  # microseconds of a stage, or EQUAL
+    stages: int
+
+    def text(self, mode: str) -> str:
+        """As the record names it."""
+        took = "as long as experts" if self.attention == EQUAL else f"{self.attention:g} us"
+        return f"decode, {self.rows} rows a stage, {self.stages} stages, attention {took}, {mode}"
+
+
+def cases(rows: Sequence[int] = ROWS) -> list[Case]:
+    """All of them, those of few rows first."""
+    return [Case(*one) for one in product(rows, ATTENTION, STAGES)]
+
+
+class Batches:
+    """Rows of all stages and steps of a pass. `renew`, as a part of the caller's graph, has other routes:
+    each expert is the one behind it, so that a row's experts stay distinct.
+    """
+
+    def __init__(self, sizes: Sizes, rows: int, device: str) -> None:
+        self._experts = sizes.experts
+        made = [one for stage in STAGES for one in batches(sizes, rows, device, LOOP, 1000 * stage)]
+        self._first = torch.stack([one.route for one in made])
+        self._ids, self._offset = self._first.clone(), torch.zeros((), dtype=torch.int32, device=device)
+        given = [one._replace(route=self._ids[at]) for at, one in enumerate(made)]
+        self.given = [given[at : at + LOOP] for at in range(0, len(given), LOOP)]  # by stage and step
+
+    def renew(self) -> None:
+        """Other routes than in the pass before."""
+        self._offset.add_(1)
+        torch.add(self._first, self._offset, out=self._ids)
+        self._ids.remainder_(self._experts)
+
+    def rewind(self) -> None:
+        """The next pass has the first routes; nothing is under way."""
+        self._offset.fill_(self._experts - 1)
+        torch.cuda.synchronize(self._offset.device)
+
+
+class Caller(Protocol):
+    """How a stage's rows go to the experts and home, on the current stream."""
+
+    def submit(self, stage: int, at: int) -> None:
+        """Brings the rows of step `at`."""
+
+    def wait(self, stage: int, at: int) -> None:
+        """Takes their answer."""
+
+
+def forward(caller: Caller, of: Batches, attention: Attention, stages: int) -> None:
+    """Launches a forward pass: while one stage is with the experts, the others have their attention."""
+    of.renew()
+    for at in range(LOOP):
+        for stage in range(stages):
+            if at:
+                caller.wait(stage, at - 1)
+            attention.run()
+            caller.submit(stage, at)
+    for stage in range(stages):
+        caller.wait(stage, LOOP - 1)
+
+
+class _OnStreams:
+    """A caller beside its owner, as two streams."""
+
+    def __init__(self, both: TwoStreams, of: Batches, layers: int) -> None:
+        self._kernels, self._given, self._layers = both.kernels, of.given, layers
+        self.answers = [[torch.empty_like(one.hidden) for one in stage] for stage in of.given]
+
+    def submit(self, stage: int, at: int) -> None:
+        self._kernels.bring(stage, at % self._layers, self._given[stage][at])
+
+    def wait(self, stage: int, at: int) -> None:
+        self._kernels.fetch(stage, self.answers[stage][at])
+
+
+class _OnWay:
+    """A caller of a service."""
+
+    def __init__(self, way: AttachedDevice, of: Batches, layers: int) -> None:
+        self._way, self._layers = way, layers
+        self._given = [[Rows(*one) for one in stage] for stage in of.given]
+        self._tickets = dict[int, int]()
+        self.answers: list[list[Tensor]] = [[one.hidden for one in stage] for stage in of.given]
+
+    def submit(self, stage: int, at: int) -> None:
+        self._tickets[stage] = self._way.submit(at % self._layers, self._given[stage][at])
+
+    def wait(self, stage: int, at: int) -> None:
+        self.answers[stage][at] = self._way.wait(self._tickets.pop(stage))
+
+
+class Known(NamedTuple):
+    """What is known of a number of rows without a hop."""
+
+    experts: float  # microseconds of a stage's step
+    right: list[list[Tensor]]  # answers to the first routes, by stage and step
+
+
+def wall(launch: Callable[[], None], passes: int, device: str) -> float:
+    """Microseconds of a layer, over so many passes."""
+    torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    for _ in range(passes):
+        launch()
+    torch.cuda.synchronize(device)
+    return (time.perf_counter() - started) * 1e6 / passes / LOOP
+
+
+class Loop:
+    """The cases of one run. mode: how the record names where caller and owner are."""
+
+    def __init__(self, sizes: Sizes, home: str, mode: str, wanted: int, clock: Clock) -> None:
+        self._sizes, self._home, self._mode, self._wanted, self._clock = sizes, home, mode, wanted, clock
+        self.attention = Attention(home)
+
+    def on_streams(
+        self, case: Case, of: Batches, known: Known, owner: tuple[HostedRank, PassRuns], left: int
+    ) -> Result | None:
+        """A case in this process, where each pass is announced. left: cases with this one."""
+        rank, runs = owner
+        both = TwoStreams(runs, rank, self._sizes, self._home, (case.rows, case.stages, LOOP))
+        caller, took = _OnStreams(both, of, self._sizes.layers), self._attention(case, known)
+        launch = both.launcher(lambda: forward(caller, of, self.attention, case.stages), announced=True)
+        passes = self._passes(launch, left)
+        layer = wall(launch, passes, self._home) if passes else 0.0
+        host = sorted(both.host)[len(both.host) // 2] * 1e6
+        of.rewind()
+        launch()
+        ended = both.ended()
+        self._compare(case, caller.answers, known, ended)
+        both.close()
+        return self._told(case, took, known, layer, passes, {"host us a pass": host})
+
+    def through(self, case: Case, of: Batches, known: Known, opened: Opened, left: int) -> Result | None:
+        """A case through a service: passes of one standing pass, and some that are announced each. left:
+        cases with this one.
+        """
+        layers = self._sizes.layers
+        way = opened("decode", case.rows, case.stages, tuple(at % layers for at in range(LOOP)))
+        caller, took = _OnWay(way, of, layers), self._attention(case, known)
+        stream, graph = torch.cuda.Stream(HOME), torch.cuda.CUDAGraph()
+        with torch.cuda.device(HOME):
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    forward(caller, of, self.attention, case.stages)
+            way.check()
+            version = way.version()
+            with torch.cuda.graph(graph, stream=stream):
+                forward(caller, of, self.attention, case.stages)
+
+            def launch() -> None:
+                with torch.cuda.stream(stream):
+                    graph.replay()
+
+            at = 0
+
+            def announced() -> None:
+                nonlocal at
+                at += 1
+                way.demand(version * (at % 2))  # which begins another pass
+                way.renew()
+                launch()
+
+            passes = self._passes(launch, left)
+            layer = wall(launch, passes, HOME) if passes else 0.0
+            each = wall(announced, min(ANNOUNCED, passes), HOME) if passes else 0.0
+            of.rewind()
+            launch()
+            way.check()
+        self._compare(case, caller.answers, known, (0, 0))
+        way.close()
+        return self._told(case, took, known, layer, passes, {"announced each": each})
+
+    def _attention(self, case: Case, known: Known) -> float:
+        return self.attention.set(known.experts if case.attention == EQUAL else case.attention)
+
+    def _passes(self, launch: Callable[[], None], left: int) -> int:
+        """How many the case may make, of which so many are left; the first are not counted."""
+        wall(launch, ESTIMATED, self._home)
+        seconds = wall(launch, ESTIMATED, self._home) * LOOP / 1e6
+        return self._clock.passes(self._wanted, seconds, left)
+
+    def _compare(self, case: Case, found: list[list[Tensor]], known: Known, ended: tuple[int, int]) -> None:
+        flat = [one for stage in found[: case.stages] for one in stage]
+        right = [one.to(self._home) for stage in known.right[: case.stages] for one in stage]
+        check(case.text(self._mode), ended, flat, right)
+
+    def _told(
+        self,
+        case: Case,
+        attention: float,
+        known: Known,
+        layer: float,
+        passes: int,
+        more: dict[str, float],
+    ) -> Result | None:
+        if not passes:
+            print(json.dumps({"left out, its time is over": case.text(self._mode)}), flush=True)
+            return None
+        bound = case.stages * max(attention, known.experts)
+        aim = AIMS.get(case.stages) if "two GPUs" in self._mode else None
+        peers = {"attention": attention, "experts": known.experts, "bound": bound, "passes": passes} | more
+        made = Result(
+            "gpu_pass",
+            case.text(self._mode),
+            round(layer, 2),
+            "us a layer",
+            "lower",
+            None if aim is None else round(aim * bound, 2),
+            {name: round(value, 2) for name, value in peers.items()},
+        )
+        ratio = round(layer / bound, 3)
+        said = {"case": made.case, "layer": made.ours, "ratio": ratio, "aim": aim} | dict(made.peers)
+        print(json.dumps(said), flush=True)
+        return made
+
+
+def known_of(rank: HostedRank, sizes: Sizes, rows: int, passes: int) -> Known:
+    """Steps of so many rows in process, on the owner's GPU."""
+    of = Batches(sizes, rows, rank.device)
+    took, first = steps_alone(rank, of.given[0], sizes.layers, passes)
+    others = [steps_alone(rank, stage, sizes.layers, 2)[1] for stage in of.given[1:]]
+    return Known(float(np.median(took)), [first, *others])

@@ -1,0 +1,66 @@
+"""What callers' GPUs may take of a rank's device memory at most, about: from sizes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from moeserve.device.machine import Machine
+from moeserve.runtime.planning.layers import first_epoch
+from moeserve.runtime.planning.memory import step_bytes
+from moeserve.runtime.planning.plan import Plan
+from moeserve.runtime.sections import BalanceConfig, PassesConfig
+from moeserve.runtime.served import Served
+
+GRAPH_STEP_BYTES = 128 << 10
+"""Of device memory that CUDA keeps for a recorded step, beside what the step works in: an allowance for some
+15 launches of 8 KiB each. A test on a GPU compares it with what recording takes there.
+"""
+
+GROWN = 2
+"""What is made anew for sizes that double takes twice what the largest size takes, at most."""
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """Bytes of one rank's GPU."""
+
+    mailboxes: int  # of all lanes: `passes.lanes` of `passes.lane_bytes`, of which callers hold a part
+    rooms: int  # where the rows of one step after the other lie
+    pool: int  # what recorded steps work in, one after the other
+    graphs: int  # what CUDA keeps of `passes.graph_steps` recorded steps
+
+
+def pass_bytes(
+    served: Served, plans: Mapping[int, Plan], machine: Machine, balance: BalanceConfig, passes: PassesConfig
+) -> PassBytes | None:
+    """What callers' GPUs take at most; None where there are none: on a CPU, on a GPU of another maker, and
+    without device lanes.
+
+    It grows with rows of a step, and not with callers beyond their mailboxes: graphs and rooms are shared.
+    Raises ValueError where redundant experts do not divide over the ranks.
+    """
+    if not machine.arch.startswith("sm") or not passes.lanes:
+        return None
+    checkpoint, slots = served.checkpoint, _slots(served, balance)
+    hidden, choice = checkpoint.hidden * served.dtype.itemsize, 8 * checkpoint.top_k
+    row = hidden + choice + 4 * checkpoint.num_experts
+    most = max(1, min(served.lane_rows, passes.lane_bytes // (row + hidden)))  # in a lane: and an answer
+    padded = 1 << (most - 1).bit_length()
+    steps = [
+        step_bytes(plan, replace(span, up_to=min(span.up_to, most)), slots)
+        for plan in {id(plan): plan for plan in plans.values()}.values()
+        for span in plan.dispatchers
+    ]
+    recorded = bool(passes.graph_steps)
+    return PassBytes(
+        passes.lanes * passes.lane_bytes,
+        GROWN * padded * (row + 1),
+        recorded * GROWN * max(steps, default=0),
+        passes.graph_steps * GRAPH_STEP_BYTES,
+    )
+
+
+def _slots(served: Served, balance: BalanceConfig) -> int:
+    first = first_epoch(replace(served, redundant=balance.redundant_experts))
+    return first.placement.slots_per_owner
