@@ -16,7 +16,7 @@ from moeserve.proto import moe_pb2
 from moeserve.proto.tensors import encode, plain
 from moeserve.runtime.control.stream import StreamClosed
 from moeserve.runtime.doors.failures import status_of
-from moeserve.runtime.doors.lane_door import ASIDE_THREADS, LaneDoor
+from moeserve.runtime.doors.lane_door import ASIDE_BYTES, ASIDE_THREADS, LaneDoor
 from moeserve.runtime.doors.payloads import Payloads, Regions
 from moeserve.runtime.doors.payloads.registration import Registrar
 from moeserve.runtime.doors.request import CheckedRequest
@@ -331,5 +331,30 @@ def test_rows_that_the_host_copies_hold_up_no_other_lease(registered: bool) -> N
         large, small = ranked.began
         assert large.startswith("aside") != registered
         assert small == threading.current_thread().name
+    finally:
+        regions.close()
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_large_answer_is_copied_aside_where_another_call_waits(another: bool) -> None:
+    """To wake another thread takes longer than the copy, which nobody else waits for."""
+    rows, regions, threads = ASIDE_BYTES // (4 * HIDDEN), Regions(), list[str]()
+    try:
+        ranked = Ranked(regions, capacity=rows)
+        name, _ = regions.create(2 * ASIDE_BYTES)
+        request = ranked.named(rows, name).SerializeToString()
+        ranked.door.take_packet(request, lambda reply: threads.append(threading.current_thread().name))
+        until = time.monotonic() + 5
+        while not ranked.announced and time.monotonic() < until:
+            time.sleep(0.001)
+        first, ranked.announced = ranked.announced, []
+        if another:
+            columns = torch.ones(1, HIDDEN), torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2)
+            ranked.lane.submit(LaneBatch(0, *columns))
+        ranked.announced = first
+        ranked.step()
+        while not threads and time.monotonic() < until:
+            time.sleep(0.001)
+        assert len(threads) == 1 and threads[0].startswith("aside") == another
     finally:
         regions.close()

@@ -272,12 +272,15 @@ def main() -> None:
     with checkpoint_folder(sizes_of(args)) as folder:
         run = Run(args, folder)
         write_checkpoint(folder, run.sizes)
-        run.in_process()
-        gc.collect()
-        torch.cuda.empty_cache()
-        if run.two:
-            run.through_service()
-    write(run.results, args.out)
+        try:
+            run.in_process()
+            gc.collect()
+            torch.cuda.empty_cache()
+            if run.two:
+                run.through_service()
+        finally:
+            if run.results:  # those before a case that is wrong are right
+                write(run.results, args.out)
     faulthandler.cancel_dump_traceback_later()
 
 

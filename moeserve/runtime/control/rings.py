@@ -34,10 +34,10 @@ def ring_wish(nbytes: int) -> Message:
 
 
 def spin_of(seconds: float, ranks: int) -> float:
-    """`seconds`, where this process may use more cores than the ranks and their head are; else 0: a reader
-    that spins there takes time from who is to write.
+    """`seconds`, where this process may use two cores for each of so many ranks of its host and for their
+    head; else 0: a reader that spins there takes time from who is to write, and from threads that compute.
     """
-    return seconds if len(os.sched_getaffinity(0)) > ranks + 1 else 0.0
+    return seconds if len(os.sched_getaffinity(0)) >= 2 * (ranks + 1) else 0.0
 
 
 class RingOffers:

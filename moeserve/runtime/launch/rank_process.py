@@ -146,7 +146,7 @@ def _dial(spec: RankSpec, keys: Keys, within: float) -> Stream:
     stream = connect(spec.coordinator, min(within, cluster.connect_seconds), keys)
     stream.bound_sends(cluster.send_seconds)
     stream.bound_silence(cluster.connect_seconds)
-    spin = spin_of(cluster.spin_seconds, spec.config.parallel.mesh.ranks)
+    spin = spin_of(cluster.spin_seconds, spec.ranks_on_host)
     stream.take_ring = partial(take_ring, spin=spin)
     return stream
 
