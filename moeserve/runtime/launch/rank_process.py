@@ -44,6 +44,7 @@ from moeserve.runtime.rank.lanes.lane import Lane
 from moeserve.runtime.rank.member.member import Member
 from moeserve.runtime.rank.member.member_group import ProcessGroupSettings
 from moeserve.runtime.rank.rank import Rank
+from moeserve.runtime.rank.runs.group_runs import GroupRuns
 from moeserve.runtime.rank.runs.member_runs import MemberRuns, why_not
 from moeserve.runtime.rank.transfers.transfers import transfers_of
 from moeserve.runtime.rank.weights.copies import Copier
@@ -257,17 +258,20 @@ class _RankProcess:
         lanes.on_pass = self._telemetry.observe_pass
         if self._runs is not None:
             lanes.mail = MailHost(self._runs, model, passes.lane_bytes, share_gpu=passes.share_gpu)
-            lanes.others = door.has_calls
+            lanes.others, self.member.on_company = door.has_calls, lanes.company
         self._telemetry.device_lanes(lambda: len(lanes.attached()))
         return lanes
 
     def _runs_of(self, rank: Rank, machine: Machine) -> tuple[MemberRuns | None, str]:
         """What launches steps of callers' GPUs; without it, why there is nothing that does."""
+        member = self.member
+        group = self._group_runs = GroupRuns(rank, member.after_steps)
+        member.take_runs(group)
+        member.on_leave = group.graphs.drop
         if why := why_not(machine):
             return None, why
-        member = self.member
         try:
-            runs = MemberRuns(rank, member.between_steps, member.after_steps, lambda: member.joined)
+            runs = MemberRuns(rank, member.between_steps, member.after_steps, lambda: member.joined, group)
         except (CompileError, LaunchError) as error:  # the rank serves all other callers
             log.warning("rank %d takes no rows of callers' GPUs: %s", rank.index, error)
             return None, f"the kernels that wait for rows cannot be loaded at this rank: {error}"
@@ -301,6 +305,7 @@ class _RankProcess:
 
     def _serving(self, generation: int, epoch: int) -> None:
         """Called by the member when its group begins (generation > 0) or stops to serve."""
+        self._group_runs.serving(generation)
         with self._telling:
             self._endpoint.set_serving(serving=generation > 0 and not self._draining)
         if generation > 0:
