@@ -36,7 +36,13 @@ from moeserve.runtime.doors.payloads import Payloads, RegionLimits, Regions
 from moeserve.runtime.doors.payloads.registration import registrar_of
 from moeserve.runtime.doors.request import RequestReader
 from moeserve.runtime.keys.keys import Keys
-from moeserve.runtime.launch.environment import machine_for, own_device, set_environment, tune_process
+from moeserve.runtime.launch.environment import (
+    group_backend,
+    machine_for,
+    own_device,
+    set_environment,
+    tune_process,
+)
 from moeserve.runtime.planning.costing import costing_of
 from moeserve.runtime.planning.layers import plans_for
 from moeserve.runtime.planning.plan import NoPlan
@@ -180,7 +186,7 @@ class _RankProcess:
         self._telemetry.device_bytes(rank.held_bytes)
         self._telemetry.regions(lambda: (len(self._regions.list()), self._regions.bytes))
         group_settings = ProcessGroupSettings(
-            "nccl" if machine.device == "cuda" else "gloo", config.step.timeout_seconds, own_process=True
+            group_backend(config, machine), config.step.timeout_seconds, own_process=True
         )
         self.member = Member(rank, lane, stream, group_settings, self._telemetry.observe_step)
         self.member.come_back = stream.come_back
